@@ -1,0 +1,65 @@
+"""Data-parallel training that stays fast on slow or busy networks.
+
+    import agmerge
+    agmerge.init()
+    optimizer = agmerge.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    agmerge.broadcast_parameters(model.state_dict(), root_rank=0)
+"""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"
+
+from agmerge import testing
+from agmerge.broadcasting import broadcast_optimizer_state, broadcast_parameters
+from agmerge.collectives import allgather, allreduce, barrier, broadcast, broadcast_object
+from agmerge.errors import (
+    AGMergeError,
+    CollectiveTimeout,
+    DivergenceError,
+    MessageError,
+    PeerLost,
+    RankMismatchError,
+)
+from agmerge.ops import Average, Compression, ReduceOp, Sum
+from agmerge.optimizer import DistributedOptimizer
+from agmerge.runtime import (
+    backend_name,
+    init,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+)
+
+__all__ = [
+    "AGMergeError",
+    "Average",
+    "CollectiveTimeout",
+    "Compression",
+    "DistributedOptimizer",
+    "DivergenceError",
+    "MessageError",
+    "PeerLost",
+    "RankMismatchError",
+    "ReduceOp",
+    "Sum",
+    "allgather",
+    "allreduce",
+    "backend_name",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "rank",
+    "shutdown",
+    "size",
+    "testing",
+]

@@ -1,0 +1,85 @@
+"""The calls that every backend offers.
+
+All collectives are asynchronous: they return a :class:`Handle` at once, and the tensors handed in must
+stay alive and unchanged until ``wait`` has returned. Every rank of a backend makes the same calls in
+the same order; ``name`` is the same on all of them and says in errors what was going on.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+
+class Handle(ABC):
+    """A collective under way."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+
+    @abstractmethod
+    def wait(self, timeout: float) -> None:
+        """Return when the result is in place.
+
+        ``timeout`` is in seconds. Raises :class:`agmerge.CollectiveTimeout` when it has passed and
+        :class:`agmerge.PeerLost` when another rank is known to have left.
+        """
+
+
+class Backend(ABC):
+    """One communicator: ``size`` ranks that call the same collectives in the same order."""
+
+    name: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    @abstractmethod
+    def all_reduce(self, tensor: torch.Tensor, name: str) -> Handle:
+        """Sum ``tensor`` (any shape, contiguous) over all ranks, in place."""
+
+    @abstractmethod
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
+        """Fill ``out`` (1-D, ``size * n``) with every rank's ``tensor`` (1-D, ``n``, the same n), rank by rank."""
+
+    @abstractmethod
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        tensor: torch.Tensor,
+        out_splits: Sequence[int],
+        splits: Sequence[int],
+        name: str,
+    ) -> Handle:
+        """Send piece r of ``tensor`` (1-D) to rank r; the piece from rank r becomes piece r of ``out``.
+
+        ``splits[r]`` and ``out_splits[r]`` are lengths in elements; they may differ between ranks.
+        """
+
+    @abstractmethod
+    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
+        """Sum ``tensor`` (1-D, ``size * n``) over all ranks; rank r gets piece r in ``out`` (1-D, ``n``)."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Handle:
+        """Overwrite ``tensor`` (contiguous) with the one of rank ``root``, in place."""
+
+    @abstractmethod
+    def barrier(self, name: str) -> Handle:
+        """Wait for all ranks."""
+
+    @abstractmethod
+    def duplicate(self, label: str, timeout: float) -> Backend:
+        """A communicator of its own over the same ranks; collective. ``timeout``: seconds, for each of its calls."""
+
+    @abstractmethod
+    def subgroup(self, ranks: Sequence[int], label: str, timeout: float) -> Backend | None:
+        """A communicator over ``ranks`` (None on the others); collective over all ranks of this one."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what this communicator holds. It cannot be used afterwards."""

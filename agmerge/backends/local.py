@@ -1,0 +1,224 @@
+"""The in-memory group: ranks are threads of one process. Alone, a group of one.
+
+It is also the strictest backend: it checks that all ranks make the same call, keeps no copy of what it is
+handed until the last rank has arrived (so that a buffer that is touched too early shows), adds in rank
+order, records every call, and lets a test inject faults and delays.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from agmerge.backends.base import Backend, Handle
+from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost, RankMismatchError
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective as one rank starts it. ``index`` counts this rank's calls in the whole group."""
+
+    rank: int
+    kind: str
+    name: str
+    index: int
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank contributes: a tensor, and for an all-to-all how it is split."""
+
+    tensor: torch.Tensor
+    splits: tuple[int, ...] = ()
+
+
+@dataclass
+class _Op:
+    """A collective that ranks are joining; the last one to arrive computes the result for all."""
+
+    inputs: dict[int, Part] = field(default_factory=dict)
+    described: dict[int, str] = field(default_factory=dict)
+    result: list[Part] = field(default_factory=list)
+    error: AGMergeError | None = None
+    complete: bool = False
+
+
+class Group:
+    """What the ranks of one in-memory group share."""
+
+    def __init__(self, size: int, inject: Callable[[Call], None] | None = None) -> None:
+        self.size, self.inject = size, inject
+        self.changed = threading.Condition()
+        self.ops: dict[tuple[str, int], _Op] = {}
+        self.left: dict[int, str] = {}
+        self.calls: list[list[tuple[str, str, int]]] = [[] for _ in range(size)]
+
+    def leave(self, rank: int, why: str) -> None:
+        """Rank ``rank`` takes part in nothing any more: whoever waits for it is told."""
+        with self.changed:
+            self.left[rank] = why
+            self.changed.notify_all()
+
+
+Combine = Callable[[list[Part]], list[Part]]
+
+
+def _sum(parts: list[Part]) -> list[Part]:
+    total = parts[0].tensor.clone()
+    for part in parts[1:]:
+        total += part.tensor
+    return [Part(total)]
+
+
+def _all(parts: list[Part]) -> list[Part]:
+    # Copies: once the last rank has arrived, every rank may change what it handed in.
+    return [Part(part.tensor.clone(), part.splits) for part in parts]
+
+
+class LocalHandle(Handle):
+    """Waits for the last rank to arrive, then puts the result in place."""
+
+    def __init__(self, backend: LocalBackend, op: _Op, name: str, deliver: Callable[[_Op], None]) -> None:
+        self._backend, self._op, self._name, self._deliver = backend, op, name, deliver
+
+    def done(self) -> bool:
+        return self._op.complete
+
+    def wait(self, timeout: float) -> None:
+        group, deadline = self._backend.group, time.monotonic() + timeout
+        with group.changed:
+            while not self._op.complete:
+                missing = [rank for rank in self._backend.ranks if rank not in self._op.inputs]
+                gone = [f"rank {rank} {group.left[rank]}" for rank in missing if rank in group.left]
+                if gone:
+                    raise PeerLost(f"{self._name}: {'; '.join(gone)}")
+                if not group.changed.wait(max(0.0, deadline - time.monotonic())) and not self._op.complete:
+                    raise CollectiveTimeout(f"{self._name}: no answer from ranks {missing} within {timeout:g} s")
+        if self._op.error is not None:
+            raise self._op.error
+        self._deliver(self._op)
+
+
+class LocalBackend(Backend):
+    """One rank's end of a communicator over ``ranks`` of an in-memory group."""
+
+    name = "local"
+
+    def __init__(self, group: Group, ranks: Sequence[int], world_rank: int, channel: str = "world") -> None:
+        self.group, self.ranks, self._world_rank, self._channel = group, list(ranks), world_rank, channel
+        self.rank, self.size = self.ranks.index(world_rank), len(self.ranks)
+        self.local_rank, self.local_size = world_rank, group.size
+        self._calls, self._children = 0, 0
+
+    def _start(
+        self, kind: str, name: str, part: Part, combine: Combine, deliver: Callable[[_Op], None], fixed: str
+    ) -> Handle:
+        group, tensor, log = self.group, part.tensor, self.group.calls[self._world_rank]
+        if group.inject is not None:
+            group.inject(Call(self._world_rank, kind, name, len(log), tensor))
+        log.append((kind, name, tensor.numel() * tensor.element_size()))
+        with group.changed:
+            key = (self._channel, self._calls)
+            op = group.ops.setdefault(key, _Op())
+            op.inputs[self._world_rank] = part
+            op.described[self._world_rank] = f"{kind} {name!r} {fixed}"
+            if len(op.inputs) == self.size:
+                del group.ops[key]
+                self._complete(op, combine)
+                group.changed.notify_all()
+        self._calls += 1
+        return LocalHandle(self, op, name, deliver)
+
+    def _complete(self, op: _Op, combine: Combine) -> None:
+        if len(set(op.described.values())) > 1:
+            said = "; ".join(f"rank {rank}: {op.described[rank]}" for rank in self.ranks)
+            op.error = RankMismatchError(f"ranks made different calls: {said}")
+        else:
+            try:
+                op.result = combine([op.inputs[rank] for rank in self.ranks])
+            except (RuntimeError, ValueError) as error:
+                op.error = AGMergeError(f"{op.described[self._world_rank]}: {error}")
+        op.complete = True
+
+    def all_reduce(self, tensor: torch.Tensor, name: str) -> Handle:
+        return self._start("all_reduce", name, Part(tensor), _sum, _into(tensor), _shape(tensor))
+
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
+        def deliver(op: _Op) -> None:
+            torch.cat([part.tensor for part in op.result], out=out)
+
+        return self._start("all_gather", name, Part(tensor), _all, deliver, _shape(tensor))
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        tensor: torch.Tensor,
+        out_splits: Sequence[int],
+        splits: Sequence[int],
+        name: str,
+    ) -> Handle:
+        if sum(splits) != tensor.numel() or sum(out_splits) != out.numel():
+            raise ValueError(f"{name}: splits {list(splits)} and {list(out_splits)} do not add up to the tensors")
+
+        def deliver(op: _Op) -> None:
+            sent = [part.splits[self.rank] for part in op.result]
+            if sent != list(out_splits):
+                raise RankMismatchError(f"{name}: expected pieces of {list(out_splits)} elements, got {sent}")
+            torch.cat([torch.split(part.tensor, part.splits)[self.rank] for part in op.result], out=out)
+
+        part = Part(tensor, tuple(splits))
+        return self._start("all_to_all", name, part, _all, deliver, str(tensor.dtype))
+
+    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
+        start = self.rank * out.numel()
+
+        def deliver(op: _Op) -> None:
+            out.copy_(op.result[0].tensor[start : start + out.numel()])
+
+        return self._start("reduce_scatter", name, Part(tensor), _sum, deliver, _shape(tensor))
+
+    def broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Handle:
+        def root_copy(parts: list[Part]) -> list[Part]:
+            return _all([parts[root]])
+
+        fixed = f"{_shape(tensor)} from {root}"
+        return self._start("broadcast", name, Part(tensor), root_copy, _into(tensor), fixed)
+
+    def barrier(self, name: str) -> Handle:
+        return self._start("barrier", name, Part(torch.empty(0)), _all, lambda op: None, "")
+
+    def duplicate(self, label: str, timeout: float) -> LocalBackend:
+        self._children += 1
+        channel = f"{self._channel}/{self._children}"
+        return LocalBackend(self.group, self.ranks, self._world_rank, channel)
+
+    def subgroup(self, ranks: Sequence[int], label: str, timeout: float) -> LocalBackend | None:
+        self._children += 1
+        if self.rank not in ranks:
+            return None
+        channel = f"{self._channel}/{self._children}"
+        return LocalBackend(self.group, [self.ranks[rank] for rank in ranks], self._world_rank, channel)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _into(out: torch.Tensor) -> Callable[[_Op], None]:
+    def deliver(op: _Op) -> None:
+        out.copy_(op.result[0].tensor)
+
+    return deliver
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def open() -> LocalBackend:
+    """A group of one."""
+    return LocalBackend(Group(1), [0], 0)

@@ -1,0 +1,153 @@
+"""torch.distributed: Gloo for tensors on the CPU, NCCL for tensors on a GPU (not tested on one yet)."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from agmerge.backends.base import Backend, Handle
+from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost
+
+
+def initialised() -> bool:
+    """Whether the script has already called ``torch.distributed.init_process_group``."""
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()
+
+
+def launched(env: Mapping[str, str]) -> bool:
+    """Whether torchrun, or somebody by hand, has set what torch.distributed needs."""
+    return all(key in env for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
+
+
+def open(env: Mapping[str, str], timeout: float) -> TorchBackend:
+    """Join the process group of the launcher, or take the one that the script has made."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        raise AGMergeError("this build of torch has no torch.distributed; install another, or launch one worker")
+    owns_world = not dist.is_initialized()
+    if owns_world:
+        missing = [key for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if key not in env]
+        if missing:
+            raise AGMergeError(
+                f"the torch backend needs the environment variables {', '.join(missing)}: "
+                "launch the script with torchrun, or set them by hand"
+            )
+        os.environ.setdefault("MASTER_PORT", "29500")
+        dist.init_process_group(_kinds(dist), timeout=timedelta(seconds=timeout))
+    # A group of its own, also where the script has one: its calls cannot meet ours, and ours move tensors
+    # of the CPU too where the script's group is NCCL alone.
+    group = dist.new_group(backend=_kinds(dist), timeout=timedelta(seconds=timeout))
+    return TorchBackend(dist, group, *_place(dist, env), owns_world=owns_world)
+
+
+def _kinds(dist: Any) -> str:
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "cpu:gloo"
+
+
+def _place(dist: Any, env: Mapping[str, str]) -> tuple[int, int]:
+    """(local rank, local size): the launcher's, else counted by host name."""
+    if "LOCAL_RANK" in env and "LOCAL_WORLD_SIZE" in env:
+        return int(env["LOCAL_RANK"]), int(env["LOCAL_WORLD_SIZE"])
+    hosts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    rank = dist.get_rank()
+    same = [r for r, host in enumerate(hosts) if host == hosts[rank]]
+    return same.index(rank), len(same)
+
+
+class TorchHandle(Handle):
+    """A ``torch.distributed.Work``, with our errors. Keeps its tensors alive until it has been waited for."""
+
+    def __init__(self, work: Any, name: str, *tensors: torch.Tensor) -> None:
+        self._work, self._name, self._tensors = work, name, tensors
+
+    def done(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def wait(self, timeout: float) -> None:
+        try:
+            self._work.wait(timedelta(seconds=timeout))
+        except RuntimeError as error:
+            text = str(error)
+            if "imed out" in text or "imeout" in text:
+                raise CollectiveTimeout(f"{self._name}: no answer from all ranks within {timeout:g} s ({text})") from error
+            raise PeerLost(f"{self._name}: the connection to another rank broke ({text})") from error
+        self._tensors = ()
+
+
+class TorchBackend(Backend):
+    """One process group."""
+
+    name = "torch"
+
+    def __init__(
+        self, dist: Any, group: Any, local_rank: int, local_size: int, *, owns_world: bool = False
+    ) -> None:
+        self._dist, self._group, self._owns_world = dist, group, owns_world
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.local_rank, self.local_size = local_rank, local_size
+        # torch 2.13 has new names for the two collectives on one tensor and warns at the old ones.
+        self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        self._scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+    def all_reduce(self, tensor: torch.Tensor, name: str) -> Handle:
+        return TorchHandle(self._dist.all_reduce(tensor, group=self._group, async_op=True), name, tensor)
+
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
+        return TorchHandle(self._gather(out, tensor, group=self._group, async_op=True), name, out, tensor)
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        tensor: torch.Tensor,
+        out_splits: Sequence[int],
+        splits: Sequence[int],
+        name: str,
+    ) -> Handle:
+        work = self._dist.all_to_all_single(
+            out, tensor, list(out_splits), list(splits), group=self._group, async_op=True
+        )
+        return TorchHandle(work, name, out, tensor)
+
+    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
+        return TorchHandle(self._scatter(out, tensor, group=self._group, async_op=True), name, out, tensor)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Handle:
+        work = self._dist.broadcast(tensor, self._world_rank(root), group=self._group, async_op=True)
+        return TorchHandle(work, name, tensor)
+
+    def barrier(self, name: str) -> Handle:
+        # NCCL's barrier would pick a device by itself; a sum of one element on the CPU cannot go wrong.
+        return self.all_reduce(torch.zeros(1), name)
+
+    def duplicate(self, label: str, timeout: float) -> TorchBackend:
+        copy = self.subgroup(range(self.size), label, timeout)
+        assert copy is not None
+        return copy
+
+    def subgroup(self, ranks: Sequence[int], label: str, timeout: float) -> TorchBackend | None:
+        group = self._dist.new_group(
+            [self._world_rank(rank) for rank in ranks],
+            backend=_kinds(self._dist),
+            timeout=timedelta(seconds=timeout),
+            group_desc=label,
+        )
+        if self.rank not in ranks:
+            return None
+        return TorchBackend(self._dist, group, self.local_rank, self.local_size)
+
+    def close(self) -> None:
+        if self._dist.is_initialized() and self._group is not None:
+            self._dist.destroy_process_group(None if self._owns_world else self._group)
+        self._group = None
+
+    def _world_rank(self, rank: int) -> int:
+        return int(self._dist.get_global_rank(self._group, rank))

@@ -1,0 +1,157 @@
+"""Start all replicas from one: parameters and optimizer state of the root rank.
+
+Nothing here calls ``step()``, so no parameter moves and the order of the two calls does not matter.
+(Horovod creates missing state by a real step with zero gradients; with weight decay that step moves the
+parameters of the ranks that had no state.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from agmerge import runtime
+from agmerge.collectives import TIMEOUT, as_bytes, broadcast_object, check_root, from_bytes
+from agmerge.handshake import Fact, agree
+
+CHUNK = 64 * 2**20  # bytes of one message
+Parameters = Mapping[str, Any] | Iterable[Any]
+
+
+def broadcast_parameters(params: Parameters, root_rank: int = 0) -> None:
+    """Overwrite ``params`` in place with rank ``root_rank``'s, to the bit.
+
+    ``params``: ``model.state_dict()``, ``model.named_parameters()``, a list of (name, tensor), or tensors.
+    Any dtype, any strides, any device. Raises :class:`agmerge.RankMismatchError` on every rank if names,
+    shapes or dtypes differ, and ``ValueError`` for an entry that is no tensor.
+    """
+    comm = runtime.world()
+    check_root(comm, root_rank)
+    tensors = _named(params)
+    facts: list[Fact] = [("root_rank", str(root_rank))]
+    facts += [(name, f"{value.dtype} {list(value.shape)}") for name, value in tensors]
+    advice = "Build the same model on every rank."
+    agree(comm, facts, what="broadcast_parameters", advice=advice, timeout=TIMEOUT)
+    _broadcast_tensors([value for _, value in tensors], root_rank, "broadcast_parameters")
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:
+    """Give every rank the state and the options of rank ``root_rank``'s ``optimizer``.
+
+    Works for every optimizer, also where only the root has state (after a checkpoint was loaded there).
+    Neither parameters nor gradients are touched; group dictionaries keep their identity. Residuals of a
+    :class:`agmerge.DistributedOptimizer` belong to their rank and stay where they are.
+    """
+    comm = runtime.world()
+    check_root(comm, root_rank)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    facts: list[Fact] = [("root_rank", str(root_rank)), ("optimizer", _kind(optimizer))]
+    facts.append(("sizes of param_groups", str([len(group["params"]) for group in optimizer.param_groups])))
+    facts += [(f"parameter {i}", f"{p.dtype} {list(p.shape)}") for i, p in enumerate(parameters)]
+    advice = "Build the same optimizer on every rank."
+    agree(comm, facts, what="broadcast_optimizer_state", advice=advice, timeout=TIMEOUT)
+
+    tensors: list[torch.Tensor] = []
+    state = [_take_out(optimizer.state.get(p, {}), tensors) for p in parameters]
+    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    options = _take_out(options, tensors)
+    shapes = [(tensor.dtype, tuple(tensor.shape), tensor.device.type) for tensor in tensors]
+    state, options, shapes = broadcast_object((state, options, shapes), root_rank, "broadcast_optimizer_state")
+    root = comm.rank == root_rank
+    if not root:
+        homes = {p.device.type: p.device for p in parameters}
+        tensors = [torch.empty(shape, dtype=dtype, device=homes.get(kind, kind)) for dtype, shape, kind in shapes]
+    _broadcast_tensors(tensors, root_rank, "broadcast_optimizer_state")
+    if root:
+        return
+    for p, entry in zip(parameters, state, strict=True):
+        if entry:
+            optimizer.state[p] = _put_back(entry, tensors)
+        else:
+            optimizer.state.pop(p, None)
+    for group, entry in zip(optimizer.param_groups, options, strict=True):
+        group.update(_put_back(entry, tensors))
+
+
+def _named(params: Parameters) -> list[tuple[str, torch.Tensor]]:
+    entries = sorted(params.items()) if isinstance(params, Mapping) else list(params)
+    if all(isinstance(entry, torch.Tensor) for entry in entries):
+        return [(f"tensor {i}", entry) for i, entry in enumerate(entries)]
+    for i, entry in enumerate(entries):
+        if not (isinstance(entry, tuple) and len(entry) == 2):
+            raise ValueError(
+                f"invalid params of type: {type(entry).__name__} (entry {i}); give a state_dict, "
+                "(name, tensor) pairs, or tensors"
+            )
+        if not isinstance(entry[1], torch.Tensor):
+            kind = type(entry[1]).__name__
+            raise ValueError(f"invalid params: {entry[0]!r} is a {kind}, not a tensor; send it with broadcast_object")
+    return [(str(name), value) for name, value in entries]
+
+
+def _broadcast_tensors(tensors: list[torch.Tensor], root_rank: int, name: str) -> None:
+    """Messages of bytes, so any dtype, strides and device; of bounded size, so little memory beside."""
+    start = 0
+    while start < len(tensors):
+        stop, size = start + 1, _bytes(tensors[start])
+        while stop < len(tensors) and size + _bytes(tensors[stop]) <= CHUNK:
+            size += _bytes(tensors[stop])
+            stop += 1
+        if size:
+            _broadcast_chunk(tensors[start:stop], size, root_rank, f"{name}/{start}")
+        start = stop
+
+
+def _broadcast_chunk(tensors: list[torch.Tensor], size: int, root_rank: int, name: str) -> None:
+    comm = runtime.world()
+    root = comm.rank == root_rank
+    message = b"".join(as_bytes(tensor) for tensor in tensors) if root else bytes(size)
+    buffer = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    comm.broadcast(buffer, root_rank, name).wait(TIMEOUT)
+    if root:
+        return
+    data, start = buffer.numpy().tobytes(), 0
+    with torch.no_grad():
+        for tensor in tensors:
+            value = from_bytes(data[start : start + _bytes(tensor)], tensor.dtype)
+            tensor.copy_(value.reshape(tensor.shape))
+            start += _bytes(tensor)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+class _Place:
+    """Stands in a pickled structure for tensor number ``index``."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _Place(len(tensors) - 1)
+    if isinstance(value, Mapping):
+        return {key: _take_out(one, tensors) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_take_out(one, tensors) for one in value)
+    return value
+
+
+def _put_back(value: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(value, _Place):
+        return tensors[value.index]
+    if isinstance(value, Mapping):
+        return {key: _put_back(one, tensors) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_put_back(one, tensors) for one in value)
+    return value
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> str:
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return type(inner).__name__

@@ -1,0 +1,56 @@
+"""The rank's own part of ``optimizer.state_dict()``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from agmerge.engine import Engine
+
+SECTION = "agmerge"
+VERSION = 1
+
+
+def save(engine: Engine) -> dict[str, Any]:
+    """Residuals by name (copies), the step count, and whose they are."""
+    rank, size = (engine.comm.rank, engine.comm.size) if engine.comm else (0, 1)
+    return {
+        "version": VERSION,
+        "rank": rank,
+        "size": size,
+        "steps": engine.steps,
+        "residuals": {name: residual.clone() for name, residual in engine.residuals().items()},
+    }
+
+
+def load(engine: Engine, section: Mapping[str, Any] | None) -> None:
+    """Take back what :func:`save` gave on this rank; anything else is dropped, with one warning.
+
+    Raises ``ValueError`` if a residual has another shape than its parameter.
+    """
+    residuals: dict[str, Any] = {}
+    steps = 0
+    if section is None:
+        warnings.warn("the checkpoint has no residuals (it is a plain optimizer's): they start from zero", stacklevel=3)
+    elif section["version"] != VERSION:
+        raise ValueError(f"the checkpoint's agmerge section has version {section['version']}, this library {VERSION}")
+    else:
+        steps = section["steps"]
+        rank, size = (engine.comm.rank, engine.comm.size) if engine.comm else (0, 1)
+        if (section["rank"], section["size"]) == (rank, size):
+            residuals = {name: residual.clone() for name, residual in section["residuals"].items()}
+        else:
+            warnings.warn(
+                f"the checkpoint's residuals are rank {section['rank']}'s of {section['size']}, this is rank {rank} of "
+                f"{size}: they are dropped and start from zero. Load the file that this rank has saved",
+                stacklevel=3,
+            )
+    shapes = {member.name: member.shape for member in engine.members.active()}
+    for name, residual in residuals.items():
+        if name in shapes and tuple(residual.shape) != shapes[name]:
+            raise ValueError(
+                f"the residual of parameter {name!r} has shape {list(residual.shape)} in the checkpoint, the "
+                f"parameter has {list(shapes[name])}: load a checkpoint of the same model"
+            )
+    engine.replace_residuals(residuals, steps)

@@ -1,0 +1,227 @@
+"""The arguments of :class:`agmerge.DistributedOptimizer`, checked and resolved.
+
+Mistakes, combinations without meaning and arguments that are not built yet are refused here; nothing is
+accepted and ignored.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import merging
+import sparsifiers
+from agmerge.handshake import Fact
+from agmerge.ops import Average, Compression, ReduceOp
+
+SMALL = 1024  # elements; a smaller tensor costs more to select from than to send
+CASTS = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+DenseRule = Callable[[str, torch.Tensor], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What a step needs to know. ``sparsifier`` None: every tensor is in the dense lane, cast to ``cast``."""
+
+    sparsifier: sparsifiers.Sparsifier | None
+    cast: torch.dtype | None
+    memory: sparsifiers.Memory
+    planner: merging.Planner | None
+    plan: merging.Plan | None
+    dense: DenseRule
+    op: ReduceOp
+    passes: int
+    predivide: float
+    sparse_as_dense: bool
+    ordered: bool
+    timeout: float
+    check_every: int
+    zero_unused: bool
+
+    def sparse(self, name: str, parameter: torch.Tensor) -> bool:
+        """Whether ``parameter`` goes into the sparse lane."""
+        return self.sparsifier is not None and not self.dense(name, parameter)
+
+    def memory_of(self, sparse: bool) -> sparsifiers.Memory:
+        """The memory of a lane. What is sent whole leaves nothing to remember."""
+        lossy = sparse or self.cast is not None
+        return self.memory if lossy else sparsifiers.memory("none")
+
+    @property
+    def mode(self) -> str:
+        """How a planner should predict: selection runs on the whole merge buffer."""
+        return "dense" if self.sparsifier is None else "behind"
+
+    def facts(self) -> list[Fact]:
+        """What must be the same on every rank. ``backward_passes_per_step`` too: it decides what a step is."""
+        compression = repr(self.sparsifier) if self.sparsifier else next(n for n, c in CASTS.items() if c == self.cast)
+        plan = f"plan {self.plan.digest()}" if self.plan else repr(self.planner)
+        return [
+            ("compression", compression),
+            ("density", str(self.sparsifier.density if self.sparsifier else 1.0)),
+            ("memory", repr(self.memory)),
+            ("merging", plan),
+            ("op", self.op.value),
+            ("backward_passes_per_step", str(self.passes)),
+            ("gradient_predivide_factor", str(self.predivide)),
+            ("dense_sum", "ordered" if self.ordered else "native"),
+            ("check_every", str(self.check_every)),
+            ("unused", "zero" if self.zero_unused else "none"),
+        ]
+
+
+def resolve(
+    *,
+    compression: Any,
+    density: Any,
+    memory: Any,
+    dense: Any,
+    merging: Any,
+    sparsify: str,
+    exchange: str,
+    wire: str,
+    wire_check: str,
+    dense_sum: str,
+    op: Any,
+    backward_passes_per_step: Any,
+    gradient_predivide_factor: float,
+    sparse_as_dense: bool,
+    timeout: float,
+    check_every: int,
+    unused: str,
+    **later: Any,
+) -> Config:
+    """Check every argument; raises ``ValueError`` or ``TypeError`` that says which and why."""
+    _refuse_later(later)
+    _choice("sparsify", sparsify, ("auto", "behind"), later=("ahead",))
+    _choice("exchange", exchange, ("sparse",), later=("auto", "oktopk", "masked", "two-level"), hint=_DENSE_HINT)
+    _choice("wire", wire, ("auto",), later=("fp32", "fp16", "bf16", "int8"))
+    _choice("wire_check", wire_check, ("header",), later=("payload", "none"))
+    _choice("dense_sum", dense_sum, ("native", "ordered"))
+    _choice("unused", unused, ("none", "zero"))
+    if not isinstance(op, ReduceOp):
+        raise ValueError(f"op must be agmerge.Average or agmerge.Sum, not {op!r}")
+    if not isinstance(backward_passes_per_step, int) or backward_passes_per_step <= 0:
+        raise ValueError("backward_passes_per_step must be > 0")
+    if gradient_predivide_factor != 1.0 and op is not Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if not gradient_predivide_factor > 0:
+        raise ValueError(f"gradient_predivide_factor must be > 0, not {gradient_predivide_factor!r}")
+    if not timeout > 0:
+        raise ValueError(f"timeout must be a number of seconds > 0, not {timeout!r}")
+    if not isinstance(check_every, int) or check_every < 0:
+        raise ValueError(f"check_every must be a number of steps (0: never), not {check_every!r}")
+    sparsifier, cast = _compressor(compression, density)
+    planner, plan = _planner(merging)
+    return Config(
+        sparsifier=sparsifier,
+        cast=cast,
+        memory=_memory(memory, sparsifier, cast),
+        planner=planner,
+        plan=plan,
+        dense=_dense_rule(dense),
+        op=op,
+        passes=backward_passes_per_step,
+        predivide=float(gradient_predivide_factor),
+        sparse_as_dense=bool(sparse_as_dense),
+        ordered=dense_sum == "ordered",
+        timeout=float(timeout),
+        check_every=check_every,
+        zero_unused=unused == "zero",
+    )
+
+
+_DENSE_HINT = {"dense": "a dense exchange sends every element; ask for it with compression='none'"}
+
+
+def _refuse_later(arguments: dict[str, Any]) -> None:
+    for name, value in arguments.items():
+        if value is not None and value != 0:
+            raise ValueError(f"{name}={value!r}: this argument is not built yet; leave it out")
+
+
+def _choice(
+    name: str, value: Any, allowed: tuple[str, ...], later: tuple[str, ...] = (), hint: dict[str, str] | None = None
+) -> None:
+    if value in allowed:
+        return
+    if value in (hint or {}):
+        raise ValueError(f"{name}={value!r}: {(hint or {})[value]}")
+    why = "is not built yet" if value in later else "is unknown"
+    raise ValueError(f"{name}={value!r} {why}; choose from: {', '.join(map(repr, allowed))}")
+
+
+def _compressor(compression: Any, density: Any) -> tuple[sparsifiers.Sparsifier | None, torch.dtype | None]:
+    if isinstance(compression, Compression):
+        compression = compression.value
+    if isinstance(compression, str) and compression in CASTS:
+        return None, CASTS[compression]
+    if isinstance(compression, sparsifiers.Sparsifier):
+        if density not in (0.01, compression.density):
+            raise ValueError(
+                f"density={density!r} and compression={compression!r} disagree: give the density to the compressor only"
+            )
+        return compression, None
+    if not isinstance(compression, str):
+        raise TypeError(
+            f"compression={compression!r}: give a name ({_compressor_names()}), a sparsifiers.Sparsifier, "
+            "or agmerge.Compression.none | .fp16 | .bf16"
+        )
+    if isinstance(density, (dict, str)):
+        raise ValueError(f"density={density!r}: densities by pattern or by importance are not built yet; give a number")
+    try:
+        return sparsifiers.get(compression, density=density), None
+    except ValueError as error:
+        raise ValueError(f"compression={compression!r}, density={density!r}: {error}; also: {', '.join(CASTS)}") from None
+
+
+def _compressor_names() -> str:
+    return ", ".join((*sparsifiers.names(), *CASTS))
+
+
+def _memory(
+    memory: Any, sparsifier: sparsifiers.Sparsifier | None, cast: torch.dtype | None
+) -> sparsifiers.Memory:
+    lossless = sparsifier is None and cast is None
+    if memory is None:
+        return sparsifiers.memory("none" if lossless else "residual")
+    chosen = sparsifiers.memory(memory) if isinstance(memory, str) else memory
+    if not isinstance(chosen, sparsifiers.Memory):
+        raise TypeError(f"memory={memory!r}: give a name or a sparsifiers.Memory")
+    if lossless and chosen.keeps:
+        raise ValueError(f"memory={memory!r} keeps what a compressor drops, and compression='none' drops nothing")
+    return chosen
+
+
+def _planner(given: Any) -> tuple[merging.Planner | None, merging.Plan | None]:
+    if isinstance(given, merging.Planner):
+        return given, None
+    if isinstance(given, merging.Plan):
+        return None, given
+    if isinstance(given, os.PathLike) or (isinstance(given, str) and given.endswith(".json")):
+        return None, merging.Plan.load(given)
+    if isinstance(given, str):
+        return merging.get(given), None
+    raise TypeError(f"merging={given!r}: give a planner's name ({', '.join(merging.names())}), a planner, or a saved plan")
+
+
+def is_small(name: str, parameter: torch.Tensor) -> bool:
+    """The default ``dense`` rule: fewer than two dimensions (biases, norms), or fewer than 1024 elements."""
+    return parameter.dim() < 2 or parameter.numel() < SMALL
+
+
+def _dense_rule(dense: Any) -> DenseRule:
+    if dense is None:
+        return is_small
+    if callable(dense):
+        return dense
+    if isinstance(dense, str) or not isinstance(dense, Iterable):
+        raise TypeError(f"dense={dense!r}: give a list of patterns for whole names, or a callable (name, parameter) -> bool")
+    patterns = [re.compile(pattern) for pattern in dense]
+    return lambda name, parameter: any(pattern.fullmatch(name) for pattern in patterns)

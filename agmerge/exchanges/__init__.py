@@ -1,0 +1,9 @@
+"""How messages are combined: one exchange a file."""
+
+from __future__ import annotations
+
+from agmerge.exchanges.base import Commit, Exchange, Load, Pending
+from agmerge.exchanges.dense import DenseExchange
+from agmerge.exchanges.sparse import SparseExchange
+
+__all__ = ["Commit", "DenseExchange", "Exchange", "Load", "Pending", "SparseExchange"]

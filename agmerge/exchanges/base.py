@@ -1,0 +1,87 @@
+"""What an exchange is: ``start`` sends, ``wait`` receives, ``finish`` writes the update.
+
+An exchange never touches a residual. It calls ``commit`` with this rank's part of the update as soon as that
+part is known: at the start where what is sent is what counts (dense, sparse), in ``finish`` where the ranks
+decide together (a global threshold, an agreed mask, low-rank factors). Conservation holds for every exchange
+by construction.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from agmerge.backends import Backend, Handle
+from agmerge.layout import Segment
+from agmerge.ops import ReduceOp
+from agmerge.wire import Control
+from sparsifiers import Selection
+
+# (segment, indices or None for all of it, sent): take `sent` off the segment's work.
+Commit = Callable[[Segment, "torch.Tensor | None", torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class Load:
+    """One segment with its memory, 1-D of ``segment.length``: ``work`` goes out, ``update`` is written."""
+
+    segment: Segment
+    work: torch.Tensor
+    update: torch.Tensor
+
+
+@dataclass
+class Pending:
+    """A message under way: started, not finished. ``bytes``: handed to collectives so far."""
+
+    name: str
+    loads: Sequence[Load]
+    control: Control
+    handle: Handle
+    bytes: int
+    elements: int
+    message: torch.Tensor
+    received: torch.Tensor
+    extra: Any = None
+    arrived: Control | None = field(default=None)
+
+
+class Exchange(ABC):
+    """Combines the messages of all ranks. Buffers are kept from step to step; one per merge buffer and lane set."""
+
+    def __init__(self, comm: Backend, op: ReduceOp, commit: Commit, timeout: float) -> None:
+        self.comm, self.scale, self.commit, self.timeout = comm, op.scale(comm.size), commit, timeout
+        self._kept: dict[tuple[object, ...], torch.Tensor] = {}
+
+    @abstractmethod
+    def start(
+        self, name: str, loads: Sequence[Load], offers: Sequence[Selection | None], control: Control
+    ) -> Pending:
+        """Send the message of one merge buffer; returns at once. An offer is what the compressor chose."""
+
+    @abstractmethod
+    def wait(self, pending: Pending) -> Control:
+        """Return what all ranks say together, once every message is here and checked. Writes nothing."""
+
+    @abstractmethod
+    def finish(self, pending: Pending) -> None:
+        """Write the update of every load. Called after ``wait``, in plan order."""
+
+    def keep(self, key: tuple[object, ...], length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A 1-D buffer of this exchange's own, the same one at every step."""
+        full = (*key, dtype, device)
+        buffer = self._kept.get(full)
+        if buffer is None or buffer.numel() < length:
+            # Zeroed, so that gaps between sections never send what happened to lie in memory.
+            buffer = self._kept[full] = torch.zeros(length, dtype=dtype, device=device)
+        return buffer[:length]
+
+    def accumulator(self, load: Load) -> torch.Tensor:
+        """Where contributions to ``load`` are added up: its update, or float32 scratch for 16-bit gradients."""
+        if load.update.dtype == load.work.dtype:
+            return load.update
+        return self.keep(("accumulator",), load.update.numel(), load.work.dtype, load.update.device)

@@ -1,0 +1,129 @@
+"""``dense``: an all-reduce of the whole segment, as it is or cast to 16 bits.
+
+The all-reduce has no room for a header, so control travels as a few numbers behind the gradients that mean
+the same after summing: a flag is raised if the sum is not zero, and step and buffer are one-hot, so that
+ranks that are not at the same place show up as two hot positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from agmerge.backends import Backend, Handle
+from agmerge.errors import MessageError
+from agmerge.exchanges.base import Commit, Exchange, Load, Pending
+from agmerge.ops import ReduceOp
+from agmerge.wire import Control
+from sparsifiers import Selection
+
+_HOT = 8  # positions of a one-hot number
+_FLAGS = 8
+
+
+class DenseExchange(Exchange):
+    """All-reduce of one segment. Without a cast everything is sent, so there is nothing to commit.
+
+    ``cast``: dtype on the wire (None: the gradient's own). ``predivide``: f, sums are of ``work / f`` and
+    multiplied by f afterwards. ``ordered``: shards by all-to-all, added in rank order, all-gathered: the sum
+    of an element does not depend on its place in the buffer (a native all-reduce's does, from three ranks on).
+    """
+
+    def __init__(
+        self,
+        comm: Backend,
+        op: ReduceOp,
+        commit: Commit,
+        timeout: float,
+        *,
+        cast: torch.dtype | None = None,
+        predivide: float = 1.0,
+        ordered: bool = False,
+    ) -> None:
+        super().__init__(comm, op, commit, timeout)
+        self.cast, self.predivide, self.ordered = cast, predivide, ordered
+
+    def start(
+        self, name: str, loads: Sequence[Load], offers: Sequence[Selection | None], control: Control
+    ) -> Pending:
+        (load,) = loads
+        dtype = self.cast or load.update.dtype
+        tail = _encode(control)
+        length = load.segment.length + len(tail)
+        length += -length % self.comm.size  # whole shards
+        message = self.keep(("message", name), length, dtype, load.work.device)
+        payload = message[: load.segment.length]
+        self._pack(load, payload)
+        if self.cast is not None:
+            # Before it leaves: the message is summed in place.
+            self.commit(load.segment, None, payload if self.predivide == 1.0 else payload * self.predivide)
+        message[load.segment.length : load.segment.length + len(tail)] = torch.tensor(tail, dtype=dtype)
+        size = message.numel() * message.element_size()
+        if self.ordered:
+            received = self.keep(("received", name), length, dtype, load.work.device)
+            shard = [length // self.comm.size] * self.comm.size
+            handle = self.comm.all_to_all(received, message, shard, shard, name)
+            size += size // self.comm.size
+        else:
+            received = message
+            handle = self.comm.all_reduce(message, name)
+        return Pending(name, loads, control, handle, size, load.segment.numel, message, received)
+
+    def _pack(self, load: Load, payload: torch.Tensor) -> None:
+        """``work / predivide`` in the dtype of the wire; a cast to float16 saturates, also when summed."""
+        if self.predivide == 1.0:
+            payload.copy_(load.work)
+        else:
+            torch.mul(load.work, 1.0 / self.predivide, out=payload)
+        if self.cast is torch.float16:
+            limit = torch.finfo(torch.float16).max / self.comm.size
+            payload.clamp_(-limit, limit)
+
+    def wait(self, pending: Pending) -> Control:
+        pending.handle.wait(self.timeout)
+        if self.ordered:
+            self._gather_shards(pending).wait(self.timeout)
+        start = pending.loads[0].segment.length
+        tail = pending.message[start:].tolist()
+        pending.arrived = _decode(tail, pending.control, pending.name)
+        return pending.arrived
+
+    def _gather_shards(self, pending: Pending) -> Handle:
+        """Add this rank's shard in rank order, in the dtype of ``work``, and hand it round."""
+        shards = pending.received.view(self.comm.size, -1)
+        total = shards[0].to(pending.loads[0].work.dtype, copy=True)
+        for shard in shards[1:]:
+            total += shard
+        mine = total.to(pending.message.dtype)
+        pending.extra = mine  # alive until waited for
+        return self.comm.all_gather(pending.message, mine, f"{pending.name}/sum")
+
+    def finish(self, pending: Pending) -> None:
+        (load,) = pending.loads
+        load.update.copy_(pending.message[: load.segment.length])
+        factor = self.scale * self.predivide
+        if factor != 1.0:
+            load.update.mul_(factor)
+
+
+def _encode(control: Control) -> list[float]:
+    tail = [0.0] * (2 * _HOT + _FLAGS)
+    tail[control.step % _HOT] = 1.0
+    tail[_HOT + (control.buffer + control.plan) % _HOT] = 1.0
+    for bit in range(_FLAGS):
+        tail[2 * _HOT + bit] = float(control.flags >> bit & 1)
+    return tail + [float(used) for used in control.used]
+
+
+def _decode(tail: Sequence[float], mine: Control, name: str) -> Control:
+    hot = [[i for i in range(_HOT) if tail[start + i] != 0.0] for start in (0, _HOT)]
+    if hot != [[mine.step % _HOT], [(mine.buffer + mine.plan) % _HOT]]:
+        raise MessageError(
+            f"{name}: ranks summed messages that do not belong together: steps {hot[0]} and buffers {hot[1]} "
+            f"(modulo {_HOT}), here step {mine.step} and buffer {mine.buffer}"
+        )
+    flags = sum(int(tail[2 * _HOT + bit] != 0.0) << bit for bit in range(_FLAGS))
+    used = tuple(value != 0.0 for value in tail[2 * _HOT + _FLAGS :][: len(mine.used)])
+    return replace(mine, flags=flags, used=used)

@@ -1,0 +1,89 @@
+"""Agreement before a collective whose shape depends on it (guarantee G1).
+
+Every rank says what it believes, as a list of named facts. Digests of equal size travel first, so that
+ranks which disagree still make the same calls; only then do the texts, and every rank finds the same first
+difference and raises the same error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from agmerge.backends import Backend
+from agmerge.errors import RankMismatchError
+
+Fact = tuple[str, str]
+_NOTHING = "nothing"
+
+
+def agree(comm: Backend, facts: Sequence[Fact], *, what: str, advice: str, timeout: float) -> None:
+    """Raise :class:`agmerge.RankMismatchError` on every rank unless all ranks state the same ``facts``.
+
+    Collective: one all-gather of 16 bytes a rank, two more on a mismatch. ``facts`` are (name, value) in a
+    fixed order; ``what`` names the occasion, ``advice`` says what to do. ``timeout`` in seconds.
+    """
+    text = json.dumps(list(facts)).encode()
+    digest = hashlib.blake2b(text, digest_size=16).digest()
+    digests = gather_bytes(comm, digest, f"{what}/digest", timeout)
+    if len(set(digests)) == 1:
+        return
+    said = [json.loads(one) for one in gather_texts(comm, text, what, timeout)]
+    raise RankMismatchError(f"{what}: {first_difference(said)}. {advice}")
+
+
+def first_difference(said: Sequence[Sequence[Sequence[str]]]) -> str:
+    """The first fact on which ranks differ, with each value and the ranks that hold it."""
+    length = max(len(facts) for facts in said)
+    for index in range(length):
+        here = [tuple(facts[index]) if index < len(facts) else (_NOTHING, _NOTHING) for facts in said]
+        if len(set(here)) == 1:
+            continue
+        names = {name for name, _ in here}
+        shown = [value for _, value in here] if len(names) == 1 else [f"{name} {value}".strip() for name, value in here]
+        title = here[0][0] if len(names) == 1 else f"entry {index}"
+        parts = [f"{value} on {ranks_of(shown, value)}" for value in dict.fromkeys(shown)]
+        return f"ranks disagree on {title}: " + "; ".join(parts)
+    return "ranks disagree"
+
+
+def ranks_of(values: Sequence[object], value: object) -> str:
+    """``"rank 0"`` or ``"ranks 1, 2"``: where ``values`` holds ``value``."""
+    ranks = [str(rank) for rank, one in enumerate(values) if one == value]
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}"
+
+
+def gather_bytes(comm: Backend, data: bytes, name: str, timeout: float) -> list[bytes]:
+    """Every rank's ``data``, which has the same length on all of them."""
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    out = torch.empty(comm.size * len(data), dtype=torch.uint8)
+    comm.all_gather(out, mine, name).wait(timeout)
+    whole = out.numpy().tobytes()
+    return [whole[start : start + len(data)] for start in range(0, len(whole), len(data))]
+
+
+def gather_texts(comm: Backend, data: bytes, name: str, timeout: float) -> list[bytes]:
+    """Every rank's ``data``, of any length."""
+    lengths = [
+        int(np.frombuffer(one, dtype=np.int64)[0])
+        for one in gather_bytes(comm, np.int64(len(data)).tobytes(), f"{name}/length", timeout)
+    ]
+    longest = max(*lengths, 1) if len(lengths) > 1 else max(lengths[0], 1)
+    padded = gather_bytes(comm, data.ljust(longest, b"\0"), f"{name}/text", timeout)
+    return [one[:length] for one, length in zip(padded, lengths, strict=True)]
+
+
+def broadcast_bytes(comm: Backend, data: bytes, root: int, name: str, timeout: float) -> bytes:
+    """Rank ``root``'s ``data``; what the other ranks hand in is ignored."""
+    length = torch.tensor([len(data)], dtype=torch.int64)
+    comm.broadcast(length, root, f"{name}/length").wait(timeout)
+    size = int(length)
+    buffer = torch.zeros(max(size, 1), dtype=torch.uint8)
+    if comm.rank == root and size:
+        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    comm.broadcast(buffer, root, f"{name}/data").wait(timeout)
+    return buffer.numpy().tobytes()[:size]

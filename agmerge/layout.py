@@ -1,0 +1,121 @@
+"""Where each tensor lies: a pure function of the tensors and their readiness order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+# Elements. 64 bytes of a 2-byte dtype, so that a tensor never shares a cache line with its neighbour.
+ALIGNMENT = 32
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Tensors that share one arena: the same device, dtype and treatment."""
+
+    device: torch.device
+    dtype: torch.dtype
+    sparse: bool
+
+    @property
+    def storage(self) -> torch.dtype:
+        """The dtype of residual and work: float32 for 16-bit gradients, else the gradient's own."""
+        return torch.float32 if self.dtype in (torch.float16, torch.bfloat16) else self.dtype
+
+    def __str__(self) -> str:
+        kind = "sparse" if self.sparse else "dense"
+        return f"{kind}/{str(self.dtype).removeprefix('torch.')}/{self.device.type}"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor's place. ``index``: in readiness order; ``offset``: in its lane, in elements."""
+
+    index: int
+    name: str
+    shape: tuple[int, ...]
+    lane: Lane
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor, padding not counted."""
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        """Where the next tensor of the lane starts."""
+        return self.offset + padded(self.numel)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The part of one lane that one merge buffer covers."""
+
+    lane: Lane
+    slots: tuple[Slot, ...]
+
+    @property
+    def start(self) -> int:
+        """First element, in the lane."""
+        return self.slots[0].offset
+
+    @property
+    def stop(self) -> int:
+        """One past the last element, padding included."""
+        return self.slots[-1].end
+
+    @property
+    def length(self) -> int:
+        """Elements, padding included."""
+        return self.stop - self.start
+
+    @property
+    def numel(self) -> int:
+        """Elements of its tensors, padding not counted: what a density refers to."""
+        return sum(slot.numel for slot in self.slots)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes that the segment concatenates; padding appears as a 1-D shape of its own."""
+        shapes: list[tuple[int, ...]] = []
+        for slot in self.slots:
+            shapes.append(slot.shape)
+            padding = padded(slot.numel) - slot.numel
+            if padding:
+                shapes.append((padding,))
+        return tuple(shapes)
+
+
+def padded(numel: int) -> int:
+    """``numel`` rounded up to whole alignment units."""
+    return -(-numel // ALIGNMENT) * ALIGNMENT
+
+
+class Layout:
+    """Slots of all tensors in readiness order, and the length of each lane."""
+
+    def __init__(self, tensors: Sequence[tuple[str, tuple[int, ...], Lane]]) -> None:
+        self.lengths: dict[Lane, int] = {}
+        slots = []
+        for index, (name, shape, lane) in enumerate(tensors):
+            slot = Slot(index, name, shape, lane, self.lengths.get(lane, 0))
+            self.lengths[lane] = slot.end
+            slots.append(slot)
+        self.slots = tuple(slots)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all tensors."""
+        return sum(slot.numel for slot in self.slots)
+
+    def segments(self, start: int, stop: int) -> list[Segment]:
+        """What a merge buffer of tensors ``start`` to ``stop`` covers: a segment of each lane it touches."""
+        by_lane: dict[Lane, list[Slot]] = {}
+        for slot in self.slots[start:stop]:
+            if slot.numel:
+                by_lane.setdefault(slot.lane, []).append(slot)
+        return [Segment(lane, tuple(slots)) for lane, slots in by_lane.items()]

@@ -1,0 +1,103 @@
+"""Which parameters take part, and what they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter that takes part in the exchange, as it is now."""
+
+    name: str
+    parameter: torch.Tensor
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[int, ...]
+
+    def describe(self) -> str:
+        """As in a handshake: ``float32[10, 20] cpu``. The number of the device is the rank's own affair."""
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} {self.device.type}"
+
+
+class Members:
+    """The parameters of an optimizer, by name.
+
+    ``named_parameters`` may name more parameters than the optimizer owns, not fewer; None: names are made
+    from the position. Raises ``ValueError`` with Horovod's texts.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, named_parameters: Iterable[Any] | None) -> None:
+        self._optimizer = optimizer
+        self._names: dict[torch.Tensor, str] = {}
+        if named_parameters is not None:
+            self._take_names(list(named_parameters))
+            self._check_all_named()
+        self.name_all()
+
+    def _take_names(self, named: list[Any]) -> None:
+        if not all(isinstance(one, tuple) and len(one) == 2 for one in named):
+            raise ValueError(
+                "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+                "model.named_parameters()."
+            )
+        seen: set[str] = set()
+        repeated = sorted({name for name, _ in named if name in seen or seen.add(name)})  # type: ignore[func-returns-value]
+        if repeated:
+            raise ValueError(
+                f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(repeated)}"
+            )
+        for name, parameter in named:
+            self._names.setdefault(parameter, name)
+
+    def _check_all_named(self) -> None:
+        unnamed = [
+            f"parameter {i} of group {g}, {p.dtype} {list(p.shape)}"
+            for g, group in enumerate(self._optimizer.param_groups)
+            for i, p in enumerate(group["params"])
+            if p not in self._names
+        ]
+        if unnamed:
+            raise ValueError(
+                "named_parameters was specified, but one or more model parameters were not named. "
+                f"Not named: {'; '.join(unnamed)}. Pass the named_parameters() of the whole model."
+            )
+
+    def name_all(self) -> list[torch.Tensor]:
+        """Give a name to every parameter that has none; all parameters, in the order of the groups."""
+        taken = set(self._names.values())
+        parameters = []
+        for g, group in enumerate(self._optimizer.param_groups):
+            given = group.get("param_names", [])
+            for i, parameter in enumerate(group["params"]):
+                parameters.append(parameter)
+                if parameter not in self._names:
+                    name = given[i] if i < len(given) else f"noname.{g}.{i}"
+                    self._names[parameter] = name if name not in taken else f"{name}.{g}.{i}"
+                    taken.add(self._names[parameter])
+        return parameters
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """The name under which ``parameter`` travels."""
+        return self._names[parameter]
+
+    def active(self) -> list[Member]:
+        """The parameters that need a gradient now, in the order of the groups."""
+        return [
+            Member(self._names[p], p, p.dtype, p.device, tuple(p.shape))
+            for p in self.name_all()
+            if p.requires_grad
+        ]
+
+    def snapshot(self) -> list[tuple[Any, ...]]:
+        """What must not change unnoticed: membership, dtypes, devices and shapes. Cheap; compare with ``==``."""
+        return [
+            (id(p), p.dtype, p.device, p.shape)
+            for group in self._optimizer.param_groups
+            for p in group["params"]
+            if p.requires_grad
+        ]

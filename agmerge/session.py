@@ -1,0 +1,221 @@
+"""Everything that holds for one agreed membership and order: plan, layout, arenas, merge buffers.
+
+A session is opened collectively, at the first step and whenever membership, a dtype, a device or the plan has
+changed. Residuals move from session to session by name.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import merging
+from agmerge.arena import Arena
+from agmerge.backends import Backend
+from agmerge.config import Config
+from agmerge.exchanges import DenseExchange, Exchange, Load, SparseExchange
+from agmerge.handshake import Fact, agree, broadcast_bytes
+from agmerge.layout import Lane, Layout, Segment, Slot
+from agmerge.members import Member
+
+# Bytes that riding dense segments may add to what a rank receives: about what an all-reduce of their own costs
+# to start (0.5 ms at 1 Gbit/s). A rule by measured cost replaces it with the exchange issue.
+RIDE = 65536
+
+
+@dataclass(frozen=True)
+class Route:
+    """The segments of one merge buffer that share a message, and the exchange that takes them."""
+
+    name: str
+    buffer: int
+    exchange: Exchange
+    segments: tuple[Segment, ...]
+
+    @property
+    def slots(self) -> list[Slot]:
+        """The tensors of the message, in the order of its used bits."""
+        return [slot for segment in self.segments for slot in segment.slots]
+
+    def key(self, segment: Segment) -> str:
+        """Owner of a sparsifier's state for this vector."""
+        return f"{self.name}/{segment.lane}"
+
+
+def model_facts(members: Sequence[Member], config: Config) -> list[Fact]:
+    """What ranks must agree on about the model: every tensor, in the order of the groups."""
+    facts = [("number of tensors", str(len(members)))]
+    for i, member in enumerate(members):
+        lane = "sparse" if config.sparse(member.name, member.parameter) else "dense"
+        facts.append((f"tensor {i}", f"{member.name} {member.describe()} {lane}"))
+    return facts
+
+
+def routes(segments: Sequence[Segment], size: int) -> list[list[Segment]]:
+    """Which segments of a merge buffer share a message: pure, the same on every rank.
+
+    Per device, sparse segments share one, and the dense ones ride along while an all-gather of them is not
+    much dearer than an all-reduce: it receives ``(W-1) m`` bytes instead of ``2 (W-1)/W m``.
+    """
+    messages: list[list[Segment]] = []
+    for device in dict.fromkeys(segment.lane.device for segment in segments):
+        here = [segment for segment in segments if segment.lane.device == device]
+        sparse = [segment for segment in here if segment.lane.sparse]
+        dense = [segment for segment in here if not segment.lane.sparse]
+        size_of = sum(segment.length * segment.lane.dtype.itemsize for segment in dense)
+        if sparse and size_of * (size - 1) * (1 - 2 / size) <= RIDE:
+            messages.append(sparse + dense)
+        else:
+            messages += [sparse] if sparse else []
+            messages += [[segment] for segment in dense]
+    return messages
+
+
+class Session:
+    """The state of the exchange between two agreements."""
+
+    def __init__(self, comm: Backend, config: Config, members: Sequence[Member], plan: merging.Plan) -> None:
+        self.comm, self.config, self.plan = comm, config, plan
+        by_name = {member.name: member for member in members}
+        assert plan.names is not None
+        ordered = [by_name[name] for name in plan.names]
+        self.parameters = [member.parameter for member in ordered]
+        self.layout = Layout([(member.name, member.shape, _lane(member, config)) for member in ordered])
+        self.slot_of = dict(zip(self.parameters, self.layout.slots, strict=True))
+        self.arenas = {lane: self._arena(lane, length) for lane, length in self.layout.lengths.items()}
+        self.used = [False] * len(ordered)
+        self.fingerprint = zlib.crc32(plan.dumps().encode()) & 0x7FFFFFFF
+        sparse = SparseExchange(comm, config.op, self._commit, config.timeout)
+        dense = DenseExchange(
+            comm,
+            config.op,
+            self._commit,
+            config.timeout,
+            cast=config.cast,
+            predivide=config.predivide,
+            ordered=config.ordered,
+        )
+        self.buffers: list[list[Route]] = []
+        for index, (start, stop) in enumerate(plan.bounds):
+            messages = routes(self.layout.segments(start, stop), comm.size)
+            self.buffers.append(
+                [
+                    Route(_title(index, number), index, sparse if group[0].lane.sparse else dense, tuple(group))
+                    for number, group in enumerate(messages)
+                ]
+            )
+        self.buffer_of = [index for index, count in enumerate(plan.counts) for _ in range(count)]
+
+    def _arena(self, lane: Lane, length: int) -> Arena:
+        slots = [slot for slot in self.layout.slots if slot.lane == lane]
+        return Arena(lane, length, slots, self.config.memory_of(lane.sparse))
+
+    def _commit(self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor) -> None:
+        self.arenas[segment.lane].commit(segment, indices, sent)
+
+    def load(self, segment: Segment) -> Load:
+        """The segment with its memory as it is in this step."""
+        arena, part = self.arenas[segment.lane], slice(segment.start, segment.stop)
+        return Load(segment, arena.work[part], arena.update[part])
+
+    def gradient(self, slot: Slot) -> torch.Tensor:
+        """The tensor's part of the update: what ``p.grad`` becomes."""
+        return self.arenas[slot.lane].gradients[slot.index]
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """The residual of every tensor that has one, by name: views."""
+        found = {slot.name: self.arenas[slot.lane].residual_of(slot) for slot in self.layout.slots}
+        return {name: residual for name, residual in found.items() if residual is not None}
+
+    def take(self, parked: dict[str, torch.Tensor]) -> None:
+        """Move residuals in, by name; what has no place here stays in ``parked``."""
+        for slot in self.layout.slots:
+            residual = self.arenas[slot.lane].residual_of(slot)
+            if residual is not None and slot.name in parked:
+                residual.copy_(parked.pop(slot.name))
+
+    def keys(self) -> set[str]:
+        """Owners of sparsifier state."""
+        return {route.key(part) for buffer in self.buffers for route in buffer for part in route.segments}
+
+    def swap(self) -> None:
+        """End of a step: what was not sent becomes the residual."""
+        for arena in self.arenas.values():
+            arena.swap()
+
+
+def open_session(
+    comm: Backend,
+    config: Config,
+    members: Sequence[Member],
+    order: Iterable[str],
+    steps: int,
+    used: Mapping[str, bool],
+) -> tuple[Session, int]:
+    """Agree on members, order and plan, and set up memory. Collective.
+
+    ``order``: names in the order in which this rank saw them ready; rank 0's counts, and tensors it did not
+    see go last. ``steps``: rank 0's counts too, and is returned. Rank 0 plans; its integers travel with a checksum, and every rank checks them against its
+    own model. Raises :class:`agmerge.RankMismatchError` on every rank if models or plans do not fit.
+    """
+    facts = model_facts(members, config)
+    advice = "Change parameters (add_param_group, requires_grad, dtype, device) on every rank at the same step."
+    agree(comm, facts, what="membership", advice=advice, timeout=config.timeout)
+    mine = json.dumps({"plan": _make_plan(config, members, order).dumps(), "steps": steps})
+    told = json.loads(broadcast_bytes(comm, mine.encode(), 0, "plan", config.timeout))
+    plan = merging.Plan.loads(told["plan"])
+    names = [member.name for member in members]
+    problem = "none"
+    try:
+        plan.check(len(names))
+        if sorted(plan.names or ()) != sorted(names):
+            raise ValueError(f"the plan names other tensors: {sorted(set(plan.names or ()) ^ set(names))}")
+    except ValueError as error:
+        problem = str(error)
+    agree(comm, [("problem with the plan", problem)], what="plan", advice=advice, timeout=config.timeout)
+    if problem != "none":
+        raise ValueError(f"the plan does not fit the model: {problem}")
+    session = Session(comm, config, members, plan)
+    session.used = [used.get(slot.name, False) for slot in session.layout.slots]
+    return session, told["steps"]
+
+
+def _make_plan(config: Config, members: Sequence[Member], order: Iterable[str]) -> merging.Plan:
+    """This rank's plan, from what it saw. A saved plan with names brings its own order."""
+    known = {member.name: member for member in members}
+    if config.plan is not None and config.plan.names is not None:
+        order = config.plan.names
+    # Reversed registration stands in for tensors that no backward pass has reached yet.
+    names = list(dict.fromkeys([*(n for n in order if n in known), *reversed(list(known))]))
+    if config.plan is not None:
+        plan = config.plan
+        return merging.Plan(plan.counts, plan.dense, plan.labels, tuple(names)) if sum(plan.counts) == len(names) else plan
+    assert config.planner is not None
+    numel = [known[name].parameter.numel() for name in names]
+    work = [
+        known[name].parameter.numel() if config.sparse(name, known[name].parameter) else 0 for name in names
+    ]
+    profile = merging.Profile(tuple(names), numel, [0.0] * len(names), work=work)
+    made = config.planner.plan(profile, _UNMEASURED, config.mode)
+    return merging.Plan(made.counts, made.dense, made.labels, tuple(names))
+
+
+def _linear(seconds: float) -> Any:
+    return lambda elements: seconds * elements
+
+
+# Until profiling is built, planners that go by bytes or counts are the only ones, and they read no costs.
+_UNMEASURED = merging.Costs(sparsify=_linear(1e-9), exchange=_linear(1e-9))
+
+
+def _lane(member: Member, config: Config) -> Lane:
+    return Lane(member.device, member.dtype, config.sparse(member.name, member.parameter))
+
+
+def _title(buffer: int, number: int) -> str:
+    return f"buffer {buffer}" if number == 0 else f"buffer {buffer}.{number}"

@@ -1,0 +1,74 @@
+"""N ranks in one process: most distributed bugs show here, in milliseconds."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from agmerge import runtime
+from agmerge.backends.local import Call, Group, LocalBackend
+from agmerge.errors import PeerLost
+
+__all__ = ["Call", "calls", "jitter", "run"]
+
+T = TypeVar("T")
+
+
+def run(
+    n: int,
+    fn: Callable[[int], T],
+    *,
+    inject: Callable[[Call], None] | None = None,
+    return_errors: bool = False,
+) -> list[T]:
+    """Call ``fn(rank)`` on ``n`` threads, each a rank of one in-memory group; the results, rank by rank.
+
+    ``inject(call)`` runs on the rank's thread before each collective that it starts: it may sleep (a slow
+    rank), raise (a rank that fails), or change ``call.tensor`` in place (a damaged message). A rank whose
+    ``fn`` has ended is gone: others that wait for it get :class:`agmerge.PeerLost`. The first error that
+    is not such a consequence is raised here; with ``return_errors`` the exceptions stand among the results.
+
+    ``torch.manual_seed`` acts on the whole process: build a model once and give each rank a deepcopy.
+    """
+    group = Group(n, inject)
+    results: list[T | BaseException | None] = [None] * n
+
+    def body(rank: int) -> None:
+        runtime.bind(LocalBackend(group, range(n), rank))
+        try:
+            results[rank] = fn(rank)
+            group.leave(rank, "has already returned")
+        except BaseException as error:
+            results[rank] = error
+            group.leave(rank, f"raised {type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(n)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    errors = [result for result in results if isinstance(result, BaseException)]
+    if errors and not return_errors:
+        raise next((error for error in errors if not isinstance(error, PeerLost)), errors[0])
+    return results  # type: ignore[return-value]
+
+
+def jitter(seed: int, longest: float = 1e-3) -> Callable[[Call], None]:
+    """An ``inject`` that lets ranks arrive in random order: each call sleeps up to ``longest`` seconds."""
+    source = random.Random(seed)
+
+    def inject(call: Call) -> None:
+        time.sleep(source.uniform(0.0, longest))
+
+    return inject
+
+
+def calls() -> list[tuple[str, str, int]]:
+    """What this rank has started so far: (kind, name, bytes) in order. Only inside :func:`run`."""
+    backend = runtime.world()
+    if not isinstance(backend, LocalBackend):
+        raise ValueError("agmerge.testing.calls() works inside agmerge.testing.run() only")
+    return list(backend.group.calls[backend.rank])
