@@ -63,8 +63,8 @@ class Config:
         compression = repr(self.sparsifier) if self.sparsifier else next(n for n, c in CASTS.items() if c == self.cast)
         plan = f"plan {self.plan.digest()}" if self.plan else repr(self.planner)
         return [
-            ("compression", compression),
             ("density", str(self.sparsifier.density if self.sparsifier else 1.0)),
+            ("compression", compression),
             ("memory", repr(self.memory)),
             ("merging", plan),
             ("op", self.op.value),

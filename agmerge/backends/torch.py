@@ -49,7 +49,7 @@ def open(env: Mapping[str, str], timeout: float) -> TorchBackend:
 
 
 def _kinds(dist: Any) -> str:
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "cpu:gloo"
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
 
 
 def _place(dist: Any, env: Mapping[str, str]) -> tuple[int, int]:
