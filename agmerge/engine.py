@@ -1,16 +1,16 @@
-"""One step of the exchange: hooks feed tensors in, messages leave in plan order, ``synchronize`` ends it.
+"""The exchange of one optimizer's gradients, from step to step.
 
 Nothing here chooses a collective from what only this rank knows. A rank whose parameters have changed since
 the last agreement raises a flag in its messages; then every rank discards the round, agrees anew and repeats
-it, which is possible because neither gradients nor residuals are touched before all messages are known.
+it.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
@@ -18,55 +18,41 @@ from agmerge import sentinel
 from agmerge.backends import Backend
 from agmerge.config import Config
 from agmerge.errors import AGMergeError
-from agmerge.exchanges import Exchange, Pending
 from agmerge.handshake import agree
 from agmerge.hooks import Hooks
 from agmerge.members import Member, Members
-from agmerge.session import Route, Session, model_facts, open_session
+from agmerge.round import Round
+from agmerge.session import Session, model_facts, open_session
 from agmerge.stats import Stats
-from agmerge.wire import RELAYOUT, Control
-from sparsifiers import Selection, budget
 
 TOO_MANY = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). "
     "Increase backward_passes_per_step to accumulate gradients locally."
 )
-
-
-class Round:
-    """What has happened since the last ``step()``."""
-
-    def __init__(self, dirty: bool) -> None:
-        self.dirty = dirty  # this rank's parameters are not those of the session
-        self.fired: dict[torch.Tensor, int] = {}
-        self.ready: dict[torch.Tensor, None] = {}  # in readiness order
-        self.begin([])
-
-    def begin(self, buffers: Sequence[int]) -> None:
-        """Start sending, from the first merge buffer. ``buffers``: tensors still missing from each."""
-        self.missing = list(buffers)
-        self.compensated: set[int] = set()
-        self.pending: list[tuple[Exchange, Route, Pending]] = []
-        self.next = 0
+NO_GRADIENT = (
+    "no rank had a gradient for any parameter so far. The optimizer may hold other parameters than the model "
+    "(load_state_dict(assign=True) replaces the model's)."
+)
 
 
 class Engine:
-    """The exchange of one optimizer's gradients."""
+    """Counts backward passes, keeps the session, and guards against calls out of turn."""
 
     def __init__(self, members: Members, config: Config) -> None:
-        self.members, self.config = members, config
-        self.passes = config.passes
+        self.members, self.config, self.passes = members, config, config.passes
         self.stats = Stats()
         self.comm: Backend | None = None
         self.session: Session | None = None
-        self.parked: dict[str, torch.Tensor] = {}  # residuals that have no place in the session
-        self.paused = False
-        self.synchronized = False
-        self.steps = 0
-        self._used: dict[str, bool] = {}
-        self._stale = False
-        self._snapshot: list[tuple[object, ...]] = []
+        self.steps = 0  # committed exchanges, equal on every rank
+        self.parked: dict[str, torch.Tensor] = {}  # residuals that have no place in the session, by name
+        self.paused = False  # no_sync()
+        self.synchronized = False  # gradients are combined, step() has not been called
+        self._fired: dict[torch.Tensor, int] = {}  # backward passes since the last step
+        self._ready: dict[torch.Tensor, None] = {}  # in readiness order
         self._round: Round | None = None
+        self._used: dict[str, bool] = {}
+        self._stale = False  # the session's residuals are not the ones to go on with
+        self._snapshot: list[tuple[object, ...]] = []
         self._broken: BaseException | None = None
         self._lock = threading.RLock()  # autograd runs the hooks of each device on a thread of its own
         self._hooks = Hooks(self)
@@ -87,10 +73,10 @@ class Engine:
     def _members(self) -> list[Member]:
         return [member for member in self.members.active() if member.parameter.numel()]
 
-    def _open(self, round_: Round) -> Session:
+    def _open(self) -> Session:
         """Agree on what there is now, and move what is kept by name."""
         assert self.comm is not None
-        order = [self.members.name_of(parameter) for parameter in round_.ready]
+        order = [self.members.name_of(parameter) for parameter in self._ready]
         if self.session is not None:
             names = [slot.name for slot in self.session.layout.slots]
             order = [*names, *order]  # the agreed order stands; newcomers follow as they were seen
@@ -102,15 +88,14 @@ class Engine:
         if self.config.sparsifier is not None:
             self.config.sparsifier.retain(session.keys())
         self._hooks.attach(member.parameter for member in members)
-        self.session, self._snapshot = session, self.members.snapshot()
-        self._stale = round_.dirty = False
+        self.session, self._snapshot, self._stale = session, self.members.snapshot(), False
         return session
 
     def replace_residuals(self, residuals: Mapping[str, torch.Tensor], steps: int) -> None:
         """Take residuals from a checkpoint; they are agreed on and moved in at the next step."""
         self.check_idle("load_state_dict()")
         self.parked, self.steps = dict(residuals), steps
-        self._round, self.synchronized = None, False
+        self._clear()
         self._stale = self.session is not None
 
     def residuals(self) -> dict[str, torch.Tensor]:
@@ -118,7 +103,7 @@ class Engine:
         current = self.session.residuals() if self.session is not None and not self._stale else {}
         return {**self.parked, **current}
 
-    # -- backward -------------------------------------------------------------------------------------------
+    # -- a step ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def on_gradient(self, parameter: torch.Tensor) -> None:
@@ -126,39 +111,56 @@ class Engine:
         if self.paused:
             return
         with self._lock:
-            round_ = self._current_round()
-            fired = round_.fired.get(parameter, 0) + 1
+            self._check_unbroken()
+            if self.synchronized:
+                self._clear()  # synchronize() without step(): the update is discarded
+            fired = self._fired.get(parameter, 0) + 1
             if fired > self.passes:
                 raise AssertionError(
                     f"{TOO_MANY} Parameter {self.members.name_of(parameter)!r} got gradient number {fired}; "
                     f"backward_passes_per_step is {self.passes}. Likely causes: a second backward() without "
                     "step(), or one part of the model checkpointed twice with use_reentrant=True."
                 )
-            round_.fired[parameter] = fired
+            self._fired[parameter] = fired
             if fired == self.passes:
-                round_.ready[parameter] = None
-                if self.session is not None and not round_.dirty:
-                    self._compensate(round_, self.session, parameter)
-                    self._launch_complete(round_, self.session)
+                self._ready[parameter] = None
+                round_ = self._attempt()
+                if round_ is not None and not round_.dirty:
+                    with self._breaking():
+                        round_.feed(parameter, self._gradient(parameter))
 
-    def _current_round(self) -> Round:
-        self._check_unbroken()
-        if self._round is None or self.synchronized:
-            # After synchronize() without step(): the update is discarded, the residuals are as they were.
-            self._round = Round(self._changed())
-            self.synchronized = False
-            if self.session is not None:
-                self._round.begin(self.session.plan.counts)
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Send what is left, receive, and make every ``p.grad`` the agreed update. Collective."""
+        with self._lock:
+            self._check_unbroken()
+            if self.synchronized:
+                return  # nothing new: a backward pass would have begun another round
+            with self._breaking():
+                round_ = self._attempt()
+                if round_ is None or not round_.complete(self._gradient):
+                    round_ = Round(self._open(), self.steps, self.stats, dirty=False)
+                    if not round_.complete(self._gradient):
+                        raise AGMergeError("parameters changed while ranks agreed on a change; change them between steps")
+                self._attach(round_.session)
+            self.synchronized = True
+
+    def end_step(self) -> None:
+        """The inner optimizer has stepped: the residuals change places."""
+        assert self.session is not None and self.comm is not None
+        self.session.swap()
+        self.steps += 1
+        self.stats.stepped(len(self.session.buffers), self.session.layout.numel)
+        self._clear()
+        if self.config.check_every and self.steps % self.config.check_every == 0:
+            sentinel.check(self.comm, self.members, self.steps, self.config.timeout)
+
+    def _attempt(self) -> Round | None:
+        """The round under way; None before the first agreement. It begins with the first tensor that is ready."""
+        if self._round is None and self.session is not None:
+            dirty = self._stale or self.members.snapshot() != self._snapshot
+            self._round = Round(self.session, self.steps, self.stats, dirty=dirty)
         return self._round
-
-    def _changed(self) -> bool:
-        return self.session is not None and (self._stale or self.members.snapshot() != self._snapshot)
-
-    def _compensate(self, round_: Round, session: Session, parameter: torch.Tensor) -> None:
-        slot = session.slot_of[parameter]
-        session.arenas[slot.lane].compensate(slot, self._gradient(parameter))
-        round_.compensated.add(slot.index)
-        round_.missing[session.buffer_of[slot.index]] -= 1
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         gradient = parameter.grad
@@ -171,93 +173,8 @@ class Engine:
             )
         return gradient.to_dense()
 
-    def _launch_complete(self, round_: Round, session: Session) -> None:
-        """Send merge buffers in plan order, as far as they are complete."""
-        while round_.next < len(session.buffers) and round_.missing[round_.next] == 0:
-            for route in session.buffers[round_.next]:
-                round_.pending.append((route.exchange, route, self._start(round_, session, route)))
-            round_.next += 1
-
-    def _start(self, round_: Round, session: Session, route: Route) -> Pending:
-        loads = [session.load(segment) for segment in route.segments]
-        offers = [self._offer(round_, session, route, load.work, index) for index, load in enumerate(loads)]
-        used = tuple(parameter.grad is not None for parameter in (session.parameters[s.index] for s in route.slots))
-        flags = RELAYOUT if round_.dirty else 0
-        control = Control(self.steps, session.fingerprint, route.buffer, flags, used)
-        pending = route.exchange.start(route.name, loads, offers, control)
-        self.stats.sent(pending.bytes, pending.elements)
-        return pending
-
-    def _offer(
-        self, round_: Round, session: Session, route: Route, work: torch.Tensor, index: int
-    ) -> Selection | None:
-        segment, sparsifier = route.segments[index], self.config.sparsifier
-        if not segment.lane.sparse or sparsifier is None:
-            return None
-        k, shapes = budget(sparsifier.density, segment.numel), segment.shapes
-        if round_.dirty:
-            capacity = sparsifier.capacity(segment.length, k=k, step=self.steps, shapes=shapes)
-            return Selection(torch.zeros(capacity, dtype=torch.int32, device=work.device), 0)
-        return sparsifier.select(work, k=k, key=route.key(segment), step=self.steps, shapes=shapes)
-
-    # -- the end of a step ----------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def synchronize(self) -> None:
-        """Send what is left, receive, and make every ``p.grad`` the agreed update. Collective."""
-        with self._lock:
-            self._check_unbroken()
-            if self.synchronized:
-                return  # nothing new: another backward pass would have begun a new round
-            round_ = self._current_round()
-            try:
-                self._synchronize(round_)
-            except BaseException as error:
-                self._broken = error
-                raise
-            self.synchronized = True
-
-    def _synchronize(self, round_: Round) -> None:
-        session = self.session
-        if session is None or not self._exchange(round_, session):
-            session = self._open(round_)
-            round_.begin(session.plan.counts)
-            if not self._exchange(round_, session):
-                raise AGMergeError("parameters changed again while ranks were agreeing on a change; change them between steps")
-        self._attach(session)
-
-    def _exchange(self, round_: Round, session: Session) -> bool:
-        """Finish the round; False, with nothing written, if a rank asks for a new agreement."""
-        for slot, parameter in zip(session.layout.slots, session.parameters, strict=True):
-            if slot.index not in round_.compensated:
-                if round_.dirty:
-                    round_.missing[session.buffer_of[slot.index]] -= 1
-                else:
-                    self._compensate(round_, session, parameter)
-        self._launch_complete(round_, session)
-        agreed = True
-        any_used = False
-        for number, (exchange, route, pending) in enumerate(round_.pending):
-            begin = time.perf_counter()
-            control = exchange.wait(pending)
-            self.stats.exposed_seconds += time.perf_counter() - begin
-            if number == 0 and control.flags & RELAYOUT:
-                agreed = False  # every rank sees this flag, in its first message, before it writes anything
-            if agreed:
-                exchange.finish(pending)
-                for slot, used in zip(route.slots, control.used, strict=True):
-                    session.used[slot.index] |= used
-                    any_used |= used
-        if agreed and not any_used:
-            warnings.warn(
-                "no rank had a gradient for any parameter in this step. If that is not intended, the optimizer may "
-                "hold other parameters than the model (load_state_dict(assign=True) replaces them).",
-                stacklevel=4,
-            )
-        round_.pending = []
-        return agreed
-
     def _attach(self, session: Session) -> None:
+        """Make the updates the gradients; none may reach the inner optimizer that was not combined (G3)."""
         for slot, parameter in zip(session.layout.slots, session.parameters, strict=True):
             if parameter.dtype != slot.lane.dtype or parameter.device != slot.lane.device:
                 raise AGMergeError(
@@ -266,46 +183,51 @@ class Engine:
                 )
             if session.used[slot.index] or self.config.zero_unused:
                 parameter.grad = session.gradient(slot)
+        if not any(session.used):
+            warnings.warn(NO_GRADIENT, stacklevel=4)
+        if self.members.snapshot() != self._snapshot:
+            for member in self._members():
+                if member.parameter not in session.slot_of and member.parameter.grad is not None:
+                    raise AGMergeError(
+                        f"parameter {member.name!r} was added or unfrozen during backward(), and its gradient was "
+                        "not combined; do that between step() and the next backward()"
+                    )
 
-    def end_step(self) -> None:
-        """The inner optimizer has stepped: the residuals change places."""
-        if self.session is None or self.comm is None:
-            return
-        self.session.swap()
-        self.steps += 1
-        self.stats.stepped(len(self.session.buffers), self.session.layout.numel)
-        self._round, self.synchronized = None, False
-        if self.config.check_every and self.steps % self.config.check_every == 0:
-            sentinel.check(self.comm, self.members, self.steps, self.config.timeout)
+    def _clear(self) -> None:
+        self._fired, self._ready, self._round, self.synchronized = {}, {}, None, False
 
-    def close(self) -> None:
-        """Take the hooks off and give the communicator back; collective on some backends."""
-        self._hooks.remove()
-        self._broken = AGMergeError("this optimizer was closed")
-        if self.comm is not None:
-            self.comm.close()
+    @contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """An error inside leaves ranks at different places; nothing can be exchanged after it."""
+        try:
+            yield
+        except BaseException as error:
+            self._broken = error
+            raise
 
     # -- guards ---------------------------------------------------------------------------------------------
 
     @property
     def unfinished(self) -> bool:
-        """Whether gradients are on their way: neither synchronized nor untouched."""
-        return self._round is not None and not self.synchronized and bool(self._round.ready)
-
-    @property
-    def begun(self) -> bool:
-        """Whether a backward pass has been counted that no ``synchronize()`` has ended."""
-        return self._round is not None and not self.synchronized and bool(self._round.fired)
+        """Whether gradients are on their way."""
+        return bool(self._ready) and not self.synchronized
 
     def check_idle(self, what: str) -> None:
-        """Raise unless ``what`` may happen now: no gradient is on its way."""
-        if self.begun:
+        """Raise unless ``what`` may happen now: no backward pass waits for its ``synchronize()``."""
+        if self._fired and not self.synchronized:
             raise AGMergeError(f"{what} was called between backward() and step(); call it after step()")
 
     def reset_counters(self, passes: int) -> None:
         """Start counting backward passes anew."""
         self.check_idle("set_backward_passes_per_step()")
-        self.passes, self._round = passes, None
+        self.passes = passes
+
+    def close(self) -> None:
+        """Take the hooks off and give the communicator back."""
+        self._hooks.remove()
+        self._broken = AGMergeError("this optimizer was closed")
+        if self.comm is not None:
+            self.comm.close()
 
     def _check_unbroken(self) -> None:
         if self._broken is not None:
