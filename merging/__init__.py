@@ -1,0 +1,33 @@
+"""Which gradients share a message, and when it leaves.
+
+Planners partition the tensors of a model, in readiness order, into merge buffers; `predict` says when
+each is sent and when the last has arrived. Pure functions of what they are given; standard library and
+numpy only.
+
+    planner = merging.get("threshold", bytes=8 << 20)
+    plan = planner.plan(profile, costs, mode="behind")
+    merging.predict(plan, profile, costs, "behind").finish
+"""
+
+from __future__ import annotations
+
+from merging.costs import Cost, Costs
+from merging.plan import Plan
+from merging.planner import Planner
+from merging.profile import Profile
+from merging.registry import get, names
+from merging.timeline import MODES, Span, Timeline, predict
+
+__all__ = [
+    "MODES",
+    "Cost",
+    "Costs",
+    "Plan",
+    "Planner",
+    "Profile",
+    "Span",
+    "Timeline",
+    "get",
+    "names",
+    "predict",
+]

@@ -1,0 +1,102 @@
+"""What sparsifying and exchanging cost, in seconds, as functions of a count of elements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+
+from merging.checks import Elements, Reals
+
+_PROBE: Elements = np.array([0, *(2**power for power in range(32))], dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One cost function, checked at every call.
+
+    A number gives a float, an array of any shape a float64 array of that shape (do not write into it).
+    `function` gets what the caller gave and may answer an array with one number, if the cost is constant.
+    Raises ValueError where it answers with another shape, a negative or a non-finite time.
+    """
+
+    name: str
+    function: Callable[[Any], Any]
+
+    @overload
+    def __call__(self, elements: float | np.integer[Any]) -> float: ...
+    @overload
+    def __call__(self, elements: Elements | Reals) -> Reals: ...
+    def __call__(self, elements: float | np.integer[Any] | Elements | Reals) -> float | Reals:
+        shape = np.shape(elements)
+        seconds = np.asarray(self.function(elements), dtype=np.float64)
+        if seconds.shape not in ((), shape):
+            raise ValueError(
+                f"costs.{self.name} gave shape {seconds.shape} for shape {shape}: it must work elementwise"
+            )
+        if not (np.isfinite(seconds) & (seconds >= 0)).all():
+            raise ValueError(
+                f"costs.{self.name} gave {_worst(seconds)} seconds: times must be finite and not negative;"
+                " clamp the fit"
+            )
+        return np.broadcast_to(seconds, shape) if shape else float(seconds)
+
+
+@dataclass(frozen=True, init=False)
+class Costs:
+    """The cost model that planners and `predict` work with.
+
+    sparsify: seconds to select from a vector of that many elements (sums of `Profile.work`): per tensor
+        when ahead, per merge buffer when behind. sparsify(0) == 0.
+    exchange: seconds to exchange a message of that many elements (sums of `Profile.load`). exchange(0)
+        is the start-up, the alpha of the alpha-beta model.
+    dense: seconds of a dense exchange of that many elements (sums of `Profile.numel`), or None where
+        no merge buffer may go dense. A dense merge buffer costs no sparsify.
+
+    Each maps a number or a numpy array of element counts to seconds, elementwise, never decreasing; this
+    is tried once, at powers of two up to 2**31. Raises TypeError for what cannot be called, ValueError for
+    a function that breaks a rule.
+    """
+
+    sparsify: Cost
+    exchange: Cost
+    dense: Cost | None
+
+    def __init__(
+        self,
+        sparsify: Callable[[Any], Any],
+        exchange: Callable[[Any], Any],
+        dense: Callable[[Any], Any] | None = None,
+    ) -> None:
+        object.__setattr__(self, "sparsify", _tried("sparsify", sparsify))
+        object.__setattr__(self, "exchange", _tried("exchange", exchange))
+        object.__setattr__(self, "dense", None if dense is None else _tried("dense", dense))
+        at_zero = self.sparsify(0)
+        if at_zero != 0:
+            raise ValueError(f"costs.sparsify(0) is {at_zero}: an exempt tensor costs no selection, return 0")
+
+
+def _tried(name: str, function: Callable[[Any], Any]) -> Cost:
+    if not callable(function):
+        raise TypeError(f"costs.{name} is {function!r}: give a function from element counts to seconds")
+    if isinstance(function, Cost):
+        function = function.function
+    cost = Cost(name, function)
+    try:
+        seconds = cost(_PROBE)
+    except Exception as error:
+        raise ValueError(
+            f"costs.{name} failed for an array of 0 to 2**31 elements, and must take one elementwise: {error}"
+        ) from error
+    falls = np.flatnonzero(np.diff(seconds) < 0)
+    if falls.size:
+        low, high = _PROBE[falls[0]], _PROBE[falls[0] + 1]
+        raise ValueError(f"costs.{name} decreases from {low} to {high} elements: make the fit monotone")
+    return cost
+
+
+def _worst(seconds: Reals) -> float:
+    bad = seconds[~(np.isfinite(seconds) & (seconds >= 0))]
+    return float(bad.flat[0])

@@ -1,0 +1,49 @@
+"""The base of all planners: what is checked once, so that a planner is only its own rule."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
+
+from merging.costs import Costs
+from merging.limit import check_tensors, cut
+from merging.plan import Plan
+from merging.profile import Profile
+from merging.timeline import check_mode
+
+
+@dataclass(frozen=True, repr=False)
+class Planner(ABC):
+    """A pure function from a profile and costs to a plan, with its hyper-parameters.
+
+    A planner is a frozen dataclass (`repr=False`, `kw_only=True`) with a `name`; its fields are its
+    options, plain values checked in `__post_init__`; it implements `partition`. The same inputs give the
+    same plan in every process.
+    """
+
+    name: ClassVar[str]
+
+    def plan(self, profile: Profile, costs: Costs, mode: str = "dense") -> Plan:
+        """Return this planner's partition of the profile's tensors, with their names.
+
+        Every merge buffer holds fewer than 2**31 elements. Raises ValueError for an unknown mode and for
+        a tensor that reaches 2**31 elements.
+        """
+        check_mode(mode)
+        check_tensors(profile)
+        plan = self.partition(profile, costs, mode)
+        plan.check(len(profile))
+        return cut(replace(plan, names=profile.names), profile)
+
+    @abstractmethod
+    def partition(self, profile: Profile, costs: Costs, mode: str) -> Plan:
+        """Return the plan by this planner's own rule, which may leave names and the size limit to `plan`."""
+
+    def options(self) -> dict[str, Any]:
+        """Return the hyper-parameters by name, in alphabetical order."""
+        return {name: getattr(self, name) for name in sorted(field.name for field in fields(self))}
+
+    def __repr__(self) -> str:
+        """Return e.g. `threshold(bytes=26214400)`: equal planners give equal text, on every rank."""
+        return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.options().items())})"

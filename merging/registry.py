@@ -1,0 +1,44 @@
+"""Planners by their canonical names."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any
+
+from merging.count import Count
+from merging.layerwise import Layerwise
+from merging.planner import Planner
+from merging.single import Single
+from merging.threshold import Threshold
+
+_PLANNERS: dict[str, type[Planner]] = {
+    planner.name: planner for planner in (Layerwise, Single, Count, Threshold)
+}
+
+
+def names() -> tuple[str, ...]:
+    """Return the canonical names of all planners."""
+    return tuple(_PLANNERS)
+
+
+def get(name: str, /, **options: Any) -> Planner:
+    """Return the planner called `name`, with its own defaults for the options left out.
+
+    Raises ValueError for an unknown name, TypeError for an unknown option; each lists what there is. A
+    planner refuses a wrong option value with either.
+    """
+    planner = _PLANNERS.get(name)
+    if planner is None:
+        near = get_close_matches(str(name), _PLANNERS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"there is no planner {name!r}{hint} (there are {', '.join(_PLANNERS)})")
+    accepted = sorted(field.name for field in fields(planner))
+    unknown = sorted(options.keys() - set(accepted))
+    if unknown:
+        raise TypeError(f"planner {name!r} has no option {unknown[0]!r}; it takes {_listed(accepted)}")
+    return planner(**options)
+
+
+def _listed(accepted: list[str]) -> str:
+    return ", ".join(accepted) if accepted else "no options"

@@ -1,0 +1,88 @@
+"""Records: canonical JSON with a checksum, one spelling per value, and files that are never half written."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+FORMAT = 1
+_SEAL = ("crc32", "format", "kind")
+
+Record = TypeVar("Record")
+
+
+def seal(kind: str, body: Mapping[str, Any], version: int = FORMAT) -> str:
+    """Return `body` as one line of ASCII JSON: sorted keys, no blanks, floats to the last bit.
+
+    Three fields are added: `kind` and `format` say what the record is and how to read it; `crc32`, of
+    everything else, says whether it is whole.
+    """
+    record = {**body, "kind": kind, "format": version}
+    crc = zlib.crc32(_canonical(record).encode("ascii"))
+    return _canonical({**record, "crc32": f"{crc:08x}"})
+
+
+def unseal(text: str, kind: str, build: Callable[..., Record]) -> Record:
+    """Return `build(**body)` for a text that `seal(kind, body)` wrote.
+
+    Raises TypeError where `text` is no string, ValueError where it is foreign, damaged, of another
+    format version, or where `build` refuses what it says.
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"a record is read from a str, not from {type(text).__name__}: decode it first")
+    text = text.removesuffix("\n")
+    record = _parse(text)
+    if record.get("kind") != kind:
+        raise ValueError(f"this is not a {kind} record, or a damaged one; it starts with {text[:40]!r}")
+    version = record.get("format")
+    body = {key: value for key, value in record.items() if key not in _SEAL}
+    # Sealing it again compares the checksum and also what a parser cannot see: blanks, escapes, double keys.
+    if not isinstance(version, int) or seal(kind, body, version) != text:
+        raise ValueError(f"this {kind} record is damaged or was edited: use an intact copy or make a new one")
+    if version != FORMAT:
+        raise ValueError(f"this {kind} record has format {version}, and this library reads only {FORMAT}")
+    try:
+        return build(**body)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"this {kind} record is intact, but says something invalid: {error}") from error
+
+
+def write(path: str | os.PathLike[str], text: str) -> None:
+    """Write `text` and a newline to `path`: whoever reads sees the old file or the new one, never a part."""
+    target = Path(path)
+    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with beside.open("xb") as file:
+            file.write(text.encode("ascii") + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, target)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def read(path: str | os.PathLike[str], kind: str, build: Callable[..., Record]) -> Record:
+    """Return `unseal` of the text in the file at `path`; a ValueError names the file."""
+    text = Path(path).read_bytes().decode("ascii", errors="replace")
+    try:
+        return unseal(text, kind, build)
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)}: {error}") from error
+
+
+def _canonical(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+
+def _parse(text: str) -> dict[str, Any]:
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
