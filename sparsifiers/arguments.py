@@ -1,0 +1,119 @@
+"""What may be asked of a sparsifier, checked in one place.
+
+Every check raises before anything is computed, and says what was wrong, where (the sparsifier and the key of
+the vector) and what to do. `owner` and `key` only name the place; they are formatted when a check fails.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+
+import torch
+from torch import Tensor
+
+NUMEL_LIMIT = 2**31  # indices travel as int32
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call of `select` or `capacity` after its checks: what a sparsifier may depend on, and nothing else.
+
+    k: how many indices are wanted, 0 only for an empty vector.
+    key: owner of per-vector state; "" in `capacity`.
+    step: committed exchanges so far, equal on every rank.
+    shapes: shapes of the tensors that the vector concatenates; one 1-D tensor if the caller named none.
+    """
+
+    k: int
+    key: str
+    step: int
+    shapes: tuple[tuple[int, ...], ...]
+
+
+def budget(density: float, numel: int) -> int:
+    """How many of `numel` elements a density selects: max(1, ceil(density * numel)), and 0 of 0.
+
+    The product is rounded once, in fp64, before ceil: every rank and every caller gets the same integer.
+    """
+    density, numel = check_density(density), check_numel("budget", numel)
+    return min(numel, max(1, math.ceil(density * numel)))
+
+
+def check_density(density: float) -> float:
+    """The density as a Python float. ValueError outside (0, 1], NaN included; TypeError for a non-number."""
+    if isinstance(density, bool) or not isinstance(density, Real):
+        raise TypeError(f"density must be a number in (0, 1], not {density!r}")
+    if not 0.0 < density <= 1.0:
+        raise ValueError(
+            f"density must lie in (0, 1], but is {density!r}; 1% is written 0.01, everything 1.0"
+        )
+    return float(density)
+
+
+def check_numel(owner: object, numel: int, key: str = "") -> int:
+    """The element count as a Python int in [0, 2**31)."""
+    numel = _integer(owner, key, "numel", numel)
+    if not 0 <= numel < NUMEL_LIMIT:
+        raise ValueError(f"{_where(owner, key)}: numel is {numel}, outside [0, 2**31); split the vector")
+    return numel
+
+
+def check_vector(owner: object, vector: Tensor, key: str) -> None:
+    """A strided 1-D tensor of a dtype in DTYPES, of any stride and on any device."""
+    if not isinstance(vector, Tensor):
+        raise TypeError(f"{_where(owner, key)}: vector must be a torch.Tensor, not {type(vector).__name__}")
+    if vector.layout is not torch.strided or vector.dim() != 1:
+        raise ValueError(
+            f"{_where(owner, key)}: vector must be 1-D and strided, but has shape {tuple(vector.shape)} and "
+            f"layout {vector.layout}; pass tensor.reshape(-1), after tensor.to_dense() if it is sparse"
+        )
+    if vector.dtype not in DTYPES:
+        known = ", ".join(str(dtype) for dtype in DTYPES)
+        raise ValueError(f"{_where(owner, key)}: vector is {vector.dtype}; convert it to one of {known}")
+
+
+def check_request(
+    owner: object,
+    density: float,
+    numel: int,
+    *,
+    k: int | None,
+    key: str,
+    step: int,
+    shapes: Sequence[Sequence[int]] | None,
+) -> Request:
+    """The call as a Request, k filled in from the density where the caller left it open."""
+    numel = check_numel(owner, numel, key)
+    k = budget(density, numel) if k is None else _integer(owner, key, "k", k)
+    least = min(1, numel)
+    if not least <= k <= numel:
+        raise ValueError(
+            f"{_where(owner, key)}: k is {k}, but of {numel} elements [{least}, {numel}] can be selected; "
+            f"sparsifiers.budget(density, numel) stays in that range"
+        )
+    step = _integer(owner, key, "step", step)
+    if step < 0:
+        raise ValueError(f"{_where(owner, key)}: step is {step}; it counts committed exchanges from 0")
+    parts = ((numel,),) if shapes is None else tuple(tuple(int(size) for size in shape) for shape in shapes)
+    covered = sum(math.prod(shape) for shape in parts)
+    if covered != numel:
+        raise ValueError(
+            f"{_where(owner, key)}: shapes hold {covered} elements in {len(parts)} tensors, but the vector "
+            f"has {numel}; list the shape of every tensor that it concatenates, in order"
+        )
+    return Request(k=k, key=key, step=step, shapes=parts)
+
+
+def _integer(owner: object, key: str, name: str, value: int) -> int:
+    # A tensor is refused on purpose: reading one that lives on a device would synchronise.
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{_where(owner, key)}: {name} must be an int, not {value!r}")
+    return int(value)
+
+
+def _where(owner: object, key: str) -> str:
+    return f"{owner}, key {key!r}" if key else f"{owner}"

@@ -1,0 +1,134 @@
+"""The contract of a sparsifier: `Selection` is what it returns, `Sparsifier` is what it is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsifiers.arguments import Request, check_density, check_request, check_vector
+from sparsifiers.canonical import canonical
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """Which coordinates are offered.
+
+    indices: int32[capacity]; the first `count` are unique, in range and ascending, later slots hold any index
+        in range and are sent with value +0.
+    count: an int, or a 0-dim int32 tensor on the device of `indices`, so that selecting never synchronises.
+    """
+
+    indices: Tensor
+    count: int | Tensor
+
+    def __post_init__(self) -> None:
+        if self.indices.dtype != torch.int32 or self.indices.dim() != 1:
+            raise ValueError(
+                f"Selection: indices must be int32[capacity], not {self.indices.dtype} of shape "
+                f"{tuple(self.indices.shape)}"
+            )
+        if isinstance(self.count, Tensor):
+            if (
+                self.count.dtype != torch.int32
+                or self.count.dim() != 0
+                or self.count.device != self.indices.device
+            ):
+                raise ValueError(
+                    f"Selection: a tensor as count must be 0-dim, int32 and on {self.indices.device}, not "
+                    f"{self.count.dtype} of shape {tuple(self.count.shape)} on {self.count.device}"
+                )
+        elif not 0 <= self.count <= self.indices.numel():
+            raise ValueError(
+                f"Selection: count is {self.count}, outside [0, {self.indices.numel()}], the capacity"
+            )
+
+    def trimmed(self) -> Tensor:
+        """The selected indices alone, int64[count]; synchronises if `count` is on a device."""
+        return self.indices[: int(self.count)].long()
+
+
+class Sparsifier(ABC):
+    """Chooses which coordinates of a vector to send.
+
+    A subclass sets `name` and writes `_select`; everything else has a default that is right for a sparsifier
+    that has no options, sends exactly k indices and remembers nothing. One with hyper-parameters returns them
+    from `options`; one whose message is smaller than k writes `_capacity`; one that remembers something
+    between calls writes `state_dict`, `load_state_dict` and `retain`. Arguments are checked here, once, and
+    arrive as a `Request`: k carries warm-up, per-tensor densities and budgets, and step is the only clock.
+
+    name: the canonical name that it is registered under.
+    density: selected / total elements, in (0, 1]; used where the caller gives no k.
+    """
+
+    name: str
+
+    def __init__(self, density: float = 0.01) -> None:
+        self.density = check_density(density)
+
+    def select(
+        self,
+        vector: Tensor,
+        *,
+        k: int | None = None,
+        key: str = "",
+        step: int = 0,
+        shapes: Sequence[Sequence[int]] | None = None,
+    ) -> Selection:
+        """Choose at most k coordinates of `vector`, which is 1-D, of any float dtype, stride and device.
+
+        k defaults to budget(density, numel). key owns per-vector state; a key not seen before starts cold.
+        shapes are those of the tensors that the vector concatenates. The vector is not changed, no gradient
+        is recorded, and nothing waits for a device. ValueError or TypeError for arguments outside the
+        contract.
+        """
+        check_vector(self, vector, key)
+        request = check_request(self, self.density, vector.numel(), k=k, key=key, step=step, shapes=shapes)
+        if request.k == 0:
+            return Selection(torch.empty(0, dtype=torch.int32, device=vector.device), 0)
+        return self._select(vector.detach().resolve_neg(), request)
+
+    def capacity(
+        self,
+        numel: int,
+        *,
+        k: int | None = None,
+        step: int = 0,
+        shapes: Sequence[Sequence[int]] | None = None,
+    ) -> int:
+        """Slots of the message that `select` fills: a pure function of the arguments, at most k."""
+        request = check_request(self, self.density, numel, k=k, key="", step=step, shapes=shapes)
+        return self._capacity(numel, request)
+
+    @abstractmethod
+    def _select(self, vector: Tensor, request: Request) -> Selection:
+        """Select from a detached, non-empty vector, with exactly the slots that `_capacity` says."""
+
+    def _capacity(self, numel: int, request: Request) -> int:
+        """Slots of the message; request.k unless the method has a reason to send fewer."""
+        return request.k
+
+    def options(self) -> dict[str, object]:
+        """Hyper-parameters as plain values: get(name, density, **options()) is this sparsifier again."""
+        return {}
+
+    def state_dict(self) -> dict[str, object]:
+        """What must survive a restart for the next selections to be the same; empty if stateless."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Restore what `state_dict` returned. ValueError if it belongs to another kind of sparsifier."""
+        if state:
+            raise ValueError(
+                f"{self}: keeps no state, but was given {sorted(state)}; load that into what saved it"
+            )
+
+    def retain(self, keys: Iterable[str]) -> None:
+        """After a re-plan: forget the state of every key that is not in `keys`."""
+        return  # nothing is remembered
+
+    def __repr__(self) -> str:
+        return canonical(self.name, {"density": self.density, **dict(sorted(self.options().items()))})

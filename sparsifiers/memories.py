@@ -1,0 +1,117 @@
+"""What becomes of the coordinates that were not sent: added to the next gradient, or dropped.
+
+A memory owns no storage. It writes the work slice that selection reads; the core then takes away what was
+sent, and what is left of the work slice is the next residual.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from sparsifiers.canonical import canonical
+
+
+class Memory(ABC):
+    """How a residual and a gradient become the vector that selection reads.
+
+    keeps: True if what is not sent must be kept as the residual; False if it is dropped.
+    """
+
+    name: str
+    keeps: bool
+
+    def compensate(self, work: Tensor, residual: Tensor | None, gradient: Tensor | None) -> None:
+        """Write `work` from one tensor's residual and gradient; neither of these is changed.
+
+        All have the same shape and may have any strides. residual has the dtype of work, shares no storage
+        with it, and is None exactly if the memory keeps nothing. gradient has the dtype of work or a narrower
+        one; None means that the tensor got no gradient in this step. Nothing of the tensor's size is
+        allocated.
+        """
+        self._check(work, residual, gradient)
+        with torch.no_grad():  # a hook under create_graph=True sees gradients that require grad
+            self._compensate(work, residual, gradient)
+
+    @abstractmethod
+    def _compensate(self, work: Tensor, residual: Tensor | None, gradient: Tensor | None) -> None:
+        """Write `work`; the arguments were checked."""
+
+    def options(self) -> dict[str, object]:
+        """Hyper-parameters as plain values: memory(name, **options()) is this memory again."""
+        return {}
+
+    def __repr__(self) -> str:
+        return canonical(self.name, dict(sorted(self.options().items())))
+
+    def _check(self, work: Tensor, residual: Tensor | None, gradient: Tensor | None) -> None:
+        if self.keeps is (residual is None):
+            raise ValueError(
+                f"{self}: residual must be {'a tensor' if self.keeps else 'None: this memory drops the rest'}"
+            )
+        if residual is not None:
+            if residual.shape != work.shape or residual.dtype != work.dtype:
+                raise ValueError(
+                    f"{self}: residual is {_form(residual)}, but work is {_form(work)}; both must agree"
+                )
+            if residual.data_ptr() == work.data_ptr() and work.numel() > 0:
+                raise ValueError(
+                    f"{self}: residual and work share storage; the residual must survive a skipped step"
+                )
+        if gradient is None:
+            return
+        if gradient.layout is not torch.strided:
+            raise ValueError(
+                f"{self}: gradient has layout {gradient.layout}; make it dense first (sparse_as_dense=True)"
+            )
+        if gradient.shape != work.shape or torch.promote_types(work.dtype, gradient.dtype) != work.dtype:
+            raise ValueError(
+                f"{self}: gradient is {_form(gradient)}, but work is {_form(work)}; "
+                f"shapes must be equal and work must hold every value of the gradient"
+            )
+
+
+class NoMemory(Memory):
+    """Drop what is not sent: work = gradient.
+
+    With a sparsifier this is biased and usually diverges or stalls; it is for compressors that drop nothing,
+    and for ablations.
+    """
+
+    name = "none"
+    keeps = False
+
+    def _compensate(self, work: Tensor, residual: Tensor | None, gradient: Tensor | None) -> None:
+        if gradient is None:
+            work.zero_()
+        else:
+            work.copy_(gradient)
+
+
+class Residual(Memory):
+    """Error feedback: work = residual + gradient.
+
+    Stich, Cordonnier, Jaggi 2018, "Sparsified SGD with Memory", Algorithm 1, with the learning rate left to
+    the optimizer: the gradient enters as it is, and the learning rate of the step that sends it applies.
+    Nothing is weighted or decayed, so what was sent plus the residual is always the sum of all gradients.
+    """
+
+    name = "residual"
+    keeps = True
+
+    def _compensate(self, work: Tensor, residual: Tensor | None, gradient: Tensor | None) -> None:
+        assert residual is not None  # checked; narrows the type
+        if gradient is None:
+            work.copy_(residual)
+        elif gradient.dtype == work.dtype or work.device.type != "cpu":
+            torch.add(residual, gradient, out=work)
+        else:
+            # On the CPU torch.add would first widen the gradient into a temporary. The bits are the same:
+            # widening is exact and addition commutes.
+            work.copy_(gradient).add_(residual)
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)}"

@@ -1,0 +1,73 @@
+"""Factories by name, with errors that say which names and options there are."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Generic, TypeVar
+
+Made = TypeVar("Made")
+
+
+class Registry(Generic[Made]):
+    """Makes objects of one kind from a name, positional arguments and named options.
+
+    kind: what errors call them. base: the class that every factory must return an instance of. aliases: other
+    names for the canonical ones; accepted, not listed.
+    """
+
+    def __init__(self, kind: str, base: type, aliases: Mapping[str, str] | None = None) -> None:
+        self._kind = kind
+        self._base = base
+        self._aliases = dict(aliases or {})
+        self._factories: dict[str, Callable[..., Made]] = {}
+
+    def names(self) -> tuple[str, ...]:
+        """The canonical names, in the order in which they were registered."""
+        return tuple(self._factories)
+
+    def register(self, name: str, factory: Callable[..., Made]) -> None:
+        """Add a factory. ValueError for a taken name, TypeError for what is no name or no factory."""
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"a {self._kind}'s name must be a non-empty string, not {name!r}")
+        if not callable(factory):
+            raise TypeError(f"the factory of {self._kind} {name!r} must be callable, not {factory!r}")
+        if name in self._factories or name in self._aliases:
+            raise ValueError(f"the {self._kind} name {name!r} is taken; choose one besides {self._known()}")
+        self._factories[name] = factory
+
+    def create(self, name: str, /, *arguments: object, **options: object) -> Made:
+        """factory(*arguments, **options). ValueError for an unknown name, TypeError for an unknown option."""
+        if not isinstance(name, str):
+            raise TypeError(f"a {self._kind} is named by a string, not {name!r}; known: {self._known()}")
+        factory = self._factories.get(self._aliases.get(name, name))
+        if factory is None:
+            near = get_close_matches(name.lower(), [*self._factories, *self._aliases], n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"unknown {self._kind} {name!r}; known: {self._known()}{hint}")
+        self._check_options(name, factory, len(arguments), options)
+        made = factory(*arguments, **options)
+        if not isinstance(made, self._base):
+            raise TypeError(
+                f"the factory of {self._kind} {name!r} returned {made!r}, which is no {self._base.__name__}"
+            )
+        return made
+
+    def _known(self) -> str:
+        return ", ".join(self._factories)
+
+    def _check_options(
+        self, name: str, factory: Callable[..., Made], given: int, options: Mapping[str, object]
+    ) -> None:
+        parameters = list(inspect.signature(factory).parameters.values())
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            return  # the factory judges its options itself
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        accepted = [parameter.name for parameter in parameters[given:] if parameter.kind in named]
+        unknown = [option for option in options if option not in accepted]
+        if unknown:
+            raise TypeError(
+                f"{self._kind} {name!r} has no option {', '.join(map(repr, unknown))}; "
+                f"it accepts {', '.join(accepted) or 'none'}"
+            )
