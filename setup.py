@@ -1,0 +1,68 @@
+"""Metadata of agmerge; the build backend and the tools' settings are in pyproject.toml."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+PACKAGES = ("agmerge", "sparsifiers", "merging")
+
+
+def version() -> str:
+    """``agmerge.__version__``, read as text: importing it would need torch while building."""
+    text = (ROOT / "agmerge" / "__init__.py").read_text(encoding="utf-8")
+    found = re.search(r'^__version__ = "([^"]+)"', text, re.MULTILINE)
+    if found is None:
+        raise RuntimeError('agmerge/__init__.py has no line of the form: __version__ = "1.2.3"')
+    return found.group(1)
+
+
+def description() -> str:
+    """The README, which may be missing from a partial checkout."""
+    readme = ROOT / "README.md"
+    return readme.read_text(encoding="utf-8") if readme.exists() else ""
+
+
+EXAMPLES = ["tensorboardX>=2.6", "tqdm>=4.60", "scikit-learn>=1.3"]
+TEST = [
+    "pytest>=8",
+    "pytest-timeout>=2.3",
+    "hypothesis>=6.100",
+    "transformers>=4.57",
+    "mypy>=1.10",
+    "ruff>=0.6",
+    "build>=1.2",
+    "setuptools>=77",
+    "wheel>=0.43",
+]
+
+setup(
+    name="agmerge",
+    version=version(),
+    description="Data-parallel PyTorch training that stays fast on slow or busy networks",
+    long_description=description(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    packages=find_packages(include=[pattern for name in PACKAGES for pattern in (name, f"{name}.*")]),
+    package_data={name: ["py.typed"] for name in PACKAGES},
+    install_requires=["torch>=2.3", "numpy>=1.26"],
+    extras_require={"examples": EXAMPLES, "test": TEST + EXAMPLES},
+    zip_safe=False,
+    classifiers=[
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: System :: Distributed Computing",
+        "Typing :: Typed",
+    ],
+)
