@@ -13,7 +13,8 @@ import torch
 
 from agmerge import runtime
 from agmerge.backends import Backend
-from agmerge.handshake import agree, broadcast_bytes, gather_texts
+from agmerge.errors import AGMergeError
+from agmerge.handshake import Fact, agree, broadcast_bytes, gather_texts
 from agmerge.ops import Average, ReduceOp
 
 TIMEOUT = runtime.INIT_TIMEOUT
@@ -27,7 +28,9 @@ def allreduce(tensor: torch.Tensor, name: str | None = None, op: ReduceOp = Aver
     if not isinstance(op, ReduceOp):
         raise ValueError(f"allreduce: op must be agmerge.Average or agmerge.Sum, not {op!r}")
     comm, label = runtime.world(), name or "allreduce"
-    _agree(comm, label, [("name", label), ("op", op.value), ("tensor", _describe(tensor))])
+    if tensor.dtype == torch.bool:
+        raise ValueError(f"{label}: a tensor of bool has no sum; convert it to the integers that you mean")
+    _agree(comm, "allreduce", label, [("op", op.value), ("tensor", _describe(tensor))])
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
     comm.all_reduce(result, label).wait(TIMEOUT)
     if op is Average:
@@ -43,18 +46,21 @@ def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
     comm, label = runtime.world(), name or "allgather"
     if tensor.dim() == 0:
         raise ValueError(f"{label}: a tensor of no dimensions cannot be put end to end; use tensor.reshape(1)")
-    facts = [("name", label), ("dtype", str(tensor.dtype)), ("trailing dimensions", str(list(tensor.shape[1:])))]
-    _agree(comm, label, facts)
-    texts = gather_texts(comm, as_bytes(tensor), label, TIMEOUT)
-    rows = [from_bytes(text, tensor.dtype).reshape(-1, *tensor.shape[1:]) for text in texts]
-    return torch.cat(rows).to(tensor.device)
+    trailing = list(tensor.shape[1:])
+    _agree(comm, "allgather", label, [("dtype", str(tensor.dtype)), ("trailing dimensions", str(trailing))])
+    rows = len(tensor).to_bytes(8, "little")  # with no elements in a row, nothing else tells how many there are
+    texts = gather_texts(comm, rows + as_bytes(tensor), label, TIMEOUT)
+    counts = [int.from_bytes(text[:8], "little") for text in texts]
+    parts = [from_bytes(text[8:], tensor.dtype) for text in texts]
+    shaped = [part.reshape(count, *trailing) for part, count in zip(parts, counts, strict=True)]
+    return torch.cat(shaped).to(tensor.device)
 
 
 def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
     """Rank ``root_rank``'s ``tensor``, as a new tensor. Shape and dtype must be the same on all ranks."""
     comm, label = runtime.world(), name or "broadcast"
     check_root(comm, root_rank)
-    _agree(comm, label, [("name", label), ("root_rank", str(root_rank)), ("tensor", _describe(tensor))])
+    _agree(comm, "broadcast", label, [("root_rank", str(root_rank)), ("tensor", _describe(tensor))])
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
     comm.broadcast(result, root_rank, label).wait(TIMEOUT)
     return result
@@ -64,14 +70,22 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
     """Rank ``root_rank``'s ``obj`` (anything that pickles); it is returned as it is on the root itself."""
     comm, label = runtime.world(), name or "broadcast_object"
     check_root(comm, root_rank)
-    data = pickle.dumps(obj) if comm.rank == root_rank else b""
+    _agree(comm, "broadcast_object", label, [("root_rank", str(root_rank))])
+    data, problem = b"", None
+    if comm.rank == root_rank:
+        try:
+            data = pickle.dumps(obj)
+        except Exception as error:
+            problem = error  # the others wait: nothing (no pickle is that short) tells them
     received = broadcast_bytes(comm, data, root_rank, label, TIMEOUT)
+    if not received:
+        raise AGMergeError(f"{label}: what rank {root_rank} gave does not pickle") from problem
     return obj if comm.rank == root_rank else pickle.loads(received)
 
 
 def barrier() -> None:
     """Return when every rank has called it."""
-    runtime.world().barrier("barrier").wait(TIMEOUT)
+    _agree(runtime.world(), "barrier", "barrier", [])
 
 
 def check_root(comm: Backend, root_rank: int) -> None:
@@ -92,8 +106,9 @@ def from_bytes(data: bytes, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=dtype)
 
 
-def _agree(comm: Backend, label: str, facts: list[tuple[str, str]]) -> None:
-    agree(comm, facts, what=label, advice="Every rank must make the same call.", timeout=TIMEOUT)
+def _agree(comm: Backend, call: str, label: str, facts: list[Fact]) -> None:
+    facts = [("call", call), ("name", label), *facts]
+    agree(comm, facts, what="collective", advice="Every rank must make the same call.", timeout=TIMEOUT)
 
 
 def _describe(tensor: torch.Tensor) -> str:

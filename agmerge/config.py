@@ -202,10 +202,12 @@ def _memory(
 def _planner(given: Any) -> tuple[merging.Planner | None, merging.Plan | None]:
     if isinstance(given, merging.Planner):
         return given, None
-    if isinstance(given, merging.Plan):
-        return None, given
     if isinstance(given, os.PathLike) or (isinstance(given, str) and given.endswith(".json")):
-        return None, merging.Plan.load(given)
+        given = merging.Plan.load(given)
+    if isinstance(given, merging.Plan):
+        if any(given.dense) or any(given.labels):
+            raise ValueError("merging: this plan names codecs or dense buffers, which are not built yet")
+        return None, given
     if isinstance(given, str):
         return merging.get(given), None
     raise TypeError(f"merging={given!r}: give a planner's name ({', '.join(merging.names())}), a planner, or a saved plan")

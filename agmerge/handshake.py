@@ -18,7 +18,7 @@ from agmerge.backends import Backend
 from agmerge.errors import RankMismatchError
 
 Fact = tuple[str, str]
-_NOTHING = "nothing"
+_NOTHING = ("nothing", "")  # what a rank says whose list is shorter
 
 
 def agree(comm: Backend, facts: Sequence[Fact], *, what: str, advice: str, timeout: float) -> None:
@@ -40,12 +40,13 @@ def first_difference(said: Sequence[Sequence[Sequence[str]]]) -> str:
     """The first fact on which ranks differ, with each value and the ranks that hold it."""
     length = max(len(facts) for facts in said)
     for index in range(length):
-        here = [tuple(facts[index]) if index < len(facts) else (_NOTHING, _NOTHING) for facts in said]
+        here = [tuple(facts[index]) if index < len(facts) else _NOTHING for facts in said]
         if len(set(here)) == 1:
             continue
         names = {name for name, _ in here}
-        shown = [value for _, value in here] if len(names) == 1 else [f"{name} {value}".strip() for name, value in here]
-        title = here[0][0] if len(names) == 1 else f"entry {index}"
+        one_name = len(names) == 1
+        shown = [value if one_name else f"{name} {value}".strip() for name, value in here]
+        title = here[0][0] if one_name else f"entry {index}"
         parts = [f"{value} on {ranks_of(shown, value)}" for value in dict.fromkeys(shown)]
         return f"ranks disagree on {title}: " + "; ".join(parts)
     return "ranks disagree"
@@ -59,6 +60,8 @@ def ranks_of(values: Sequence[object], value: object) -> str:
 
 def gather_bytes(comm: Backend, data: bytes, name: str, timeout: float) -> list[bytes]:
     """Every rank's ``data``, which has the same length on all of them."""
+    if not data:
+        return [b""] * comm.size
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     out = torch.empty(comm.size * len(data), dtype=torch.uint8)
     comm.all_gather(out, mine, name).wait(timeout)
@@ -72,7 +75,7 @@ def gather_texts(comm: Backend, data: bytes, name: str, timeout: float) -> list[
         int(np.frombuffer(one, dtype=np.int64)[0])
         for one in gather_bytes(comm, np.int64(len(data)).tobytes(), f"{name}/length", timeout)
     ]
-    longest = max(*lengths, 1) if len(lengths) > 1 else max(lengths[0], 1)
+    longest = max(lengths)
     padded = gather_bytes(comm, data.ljust(longest, b"\0"), f"{name}/text", timeout)
     return [one[:length] for one, length in zip(padded, lengths, strict=True)]
 

@@ -159,50 +159,54 @@ def open_session(
 ) -> tuple[Session, int]:
     """Agree on members, order and plan, and set up memory. Collective.
 
-    ``order``: names in the order in which this rank saw them ready; rank 0's counts, and tensors it did not
-    see go last. ``steps``: rank 0's counts too, and is returned. Rank 0 plans; its integers travel with a checksum, and every rank checks them against its
-    own model. Raises :class:`agmerge.RankMismatchError` on every rank if models or plans do not fit.
+    ``order``: names in the order in which this rank saw them ready; tensors it did not see go last. ``steps``:
+    committed exchanges so far. Rank 0's count, in both. Rank 0 plans; the plan travels with a checksum, and
+    every rank checks it against its own model. Raises :class:`agmerge.RankMismatchError` on every rank if the
+    models differ, and ``ValueError`` on every rank if the plan does not fit.
     """
     facts = model_facts(members, config)
     advice = "Change parameters (add_param_group, requires_grad, dtype, device) on every rank at the same step."
     agree(comm, facts, what="membership", advice=advice, timeout=config.timeout)
-    mine = json.dumps({"plan": _make_plan(config, members, order).dumps(), "steps": steps})
-    told = json.loads(broadcast_bytes(comm, mine.encode(), 0, "plan", config.timeout))
-    plan = merging.Plan.loads(told["plan"])
-    names = [member.name for member in members]
-    problem = "none"
-    try:
-        plan.check(len(names))
-        if sorted(plan.names or ()) != sorted(names):
-            raise ValueError(f"the plan names other tensors: {sorted(set(plan.names or ()) ^ set(names))}")
-    except ValueError as error:
-        problem = str(error)
-    agree(comm, [("problem with the plan", problem)], what="plan", advice=advice, timeout=config.timeout)
-    if problem != "none":
+    told: dict[str, Any] = {}
+    if comm.rank == 0:
+        try:
+            told = {"plan": _make_plan(config, members, order).dumps(), "steps": steps}
+        except ValueError as error:
+            told = {"problem": str(error)}
+    told = json.loads(broadcast_bytes(comm, json.dumps(told).encode(), 0, "plan", config.timeout))
+    problem = told.get("problem") or _misfit(merging.Plan.loads(told["plan"]), members)
+    agree(comm, [("the plan", problem or "fits")], what="plan", advice=advice, timeout=config.timeout)
+    if problem:
         raise ValueError(f"the plan does not fit the model: {problem}")
-    session = Session(comm, config, members, plan)
+    session = Session(comm, config, members, merging.Plan.loads(told["plan"]))
     session.used = [used.get(slot.name, False) for slot in session.layout.slots]
     return session, told["steps"]
 
 
+def _misfit(plan: merging.Plan, members: Sequence[Member]) -> str:
+    """Why ``plan`` cannot serve these members; empty if it can."""
+    names = sorted(member.name for member in members)
+    if sum(plan.counts) != len(names):
+        return f"it covers {sum(plan.counts)} tensors, the model has {len(names)}"
+    different = sorted(set(plan.names or ()) ^ set(names))
+    return f"tensors that only one of them has: {', '.join(different)}" if different else ""
+
+
 def _make_plan(config: Config, members: Sequence[Member], order: Iterable[str]) -> merging.Plan:
     """This rank's plan, from what it saw. A saved plan with names brings its own order."""
-    known = {member.name: member for member in members}
+    parameters = {member.name: member.parameter for member in members}
     if config.plan is not None and config.plan.names is not None:
-        order = config.plan.names
+        return config.plan
     # Reversed registration stands in for tensors that no backward pass has reached yet.
-    names = list(dict.fromkeys([*(n for n in order if n in known), *reversed(list(known))]))
+    names = list(dict.fromkeys([*(name for name in order if name in parameters), *reversed(list(parameters))]))
     if config.plan is not None:
-        plan = config.plan
-        return merging.Plan(plan.counts, plan.dense, plan.labels, tuple(names)) if sum(plan.counts) == len(names) else plan
+        config.plan.check(len(names))
+        return merging.Plan(config.plan.counts, config.plan.dense, config.plan.labels, tuple(names))
     assert config.planner is not None
-    numel = [known[name].parameter.numel() for name in names]
-    work = [
-        known[name].parameter.numel() if config.sparse(name, known[name].parameter) else 0 for name in names
-    ]
-    profile = merging.Profile(tuple(names), numel, [0.0] * len(names), work=work)
-    made = config.planner.plan(profile, _UNMEASURED, config.mode)
-    return merging.Plan(made.counts, made.dense, made.labels, tuple(names))
+    numel = [parameters[name].numel() for name in names]
+    work = [parameters[name].numel() if config.sparse(name, parameters[name]) else 0 for name in names]
+    profile = merging.Profile(names, numel, [0.0] * len(names), work=work)
+    return config.planner.plan(profile, _UNMEASURED, config.mode)
 
 
 def _linear(seconds: float) -> Any:

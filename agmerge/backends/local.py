@@ -31,10 +31,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank contributes: a tensor, and for an all-to-all how it is split."""
+    """What one rank contributes: a tensor, and for an all-to-all its pieces and those that it expects."""
 
     tensor: torch.Tensor
     splits: tuple[int, ...] = ()
+    expected: tuple[int, ...] = ()
 
 
 @dataclass
@@ -80,11 +81,22 @@ def _all(parts: list[Part]) -> list[Part]:
     return [Part(part.tensor.clone(), part.splits) for part in parts]
 
 
+def _pieces(parts: list[Part]) -> list[Part]:
+    for rank, part in enumerate(parts):
+        sent = tuple(other.splits[rank] for other in parts)
+        if sent != part.expected:
+            raise RankMismatchError(
+                f"rank {rank} expects pieces of {list(part.expected)} elements and is sent {list(sent)}"
+            )
+    return _all(parts)
+
+
 class LocalHandle(Handle):
     """Waits for the last rank to arrive, then puts the result in place."""
 
     def __init__(self, backend: LocalBackend, op: _Op, name: str, deliver: Callable[[_Op], None]) -> None:
         self._backend, self._op, self._name, self._deliver = backend, op, name, deliver
+        self._delivered = False
 
     def done(self) -> bool:
         return self._op.complete
@@ -100,8 +112,11 @@ class LocalHandle(Handle):
                 if not group.changed.wait(max(0.0, deadline - time.monotonic())) and not self._op.complete:
                     raise CollectiveTimeout(f"{self._name}: no answer from ranks {missing} within {timeout:g} s")
         if self._op.error is not None:
-            raise self._op.error
-        self._deliver(self._op)
+            # Each rank raises one of its own: a traceback belongs to one thread.
+            raise type(self._op.error)(*self._op.error.args)
+        if not self._delivered:
+            self._deliver(self._op)
+            self._delivered = True
 
 
 class LocalBackend(Backend):
@@ -113,12 +128,16 @@ class LocalBackend(Backend):
         self.group, self.ranks, self._world_rank, self._channel = group, list(ranks), world_rank, channel
         self.rank, self.size = self.ranks.index(world_rank), len(self.ranks)
         self.local_rank, self.local_size = world_rank, group.size
-        self._calls, self._children = 0, 0
+        self._calls, self._children, self._closed = 0, 0, False
 
     def _start(
         self, kind: str, name: str, part: Part, combine: Combine, deliver: Callable[[_Op], None], fixed: str
     ) -> Handle:
         group, tensor, log = self.group, part.tensor, self.group.calls[self._world_rank]
+        if self._closed:
+            raise AGMergeError(f"{name}: this communicator was closed")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}: the tensor of shape {list(tensor.shape)} must be contiguous")
         if group.inject is not None:
             group.inject(Call(self._world_rank, kind, name, len(log), tensor))
         log.append((kind, name, tensor.numel() * tensor.element_size()))
@@ -135,20 +154,24 @@ class LocalBackend(Backend):
         return LocalHandle(self, op, name, deliver)
 
     def _complete(self, op: _Op, combine: Combine) -> None:
-        if len(set(op.described.values())) > 1:
-            said = "; ".join(f"rank {rank}: {op.described[rank]}" for rank in self.ranks)
-            op.error = RankMismatchError(f"ranks made different calls: {said}")
-        else:
-            try:
+        try:
+            if len(set(op.described.values())) > 1:
+                said = "; ".join(f"rank {rank}: {op.described[rank]}" for rank in self.ranks)
+                op.error = RankMismatchError(f"ranks made different calls: {said}")
+            else:
                 op.result = combine([op.inputs[rank] for rank in self.ranks])
-            except (RuntimeError, ValueError) as error:
-                op.error = AGMergeError(f"{op.described[self._world_rank]}: {error}")
+        except Exception as error:
+            # Every rank must learn of it, not only the one that happened to arrive last.
+            kind = type(error) if isinstance(error, AGMergeError) else AGMergeError
+            op.error = kind(f"{op.described[self._world_rank]}: {error}")
         op.complete = True
 
     def all_reduce(self, tensor: torch.Tensor, name: str) -> Handle:
         return self._start("all_reduce", name, Part(tensor), _sum, _into(tensor), _shape(tensor))
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
+        _check_out(name, out, self.size * tensor.numel(), tensor.dtype)
+
         def deliver(op: _Op) -> None:
             torch.cat([part.tensor for part in op.result], out=out)
 
@@ -162,19 +185,24 @@ class LocalBackend(Backend):
         splits: Sequence[int],
         name: str,
     ) -> Handle:
-        if sum(splits) != tensor.numel() or sum(out_splits) != out.numel():
-            raise ValueError(f"{name}: splits {list(splits)} and {list(out_splits)} do not add up to the tensors")
+        _check_out(name, out, sum(out_splits), tensor.dtype)
+        if sum(splits) != tensor.numel() or not len(splits) == len(out_splits) == self.size:
+            raise ValueError(
+                f"{name}: splits {list(splits)} and {list(out_splits)} do not cut {tensor.numel()} and "
+                f"{out.numel()} elements into {self.size} pieces"
+            )
 
         def deliver(op: _Op) -> None:
-            sent = [part.splits[self.rank] for part in op.result]
-            if sent != list(out_splits):
-                raise RankMismatchError(f"{name}: expected pieces of {list(out_splits)} elements, got {sent}")
-            torch.cat([torch.split(part.tensor, part.splits)[self.rank] for part in op.result], out=out)
+            pieces = [torch.split(part.tensor, list(part.splits))[self.rank] for part in op.result]
+            torch.cat(pieces, out=out)
 
-        part = Part(tensor, tuple(splits))
-        return self._start("all_to_all", name, part, _all, deliver, str(tensor.dtype))
+        part = Part(tensor, tuple(splits), tuple(out_splits))
+        return self._start("all_to_all", name, part, _pieces, deliver, str(tensor.dtype))
 
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
+        _check_out(name, out, tensor.numel() // self.size, tensor.dtype)
+        if tensor.numel() % self.size:
+            raise ValueError(f"{name}: {tensor.numel()} elements do not divide among {self.size} ranks")
         start = self.rank * out.numel()
 
         def deliver(op: _Op) -> None:
@@ -184,6 +212,8 @@ class LocalBackend(Backend):
 
     def broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Handle:
         def root_copy(parts: list[Part]) -> list[Part]:
+            if not 0 <= root < len(parts):
+                raise ValueError(f"there is no rank {root}")
             return _all([parts[root]])
 
         fixed = f"{_shape(tensor)} from {root}"
@@ -205,7 +235,8 @@ class LocalBackend(Backend):
         return LocalBackend(self.group, [self.ranks[rank] for rank in ranks], self._world_rank, channel)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing is held, but nothing is sent any more."""
+        self._closed = True
 
 
 def _into(out: torch.Tensor) -> Callable[[_Op], None]:
@@ -213,6 +244,12 @@ def _into(out: torch.Tensor) -> Callable[[_Op], None]:
         out.copy_(op.result[0].tensor)
 
     return deliver
+
+
+def _check_out(name: str, out: torch.Tensor, length: int, dtype: torch.dtype) -> None:
+    """What other backends need of an output; here torch would quietly resize or convert it."""
+    if out.numel() != length or out.dtype != dtype or not out.is_contiguous():
+        raise ValueError(f"{name}: the output must be {length} contiguous elements of {dtype}, not {_shape(out)}")
 
 
 def _shape(tensor: torch.Tensor) -> str:
