@@ -40,7 +40,8 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0) -> None:
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:
     """Give every rank the state and the options of rank ``root_rank``'s ``optimizer``.
 
-    Works for every optimizer, also where only the root has state (after a checkpoint was loaded there).
+    Works for every optimizer, also where only the root has state (after a checkpoint was loaded there); what
+    the root does not have, the others lose.
     Neither parameters nor gradients are touched; group dictionaries keep their identity. Residuals of a
     :class:`agmerge.DistributedOptimizer` belong to their rank and stay where they are.
     """
@@ -55,14 +56,16 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
 
     tensors: list[torch.Tensor] = []
     state = [_take_out(optimizer.state.get(p, {}), tensors) for p in parameters]
-    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    options = _take_out(options, tensors)
-    shapes = [(tensor.dtype, tuple(tensor.shape), tensor.device.type) for tensor in tensors]
-    state, options, shapes = broadcast_object((state, options, shapes), root_rank, "broadcast_optimizer_state")
+    options = [_take_out(_options(group), tensors) for group in optimizer.param_groups]
+    forms = [_form(tensor) for tensor in tensors]
+    state, options, forms = broadcast_object((state, options, forms), root_rank, "broadcast_optimizer_state")
     root = comm.rank == root_rank
     if not root:
         homes = {p.device.type: p.device for p in parameters}
-        tensors = [torch.empty(shape, dtype=dtype, device=homes.get(kind, kind)) for dtype, shape, kind in shapes]
+        tensors = [
+            torch.empty_strided(shape, strides, dtype=dtype, device=homes.get(kind, kind))
+            for dtype, shape, strides, kind in forms
+        ]
     _broadcast_tensors(tensors, root_rank, "broadcast_optimizer_state")
     if root:
         return
@@ -72,11 +75,23 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         else:
             optimizer.state.pop(p, None)
     for group, entry in zip(optimizer.param_groups, options, strict=True):
+        for key in _options(group).keys() - entry.keys():
+            del group[key]
         group.update(_put_back(entry, tensors))
 
 
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _form(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...], str]:
+    """Enough to make a tensor alike. Strides too: sums and products over another order have other bits."""
+    strides = torch.empty_like(tensor, device="meta").stride()  # those of a tensor without gaps or overlaps
+    return tensor.dtype, tuple(tensor.shape), strides, tensor.device.type
+
+
 def _named(params: Parameters) -> list[tuple[str, torch.Tensor]]:
-    entries = sorted(params.items()) if isinstance(params, Mapping) else list(params)
+    entries: list[Any] = sorted(params.items()) if isinstance(params, Mapping) else list(params)
     if all(isinstance(entry, torch.Tensor) for entry in entries):
         return [(f"tensor {i}", entry) for i, entry in enumerate(entries)]
     for i, entry in enumerate(entries):

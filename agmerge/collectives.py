@@ -108,7 +108,8 @@ def from_bytes(data: bytes, dtype: torch.dtype) -> torch.Tensor:
 
 def _agree(comm: Backend, call: str, label: str, facts: list[Fact]) -> None:
     facts = [("call", call), ("name", label), *facts]
-    agree(comm, facts, what="collective", advice="Every rank must make the same call.", timeout=TIMEOUT)
+    advice = "Every rank must make the same call."
+    agree(comm, facts, what="collective", advice=advice, timeout=TIMEOUT, name=label)
 
 
 def _describe(tensor: torch.Tensor) -> str:

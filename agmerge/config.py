@@ -178,7 +178,8 @@ def _compressor(compression: Any, density: Any) -> tuple[sparsifiers.Sparsifier 
     try:
         return sparsifiers.get(compression, density=density), None
     except ValueError as error:
-        raise ValueError(f"compression={compression!r}, density={density!r}: {error}; also: {', '.join(CASTS)}") from None
+        text = f"compression={compression!r}, density={density!r}: {error}; besides these: {', '.join(CASTS)}"
+        raise ValueError(text) from None
 
 
 def _compressor_names() -> str:
@@ -210,7 +211,8 @@ def _planner(given: Any) -> tuple[merging.Planner | None, merging.Plan | None]:
         return None, given
     if isinstance(given, str):
         return merging.get(given), None
-    raise TypeError(f"merging={given!r}: give a planner's name ({', '.join(merging.names())}), a planner, or a saved plan")
+    names = ", ".join(merging.names())
+    raise TypeError(f"merging={given!r}: give a planner's name ({names}), a planner, or a saved plan")
 
 
 def is_small(name: str, parameter: torch.Tensor) -> bool:
@@ -222,8 +224,10 @@ def _dense_rule(dense: Any) -> DenseRule:
     if dense is None:
         return is_small
     if callable(dense):
-        return dense
+        return lambda name, parameter: bool(dense(name, parameter))
     if isinstance(dense, str) or not isinstance(dense, Iterable):
-        raise TypeError(f"dense={dense!r}: give a list of patterns for whole names, or a callable (name, parameter) -> bool")
+        raise TypeError(
+            f"dense={dense!r}: give a list of patterns for whole names, or a callable (name, parameter) -> bool"
+        )
     patterns = [re.compile(pattern) for pattern in dense]
     return lambda name, parameter: any(pattern.fullmatch(name) for pattern in patterns)

@@ -29,6 +29,10 @@ TOO_MANY = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). "
     "Increase backward_passes_per_step to accumulate gradients locally."
 )
+NO_SYNC_LATE = (
+    "backward() inside no_sync() after the gradients of this step were sent or combined: the new ones would be "
+    "lost or differ between ranks. Call it before the last backward() of a step, or after step()."
+)
 NO_GRADIENT = (
     "no rank had a gradient for any parameter so far. The optimizer may hold other parameters than the model "
     "(load_state_dict(assign=True) replaces the model's)."
@@ -109,6 +113,8 @@ class Engine:
     def on_gradient(self, parameter: torch.Tensor) -> None:
         """The hook: ``parameter.grad`` has been accumulated once more."""
         if self.paused:
+            if self.synchronized or parameter in self._ready:
+                raise AssertionError(f"{NO_SYNC_LATE} Parameter {self.members.name_of(parameter)!r}.")
             return
         with self._lock:
             self._check_unbroken()
@@ -141,7 +147,7 @@ class Engine:
                 if round_ is None or not round_.complete(self._gradient):
                     round_ = Round(self._open(), self.steps, self.stats, dirty=False)
                     if not round_.complete(self._gradient):
-                        raise AGMergeError("parameters changed while ranks agreed on a change; change them between steps")
+                        raise AGMergeError("parameters changed while ranks agreed on them; change them between steps")
                 self._attach(round_.session)
             self.synchronized = True
 

@@ -21,18 +21,22 @@ Fact = tuple[str, str]
 _NOTHING = ("nothing", "")  # what a rank says whose list is shorter
 
 
-def agree(comm: Backend, facts: Sequence[Fact], *, what: str, advice: str, timeout: float) -> None:
+def agree(
+    comm: Backend, facts: Sequence[Fact], *, what: str, advice: str, timeout: float, name: str | None = None
+) -> None:
     """Raise :class:`agmerge.RankMismatchError` on every rank unless all ranks state the same ``facts``.
 
     Collective: one all-gather of 16 bytes a rank, two more on a mismatch. ``facts`` are (name, value) in a
-    fixed order; ``what`` names the occasion, ``advice`` says what to do. ``timeout`` in seconds.
+    fixed order; ``what`` names the occasion, ``advice`` says what to do. ``timeout`` in seconds. ``name``: of
+    the collectives, where ``what`` does not tell enough.
     """
+    name = name or what
     text = json.dumps(list(facts)).encode()
     digest = hashlib.blake2b(text, digest_size=16).digest()
-    digests = gather_bytes(comm, digest, f"{what}/digest", timeout)
+    digests = gather_bytes(comm, digest, f"{name}/digest", timeout)
     if len(set(digests)) == 1:
         return
-    said = [json.loads(one) for one in gather_texts(comm, text, what, timeout)]
+    said = [json.loads(one) for one in gather_texts(comm, text, name, timeout)]
     raise RankMismatchError(f"{what}: {first_difference(said)}. {advice}")
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Protocol
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 
@@ -18,7 +19,7 @@ class Listener(Protocol):
 
 
 # Which hooks a parameter has. Not an attribute of the parameter: that would travel with torch.save(model).
-_owners = WeakTensorKeyDictionary()
+_owners: MutableMapping[torch.Tensor, weakref.ref[Hooks]] = WeakTensorKeyDictionary()
 
 
 class Hooks:
@@ -31,24 +32,25 @@ class Hooks:
 
     def __init__(self, listener: Listener) -> None:
         self._listener = weakref.ref(listener)
-        self._handles = WeakTensorKeyDictionary()
+        self._handles: MutableMapping[torch.Tensor, RemovableHandle] = WeakTensorKeyDictionary()
 
     def attach(self, parameters: Iterable[torch.Tensor]) -> None:
         """Hook every parameter that has no hook of this listener yet.
 
         Raises ``ValueError`` for one that another living listener has.
         """
-        for parameter in parameters:
-            if parameter in self._handles:
-                continue
-            owner = _owners.get(parameter)
+        new = [parameter for parameter in parameters if parameter not in self._handles]
+        for parameter in new:
+            owner = _owners[parameter] if parameter in _owners else None
             if owner is not None and owner() is not None:
                 raise ValueError(
                     f"a parameter of shape {list(parameter.shape)} is already exchanged by another "
                     "DistributedOptimizer; close() that one first, or give each optimizer its own parameters"
                 )
+        hook = _hook(self._listener)
+        for parameter in new:
             _owners[parameter] = weakref.ref(self)
-            self._handles[parameter] = parameter.register_post_accumulate_grad_hook(_hook(self._listener))
+            self._handles[parameter] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         """Take all hooks off."""

@@ -28,6 +28,8 @@ ZERO_GRAD = (
     "optimizer.synchronize(). This is prohibited as it can cause a race condition."
 )
 
+_OWN = ("self", "__class__", "optimizer", "named_parameters")  # what is no option
+
 
 class DistributedOptimizer(torch.optim.Optimizer):
     """Wraps ``optimizer`` so that every step uses gradients combined over all workers.
@@ -88,9 +90,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         unused: str = "none",
         model: torch.nn.Module | None = None,
     ) -> None:
-        arguments = {k: v for k, v in locals().items() if k not in ("self", "__class__", "optimizer", "named_parameters")}
+        arguments = {name: value for name, value in locals().items() if name not in _OWN}
         self._set_up(optimizer, named_parameters, arguments)
-        self._engine.connect(runtime.world())
+        try:
+            self._engine.connect(runtime.world())
+        except BaseException:
+            self._engine.close()
+            raise
 
     def _set_up(self, optimizer: torch.optim.Optimizer, named: Any, arguments: dict[str, Any]) -> None:
         # Not super().__init__(): the groups, the state and the hooks are the inner optimizer's.
@@ -183,7 +189,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         finally:
             self._engine.paused = before
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Combine the gradients, then step the inner optimizer; returns the closure's loss, if there is one.
 
         A closure runs once, before the gradients are combined. Collective, unless in ``skip_synchronize()``.
@@ -237,7 +243,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The inner optimizer's, and under ``"agmerge"`` this rank's residuals by name."""
         return {**self.optimizer.state_dict(), checkpoint.SECTION: checkpoint.save(self._engine)}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` gave here, or a plain optimizer's (residuals are then zero, with a warning)."""
         inner = {key: value for key, value in state_dict.items() if key != checkpoint.SECTION}
         checkpoint.load(self._engine, state_dict.get(checkpoint.SECTION))

@@ -30,6 +30,9 @@ def detect(env: Mapping[str, str]) -> str:
         return env["AGMERGE_BACKEND"]
     if torch_backend.launched(env):
         return "torch"
+    if int(env.get("WORLD_SIZE") or 1) > 1:
+        missing = [key for key in ("RANK", "MASTER_ADDR") if key not in env]
+        raise AGMergeError(f"WORLD_SIZE={env['WORLD_SIZE']}, but {' and '.join(missing)} not set: set them too")
     for variable, launcher in _LAUNCHERS.items():
         if variable in env:
             # Falling back to `local` would train as many unrelated models as there are workers.

@@ -64,8 +64,10 @@ class SparseExchange(Exchange):
 
     def _add_dense(self, total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         total.copy_(parts[0]).mul_(self.scale)
+        scaled = self.keep(("scaled",), total.numel(), total.dtype, total.device)
         for part in parts[1:]:
-            total.add_(part, alpha=self.scale)
+            # Not add_(part, alpha=scale): whether that rounds once or twice is up to the processor.
+            total.add_(scaled.copy_(part).mul_(self.scale))
 
     def _add_sparse(
         self, total: torch.Tensor, layout: Format, message: torch.Tensor, section: Section, who: str
@@ -84,7 +86,7 @@ class SparseExchange(Exchange):
 def _chosen(work: torch.Tensor, offer: Selection, dtype: torch.dtype) -> torch.Tensor:
     """``work`` at the offered indices in ``dtype``, saturated; 0 in slots at and after the count."""
     values = work.index_select(0, offer.indices)
-    if dtype == torch.float16 and values.dtype != dtype:
+    if values.dtype != dtype:
         limit = torch.finfo(dtype).max
         values = values.clamp_(-limit, limit)
     if isinstance(offer.count, torch.Tensor):
