@@ -16,7 +16,7 @@ from sparsifiers import Memory
 
 
 def commit(work: torch.Tensor, indices: torch.Tensor | None, sent: torch.Tensor) -> None:
-    """``work -= sent`` at ``indices`` (int32 or int64; None: everywhere), in place, for any dtype of ``sent``.
+    """``work -= sent`` at ``indices`` (int32, int64; None: everywhere), in place, for any dtype of ``sent``.
 
     What stays is exactly what was not sent, rounding included. An index may occur again with 0: the padding
     of a message does no harm. No temporary of ``work``'s size.

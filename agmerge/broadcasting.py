@@ -101,8 +101,10 @@ def _named(params: Parameters) -> list[tuple[str, torch.Tensor]]:
                 "(name, tensor) pairs, or tensors"
             )
         if not isinstance(entry[1], torch.Tensor):
-            kind = type(entry[1]).__name__
-            raise ValueError(f"invalid params: {entry[0]!r} is a {kind}, not a tensor; send it with broadcast_object")
+            raise ValueError(
+                f"invalid params: {entry[0]!r} is a {type(entry[1]).__name__}, not a tensor; send it with "
+                "broadcast_object"
+            )
     return [(str(name), value) for name, value in entries]
 
 

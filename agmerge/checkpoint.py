@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import merging
+from agmerge import runtime
 from agmerge.engine import Engine
 
 SECTION = "agmerge"
@@ -13,13 +15,17 @@ VERSION = 1
 
 
 def save(engine: Engine) -> dict[str, Any]:
-    """Residuals by name (copies), the step count, and whose they are."""
-    rank, size = (engine.comm.rank, engine.comm.size) if engine.comm else (0, 1)
+    """Residuals by name (copies), the plan, the step count, what ever had a gradient, and whose all this is."""
+    rank, size = _place(engine)
+    plan = engine.plan()
     return {
         "version": VERSION,
         "rank": rank,
         "size": size,
         "steps": engine.steps,
+        "used": sorted(engine.used()),
+        "merging": engine.config.merging,
+        "plan": plan.dumps() if plan else None,
         "residuals": {name: residual.clone() for name, residual in engine.residuals().items()},
     }
 
@@ -30,14 +36,16 @@ def load(engine: Engine, section: Mapping[str, Any] | None) -> None:
     Raises ``ValueError`` if a residual has another shape than its parameter.
     """
     residuals: dict[str, Any] = {}
-    steps = 0
+    steps, used, plan = 0, [], None
     if section is None:
         warnings.warn("the checkpoint has no residuals (it is a plain optimizer's): they start from zero", stacklevel=3)
     elif section["version"] != VERSION:
         raise ValueError(f"the checkpoint's agmerge section has version {section['version']}, this library {VERSION}")
     else:
-        steps = section["steps"]
-        rank, size = (engine.comm.rank, engine.comm.size) if engine.comm else (0, 1)
+        steps, used = section["steps"], section["used"]
+        if section["plan"] and section["merging"] == engine.config.merging:  # else the script asks for another
+            plan = merging.Plan.loads(section["plan"])
+        rank, size = _place(engine)
         if (section["rank"], section["size"]) == (rank, size):
             residuals = {name: residual.clone() for name, residual in section["residuals"].items()}
         else:
@@ -53,4 +61,10 @@ def load(engine: Engine, section: Mapping[str, Any] | None) -> None:
                 f"the residual of parameter {name!r} has shape {list(residual.shape)} in the checkpoint, the "
                 f"parameter has {list(shapes[name])}: load a checkpoint of the same model"
             )
-    engine.replace_residuals(residuals, steps)
+    engine.resume(residuals, steps, used, plan)
+
+
+def _place(engine: Engine) -> tuple[int, int]:
+    """(rank, size); an unpickled or copied optimizer has no communicator of its own yet."""
+    comm = engine.comm or (runtime.world() if runtime.is_initialized() else None)
+    return (comm.rank, comm.size) if comm else (0, 1)

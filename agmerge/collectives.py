@@ -45,10 +45,10 @@ def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
     """Every rank's ``tensor``, one after the other along the first dimension, whose length may differ."""
     comm, label = runtime.world(), name or "allgather"
     if tensor.dim() == 0:
-        raise ValueError(f"{label}: a tensor of no dimensions cannot be put end to end; use tensor.reshape(1)")
+        raise ValueError(f"{label}: a tensor of no dimensions cannot be gathered; use tensor.reshape(1)")
     trailing = list(tensor.shape[1:])
     _agree(comm, "allgather", label, [("dtype", str(tensor.dtype)), ("trailing dimensions", str(trailing))])
-    rows = len(tensor).to_bytes(8, "little")  # with no elements in a row, nothing else tells how many there are
+    rows = len(tensor).to_bytes(8, "little")  # of no elements each, nothing else tells how many
     texts = gather_texts(comm, rows + as_bytes(tensor), label, TIMEOUT)
     counts = [int.from_bytes(text[:8], "little") for text in texts]
     parts = [from_bytes(text[8:], tensor.dtype) for text in texts]

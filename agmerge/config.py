@@ -48,6 +48,14 @@ class Config:
         """Whether ``parameter`` goes into the sparse lane."""
         return self.sparsifier is not None and not self.dense(name, parameter)
 
+    def check(self, name: str, parameter: torch.Tensor) -> None:
+        """Raise ``ValueError`` for a parameter whose gradient this compression cannot send."""
+        if parameter.is_complex() and (self.cast is not None or self.sparse(name, parameter)):
+            raise ValueError(
+                f"parameter {name!r} is {parameter.dtype}: sparsifiers and casts are for real numbers; use "
+                f"compression='none', send it whole (dense=), or hold it as torch.view_as_real()"
+            )
+
     def memory_of(self, sparse: bool) -> sparsifiers.Memory:
         """The memory of a lane. What is sent whole leaves nothing to remember."""
         lossy = sparse or self.cast is not None
@@ -58,16 +66,21 @@ class Config:
         """How a planner should predict: selection runs on the whole merge buffer."""
         return "dense" if self.sparsifier is None else "behind"
 
+    @property
+    def merging(self) -> str:
+        """Where plans come from, as text."""
+        return f"plan {self.plan.digest()}" if self.plan else repr(self.planner)
+
     def facts(self) -> list[Fact]:
         """What must be the same on every rank. ``backward_passes_per_step`` too: it decides what a step is."""
         compression = repr(self.sparsifier) if self.sparsifier else next(n for n, c in CASTS.items() if c == self.cast)
-        plan = f"plan {self.plan.digest()}" if self.plan else repr(self.planner)
         return [
             ("density", str(self.sparsifier.density if self.sparsifier else 1.0)),
             ("compression", compression),
             ("memory", repr(self.memory)),
-            ("merging", plan),
+            ("merging", self.merging),
             ("op", self.op.value),
+            ("sparse_as_dense", str(self.sparse_as_dense)),
             ("backward_passes_per_step", str(self.passes)),
             ("gradient_predivide_factor", str(self.predivide)),
             ("dense_sum", "ordered" if self.ordered else "native"),
@@ -113,7 +126,7 @@ def resolve(
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if not gradient_predivide_factor > 0:
         raise ValueError(f"gradient_predivide_factor must be > 0, not {gradient_predivide_factor!r}")
-    if not timeout > 0:
+    if not 0 < timeout < float("inf"):
         raise ValueError(f"timeout must be a number of seconds > 0, not {timeout!r}")
     if not isinstance(check_every, int) or check_every < 0:
         raise ValueError(f"check_every must be a number of steps (0: never), not {check_every!r}")
@@ -161,6 +174,8 @@ def _compressor(compression: Any, density: Any) -> tuple[sparsifiers.Sparsifier 
     if isinstance(compression, Compression):
         compression = compression.value
     if isinstance(compression, str) and compression in CASTS:
+        if density not in (0.01, 1.0):
+            raise ValueError(f"density={density!r}: compression={compression!r} sends every element; leave density out")
         return None, CASTS[compression]
     if isinstance(compression, sparsifiers.Sparsifier):
         if density not in (0.01, compression.density):

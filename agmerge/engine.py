@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 
+import merging as planning
 from agmerge import sentinel
 from agmerge.backends import Backend
 from agmerge.config import Config
@@ -30,8 +31,8 @@ TOO_MANY = (
     "Increase backward_passes_per_step to accumulate gradients locally."
 )
 NO_SYNC_LATE = (
-    "backward() inside no_sync() after the gradients of this step were sent or combined: the new ones would be "
-    "lost or differ between ranks. Call it before the last backward() of a step, or after step()."
+    "backward() inside no_sync() came after the backward() that completed this step: that gradient is on its way "
+    "and the new one would be lost. Accumulate first; the last backward() of a step is outside no_sync()."
 )
 NO_GRADIENT = (
     "no rank had a gradient for any parameter so far. The optimizer may hold other parameters than the model "
@@ -47,14 +48,16 @@ class Engine:
         self.stats = Stats()
         self.comm: Backend | None = None
         self.session: Session | None = None
-        self.steps = 0  # committed exchanges, equal on every rank
+        self.steps = 0  # committed exchanges; after load_state_dict() the checkpoint's
+        self._clock = 0  # the same as of the last agreement, so equal on every rank: what messages say
         self.parked: dict[str, torch.Tensor] = {}  # residuals that have no place in the session, by name
         self.paused = False  # no_sync()
         self.synchronized = False  # gradients are combined, step() has not been called
         self._fired: dict[torch.Tensor, int] = {}  # backward passes since the last step
         self._ready: dict[torch.Tensor, None] = {}  # in readiness order
         self._round: Round | None = None
-        self._used: dict[str, bool] = {}
+        self._used: set[str] = set()  # tensors that ever had a gradient, as of the last agreement or checkpoint
+        self._recorded: planning.Plan | None = None  # from a checkpoint, for the next agreement
         self._stale = False  # the session's residuals are not the ones to go on with
         self._snapshot: list[tuple[object, ...]] = []
         self._broken: BaseException | None = None
@@ -75,7 +78,10 @@ class Engine:
         agree(self.comm, facts, what="DistributedOptimizer", advice=advice, timeout=self.config.timeout)
 
     def _members(self) -> list[Member]:
-        return [member for member in self.members.active() if member.parameter.numel()]
+        members = [member for member in self.members.active() if member.parameter.numel()]
+        for member in members:
+            self.config.check(member.name, member.parameter)
+        return members
 
     def _open(self) -> Session:
         """Agree on what there is now, and move what is kept by name."""
@@ -84,10 +90,13 @@ class Engine:
         if self.session is not None:
             names = [slot.name for slot in self.session.layout.slots]
             order = [*names, *order]  # the agreed order stands; newcomers follow as they were seen
-            self._used |= dict(zip(names, self.session.used, strict=True))
+            self._used = self.used()
             self.parked = {name: view.clone() for name, view in self.residuals().items()}
         members = self._members()
-        session, self.steps = open_session(self.comm, self.config, members, order, self.steps, self._used)
+        session, self.steps = open_session(
+            self.comm, self.config, members, order, self.steps, self._used, self._recorded
+        )
+        self._clock, self._recorded = self.steps, None
         session.take(self.parked)
         if self.config.sparsifier is not None:
             self.config.sparsifier.retain(session.keys())
@@ -95,10 +104,12 @@ class Engine:
         self.session, self._snapshot, self._stale = session, self.members.snapshot(), False
         return session
 
-    def replace_residuals(self, residuals: Mapping[str, torch.Tensor], steps: int) -> None:
-        """Take residuals from a checkpoint; they are agreed on and moved in at the next step."""
+    def resume(
+        self, residuals: Mapping[str, torch.Tensor], steps: int, used: Iterable[str], plan: planning.Plan | None
+    ) -> None:
+        """Take what a checkpoint has kept; the next step agrees on it and moves the residuals in."""
         self.check_idle("load_state_dict()")
-        self.parked, self.steps = dict(residuals), steps
+        self.parked, self.steps, self._used, self._recorded = dict(residuals), steps, set(used), plan
         self._clear()
         self._stale = self.session is not None
 
@@ -107,19 +118,28 @@ class Engine:
         current = self.session.residuals() if self.session is not None and not self._stale else {}
         return {**self.parked, **current}
 
+    def plan(self) -> planning.Plan | None:
+        """The plan in use, or to be used; None before the first agreement."""
+        return self.session.plan if self.session is not None and not self._stale else self._recorded
+
+    def used(self) -> set[str]:
+        """The tensors for which any rank has ever had a gradient, by name."""
+        current = self.session.used_names() if self.session is not None and not self._stale else set()
+        return self._used | current
+
     # -- a step ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def on_gradient(self, parameter: torch.Tensor) -> None:
         """The hook: ``parameter.grad`` has been accumulated once more."""
-        if self.paused:
-            if self.synchronized or parameter in self._ready:
-                raise AssertionError(f"{NO_SYNC_LATE} Parameter {self.members.name_of(parameter)!r}.")
-            return
         with self._lock:
-            self._check_unbroken()
             if self.synchronized:
                 self._clear()  # synchronize() without step(): the update is discarded
+            if self.paused:
+                if parameter in self._ready:
+                    raise AssertionError(f"{NO_SYNC_LATE} Parameter: {self.members.name_of(parameter)!r}.")
+                return
+            self._check_unbroken()
             fired = self._fired.get(parameter, 0) + 1
             if fired > self.passes:
                 raise AssertionError(
@@ -131,7 +151,8 @@ class Engine:
             if fired == self.passes:
                 self._ready[parameter] = None
                 round_ = self._attempt()
-                if round_ is not None and not round_.dirty:
+                # One that was unfrozen during backward() has no place: _attach() will say so.
+                if round_ is not None and not round_.dirty and parameter in round_.session.slot_of:
                     with self._breaking():
                         round_.feed(parameter, self._gradient(parameter))
 
@@ -145,7 +166,7 @@ class Engine:
             with self._breaking():
                 round_ = self._attempt()
                 if round_ is None or not round_.complete(self._gradient):
-                    round_ = Round(self._open(), self.steps, self.stats, dirty=False)
+                    round_ = Round(self._open(), self._clock, self.stats, dirty=False)
                     if not round_.complete(self._gradient):
                         raise AGMergeError("parameters changed while ranks agreed on them; change them between steps")
                 self._attach(round_.session)
@@ -155,7 +176,7 @@ class Engine:
         """The inner optimizer has stepped: the residuals change places."""
         assert self.session is not None and self.comm is not None
         self.session.swap()
-        self.steps += 1
+        self.steps = self._clock = self._clock + 1
         self.stats.stepped(len(self.session.buffers), self.session.layout.numel)
         self._clear()
         if self.config.check_every and self.steps % self.config.check_every == 0:
@@ -165,7 +186,7 @@ class Engine:
         """The round under way; None before the first agreement. It begins with the first tensor that is ready."""
         if self._round is None and self.session is not None:
             dirty = self._stale or self.members.snapshot() != self._snapshot
-            self._round = Round(self.session, self.steps, self.stats, dirty=dirty)
+            self._round = Round(self.session, self._clock, self.stats, dirty=dirty)
         return self._round
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:

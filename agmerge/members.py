@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -45,8 +46,8 @@ class Members:
                 "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
                 "model.named_parameters()."
             )
-        seen: set[str] = set()
-        repeated = sorted({name for name, _ in named if name in seen or seen.add(name)})  # type: ignore[func-returns-value]
+        names = Counter(name for name, _ in named)
+        repeated = sorted(name for name, times in names.items() if times > 1)
         if repeated:
             raise ValueError(
                 f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(repeated)}"
@@ -94,7 +95,7 @@ class Members:
         ]
 
     def snapshot(self) -> list[tuple[Any, ...]]:
-        """What must not change unnoticed: membership, dtypes, devices and shapes. Cheap; compare with ``==``."""
+        """What must not change unnoticed: membership, dtypes, devices, shapes. Cheap; compare with ``==``."""
         return [
             (id(p), p.dtype, p.device, p.shape)
             for group in self._optimizer.param_groups

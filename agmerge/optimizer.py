@@ -133,7 +133,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __reduce__(self) -> tuple[Any, ...]:
         named = [(self._engine.members.name_of(p), p) for p in self._engine.members.name_all()]
-        return _restore, (self.optimizer, named, self._arguments, self._engine.residuals(), self._engine.steps)
+        arguments = {**self._arguments, "backward_passes_per_step": self._engine.passes}
+        return _restore, (self.optimizer, named, arguments, checkpoint.save(self._engine))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the inner optimizer's; on every rank at the same step. The next step agrees on it."""
@@ -294,11 +295,10 @@ def _restore(
     optimizer: torch.optim.Optimizer,
     named: list[tuple[str, torch.Tensor]],
     arguments: dict[str, Any],
-    residuals: dict[str, torch.Tensor],
-    steps: int,
+    section: dict[str, Any],
 ) -> DistributedOptimizer:
     """An unpickled or copied wrapper; it shakes hands at its first synchronize()."""
     self = DistributedOptimizer.__new__(DistributedOptimizer)
     self._set_up(optimizer, named, arguments)
-    self._engine.replace_residuals({name: value.clone() for name, value in residuals.items()}, steps)
+    checkpoint.load(self._engine, section)
     return self

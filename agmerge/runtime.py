@@ -12,7 +12,12 @@ from agmerge.errors import AGMergeError
 
 BACKENDS = ("torch", "local")
 _NOT_BUILT = ("horovod", "mpi")
-_LAUNCHERS = {"HOROVOD_RANK": "horovodrun", "OMPI_COMM_WORLD_RANK": "Open MPI's mpirun", "PMI_RANK": "an MPI launcher"}
+_LAUNCHERS = {
+    "HOROVOD_RANK": "horovodrun",
+    "OMPI_COMM_WORLD_RANK": "Open MPI's mpirun",
+    "PMI_RANK": "an MPI launcher",
+    "PMIX_RANK": "an MPI launcher",
+}
 INIT_TIMEOUT = 300.0
 
 _process: Backend | None = None
@@ -32,13 +37,17 @@ def detect(env: Mapping[str, str]) -> str:
         return "torch"
     if int(env.get("WORLD_SIZE") or 1) > 1:
         missing = [key for key in ("RANK", "MASTER_ADDR") if key not in env]
-        raise AGMergeError(f"WORLD_SIZE={env['WORLD_SIZE']}, but {' and '.join(missing)} not set: set them too")
+        raise AGMergeError(
+            f"WORLD_SIZE={env['WORLD_SIZE']}, but {' and '.join(missing)} not set; set them too, or launch with "
+            "torchrun"
+        )
     for variable, launcher in _LAUNCHERS.items():
         if variable in env:
             # Falling back to `local` would train as many unrelated models as there are workers.
             raise AGMergeError(
-                f"this worker was started by {launcher} ({variable}={env[variable]}), whose backend is not built "
-                "yet; launch with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each worker"
+                f"this worker was started by {launcher} ({variable}={env[variable]}), whose backend is not "
+                "built yet; launch with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each "
+                "worker"
             )
     return "local"
 
@@ -53,12 +62,15 @@ def init(backend: str | None = None) -> None:
     if is_initialized():
         if backend not in (None, backend_name()):
             raise ValueError(
-                f"init(backend={backend!r}): already initialised with {backend_name()!r}; call shutdown() first"
+                f"init(backend={backend!r}): already initialised with {backend_name()!r}; call shutdown() "
+                "first"
             )
         return
     env = os.environ
     if env.get("HOROVOD_ELASTIC") == "1":
-        raise AGMergeError("HOROVOD_ELASTIC=1: elastic training is not built yet; launch with a fixed number of workers")
+        raise AGMergeError(
+            "HOROVOD_ELASTIC=1: elastic training is not built yet; launch with a fixed number of workers"
+        )
     name = backend or detect(env)
     if name in _NOT_BUILT:
         raise ValueError(f"backend {name!r} is not built yet; backends: {', '.join(BACKENDS)}")

@@ -26,9 +26,10 @@ def check(comm: Backend, members: Members, steps: int, timeout: float) -> None:
         if len(set(found)) > 1:
             sets = "; ".join(f"{value[:8]} on {ranks_of(found, value)}" for value in dict.fromkeys(found))
             raise DivergenceError(
-                f"step {steps}: replicas differ, first in parameter {members.name_of(parameter)!r}: digest {sets}. "
-                "Something changed parameters on some ranks only: start them with broadcast_parameters, and change "
-                "them only through the optimizer, or in the same way on every rank"
+                f"step {steps}: replicas differ, first in parameter {members.name_of(parameter)!r}: digest "
+                f"{sets}. Something changed parameters on some ranks only: start them with "
+                "broadcast_parameters, and change them only through the optimizer, or in the same way on every "
+                "rank"
             )
 
 

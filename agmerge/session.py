@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from agmerge.arena import Arena
 from agmerge.backends import Backend
 from agmerge.config import Config
 from agmerge.exchanges import DenseExchange, Exchange, Load, SparseExchange
-from agmerge.handshake import Fact, agree, broadcast_bytes
+from agmerge.handshake import Fact, agree, broadcast_bytes, gather_bytes
 from agmerge.layout import Lane, Layout, Segment, Slot
 from agmerge.members import Member
 
@@ -139,6 +139,10 @@ class Session:
             if residual is not None and slot.name in parked:
                 residual.copy_(parked.pop(slot.name))
 
+    def used_names(self) -> set[str]:
+        """The tensors for which any rank has ever had a gradient."""
+        return {slot.name for slot in self.layout.slots if self.used[slot.index]}
+
     def keys(self) -> set[str]:
         """Owners of sparsifier state."""
         return {route.key(part) for buffer in self.buffers for route in buffer for part in route.segments}
@@ -155,22 +159,27 @@ def open_session(
     members: Sequence[Member],
     order: Iterable[str],
     steps: int,
-    used: Mapping[str, bool],
+    used: Set[str],
+    recorded: merging.Plan | None,
 ) -> tuple[Session, int]:
     """Agree on members, order and plan, and set up memory. Collective.
 
     ``order``: names in the order in which this rank saw them ready; tensors it did not see go last. ``steps``:
-    committed exchanges so far. Rank 0's count, in both. Rank 0 plans; the plan travels with a checksum, and
-    every rank checks it against its own model. Raises :class:`agmerge.RankMismatchError` on every rank if the
-    models differ, and ``ValueError`` on every rank if the plan does not fit.
+    committed exchanges so far. Rank 0's count, in both. ``used``: tensors that this rank knows to have had a
+    gradient; any rank's count. ``recorded``: a plan to go on with, if it still fits. Rank 0 plans; the plan
+    travels with a checksum, and every rank checks it against its own model. Raises
+    :class:`agmerge.RankMismatchError` on every rank if the models differ, and ``ValueError`` on every rank if
+    the plan does not fit.
     """
     facts = model_facts(members, config)
     advice = "Change parameters (add_param_group, requires_grad, dtype, device) on every rank at the same step."
     agree(comm, facts, what="membership", advice=advice, timeout=config.timeout)
+    if not members:
+        raise ValueError("no parameter needs a gradient, so there is nothing to exchange: unfreeze one, or do not step")
     told: dict[str, Any] = {}
     if comm.rank == 0:
         try:
-            told = {"plan": _make_plan(config, members, order).dumps(), "steps": steps}
+            told = {"plan": _make_plan(config, members, order, recorded).dumps(), "steps": steps}
         except ValueError as error:
             told = {"problem": str(error)}
     told = json.loads(broadcast_bytes(comm, json.dumps(told).encode(), 0, "plan", config.timeout))
@@ -179,7 +188,8 @@ def open_session(
     if problem:
         raise ValueError(f"the plan does not fit the model: {problem}")
     session = Session(comm, config, members, merging.Plan.loads(told["plan"]))
-    session.used = [used.get(slot.name, False) for slot in session.layout.slots]
+    mine = bytes(slot.name in used for slot in session.layout.slots)
+    session.used = [any(ranks) for ranks in zip(*gather_bytes(comm, mine, "used", config.timeout), strict=True)]
     return session, told["steps"]
 
 
@@ -192,11 +202,15 @@ def _misfit(plan: merging.Plan, members: Sequence[Member]) -> str:
     return f"tensors that only one of them has: {', '.join(different)}" if different else ""
 
 
-def _make_plan(config: Config, members: Sequence[Member], order: Iterable[str]) -> merging.Plan:
+def _make_plan(
+    config: Config, members: Sequence[Member], order: Iterable[str], recorded: merging.Plan | None
+) -> merging.Plan:
     """This rank's plan, from what it saw. A saved plan with names brings its own order."""
     parameters = {member.name: member.parameter for member in members}
     if config.plan is not None and config.plan.names is not None:
         return config.plan
+    if recorded is not None and not _misfit(recorded, members):
+        return recorded
     # Reversed registration stands in for tensors that no backward pass has reached yet.
     names = list(dict.fromkeys([*(name for name in order if name in parameters), *reversed(list(parameters))]))
     if config.plan is not None:

@@ -46,7 +46,7 @@ class Control:
 
 @dataclass(frozen=True)
 class Section:
-    """Where one segment lies in the message, in bytes. ``capacity``: slots; None: the whole segment, dense."""
+    """Where one segment lies in the message, in bytes. ``capacity``: slots; None: all of it, dense."""
 
     segment: Segment
     capacity: int | None
@@ -71,7 +71,9 @@ class Format:
             sections.append(Section(segment, capacity, indices, values))
         self.sections, self.size = tuple(sections), end
 
-    def write_header(self, message: torch.Tensor, control: Control, counts: Sequence[int | torch.Tensor]) -> None:
+    def write_header(
+        self, message: torch.Tensor, control: Control, counts: Sequence[int | torch.Tensor]
+    ) -> None:
         """Put ``control`` and the counts of the sections in front. A count on a device is copied there."""
         known = [0 if isinstance(count, torch.Tensor) else count for count in counts]
         fixed = [MAGIC, control.step, control.plan, control.buffer, control.flags]
@@ -96,8 +98,10 @@ class Format:
         if any(facts != said[0] for facts in said):
             raise MessageError(f"{name}: messages do not belong together: {first_difference(said)}")
         if rows[0][1:4] != [mine.step, mine.plan, mine.buffer]:
-            raise MessageError(f"{name}: messages of step, plan, buffer {rows[0][1:4]} arrived in the place of "
-                               f"{[mine.step, mine.plan, mine.buffer]}")
+            raise MessageError(
+                f"{name}: messages of step, plan, buffer {rows[0][1:4]} arrived in the place of "
+                f"{[mine.step, mine.plan, mine.buffer]}"
+            )
         first = len(_FIXED)
         for rank, row in enumerate(rows):
             for section, count in zip(self.sections, row[first : first + len(self.sections)], strict=True):
@@ -105,8 +109,8 @@ class Format:
                     raise MessageError(
                         f"{name}: rank {rank} announces {count} elements where {section.capacity or 0} fit"
                     )
-        used = [_unbits(row[first + len(self.sections) :], self.tensors) for row in rows]
-        return mine.merged([replace(mine, flags=row[4], used=bits) for row, bits in zip(rows, used, strict=True)])
+        bits = first + len(self.sections)
+        return mine.merged([replace(mine, flags=row[4], used=_unbits(row[bits:], self.tensors)) for row in rows])
 
     def indices(self, message: torch.Tensor, section: Section) -> torch.Tensor:
         """int32[capacity] of one rank's message: a view."""

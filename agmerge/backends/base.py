@@ -44,7 +44,7 @@ class Backend(ABC):
 
     @abstractmethod
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
-        """Fill ``out`` (1-D, ``size * n``) with every rank's ``tensor`` (1-D, ``n``, the same n), rank by rank."""
+        """Fill ``out`` (1-D, ``size * n``) with every rank's ``tensor`` (1-D, ``n``), rank by rank."""
 
     @abstractmethod
     def all_to_all(
@@ -74,7 +74,7 @@ class Backend(ABC):
 
     @abstractmethod
     def duplicate(self, label: str, timeout: float) -> Backend:
-        """A communicator of its own over the same ranks; collective. ``timeout``: seconds, for each of its calls."""
+        """A communicator of its own over the same ranks; collective. ``timeout``: seconds, for each call."""
 
     @abstractmethod
     def subgroup(self, ranks: Sequence[int], label: str, timeout: float) -> Backend | None:

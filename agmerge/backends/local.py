@@ -106,11 +106,12 @@ class LocalHandle(Handle):
         with group.changed:
             while not self._op.complete:
                 missing = [rank for rank in self._backend.ranks if rank not in self._op.inputs]
+                late = f"{self._name}: no answer from ranks {missing} within {timeout:g} s"
                 gone = [f"rank {rank} {group.left[rank]}" for rank in missing if rank in group.left]
                 if gone:
                     raise PeerLost(f"{self._name}: {'; '.join(gone)}")
                 if not group.changed.wait(max(0.0, deadline - time.monotonic())) and not self._op.complete:
-                    raise CollectiveTimeout(f"{self._name}: no answer from ranks {missing} within {timeout:g} s")
+                    raise CollectiveTimeout(late)
         if self._op.error is not None:
             # Each rank raises one of its own: a traceback belongs to one thread.
             raise type(self._op.error)(*self._op.error.args)
@@ -249,7 +250,9 @@ def _into(out: torch.Tensor) -> Callable[[_Op], None]:
 def _check_out(name: str, out: torch.Tensor, length: int, dtype: torch.dtype) -> None:
     """What other backends need of an output; here torch would quietly resize or convert it."""
     if out.numel() != length or out.dtype != dtype or not out.is_contiguous():
-        raise ValueError(f"{name}: the output must be {length} contiguous elements of {dtype}, not {_shape(out)}")
+        raise ValueError(
+            f"{name}: the output must be {length} contiguous elements of {dtype}, not {_shape(out)}"
+        )
 
 
 def _shape(tensor: torch.Tensor) -> str:

@@ -31,7 +31,9 @@ def open(env: Mapping[str, str], timeout: float) -> TorchBackend:
     import torch.distributed as dist
 
     if not dist.is_available():
-        raise AGMergeError("this build of torch has no torch.distributed; install another, or launch one worker")
+        raise AGMergeError(
+            "this build of torch has no torch.distributed; install another, or launch one worker"
+        )
     owns_world = not dist.is_initialized()
     if owns_world:
         missing = [key for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if key not in env]
@@ -78,7 +80,9 @@ class TorchHandle(Handle):
         except RuntimeError as error:
             text = str(error)
             if "imed out" in text or "imeout" in text:
-                raise CollectiveTimeout(f"{self._name}: no answer from all ranks within {timeout:g} s ({text})") from error
+                raise CollectiveTimeout(
+                    f"{self._name}: no answer from all ranks within {timeout:g} s ({text})"
+                ) from error
             raise PeerLost(f"{self._name}: the connection to another rank broke ({text})") from error
         self._tensors = ()
 

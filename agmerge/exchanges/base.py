@@ -51,7 +51,7 @@ class Pending:
 
 
 class Exchange(ABC):
-    """Combines the messages of all ranks. Buffers are kept from step to step; one per merge buffer and lane set."""
+    """Combines the messages of all ranks. Its buffers are kept from step to step."""
 
     def __init__(self, comm: Backend, op: ReduceOp, commit: Commit, timeout: float) -> None:
         self.comm, self.scale, self.commit, self.timeout = comm, op.scale(comm.size), commit, timeout
@@ -71,7 +71,9 @@ class Exchange(ABC):
     def finish(self, pending: Pending) -> None:
         """Write the update of every load. Called after ``wait``, in plan order."""
 
-    def keep(self, key: tuple[object, ...], length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def keep(
+        self, key: tuple[object, ...], length: int, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         """A 1-D buffer of this exchange's own, the same one at every step."""
         full = (*key, dtype, device)
         buffer = self._kept.get(full)
@@ -81,7 +83,7 @@ class Exchange(ABC):
         return buffer[:length]
 
     def accumulator(self, load: Load) -> torch.Tensor:
-        """Where contributions to ``load`` are added up: its update, or float32 scratch for 16-bit gradients."""
+        """Where contributions to ``load`` are added up: its update, or float32 scratch for 16 bits."""
         if load.update.dtype == load.work.dtype:
             return load.update
         return self.keep(("accumulator",), load.update.numel(), load.work.dtype, load.update.device)

@@ -28,7 +28,8 @@ class DenseExchange(Exchange):
 
     ``cast``: dtype on the wire (None: the gradient's own). ``predivide``: f, sums are of ``work / f`` and
     multiplied by f afterwards. ``ordered``: shards by all-to-all, added in rank order, all-gathered: the sum
-    of an element does not depend on its place in the buffer (a native all-reduce's does, from three ranks on).
+    of an element does not depend on its place in the buffer (a native all-reduce's does, from three ranks
+    on).
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class DenseExchange(Exchange):
             payload.clamp_(-limit, limit)
 
     def _sent(self, load: Load, payload: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the sum: what the others make of ``payload``, which is in the dtype of ``work``."""
+        """This rank's part of the sum, as the others see it: in the dtype of ``work``, not of the wire."""
         if self.predivide == 1.0:
             return payload
         sent = self.keep(("sent",), payload.numel(), load.work.dtype, load.work.device)

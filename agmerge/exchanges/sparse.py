@@ -77,7 +77,8 @@ class SparseExchange(Exchange):
             # index_add_ checks too, but one by one and after it has written the earlier ones.
             low, high = (int(bound) for bound in torch.aminmax(indices))
             if low < 0 or high >= total.numel():
-                raise MessageError(f"{who}: index {low if low < 0 else high} is outside 0 to {total.numel() - 1}")
+                wrong = low if low < 0 else high
+                raise MessageError(f"{who}: index {wrong} is outside 0 to {total.numel() - 1}")
         values = layout.values(message, section).to(total.dtype, copy=True).mul_(self.scale)
         # Unique within a rank but for padding, which adds 0: the same sum in any order the device takes.
         total.index_add_(0, indices, values)

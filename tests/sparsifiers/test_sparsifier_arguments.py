@@ -36,6 +36,7 @@ class Recorder(Sparsifier):
         return (request.k + 1) // 2
 
     def _select(self, vector: Tensor, request: Request) -> Selection:
+        assert not vector.requires_grad
         self.asked.append(request)
         slots = self._capacity(vector.numel(), request)
         return Selection(torch.arange(slots, dtype=torch.int32), torch.tensor(slots - 1, dtype=torch.int32))
@@ -139,6 +140,11 @@ def test_shapes_that_do_not_cover_the_vector(shapes: list[tuple[int, ...]]) -> N
         sparsifiers.get("topk").capacity(5, shapes=shapes)
 
 
+def test_shapes_of_integers_only() -> None:
+    with pytest.raises(TypeError, match=r"key 'w': a size in shapes must be an int, not 2.5"):
+        sparsifiers.get("topk").select(torch.zeros(5), key="w", shapes=[(2, 2.5)])  # type: ignore[list-item]
+
+
 def test_a_sparsifier_sees_one_checked_request() -> None:
     recorder = Recorder(0.5)
     recorder.select(torch.zeros(9))
@@ -149,6 +155,13 @@ def test_a_sparsifier_sees_one_checked_request() -> None:
         Request(k=4, key="conv", step=8, shapes=((2, 3), (3,), ())),
     ]
     assert recorder.capacity(10, k=4, step=8, shapes=shapes) == 2
+
+
+def test_a_sparsifier_is_spared_gradients_and_empty_vectors() -> None:
+    recorder = Recorder(0.5)
+    recorder.select(torch.zeros(9, requires_grad=True))
+    assert recorder.select(torch.zeros(0)).count == 0
+    assert [request.k for request in recorder.asked] == [5]
 
 
 def test_a_good_call_formats_no_name() -> None:
@@ -182,9 +195,7 @@ def test_selection_is_frozen_and_trims_a_count_of_either_kind() -> None:
         (torch.zeros(3, dtype=torch.int32), torch.empty((), dtype=torch.int32, device="meta"), "0-dim"),
     ],
 )
-def test_selection_refuses_what_the_core_could_not_read(
-    indices: Tensor, count: int | Tensor, message: str
-) -> None:
+def test_selection_refuses_what_the_core_could_not_read(indices: Tensor, count: int | Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Selection(indices, count)
 

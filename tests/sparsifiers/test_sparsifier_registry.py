@@ -55,7 +55,7 @@ def test_aliases(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "near"), [("topK", "topk"), ("tokp", "topk"), ("trad-topk", "tradtopk"), ("zzz", None)]
+    ("wrong", "near"), [("TOPK", "topk"), ("tokp", "topk"), ("trad-topk", "tradtopk"), ("zzz", None)]
 )
 def test_unknown_names(wrong: str, near: str | None) -> None:
     with pytest.raises(ValueError) as caught:
@@ -141,9 +141,7 @@ def test_memories_by_name() -> None:
 def test_what_the_package_shows() -> None:
     for name in sparsifiers.__all__:
         assert hasattr(sparsifiers, name)
-    assert {"names", "get", "register", "memory", "Sparsifier", "Selection", "Memory"} <= set(
-        sparsifiers.__all__
-    )
+    assert {"names", "get", "register", "memory", "Sparsifier", "Selection", "Memory"} <= set(sparsifiers.__all__)
     assert callable(sparsifiers.memory)
     assert doctest.testmod(sparsifiers).failed == 0
 

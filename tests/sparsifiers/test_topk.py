@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -36,6 +37,10 @@ def ks(n: int) -> list[int]:
     return sorted({1, max(1, n // 1000), max(1, n // 100), max(1, n // 2), max(1, n - 1), n})
 
 
+def lists_of(values: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
+    return st.integers(1, 120).flatmap(lambda size: st.lists(values, min_size=size, max_size=size))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_equals_brute_force(distribution: str, dtype: torch.dtype, draw: Draw, ranked: Ranked) -> None:
     for n in (1, 2, 31, 1000, 65537):
@@ -57,9 +62,7 @@ def test_the_device_path_equals_brute_force_on_a_long_vector(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_equals_brute_force_on_a_million(
-    distribution: str, dtype: torch.dtype, draw: Draw, ranked: Ranked
-) -> None:
+def test_equals_brute_force_on_a_million(distribution: str, dtype: torch.dtype, draw: Draw, ranked: Ranked) -> None:
     vector = draw(distribution, 1_000_000, dtype)
     order = ranked(vector)
     for k in (1, 1000, 10_000, 300_000):
@@ -106,10 +109,9 @@ def test_subnormals_are_told_apart_even_when_arithmetic_flushes_them() -> None:
         torch.set_flush_denormal(False)
 
 
-@given(values=st.lists(st.sampled_from(SPECIALS), min_size=1, max_size=120), data=st.data())
-def test_equals_brute_force_on_ties_in_small_blocks(
-    values: list[float], data: st.DataObject, ranked: Ranked
-) -> None:
+# Hypothesis draws short lists unless told otherwise, and in a short list nothing is ever cut back.
+@given(values=lists_of(st.sampled_from(SPECIALS)), data=st.data())
+def test_equals_brute_force_on_ties_in_small_blocks(values: list[float], data: st.DataObject, ranked: Ranked) -> None:
     vector = torch.tensor(values)
     k = data.draw(st.integers(1, len(values)))
     expected = np.sort(ranked(vector)[:k]).tolist()
@@ -120,10 +122,10 @@ def test_equals_brute_force_on_ties_in_small_blocks(
 
 
 @given(
-    keys=st.lists(st.integers(0, 12), min_size=1, max_size=120),
-    k=st.integers(1, 40),
+    keys=lists_of(st.integers(0, 12)),
+    k=st.integers(1, 15),
     floor=st.integers(-1, 13),
-    block=st.integers(1, 40),
+    block=st.integers(1, 30),
 )
 def test_scan_finds_the_largest_above_any_floor(keys: list[int], k: int, floor: int, block: int) -> None:
     signed = [-(2**15) + key if place % 3 == 0 else key for place, key in enumerate(keys)]
@@ -145,6 +147,15 @@ def test_no_guess_of_the_sample_changes_the_result(
     monkeypatch.setattr(exact, "sampled_floor", lambda *_: asked.append(guess) or guess)
     assert np.array_equal(select(vector, k), np.sort(ranked(vector)[:k]))
     assert asked == [guess]
+
+
+@pytest.mark.parametrize(("name", "most"), [("zero", 2), ("constant", 2), ("ternary", 2), ("ascending", 1)])
+def test_held_keys_are_seldom_cut_back(name: str, most: int, monkeypatch: pytest.MonkeyPatch, draw: Draw) -> None:
+    cuts = []
+    largest = exact.largest
+    monkeypatch.setattr(exact, "largest", lambda keys, k: cuts.append(len(keys)) or largest(keys, k))
+    select(draw(name, 1_000_000), 10_000)
+    assert len(cuts) <= most, cuts
 
 
 @pytest.mark.parametrize("choose", [select, on_device])

@@ -1,0 +1,199 @@
+"""Fifty steps of a model with everything that is awkward, against the three promises of a correct exchange."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+
+import pytest
+import torch
+from support import AwkwardModel, agreed, awkward_batch, awkward_groups, digest, on_ranks, residuals, seeded
+from torch import Tensor
+
+import agmerge
+import merging
+from agmerge.session import Session
+
+STEPS, THAW = 50, 20
+LOSSY = ["topk", "fp16", "bf16"]
+MODEL = seeded(AwkwardModel, 7)
+
+
+def wrapped(model: AwkwardModel, compression: str, lr: float = 0.05) -> agmerge.DistributedOptimizer:
+    inner = torch.optim.SGD(awkward_groups(model), lr=lr, momentum=0.9)
+    planner = merging.get("threshold", bytes=8192)  # several merge buffers
+    return agmerge.DistributedOptimizer(inner, model.named_parameters(), compression=compression, merging=planner)
+
+
+def backward(model: AwkwardModel, rank: int, step: int) -> None:
+    if step == THAW:
+        model.unfreeze()
+    model.loss(awkward_batch(rank, step), rank, step).backward()
+
+
+def train(model: AwkwardModel, optimizer: torch.optim.Optimizer, rank: int, steps: Iterable[int]) -> list[str]:
+    seen = []
+    for step in steps:
+        optimizer.zero_grad()
+        backward(model, rank, step)
+        optimizer.step()
+        seen.append(digest(model))
+    return seen
+
+
+def largest(tensor: Tensor) -> float:
+    return max(tensor.abs().flatten().tolist(), default=0.0)
+
+
+class Sent:
+    """What every rank commits as sent, by parameter, since the last ``clear``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.of: dict[int, dict[str, Tensor]] = {}
+        original = Session._commit
+
+        def commit(session: Session, segment: object, indices: Tensor | None, sent: Tensor) -> None:
+            full = torch.zeros(segment.length, dtype=segment.lane.storage)
+            if indices is None:
+                full += sent
+            else:
+                full.index_add_(0, indices, sent.to(full.dtype))
+            mine = self.of.setdefault(session.comm.rank, {})
+            for slot in segment.slots:
+                start = slot.offset - segment.start
+                mine[slot.name] = full[start : start + slot.numel].view(slot.shape)
+            original(session, segment, indices, sent)
+
+        monkeypatch.setattr(Session, "_commit", commit)
+
+
+@pytest.mark.parametrize("compression", ["topk", "none", "fp16", "bf16"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_replicas_are_equal_to_the_bit_after_every_step(size: int, compression: str) -> None:
+    def body(rank: int, model: AwkwardModel) -> list[str]:
+        return train(model, wrapped(model, compression), rank, range(STEPS))
+
+    seen = agreed(on_ranks(size, MODEL, body))
+    assert len(set(seen)) == STEPS  # and it moved in every one
+
+
+@pytest.mark.parametrize("half", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_none_equals_one_process_with_all_the_data(size: int, half: torch.dtype) -> None:
+    start = seeded(lambda: AwkwardModel(half), 7)
+    twin = copy.deepcopy(start)
+    single = torch.optim.SGD(awkward_groups(twin), lr=0.05, momentum=0.9)
+    for step in range(STEPS):
+        # Zeroed and not None: a parameter that any rank ever used stays in the game, as it does in the wrapper.
+        single.zero_grad(set_to_none=False)
+        if step == THAW:
+            twin.unfreeze()
+        losses = [twin.loss(awkward_batch(rank, step), rank, step) for rank in range(size)]
+        (sum(losses) / size).backward()
+        single.step()
+
+    def body(rank: int, model: AwkwardModel) -> AwkwardModel:
+        train(model, wrapped(model, "none"), rank, range(STEPS))
+        return model
+
+    # A gradient of sixteen bits is rounded once a rank, and not once in all.
+    tolerance = 0.0 if size == 1 else 1e-5 if half == torch.float32 else 5e-3
+    for model in on_ranks(size, start, body):
+        for (name, found), expected in zip(model.named_parameters(), twin.parameters(), strict=True):
+            assert largest(found - expected) <= tolerance * largest(expected), name
+
+
+@pytest.mark.parametrize("compression", LOSSY)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_is_sent_and_what_is_kept_is_what_was_there(
+    size: int, compression: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = Sent(monkeypatch)
+
+    def body(rank: int, model: AwkwardModel) -> int:
+        optimizer = wrapped(model, compression)
+        checked = 0
+        old: dict[str, Tensor] = {}
+        for step in range(30):
+            optimizer.zero_grad()
+            backward(model, rank, step)
+            gradient = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            optimizer.step()
+            new = residuals(optimizer)
+            for name, kept in new.items():
+                before = old.get(name, torch.zeros_like(kept))
+                whole = before + gradient[name].to(kept.dtype) if name in gradient else before
+                assert torch.equal(kept + sent.of[rank][name], whole), f"step {step}, {name}"
+                checked += int(kept.count_nonzero()) + int(sent.of[rank][name].count_nonzero())
+            old = new
+        return checked
+
+    assert min(on_ranks(size, MODEL, body)) > 50_000
+
+
+@pytest.mark.parametrize("compression", LOSSY)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_updates_add_up_to_gradients_less_residuals(size: int, compression: str) -> None:
+    Sums = dict[str, Tensor]
+
+    def body(rank: int, model: AwkwardModel) -> tuple[Sums, Sums, Sums]:
+        optimizer = wrapped(model, compression, lr=0.01)
+        gradients, updates = {}, {}
+        for name, p in model.named_parameters():
+            gradients[name], updates[name] = (torch.zeros(p.shape, dtype=torch.float64) for _ in range(2))
+        for step in range(30):
+            optimizer.zero_grad()
+            backward(model, rank, step)
+            for sums in (gradients, updates):
+                for name, p in model.named_parameters():
+                    if p.grad is not None:
+                        sums[name] += p.grad
+                if sums is gradients:
+                    optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        return gradients, updates, residuals(optimizer)
+
+    found = on_ranks(size, MODEL, body)
+    for name, update in found[0][1].items():
+        left = sum(gradients[name] - kept.get(name, torch.zeros(())).double() for gradients, _, kept in found) / size
+        dtype = dict(MODEL.named_parameters())[name].dtype
+        # Where 16 bits travel, adding up ranks rounds once more, after everyone has committed what it sent.
+        rough = compression != "topk" or dtype == torch.bfloat16
+        tolerance = 1e-2 if rough and size > 1 else 1e-6
+        assert largest(update - left) <= tolerance * largest(left) + 1e-12, name
+
+
+def test_what_no_rank_uses_is_left_alone_and_what_thaws_moves() -> None:
+    def body(rank: int, model: AwkwardModel) -> list[list[str]]:
+        optimizer = wrapped(model, "topk")
+        moved = []
+        for steps in (range(THAW), range(THAW, THAW + 5)):
+            before = copy.deepcopy(model)
+            train(model, optimizer, rank, steps)
+            pairs = zip(model.named_parameters(), before.parameters(), strict=True)
+            moved.append([name for (name, now), then in pairs if not torch.equal(now, then)])
+        assert model.unused.weight.grad is None and model.frozen.weight.grad is None
+        assert model.only_rank_1.weight.grad is not None
+        return moved
+
+    frozen, thawed = agreed(on_ranks(2, MODEL, body))
+    still = {"unused.weight", "unused.bias", "frozen.weight", "frozen.bias", "nothing"}
+    everything = {name for name, _ in MODEL.named_parameters()}
+    assert set(thawed) == everything - still
+    assert set(frozen) == everything - still - {"late.weight", "late.bias"}
+
+
+def test_a_rank_that_never_uses_a_layer_has_no_say_in_what_it_is() -> None:
+    def body(rank: int, model: AwkwardModel) -> tuple[Tensor, Tensor]:
+        optimizer = wrapped(model, "none")
+        backward(model, rank, 0)
+        local = model.only_rank_1.weight.grad
+        mine = torch.zeros_like(model.only_rank_1.weight) if local is None else local.clone()
+        optimizer.synchronize()
+        return mine, model.only_rank_1.weight.grad.clone()
+
+    found = on_ranks(4, MODEL, body)
+    assert [bool(local.any()) for local, _ in found] == [False, True, False, False]
+    for _, combined in found:
+        assert torch.equal(combined, found[1][0] / 4)

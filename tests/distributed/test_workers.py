@@ -1,0 +1,129 @@
+"""Real workers over torch.distributed and Gloo: two and four of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import HERE, ROOT, by_hand, results, run, torchrun
+
+Results = dict[str, list[Any]]
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["2 workers", "4 workers"])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
+    """What every rank wrote in every scenario, from one launch."""
+    folder = tmp_path_factory.mktemp("workers")
+    ended = torchrun(request.param, HERE / "scenarios.py", str(folder), timeout=300)
+    assert ended.code == 0, ended.output[-6000:]
+    yield results(folder, request.param)
+
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.mark.parametrize("compression", ["topk", "none", "fp16", "bf16"])
+def test_replicas_are_equal_after_every_step_of_an_awkward_model(found: Results, compression: str) -> None:
+    ranks = [seen[compression] for seen in found["awkward"]]
+    assert len(ranks[0]) == 50 and len(set(ranks[0])) == 50  # it does move, at every step
+    assert all(seen == ranks[0] for seen in ranks)
+
+
+def test_what_is_not_sent_is_kept(found: Results) -> None:
+    assert all(seen["worst"] < 1e-6 for seen in found["conservation"])
+    assert all(seen["kept"] > 1e-3 for seen in found["conservation"])
+
+
+def test_none_equals_one_process_with_all_the_data(found: Results) -> None:
+    assert all(difference < 1e-5 for difference in found["large_batch"])
+
+
+def test_density_one_equals_dense_to_the_bit_under_any_plan(found: Results) -> None:
+    for seen in found["density_one"]:
+        assert seen["none"] == seen["none, layerwise"] == seen["density 1"] == seen["density 1, single"]
+        assert len(set(seen["none"])) == 10
+
+
+def test_every_rank_is_told_the_same_of_a_mismatch(found: Results) -> None:
+    told = found["mismatches"]
+    last = len(told) - 1
+    for name, words in {
+        "density": ["density: 0.01", f"0.02 on rank {last}"],
+        "compressor": ["density: 0.01", f"1.0 on rank {last}"],
+        "memory": ["memory: residual", f"none() on rank {last}"],
+        "planner": ["merging: threshold", f"single() on rank {last}"],
+        "plan": ["merging: plan", f"on rank {last}"],
+        "shape": ["tensor 0: 0.weight float32[64, 40]", f"0.weight float32[65, 40] cpu sparse on rank {last}"],
+        "extra layer": ["number of tensors: 6", f"8 on rank {last}"],
+    }.items():
+        texts = {one[name] for one in told}
+        assert len(texts) == 1, f"{name}: {texts}"
+        (text,) = texts
+        assert all(word in text for word in words), text
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_resuming_from_rank_0_with_weight_decay_leaves_ranks_equal(found: Results, optimizer: str) -> None:
+    assert len({tuple(seen[optimizer]) for seen in found["resume"]}) == 1
+
+
+def test_changed_parameters_are_agreed_on_anew(found: Results) -> None:
+    assert len({tuple(seen) for seen in found["changes"]}) == 1
+    assert len(set(found["changes"][0])) == 12
+
+
+@pytest.mark.parametrize("recipe", ["clip", "two", "closure"])
+def test_recipes_keep_replicas_equal(found: Results, recipe: str) -> None:
+    ranks = [seen[recipe] for seen in found["recipes"]]
+    assert all(seen == ranks[0] for seen in ranks) and len(set(ranks[0])) == len(ranks[0]) > 0
+
+
+def test_the_sentinel_names_parameter_and_ranks(found: Results) -> None:
+    texts = set(found["sentinel"])
+    assert len(texts) == 1
+    (text,) = texts
+    assert "'2.weight'" in text and "on rank 1" in text
+
+
+def test_the_modules_own_collectives(found: Results) -> None:
+    size = len(found["collectives"])
+    for rank, seen in enumerate(found["collectives"]):
+        assert (seen["backend"], seen["rank"], seen["size"], seen["local"]) == ("torch", rank, size, [rank, size])
+        assert seen["average"] == (size - 1) / 2 and seen["sum"] == size * (size - 1) // 2
+        assert seen["gathered"] == [i for r in range(size) for i in range(r + 1)]
+        assert seen["broadcast"] == size - 1 and seen["object"] == {"rank": 1}
+        assert "float32[4] on rank 0; float32[3] on rank" in seen["mismatch"]
+    assert len({seen["mismatch"] for seen in found["collectives"]}) == 1
+
+
+def test_a_rank_that_never_answers_is_not_waited_for_for_ever() -> None:
+    silent = by_hand(2, HERE / "waiting.py", timeout=40)
+    assert silent[0].code not in (0, None)
+    assert "buffer 0" in silent[0].output and "CollectiveTimeout" in silent[0].output
+
+
+def test_a_script_keeps_its_own_process_group(tmp_path: Path) -> None:
+    for ended in by_hand(2, HERE / "borrowing.py", str(tmp_path), timeout=60):
+        assert ended.code == 0, ended.output[-3000:]
+    assert results(tmp_path, 2)["borrowed"] == [["torch", 2.0], ["torch", 2.0]]
+
+
+def test_the_main_job_reaches_its_accuracy(tmp_path: Path) -> None:
+    out = tmp_path / "digits.json"
+    options = ["--compression", "topk", "--density", "0.01", "--log-dir", str(tmp_path), "--json", str(out)]
+    ended = torchrun(2, ROOT / "examples" / "train_digits.py", *options, timeout=170)
+    assert ended.code == 0, ended.output[-3000:]
+    found = json.loads(out.read_text())
+    assert found["accuracy"] >= 0.95
+    assert found["bytes_sent"] < 0.1 * found["bytes_dense"]
+
+
+def test_the_main_job_runs_alone(tmp_path: Path) -> None:
+    script = str(ROOT / "examples" / "train_digits.py")
+    ended = run([sys.executable, script, "--epochs", "1", "--log-dir", str(tmp_path)], timeout=100)
+    assert ended.code == 0, ended.output[-3000:]
+    assert "local" in ended.output

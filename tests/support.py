@@ -1,0 +1,175 @@
+"""What many tests share: awkward models, batches that only rank and step decide, and comparisons to the bit.
+
+``from support import ...`` works in every test (``conftest.py`` is why) and in scripts that put this folder on
+``sys.path``.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import agmerge
+from agmerge import testing
+
+torch.set_num_threads(1)  # ranks are threads or processes already
+
+T = TypeVar("T")
+WIDTH = 32  # features; a Linear(WIDTH, WIDTH) has 1024 elements, which is just enough for the sparse lane
+CLASSES = 10
+
+
+def seeded(build: Callable[[], T], seed: int = 0) -> T:
+    """What ``build`` makes after ``torch.manual_seed``, which acts on the whole process: not for threads."""
+    torch.manual_seed(seed)
+    return build()
+
+
+def mlp() -> nn.Sequential:
+    """Three layers; the weights of the first two are in the sparse lane, everything else is in the dense one."""
+    return nn.Sequential(nn.Linear(WIDTH, 48), nn.Tanh(), nn.Linear(48, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
+
+
+def batch(rank: int, step: int, n: int = 8) -> tuple[Tensor, Tensor]:
+    """The inputs and classes that ``rank`` sees in ``step``."""
+    source = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(n, WIDTH, generator=source), torch.randint(0, CLASSES, (n,), generator=source)
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+    """The loss of ``model`` on the batch of ``rank`` and ``step``."""
+    x, y = batch(rank, step)
+    return F.cross_entropy(model(x.to(next(model.parameters()).dtype)).float(), y)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: Iterable[int]) -> list[str]:
+    """Plain steps; the model's digest after each."""
+    seen = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        seen.append(digest(model))
+    return seen
+
+
+def sgd(model: nn.Module, lr: float = 0.1, momentum: float = 0.9, weight_decay: float = 0.0) -> torch.optim.SGD:
+    """The optimizer of most tests."""
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum, weight_decay=weight_decay)
+
+
+def wrap(model: nn.Module, inner: torch.optim.Optimizer | None = None, **options: Any) -> agmerge.DistributedOptimizer:
+    """``inner`` (SGD with momentum if None) wrapped, with the names of ``model``."""
+    return agmerge.DistributedOptimizer(inner or sgd(model), model.named_parameters(), **options)
+
+
+def on_ranks(n: int, model: nn.Module, body: Callable[[int, Any], T], **options: Any) -> list[T]:
+    """``body(rank, its own copy of model)`` on every rank of an in-memory group."""
+    copies = [copy.deepcopy(model) for _ in range(n)]
+    return testing.run(n, lambda rank: body(rank, copies[rank]), **options)
+
+
+# -- bits -------------------------------------------------------------------------------------------------------
+
+
+def digest(tensors: nn.Module | Iterable[Tensor]) -> str:
+    """The bits of all parameters of a model, or of tensors, in order."""
+    whole = hashlib.sha256()
+    for tensor in tensors.parameters() if isinstance(tensors, nn.Module) else tensors:
+        whole.update(repr((tensor.dtype, tuple(tensor.shape))).encode())
+        whole.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return whole.hexdigest()
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal in shape, dtype and every bit, the sign of zero included."""
+    return digest([a]) == digest([b])
+
+
+def agreed(found: list[T]) -> T:
+    """What every rank found, after asserting that all found the same."""
+    assert all(one == found[0] for one in found), found
+    return found[0]
+
+
+def residuals(optimizer: agmerge.DistributedOptimizer) -> dict[str, Tensor]:
+    """This rank's residuals by name, as a checkpoint would hold them."""
+    return dict(optimizer.state_dict()["agmerge"]["residuals"])
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    """Copies of all gradients, by name."""
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+# -- a model with everything that is awkward --------------------------------------------------------------------
+
+
+class AwkwardModel(nn.Module):
+    """Tied, unused, rank-dependent, alternating, frozen and late-unfrozen layers; mixed dtypes, ranks and formats.
+
+    ``loss`` uses ``only_rank_1`` on rank 1 alone, and ``alternating`` where step + rank is even. ``half``: the
+    dtype of the sixteen-bit layer, for comparisons that its rounding would blur.
+    """
+
+    def __init__(self, half: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.half_dtype = half
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.tied = nn.Linear(WIDTH, WIDTH)
+        self.tied.weight = self.first.weight
+        self.unused = nn.Linear(WIDTH, WIDTH)
+        self.only_rank_1 = nn.Linear(WIDTH, WIDTH)
+        self.alternating = nn.Linear(WIDTH, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.late = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.conv = nn.Conv2d(8, 16, 3, padding=1).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+        self.nothing = nn.Parameter(torch.empty(0, WIDTH))
+        self.in_half = nn.Linear(WIDTH, WIDTH, dtype=half)
+        self.in_fp64 = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.head = nn.Linear(WIDTH + 16, CLASSES)
+
+    def unfreeze(self) -> None:
+        """Let ``late`` learn from now on."""
+        self.late.requires_grad_(True)
+
+    def loss(self, batch: tuple[Tensor, Tensor], rank: int, step: int) -> Tensor:
+        """The loss of a batch, which depends on parameters that rank and step decide."""
+        x, y = batch
+        images = x.view(-1, 8, 2, 2).contiguous(memory_format=torch.channels_last)
+        seen = self.conv(images).mean(dim=(2, 3))
+        x = x + self.tied(torch.tanh(self.first(x)))
+        x = x + torch.tanh(self.late(torch.tanh(self.frozen(x))))
+        if rank == 1:
+            x = x + torch.tanh(self.only_rank_1(x))
+        if (step + rank) % 2 == 0:
+            x = x + torch.tanh(self.alternating(x))
+        x = torch.tanh(x * self.scale)
+        x = x + self.in_half(x.to(self.half_dtype)).float() + self.in_fp64(x.double()).float()
+        logits = self.head(torch.cat([x, seen, self.nothing.sum().expand(len(x), 0)], dim=1))
+        return F.cross_entropy(logits * self.temperature, y)
+
+
+def awkward_batch(rank: int, step: int, n: int = 8) -> tuple[Tensor, Tensor]:
+    """The batch of ``rank`` in ``step``."""
+    return batch(rank, step, n)
+
+
+def awkward_groups(model: AwkwardModel) -> list[dict[str, Any]]:
+    """Three param groups with their own learning rates and weight decays; together all parameters."""
+    flat = [p for p in model.parameters() if p.dim() < 2]
+    other = [p for p in model.parameters() if p.dim() >= 2 and p.dtype != torch.float32]
+    rest = [p for p in model.parameters() if p.dim() >= 2 and p.dtype == torch.float32]
+    return [
+        {"params": rest, "weight_decay": 1e-2},
+        {"params": flat, "lr": 0.02},
+        {"params": other, "lr": 0.03, "weight_decay": 1e-3},
+    ]

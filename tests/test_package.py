@@ -1,0 +1,86 @@
+"""The wheel, in an environment that has nothing else: it holds every module and needs no Horovod and no MPI."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("agmerge", "sparsifiers", "merging")
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--no-input"]
+
+IMPORT_ALL = """
+import pkgutil, sys
+import agmerge, merging, sparsifiers
+print(*(module.name for package in (agmerge, merging, sparsifiers)
+        for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
+        if __import__(module.name)))
+foreign = {"horovod", "mpi4py", "tensorboardX", "tqdm", "sklearn"} & {name.split(".")[0] for name in sys.modules}
+assert not foreign, foreign
+assert sys.prefix in agmerge.__file__, agmerge.__file__
+"""
+
+TRAIN = """
+import torch, agmerge
+agmerge.init()
+model = torch.nn.Linear(64, 64)
+before = model.weight.detach().clone()
+inner = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = agmerge.DistributedOptimizer(inner, named_parameters=model.named_parameters(), density=0.01)
+model(torch.randn(8, 64)).square().sum().backward()
+optimizer.step()
+print((model.weight != before).sum().item(), agmerge.backend_name())
+"""
+
+
+def call(command: list[str], cwd: Path) -> str:
+    """Output of a command that must succeed, run where the checkout cannot be imported by accident."""
+    ended = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=400)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    build = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(ROOT)]
+    call([*PIP, *build], folder)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def modules() -> set[str]:
+    """Every Python file of the three packages, relative to the root."""
+    return {str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
+
+
+def test_the_wheel_holds_every_module_and_the_typing_marker(wheel: Path) -> None:
+    names = set(ZipFile(wheel).namelist())
+    assert len(modules()) > 30
+    assert modules() <= names
+    assert {f"{package}/py.typed" for package in PACKAGES} <= names
+    assert not {name for name in names if name.startswith(("tests", "examples", "benchmarks"))}
+
+
+@pytest.mark.timeout(600)
+def test_the_wheel_works_in_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path / "env", with_pip=False)
+    python = str(tmp_path / "env" / "bin" / "python")
+    # torch first, pinned: a range would take the newest build and gigabytes of what only GPUs need.
+    pinned = re.search(r"^torch==\S+", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    assert pinned
+    call([*PIP, "--python", python, "install", pinned.group()], tmp_path)
+    call([*PIP, "--python", python, "install", str(wheel)], tmp_path)
+    imported = call([python, "-I", "-c", IMPORT_ALL], tmp_path).split()
+    expected = {name.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for name in modules()}
+    assert set(imported) == expected - set(PACKAGES)
+    changed, backend = call([python, "-I", "-c", TRAIN], tmp_path).split()
+    assert backend == "local"
+    assert int(changed) == 41  # 1 % of 64 x 64
