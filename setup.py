@@ -13,10 +13,10 @@ PACKAGES = ("agmerge", "sparsifiers", "merging")
 
 def version() -> str:
     """``agmerge.__version__``, read as text: importing it would need torch while building."""
-    text = (ROOT / "agmerge" / "__init__.py").read_text(encoding="utf-8")
+    text = (ROOT / "agmerge" / "version.py").read_text(encoding="utf-8")
     found = re.search(r'^__version__ = "([^"]+)"', text, re.MULTILINE)
     if found is None:
-        raise RuntimeError('agmerge/__init__.py has no line of the form: __version__ = "1.2.3"')
+        raise RuntimeError('agmerge/version.py has no line of the form: __version__ = "1.2.3"')
     return found.group(1)
 
 

@@ -8,8 +8,6 @@
 
 from __future__ import annotations
 
-__version__ = "0.1.0"
-
 from agmerge import testing
 from agmerge.broadcasting import broadcast_optimizer_state, broadcast_parameters
 from agmerge.collectives import allgather, allreduce, barrier, broadcast, broadcast_object
@@ -33,6 +31,7 @@ from agmerge.runtime import (
     shutdown,
     size,
 )
+from agmerge.version import __version__
 
 __all__ = [
     "AGMergeError",
@@ -46,6 +45,7 @@ __all__ = [
     "RankMismatchError",
     "ReduceOp",
     "Sum",
+    "__version__",
     "allgather",
     "allreduce",
     "backend_name",

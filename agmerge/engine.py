@@ -25,6 +25,7 @@ from agmerge.members import Member, Members
 from agmerge.round import Round
 from agmerge.session import Session, model_facts, open_session
 from agmerge.stats import Stats
+from agmerge.version import __version__
 
 TOO_MANY = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). "
@@ -69,8 +70,6 @@ class Engine:
 
     def connect(self, world: Backend) -> None:
         """Take a communicator of its own and shake hands (G1). Collective."""
-        from agmerge import __version__
-
         self.comm = world.duplicate("agmerge optimizer", self.config.timeout)
         facts = [("library version", __version__), *self.config.facts()]
         facts += model_facts(self._members(), self.config)

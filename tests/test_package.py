@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import venv
@@ -48,10 +49,14 @@ def call(command: list[str], cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of this checkout."""
+    """The wheel of this checkout, built from a copy: a build leaves things behind, which a later one would pack."""
     folder = tmp_path_factory.mktemp("wheel")
-    build = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(ROOT)]
-    call([*PIP, *build], folder)
+    source = folder / "source"
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    call([*PIP, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source)], folder)
     (path,) = folder.glob("*.whl")
     return path
 
@@ -64,9 +69,8 @@ def modules() -> set[str]:
 def test_the_wheel_holds_every_module_and_the_typing_marker(wheel: Path) -> None:
     names = set(ZipFile(wheel).namelist())
     assert len(modules()) > 30
-    assert modules() <= names
+    assert modules() == {name for name in names if name.endswith(".py")}
     assert {f"{package}/py.typed" for package in PACKAGES} <= names
-    assert not {name for name in names if name.startswith(("tests", "examples", "benchmarks"))}
 
 
 @pytest.mark.timeout(600)

@@ -62,7 +62,9 @@ def test_the_device_path_equals_brute_force_on_a_long_vector(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_equals_brute_force_on_a_million(distribution: str, dtype: torch.dtype, draw: Draw, ranked: Ranked) -> None:
+def test_equals_brute_force_on_a_million(
+    distribution: str, dtype: torch.dtype, draw: Draw, ranked: Ranked
+) -> None:
     vector = draw(distribution, 1_000_000, dtype)
     order = ranked(vector)
     for k in (1, 1000, 10_000, 300_000):
@@ -111,7 +113,9 @@ def test_subnormals_are_told_apart_even_when_arithmetic_flushes_them() -> None:
 
 # Hypothesis draws short lists unless told otherwise, and in a short list nothing is ever cut back.
 @given(values=lists_of(st.sampled_from(SPECIALS)), data=st.data())
-def test_equals_brute_force_on_ties_in_small_blocks(values: list[float], data: st.DataObject, ranked: Ranked) -> None:
+def test_equals_brute_force_on_ties_in_small_blocks(
+    values: list[float], data: st.DataObject, ranked: Ranked
+) -> None:
     vector = torch.tensor(values)
     k = data.draw(st.integers(1, len(values)))
     expected = np.sort(ranked(vector)[:k]).tolist()
@@ -150,7 +154,9 @@ def test_no_guess_of_the_sample_changes_the_result(
 
 
 @pytest.mark.parametrize(("name", "most"), [("zero", 2), ("constant", 2), ("ternary", 2), ("ascending", 1)])
-def test_held_keys_are_seldom_cut_back(name: str, most: int, monkeypatch: pytest.MonkeyPatch, draw: Draw) -> None:
+def test_held_keys_are_seldom_cut_back(
+    name: str, most: int, monkeypatch: pytest.MonkeyPatch, draw: Draw
+) -> None:
     cuts = []
     largest = exact.largest
     monkeypatch.setattr(exact, "largest", lambda keys, k: cuts.append(len(keys)) or largest(keys, k))

@@ -22,8 +22,12 @@ def guess(vector: Tensor, k: int) -> tuple[int, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", CONTINUOUS)
-@pytest.mark.parametrize(("k", "most"), [(1, 12_000), (100, 2000), (1000, 4500), (10_000, 20_000), (300_000, 390_000)])
-def test_a_little_more_than_k_keys_exceed_it(name: str, k: int, most: int, draw: Callable[..., Tensor]) -> None:
+@pytest.mark.parametrize(
+    ("k", "most"), [(1, 12_000), (100, 2000), (1000, 4500), (10_000, 20_000), (300_000, 390_000)]
+)
+def test_a_little_more_than_k_keys_exceed_it(
+    name: str, k: int, most: int, draw: Callable[..., Tensor]
+) -> None:
     floor, keys = guess(draw(name, 1_000_000), k)
     assert k <= np.count_nonzero(keys > floor) <= most
 
@@ -37,7 +41,9 @@ def test_it_is_seldom_too_high() -> None:
     assert short <= 1
 
 
-def test_the_vector_is_read_once_when_it_holds(monkeypatch: pytest.MonkeyPatch, draw: Callable[..., Tensor]) -> None:
+def test_the_vector_is_read_once_when_it_holds(
+    monkeypatch: pytest.MonkeyPatch, draw: Callable[..., Tensor]
+) -> None:
     scans = []
     scan = exact.scan
     monkeypatch.setattr(exact, "scan", lambda *arguments: scans.append(arguments[3]) or scan(*arguments))

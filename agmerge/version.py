@@ -1,0 +1,5 @@
+"""The library's version; ranks with different ones do not train together."""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"

@@ -1,0 +1,200 @@
+"""The only writer of residuals: what was sent and what is left are together exactly what there was."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import sparsifiers
+from agmerge.arena import Arena, commit
+from agmerge.layout import Lane, Layout
+
+CPU = torch.device("cpu")
+INT = {torch.float32: torch.int32, torch.float64: torch.int64}
+SPECIAL = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-45, -1e-45, 3.4e38, -3.4e38, 1.0]
+
+floats = st.floats(width=32, min_value=-(2.0**29), max_value=2.0**29)
+doubles = st.floats(allow_nan=False, allow_infinity=False)
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    return tensor.view(INT[tensor.dtype]).tolist()
+
+
+def exact(tensor: torch.Tensor) -> list[Fraction]:
+    return [Fraction(value) for value in tensor.double().tolist()]
+
+
+def arena_of(
+    shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32, memory: str = "residual"
+) -> tuple[Arena, Layout]:
+    lane = Lane(CPU, dtype, True)
+    layout = Layout([(f"t{i}", shape, lane) for i, shape in enumerate(shapes)])
+    return Arena(lane, layout.lengths[lane], layout.slots, sparsifiers.memory(memory)), layout
+
+
+# -- commit -------------------------------------------------------------------------------------------------
+
+
+@given(st.data(), st.sampled_from([torch.float16, torch.bfloat16, torch.float32]), st.booleans(), st.booleans())
+def test_sent_and_rest_are_the_work(data: st.DataObject, wire: torch.dtype, everywhere: bool, wide: bool) -> None:
+    values = torch.tensor(data.draw(st.lists(floats, min_size=1, max_size=20)))
+    chosen = data.draw(st.lists(st.sampled_from(range(len(values))), unique=True))
+    indices = torch.arange(len(values)) if everywhere else torch.tensor(sorted(chosen), dtype=torch.int64)
+    limit = min(torch.finfo(wire).max, torch.finfo(torch.float32).max)
+    sent = values[indices].clamp(-limit, limit).to(wire)
+    work = values.clone()
+    commit(work, None if everywhere else indices.to(torch.int64 if wide else torch.int32), sent)
+    total = exact(work)
+    for index, value in zip(indices.tolist(), exact(sent), strict=True):
+        total[index] += value
+    assert total == exact(values)
+    rest = torch.ones(len(values), dtype=torch.bool)
+    rest[indices] = False
+    assert bits(work[rest]) == bits(values[rest])
+
+
+@given(st.lists(doubles, min_size=1, max_size=20))
+def test_of_float64_nothing_is_lost(values: list[float]) -> None:
+    work = torch.tensor(values, dtype=torch.float64)
+    commit(work, torch.arange(0, len(values), 2, dtype=torch.int32), work[::2].clone())
+    assert (work[::2] == 0).all()
+    assert work[1::2].tolist() == values[1::2]
+
+
+@pytest.mark.parametrize("wire", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_padding_with_zero_changes_no_bit(wire: torch.dtype) -> None:
+    work = torch.tensor(SPECIAL)
+    for indices in (torch.arange(len(SPECIAL)), torch.zeros(7), torch.full((7,), 4), torch.tensor([9, 0, 9, 1])):
+        commit(work, indices.to(torch.int32), torch.zeros(len(indices), dtype=wire))
+    assert bits(work) == bits(torch.tensor(SPECIAL))
+
+
+def test_padding_beside_what_was_sent() -> None:
+    work = torch.tensor([1.0, -0.0, 3.0])
+    commit(work, torch.tensor([2, 0, 2, 2], dtype=torch.int32), torch.tensor([2.5, 1.0, 0.0, 0.0]))
+    assert bits(work) == bits(torch.tensor([0.0, -0.0, 0.5]))
+
+
+def test_nothing_sent() -> None:
+    work = torch.tensor(SPECIAL)
+    commit(work, torch.empty(0, dtype=torch.int32), torch.empty(0))
+    assert bits(work) == bits(torch.tensor(SPECIAL))
+
+
+# -- the arena ----------------------------------------------------------------------------------------------
+
+SHAPES: list[tuple[int, ...]] = [(3, 5), (), (32,), (0,), (2, 1, 7), (33,)]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_views_cover_every_element_once_and_padding_never(dtype: torch.dtype) -> None:
+    arena, layout = arena_of(SHAPES, dtype)
+    assert arena.update.dtype == dtype and arena.work.dtype == layout.slots[0].lane.storage
+    for slot in layout.slots:
+        residual = arena.residual_of(slot)
+        assert residual is not None and arena.residual is not None
+        assert residual.shape == arena.gradients[slot.index].shape == slot.shape
+        assert residual.is_contiguous()
+        residual += 1
+        arena.gradients[slot.index].add_(1)
+        arena.compensate(slot, torch.ones(slot.shape, dtype=dtype))
+    real = torch.zeros(len(arena.work), dtype=torch.bool)
+    for slot in layout.slots:
+        real[slot.offset : slot.offset + slot.numel] = True
+    assert int(real.sum()) == layout.numel < len(real)
+    assert arena.residual is not None
+    for flat, value in ((arena.residual, 1), (arena.update, 1), (arena.work, 2)):
+        assert (flat[real] == value).all() and (flat[~real] == 0).all()
+
+
+def test_work_is_residual_plus_gradient_and_the_residual_stays() -> None:
+    arena, layout = arena_of([(2, 3), (4,)])
+    first, second = layout.slots
+    residual = arena.residual_of(first)
+    assert residual is not None
+    residual.copy_(torch.tensor([[0.1, -0.0, 2.0], [3.0, 1e-45, 5.0]]))
+    before = bits(arena.residual)  # type: ignore[arg-type]
+    gradient = torch.tensor([[0.2, 1.0], [-0.0, 7.0], [8.0, 9.0]]).t()
+    arena.compensate(first, gradient)
+    assert torch.equal(arena.work[:6].view(2, 3), residual + gradient)
+    arena.compensate(first, None)  # an attempt may be repeated, from the residual
+    arena.compensate(second, torch.ones(4))
+    assert bits(arena.work[:6]) == before[:6]
+    assert arena.work[32:36].tolist() == [1.0] * 4
+    assert bits(arena.residual) == before  # type: ignore[arg-type]
+
+
+def test_only_swap_makes_work_the_residual() -> None:
+    arena, layout = arena_of([(4,)])
+    (slot,) = layout.slots
+    (segment,) = layout.segments(0, 1)
+    for _ in range(3):  # attempts that never came to step()
+        arena.compensate(slot, torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        arena.commit(segment, torch.tensor([1], dtype=torch.int32), torch.tensor([2.0]))
+        residual = arena.residual_of(slot)
+        assert residual is not None and residual.tolist() == [0.0] * 4
+    arena.swap()
+    kept = arena.residual_of(slot)
+    assert kept is not None and kept.tolist() == [1.0, 0.0, 3.0, 4.0]
+    assert kept.data_ptr() == arena.residual.data_ptr() != arena.work.data_ptr()  # type: ignore[union-attr]
+    arena.compensate(slot, None)
+    arena.commit(segment, None, arena.work.clone())
+    arena.swap()
+    assert arena.residual.count_nonzero() == 0  # type: ignore[union-attr]
+
+
+def test_a_commit_stays_within_its_segment() -> None:
+    arena, layout = arena_of([(4,), (4,), (4,)])
+    for slot in layout.slots:
+        arena.compensate(slot, torch.full((4,), 5.0))
+    (middle,) = layout.segments(1, 2)
+    arena.commit(middle, torch.tensor([0, 3]), torch.tensor([5.0, 4.0]))
+    seen = [arena.work[slot.offset : slot.offset + 4].tolist() for slot in layout.slots]
+    assert seen == [[5.0] * 4, [0.0, 5.0, 5.0, 1.0], [5.0] * 4]
+    arena.commit(middle, None, torch.full((middle.length,), 5.0))
+    assert arena.work[:4].tolist() == arena.work[64:68].tolist() == [5.0] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_conservation_over_many_steps(dtype: torch.dtype) -> None:
+    shapes: list[tuple[int, ...]] = [(5, 7), (40,), ()]
+    arena, layout = arena_of(shapes, dtype)
+    (segment,) = layout.segments(0, 3)
+    generator = torch.Generator().manual_seed(0)
+    brought, sent = torch.zeros(segment.length), torch.zeros(segment.length)
+    for step in range(30):
+        for slot in layout.slots:  # whole numbers, so that float32 adds them up exactly
+            gradient = torch.randint(-9, 10, slot.shape, generator=generator).to(dtype)
+            brought[slot.offset : slot.offset + slot.numel] += gradient.float().reshape(-1)
+            arena.compensate(slot, None if step % 5 == slot.index else gradient)
+            if step % 5 == slot.index:
+                brought[slot.offset : slot.offset + slot.numel] -= gradient.float().reshape(-1)
+        selection = sparsifiers.get("topk").select(arena.work, k=1 + step % 4, shapes=segment.shapes)
+        values = arena.work[selection.trimmed()]
+        sent[selection.trimmed()] += values.float()
+        arena.commit(segment, selection.indices, values)
+        arena.swap()
+        assert arena.residual is not None
+        assert torch.equal(sent + arena.residual, brought)
+    assert sent.count_nonzero() > 10
+
+
+def test_a_memory_that_keeps_nothing() -> None:
+    arena, layout = arena_of([(4,)], memory="none")
+    (slot,) = layout.slots
+    (segment,) = layout.segments(0, 1)
+    assert arena.residual is None and arena.residual_of(slot) is None
+    slab = arena.work.data_ptr()
+    arena.compensate(slot, torch.arange(4.0))
+    arena.commit(segment, None, arena.work.clone())
+    assert arena.work[:4].tolist() == [0.0, 1.0, 2.0, 3.0]
+    arena.swap()
+    assert arena.work.data_ptr() == slab
+    arena.compensate(slot, None)
+    assert arena.work.count_nonzero() == 0
