@@ -51,6 +51,7 @@ $(BASE):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	    { echo 'agmerge needs Python 3.10 or newer; name one: make PYTHON=python3.12 ...' >&2; exit 1; }
 	@echo 'Setting up $(VENV) from requirements.txt (minutes the first time)'
+	@rm -f $(VENV)/.base-* $(VENV)/.test-*
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PIP) -r requirements.txt
 	$(PIP) --no-deps --editable .

@@ -85,7 +85,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _form(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...], str]:
-    """Enough to make a tensor alike. Strides too: sums and products over another order have other bits."""
+    """Enough to make a tensor alike. Strides too: sums over another order may have other bits."""
     strides = torch.empty_like(tensor, device="meta").stride()  # those of a tensor without gaps or overlaps
     return tensor.dtype, tuple(tensor.shape), strides, tensor.device.type
 

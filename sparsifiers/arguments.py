@@ -98,7 +98,10 @@ def check_request(
     step = _integer(owner, key, "step", step)
     if step < 0:
         raise ValueError(f"{_where(owner, key)}: step is {step}; it counts committed exchanges from 0")
-    parts = ((numel,),) if shapes is None else tuple(tuple(int(size) for size in shape) for shape in shapes)
+    parts = tuple(
+        tuple(_integer(owner, key, "a size in shapes", size) for size in shape)
+        for shape in ([(numel,)] if shapes is None else shapes)
+    )
     covered = sum(math.prod(shape) for shape in parts)
     if covered != numel:
         raise ValueError(

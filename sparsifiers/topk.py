@@ -16,11 +16,11 @@ class TopK(Sparsifier):
     """Send the k coordinates of largest magnitude.
 
     Of all choices of k coordinates this one leaves the least behind: ||a - sent||^2 <= (1 - k/n) ||a||^2
-    (Stich, Cordonnier, Jaggi 2018, "Sparsified SGD with Memory", Lemma A.1). count is always k. Equal
+    (Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018). count is always k. Equal
     magnitudes go to the lowest index and NaN counts as larger than inf, on every device, so the selection is
     a function of the vector's bits alone.
 
-    Use it where the selection must be exact. On the CPU it costs two or three times what reading the vector
+    Use it where the selection must be exact. On the CPU it costs about three times what reading the vector
     does; on a device `torch.topk` dominates and a threshold estimator is cheaper. A density of 0.01 is the
     usual start; 0.001 needs a warm-up.
     """

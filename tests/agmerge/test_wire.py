@@ -1,0 +1,192 @@
+"""The bytes of a message: nothing overlaps, everything comes back, and what does not belong is an error."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agmerge.errors import MessageError
+from agmerge.layout import Lane, Layout, Segment
+from agmerge.wire import MAGIC, Control, Format
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+LANES = [Lane(CPU, dtype, sparse) for dtype in DTYPES for sparse in (True, False)]
+HEAD = 5  # words before the counts: magic, step, plan, buffer, flags
+
+tensors = st.lists(
+    st.tuples(st.lists(st.integers(1, 40), max_size=2).map(tuple), st.sampled_from(LANES)), min_size=1, max_size=40
+)
+
+
+def segments_of(drawn: list[tuple[tuple[int, ...], Lane]]) -> list[Segment]:
+    layout = Layout([(f"t{i}", shape, lane) for i, (shape, lane) in enumerate(drawn)])
+    return layout.segments(0, len(drawn))
+
+
+@st.composite
+def formats(draw: st.DrawFn) -> Format:
+    segments = segments_of(draw(tensors))
+    return Format(
+        segments,
+        [draw(st.integers(0, segment.length)) if segment.lane.sparse else None for segment in segments],
+    )
+
+
+def simple(tensor_count: int = 3, capacity: int = 4) -> Format:
+    """One sparse section of ``capacity`` slots and a dense one that rides along."""
+    sparse, dense = Lane(CPU, torch.float32, True), Lane(CPU, torch.float32, False)
+    drawn: list[tuple[tuple[int, ...], Lane]] = [((2,), sparse)] * (tensor_count - 1) + [((2,), dense)]
+    return Format(segments_of(drawn), [capacity, None])
+
+
+def control(rank: int = 0, tensors: int = 3) -> Control:
+    return Control(step=7, plan=2**31 - 1, buffer=3, flags=0, used=tuple(i % 3 == rank for i in range(tensors)))
+
+
+def messages(layout: Format, controls: list[Control], count: int = 2) -> torch.Tensor:
+    rows = torch.zeros(len(controls), layout.size, dtype=torch.uint8)
+    for row, one in zip(rows, controls, strict=True):
+        layout.write_header(row, one, [count, 0])
+    return rows
+
+
+def words(message: torch.Tensor, layout: Format) -> torch.Tensor:
+    return message[: 4 * layout.words].view(torch.int32)
+
+
+@given(formats())
+def test_regions_are_disjoint_and_aligned(layout: Format) -> None:
+    regions = [(0, 4 * layout.words)]
+    for section in layout.sections:
+        for part in (section.indices, section.values):
+            assert part.start % 16 == 0
+            regions.append((part.start, part.stop))
+    for (_, stop), (start, _) in zip(regions, regions[1:], strict=False):
+        assert stop <= start < stop + 16  # in order, and no more than alignment asks for
+    assert layout.size % 16 == 0
+    assert regions[-1][1] <= layout.size < regions[-1][1] + 16
+
+
+@given(formats())
+def test_views_have_the_announced_sizes_and_share_no_byte(layout: Format) -> None:
+    message = torch.zeros(layout.size, dtype=torch.uint8)
+    written = 4 * layout.words
+    message[:written] += 1
+    for section in layout.sections:
+        indices, values = layout.indices(message, section), layout.values(message, section)
+        lane, capacity = section.segment.lane, section.capacity
+        assert indices.dtype == torch.int32 and indices.numel() == (capacity or 0)
+        assert values.dtype == lane.dtype
+        assert values.numel() == (section.segment.length if capacity is None else capacity)
+        for view in (indices.view(torch.uint8), values.view(torch.uint8)):
+            view += 1
+            written += view.numel()
+    assert int(message.max()) == 1
+    assert int(message.sum()) == written
+
+
+@given(formats(), st.integers(1, 4), st.data())
+def test_headers_come_back(layout: Format, size: int, data: st.DataObject) -> None:
+    step, plan, buffer = (data.draw(st.integers(0, 2**31 - 1)) for _ in range(3))
+    controls, rows = [], torch.zeros(size, layout.size, dtype=torch.uint8)
+    for row in rows:
+        used = tuple(data.draw(st.lists(st.booleans(), min_size=layout.tensors, max_size=layout.tensors)))
+        controls.append(Control(step, plan, buffer, data.draw(st.integers(0, 2**31 - 1)), used))
+        counts = [data.draw(st.integers(0, section.capacity or 0)) for section in layout.sections]
+        layout.write_header(row, controls[-1], counts)
+    arrived = layout.read_headers(rows, controls[0], "buffer 0")
+    assert (arrived.step, arrived.plan, arrived.buffer) == (step, plan, buffer)
+    assert arrived.flags == functools.reduce(operator.or_, (c.flags for c in controls))
+    assert arrived.used == tuple(any(bits) for bits in zip(*(c.used for c in controls), strict=True))
+
+
+@pytest.mark.parametrize("tensors", [1, 2, 30, 31, 32, 61, 62, 63, 93, 94, 100])
+def test_each_used_bit_has_its_place(tensors: int) -> None:
+    lane = Lane(CPU, torch.float32, False)
+    layout = Format(segments_of([((1,), lane)] * tensors), [None])
+    for one in range(tensors):
+        used = tuple(i == one for i in range(tensors))
+        mine = Control(0, 0, 0, 0, used)
+        rows = torch.zeros(1, layout.size, dtype=torch.uint8)
+        layout.write_header(rows[0], mine, [0])
+        assert layout.read_headers(rows, mine, "b").used == used
+
+
+def test_no_tensors_at_all() -> None:
+    layout, mine = Format([], []), Control(1, 2, 3, 4, ())
+    rows = torch.zeros(2, layout.size, dtype=torch.uint8)
+    for row in rows:
+        layout.write_header(row, mine, [])
+    assert layout.read_headers(rows, mine, "b") == mine
+
+
+def test_a_count_on_the_device_is_written_like_a_number() -> None:
+    layout = simple()
+    by_number, by_tensor = (torch.zeros(layout.size, dtype=torch.uint8) for _ in range(2))
+    layout.write_header(by_number, control(), [3, 0])
+    layout.write_header(by_tensor, control(), [torch.tensor(3, dtype=torch.int32), 0])
+    assert torch.equal(by_number, by_tensor)
+    assert words(by_number, layout)[HEAD : HEAD + 2].tolist() == [3, 0]
+
+
+def refused(layout: Format, rows: torch.Tensor, controls: list[Control]) -> str:
+    """The text of the error, which is the same whichever rank reads."""
+    texts = set()
+    for mine in controls:
+        with pytest.raises(MessageError) as caught:
+            layout.read_headers(rows, mine, "buffer 3")
+        texts.add(str(caught.value))
+    (text,) = texts
+    assert text.startswith("buffer 3: ")
+    return text
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_a_foreign_message_names_its_rank(odd: int) -> None:
+    layout, controls = simple(), [control(rank) for rank in range(3)]
+    rows = messages(layout, controls)
+    words(rows[odd], layout)[0] = MAGIC + 1
+    assert f"what ranks [{odd}] sent is no message of this library" in refused(layout, rows, controls)
+    rows[:] = 0
+    assert "ranks [0, 1, 2]" in refused(layout, rows, controls)
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+@pytest.mark.parametrize("field", ["step", "plan", "buffer"])
+def test_a_message_of_another_place_names_field_values_and_ranks(field: str, odd: int) -> None:
+    layout, controls = simple(), [control(rank) for rank in range(3)]
+    value = getattr(controls[odd], field)
+    controls[odd] = replace(controls[odd], **{field: 1})
+    text = refused(layout, messages(layout, controls), controls)
+    assert f"ranks disagree on {field}: " in text
+    assert f"1 on rank {odd}" in text
+    assert f"{value} on ranks {', '.join(str(rank) for rank in range(3) if rank != odd)}" in text
+
+
+def test_messages_that_agree_but_arrive_in_another_place() -> None:
+    layout, controls = simple(), [control(rank) for rank in range(2)]
+    rows = messages(layout, controls)
+    with pytest.raises(MessageError, match=r"of step, plan, buffer \[7, .*, 3\] arrived in the place of \[8, "):
+        layout.read_headers(rows, replace(controls[0], step=8), "b")
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("section, count, fit", [(0, 5, 4), (0, -1, 4), (0, 2**31 - 1, 4), (1, 1, 0), (1, -1, 0)])
+def test_a_count_out_of_range_names_the_rank(odd: int, section: int, count: int, fit: int) -> None:
+    layout, controls = simple(), [control(rank) for rank in range(2)]
+    rows = messages(layout, controls)
+    words(rows[odd], layout)[HEAD + section] = count
+    assert f"rank {odd} announces {count} elements where {fit} fit" in refused(layout, rows, controls)
+
+
+def test_counts_up_to_the_capacity_pass() -> None:
+    layout, controls = simple(), [control(rank) for rank in range(2)]
+    for count in (0, 4):
+        assert layout.read_headers(messages(layout, controls, count), controls[0], "b").used == (True, True, False)
