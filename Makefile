@@ -22,16 +22,14 @@ stamp = $(VENV)/.$(1)-$(shell { $(PYTHON) -c "$(ABOUT)"; pwd -P; cat $(2); } 2>&
 BASE := $(call stamp,base,requirements.txt setup.py)
 TEST := $(call stamp,test,requirements.txt setup.py requirements-test.txt)
 
-# A cast sends every element: there is no density and no exchange to choose.
-SPARSE = $(if $(filter none fp16 bf16,$(COMPRESSION)),,--density $(DENSITY) --exchange $(EXCHANGE))
-
 .PHONY: help train test test-all lint clean
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
 
 train: $(BASE)
 	OMP_NUM_THREADS=1 $(RUN) -m torch.distributed.run --standalone --nproc_per_node=$(NP) \
-	    examples/train_digits.py --compression $(COMPRESSION) $(SPARSE) $(if $(EPOCHS),--epochs $(EPOCHS)) $(ARGS)
+	    examples/train_digits.py --compression $(COMPRESSION) --density $(DENSITY) \
+	    --exchange $(EXCHANGE) $(if $(EPOCHS),--epochs $(EPOCHS)) $(ARGS)
 
 test: $(TEST)
 	$(RUN) -m pytest -m "not long" $(ARGS)

@@ -47,7 +47,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     * ``op``: ``Average`` or ``Sum``. ``gradient_predivide_factor``: f; dense sums are of ``g / f`` and multiplied
       by f afterwards, against overflow (sparse values are scaled before they are added anyway).
     * ``sparse_as_dense``: gradients of sparse layout are made dense; without it they are an error.
-    * ``density``: elements sent / elements, for sparsifiers. ``memory``: ``"residual"`` keeps what is not sent
+    * ``density``: elements sent / elements, ``exchange``: how messages are combined; both of the sparse lane, so
+      they mean nothing to ``"none" | "fp16" | "bf16"``, which send every element. ``memory``: ``"residual"`` keeps what is not sent
       (the default where anything is dropped), ``"none"`` drops it.
     * ``dense``: which parameters are always sent whole: patterns for whole names, or a callable
       ``(name, parameter) -> bool``; default: fewer than two dimensions or than 1024 elements.
@@ -56,9 +57,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
     * ``timeout``: seconds, for every wait. ``check_every``: compare replicas every so many steps (0: never).
     * ``unused``: ``"none"`` leaves ``p.grad`` None where no rank ever had a gradient, ``"zero"`` is Horovod's way.
     """
-
-    # GradScaler must not hand its scale to an inner optimizer behind our back.
-    _step_supports_amp_scaling = False
 
     def __init__(
         self,
@@ -122,6 +120,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """The inner optimizer's own defaults."""
         return self.optimizer.defaults
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # GradScaler.step() reads this first. Without it, scaled gradients would be stepped with.
+        raise AGMergeError(
+            "GradScaler.step(): the scaler was not attached, and scaler= is not built yet; train in bfloat16, "
+            "which needs no scaler, or with GradScaler(enabled=False)"
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not set up yet: while unpickling

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 import agmerge
 
-CASTS = ("none", "fp16", "bf16")  # these send every element: no density and no exchange to choose
+CASTS = ("none", "fp16", "bf16")  # these send every element; density and exchange are for sparsifiers
 
 Report = Callable[[int, dict[str, float]], None]
 
@@ -65,7 +65,8 @@ def train(args: Namespace, model: nn.Module, data: Data, report: Report | None =
         optimizer,
         named_parameters=model.named_parameters(),
         compression=args.compression,
-        **({} if args.compression in CASTS else {"density": args.density, "exchange": args.exchange}),
+        density=args.density,
+        exchange=args.exchange,
     )
     epochs = [
         shard(len(train_x), args.batch_size, agmerge.rank(), agmerge.size(), seed=10_000 * args.seed + epoch)

@@ -331,13 +331,12 @@ def test_two_optimizers_take_turns_and_share_nothing() -> None:
             x, _ = batch(rank, step)
             d.zero_grad()
             F.cross_entropy(model["d"](torch.cat([x, model["g"](x).detach()])), torch.arange(16) // 8).backward()
-            if step % 2:  # the other's backward comes before this one's step
+            if step % 2:  # the other's whole step comes between backward and step of this one
                 model["d"].requires_grad_(False)
-            g.zero_grad()
-            F.cross_entropy(model["d"](model["g"](x)), torch.zeros(8, dtype=torch.long)).backward() if step % 2 else None
-            model["d"].requires_grad_(True)
-            if step % 2:
+                g.zero_grad()
+                F.cross_entropy(model["d"](model["g"](x)), torch.zeros(8, dtype=torch.long)).backward()
                 g.step()
+                model["d"].requires_grad_(True)
             d.step()
             seen.append(digest(model))
         assert (g.stats()["steps"], d.stats()["steps"]) == (3, 6)

@@ -1,0 +1,456 @@
+"""Dense and sparse exchanges against references: the sum, its bits, and what each rank has sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agmerge import runtime, testing
+from agmerge.arena import commit
+from agmerge.backends.local import Call
+from agmerge.errors import MessageError
+from agmerge.exchanges import DenseExchange, Exchange, Load, SparseExchange
+from agmerge.layout import Lane, Layout, Segment
+from agmerge.ops import Average, ReduceOp, Sum
+from agmerge.wire import Control
+from sparsifiers import Selection
+
+WAIT = 30.0
+CPU = torch.device("cpu")
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+CASTS = [None, torch.float16, torch.bfloat16]
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+Make = Callable[[Callable[..., None]], Exchange]
+LIGHT = settings(deadline=None, max_examples=60)
+
+
+@dataclass
+class Seen:
+    """What one rank saw of one exchange, segment by segment. ``sent`` is None where nothing was committed."""
+
+    before: list[torch.Tensor]
+    rest: list[torch.Tensor]
+    update: list[torch.Tensor]
+    sent: list[tuple[torch.Tensor | None, torch.Tensor] | None]
+    control: Control
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(BITS[tensor.element_size()])
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(bits(a), bits(b))
+
+
+def segments_of(tensors: Sequence[tuple[int, Lane]]) -> list[Segment]:
+    layout = Layout([(f"t{i}", (numel,), lane) for i, (numel, lane) in enumerate(tensors)])
+    return layout.segments(0, len(tensors))
+
+
+def draw_work(segment: Segment, seed: int, magnitude: float) -> torch.Tensor:
+    """Zero in the padding; what lies in a dense lane without a cast is a gradient, so it fits its dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    work = torch.zeros(segment.length, dtype=segment.lane.storage)
+    for slot in segment.slots:
+        values = torch.randn(slot.numel, generator=generator, dtype=torch.float64) * magnitude
+        values[torch.rand(slot.numel, generator=generator) < 0.1] = -0.0
+        start = slot.offset - segment.start
+        fitting = segment.lane.storage if segment.lane.sparse else segment.lane.dtype
+        work[start : start + slot.numel] = values.to(fitting).to(work.dtype)
+    return work
+
+
+def control_of(rank: int, segments: Sequence[Segment], step: int = 7) -> Control:
+    tensors = sum(len(segment.slots) for segment in segments)
+    return Control(step, 2**31 - 1, 3, 1 << (rank % 8), tuple(i % 4 == rank for i in range(tensors)))
+
+
+def exchange(
+    size: int,
+    make: Callable[[Callable[..., None]], Exchange],
+    segments: Sequence[Segment],
+    work: Callable[[int, int], torch.Tensor],
+    offer: Callable[[int, int], Selection | None] = lambda rank, index: None,
+    inject: Callable[[Call], None] | None = None,
+) -> list[Seen]:
+    """One message on every rank of a group; ``work`` and ``offer`` get the rank and the segment's number."""
+
+    def body(rank: int) -> Seen:
+        works = [work(rank, index) for index in range(len(segments))]
+        before = [one.clone() for one in works]
+        sent: list[tuple[torch.Tensor | None, torch.Tensor] | None] = [None] * len(segments)
+
+        def record(segment: Segment, indices: torch.Tensor | None, values: torch.Tensor) -> None:
+            index = segments.index(segment)
+            assert sent[index] is None  # once a step
+            sent[index] = (None if indices is None else indices.clone(), values.clone())
+            commit(works[index], indices, values)
+
+        updates = [torch.full((s.length,), torch.nan, dtype=s.lane.dtype) for s in segments]
+        loads = [Load(s, w, u) for s, w, u in zip(segments, works, updates, strict=True)]
+        control = control_of(rank, segments)
+        here = make(record)
+        pending = here.start("buffer 3", loads, [offer(rank, i) for i in range(len(segments))], control)
+        arrived = here.wait(pending)
+        assert all(update.isnan().all() for update in updates)  # wait() writes nothing
+        here.finish(pending)
+        assert pending.bytes == sum(size for _, _, size in testing.calls())
+        return Seen(before, works, updates, sent, arrived)
+
+    seen = testing.run(size, body, inject=inject)
+    controls = [control_of(rank, segments) for rank in range(size)]
+    for one in seen:
+        assert all(same(a, b) for a, b in zip(one.update, seen[0].update, strict=True))  # replicas
+        assert one.control == controls[0].merged(controls)
+    return seen
+
+
+def dense(op: ReduceOp, cast: torch.dtype | None = None, predivide: float = 1.0, ordered: bool = False) -> Make:
+    return lambda record: DenseExchange(
+        runtime.world(), op, record, WAIT, cast=cast, predivide=predivide, ordered=ordered
+    )
+
+
+def sparse(op: ReduceOp) -> Make:
+    return lambda record: SparseExchange(runtime.world(), op, record, WAIT)
+
+
+# -- dense --------------------------------------------------------------------------------------------------
+
+
+@LIGHT
+@given(
+    size=st.integers(1, 5),
+    dtype=st.sampled_from(DTYPES),
+    cast=st.sampled_from(CASTS),
+    ordered=st.booleans(),
+    predivide=st.sampled_from([1.0, 2.0, 3.0, 0.5, 16.0]),
+    numels=st.lists(st.integers(1, 70), min_size=1, max_size=4),
+    magnitude=st.sampled_from([1e-6, 1.0, 1e3, 1e6]),
+    seed=st.integers(0, 1000),
+)
+def test_dense(
+    size: int,
+    dtype: torch.dtype,
+    cast: torch.dtype | None,
+    ordered: bool,
+    predivide: float,
+    numels: list[int],
+    magnitude: float,
+    seed: int,
+) -> None:
+    if dtype == torch.float16:
+        magnitude = min(magnitude, 1e3)  # beyond that 16-bit gradients overflow by themselves, as anywhere
+    lane = Lane(CPU, dtype, cast is not None)  # a residual lies under a cast, so work need not fit the dtype
+    (segment,) = segments_of([(numel, lane) for numel in numels])
+    seen = exchange(
+        size,
+        dense(Average, cast, predivide, ordered),
+        [segment],
+        lambda rank, index: draw_work(segment, 10 * seed + rank, magnitude),
+    )
+    wire = cast or dtype
+    total, size_of = (torch.zeros(segment.length, dtype=torch.float64) for _ in range(2))
+    tiny = sum(torch.finfo(one).smallest_normal * torch.finfo(one).eps for one in (wire, dtype))
+    for one in seen:
+        if cast is None:
+            assert one.sent == [None] and same(one.rest[0], one.before[0])  # all of it goes; nothing to take off
+            part = one.before[0].double()
+        else:
+            assert one.sent[0] is not None and one.sent[0][0] is None
+            part = one.sent[0][1].double()
+            assert part.isfinite().all()
+            assert torch.equal(one.rest[0].double() + part, one.before[0].double())
+        total += part / size
+        size_of += part.abs() / size
+    bound = (size + 4) * (torch.finfo(wire).eps + torch.finfo(dtype).eps) * size_of + (size + 1) * tiny * max(predivide, 1.0)
+    assert (seen[0].update[0].double() - total).abs().le(bound).all()
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("op", [Average, Sum])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_dense_adds_in_rank_order_to_the_bit(size: int, op: ReduceOp, ordered: bool) -> None:
+    (segment,) = segments_of([(100, Lane(CPU, torch.float32, False))])
+    seen = exchange(
+        size,
+        dense(op, ordered=ordered),
+        [segment],
+        lambda rank, index: draw_work(segment, rank, 10.0**rank),
+    )
+    total = seen[0].before[0].clone()
+    for one in seen[1:]:
+        total += one.before[0]
+    assert same(seen[0].update[0], total * op.scale(size) if op.scale(size) != 1.0 else total)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("cast", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7])
+def test_a_cast_saturates_so_that_the_sum_does_not_overflow(
+    size: int, cast: torch.dtype, ordered: bool
+) -> None:
+    (segment,) = segments_of([(64, Lane(CPU, torch.float32, False))])
+    for predivide, huge in ((1.0, 3.4e38), (16.0, 1e6)):
+        values = torch.tensor([huge, -huge, torch.finfo(cast).max / size, 1.0] * 16)
+        make = dense(Sum if predivide == 1.0 else Average, cast, predivide, ordered)
+        seen = exchange(size, make, [segment], lambda rank, index: values.clone())
+        assert seen[0].update[0].isfinite().all()
+        assert same(seen[0].update[0][0::4], -seen[0].update[0][1::4])
+        for one in seen:
+            assert one.rest[0].isfinite().all() and one.sent[0] is not None
+            assert torch.equal(one.rest[0] + one.sent[0][1], one.before[0])
+
+
+@pytest.mark.parametrize("predivide", [1.0, 3.0, 0.7])
+@pytest.mark.parametrize("cast", [torch.float16, torch.bfloat16], ids=str)
+def test_what_a_cast_commits_is_what_arrives(cast: torch.dtype, predivide: float) -> None:
+    (segment,) = segments_of([(100, Lane(CPU, torch.float32, False))])
+    (seen,) = exchange(1, dense(Average, cast, predivide), [segment], lambda r, i: draw_work(segment, 0, 1.0))
+    assert seen.sent[0] is not None and same(seen.sent[0][1].float(), seen.update[0])
+
+
+def test_ordered_sums_do_not_depend_on_the_place_in_the_buffer() -> None:
+    lane = Lane(CPU, torch.float32, False)
+    (alone,), (among,) = segments_of([(50, lane)]), segments_of([(77, lane), (50, lane), (3, lane)])
+    offset = among.slots[1].offset
+
+    def values(rank: int, index: int) -> torch.Tensor:
+        return draw_work(alone, rank, 10.0**rank)
+
+    def surrounded(rank: int, index: int) -> torch.Tensor:
+        work = draw_work(among, 100 + rank, 1e3)
+        work[offset : offset + alone.length] = values(rank, 0)
+        return work
+
+    make = dense(Average, ordered=True)
+    first = exchange(3, make, [alone], values)[0].update[0]
+    second = exchange(3, make, [among], surrounded)[0].update[0]
+    assert same(first, second[offset : offset + alone.length])
+
+
+# -- sparse -------------------------------------------------------------------------------------------------
+
+
+def draw_offer(length: int, capacity: int, seed: int, on_device: bool) -> Selection:
+    """Up to ``capacity`` unique ascending indices; the slots behind them hold any index, also a chosen one."""
+    generator = torch.Generator().manual_seed(seed)
+    count = int(torch.randint(0, capacity + 1, (), generator=generator))
+    if seed % 3 == 0:
+        count = capacity
+    chosen = torch.randperm(length, generator=generator)[:count].sort().values
+    behind = torch.randint(0, length, (capacity - count,), generator=generator)
+    indices = torch.cat([chosen, behind]).to(torch.int32)
+    return Selection(indices, torch.tensor(count, dtype=torch.int32) if on_device else count)
+
+
+def expected_sent(before: torch.Tensor, offer: Selection, dtype: torch.dtype) -> torch.Tensor:
+    limit = torch.finfo(dtype).max
+    values = before[offer.indices.long()].clamp(-limit, limit).to(dtype)
+    values[int(offer.count) :] = 0.0
+    return values
+
+
+@LIGHT
+@given(
+    size=st.integers(1, 5),
+    op=st.sampled_from([Average, Sum]),
+    tensors=st.lists(
+        st.tuples(st.integers(1, 60), st.sampled_from(DTYPES), st.booleans()), min_size=1, max_size=8
+    ),
+    density=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+    magnitude=st.sampled_from([1e-6, 1.0, 1e6]),
+    seed=st.integers(0, 1000),
+    on_device=st.booleans(),
+)
+def test_sparse(
+    size: int,
+    op: ReduceOp,
+    tensors: list[tuple[int, torch.dtype, bool]],
+    density: float,
+    magnitude: float,
+    seed: int,
+    on_device: bool,
+) -> None:
+    segments = segments_of([(numel, Lane(CPU, dtype, kind)) for numel, dtype, kind in tensors])
+
+    def work(rank: int, index: int) -> torch.Tensor:
+        lane = segments[index].lane
+        narrow = lane.dtype == torch.float16 and not lane.sparse
+        return draw_work(segments[index], 100 * seed + 10 * index + rank, min(magnitude, 100) if narrow else magnitude)
+
+    def offer(rank: int, index: int) -> Selection | None:
+        if not segments[index].lane.sparse:
+            return None
+        length = segments[index].length
+        return draw_offer(length, round(density * length), 100 * seed + 10 * index + rank, on_device)
+
+    seen = exchange(size, sparse(op), segments, work, offer)
+    scale = op.scale(size)
+    for index, segment in enumerate(segments):
+        total = torch.zeros(segment.length, dtype=segment.lane.storage)
+        for rank, one in enumerate(seen):
+            before, selection, sent = one.before[index], offer(rank, index), one.sent[index]
+            if selection is None:
+                assert sent is None
+                total = before * scale if rank == 0 else total + before * scale
+                continue
+            assert sent is not None and sent[0] is not None
+            values = expected_sent(before, selection, segment.lane.dtype)
+            assert torch.equal(sent[0], selection.indices) and same(sent[1], values)
+            # Conservation: a slot behind the count takes off nothing, and no other element changes at all.
+            whole = torch.zeros(segment.length, dtype=torch.float64)
+            whole.index_add_(0, selection.indices, values.double())
+            assert torch.equal(one.rest[index].double() + whole, before.double())
+            kept = torch.ones(segment.length, dtype=torch.bool)
+            kept[selection.trimmed()] = False
+            assert same(one.rest[index][kept], before[kept])
+            total[selection.trimmed()] += values[: int(selection.count)].to(total.dtype) * scale
+        assert same(seen[0].update[index], total.to(segment.lane.dtype))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_element_from_one_rank(size: int) -> None:
+    """W * k == n: the update is every rank's part, side by side."""
+    lane = Lane(CPU, torch.float32, True)
+    (segment,) = segments_of([(32 * size, lane)])
+
+    def offer(rank: int, index: int) -> Selection:
+        return Selection(torch.arange(32 * rank, 32 * rank + 32, dtype=torch.int32), 32)
+
+    seen = exchange(size, sparse(Sum), [segment], lambda r, i: draw_work(segment, r, 1.0), offer)
+    parts = [one.before[0][32 * rank : 32 * rank + 32] for rank, one in enumerate(seen)]
+    assert torch.equal(seen[0].update[0], torch.cat(parts))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_density_1_is_dense_to_the_bit_for_powers_of_two(size: int) -> None:
+    (segment,) = segments_of([(100, Lane(CPU, torch.float32, True))])
+
+    def work(rank: int, index: int) -> torch.Tensor:
+        return draw_work(segment, rank, 10.0**rank)
+
+    def offer(rank: int, index: int) -> Selection:
+        return Selection(torch.arange(segment.length, dtype=torch.int32), segment.length)
+
+    through_sparse = exchange(size, sparse(Average), [segment], work, offer)
+    through_dense = exchange(size, dense(Average, ordered=True), [segment], work)
+    assert torch.equal(through_sparse[0].update[0], through_dense[0].update[0])
+    assert all(one.rest[0].count_nonzero() == 0 for one in through_sparse)
+
+
+def test_a_sparse_update_does_not_depend_on_its_neighbours() -> None:
+    """The same two segments in a message of their own, and in one with three more (and 3 ranks)."""
+    lanes = [Lane(CPU, dtype, kind) for dtype in (torch.float32, torch.bfloat16) for kind in (True, False)]
+    few = segments_of([(50, lanes[0]), (50, lanes[1])])
+    many = segments_of([(50, lanes[2]), (50, lanes[0]), (9, lanes[3]), (50, lanes[1])])
+
+    def work_of(segments: list[Segment]) -> Callable[[int, int], torch.Tensor]:
+        return lambda rank, index: draw_work(segments[index], rank, 10.0**rank)
+
+    def offer_of(segments: list[Segment]) -> Callable[[int, int], Selection | None]:
+        return lambda rank, index: draw_offer(64, 20, rank, False) if segments[index].lane.sparse else None
+
+    first = exchange(3, sparse(Average), few, work_of(few), offer_of(few))[0].update
+    second = exchange(3, sparse(Average), many, work_of(many), offer_of(many))[0].update
+    by_lane = {segment.lane: update for segment, update in zip(many, second, strict=True)}
+    for segment, update in zip(few, first, strict=True):
+        assert same(update, by_lane[segment.lane])
+
+
+# -- steps and errors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["dense", "ordered", "fp16", "sparse"])
+def test_buffers_are_reused_and_leak_nothing(kind: str) -> None:
+    segments = segments_of([(40, Lane(CPU, torch.float32, True)), (33, Lane(CPU, torch.float32, False))])
+    segments = segments if kind == "sparse" else segments[:1]
+    capacities = [20, 5, 0, 3, 20, 20]
+    make = {
+        "dense": dense(Average),
+        "ordered": dense(Average, ordered=True),
+        "fp16": dense(Average, cast=torch.float16, predivide=3.0),
+        "sparse": sparse(Average),
+    }[kind]
+
+    def steps(rank: int, keep: bool) -> tuple[list[list[torch.Tensor]], list[int]]:
+        updates, places, here = [], [], make(lambda *_: None)
+        for step, capacity in enumerate(capacities):
+            here = here if keep else make(lambda *_: None)
+            loads = [
+                Load(s, draw_work(s, 10 * step + rank, 10.0**-step), torch.full((s.length,), torch.nan))
+                for s in segments
+            ]
+            offers = [draw_offer(64, capacity, 10 * step + rank, False) if s.lane.sparse else None for s in segments]
+            pending = here.start("buffer 3", loads, offers, control_of(rank, segments, step))
+            here.wait(pending)
+            here.finish(pending)
+            updates.append([load.update for load in loads])
+            places.append(pending.message.data_ptr())
+        return updates, places
+
+    for (kept, places), (fresh, _) in testing.run(3, lambda rank: (steps(rank, True), steps(rank, False))):
+        assert len(set(places)) == 1  # the first message was the longest
+        for a, b in zip(kept, fresh, strict=True):
+            assert all(same(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["dense", "ordered", "fp16", "sparse"])
+@pytest.mark.parametrize("field", ["step", "buffer"])
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_ranks_at_different_places_are_the_same_error_on_every_rank(kind: str, field: str, odd: int) -> None:
+    (segment,) = segments_of([(40, Lane(CPU, torch.float32, True))])
+    make = {
+        "dense": dense(Average),
+        "ordered": dense(Average, ordered=True),
+        "fp16": dense(Average, cast=torch.float16),
+        "sparse": sparse(Average),
+    }[kind]
+
+    def body(rank: int) -> None:
+        control = control_of(rank, [segment])
+        if rank == odd:
+            control = replace(control, **{field: getattr(control, field) - 1})
+        load = Load(segment, torch.ones(segment.length), torch.full((segment.length,), torch.nan))
+        here = make(lambda *_: None)
+        pending = here.start("buffer 3", [load], [draw_offer(64, 9, rank, False)], control)
+        try:
+            here.wait(pending)
+        finally:
+            assert load.update.isnan().all()
+
+    errors = testing.run(3, body, return_errors=True)
+    assert [type(error) for error in errors] == [MessageError] * 3
+    (text,) = {str(error) for error in errors}
+    assert "buffer 3" in text and "do not belong together" in text
+    if kind == "sparse":
+        assert f"on rank {odd}" in text and f"disagree on {field}" in text
+    else:
+        assert ("[6, 7]" in text) is (field == "step")
+
+
+@pytest.mark.parametrize("wrong", [-1, -(2**31), 64, 2**31 - 1])
+@pytest.mark.parametrize("odd", [0, 2])
+def test_an_index_out_of_range_names_the_rank_that_sent_it(wrong: int, odd: int) -> None:
+    (segment,) = segments_of([(40, Lane(CPU, torch.float32, True))])
+
+    def damage(call: Call) -> None:
+        if call.rank == odd and call.kind == "all_gather":
+            call.tensor[32:36].view(torch.int32).fill_(wrong)  # the first index: 7 words stand before it
+
+    def body(rank: int) -> None:
+        load = Load(segment, torch.ones(segment.length), torch.zeros(segment.length))
+        here = sparse(Average)(lambda *_: None)
+        pending = here.start("buffer 3", [load], [draw_offer(64, 9, rank, False)], control_of(rank, [segment]))
+        here.wait(pending)
+        here.finish(pending)
+
+    errors = testing.run(3, body, return_errors=True, inject=damage)
+    assert [type(error) for error in errors] == [MessageError] * 3
+    assert {str(e) for e in errors} == {f"buffer 3: rank {odd}: index {wrong} is outside 0 to 63"}
