@@ -89,9 +89,7 @@ class Members:
     def active(self) -> list[Member]:
         """The parameters that need a gradient now, in the order of the groups."""
         return [
-            Member(self._names[p], p, p.dtype, p.device, tuple(p.shape))
-            for p in self.name_all()
-            if p.requires_grad
+            Member(self._names[p], p, p.dtype, p.device, tuple(p.shape)) for p in self.name_all() if p.requires_grad
         ]
 
     def snapshot(self) -> list[tuple[Any, ...]]:

@@ -38,7 +38,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     everything this class does not know goes to it. Collective: every rank constructs it with the same model and
     the same arguments, else all of them raise :class:`agmerge.RankMismatchError`.
 
-    Arguments, in the order of Horovod's (see DESIGN section 4 for those that are refused as not built yet):
+    Arguments, in the order of Horovod's. Those that are missing here are not built yet, and refused:
 
     * ``optimizer``: any ``torch.optim.Optimizer`` whose ``step`` needs no closure (LBFGS is refused).
     * ``named_parameters``: ``model.named_parameters()``; names travel in errors and checkpoints.
@@ -48,8 +48,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
       by f afterwards, against overflow (sparse values are scaled before they are added anyway).
     * ``sparse_as_dense``: gradients of sparse layout are made dense; without it they are an error.
     * ``density``: elements sent / elements, ``exchange``: how messages are combined; both of the sparse lane, so
-      they mean nothing to ``"none" | "fp16" | "bf16"``, which send every element. ``memory``: ``"residual"`` keeps what is not sent
-      (the default where anything is dropped), ``"none"`` drops it.
+      they mean nothing to ``"none" | "fp16" | "bf16"``, which send every element.
+    * ``memory``: ``"residual"`` keeps what is not sent (the default where anything is dropped), ``"none"`` drops it.
     * ``dense``: which parameters are always sent whole: patterns for whole names, or a callable
       ``(name, parameter) -> bool``; default: fewer than two dimensions or than 1024 elements.
     * ``merging``: a planner's name or object, a :class:`merging.Plan`, or the path of a saved one.

@@ -25,7 +25,7 @@ _thread = threading.local()
 
 
 def detect(env: Mapping[str, str]) -> str:
-    """The backend to open when the script names none (DESIGN, section 4).
+    """The backend to open when the script names none.
 
     An initialised torch.distributed, then ``AGMERGE_BACKEND``, then the launcher's variables, else ``local``.
     """
@@ -62,8 +62,7 @@ def init(backend: str | None = None) -> None:
     if is_initialized():
         if backend not in (None, backend_name()):
             raise ValueError(
-                f"init(backend={backend!r}): already initialised with {backend_name()!r}; call shutdown() "
-                "first"
+                f"init(backend={backend!r}): already initialised with {backend_name()!r}; call shutdown() first"
             )
         return
     env = os.environ

@@ -45,9 +45,7 @@ def run(
             results[rank] = error
             group.leave(rank, f"raised {type(error).__name__}: {error}")
 
-    threads = [
-        threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(n)
-    ]
+    threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(n)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -71,9 +71,7 @@ class Format:
             sections.append(Section(segment, capacity, indices, values))
         self.sections, self.size = tuple(sections), end
 
-    def write_header(
-        self, message: torch.Tensor, control: Control, counts: Sequence[int | torch.Tensor]
-    ) -> None:
+    def write_header(self, message: torch.Tensor, control: Control, counts: Sequence[int | torch.Tensor]) -> None:
         """Put ``control`` and the counts of the sections in front. A count on a device is copied there."""
         known = [0 if isinstance(count, torch.Tensor) else count for count in counts]
         fixed = [MAGIC, control.step, control.plan, control.buffer, control.flags]

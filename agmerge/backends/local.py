@@ -250,9 +250,7 @@ def _into(out: torch.Tensor) -> Callable[[_Op], None]:
 def _check_out(name: str, out: torch.Tensor, length: int, dtype: torch.dtype) -> None:
     """What other backends need of an output; here torch would quietly resize or convert it."""
     if out.numel() != length or out.dtype != dtype or not out.is_contiguous():
-        raise ValueError(
-            f"{name}: the output must be {length} contiguous elements of {dtype}, not {_shape(out)}"
-        )
+        raise ValueError(f"{name}: the output must be {length} contiguous elements of {dtype}, not {_shape(out)}")
 
 
 def _shape(tensor: torch.Tensor) -> str:

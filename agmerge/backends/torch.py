@@ -31,9 +31,7 @@ def open(env: Mapping[str, str], timeout: float) -> TorchBackend:
     import torch.distributed as dist
 
     if not dist.is_available():
-        raise AGMergeError(
-            "this build of torch has no torch.distributed; install another, or launch one worker"
-        )
+        raise AGMergeError("this build of torch has no torch.distributed; install another, or launch one worker")
     owns_world = not dist.is_initialized()
     if owns_world:
         missing = [key for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if key not in env]
@@ -92,9 +90,7 @@ class TorchBackend(Backend):
 
     name = "torch"
 
-    def __init__(
-        self, dist: Any, group: Any, local_rank: int, local_size: int, *, owns_world: bool = False
-    ) -> None:
+    def __init__(self, dist: Any, group: Any, local_rank: int, local_size: int, *, owns_world: bool = False) -> None:
         self._dist, self._group, self._owns_world = dist, group, owns_world
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.local_rank, self.local_size = local_rank, local_size

@@ -58,9 +58,7 @@ class Exchange(ABC):
         self._kept: dict[tuple[object, ...], torch.Tensor] = {}
 
     @abstractmethod
-    def start(
-        self, name: str, loads: Sequence[Load], offers: Sequence[Selection | None], control: Control
-    ) -> Pending:
+    def start(self, name: str, loads: Sequence[Load], offers: Sequence[Selection | None], control: Control) -> Pending:
         """Send the message of one merge buffer; returns at once. An offer is what the compressor chose."""
 
     @abstractmethod
@@ -71,9 +69,7 @@ class Exchange(ABC):
     def finish(self, pending: Pending) -> None:
         """Write the update of every load. Called after ``wait``, in plan order."""
 
-    def keep(
-        self, key: tuple[object, ...], length: int, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
+    def keep(self, key: tuple[object, ...], length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A 1-D buffer of this exchange's own, the same one at every step."""
         full = (*key, dtype, device)
         buffer = self._kept.get(full)

@@ -46,9 +46,7 @@ class DenseExchange(Exchange):
         super().__init__(comm, op, commit, timeout)
         self.cast, self.predivide, self.ordered = cast, predivide, ordered
 
-    def start(
-        self, name: str, loads: Sequence[Load], offers: Sequence[Selection | None], control: Control
-    ) -> Pending:
+    def start(self, name: str, loads: Sequence[Load], offers: Sequence[Selection | None], control: Control) -> Pending:
         (load,) = loads
         dtype = self.cast or load.update.dtype
         tail = _encode(control)

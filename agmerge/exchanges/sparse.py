@@ -19,9 +19,7 @@ from sparsifiers import Selection
 class SparseExchange(Exchange):
     """All-gather of sparse sections; bytes received are ``(W - 1) * size``."""
 
-    def start(
-        self, name: str, loads: Sequence[Load], offers: Sequence[Selection | None], control: Control
-    ) -> Pending:
+    def start(self, name: str, loads: Sequence[Load], offers: Sequence[Selection | None], control: Control) -> Pending:
         segments = [load.segment for load in loads]
         layout = Format(segments, [None if offer is None else offer.indices.numel() for offer in offers])
         device = segments[0].lane.device

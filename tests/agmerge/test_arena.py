@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparsifiers
@@ -40,6 +40,7 @@ def arena_of(
 # -- commit -------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(st.data(), st.sampled_from([torch.float16, torch.bfloat16, torch.float32]), st.booleans(), st.booleans())
 def test_sent_and_rest_are_the_work(data: st.DataObject, wire: torch.dtype, everywhere: bool, wide: bool) -> None:
     values = torch.tensor(data.draw(st.lists(floats, min_size=1, max_size=20)))
@@ -58,6 +59,7 @@ def test_sent_and_rest_are_the_work(data: st.DataObject, wire: torch.dtype, ever
     assert bits(work[rest]) == bits(values[rest])
 
 
+@settings(deadline=None)
 @given(st.lists(doubles, min_size=1, max_size=20))
 def test_of_float64_nothing_is_lost(values: list[float]) -> None:
     work = torch.tensor(values, dtype=torch.float64)

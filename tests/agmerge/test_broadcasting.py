@@ -110,6 +110,16 @@ def test_a_large_model_goes_in_several_messages(monkeypatch: pytest.MonkeyPatch)
         assert sent == [100, 104, 4, 240, 8]
 
 
+def test_the_order_of_a_dict_does_not_matter() -> None:
+    def body(rank: int) -> dict[str, float]:
+        names = ["a", "b", "c"] if rank == 0 else ["c", "a", "b"]
+        tensors = {name: torch.tensor(float(10 * rank + ord(name))) for name in names}
+        agmerge.broadcast_parameters(tensors)
+        return {name: tensor.item() for name, tensor in tensors.items()}
+
+    assert testing.run(2, body) == [{"a": 97.0, "b": 98.0, "c": 99.0}] * 2
+
+
 MISMATCHES: dict[str, tuple[Callable[[int], Any], str]] = {
     "names": (lambda rank: {"ab"[rank]: torch.ones(1)}, r"entry 1: a torch.float32 \[1\] on rank 0; b torch"),
     "shapes": (lambda rank: [torch.ones(2 + rank)], r"tensor 0: torch.float32 \[2\] on rank 0; .*\[3\] on rank 1"),

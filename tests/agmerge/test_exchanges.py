@@ -2,123 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
+from exchange_harness import (
+    CPU,
+    control_of,
+    dense,
+    draw_offer,
+    draw_work,
+    exchange,
+    same,
+    segments_of,
+    sparse,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agmerge import runtime, testing
-from agmerge.arena import commit
+from agmerge import testing
 from agmerge.backends.local import Call
 from agmerge.errors import MessageError
-from agmerge.exchanges import DenseExchange, Exchange, Load, SparseExchange
-from agmerge.layout import Lane, Layout, Segment
+from agmerge.exchanges import Load
+from agmerge.layout import Lane, Segment
 from agmerge.ops import Average, ReduceOp, Sum
-from agmerge.wire import Control
 from sparsifiers import Selection
 
-WAIT = 30.0
-CPU = torch.device("cpu")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 CASTS = [None, torch.float16, torch.bfloat16]
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-Make = Callable[[Callable[..., None]], Exchange]
 LIGHT = settings(deadline=None, max_examples=60)
-
-
-@dataclass
-class Seen:
-    """What one rank saw of one exchange, segment by segment. ``sent`` is None where nothing was committed."""
-
-    before: list[torch.Tensor]
-    rest: list[torch.Tensor]
-    update: list[torch.Tensor]
-    sent: list[tuple[torch.Tensor | None, torch.Tensor] | None]
-    control: Control
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(BITS[tensor.element_size()])
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(bits(a), bits(b))
-
-
-def segments_of(tensors: Sequence[tuple[int, Lane]]) -> list[Segment]:
-    layout = Layout([(f"t{i}", (numel,), lane) for i, (numel, lane) in enumerate(tensors)])
-    return layout.segments(0, len(tensors))
-
-
-def draw_work(segment: Segment, seed: int, magnitude: float) -> torch.Tensor:
-    """Zero in the padding; what lies in a dense lane without a cast is a gradient, so it fits its dtype."""
-    generator = torch.Generator().manual_seed(seed)
-    work = torch.zeros(segment.length, dtype=segment.lane.storage)
-    for slot in segment.slots:
-        values = torch.randn(slot.numel, generator=generator, dtype=torch.float64) * magnitude
-        values[torch.rand(slot.numel, generator=generator) < 0.1] = -0.0
-        start = slot.offset - segment.start
-        fitting = segment.lane.storage if segment.lane.sparse else segment.lane.dtype
-        work[start : start + slot.numel] = values.to(fitting).to(work.dtype)
-    return work
-
-
-def control_of(rank: int, segments: Sequence[Segment], step: int = 7) -> Control:
-    tensors = sum(len(segment.slots) for segment in segments)
-    return Control(step, 2**31 - 1, 3, 1 << (rank % 8), tuple(i % 4 == rank for i in range(tensors)))
-
-
-def exchange(
-    size: int,
-    make: Callable[[Callable[..., None]], Exchange],
-    segments: Sequence[Segment],
-    work: Callable[[int, int], torch.Tensor],
-    offer: Callable[[int, int], Selection | None] = lambda rank, index: None,
-    inject: Callable[[Call], None] | None = None,
-) -> list[Seen]:
-    """One message on every rank of a group; ``work`` and ``offer`` get the rank and the segment's number."""
-
-    def body(rank: int) -> Seen:
-        works = [work(rank, index) for index in range(len(segments))]
-        before = [one.clone() for one in works]
-        sent: list[tuple[torch.Tensor | None, torch.Tensor] | None] = [None] * len(segments)
-
-        def record(segment: Segment, indices: torch.Tensor | None, values: torch.Tensor) -> None:
-            index = segments.index(segment)
-            assert sent[index] is None  # once a step
-            sent[index] = (None if indices is None else indices.clone(), values.clone())
-            commit(works[index], indices, values)
-
-        updates = [torch.full((s.length,), torch.nan, dtype=s.lane.dtype) for s in segments]
-        loads = [Load(s, w, u) for s, w, u in zip(segments, works, updates, strict=True)]
-        control = control_of(rank, segments)
-        here = make(record)
-        pending = here.start("buffer 3", loads, [offer(rank, i) for i in range(len(segments))], control)
-        arrived = here.wait(pending)
-        assert all(update.isnan().all() for update in updates)  # wait() writes nothing
-        here.finish(pending)
-        assert pending.bytes == sum(size for _, _, size in testing.calls())
-        return Seen(before, works, updates, sent, arrived)
-
-    seen = testing.run(size, body, inject=inject)
-    controls = [control_of(rank, segments) for rank in range(size)]
-    for one in seen:
-        assert all(same(a, b) for a, b in zip(one.update, seen[0].update, strict=True))  # replicas
-        assert one.control == controls[0].merged(controls)
-    return seen
-
-
-def dense(op: ReduceOp, cast: torch.dtype | None = None, predivide: float = 1.0, ordered: bool = False) -> Make:
-    return lambda record: DenseExchange(
-        runtime.world(), op, record, WAIT, cast=cast, predivide=predivide, ordered=ordered
-    )
-
-
-def sparse(op: ReduceOp) -> Make:
-    return lambda record: SparseExchange(runtime.world(), op, record, WAIT)
 
 
 # -- dense --------------------------------------------------------------------------------------------------
@@ -169,7 +82,8 @@ def test_dense(
             assert torch.equal(one.rest[0].double() + part, one.before[0].double())
         total += part / size
         size_of += part.abs() / size
-    bound = (size + 4) * (torch.finfo(wire).eps + torch.finfo(dtype).eps) * size_of + (size + 1) * tiny * max(predivide, 1.0)
+    eps = torch.finfo(wire).eps + torch.finfo(dtype).eps
+    bound = (size + 4) * eps * size_of + (size + 1) * tiny * max(predivide, 1.0)
     assert (seen[0].update[0].double() - total).abs().le(bound).all()
 
 
@@ -193,14 +107,12 @@ def test_dense_adds_in_rank_order_to_the_bit(size: int, op: ReduceOp, ordered: b
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("cast", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7])
-def test_a_cast_saturates_so_that_the_sum_does_not_overflow(
-    size: int, cast: torch.dtype, ordered: bool
-) -> None:
+def test_a_cast_saturates_so_that_the_sum_does_not_overflow(size: int, cast: torch.dtype, ordered: bool) -> None:
     (segment,) = segments_of([(64, Lane(CPU, torch.float32, False))])
     for predivide, huge in ((1.0, 3.4e38), (16.0, 1e6)):
         values = torch.tensor([huge, -huge, torch.finfo(cast).max / size, 1.0] * 16)
         make = dense(Sum if predivide == 1.0 else Average, cast, predivide, ordered)
-        seen = exchange(size, make, [segment], lambda rank, index: values.clone())
+        seen = exchange(size, make, [segment], lambda rank, index, values=values: values.clone())
         assert seen[0].update[0].isfinite().all()
         assert same(seen[0].update[0][0::4], -seen[0].update[0][1::4])
         for one in seen:
@@ -238,18 +150,6 @@ def test_ordered_sums_do_not_depend_on_the_place_in_the_buffer() -> None:
 # -- sparse -------------------------------------------------------------------------------------------------
 
 
-def draw_offer(length: int, capacity: int, seed: int, on_device: bool) -> Selection:
-    """Up to ``capacity`` unique ascending indices; the slots behind them hold any index, also a chosen one."""
-    generator = torch.Generator().manual_seed(seed)
-    count = int(torch.randint(0, capacity + 1, (), generator=generator))
-    if seed % 3 == 0:
-        count = capacity
-    chosen = torch.randperm(length, generator=generator)[:count].sort().values
-    behind = torch.randint(0, length, (capacity - count,), generator=generator)
-    indices = torch.cat([chosen, behind]).to(torch.int32)
-    return Selection(indices, torch.tensor(count, dtype=torch.int32) if on_device else count)
-
-
 def expected_sent(before: torch.Tensor, offer: Selection, dtype: torch.dtype) -> torch.Tensor:
     limit = torch.finfo(dtype).max
     values = before[offer.indices.long()].clamp(-limit, limit).to(dtype)
@@ -261,9 +161,7 @@ def expected_sent(before: torch.Tensor, offer: Selection, dtype: torch.dtype) ->
 @given(
     size=st.integers(1, 5),
     op=st.sampled_from([Average, Sum]),
-    tensors=st.lists(
-        st.tuples(st.integers(1, 60), st.sampled_from(DTYPES), st.booleans()), min_size=1, max_size=8
-    ),
+    tensors=st.lists(st.tuples(st.integers(1, 60), st.sampled_from(DTYPES), st.booleans()), min_size=1, max_size=8),
     density=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
     magnitude=st.sampled_from([1e-6, 1.0, 1e6]),
     seed=st.integers(0, 1000),
@@ -282,8 +180,8 @@ def test_sparse(
 
     def work(rank: int, index: int) -> torch.Tensor:
         lane = segments[index].lane
-        narrow = lane.dtype == torch.float16 and not lane.sparse
-        return draw_work(segments[index], 100 * seed + 10 * index + rank, min(magnitude, 100) if narrow else magnitude)
+        limit = 100.0 if lane.dtype == torch.float16 and not lane.sparse else magnitude
+        return draw_work(segments[index], 100 * seed + 10 * index + rank, min(magnitude, limit))
 
     def offer(rank: int, index: int) -> Selection | None:
         if not segments[index].lane.sparse:
@@ -313,6 +211,20 @@ def test_sparse(
             assert same(one.rest[index][kept], before[kept])
             total[selection.trimmed()] += values[: int(selection.count)].to(total.dtype) * scale
         assert same(seen[0].update[index], total.to(segment.lane.dtype))
+
+
+@pytest.mark.parametrize("dtype, huge", [(torch.float16, 1e6), (torch.bfloat16, 3.4e38)], ids=str)
+def test_a_residual_beyond_16_bits_saturates_and_the_rest_is_kept(dtype: torch.dtype, huge: float) -> None:
+    (segment,) = segments_of([(32, Lane(CPU, dtype, True))])
+    work = torch.tensor([huge, -huge, 1.0, 0.0] * 8)
+    largest = torch.finfo(dtype).max
+
+    def offer(rank: int, index: int) -> Selection:
+        return Selection(torch.tensor([0, 1, 2, 3], dtype=torch.int32), 3)
+
+    for one in exchange(2, sparse(Average), [segment], lambda rank, index: work.clone(), offer):
+        assert one.update[0][:4].tolist() == [largest, -largest, 1.0, 0.0]
+        assert one.rest[0][:4].tolist() == [work[0].item() - largest, work[1].item() + largest, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agmerge.layout import ALIGNMENT, Lane, Layout, Slot, padded
@@ -23,6 +23,7 @@ def layout_of(given_tensors: list[tuple[tuple[int, ...], Lane]]) -> Layout:
     return Layout([(f"t{i}", shape, lane) for i, (shape, lane) in enumerate(given_tensors)])
 
 
+@settings(deadline=None)
 @given(tensors)
 def test_slots_are_aligned_and_follow_one_another(drawn: list[tuple[tuple[int, ...], Lane]]) -> None:
     layout = layout_of(drawn)
@@ -42,6 +43,7 @@ def test_slots_are_aligned_and_follow_one_another(drawn: list[tuple[tuple[int, .
                 assert slot.offset * dtype.itemsize % 64 == 0
 
 
+@settings(deadline=None)
 @given(tensors, st.data())
 def test_segments_of_any_plan_cover_every_lane_once(
     drawn: list[tuple[tuple[int, ...], Lane]], data: st.DataObject
@@ -64,6 +66,7 @@ def test_segments_of_any_plan_cover_every_lane_once(
     assert sum(segment.numel for segments in buffers for segment in segments) == layout.numel
 
 
+@settings(deadline=None)
 @given(tensors)
 def test_shapes_tell_where_each_tensor_of_a_segment_lies(drawn: list[tuple[tuple[int, ...], Lane]]) -> None:
     for segment in layout_of(drawn).segments(0, len(drawn)):

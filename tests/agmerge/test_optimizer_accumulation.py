@@ -128,7 +128,7 @@ def test_every_parameter_is_counted_by_itself(compression: str) -> None:
 
     def body(rank: int, model: nn.Sequential) -> dict[str, Tensor | None]:
         optimizer = wrap(model, compression=compression, density=1.0, backward_passes_per_step=2)
-        for step in range(3):
+        for _ in range(3):
             optimizer.zero_grad()
             for i in range(2):
                 whole = i == rank

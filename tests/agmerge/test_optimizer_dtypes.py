@@ -178,9 +178,7 @@ def test_a_gradient_of_sparse_layout_is_refused_by_name(step: int) -> None:
 def test_sparse_as_dense_trains_like_a_dense_embedding(passes: int, compression: str) -> None:
     def body(rank: int, model: Words) -> list[str]:
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = wrap(
-            model, inner, compression=compression, sparse_as_dense=True, backward_passes_per_step=passes
-        )
+        optimizer = wrap(model, inner, compression=compression, sparse_as_dense=True, backward_passes_per_step=passes)
         seen = []
         for step in range(4):
             optimizer.zero_grad()

@@ -271,3 +271,22 @@ def test_a_gradient_scaler_module_can_be_imported_and_left_off() -> None:
 
     plain = agreed(on_ranks(2, MODEL, lambda rank, model: train(model, wrap(model), rank, range(3))[-1]))
     assert agreed(on_ranks(2, MODEL, body)) == plain
+
+
+@pytest.mark.parametrize("recipe", ["plain", "horovod"])
+def test_a_scaler_that_was_not_attached_is_an_error_and_not_a_huge_step(recipe: str) -> None:
+    def body(rank: int, model: nn.Module) -> None:
+        optimizer = wrap(model)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(loss_of(model, rank, 0)).backward()
+        with pytest.raises(agmerge.AGMergeError, match="scaler was not attached"):
+            if recipe == "plain":
+                scaler.step(optimizer)
+            else:
+                optimizer.synchronize()
+                scaler.unscale_(optimizer)
+                with optimizer.skip_synchronize():
+                    scaler.step(optimizer)
+        assert digest(model) == digest(MODEL)
+
+    on_ranks(2, MODEL, body)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agmerge.errors import MessageError
@@ -61,6 +61,7 @@ def words(message: torch.Tensor, layout: Format) -> torch.Tensor:
     return message[: 4 * layout.words].view(torch.int32)
 
 
+@settings(deadline=None)
 @given(formats())
 def test_regions_are_disjoint_and_aligned(layout: Format) -> None:
     regions = [(0, 4 * layout.words)]
@@ -74,6 +75,7 @@ def test_regions_are_disjoint_and_aligned(layout: Format) -> None:
     assert regions[-1][1] <= layout.size < regions[-1][1] + 16
 
 
+@settings(deadline=None)
 @given(formats())
 def test_views_have_the_announced_sizes_and_share_no_byte(layout: Format) -> None:
     message = torch.zeros(layout.size, dtype=torch.uint8)
@@ -92,6 +94,7 @@ def test_views_have_the_announced_sizes_and_share_no_byte(layout: Format) -> Non
     assert int(message.sum()) == written
 
 
+@settings(deadline=None)
 @given(formats(), st.integers(1, 4), st.data())
 def test_headers_come_back(layout: Format, size: int, data: st.DataObject) -> None:
     step, plan, buffer = (data.draw(st.integers(0, 2**31 - 1)) for _ in range(3))

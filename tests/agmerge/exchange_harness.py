@@ -1,0 +1,124 @@
+"""One exchange on every rank of an in-memory group, and what each rank saw of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from agmerge import runtime, testing
+from agmerge.arena import commit
+from agmerge.exchanges import DenseExchange, Exchange, Load, SparseExchange
+from agmerge.layout import Lane, Layout, Segment
+from agmerge.ops import ReduceOp
+from agmerge.wire import Control
+from sparsifiers import Selection
+
+WAIT = 30.0
+CPU = torch.device("cpu")
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+Make = Callable[[Callable[..., None]], Exchange]
+
+
+@dataclass
+class Seen:
+    """What one rank saw of one exchange, segment by segment. ``sent`` is None where nothing was committed."""
+
+    before: list[torch.Tensor]
+    rest: list[torch.Tensor]
+    update: list[torch.Tensor]
+    sent: list[tuple[torch.Tensor | None, torch.Tensor] | None]
+    control: Control
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(BITS[tensor.element_size()])
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(bits(a), bits(b))
+
+
+def segments_of(tensors: Sequence[tuple[int, Lane]]) -> list[Segment]:
+    layout = Layout([(f"t{i}", (numel,), lane) for i, (numel, lane) in enumerate(tensors)])
+    return layout.segments(0, len(tensors))
+
+
+def draw_work(segment: Segment, seed: int, magnitude: float) -> torch.Tensor:
+    """Zero in the padding; what lies in a dense lane without a cast is a gradient, so it fits its dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    work = torch.zeros(segment.length, dtype=segment.lane.storage)
+    for slot in segment.slots:
+        values = torch.randn(slot.numel, generator=generator, dtype=torch.float64) * magnitude
+        values[torch.rand(slot.numel, generator=generator) < 0.1] = -0.0
+        start = slot.offset - segment.start
+        fitting = segment.lane.storage if segment.lane.sparse else segment.lane.dtype
+        work[start : start + slot.numel] = values.to(fitting).to(work.dtype)
+    return work
+
+
+def control_of(rank: int, segments: Sequence[Segment], step: int = 7) -> Control:
+    tensors = sum(len(segment.slots) for segment in segments)
+    return Control(step, 2**31 - 1, 3, 1 << (rank % 8), tuple(i % 4 == rank for i in range(tensors)))
+
+
+def exchange(
+    size: int,
+    make: Make,
+    segments: Sequence[Segment],
+    work: Callable[[int, int], torch.Tensor],
+    offer: Callable[[int, int], Selection | None] = lambda rank, index: None,
+) -> list[Seen]:
+    """One message on every rank of a group; ``work`` and ``offer`` get the rank and the segment's number."""
+
+    def body(rank: int) -> Seen:
+        works = [work(rank, index) for index in range(len(segments))]
+        before = [one.clone() for one in works]
+        sent: list[tuple[torch.Tensor | None, torch.Tensor] | None] = [None] * len(segments)
+
+        def record(segment: Segment, indices: torch.Tensor | None, values: torch.Tensor) -> None:
+            index = segments.index(segment)
+            assert sent[index] is None  # once a step
+            sent[index] = (None if indices is None else indices.clone(), values.clone())
+            commit(works[index], indices, values)
+
+        updates = [torch.full((s.length,), torch.nan, dtype=s.lane.dtype) for s in segments]
+        loads = [Load(s, w, u) for s, w, u in zip(segments, works, updates, strict=True)]
+        control = control_of(rank, segments)
+        here = make(record)
+        pending = here.start("buffer 3", loads, [offer(rank, i) for i in range(len(segments))], control)
+        arrived = here.wait(pending)
+        assert all(update.isnan().all() for update in updates)  # wait() writes nothing
+        here.finish(pending)
+        assert pending.bytes == sum(size for _, _, size in testing.calls())
+        return Seen(before, works, updates, sent, arrived)
+
+    seen = testing.run(size, body)
+    controls = [control_of(rank, segments) for rank in range(size)]
+    for one in seen:
+        assert all(same(a, b) for a, b in zip(one.update, seen[0].update, strict=True))  # replicas
+        assert one.control == controls[0].merged(controls)
+    return seen
+
+
+def dense(op: ReduceOp, cast: torch.dtype | None = None, predivide: float = 1.0, ordered: bool = False) -> Make:
+    return lambda record: DenseExchange(
+        runtime.world(), op, record, WAIT, cast=cast, predivide=predivide, ordered=ordered
+    )
+
+
+def sparse(op: ReduceOp) -> Make:
+    return lambda record: SparseExchange(runtime.world(), op, record, WAIT)
+
+
+def draw_offer(length: int, capacity: int, seed: int, on_device: bool) -> Selection:
+    """Up to ``capacity`` unique ascending indices; the slots behind them hold any index, also a chosen one."""
+    generator = torch.Generator().manual_seed(seed)
+    count = int(torch.randint(0, capacity + 1, (), generator=generator))
+    if seed % 3 == 0:
+        count = capacity
+    chosen = torch.randperm(length, generator=generator)[:count].sort().values
+    behind = torch.randint(0, length, (capacity - count,), generator=generator)
+    indices = torch.cat([chosen, behind]).to(torch.int32)
+    return Selection(indices, torch.tensor(count, dtype=torch.int32) if on_device else count)

@@ -1,0 +1,105 @@
+"""``torch.compile``, of whole models and of blocks: the same bits as without it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support import WIDTH, agreed, batch, digest, on_ranks, seeded, wrap
+from torch import nn
+from torch.nn import functional as F
+
+from agmerge import testing
+
+COMPILING = threading.Lock()  # the compiler belongs to the process, and ranks are threads
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+MODEL = seeded(Net)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def run(model: Net, rank: int, backend: str | None, part: str, wrap_first: bool, compression: str) -> list[str]:
+    optimizer = wrap(model, compression=compression) if wrap_first else None
+    forward = model
+    if backend and part == "model":
+        forward = torch.compile(model, backend=backend)
+    elif backend:
+        for block in model.blocks:
+            block.compile(backend=backend)
+    optimizer = optimizer or wrap(model, compression=compression)
+    seen = []
+    for step in range(4):
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        with COMPILING:  # nothing waits for another rank in here: the local group only starts messages
+            F.cross_entropy(forward(x), y).backward()
+        optimizer.step()
+        seen.append(digest(model))
+    return seen
+
+
+@pytest.mark.parametrize("compression", ["none", "topk"])
+@pytest.mark.parametrize("part", ["model", "blocks"])
+@pytest.mark.parametrize("wrap_first", [True, False], ids=["wrapped first", "compiled first"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_models_train_to_the_same_bits(backend: str, wrap_first: bool, part: str, compression: str) -> None:
+    plain, compiled = (
+        agreed(on_ranks(2, MODEL, lambda r, m, b=b: run(m, r, b, part, wrap_first, compression)))
+        for b in (None, backend)
+    )
+    assert plain == compiled and len(set(plain)) == 4
+
+
+def test_messages_leave_during_the_backward_of_compiled_blocks() -> None:
+    def body(rank: int, model: Net) -> int:
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+        optimizer = wrap(model, merging="layerwise")
+        for step in range(2):
+            x, y = batch(rank, step)
+            optimizer.zero_grad()
+            before = len(testing.calls())
+            with COMPILING:
+                F.cross_entropy(model(x), y).backward()
+            left = len(testing.calls()) - before
+            optimizer.step()
+        return left
+
+    assert agreed(on_ranks(2, MODEL, body)) == len(list(MODEL.parameters()))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", ["model", "blocks"])
+def test_inductor_keeps_replicas_equal(part: str) -> None:
+    seen = agreed(on_ranks(2, MODEL, lambda r, m: run(m, r, "inductor", part, True, "topk")))
+    assert len(set(seen)) == 4

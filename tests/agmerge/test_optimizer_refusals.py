@@ -1,0 +1,226 @@
+"""No argument is accepted and ignored: what is not built, unknown or without meaning is an error that says why."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import mlp, on_ranks, seeded, sgd, train, wrap
+from torch import nn
+
+import agmerge
+import merging
+import sparsifiers
+from agmerge import testing
+
+MODEL = seeded(mlp)
+
+# Arguments, the error, and words that it must have.
+REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
+    # not built yet
+    ({"num_groups": 2}, ValueError, ["num_groups=2", "not built yet"]),
+    ({"groups": 2}, ValueError, ["groups=2", "not built yet"]),
+    ({"groups": []}, ValueError, ["groups=[]", "not built yet"]),
+    ({"groups": [[torch.ones(1)]]}, ValueError, ["groups=", "not built yet"]),
+    ({"process_set": object()}, ValueError, ["process_set=", "not built yet"]),
+    ({"warmup": "dgc"}, ValueError, ["warmup='dgc'", "not built yet"]),
+    ({"warmup": 5}, ValueError, ["warmup=5", "not built yet"]),
+    ({"warmup": lambda step: 1.0}, ValueError, ["warmup=", "not built yet"]),
+    ({"scaler": torch.amp.GradScaler("cpu", enabled=False)}, ValueError, ["scaler=", "not built yet"]),
+    ({"nonfinite": "raise"}, ValueError, ["nonfinite='raise'", "not built yet"]),
+    ({"nonfinite": "skip"}, ValueError, ["nonfinite='skip'", "not built yet"]),
+    ({"model": MODEL}, ValueError, ["model=", "not built yet"]),
+    ({"exchange": "auto"}, ValueError, ["exchange='auto'", "not built yet", "'sparse'"]),
+    ({"exchange": "oktopk"}, ValueError, ["exchange='oktopk'", "not built yet"]),
+    ({"exchange": "two-level"}, ValueError, ["exchange='two-level'", "not built yet"]),
+    ({"sparsify": "ahead"}, ValueError, ["sparsify='ahead'", "not built yet", "'auto', 'behind'"]),
+    ({"wire": "int8"}, ValueError, ["wire='int8'", "not built yet"]),
+    ({"wire": "fp32"}, ValueError, ["wire='fp32'", "not built yet"]),
+    ({"wire_check": "payload"}, ValueError, ["wire_check='payload'", "not built yet"]),
+    ({"density": {"0.*": 0.1}}, ValueError, ["density=", "not built yet", "give a number"]),
+    ({"density": "importance"}, ValueError, ["density='importance'", "not built yet"]),
+    ({"merging": merging.Plan((6,), dense=(True,))}, ValueError, ["merging", "not built yet"]),
+    ({"merging": merging.Plan((6,), labels=("int8",))}, ValueError, ["merging", "not built yet"]),
+    # unknown
+    ({"compression": "tokp"}, ValueError, ["tokp", "topk", "none", "fp16", "bf16"]),
+    ({"compression": None}, TypeError, ["compression=None", "topk", "Compression.none"]),
+    ({"compression": torch.optim.SGD}, TypeError, ["compression=", "sparsifiers.Sparsifier"]),
+    ({"exchange": "spares"}, ValueError, ["exchange='spares'", "unknown", "'sparse'"]),
+    ({"sparsify": "before"}, ValueError, ["sparsify='before'", "unknown"]),
+    ({"wire": "fp8"}, ValueError, ["wire='fp8'", "unknown", "'auto'"]),
+    ({"wire_check": True}, ValueError, ["wire_check=True", "unknown"]),
+    ({"dense_sum": "orderd"}, ValueError, ["dense_sum='orderd'", "unknown", "'native', 'ordered'"]),
+    ({"unused": "zeros"}, ValueError, ["unused='zeros'", "unknown", "'none', 'zero'"]),
+    ({"memory": "residul"}, ValueError, ["residul", "residual"]),
+    ({"memory": 3}, TypeError, ["memory=3"]),
+    ({"merging": "treshold"}, ValueError, ["treshold", "threshold"]),
+    ({"merging": 5}, TypeError, ["merging=5", "threshold"]),
+    ({"op": "average"}, ValueError, ["op must be agmerge.Average or agmerge.Sum", "'average'"]),
+    # out of range
+    ({"density": 0.0}, ValueError, ["density=0.0"]),
+    ({"density": 1.5}, ValueError, ["density=1.5"]),
+    ({"density": float("nan")}, ValueError, ["density=nan"]),
+    ({"backward_passes_per_step": 0}, ValueError, ["backward_passes_per_step must be > 0"]),
+    ({"backward_passes_per_step": -1}, ValueError, ["backward_passes_per_step must be > 0"]),
+    ({"backward_passes_per_step": 1.5}, ValueError, ["backward_passes_per_step must be > 0"]),
+    ({"gradient_predivide_factor": 0.0}, ValueError, ["gradient_predivide_factor must be > 0"]),
+    ({"gradient_predivide_factor": float("nan")}, ValueError, ["gradient_predivide_factor must be > 0"]),
+    ({"timeout": 0}, ValueError, ["timeout", "seconds > 0"]),
+    ({"timeout": float("inf")}, ValueError, ["timeout", "inf"]),
+    ({"timeout": float("nan")}, ValueError, ["timeout", "nan"]),
+    ({"check_every": -1}, ValueError, ["check_every", "-1"]),
+    ({"check_every": 2.0}, ValueError, ["check_every", "2.0"]),
+    # without meaning
+    ({"exchange": "dense"}, ValueError, ["exchange='dense'", "compression='none'"]),
+    ({"memory": "residual", "compression": "none"}, ValueError, ["memory='residual'", "drops nothing"]),
+    (
+        {"density": 0.5, "compression": sparsifiers.get("topk", density=0.25)},
+        ValueError,
+        ["density=0.5", "0.25", "disagree"],
+    ),
+    (
+        {"gradient_predivide_factor": 2.0, "op": agmerge.Sum},
+        ValueError,
+        ["gradient_predivide_factor not supported with op != Average"],
+    ),
+    ({"dense": "0.weight"}, TypeError, ["dense='0.weight'", "list of patterns"]),
+    ({"dense": 5}, TypeError, ["dense=5"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    REFUSED,
+    ids=[", ".join(f"{k}={v!r}".split("(")[0][:40] for k, v in arguments.items()) for arguments, _, _ in REFUSED],
+)
+def test_refused_arguments_say_why(arguments: dict[str, Any], kind: type[Exception], words: list[str]) -> None:
+    def body(rank: int, model: nn.Module) -> None:
+        with pytest.raises(kind) as raised:
+            agmerge.DistributedOptimizer(sgd(model), model.named_parameters(), **arguments)
+        assert type(raised.value) is kind
+        assert all(word in str(raised.value) for word in words), str(raised.value)
+        assert testing.calls() == []  # before anything was sent
+        wrap(model).close()  # and the parameters are free
+
+    on_ranks(1, MODEL, body)
+
+
+def test_every_argument_has_an_effect_or_is_refused() -> None:
+    """An argument that joins the contract has to come by here, and then into the table or into a test of its own."""
+    known = set(inspect.signature(agmerge.DistributedOptimizer.__init__).parameters)
+    assert known == {
+        "self", "optimizer", "named_parameters", "compression", "backward_passes_per_step", "op",
+        "gradient_predivide_factor", "num_groups", "groups", "sparse_as_dense", "process_set", "density", "warmup",
+        "memory", "dense", "merging", "sparsify", "exchange", "wire", "wire_check", "dense_sum", "scaler",
+        "nonfinite", "timeout", "check_every", "unused", "model",
+    }  # fmt: skip
+    with pytest.raises(TypeError, match="densty"):
+        wrap(MODEL, densty=0.1)
+
+
+def test_the_arguments_horovod_has_come_in_its_order() -> None:
+    def body(rank: int, model: nn.Module) -> list[tuple[str, str]]:
+        optimizer = agmerge.DistributedOptimizer(
+            sgd(model), model.named_parameters(), agmerge.Compression.fp16, 2, agmerge.Sum, 1.0, 0, None, True, None
+        )
+        return optimizer._engine.config.facts()
+
+    (facts,) = on_ranks(1, MODEL, body)
+    expected = {"compression": "fp16", "backward_passes_per_step": "2", "op": "sum", "sparse_as_dense": "True"}
+    assert expected.items() <= dict(facts).items()
+
+
+class NeedsClosure(torch.optim.Optimizer):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        return closure()
+
+
+@pytest.mark.parametrize("make", [torch.optim.LBFGS, NeedsClosure])
+def test_optimizers_that_call_closures_by_themselves_are_refused(make: Any) -> None:
+    def body(rank: int, model: nn.Module) -> None:
+        with pytest.raises(ValueError, match=f"{make.__name__} calls a closure by itself"):
+            wrap(model, make(model.parameters()))
+
+    on_ranks(2, MODEL, body)
+
+
+def test_what_is_no_optimizer_is_refused() -> None:
+    for thing in (MODEL, None, torch.optim.SGD, [MODEL]):
+        with pytest.raises(TypeError, match="must be a torch.optim.Optimizer"):
+            agmerge.DistributedOptimizer(thing, MODEL.named_parameters())  # type: ignore[arg-type]
+
+
+NAMED: dict[str, tuple[Any, str]] = {
+    "not pairs": (
+        lambda m: list(m.parameters()),
+        "named_parameters should be a sequence of tuples (name, parameter), ",
+    ),
+    "repeated": (lambda m: [("same", p) for p in m.parameters()], "must be unique. Found duplicates: same"),
+    "too few": (lambda m: list(m.named_parameters())[1:], "were not named. Not named: parameter 0 of group 0"),
+    "another model": (lambda m: copy.deepcopy(m).named_parameters(), "one or more model parameters were not named."),
+}
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_named_parameters_that_do_not_fit_are_refused_in_horovods_words(case: str) -> None:
+    make, words = NAMED[case]
+
+    def body(rank: int, model: nn.Module) -> None:
+        with pytest.raises(ValueError) as raised:
+            agmerge.DistributedOptimizer(sgd(model), make(model))
+        assert words in str(raised.value)
+
+    on_ranks(1, MODEL, body)
+
+
+def test_a_saved_plan_that_is_no_plan_is_refused_with_its_path(tmp_path: Path) -> None:
+    def body(rank: int, model: nn.Module) -> None:
+        path = tmp_path / "plan.json"
+        with pytest.raises((ValueError, OSError), match=str(path)):
+            wrap(model, merging=path)
+        path.write_text('{"counts": [6]}')
+        with pytest.raises(ValueError, match=str(path)):
+            wrap(model, merging=str(path))
+
+    on_ranks(1, MODEL, body)
+
+
+def test_density_may_stay_where_the_compressor_is_swapped_by_name() -> None:
+    """It is about the sparse lane, which is then empty."""
+
+    def body(rank: int, model: nn.Module, **options: Any) -> str:
+        return train(model, wrap(model, compression="fp16", **options), rank, range(2))[-1]
+
+    assert on_ranks(2, MODEL, lambda r, m: body(r, m, density=0.5)) == on_ranks(2, MODEL, body)
+
+
+def test_join_is_refused() -> None:
+    def body(rank: int, model: nn.Module) -> None:
+        with pytest.raises(agmerge.AGMergeError, match=r"join\(\) is not built yet"):
+            wrap(model).join()
+
+    on_ranks(1, MODEL, body)
+
+
+def test_before_init_it_says_what_to_do_and_leaves_no_hooks() -> None:
+    model = copy.deepcopy(MODEL)
+    with pytest.raises(agmerge.AGMergeError, match=r"use agmerge.init\(\)"):
+        wrap(model)
+    for _ in range(2):
+        model(torch.ones(1, 32)).sum().backward()
+
+
+@pytest.mark.parametrize("name", ["set_compressor", "merge_report", "attach_scaler"])
+def test_methods_that_are_not_built_are_not_there(name: str) -> None:
+    def body(rank: int, model: nn.Module) -> None:
+        with pytest.raises((AttributeError, agmerge.AGMergeError)):
+            getattr(wrap(model), name)()
+
+    on_ranks(1, MODEL, body)

@@ -1,0 +1,254 @@
+"""The house rules of DESIGN section 2, read off the sources; and proof that each rule can be broken."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("agmerge", "sparsifiers", "merging")
+STDLIB = sys.stdlib_module_names
+KNOWS = {  # besides the standard library and itself
+    "agmerge": {"sparsifiers", "merging", "torch", "numpy"},
+    "sparsifiers": {"torch", "numpy"},
+    "merging": {"numpy"},
+}
+COMMUNICATION = ("horovod", "torch.distributed", "mpi4py")
+BACKENDS = "agmerge.backends."
+LONGEST = 400  # lines of a file
+
+
+@dataclass(frozen=True)
+class Import:
+    """``target`` is a dotted name: of a module, or of something in one."""
+
+    target: str
+    line: int
+    in_function: bool
+
+
+def imports(name: str, source: str, is_package: bool) -> Iterator[Import]:
+    """Everything that module ``name`` imports, wherever the statement stands."""
+
+    def walk(node: ast.AST, inside: bool) -> Iterator[Import]:
+        inside = inside or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, node.lineno, inside) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                up = name.split(".")[: len(name.split(".")) - node.level + is_package]
+                base = ".".join([*up, *([node.module] if node.module else [])])
+            yield from (Import(f"{base}.{alias.name}", node.lineno, inside) for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            known = node.args and isinstance(node.args[0], ast.Constant)
+            yield Import(ast.literal_eval(node.args[0]) if known else "anything", node.lineno, inside)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+            yield Import("torch.distributed", node.lineno, inside)
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, inside)
+
+    yield from walk(ast.parse(source), False)
+
+
+def within(target: str, module: str) -> bool:
+    return target == module or target.startswith(module + ".")
+
+
+def module_of(target: str, modules: Mapping[str, str]) -> str | None:
+    """The module among ``modules`` that an import loads; None if it is another library's."""
+    while target and target not in modules:
+        target = target.rpartition(".")[0]
+    return target or None
+
+
+def problems(modules: Mapping[str, str], packages: frozenset[str] = frozenset(PACKAGES)) -> list[str]:
+    """Every rule that is broken. ``modules``: source by dotted name; ``packages``: those that are packages."""
+    found, edges = [], {}
+    for name, source in modules.items():
+        top, here = name.partition(".")[0], list(imports(name, source, name in packages))
+        for one in here:
+            where, root = f"{name}:{one.line}", one.target.partition(".")[0]
+            if any(within(one.target, library) for library in COMMUNICATION):
+                if not name.startswith(BACKENDS):
+                    found.append(f"{where} imports {one.target}, which only a backend may")
+                elif not one.in_function:
+                    found.append(f"{where} imports {one.target} before a backend is opened")
+            elif root not in STDLIB and root not in KNOWS[top] | {top}:
+                found.append(f"{where} imports {one.target}, which {top} may not know")
+        edges[name] = {module_of(one.target, modules) for one in here} - {None}
+        found += [f"{name}:{line} {what}" for line, what in style(source)]
+    circle = find_circle(edges)
+    return found + ([f"import circle: {' -> '.join(circle)}"] if circle else [])
+
+
+def find_circle(edges: Mapping[str, set[str | None]]) -> list[str]:
+    """A path that ends where it began; empty if there is none."""
+    done: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name not in done:
+            for target in sorted(filter(None, edges.get(name, ()))):
+                circle = visit(target, [*path, name])
+                if circle:
+                    return circle
+            done.add(name)
+        return []
+
+    return next(filter(None, (visit(name, []) for name in sorted(edges))), [])
+
+
+def style(source: str) -> Iterator[tuple[int, str]]:
+    """Prints, missing annotations and length, with their lines."""
+    tree = ast.parse(source)
+    length = len(source.splitlines())
+    if length > LONGEST:
+        yield length, f"has {length} lines"
+    methods = {
+        child: not any(ast.unparse(one) == "staticmethod" for one in child.decorator_list)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for child in node.body
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("print", "pprint", "pprint.pprint"):
+            yield node.lineno, "prints"
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            given = [*node.args.posonlyargs, *node.args.args]
+            if methods.get(node):
+                given = given[1:]  # self or cls
+            given += [*node.args.kwonlyargs, *filter(None, (node.args.vararg, node.args.kwarg))]
+            for argument in given:
+                if argument.annotation is None:
+                    yield node.lineno, f"does not annotate argument {argument.arg!r} of {node.name}()"
+            if node.returns is None:
+                yield node.lineno, f"does not annotate what {node.name}() returns"
+
+
+def read() -> tuple[dict[str, str], frozenset[str]]:
+    """All modules of the three packages, and which of them are packages."""
+    modules, packages = {}, set()
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            modules[name] = path.read_text(encoding="utf-8")
+            if parts[-1] == "__init__":
+                packages.add(name)
+    return modules, frozenset(packages)
+
+
+# -- the rules hold -----------------------------------------------------------------------------------------
+
+
+def test_the_house_is_in_order() -> None:
+    modules, packages = read()
+    assert {"agmerge", "agmerge.backends.torch", "agmerge.wire", "sparsifiers.topk", "merging.plan"} <= set(modules)
+    assert problems(modules, packages) == []
+
+
+def test_no_python_file_is_too_long() -> None:
+    folders = [*PACKAGES, "examples", "benchmarks", "tests"]
+    lengths = {
+        str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
+        for folder in folders
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    assert len(lengths) > 50
+    assert {name: length for name, length in lengths.items() if length > LONGEST} == {}
+
+
+def test_importing_the_library_imports_no_launcher_and_nothing_of_the_examples() -> None:
+    code = (
+        "import agmerge, sparsifiers, merging, sys\n"
+        "unwanted = {'horovod', 'mpi4py', 'tensorboardX', 'sklearn', 'transformers', 'pytest'}\n"
+        "sys.exit(', '.join(sorted(unwanted & set(sys.modules))) or 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("package, foreign", [("sparsifiers", ("agmerge", "merging")), ("merging", ("torch",))])
+def test_a_lower_package_loads_nothing_above_it(package: str, foreign: tuple[str, ...]) -> None:
+    code = f"import {package}, sys; sys.exit([m for m in {foreign!r} if m in sys.modules] or 0)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# -- and each of them can be broken -------------------------------------------------------------------------
+
+GOOD = {
+    "agmerge": "from agmerge.engine import run\n__version__ = '1'",
+    "agmerge.engine": "import torch\nimport sparsifiers\nfrom agmerge.backends import torch as gloo",
+    "agmerge.backends": "",
+    "agmerge.backends.torch": "def open(env: object) -> None:\n    import torch.distributed as dist",
+    "sparsifiers": "from sparsifiers.topk import TopK",
+    "sparsifiers.topk": "import numpy as np\nfrom torch import Tensor",
+    "merging": "import json\nfrom collections.abc import Sequence\nimport numpy.linalg",
+}
+BAD: dict[str, tuple[str, str, str]] = {
+    "up": ("merging", "import agmerge", "merging may not know"),
+    "sideways": ("sparsifiers", "from merging import Plan", "sparsifiers may not know"),
+    "up in a function": ("merging", "def f() -> None:\n    import agmerge", "merging may not know"),
+    "torch in merging": ("merging", "import torch", "merging may not know"),
+    "an application": ("agmerge.engine", "from examples import train", "agmerge may not know"),
+    "a library": ("agmerge.engine", "import tensorboardX", "agmerge may not know"),
+    "by name": ("sparsifiers", "import importlib\nimportlib.import_module('merging')", "sparsifiers may not know"),
+    "by any name": ("merging", "def f(n: str) -> None:\n    __import__(n)", "merging may not know"),
+    "horovod": ("agmerge.engine", "def f() -> None:\n    import horovod.torch", "only a backend may"),
+    "distributed": ("agmerge.engine", "from torch import distributed", "only a backend may"),
+    "attribute": ("agmerge.engine", "import torch\nx = torch.distributed.is_initialized", "only a backend may"),
+    "below distributed": ("sparsifiers.topk", "from torch.distributed.nn import x", "only a backend may"),
+    "too early": ("agmerge.backends.torch", "import torch.distributed as dist", "before a backend is opened"),
+    "in a class": ("agmerge.backends.mpi", "class A:\n    from mpi4py import MPI", "before a backend is opened"),
+    "self": ("agmerge.engine", "from agmerge import engine", "circle: agmerge.engine -> agmerge.engine"),
+    "circle": (
+        "sparsifiers.topk",
+        "from sparsifiers import names",
+        "circle: sparsifiers -> sparsifiers.topk -> sparsifiers",
+    ),
+    "late circle": (
+        "agmerge.engine",
+        "def f() -> str:\n    from agmerge import __version__\n    return __version__",
+        "circle: agmerge -> agmerge.engine -> agmerge",
+    ),
+    "relative circle": ("agmerge.engine", "from . import __version__", "circle: agmerge -> "),
+    "print": ("merging", "def f() -> None:\n    print('x')", "merging:2 prints"),
+    "argument": ("merging", "def f(a: int, b) -> None: ...", "argument 'b' of f()"),
+    "keyword": ("merging", "class A:\n    def f(self, *, b) -> None: ...", "argument 'b' of f()"),
+    "rest": ("merging", "async def f(*args, **more: int) -> None: ...", "argument 'args' of f()"),
+    "static": ("merging", "class A:\n    @staticmethod\n    def f(a) -> None: ...", "argument 'a' of f()"),
+    "inner": ("merging", "def f() -> None:\n    def g(self) -> None: ...", "argument 'self' of g()"),
+    "return": ("merging", "def f(): ...", "what f() returns"),
+    "length": ("merging", "\n" * (LONGEST + 1), f"has {LONGEST + 1} lines"),
+}
+
+
+def test_good_sources_pass() -> None:
+    fine = {
+        "merging.a": "class A:\n    def f(self, b: int) -> int: ...\n    @classmethod\n    def g(cls) -> None: ...",
+        "agmerge.b": "from __future__ import annotations\nfrom .engine import run\nfrom sparsifiers.topk import TopK",
+        "agmerge.c": "def f() -> None:\n    import numpy\nprinted = sorted([], key=lambda a: a)",
+        "merging.d": "\n" * LONGEST,
+    }
+    assert problems({**GOOD, **fine}, frozenset({*PACKAGES, "agmerge.backends"})) == []
+
+
+@pytest.mark.parametrize("rule", BAD)
+def test_a_broken_rule_is_found(rule: str) -> None:
+    name, source, complaint = BAD[rule]
+    found = problems({**GOOD, name: source}, frozenset({*PACKAGES, "agmerge.backends"}))
+    assert len(found) == 1 and complaint in found[0]
