@@ -16,7 +16,7 @@ VERSION = 1
 
 def save(engine: Engine) -> dict[str, Any]:
     """Residuals by name (copies), the plan, the step count, what ever had a gradient, and whose all this is."""
-    rank, size = _place(engine)
+    rank, size = _place(engine) or (0, 1)
     plan = engine.plan()
     return {
         "version": VERSION,
@@ -45,8 +45,9 @@ def load(engine: Engine, section: Mapping[str, Any] | None) -> None:
         steps, used = section["steps"], section["used"]
         if section["plan"] and section["merging"] == engine.config.merging:  # else the script asks for another
             plan = merging.Plan.loads(section["plan"])
-        rank, size = _place(engine)
-        if (section["rank"], section["size"]) == (rank, size):
+        saved = (section["rank"], section["size"])
+        rank, size = _place(engine) or saved
+        if saved == (rank, size):
             residuals = {name: residual.clone() for name, residual in section["residuals"].items()}
         else:
             warnings.warn(
@@ -64,7 +65,7 @@ def load(engine: Engine, section: Mapping[str, Any] | None) -> None:
     engine.resume(residuals, steps, used, plan)
 
 
-def _place(engine: Engine) -> tuple[int, int]:
-    """(rank, size); an unpickled or copied optimizer has no communicator of its own yet."""
+def _place(engine: Engine) -> tuple[int, int] | None:
+    """(rank, size); None for an optimizer that was unpickled before ``init()``."""
     comm = engine.comm or (runtime.world() if runtime.is_initialized() else None)
-    return (comm.rank, comm.size) if comm else (0, 1)
+    return (comm.rank, comm.size) if comm else None

@@ -89,6 +89,7 @@ class Session:
         self.slot_of = dict(zip(self.parameters, self.layout.slots, strict=True))
         self.arenas = {lane: self._arena(lane, length) for lane, length in self.layout.lengths.items()}
         self.used = [False] * len(ordered)
+        self._copies: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
         self.fingerprint = zlib.crc32(plan.dumps().encode()) & 0x7FFFFFFF
         sparse = SparseExchange(comm, config.op, self._commit, config.timeout)
         dense = DenseExchange(
@@ -124,8 +125,18 @@ class Session:
         return Load(segment, arena.work[part], arena.update[part])
 
     def gradient(self, slot: Slot) -> torch.Tensor:
-        """The tensor's part of the update: what ``p.grad`` becomes."""
-        return self.arenas[slot.lane].gradients[slot.index]
+        """The tensor's part of the update, in the strides of its parameter: what ``p.grad`` becomes.
+
+        A view of the arena; for a parameter that is not in C order (channels_last) a copy, always the same one:
+        fused optimizers read flat memory, so strides must agree.
+        """
+        update, parameter = self.arenas[slot.lane].gradients[slot.index], self.parameters[slot.index]
+        if parameter.is_contiguous():
+            return update
+        key = (slot.index, parameter.stride())
+        if key not in self._copies:
+            self._copies[key] = torch.empty_like(parameter, requires_grad=False)
+        return self._copies[key].copy_(update)
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """The residual of every tensor that has one, by name: views."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import random
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import agmerge
+import merging
 from agmerge import testing
 
 torch.set_num_threads(1)  # ranks are threads or processes already
@@ -75,6 +77,13 @@ def on_ranks(n: int, model: nn.Module, body: Callable[[int, Any], T], **options:
     return testing.run(n, lambda rank: body(rank, copies[rank]), **options)
 
 
+def random_plan(seed: int, tensors: int) -> merging.Plan:
+    source, counts = random.Random(seed), []
+    while sum(counts) < tensors:
+        counts.append(source.randint(1, tensors - sum(counts)))
+    return merging.Plan(tuple(counts))
+
+
 # -- bits -------------------------------------------------------------------------------------------------------
 
 
@@ -106,6 +115,24 @@ def residuals(optimizer: agmerge.DistributedOptimizer) -> dict[str, Tensor]:
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
     """Copies of all gradients, by name."""
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+class Parts(nn.Module):
+    """A trunk, a head, and layers ``a`` and ``b`` of which ``loss`` uses those that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(WIDTH, WIDTH)
+        self.a = nn.Linear(WIDTH, WIDTH)
+        self.b = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 10)
+
+    def loss(self, rank: int, step: int, use: str) -> Tensor:
+        x, y = batch(rank, step)
+        x = torch.tanh(self.trunk(x))
+        for name in use:
+            x = x + torch.tanh(getattr(self, name)(x))
+        return F.cross_entropy(self.head(x), y)
 
 
 # -- a model with everything that is awkward --------------------------------------------------------------------

@@ -1,15 +1,27 @@
-"""Which parameters take part: unused, tied, frozen, thawed, added and recast ones; several optimizers."""
+"""Parameters that leave, come back, join later or change their dtype."""
 
 from __future__ import annotations
 
 import copy
-import gc
 
 import pytest
 import torch
-from support import WIDTH, agreed, batch, digest, loss_of, mlp, on_ranks, residuals, same_bits, seeded, sgd, train, wrap
+from support import (
+    WIDTH,
+    Parts,
+    agreed,
+    digest,
+    loss_of,
+    mlp,
+    on_ranks,
+    residuals,
+    same_bits,
+    seeded,
+    sgd,
+    train,
+    wrap,
+)
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import agmerge
 from agmerge import testing
@@ -17,121 +29,7 @@ from agmerge import testing
 Residuals = dict[str, Tensor]
 MODEL = seeded(mlp)
 COMPRESSIONS = ["none", "topk"]
-
-
-class Parts(nn.Module):
-    """A trunk, a head, and layers ``a`` and ``b`` of which ``loss`` uses those that it is told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Linear(WIDTH, WIDTH)
-        self.a = nn.Linear(WIDTH, WIDTH)
-        self.b = nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, 10)
-
-    def loss(self, rank: int, step: int, use: str) -> Tensor:
-        x, y = batch(rank, step)
-        x = torch.tanh(self.trunk(x))
-        for name in use:
-            x = x + torch.tanh(getattr(self, name)(x))
-        return F.cross_entropy(self.head(x), y)
-
-
 PARTS = seeded(Parts)
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("compression", COMPRESSIONS)
-@pytest.mark.parametrize(
-    "use",
-    [("a", ""), ("", "b"), ("ab", "a"), ("a", "b")],
-    ids=["one unused on rank 1", "one unused on rank 0", "b on rank 0 only", "each its own"],
-)
-def test_unused_parameters_never_divide_replicas(use: tuple[str, str], compression: str, set_to_none: bool) -> None:
-    def body(rank: int, model: Parts) -> list[str]:
-        optimizer = wrap(model, sgd(model, weight_decay=0.1), compression=compression)
-        seen = []
-        for step in range(20):
-            optimizer.zero_grad(set_to_none=set_to_none)
-            model.loss(rank, step, use[(rank + step // 5) % 2]).backward()  # they change places now and then
-            optimizer.step()
-            seen.append(digest(model))
-        return seen
-
-    assert len(set(agreed(on_ranks(2, PARTS, body)))) == 20
-
-
-@pytest.mark.parametrize("compression", COMPRESSIONS)
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_density_one_equals_a_dense_reference_with_rank_dependent_layers(size: int, compression: str) -> None:
-    """Used bits are sticky: from its first gradient on, wherever that was, a parameter takes part in every step."""
-    uses = ["a", "b", "", "ab"]
-    twin = copy.deepcopy(PARTS)
-    single = sgd(twin, weight_decay=0.1)
-    for step in range(20):
-        single.zero_grad(set_to_none=False)
-        (sum(twin.loss(rank, step, uses[(step + rank) % 4]) for rank in range(size)) / size).backward()
-        single.step()
-
-    def body(rank: int, model: Parts) -> Parts:
-        optimizer = wrap(model, sgd(model, weight_decay=0.1), compression=compression, density=1.0)
-        for step in range(20):
-            optimizer.zero_grad()
-            model.loss(rank, step, uses[(step + rank) % 4]).backward()
-            optimizer.step()
-        return model
-
-    found = on_ranks(size, PARTS, body)
-    agreed([digest(model) for model in found])
-    for a, b in zip(found[0].parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
-def test_a_parameter_no_rank_ever_used_has_no_gradient_or_on_request_zeros() -> None:
-    def body(rank: int, model: Parts, unused: str) -> tuple[bool, list[bool]]:
-        optimizer = wrap(model, sgd(model, weight_decay=0.1), unused=unused)
-        none = []
-        for step in range(4):
-            optimizer.zero_grad()
-            model.loss(rank, step, "" if step == 0 else "a" if rank == 1 and step == 1 else "").backward()
-            optimizer.step()
-            none.append(model.a.weight.grad is None)
-        return torch.equal(model.b.weight, PARTS.b.weight), none
-
-    as_torch = agreed(on_ranks(2, PARTS, lambda r, m: body(r, m, "none")))
-    as_horovod = agreed(on_ranks(2, PARTS, lambda r, m: body(r, m, "zero")))
-    assert as_torch == (True, [True, False, False, False])
-    assert as_horovod == (False, [False] * 4)  # weight decay moved it
-
-
-def test_a_tensor_unused_in_a_step_still_offers_its_residual() -> None:
-    def body(rank: int, model: Parts) -> list[float]:
-        optimizer = wrap(model, dense=["trunk.*", "head.*", ".*bias"], merging="layerwise")
-        left = []
-        for step in range(60):
-            optimizer.zero_grad()
-            model.loss(rank, step, "a" if step == 0 else "").backward()
-            optimizer.step()
-            left.append(float(residuals(optimizer)["a.weight"].abs().sum()))
-        return left
-
-    for left in on_ranks(2, PARTS, body):
-        assert left[0] > 0 and left[30] < 0.5 * left[0] and left[59] < left[30]
-
-
-def test_frozen_parameters_are_not_moved_and_not_sent() -> None:
-    def body(rank: int, model: Parts) -> int:
-        optimizer = wrap(model, sgd(model, weight_decay=0.5))
-        for step in range(5):
-            optimizer.zero_grad()
-            model.loss(rank, step, "ab").backward()
-            optimizer.step()
-        assert same_bits(model.a.weight, PARTS.a.weight) and model.a.weight.grad is None
-        return sum(optimizer.plan.counts)
-
-    frozen = copy.deepcopy(PARTS)
-    frozen.a.requires_grad_(False)
-    assert agreed(on_ranks(2, frozen, body)) == 6
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
@@ -234,6 +132,68 @@ def test_parameters_that_join_later_are_exchanged_from_then_on(size: int, how: s
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("how", ["wrapper", "inner", "thaw"])
+def test_newcomers_are_hooked_and_go_behind_those_who_were_there(how: str) -> None:
+    def body(rank: int, model: Parts) -> tuple[int, tuple[str, ...], tuple[str, ...]]:
+        model.a.requires_grad_(how != "thaw")
+        parts = [model.trunk, model.head, *([model.a] if how == "thaw" else [])]
+        inner = torch.optim.SGD([p for part in parts for p in part.parameters()], lr=0.1)
+        optimizer = wrap(model, inner, merging="layerwise")
+        for step in range(4):
+            if step == 2:
+                before = optimizer.plan.names
+                model.a.requires_grad_(True)
+                if how != "thaw":
+                    (optimizer if how == "wrapper" else inner).add_param_group({"params": list(model.a.parameters())})
+            optimizer.zero_grad()
+            model.a.zero_grad()
+            calls = len(testing.calls())
+            model.loss(rank, step, "ab").backward()
+            left = len(testing.calls()) - calls
+            if step == 3:
+                with pytest.raises(AssertionError, match="Gradients were computed more than"):
+                    model.a(torch.ones(1, WIDTH)).sum().backward()
+            optimizer.step()
+        return left, before, optimizer.plan.names
+
+    left, before, after = agreed(on_ranks(2, PARTS, body))
+    assert left == len(after)  # every message leaves during backward
+    assert after[: len(before)] == before and set(after[len(before) :]) == {"a.weight", "a.bias"}
+
+
+def test_a_recast_between_backward_and_step_is_an_error_by_name() -> None:
+    def body(rank: int, model: nn.Module) -> str:
+        optimizer = wrap(model)
+        train(model, optimizer, rank, range(2))
+        optimizer.zero_grad()
+        loss_of(model, rank, 2).backward()
+        model.double()
+        with pytest.raises(agmerge.AGMergeError) as raised:
+            optimizer.step()
+        return str(raised.value)
+
+    text = agreed(on_ranks(2, MODEL, body))
+    assert "changed from torch.float32 on cpu to torch.float64 on cpu between backward() and step()" in text
+    assert any(f"'{name}'" in text for name, _ in MODEL.named_parameters())
+
+
+def test_the_agreed_order_stands_though_backward_has_another_one_by_now() -> None:
+    def body(rank: int, model: Parts) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        optimizer = wrap(model)
+        model.a.bias.requires_grad_(False)
+        model.loss(rank, 0, "ab").backward()
+        optimizer.step()
+        before = optimizer.plan.names
+        model.a.bias.requires_grad_(True)
+        optimizer.zero_grad()
+        model.loss(rank, 1, "ba").backward()
+        optimizer.step()
+        return before, optimizer.plan.names
+
+    before, after = agreed(on_ranks(2, PARTS, body))
+    assert after == (*before, "a.bias")
+
+
 @pytest.mark.parametrize("step", [0, 2])
 def test_joining_in_the_middle_of_a_step_is_an_error_and_never_silent(step: int) -> None:
     def body(rank: int, model: Parts) -> str:
@@ -316,65 +276,3 @@ def test_a_model_that_is_recast_later_goes_on_in_sync(dtype: torch.dtype, compre
         gone = sum(before[name] - after[name] for _, before, after, _ in found) / 2
         assert gone.any()
         torch.testing.assert_close(found[0][3][name], gone.to(dtype))
-
-
-def test_two_optimizers_take_turns_and_share_nothing() -> None:
-    """A GAN's training loop: each step of one runs backward through the other."""
-    torch.manual_seed(1)
-    pair = nn.ModuleDict({"g": nn.Linear(WIDTH, WIDTH), "d": nn.Linear(WIDTH, 2)})
-
-    def body(rank: int, model: nn.ModuleDict) -> list[str]:
-        g = agmerge.DistributedOptimizer(sgd(model["g"]), model["g"].named_parameters())
-        d = agmerge.DistributedOptimizer(sgd(model["d"]), model["d"].named_parameters(), compression="none")
-        seen = []
-        for step in range(6):
-            x, _ = batch(rank, step)
-            d.zero_grad()
-            F.cross_entropy(model["d"](torch.cat([x, model["g"](x).detach()])), torch.arange(16) // 8).backward()
-            if step % 2:  # the other's whole step comes between backward and step of this one
-                model["d"].requires_grad_(False)
-                g.zero_grad()
-                F.cross_entropy(model["d"](model["g"](x)), torch.zeros(8, dtype=torch.long)).backward()
-                g.step()
-                model["d"].requires_grad_(True)
-            d.step()
-            seen.append(digest(model))
-        assert (g.stats()["steps"], d.stats()["steps"]) == (3, 6)
-        return seen
-
-    assert len(set(agreed(on_ranks(3, pair, body)))) == 6
-
-
-def test_a_parameter_belongs_to_one_living_wrapper() -> None:
-    def body(rank: int, model: nn.Module) -> str:
-        first = wrap(model)
-        with pytest.raises(ValueError, match="already exchanged by another DistributedOptimizer"):
-            wrap(model, sgd(model))
-        with pytest.raises(TypeError, match="is a DistributedOptimizer already"):
-            wrap(model, first)
-        train(model, first, rank, range(2))
-        first.close()
-        with pytest.raises(agmerge.AGMergeError, match="this optimizer was closed"):
-            first.step()
-        second = wrap(model, first.optimizer)
-        train(model, second, rank, range(2, 4))
-        return digest(model)
-
-    agreed(on_ranks(2, MODEL, body))
-
-
-def test_a_wrapper_that_was_dropped_hears_nothing_more() -> None:
-    def body(rank: int, model: nn.Module) -> str:
-        dropped = wrap(model)
-        train(model, dropped, rank, range(2))
-        inner = dropped.optimizer
-        del dropped
-        gc.collect()
-        calls = len(testing.calls())
-        for _ in range(2):  # twice without a step: guards are gone too
-            loss_of(model, rank, 2).backward()
-        assert len(testing.calls()) == calls
-        inner.zero_grad()
-        return train(model, wrap(model, inner), rank, range(2, 4))[-1]
-
-    agreed(on_ranks(2, MODEL, body))

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 import agmerge
+from agmerge import testing
 
 MODEL = seeded(mlp)
 SCHEDULERS = [
@@ -163,6 +164,20 @@ def test_a_copy_trains_on_like_the_original(steps: int, how: str, compression: s
 
     for cloned, original in on_ranks(3, MODEL, body):
         assert cloned == original
+
+
+def test_a_copy_that_is_unpickled_before_init_keeps_its_residuals() -> None:
+    def save(rank: int, model: nn.Module) -> tuple[bytes, list[str]]:
+        optimizer = wrap(model)
+        train(model, optimizer, rank, range(2))
+        data = pickle.dumps((model, optimizer))
+        return data, train(model, optimizer, rank, range(2, 4))
+
+    found = on_ranks(2, MODEL, save)
+    assert not agmerge.is_initialized()
+    pairs = [pickle.loads(data) for data, _ in found]
+    again = testing.run(2, lambda rank: train(*pairs[rank], rank, range(2, 4)))
+    assert again == [seen for _, seen in found]
 
 
 def test_a_copy_counts_backward_passes_as_the_original_does() -> None:
