@@ -35,6 +35,7 @@ class Config:
     planner: merging.Planner | None
     plan: merging.Plan | None
     dense: DenseRule
+    patterns: tuple[re.Pattern[str], ...]  # those that `dense` was made from, if it was
     op: ReduceOp
     passes: int
     predivide: float
@@ -55,6 +56,13 @@ class Config:
                 f"parameter {name!r} is {parameter.dtype}: sparsifiers and casts are for real numbers; use "
                 f"compression='none', send it whole (dense=), or hold it as torch.view_as_real()"
             )
+
+    def check_patterns(self, names: Iterable[str]) -> None:
+        """Raise ``ValueError`` for a pattern that matches none of ``names``: a slip is not ignored."""
+        known = list(names)
+        for pattern in self.patterns:
+            if not any(pattern.fullmatch(name) for name in known):
+                raise ValueError(f"dense: {pattern.pattern!r} matches no whole name; parameters: {', '.join(known)}")
 
     def memory_of(self, sparse: bool) -> sparsifiers.Memory:
         """The memory of a lane. What is sent whole leaves nothing to remember."""
@@ -139,6 +147,7 @@ def resolve(
         planner=planner,
         plan=plan,
         dense=_dense_rule(dense),
+        patterns=() if dense is None or callable(dense) else tuple(map(re.compile, dense)),
         op=op,
         passes=backward_passes_per_step,
         predivide=float(gradient_predivide_factor),
@@ -173,6 +182,12 @@ def _choice(
 def _compressor(compression: Any, density: Any) -> tuple[sparsifiers.Sparsifier | None, torch.dtype | None]:
     if isinstance(compression, Compression):
         compression = compression.value
+    if isinstance(density, (dict, str)):
+        raise ValueError(f"density={density!r}: densities by pattern or by importance are not built yet; give a number")
+    try:
+        sparsifiers.budget(density, 1)  # checked also where it is not needed
+    except ValueError as error:
+        raise ValueError(f"density={density!r}: {error}") from None
     if isinstance(compression, str) and compression in CASTS:
         # density and exchange stay as they are in a script that swaps its compressor by name: they are about
         # the sparse lane, which is then empty.
@@ -188,8 +203,6 @@ def _compressor(compression: Any, density: Any) -> tuple[sparsifiers.Sparsifier 
             f"compression={compression!r}: give a name ({_compressor_names()}), a sparsifiers.Sparsifier, "
             "or agmerge.Compression.none | .fp16 | .bf16"
         )
-    if isinstance(density, (dict, str)):
-        raise ValueError(f"density={density!r}: densities by pattern or by importance are not built yet; give a number")
     try:
         return sparsifiers.get(compression, density=density), None
     except ValueError as error:

@@ -63,6 +63,7 @@ class Engine:
         self._snapshot: list[tuple[object, ...]] = []
         self._broken: BaseException | None = None
         self._lock = threading.RLock()  # autograd runs the hooks of each device on a thread of its own
+        config.check_patterns(members.name_of(parameter) for parameter in members.name_all())
         self._hooks = Hooks(self)
         self._hooks.attach(member.parameter for member in self._members())
 

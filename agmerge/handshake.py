@@ -18,7 +18,7 @@ from agmerge.backends import Backend
 from agmerge.errors import RankMismatchError
 
 Fact = tuple[str, str]
-_NOTHING = ("nothing", "")  # what a rank says whose list is shorter
+_NOTHING = ("", "nothing")  # what a rank says whose list is shorter
 
 
 def agree(
@@ -47,10 +47,10 @@ def first_difference(said: Sequence[Sequence[Sequence[str]]]) -> str:
         here = [tuple(facts[index]) if index < len(facts) else _NOTHING for facts in said]
         if len(set(here)) == 1:
             continue
-        names = {name for name, _ in here}
+        names = {name for name, _ in here} - {""}
         one_name = len(names) == 1
         shown = [value if one_name else f"{name} {value}".strip() for name, value in here]
-        title = here[0][0] if one_name else f"entry {index}"
+        title = names.pop() if one_name else f"entry {index}"
         parts = [f"{value} on {ranks_of(shown, value)}" for value in dict.fromkeys(shown)]
         return f"ranks disagree on {title}: " + "; ".join(parts)
     return "ranks disagree"

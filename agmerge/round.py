@@ -28,7 +28,7 @@ class Round:
     def __init__(self, session: Session, step: int, stats: Stats, *, dirty: bool) -> None:
         self.session, self.step, self.stats, self.dirty = session, step, stats, dirty
         self._missing = list(session.plan.counts)  # tensors still to come, per merge buffer
-        self._fed: set[int] = set()
+        self._fed: dict[int, bool] = {}  # by slot: whether there was a gradient
         self._pending: list[tuple[Route, Pending]] = []
         self._next = 0
 
@@ -37,7 +37,7 @@ class Round:
         slot = self.session.slot_of[parameter]
         if not self.dirty:
             self.session.arenas[slot.lane].compensate(slot, gradient)
-        self._fed.add(slot.index)
+        self._fed[slot.index] = gradient is not None
         self._missing[self.session.buffer_of[slot.index]] -= 1
         while self._next < len(self._missing) and self._missing[self._next] == 0:
             for route in self.session.buffers[self._next]:
@@ -65,7 +65,7 @@ class Round:
     def _start(self, route: Route) -> Pending:
         loads = [self.session.load(segment) for segment in route.segments]
         offers = [self._offer(route, index, load.work) for index, load in enumerate(loads)]
-        used = tuple(self.session.parameters[slot.index].grad is not None for slot in route.slots)
+        used = tuple(self._fed[slot.index] for slot in route.slots)
         flags = RELAYOUT if self.dirty else 0
         control = Control(self.step, self.session.fingerprint, route.buffer, flags, used)
         pending = route.exchange.start(route.name, loads, offers, control)

@@ -49,7 +49,7 @@ class Route:
 
 def model_facts(members: Sequence[Member], config: Config) -> list[Fact]:
     """What ranks must agree on about the model: every tensor, in the order of the groups."""
-    facts = [("number of tensors", str(len(members)))]
+    facts: list[Fact] = []
     for i, member in enumerate(members):
         lane = "sparse" if config.sparse(member.name, member.parameter) else "dense"
         facts.append((f"tensor {i}", f"{member.name} {member.describe()} {lane}"))

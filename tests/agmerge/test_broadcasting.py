@@ -124,7 +124,7 @@ MISMATCHES: dict[str, tuple[Callable[[int], Any], str]] = {
     "names": (lambda rank: {"ab"[rank]: torch.ones(1)}, r"entry 1: a torch.float32 \[1\] on rank 0; b torch"),
     "shapes": (lambda rank: [torch.ones(2 + rank)], r"tensor 0: torch.float32 \[2\] on rank 0; .*\[3\] on rank 1"),
     "dtypes": (lambda rank: [torch.ones(1).to([torch.half, torch.float][rank])], "float16.*float32"),
-    "lengths": (lambda rank: [torch.ones(1)] * (rank + 1), r"nothing on rank 0; tensor 1 .* on rank 1"),
+    "lengths": (lambda rank: [torch.ones(1)] * (rank + 1), r"tensor 1: nothing on rank 0; .* on rank 1"),
     "nothing": (lambda rank: [torch.ones(1)] * rank, "nothing on rank 0"),
 }
 

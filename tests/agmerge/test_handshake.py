@@ -73,15 +73,15 @@ def test_a_missing_entry_is_named(short: int) -> None:
     said = [list(FACTS) for _ in range(3)]
     said[short] = FACTS[:2]
     text = disagree(said)
-    assert "ranks disagree on entry 2:" in text
+    assert "ranks disagree on tensor 1:" in text
     assert f"nothing on rank {short}" in text
     others = ", ".join(str(rank) for rank in range(3) if rank != short)
-    assert f"tensor 1 bias float32[4] on ranks {others}" in text
+    assert f"bias float32[4] on ranks {others}" in text
 
 
 def test_no_facts_against_some() -> None:
     text = disagree([[], list(FACTS)])
-    assert "entry 0: nothing on rank 0; density 0.01 on rank 1" in text
+    assert "ranks disagree on density: nothing on rank 0; 0.01 on rank 1" in text
 
 
 def test_different_names_at_the_same_place_are_shown() -> None:

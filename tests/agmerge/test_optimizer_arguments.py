@@ -81,11 +81,10 @@ def test_predividing_keeps_a_sum_in_range() -> None:
         (None, WEIGHTS),
         ([], [name for name, _ in MODEL.named_parameters()]),
         ([r"\d\.bias", r"2\.weight"], ["0.weight", "4.weight"]),
-        ([r"weight"], [name for name, _ in MODEL.named_parameters()]),  # whole names only
         (lambda name, parameter: parameter.shape[0] != 48, ["0.bias", "0.weight"]),
         ([".*"], []),
     ],
-    ids=["default", "none", "patterns", "part of a name", "callable", "all"],
+    ids=["default", "none", "patterns", "callable", "all"],
 )
 def test_the_dense_rule_says_what_is_sent_whole(dense: Any, sparse: list[str]) -> None:
     def body(rank: int, model: nn.Module) -> list[str]:
@@ -94,6 +93,14 @@ def test_the_dense_rule_says_what_is_sent_whole(dense: Any, sparse: list[str]) -
         return sorted(residuals(optimizer))
 
     assert agreed(on_ranks(2, MODEL, body)) == sorted(sparse)
+
+
+def test_a_pattern_that_is_only_part_of_a_name_matches_nothing_and_is_refused() -> None:
+    def body(rank: int, model: nn.Module) -> None:
+        with pytest.raises(ValueError, match="dense: 'weight' matches no whole name; parameters: 0.weight, 0.bias"):
+            wrap(model, dense=[r".*\.bias", "weight"])
+
+    on_ranks(2, MODEL, body)
 
 
 def test_without_memory_what_is_not_sent_is_dropped() -> None:

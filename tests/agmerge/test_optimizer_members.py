@@ -250,7 +250,8 @@ def test_a_change_on_one_rank_only_is_the_same_error_on_all() -> None:
     found = on_ranks(3, PARTS, body, return_errors=True)
     assert all(isinstance(error, agmerge.RankMismatchError) for error in found)
     text = agreed([str(error) for error in found])
-    assert "8 on ranks 0, 2" in text and "6 on rank 1" in text and "on every rank at the same step" in text
+    assert "tensor 2: a.weight" in text and "on ranks 0, 2; b.weight" in text and " on rank 1" in text
+    assert "on every rank at the same step" in text
 
 
 @pytest.mark.parametrize("compression", ["none", "topk", "fp16"])
