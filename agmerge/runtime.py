@@ -6,18 +6,12 @@ import os
 import threading
 from collections.abc import Mapping
 
-from agmerge.backends import Backend, local
+from agmerge.backends import Backend, horovod, local, mpi
 from agmerge.backends import torch as torch_backend
 from agmerge.errors import AGMergeError
 
-BACKENDS = ("torch", "local")
-_NOT_BUILT = ("horovod", "mpi")
-_LAUNCHERS = {
-    "HOROVOD_RANK": "horovodrun",
-    "OMPI_COMM_WORLD_RANK": "Open MPI's mpirun",
-    "PMI_RANK": "an MPI launcher",
-    "PMIX_RANK": "an MPI launcher",
-}
+BACKENDS = ("horovod", "torch", "mpi", "local")
+_SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")  # what launchers say
 INIT_TIMEOUT = 300.0
 
 _process: Backend | None = None
@@ -27,12 +21,18 @@ _thread = threading.local()
 def detect(env: Mapping[str, str]) -> str:
     """The backend to open when the script names none.
 
-    An initialised torch.distributed, then ``AGMERGE_BACKEND``, then the launcher's variables, else ``local``.
+    In this order: a Horovod or torch.distributed that the script has initialised; ``AGMERGE_BACKEND``;
+    horovodrun's variables; torchrun's, also when set by hand; an MPI launcher's (Horovod if it is here and
+    built with MPI, else mpi4py); else ``local``.
     """
+    if horovod.initialised():
+        return "horovod"
     if torch_backend.initialised():
         return "torch"
     if env.get("AGMERGE_BACKEND"):
         return env["AGMERGE_BACKEND"]
+    if horovod.launched(env):
+        return "horovod"
     if torch_backend.launched(env):
         return "torch"
     if int(env.get("WORLD_SIZE") or 1) > 1:
@@ -41,22 +41,17 @@ def detect(env: Mapping[str, str]) -> str:
             f"WORLD_SIZE={env['WORLD_SIZE']}, but {' and '.join(missing)} not set; set them too, or launch with "
             "torchrun"
         )
-    for variable, launcher in _LAUNCHERS.items():
-        if variable in env:
-            # Falling back to `local` would train as many unrelated models as there are workers.
-            raise AGMergeError(
-                f"this worker was started by {launcher} ({variable}={env[variable]}), whose backend is not "
-                "built yet; launch with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each "
-                "worker"
-            )
+    if mpi.launched(env):
+        return "horovod" if horovod.has_mpi() else "mpi"
     return "local"
 
 
 def init(backend: str | None = None) -> None:
     """Join the other workers.
 
-    ``backend``: ``"torch"`` or ``"local"`` (this process alone); None: detected, see :func:`detect`.
-    A second call is allowed and does nothing. Raises ``ValueError`` for an unknown or other backend.
+    ``backend``: ``"horovod"``, ``"torch"``, ``"mpi"`` or ``"local"`` (this process alone); None: detected, see
+    :func:`detect`. A second call is allowed and does nothing. Raises ``ValueError`` for an unknown or other
+    backend, and :class:`agmerge.AGMergeError` if the backend does not see all the workers that were launched.
     """
     global _process
     if is_initialized():
@@ -71,11 +66,27 @@ def init(backend: str | None = None) -> None:
             "HOROVOD_ELASTIC=1: elastic training is not built yet; launch with a fixed number of workers"
         )
     name = backend or detect(env)
-    if name in _NOT_BUILT:
-        raise ValueError(f"backend {name!r} is not built yet; backends: {', '.join(BACKENDS)}")
     if name not in BACKENDS:
         raise ValueError(f"unknown backend {name!r}; backends: {', '.join(BACKENDS)}")
-    _process = torch_backend.open(env, INIT_TIMEOUT) if name == "torch" else local.open()
+    opened = _open(name, env)
+    launched = next((key for key in _SIZES if int(env.get(key) or 1) > 1), None)
+    if name != "local" and launched is not None and opened.size == 1:
+        # Going on would train as many unrelated models as there are workers.
+        raise AGMergeError(
+            f"the launcher has started {env[launched]} workers ({launched}), but the {name} backend sees one: it was "
+            "built for another launcher. `python -m agmerge doctor` says which launchers work here"
+        )
+    _process = opened
+
+
+def _open(name: str, env: Mapping[str, str]) -> Backend:
+    if name == "horovod":
+        return horovod.open(env, INIT_TIMEOUT)
+    if name == "torch":
+        return torch_backend.open(env, INIT_TIMEOUT)
+    if name == "mpi":
+        return mpi.open(env, INIT_TIMEOUT)
+    return local.open()
 
 
 def shutdown() -> None:
@@ -110,7 +121,7 @@ def is_initialized() -> bool:
 
 
 def backend_name() -> str:
-    """``"torch"`` or ``"local"``."""
+    """``"horovod"``, ``"torch"``, ``"mpi"`` or ``"local"``."""
     return world().name
 
 

@@ -3,43 +3,48 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
+from collections.abc import Callable
 
 import pytest
 
 import agmerge
 from agmerge import runtime, testing
+from agmerge.backends import horovod, mpi
 from agmerge.backends import torch as torch_backend
 from agmerge.errors import AGMergeError
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
-LAUNCHERS = {
-    "HOROVOD_RANK": "horovodrun",
-    "OMPI_COMM_WORLD_RANK": "Open MPI's mpirun",
-    "PMI_RANK": "an MPI launcher",
-    "PMIX_RANK": "an MPI launcher",
-}
+MPI_LAUNCHERS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+VARIABLES = (*TORCHRUN, *MPI_LAUNCHERS, "HOROVOD_RANK", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No launcher around, no process group, nothing initialised; opening the torch backend is an error."""
-    for name in (*TORCHRUN, *LAUNCHERS, "AGMERGE_BACKEND", "HOROVOD_ELASTIC", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+    """No launcher around, no process group, no Horovod, nothing initialised."""
+    for name in (*VARIABLES, "AGMERGE_BACKEND", "HOROVOD_ELASTIC", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch_backend, "initialised", lambda: False)
+    monkeypatch.setattr(horovod, "initialised", lambda: False)
+    monkeypatch.setattr(horovod, "has_mpi", lambda: False)
     monkeypatch.setattr(runtime, "_process", None)
 
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What ``init`` opens in place of a process group."""
+    """What ``init`` opens in place of real backends: each is alone."""
     names: list[str] = []
 
-    def open_torch(env: object, timeout: float) -> object:
-        names.append("torch")
-        return runtime.local.open()
+    def opener(name: str) -> Callable[[object, float], object]:
+        def open_(env: object, timeout: float) -> object:
+            names.append(name)
+            return runtime.local.open()
 
-    monkeypatch.setattr(torch_backend, "open", open_torch)
+        return open_
+
+    for name, module in {"torch": torch_backend, "horovod": horovod, "mpi": mpi}.items():
+        monkeypatch.setattr(module, "open", opener(name))
     return names
 
 
@@ -68,14 +73,24 @@ def test_torchrun_or_the_same_variables_by_hand() -> None:
     assert runtime.detect({**TORCHRUN, "WORLD_SIZE": "1"}) == "torch"
 
 
-@pytest.mark.parametrize("variable", LAUNCHERS)
-def test_a_launcher_without_a_backend_is_an_error_and_not_local(variable: str) -> None:
-    with pytest.raises(AGMergeError) as caught:
-        runtime.detect({variable: "1"})
-    text = str(caught.value)
-    assert LAUNCHERS[variable] in text and f"{variable}=1" in text
-    assert "torchrun" in text and "MASTER_ADDR" in text  # what to do
-    assert runtime.detect({variable: "1", **TORCHRUN}) == "torch"  # and that helps
+@pytest.mark.parametrize("variable", MPI_LAUNCHERS)
+def test_an_mpi_launcher_means_horovod_if_it_has_mpi_and_else_mpi(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert runtime.detect({variable: "1"}) == "mpi"
+    monkeypatch.setattr(horovod, "has_mpi", lambda: True)
+    assert runtime.detect({variable: "1"}) == "horovod"
+    assert runtime.detect({variable: "1", **TORCHRUN}) == "torch"
+
+
+def test_horovodrun_means_horovod_whatever_else_is_set() -> None:
+    assert runtime.detect({"HOROVOD_RANK": "1", "OMPI_COMM_WORLD_RANK": "1", **TORCHRUN}) == "horovod"
+
+
+def test_an_initialised_horovod_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(horovod, "initialised", lambda: True)
+    monkeypatch.setattr(torch_backend, "initialised", lambda: True)
+    assert runtime.detect({"AGMERGE_BACKEND": "local"}) == "horovod"
 
 
 @pytest.mark.parametrize("missing", ["RANK", "MASTER_ADDR"])
@@ -118,18 +133,38 @@ def test_a_second_init_does_nothing_unless_it_names_another_backend() -> None:
     assert runtime.world() is first
 
 
-@pytest.mark.parametrize("name", ["horovod", "mpi"])
-def test_backends_that_are_not_built_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=f"'{name}' is not built yet; backends: torch, local"):
-        agmerge.init(name)
+@pytest.mark.parametrize("name", ["horovod", "mpi", "torch"])
+def test_a_backend_that_is_named_is_opened(name: str, opened: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    agmerge.init(name)
+    agmerge.shutdown()
     monkeypatch.setenv("AGMERGE_BACKEND", name)
-    with pytest.raises(ValueError, match=f"'{name}' is not built yet"):
-        agmerge.init()
+    agmerge.init()
+    assert opened == [name, name]
+
+
+@pytest.mark.parametrize("variable", ["HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_a_backend_that_sees_one_of_several_workers_is_refused(
+    variable: str, opened: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "2")
+    with pytest.raises(AGMergeError, match=f"started 2 workers \\({variable}\\), but the mpi backend sees one"):
+        agmerge.init("mpi")
+    assert not agmerge.is_initialized()
+    agmerge.init("local")  # who asks for it, gets it
+    assert agmerge.size() == 1
+
+
+@pytest.mark.parametrize("name", ["horovod", "mpi"])
+def test_a_backend_whose_library_is_missing_says_what_to_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for library in ("horovod", "horovod.torch", "mpi4py"):
+        monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(AGMergeError, match=f"the {name} backend needs .*agmerge doctor"):
+        agmerge.init(name)
     assert not agmerge.is_initialized()
 
 
 def test_an_unknown_backend_is_refused_with_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="unknown backend 'gloo'; backends: torch, local"):
+    with pytest.raises(ValueError, match="unknown backend 'gloo'; backends: horovod, torch, mpi, local"):
         agmerge.init("gloo")
     monkeypatch.setenv("AGMERGE_BACKEND", "Torch")
     with pytest.raises(ValueError, match="unknown backend 'Torch'"):
@@ -147,16 +182,8 @@ def test_elastic_is_refused(monkeypatch: pytest.MonkeyPatch, opened: list[str]) 
     agmerge.init()
 
 
-@pytest.mark.parametrize("variable", LAUNCHERS)
-def test_init_under_a_launcher_without_a_backend(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(variable, "1")
-    with pytest.raises(AGMergeError, match="launch with torchrun"):
-        agmerge.init()
-    assert not agmerge.is_initialized()
-
-
 def test_init_takes_the_environment_of_the_process(monkeypatch: pytest.MonkeyPatch, opened: list[str]) -> None:
-    for name, value in TORCHRUN.items():
+    for name, value in {**TORCHRUN, "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     agmerge.init()
     assert opened == ["torch"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -56,10 +58,45 @@ def run(command: Sequence[str], timeout: float, **more: str) -> Ended:
         return Ended(None, output)
 
 
+# What starts workers, and the backend that agmerge.init() must then find. ``{n}``: how many.
+MPIRUN = "mpirun --allow-run-as-root --oversubscribe --bind-to none -np {n}"
+LAUNCHERS = {
+    "torchrun": ("python -m torch.distributed.run --standalone --nproc_per_node={n}", "torch"),
+    "mpirun": (f"{MPIRUN} python", "horovod"),
+    "mpirun, mpi4py": (f"{MPIRUN} -x AGMERGE_BACKEND python", "mpi"),
+    "horovodrun, MPI": ("horovodrun -np {n} --mpi python", "horovod"),
+    "horovodrun, Gloo": ("horovodrun -np {n} --gloo python", "horovod"),
+}
+
+
+def missing(launcher: str) -> str:
+    """Why ``launcher`` cannot be used here; empty if it can."""
+    if launcher == "torchrun":
+        return ""
+    needs = {"mpi": "mpi4py", "horovod": "horovod"}[LAUNCHERS[launcher][1]]
+    if importlib.util.find_spec(needs) is None:
+        return f"{needs} is not installed; `make test` installs it"
+    program = LAUNCHERS[launcher][0].split()[0]
+    return "" if shutil.which(program, path=_path()) else f"no {program}; `make test` installs it"
+
+
+def launch(launcher: str, workers: int, script: Path, *arguments: str, timeout: float) -> Ended:
+    """``workers`` workers on this machine, started by ``launcher``."""
+    command = LAUNCHERS[launcher][0].format(n=workers).split()
+    at = command.index("python")
+    command[at] = sys.executable
+    more = {"AGMERGE_BACKEND": "mpi"} if launcher == "mpirun, mpi4py" else {}
+    return run([*command, str(script), *arguments], timeout, PATH=_path(), **more)
+
+
+def _path() -> str:
+    """The programs of this environment first: horovodrun looks for mpirun there."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
 def torchrun(workers: int, script: Path, *arguments: str, timeout: float) -> Ended:
     """``torchrun`` on this machine, at a free port."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={workers}"]
-    return run([*launcher, str(script), *arguments], timeout)
+    return launch("torchrun", workers, script, *arguments, timeout=timeout)
 
 
 def by_hand(workers: int, script: Path, *arguments: str, timeout: float) -> list[Ended]:

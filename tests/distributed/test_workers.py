@@ -1,26 +1,65 @@
-"""Real workers over torch.distributed and Gloo: two and four of them."""
+"""Real workers, two and four of them, under every launcher: one script, unchanged."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import HERE, ROOT, by_hand, results, run, torchrun
+from launching import HERE, LAUNCHERS, ROOT, by_hand, launch, missing, results, run, torchrun
 
 Results = dict[str, list[Any]]
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2 workers", "4 workers"])
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
+SHORT = [("torchrun", 4), *((name, 2) for name in LAUNCHERS)]
+LONG = [(name, 4) for name in LAUNCHERS if name != "torchrun"]
+CASES = [pytest.param(one, id=f"{one[0]}, {one[1]} workers") for one in SHORT]
+CASES += [pytest.param(one, id=f"{one[0]}, {one[1]} workers", marks=pytest.mark.long) for one in LONG]
+
+
+class Launches:
+    """Each launch is made once; its results serve all tests."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._found: dict[tuple[str, int], Results] = {}
+
+    def of(self, launcher: str, workers: int) -> Results:
+        """What every rank wrote in every scenario."""
+        case = (launcher, workers)
+        if case not in self._found:
+            folder = self._folder / f"{launcher} {workers}"
+            folder.mkdir()
+            ended = launch(launcher, workers, HERE / "scenarios.py", str(folder), timeout=300)
+            assert ended.code == 0, ended.output[-6000:]
+            self._found[case] = results(folder, workers)
+        return self._found[case]
+
+
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
+    """All launches of this file."""
+    return Launches(tmp_path_factory.mktemp("workers"))
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest) -> tuple[str, int]:
+    """A launcher and a number of workers. Where it is not installed there is nothing to test, unless it must be."""
+    launcher, workers = request.param
+    why = missing(launcher)
+    if why and os.environ.get("AGMERGE_TEST_ALL_LAUNCHERS") != "1":
+        pytest.skip(why)
+    assert not why, why
+    return launcher, workers
+
+
+@pytest.fixture(scope="module")
+def found(case: tuple[str, int], launches: Launches) -> Results:
     """What every rank wrote in every scenario, from one launch."""
-    folder = tmp_path_factory.mktemp("workers")
-    ended = torchrun(request.param, HERE / "scenarios.py", str(folder), timeout=300)
-    assert ended.code == 0, ended.output[-6000:]
-    yield results(folder, request.param)
+    return launches.of(*case)
 
 
 pytestmark = pytest.mark.timeout(400)
@@ -89,10 +128,19 @@ def test_the_sentinel_names_parameter_and_ranks(found: Results) -> None:
     assert "'2.weight'" in text and "on rank 1" in text
 
 
-def test_the_modules_own_collectives(found: Results) -> None:
-    size = len(found["collectives"])
+def test_all_backends_train_alike(case: tuple[str, int], found: Results, launches: Launches) -> None:
+    reference = launches.of("torchrun", case[1])
+    # A sum of two does not depend on the order of adding, one of four does: there only ordered sums are equal.
+    always, of_two = ["density_one"], ["awkward", "large_batch", "resume", "changes", "recipes"]
+    for name in always + (of_two if case[1] == 2 else []):
+        assert found[name] == reference[name], name
+    assert all(difference < 1e-5 for difference in found["large_batch"])
+
+
+def test_the_modules_own_collectives(case: tuple[str, int], found: Results) -> None:
+    size, backend = case[1], LAUNCHERS[case[0]][1]
     for rank, seen in enumerate(found["collectives"]):
-        assert (seen["backend"], seen["rank"], seen["size"], seen["local"]) == ("torch", rank, size, [rank, size])
+        assert (seen["backend"], seen["rank"], seen["size"], seen["local"]) == (backend, rank, size, [rank, size])
         assert seen["average"] == (size - 1) / 2 and seen["sum"] == size * (size - 1) // 2
         assert seen["gathered"] == [i for r in range(size) for i in range(r + 1)]
         assert seen["broadcast"] == size - 1 and seen["object"] == {"rank": 1}

@@ -1,0 +1,168 @@
+"""Horovod: NCCL for tensors on a GPU (not tested on one yet), MPI or Gloo for tensors on the CPU.
+
+Horovod matches calls by name, so every communicator puts its own prefix in front of stable names.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from agmerge.backends.base import Backend, Handle
+from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost, RankMismatchError
+
+# Set before hvd.init() unless the user has set them. Merging is ours: Horovod's own fusion depends on timing,
+# and so do the bits it gives; its cycle is how long a message may lie before it leaves.
+SETTINGS = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_CYCLE_TIME": "0.1", "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+SHORTEST, LONGEST = 2e-5, 1e-3  # seconds between two looks at a handle
+
+
+def initialised() -> bool:
+    """Whether the script has already called ``hvd.init()``."""
+    hvd = sys.modules.get("horovod.torch")
+    return hvd is not None and bool(hvd.is_initialized())
+
+
+def launched(env: Mapping[str, str]) -> bool:
+    """Whether horovodrun has started this process."""
+    return "HOROVOD_RANK" in env
+
+
+def has_mpi() -> bool:
+    """Whether Horovod's torch part is here, loads, and was built with MPI."""
+    try:
+        import horovod.torch as hvd
+    except Exception:  # a broken build fails in many ways
+        return False
+    return bool(hvd.mpi_built())
+
+
+def open(env: Mapping[str, str], timeout: float) -> HorovodBackend:
+    """Initialise Horovod, or take it as the script has initialised it."""
+    try:
+        import horovod.torch as hvd
+    except Exception as error:
+        raise AGMergeError(
+            f"the horovod backend needs Horovod with its torch part ({error}); `python -m agmerge doctor` says how "
+            "to build it"
+        ) from error
+    owned = not hvd.is_initialized()
+    if owned:
+        for name, value in SETTINGS.items():
+            os.environ.setdefault(name, value)
+        hvd.init()
+    return HorovodBackend(hvd, None, "agmerge", owned=owned)
+
+
+class HorovodHandle(Handle):
+    """A handle of Horovod's. ``place`` puts the result where it belongs, once."""
+
+    def __init__(self, hvd: Any, handle: int, name: str, place: Callable[[Any], object]) -> None:
+        self._hvd, self._handle, self._name, self._place = hvd, handle, name, place
+        self._waited = False
+
+    def done(self) -> bool:
+        return self._waited or bool(self._hvd.poll(self._handle))
+
+    def wait(self, timeout: float) -> None:
+        deadline, pause = time.monotonic() + timeout, SHORTEST
+        while not self.done():
+            if time.monotonic() > deadline:
+                raise CollectiveTimeout(f"{self._name}: no answer from all ranks within {timeout:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST)
+        if self._waited:
+            return
+        self._waited = True
+        try:
+            self._place(self._hvd.synchronize(self._handle))
+        except RuntimeError as error:
+            kind = RankMismatchError if "Mismatched" in str(error) else PeerLost
+            raise kind(f"{self._name}: {error}") from error
+
+
+class HorovodBackend(Backend):
+    """The ranks of one process set (None: all), under one prefix."""
+
+    name = "horovod"
+
+    def __init__(self, hvd: Any, process_set: Any, prefix: str, *, owned: bool = False) -> None:
+        self._hvd, self._set, self._prefix, self._owned = hvd, process_set, prefix, owned
+        self._ranks = list(process_set.ranks) if process_set is not None else list(range(hvd.size()))
+        self.rank, self.size = self._ranks.index(hvd.rank()), len(self._ranks)
+        self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
+        self._children = 0
+
+    def _options(self, name: str) -> dict[str, Any]:
+        options: dict[str, Any] = {"name": f"{self._prefix}/{name}"}
+        return options if self._set is None else {**options, "process_set": self._set}
+
+    def all_reduce(self, tensor: torch.Tensor, name: str) -> Handle:
+        sent = tensor.float() if tensor.dtype == torch.bfloat16 else tensor  # Horovod does not know bfloat16
+        sent = torch.view_as_real(sent) if sent.is_complex() else sent
+        handle = self._hvd.allreduce_async_(sent, op=self._hvd.Sum, **self._options(name))
+
+        def place(result: torch.Tensor) -> None:
+            if sent.data_ptr() != tensor.data_ptr():
+                tensor.copy_(result)
+
+        return HorovodHandle(self._hvd, handle, name, place)
+
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
+        handle = self._hvd.allgather_async(_bytes(tensor), **self._options(name))
+        return HorovodHandle(self._hvd, handle, name, _bytes(out).copy_)
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        tensor: torch.Tensor,
+        out_splits: Sequence[int],
+        splits: Sequence[int],
+        name: str,
+    ) -> Handle:
+        lengths = torch.tensor([tensor.element_size() * n for n in splits], dtype=torch.int32)
+        handle = self._hvd.alltoall_async(_bytes(tensor), splits=lengths, **self._options(name))
+        return HorovodHandle(self._hvd, handle, name, lambda result: _bytes(out).copy_(_first(result)))
+
+    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
+        sent = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+        handle = self._hvd.reducescatter_async(sent, op=self._hvd.Sum, **self._options(name))
+        return HorovodHandle(self._hvd, handle, name, out.copy_)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Handle:
+        handle = self._hvd.broadcast_async_(_bytes(tensor), self._ranks[root], **self._options(name))
+        return HorovodHandle(self._hvd, handle, name, lambda result: None)
+
+    def barrier(self, name: str) -> Handle:
+        return self.all_reduce(torch.zeros(1), name)
+
+    def duplicate(self, label: str, timeout: float) -> HorovodBackend:
+        return HorovodBackend(self._hvd, self._set, self._child())
+
+    def subgroup(self, ranks: Sequence[int], label: str, timeout: float) -> HorovodBackend | None:
+        prefix, members = self._child(), [self._ranks[rank] for rank in ranks]
+        process_set = self._hvd.add_process_set(members)
+        return HorovodBackend(self._hvd, process_set, prefix) if self.rank in ranks else None
+
+    def close(self) -> None:
+        if self._owned and self._hvd.is_initialized():
+            self._hvd.shutdown()
+
+    def _child(self) -> str:
+        # Stable and short: the cache of responses goes by name.
+        self._children += 1
+        return f"{self._prefix}.{self._children}"
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor: any dtype travels, also those that Horovod does not know."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _first(result: Any) -> Any:
+    return result[0] if isinstance(result, tuple) else result

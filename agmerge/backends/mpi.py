@@ -1,0 +1,239 @@
+"""MPI through mpi4py, for tensors on the CPU.
+
+One thread makes every MPI call and keeps testing what is under way: without it a collective advances only
+while somebody waits for it, and nothing overlaps with the backward pass.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from agmerge.backends.base import Backend, Handle
+from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost
+
+PAUSE = 5e-5  # seconds between two looks at what is under way: costs little, and adds little to a message
+LARGEST = 2**31 - 1  # elements, or bytes where bytes are moved, of one MPI call
+
+
+def launched(env: Mapping[str, str]) -> bool:
+    """Whether an MPI launcher has started this process."""
+    return any(key in env for key in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"))
+
+
+def open(env: Mapping[str, str], timeout: float) -> MpiBackend:
+    """Join ``COMM_WORLD``; MPI is initialised here if it was not."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise AGMergeError(
+            f"the mpi backend needs mpi4py and an MPI library ({error}); `python -m agmerge doctor` says how to "
+            "install them"
+        ) from error
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        raise AGMergeError("the mpi backend needs MPI_THREAD_SERIALIZED; leave mpi4py.rc.thread_level as it is")
+    _abort_on_error(MPI)
+    progress = Progress()
+    world = progress.call(MPI.COMM_WORLD.Dup)
+    node = progress.call(lambda: world.Split_type(MPI.COMM_TYPE_SHARED))
+    return MpiBackend(MPI, progress, world, node.Get_rank(), node.Get_size())
+
+
+def _abort_on_error(MPI: Any) -> None:
+    """An uncaught exception ends the job: else this rank waits in MPI_Finalize for ranks that wait for it."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        sys.stderr.flush()
+        if MPI.COMM_WORLD.Get_size() > 1 and not MPI.Is_finalized():
+            MPI.COMM_WORLD.Abort(1)
+
+    sys.excepthook = hook
+
+
+class Call:
+    """One call of MPI, from the moment it is handed to the thread that makes it."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._request: Any = None
+        self.error: Exception | None = None
+        self.ended = threading.Event()
+
+    def running(self) -> bool:
+        """Begin, or go on; False when it has ended. On the thread only."""
+        try:
+            if self._request is None:
+                self._request = self._make()
+            if self._request is not None and not self._request.Test():
+                return True
+        except Exception as error:
+            self.error = error
+        self.ended.set()
+        return False
+
+
+class Progress:
+    """The thread that talks to MPI. Calls are made in the order in which they were handed in."""
+
+    def __init__(self) -> None:
+        self._calls: deque[Call] = deque()
+        self._wake = threading.Event()
+        self._end = False
+        self._thread = threading.Thread(target=self._run, name="agmerge mpi", daemon=True)
+        self._thread.start()
+        atexit.register(self.end)  # runs before mpi4py's own, which finalises
+
+    def start(self, make: Callable[[], Any]) -> Call:
+        """Have ``make()`` called. What it returns is a request to be tested until it is complete, or None."""
+        call = Call(make)
+        self._calls.append(call)
+        self._wake.set()
+        return call
+
+    def call(self, make: Callable[[], Any]) -> Any:
+        """The result of ``make()``, which may block."""
+        found: list[Any] = []
+        call = self.start(lambda: found.append(make()))
+        call.ended.wait()
+        if call.error is not None:
+            raise AGMergeError(f"MPI: {call.error}") from call.error
+        return found[0]
+
+    def end(self) -> None:
+        """Stop the thread; calls that are under way stay unfinished."""
+        self._end = True
+        self._wake.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        # Not queue.SimpleQueue.get(timeout): with time-outs as short as these CPython 3.11's can wait for ever.
+        under_way: list[Call] = []
+        while not self._end:
+            if under_way and not self._calls:
+                time.sleep(PAUSE)
+            elif not self._calls:
+                self._wake.wait()
+                self._wake.clear()
+            while self._calls:
+                under_way.append(self._calls.popleft())
+            under_way = [call for call in under_way if call.running()]
+
+
+class MpiHandle(Handle):
+    """A call under way. Keeps its tensors alive through ``make``."""
+
+    def __init__(self, call: Call, name: str) -> None:
+        self._call, self._name = call, name
+
+    def done(self) -> bool:
+        return self._call.ended.is_set()
+
+    def wait(self, timeout: float) -> None:
+        if not self._call.ended.wait(timeout):
+            raise CollectiveTimeout(f"{self._name}: no answer from all ranks within {timeout:g} s")
+        if self._call.error is not None:
+            raise PeerLost(f"{self._name}: MPI failed ({self._call.error})") from self._call.error
+
+
+class MpiBackend(Backend):
+    """One MPI communicator."""
+
+    name = "mpi"
+
+    def __init__(self, MPI: Any, progress: Progress, comm: Any, local_rank: int, local_size: int) -> None:
+        self._mpi, self._progress, self._comm = MPI, progress, comm
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self.local_rank, self.local_size = local_rank, local_size
+
+    def _start(self, name: str, make: Callable[[], Any]) -> Handle:
+        return MpiHandle(self._progress.start(make), name)
+
+    def all_reduce(self, tensor: torch.Tensor, name: str) -> Handle:
+        numbers, op = self._numbers(tensor, name)
+        return self._start(name, lambda: self._comm.Iallreduce(self._mpi.IN_PLACE, numbers, op))
+
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
+        mine, all_ = self._bytes(tensor, name), self._bytes(out, name)
+        return self._start(name, lambda: self._comm.Iallgather(mine, all_))
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        tensor: torch.Tensor,
+        out_splits: Sequence[int],
+        splits: Sequence[int],
+        name: str,
+    ) -> Handle:
+        size = tensor.element_size()
+        send = [self._bytes(tensor, name)[0], [size * n for n in splits], self._mpi.BYTE]
+        receive = [self._bytes(out, name)[0], [size * n for n in out_splits], self._mpi.BYTE]
+        return self._start(name, lambda: self._comm.Ialltoallv(send, receive))
+
+    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
+        (send, op), (receive, _) = self._numbers(tensor, name), self._numbers(out, name)
+        return self._start(name, lambda: self._comm.Ireduce_scatter_block(send, receive, op))
+
+    def broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Handle:
+        data = self._bytes(tensor, name)
+        return self._start(name, lambda: self._comm.Ibcast(data, root))
+
+    def barrier(self, name: str) -> Handle:
+        return self._start(name, self._comm.Ibarrier)
+
+    def duplicate(self, label: str, timeout: float) -> MpiBackend:
+        comm = self._progress.call(self._comm.Dup)
+        return MpiBackend(self._mpi, self._progress, comm, self.local_rank, self.local_size)
+
+    def subgroup(self, ranks: Sequence[int], label: str, timeout: float) -> MpiBackend | None:
+        member = self.rank in ranks
+        color = 0 if member else self._mpi.UNDEFINED
+        key = list(ranks).index(self.rank) if member else 0
+        comm = self._progress.call(lambda: self._comm.Split(color, key))
+        return MpiBackend(self._mpi, self._progress, comm, self.local_rank, self.local_size) if member else None
+
+    def close(self) -> None:
+        """Nothing: freeing a communicator is collective, and MPI_Finalize frees them all."""
+
+    def _bytes(self, tensor: torch.Tensor, name: str) -> list[Any]:
+        """``tensor`` as bytes, for calls that only move it."""
+        return [_flat(tensor, name).view(torch.uint8).numpy(), self._mpi.BYTE]
+
+    def _numbers(self, tensor: torch.Tensor, name: str) -> tuple[list[Any], Any]:
+        """``tensor`` as numbers, and the operation that adds them."""
+        flat = _flat(torch.view_as_real(tensor) if tensor.is_complex() else tensor, name)
+        if flat.dtype in (torch.float16, torch.bfloat16):
+            kind, op = _sixteen_bits(self._mpi, flat.dtype)
+            return [flat.view(torch.uint8).numpy(), flat.numel(), kind], op
+        return [flat.numpy(), self._mpi._typedict[flat.numpy().dtype.char]], self._mpi.SUM
+
+
+@functools.cache
+def _sixteen_bits(MPI: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+    """A type and a sum for 16-bit floats, which MPI does not have: pairs of bytes, added here."""
+
+    def add(received: Any, total: Any, kind: Any) -> None:
+        torch.frombuffer(total, dtype=dtype).add_(torch.frombuffer(received, dtype=dtype))
+
+    return MPI.BYTE.Create_contiguous(2).Commit(), MPI.Op.Create(add, True)
+
+
+def _flat(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    if tensor.device.type != "cpu":
+        raise AGMergeError(
+            f"{name}: the mpi backend moves tensors on the CPU, this one is on {tensor.device}; launch with "
+            "torchrun, or build Horovod, for tensors on a GPU"
+        )
+    if tensor.numel() * tensor.element_size() > LARGEST:
+        raise AGMergeError(f"{name}: a message of 2 GiB or more is too large for MPI; use smaller merge buffers")
+    return tensor.detach().view(-1)
