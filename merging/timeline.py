@@ -76,7 +76,8 @@ def check_mode(mode: str) -> None:
 
 def _selection(plan: Plan, profile: Profile, costs: Costs, mode: str) -> tuple[Reals, Reals]:
     """Return seconds of selection after each tensor, shape (n,), and after each merge buffer, shape (m,)."""
-    tensors, buffers = np.zeros(len(profile)), np.zeros(len(plan.counts))
+    tensors: Reals = np.zeros(len(profile))
+    buffers: Reals = np.zeros(len(plan.counts))
     if mode == "ahead":
         tensors = np.where(np.repeat(plan.dense, plan.counts), 0.0, costs.sparsify(profile.work))
     elif mode == "behind":
