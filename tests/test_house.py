@@ -1,4 +1,4 @@
-"""The house rules of DESIGN section 2, read off the sources; and proof that each rule can be broken."""
+"""The house rules, read off the sources; and proof that each rule can be broken."""
 
 from __future__ import annotations
 

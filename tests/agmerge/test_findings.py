@@ -1,4 +1,4 @@
-"""What went wrong elsewhere does not go wrong here: findings of ecosystem.md §0 and rows of its §4.1, by number."""
+"""What went wrong elsewhere does not go wrong here: findings about Horovod and DDP, each test by its number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""G2, G3, G7 and G11 of ecosystem.md §4.2, as DESIGN refines them. Two more files hold G1, and G12 with G13."""
+"""G2, G3, G7 and G11 of docs/guarantees.md. Two more files hold G1, and G12 with G13."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What DESIGN section 4 promises by name, and what the package may import."""
+"""What the package promises by name, and what it may import."""
 
 from __future__ import annotations
 
