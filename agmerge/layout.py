@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -40,12 +41,12 @@ class Slot:
     lane: Lane
     offset: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the tensor, padding not counted."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def end(self) -> int:
         """Where the next tensor of the lane starts."""
         return self.offset + padded(self.numel)
@@ -58,27 +59,27 @@ class Segment:
     lane: Lane
     slots: tuple[Slot, ...]
 
-    @property
+    @cached_property
     def start(self) -> int:
         """First element, in the lane."""
         return self.slots[0].offset
 
-    @property
+    @cached_property
     def stop(self) -> int:
         """One past the last element, padding included."""
         return self.slots[-1].end
 
-    @property
+    @cached_property
     def length(self) -> int:
         """Elements, padding included."""
         return self.stop - self.start
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of its tensors, padding not counted: what a density refers to."""
         return sum(slot.numel for slot in self.slots)
 
-    @property
+    @cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes that the segment concatenates; padding appears as a 1-D shape of its own."""
         shapes: list[tuple[int, ...]] = []

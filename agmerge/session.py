@@ -10,6 +10,7 @@ import json
 import zlib
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class Route:
     exchange: Exchange
     segments: tuple[Segment, ...]
 
-    @property
+    @cached_property
     def slots(self) -> list[Slot]:
         """The tensors of the message, in the order of its used bits."""
         return [slot for segment in self.segments for slot in segment.slots]
@@ -67,8 +68,8 @@ def routes(segments: Sequence[Segment], size: int) -> list[list[Segment]]:
         here = [segment for segment in segments if segment.lane.device == device]
         sparse = [segment for segment in here if segment.lane.sparse]
         dense = [segment for segment in here if not segment.lane.sparse]
-        size_of = sum(segment.length * segment.lane.dtype.itemsize for segment in dense)
-        if sparse and size_of * (size - 1) * (1 - 2 / size) <= RIDE:
+        riding = sum(segment.length * segment.lane.dtype.itemsize for segment in dense)
+        if sparse and riding * (size - 1) * (1 - 2 / size) <= RIDE:
             messages.append(sparse + dense)
         else:
             messages += [sparse] if sparse else []

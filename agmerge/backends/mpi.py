@@ -209,13 +209,13 @@ class MpiBackend(Backend):
         """``tensor`` as bytes, for calls that only move it."""
         return [_flat(tensor, name).view(torch.uint8).numpy(), self._mpi.BYTE]
 
-    def _numbers(self, tensor: torch.Tensor, name: str) -> tuple[list[Any], Any]:
+    def _numbers(self, tensor: torch.Tensor, name: str) -> tuple[Any, Any]:
         """``tensor`` as numbers, and the operation that adds them."""
         flat = _flat(torch.view_as_real(tensor) if tensor.is_complex() else tensor, name)
         if flat.dtype in (torch.float16, torch.bfloat16):
             kind, op = _sixteen_bits(self._mpi, flat.dtype)
             return [flat.view(torch.uint8).numpy(), flat.numel(), kind], op
-        return [flat.numpy(), self._mpi._typedict[flat.numpy().dtype.char]], self._mpi.SUM
+        return flat.numpy(), self._mpi.SUM
 
 
 @functools.cache

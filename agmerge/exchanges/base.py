@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,7 +47,6 @@ class Pending:
     message: torch.Tensor
     received: torch.Tensor
     extra: Any = None
-    arrived: Control | None = field(default=None)
 
 
 class Exchange(ABC):

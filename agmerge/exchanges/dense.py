@@ -93,8 +93,7 @@ class DenseExchange(Exchange):
             self._gather_shards(pending).wait(self.timeout)
         start = pending.loads[0].segment.length
         tail = pending.message[start:].tolist()
-        pending.arrived = _decode(tail, pending.control, pending.name)
-        return pending.arrived
+        return _decode(tail, pending.control, pending.name)
 
     def _gather_shards(self, pending: Pending) -> Handle:
         """Add this rank's shard in rank order, in the dtype of ``work``, and hand it round."""
@@ -108,10 +107,11 @@ class DenseExchange(Exchange):
 
     def finish(self, pending: Pending) -> None:
         (load,) = pending.loads
-        load.update.copy_(pending.message[: load.segment.length])
-        factor = self.scale * self.predivide
-        if factor != 1.0:
-            load.update.mul_(factor)
+        total, factor = pending.message[: load.segment.length], self.scale * self.predivide
+        if total.dtype == load.update.dtype:
+            torch.mul(total, factor, out=load.update)  # one pass
+        else:
+            load.update.copy_(total).mul_(factor)  # widened first: the product is not rounded to the wire's dtype
 
 
 def largest_summand(dtype: torch.dtype, size: int) -> float:

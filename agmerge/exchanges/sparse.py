@@ -43,8 +43,8 @@ class SparseExchange(Exchange):
     def wait(self, pending: Pending) -> Control:
         pending.handle.wait(self.timeout)
         messages = pending.received.view(self.comm.size, -1)
-        pending.arrived = pending.extra.read_headers(messages, pending.control, pending.name)
-        return pending.arrived
+        layout: Format = pending.extra
+        return layout.read_headers(messages, pending.control, pending.name)
 
     def finish(self, pending: Pending) -> None:
         layout: Format = pending.extra
