@@ -16,9 +16,14 @@ import torch
 
 import merging
 import sparsifiers
+from agmerge import process_sets
+from agmerge.backends import horovod
+from agmerge.groups import Groups
+from agmerge.groups import checked as checked_groups
 from agmerge.handshake import Fact
 from agmerge.ops import Average, Compression, ReduceOp
 
+MERGING = "threshold"  # the default planner
 SMALL = 1024  # elements; a smaller tensor costs more to select from than to send
 CASTS = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -34,6 +39,8 @@ class Config:
     memory: sparsifiers.Memory
     planner: merging.Planner | None
     plan: merging.Plan | None
+    groups: Groups | None  # plans by themselves; the planner is then not asked
+    process_set: process_sets.ProcessSet
     dense: DenseRule
     patterns: tuple[re.Pattern[str], ...]  # those that `dense` was made from, if it was
     op: ReduceOp
@@ -77,6 +84,8 @@ class Config:
     @property
     def merging(self) -> str:
         """Where plans come from, as text."""
+        if self.groups is not None:
+            return "groups"  # which: said tensor by tensor
         return f"plan {self.plan.digest()}" if self.plan else repr(self.planner)
 
     def facts(self) -> list[Fact]:
@@ -116,6 +125,9 @@ def resolve(
     timeout: float,
     check_every: int,
     unused: str,
+    groups: Any,
+    num_groups: Any,
+    process_set: Any,
     **later: Any,
 ) -> Config:
     """Check every argument; raises ``ValueError`` or ``TypeError`` that says which and why."""
@@ -126,8 +138,7 @@ def resolve(
     _choice("wire_check", wire_check, ("header",), later=("payload", "none"))
     _choice("dense_sum", dense_sum, ("native", "ordered"))
     _choice("unused", unused, ("none", "zero"))
-    if not isinstance(op, ReduceOp):
-        raise ValueError(f"op must be agmerge.Average or agmerge.Sum, not {op!r}")
+    op = _reduction(op)
     if not isinstance(backward_passes_per_step, int) or backward_passes_per_step <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
     if gradient_predivide_factor != 1.0 and op is not Average:
@@ -140,12 +151,17 @@ def resolve(
         raise ValueError(f"check_every must be a number of steps (0: never), not {check_every!r}")
     sparsifier, cast = _compressor(compression, density)
     planner, plan = _planner(merging)
+    chosen = checked_groups(groups, num_groups)
+    if chosen is not None and merging != MERGING:
+        raise ValueError(f"merging={merging!r} and groups both say which gradients share a message; give one of them")
     return Config(
         sparsifier=sparsifier,
         cast=cast,
         memory=_memory(memory, sparsifier, cast),
         planner=planner,
         plan=plan,
+        groups=chosen,
+        process_set=process_sets.checked(process_set),
         dense=_dense_rule(dense),
         patterns=() if dense is None or callable(dense) else tuple(map(re.compile, dense)),
         op=op,
@@ -179,9 +195,20 @@ def _choice(
     raise ValueError(f"{name}={value!r} {why}; choose from: {', '.join(map(repr, allowed))}")
 
 
+def _reduction(op: Any) -> ReduceOp:
+    """``op`` as ours, also where the script says it with a constant of Horovod's."""
+    name = horovod.reduction(op)
+    if isinstance(op, ReduceOp):
+        return op
+    if name in ("average", "sum"):
+        return ReduceOp(name)
+    raise ValueError(f"op must be agmerge.Average or agmerge.Sum, not {name or repr(op)}")
+
+
 def _compressor(compression: Any, density: Any) -> tuple[sparsifiers.Sparsifier | None, torch.dtype | None]:
     if isinstance(compression, Compression):
         compression = compression.value
+    compression = horovod.compression(compression) or compression
     if isinstance(density, (dict, str)):
         raise ValueError(f"density={density!r}: densities by pattern or by importance are not built yet; give a number")
     try:
@@ -199,6 +226,11 @@ def _compressor(compression: Any, density: Any) -> tuple[sparsifiers.Sparsifier 
             )
         return compression, None
     if not isinstance(compression, str):
+        if hasattr(compression, "compress") and hasattr(compression, "decompress"):
+            raise TypeError(
+                f"compression={compression!r}: of Horovod's compressors only none and fp16 are taken; one of your own "
+                "is a sparsifiers.Sparsifier here"
+            )
         raise TypeError(
             f"compression={compression!r}: give a name ({_compressor_names()}), a sparsifiers.Sparsifier, "
             "or agmerge.Compression.none | .fp16 | .bf16"

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 
 import merging as planning
-from agmerge import sentinel
+from agmerge import process_sets, sentinel
 from agmerge.backends import Backend
 from agmerge.config import Config
 from agmerge.errors import AGMergeError
@@ -48,6 +48,7 @@ class Engine:
         self.members, self.config, self.passes = members, config, config.passes
         self.stats = Stats()
         self.comm: Backend | None = None
+        self.outside = False  # of the process set: this rank steps by itself
         self.session: Session | None = None
         self.steps = 0  # committed exchanges; after load_state_dict() the checkpoint's
         self._clock = 0  # the same as of the last agreement, so equal on every rank: what messages say
@@ -71,9 +72,13 @@ class Engine:
 
     def connect(self, world: Backend) -> None:
         """Take a communicator of its own and shake hands (G1). Collective."""
-        self.comm = world.duplicate("agmerge optimizer", self.config.timeout)
         facts = [("library version", __version__), *self.config.facts()]
         facts += model_facts(self._members(), self.config)
+        self.comm = process_sets.communicator(world, self.config.process_set, self.config.timeout)
+        self.outside = self.comm is None
+        if self.comm is None:
+            self._hooks.remove()
+            return
         advice = "Give every rank the same model and the same arguments."
         agree(self.comm, facts, what="DistributedOptimizer", advice=advice, timeout=self.config.timeout)
 
@@ -161,7 +166,7 @@ class Engine:
         """Send what is left, receive, and make every ``p.grad`` the agreed update. Collective."""
         with self._lock:
             self._check_unbroken()
-            if self.synchronized:
+            if self.outside or self.synchronized:
                 return  # nothing new: a backward pass would have begun another round
             with self._breaking():
                 round_ = self._attempt()
@@ -174,6 +179,8 @@ class Engine:
 
     def end_step(self) -> None:
         """The inner optimizer has stepped: the residuals change places."""
+        if self.outside:
+            return
         assert self.session is not None and self.comm is not None
         self.session.swap()
         self.steps = self._clock = self._clock + 1

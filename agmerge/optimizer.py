@@ -46,7 +46,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     * ``backward_passes_per_step``: gradients of so many passes are summed locally, not averaged.
     * ``op``: ``Average`` or ``Sum``. ``gradient_predivide_factor``: f; dense sums are of ``g / f`` and multiplied
       by f afterwards, against overflow (sparse values are scaled before they are added anyway).
-    * ``sparse_as_dense``: gradients of sparse layout are made dense; without it they are an error.
+    * ``groups``: a number of groups, or lists of parameters: one merge buffer each, instead of ``merging``.
+      ``num_groups``: its old name. ``sparse_as_dense``: gradients of sparse layout are made dense; without it they
+      are an error. ``process_set``: a Horovod process set, or the ranks (on any backend) that exchange gradients;
+      the others step by themselves.
     * ``density``: elements sent / elements, ``exchange``: how messages are combined; both of the sparse lane, so
       they mean nothing to ``"none" | "fp16" | "bf16"``, which send every element.
     * ``memory``: ``"residual"`` keeps what is not sent (the default where anything is dropped), ``"none"`` drops it.
@@ -211,7 +214,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if self._engine.synchronized:
                 warnings.warn(TWICE, stacklevel=2)
             self.synchronize()
-        elif not self._engine.synchronized:
+        elif not self._engine.synchronized and not self._engine.outside:
             raise AGMergeError(
                 "step() inside skip_synchronize(), but the gradients have not been combined: call synchronize() after "
                 "the last backward(), or step() outside"
@@ -241,7 +244,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._engine.close()
 
     def _connect_once(self) -> None:
-        if self._engine.comm is None:  # unpickled or copied
+        if self._engine.comm is None and not self._engine.outside:  # unpickled or copied
             self._engine.connect(runtime.world())
 
     # -- state and figures ----------------------------------------------------------------------------------

@@ -50,10 +50,12 @@ class Route:
 
 def model_facts(members: Sequence[Member], config: Config) -> list[Fact]:
     """What ranks must agree on about the model: every tensor, in the order of the groups."""
+    groups = config.groups.by_name(members) if config.groups is not None else []
+    group_of = {name: f" group {number}" for number, group in enumerate(groups) for name in group}
     facts: list[Fact] = []
     for i, member in enumerate(members):
         lane = "sparse" if config.sparse(member.name, member.parameter) else "dense"
-        facts.append((f"tensor {i}", f"{member.name} {member.describe()} {lane}"))
+        facts.append((f"tensor {i}", f"{member.name} {member.describe()} {lane}{group_of.get(member.name, '')}"))
     return facts
 
 
@@ -225,6 +227,8 @@ def _make_plan(
         return recorded
     # Reversed registration stands in for tensors that no backward pass has reached yet.
     names = list(dict.fromkeys([*(name for name in order if name in parameters), *reversed(list(parameters))]))
+    if config.groups is not None:
+        return config.groups.plan(members, names)
     if config.plan is not None:
         config.plan.check(len(names))
         return merging.Plan(config.plan.counts, config.plan.dense, config.plan.labels, tuple(names))

@@ -42,6 +42,27 @@ def has_mpi() -> bool:
     return bool(hvd.mpi_built())
 
 
+def reduction(op: object) -> str | None:
+    """What a constant of Horovod's means ("average", "sum", "adasum", ...); None for anything else."""
+    hvd = sys.modules.get("horovod.torch")
+    if hvd is None or type(op) is not int:
+        return None
+    names = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
+    return next((name.lower() for name in names if getattr(hvd, name, None) == op), None)
+
+
+def compression(given: object) -> str | None:
+    """The name of one of Horovod's own compressors ("none", "fp16"); None for anything else."""
+    if getattr(given, "__module__", None) != "horovod.torch.compression":
+        return None
+    return {"NoneCompressor": "none", "FP16Compressor": "fp16"}.get(getattr(given, "__name__", ""))
+
+
+def is_process_set(given: object) -> bool:
+    """Whether this is a process set of Horovod's."""
+    return type(given).__module__ == "horovod.common.process_sets"
+
+
 def open(env: Mapping[str, str], timeout: float) -> HorovodBackend:
     """Initialise Horovod, or take it as the script has initialised it."""
     try:
@@ -97,6 +118,17 @@ class HorovodBackend(Backend):
         self.rank, self.size = self._ranks.index(hvd.rank()), len(self._ranks)
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
         self._children = 0
+        self._of_sets: dict[int, int] = {}
+
+    def over(self, process_set: Any) -> HorovodBackend | None:
+        """A communicator over a process set that Horovod knows, None on ranks outside. Not collective."""
+        if process_set.process_set_id is None:
+            raise ValueError(f"process_set={process_set}: Horovod does not know it; hvd.add_process_set() it first")
+        if not process_set.included():
+            return None
+        # Counted by set: ranks outside may never make this call, and all ranks must go on agreeing on names.
+        number = self._of_sets[process_set.process_set_id] = self._of_sets.get(process_set.process_set_id, 0) + 1
+        return HorovodBackend(self._hvd, process_set, f"{self._prefix}.set{process_set.process_set_id}.{number}")
 
     def _options(self, name: str) -> dict[str, Any]:
         options: dict[str, Any] = {"name": f"{self._prefix}/{name}"}
@@ -146,8 +178,19 @@ class HorovodBackend(Backend):
 
     def subgroup(self, ranks: Sequence[int], label: str, timeout: float) -> HorovodBackend | None:
         prefix, members = self._child(), [self._ranks[rank] for rank in ranks]
-        process_set = self._hvd.add_process_set(members)
+        process_set = self._process_set(members)
         return HorovodBackend(self._hvd, process_set, prefix) if self.rank in ranks else None
+
+    def _process_set(self, members: list[int]) -> Any:
+        """The process set of these ranks of the world. Horovod refuses to make one that there is already."""
+        from horovod.common import process_sets
+
+        for number, ranks in process_sets._basics._get_process_set_ids_and_ranks().items():
+            if ranks == members:
+                process_set = process_sets.ProcessSet(members)
+                process_set.process_set_id = number
+                return process_set
+        return self._hvd.add_process_set(members)
 
     def close(self) -> None:
         if self._owned and self._hvd.is_initialized():

@@ -19,14 +19,22 @@ from agmerge import testing
 
 MODEL = seeded(mlp)
 
+
+class HorovodStyle:
+    """A compressor as Horovod has them."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, None]:
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Any, context: None) -> Any:
+        return tensor
+
+
 # Arguments, the error, and words that it must have.
 REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     # not built yet
-    ({"num_groups": 2}, ValueError, ["num_groups=2", "not built yet"]),
-    ({"groups": 2}, ValueError, ["groups=2", "not built yet"]),
-    ({"groups": []}, ValueError, ["groups=[]", "not built yet"]),
-    ({"groups": [[torch.ones(1)]]}, ValueError, ["groups=", "not built yet"]),
-    ({"process_set": object()}, ValueError, ["process_set=", "not built yet"]),
     ({"warmup": "dgc"}, ValueError, ["warmup='dgc'", "not built yet"]),
     ({"warmup": 5}, ValueError, ["warmup=5", "not built yet"]),
     ({"warmup": lambda step: 1.0}, ValueError, ["warmup=", "not built yet"]),
@@ -60,6 +68,23 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"merging": "treshold"}, ValueError, ["treshold", "threshold"]),
     ({"merging": 5}, TypeError, ["merging=5", "threshold"]),
     ({"op": "average"}, ValueError, ["op must be agmerge.Average or agmerge.Sum", "'average'"]),
+    ({"compression": HorovodStyle}, TypeError, ["only none and fp16 are taken", "sparsifiers.Sparsifier"]),
+    ({"groups": 0}, ValueError, ["groups should be a non-negative integer or a list of list of torch.Tensor."]),
+    ({"groups": -1}, ValueError, ["groups should be a non-negative integer"]),
+    ({"groups": True}, ValueError, ["groups should be a non-negative integer"]),
+    ({"groups": "two"}, ValueError, ["groups should be a non-negative integer", "'two'"]),
+    ({"groups": [torch.ones(1)]}, ValueError, ["groups should be a non-negative integer", "no list"]),
+    ({"groups": [["0.weight"]]}, ValueError, ["groups must consist of torch.Tensor.", "'0.weight'"]),
+    ({"groups": [[MODEL[0].weight], [MODEL[0].weight]]}, ValueError, ["A parameter can only appear once in groups."]),
+    ({"groups": [[torch.ones(3, requires_grad=True)]]}, ValueError, ["[3]", "no parameter of this optimizer"]),
+    ({"groups": 2, "merging": "single"}, ValueError, ["merging='single'", "groups", "one of them"]),
+    ({"num_groups": -1}, ValueError, ["num_groups=-1", "non-negative integer"]),
+    ({"process_set": object()}, TypeError, ["process_set=", "list of ranks"]),
+    ({"process_set": "01"}, TypeError, ["process_set='01'", "list of ranks"]),
+    ({"process_set": [0.0]}, TypeError, ["process_set=[0.0]", "integers"]),
+    ({"process_set": []}, ValueError, ["process_set=[]", "at least one rank"]),
+    ({"process_set": [0, 0]}, ValueError, ["process_set=[0, 0]", "each once"]),
+    ({"process_set": [-1]}, ValueError, ["process_set=[-1]", "none below 0"]),
     # out of range
     ({"density": 0.0}, ValueError, ["density=0.0"]),
     ({"density": 1.5}, ValueError, ["density=1.5"]),

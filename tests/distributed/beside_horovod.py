@@ -1,11 +1,13 @@
 """The same few steps with Horovod's own optimizer and with ours: ``python beside_horovod.py FOLDER``.
 
-Each finding is a function of a wrapper; it returns a number that is 0 where all is well (or how it failed).
+Each finding is a function of a wrapper; it returns a number that is 0 where all is well (or how it failed). Each
+argument is a function of a wrapper too; what it returns, parameters after some steps, must be the same with both.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -140,8 +142,54 @@ FINDINGS = (
 )
 
 
+# -- arguments that mean the same with both ----------------------------------------------------------------------
+
+
+def trained(wrap: Wrap, dense: str, make: Callable[[], nn.Module] = mlp, **options: Any) -> list[float]:
+    """Parameters after four steps, with Horovod's objects as arguments. ``dense``: ours where none is given."""
+    model = seeded(make, 8)
+    if wrap is agmerge.DistributedOptimizer:
+        options.setdefault("compression", dense)
+    options = {name: value(model) if name == "groups" and callable(value) else value for name, value in options.items()}
+    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters(), **options)
+    steps(model, optimizer, 4)
+    return [round(float(value), 6) for parameter in model.parameters() for value in parameter.flatten()[:20]]
+
+
+class Bag(nn.Module):
+    """An embedding with gradients of sparse layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.EmbeddingBag(64, 10, mode="sum", sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.embedding((x.abs() * 30).long().clamp(max=63))
+
+
+def first_and_last(model: nn.Module) -> list[list[torch.Tensor]]:
+    """A group, with the rest alone."""
+    return [[*model[0].parameters(), *model[4].parameters()]]
+
+
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "compression none": {"compression": hvd.Compression.none},
+    "compression fp16": {"compression": hvd.Compression.fp16},
+    "op sum": {"op": hvd.Sum},
+    "op average": {"op": hvd.Average},
+    "predivide": {"gradient_predivide_factor": 4.0},
+    "groups by number": {"groups": 2},
+    "groups listed": {"groups": first_and_last},
+    "num_groups": {"num_groups": 3},
+    "sparse as dense": {"sparse_as_dense": True, "make": Bag},
+    "process set, all": {"process_set": hvd.global_process_set},
+    "process set, one": {"process_set": "one"},
+}
+
+
 def main(folder: Path) -> None:
-    """Each finding with both optimizers."""
+    """Each finding and each argument with both optimizers."""
+    os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     hvd.init()
     agmerge.init()  # takes the Horovod that it finds
     for finding in FINDINGS:
@@ -150,6 +198,15 @@ def main(folder: Path) -> None:
             "agmerge": finding(agmerge.DistributedOptimizer, agmerge, f"agmerge.{finding.__name__}"),
         }
         (folder / f"{finding.__name__}.{hvd.rank()}.json").write_text(json.dumps(found))
+    one = hvd.add_process_set([1])
+    for argument, options in ARGUMENTS.items():
+        given = {**options, "process_set": one} if options.get("process_set") == "one" else options
+        found = {
+            "horovod": trained(hvd.DistributedOptimizer, "", **given),
+            "agmerge": trained(agmerge.DistributedOptimizer, "none", **given),
+        }
+        (folder / f"{argument}.{hvd.rank()}.json").write_text(json.dumps(found))
+    agmerge.barrier()
     agmerge.shutdown()
     assert hvd.is_initialized()
 

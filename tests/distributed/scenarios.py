@@ -252,6 +252,21 @@ def recipes() -> dict[str, list[str]]:
 
 
 @scenario
+def some_ranks() -> dict[str, list[str]]:
+    """Merge buffers that the script lists, and process sets: the last rank alone, then all, then in two halves."""
+    size, last = agmerge.size(), agmerge.size() - 1
+    halves = [list(range(size // 2)), list(range(size // 2, size))]
+    mine = next(half for half in halves if agmerge.rank() in half)
+    seen: dict[str, list[str]] = {}
+    for name, ranks in {"last": [last], "all": list(range(size)), "halves": mine}.items():
+        model = seeded(mlp, 13)
+        optimizer = wrapped(model, process_set=ranks, groups=[list(model[0].parameters())])
+        seen[name] = steps_of(model, optimizer, range(3))
+        optimizer.close()
+    return seen
+
+
+@scenario
 def sentinel() -> str:
     """A parameter that one rank changes behind the optimizer's back is found by name, on every rank."""
     model = seeded(mlp, 12)

@@ -19,6 +19,19 @@ FINDINGS = (
     "bfloat16",
     "channels_last",
 )
+ARGUMENTS = (
+    "compression none",
+    "compression fp16",
+    "op sum",
+    "op average",
+    "predivide",
+    "groups by number",
+    "groups listed",
+    "num_groups",
+    "sparse as dense",
+    "process set, all",
+    "process set, one",
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,3 +51,12 @@ def test_wrong_there_and_right_here(found: dict[str, list[Any]], finding: str) -
     for rank in found[finding]:
         assert rank["horovod"] > 0
         assert rank["agmerge"] == 0
+
+
+@pytest.mark.parametrize("argument", ARGUMENTS)
+def test_horovods_objects_mean_what_they_mean_there(found: dict[str, list[Any]], argument: str) -> None:
+    for rank in found[argument]:
+        assert rank["agmerge"] == pytest.approx(rank["horovod"], abs=2e-5 if argument == "compression fp16" else 2e-6)
+    first, second = found[argument]
+    alone = argument == "process set, one"
+    assert (first["agmerge"] != second["agmerge"]) is alone

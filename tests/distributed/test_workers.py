@@ -121,6 +121,16 @@ def test_recipes_keep_replicas_equal(found: Results, recipe: str) -> None:
     assert all(seen == ranks[0] for seen in ranks) and len(set(ranks[0])) == len(ranks[0]) > 0
 
 
+def test_process_sets_exchange_among_themselves(found: Results) -> None:
+    seen = found["some_ranks"]
+    size = len(seen)
+    assert len({tuple(rank["all"]) for rank in seen}) == 1
+    assert len({tuple(rank["last"]) for rank in seen}) == size
+    first, second = seen[: size // 2], seen[size // 2 :]
+    assert len({tuple(rank["halves"]) for rank in first}) == len({tuple(rank["halves"]) for rank in second}) == 1
+    assert first[0]["halves"] != second[0]["halves"]
+
+
 def test_the_sentinel_names_parameter_and_ranks(found: Results) -> None:
     texts = set(found["sentinel"])
     assert len(texts) == 1
@@ -131,7 +141,7 @@ def test_the_sentinel_names_parameter_and_ranks(found: Results) -> None:
 def test_all_backends_train_alike(case: tuple[str, int], found: Results, launches: Launches) -> None:
     reference = launches.of("torchrun", case[1])
     # A sum of two does not depend on the order of adding, one of four does: there only ordered sums are equal.
-    always, of_two = ["density_one"], ["awkward", "large_batch", "resume", "changes", "recipes"]
+    always, of_two = ["density_one"], ["awkward", "large_batch", "resume", "changes", "recipes", "some_ranks"]
     for name in always + (of_two if case[1] == 2 else []):
         assert found[name] == reference[name], name
     assert all(difference < 1e-5 for difference in found["large_batch"])

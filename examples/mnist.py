@@ -1,0 +1,143 @@
+"""Horovod's MNIST example with one line changed, on digits that need no download.
+
+The images are the 1797 of 8 x 8 pixels that come with scikit-learn, instead of MNIST's; the flags, the structure
+and the lines of output are those of Horovod's script. ``--compression topk --density 0.01`` is what this library adds.
+
+    horovodrun -np 2 python examples/mnist.py --compression topk
+    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/mnist.py
+"""
+
+from __future__ import annotations
+
+import argparse
+from argparse import Namespace
+from collections.abc import Sequence
+
+import torch
+from digits import DigitsCNN, load
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+import agmerge as hvd  # the migrated line; it was: import horovod.torch as hvd
+
+
+def arguments(argv: Sequence[str] | None = None) -> Namespace:
+    """The command line: Horovod's flags, then ours."""
+    parser = argparse.ArgumentParser(description="Digits, trained by several workers")
+    add = parser.add_argument
+    # A quarter of Horovod's 64: there are 40 times fewer images, and ten epochs should be enough steps.
+    add("--batch-size", type=int, default=16, help="training images per worker and step")
+    add("--test-batch-size", type=int, default=1000, help="test images per batch")
+    add("--epochs", type=int, default=10)
+    add("--lr", type=float, default=0.01, help="for one worker; it grows with their number")
+    add("--momentum", type=float, default=0.5)
+    add("--no-cuda", action="store_true", help="train on the CPU")
+    add("--seed", type=int, default=42)
+    add("--log-interval", type=int, default=10, help="batches between two lines of output")
+    add("--fp16-allreduce", action="store_true", help="exchange gradients in 16 bits; the same as --compression fp16")
+    add("--use-mixed-precision", action="store_true", help="refused, until GradScaler is supported")
+    add("--use-adasum", action="store_true", help="refused")
+    add("--gradient-predivide-factor", type=float, default=1.0, help="divide by it before the sum, multiply after it")
+    add("--compression", help="a sparsifier's name, fp16, bf16, or none (the default, as in Horovod's script)")
+    add("--density", type=float, default=0.01, help="elements sent / elements, for a sparsifier")
+    args = parser.parse_args(argv)
+    if args.use_adasum:
+        parser.error("--use-adasum: agmerge does not combine gradients by Adasum; leave it out to average them")
+    if args.use_mixed_precision:
+        parser.error("--use-mixed-precision: it needs GradScaler, whose support is not built yet; leave it out")
+    if args.fp16_allreduce and args.compression not in (None, "fp16"):
+        parser.error(f"--fp16-allreduce and --compression {args.compression} contradict each other; give one")
+    return args
+
+
+def loaders(args: Namespace) -> tuple[DataLoader[tuple[Tensor, ...]], DataLoader[tuple[Tensor, ...]]]:
+    """Training and test images; each worker's sampler gives it a part of its own."""
+    train_x, train_y, test_x, test_y = load()
+
+    def loader(x: Tensor, y: Tensor, batch_size: int) -> DataLoader[tuple[Tensor, ...]]:
+        images = TensorDataset(x, y)
+        sampler = DistributedSampler(images, num_replicas=hvd.size(), rank=hvd.rank(), seed=args.seed)
+        return DataLoader(images, batch_size=batch_size, sampler=sampler)
+
+    return loader(train_x, train_y, args.batch_size), loader(test_x, test_y, args.test_batch_size)
+
+
+def train(
+    epoch: int,
+    args: Namespace,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: DataLoader[tuple[Tensor, ...]],
+    device: torch.device,
+) -> None:
+    """One epoch."""
+    model.train()
+    loader.sampler.set_epoch(epoch)  # another order in every epoch
+    images = len(loader.sampler)
+    for index, (data, target) in enumerate(loader):
+        data, target = data.to(device), target.to(device)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(data), target)
+        loss.backward()
+        optimizer.step()
+        if index % args.log_interval == 0 and hvd.rank() == 0:
+            done, share = index * args.batch_size, index / len(loader)
+            print(f"Train Epoch: {epoch} [{done}/{images} ({share:.0%})]\tLoss: {loss.item():.6f}", flush=True)
+
+
+def metric_average(value: float, name: str) -> float:
+    """The average of every worker's ``value``."""
+    return hvd.allreduce(torch.tensor(value), name=name).item()
+
+
+@torch.no_grad()
+def test(model: nn.Module, loader: DataLoader[tuple[Tensor, ...]], device: torch.device) -> None:
+    """Loss and accuracy on the test images; every worker looks at its part."""
+    model.eval()
+    loss = hits = 0.0
+    for data, target in loader:
+        data, target = data.to(device), target.to(device)
+        output = model(data)
+        loss += F.cross_entropy(output, target, reduction="sum").item()
+        hits += (output.argmax(1) == target).sum().item()
+    images = len(loader.sampler)
+    loss = metric_average(loss / images, "avg_loss")
+    accuracy = metric_average(hits / images, "avg_accuracy")
+    if hvd.rank() == 0:
+        print(f"\nTest set: Average loss: {loss:.4f}, Accuracy: {100 * accuracy:.2f}%\n", flush=True)
+
+
+def main() -> None:
+    """Train, with a test after every epoch."""
+    args = arguments()
+    hvd.init()
+    torch.manual_seed(args.seed)
+    cuda = not args.no_cuda and torch.cuda.is_available()
+    device = torch.device("cuda", hvd.local_rank()) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+        torch.cuda.manual_seed(args.seed)
+    train_loader, test_loader = loaders(args)
+    model = DigitsCNN().to(device)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr * hvd.size(), momentum=args.momentum)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer,
+        named_parameters=model.named_parameters(),
+        compression=hvd.Compression.fp16 if args.fp16_allreduce else args.compression or hvd.Compression.none,
+        op=hvd.Average,
+        gradient_predivide_factor=args.gradient_predivide_factor,
+        density=args.density,
+    )
+    for epoch in range(1, args.epochs + 1):
+        train(epoch, args, model, optimizer, train_loader, device)
+        test(model, test_loader, device)
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

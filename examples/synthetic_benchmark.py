@@ -1,0 +1,191 @@
+"""How many images a second are trained with, on random data: Horovod's synthetic benchmark on this library.
+
+The flags of Horovod's script mean what they mean there, and its lines of output come first and unchanged.
+Gradients are exchanged as there, too, unless ``--compression`` says otherwise.
+
+    horovodrun -np 2 python examples/synthetic_benchmark.py --compression topk --density 0.01
+    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/synthetic_benchmark.py \\
+        --model cnn --image-size 32 --compression topk --json figures.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import Workload, build
+
+import agmerge as hvd
+
+TOTALS = ("bytes_sent", "bytes_dense", "elements_sent", "exposed_seconds")
+LAUNCHERS = {"HOROVOD_RANK": "horovodrun", "TORCHELASTIC_RUN_ID": "torchrun", "OMPI_COMM_WORLD_RANK": "mpirun"}
+
+
+def arguments(argv: Sequence[str] | None = None) -> Namespace:
+    """The command line: Horovod's flags, then ours."""
+    parser = argparse.ArgumentParser(description="agmerge's synthetic benchmark")
+    add = parser.add_argument
+    add("--fp16-allreduce", action="store_true", help="exchange gradients in 16 bits; the same as --compression fp16")
+    add("--model", default="resnet50", help="resnet50, cnn, gpt2, or a classifier's name in torchvision")
+    add("--batch-size", type=_count, default=32, help="items per worker and backward pass")
+    add("--num-warmup-batches", type=int, default=10, help="batches that are not measured")
+    add("--num-batches-per-iter", type=_count, default=10, help="batches per measurement")
+    add("--num-iters", type=_count, default=10, help="measurements")
+    add("--no-cuda", action="store_true", help="train on the CPU")
+    add("--use-adasum", action="store_true", help="refused")
+    add("--image-size", type=_count, default=224, help="pixels, both ways")
+    add("--compression", help="a sparsifier's name, fp16, bf16, or none (the default, as in Horovod's script)")
+    add("--density", type=float, default=0.01, help="elements sent / elements, for a sparsifier")
+    add("--exchange", default="sparse", help="how messages are combined, for a sparsifier")
+    add("--merging", default="threshold", help="which gradients share a message: a planner's name, or a saved plan")
+    add("--backward-passes-per-step", type=_count, default=1, help="batches per exchange (rounds up)")
+    add("--json", type=Path, metavar="PATH", help="write all figures there, too")
+    args = parser.parse_args(argv)
+    if args.use_adasum:
+        parser.error("--use-adasum: agmerge does not combine gradients by Adasum; leave it out to average them")
+    if args.fp16_allreduce and args.compression not in (None, "fp16"):
+        parser.error(f"--fp16-allreduce and --compression {args.compression} contradict each other; give one")
+    args.compression = "fp16" if args.fp16_allreduce else args.compression or "none"
+    return args
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
+def log(line: str) -> None:
+    """Print on one worker."""
+    if hvd.rank() == 0:
+        print(line, flush=True)
+
+
+def launcher(env: Mapping[str, str] = os.environ) -> str:
+    """What has started this worker, by the variables that it leaves."""
+    return next((name for key, name in LAUNCHERS.items() if key in env), "none known")
+
+
+def wrapped(args: Namespace, work: Workload) -> Any:
+    """Plain SGD, distributed; all workers start from worker 0's parameters."""
+    scale = hvd.size() * args.backward_passes_per_step
+    optimizer = torch.optim.SGD(work.model.parameters(), lr=0.01 * scale)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer,
+        named_parameters=work.model.named_parameters(),
+        compression=hvd.Compression.fp16 if args.fp16_allreduce else args.compression,
+        backward_passes_per_step=args.backward_passes_per_step,
+        density=args.density,
+        exchange=args.exchange,
+        merging=args.merging,
+    )
+    hvd.broadcast_parameters(work.model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    return optimizer
+
+
+def stepper(work: Workload, optimizer: Any, passes: int) -> Callable[[int], float]:
+    """A function that trains for some steps and returns how many seconds they took."""
+    cuda = work.x.is_cuda
+
+    def train(steps: int) -> float:
+        start = time.perf_counter()
+        for _ in range(steps):
+            optimizer.zero_grad()
+            for _ in range(passes):
+                (work.loss() / passes).backward()
+            optimizer.step()
+        if cuda:
+            torch.cuda.synchronize()  # kernels run on after the calls have returned
+        return time.perf_counter() - start
+
+    return train
+
+
+def benchmark(args: Namespace, work: Workload, device: str) -> dict[str, Any]:
+    """Train and measure; returns all figures."""
+    optimizer = wrapped(args, work)
+    passes = args.backward_passes_per_step
+    train = stepper(work, optimizer, passes)
+    warmup = -(-args.num_warmup_batches // passes)
+    steps = -(-args.num_batches_per_iter // passes)
+
+    log("Running warmup...")
+    train(warmup)
+    before = optimizer.stats()
+    log("Running benchmark...")
+    rates = []
+    for number in range(args.num_iters):
+        rates.append(args.batch_size * passes * steps / train(steps))
+        log(f"Iter #{number}: {rates[-1]:.1f} {work.unit}/sec per {device}")
+    after = optimizer.stats()
+
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+    return {
+        "settings": settings,
+        "launcher": launcher(),
+        "backend": hvd.backend_name(),
+        "workers": hvd.size(),
+        "device": device,
+        "unit": f"{work.unit}/sec",
+        "rates": rates,
+        "mean": statistics.fmean(rates),
+        "interval": 1.96 * statistics.pstdev(rates),
+        "parameters": sum(parameter.numel() for parameter in work.model.parameters()),
+        "buffers": after["buffers"],
+        "steps": args.num_iters * steps,
+        **{key: after[key] - before[key] for key in TOTALS},  # of worker 0, in the measured steps
+    }
+
+
+def report(figures: dict[str, Any]) -> None:
+    """Horovod's last two lines, and then ours."""
+    f, settings = figures, figures["settings"]
+    unit, device, workers = f["unit"], f["device"], f["workers"]
+    log(f"{unit[0].upper()}{unit[1:]} per {device}: {f['mean']:.1f} +-{f['interval']:.1f}")
+    log(f"Total {unit} on {workers} {device}(s): {workers * f['mean']:.1f} +-{workers * f['interval']:.1f}")
+
+    sparse = settings["compression"] not in ("none", "fp16", "bf16")
+    how = f", density {settings['density']:g}, {settings['exchange']} exchange" if sparse else ""
+    sent, dense = f["bytes_sent"] / f["steps"], f["bytes_dense"] / f["steps"]
+    log(f"Compression: {settings['compression']}{how}, merge buffers: {f['buffers']} ({settings['merging']})")
+    log(f"Bytes sent per step and worker: {sent:.0f} (dense {dense:.0f}, {dense / max(sent, 1):.1f}x)")
+    log(f"Exposed seconds per step: {f['exposed_seconds'] / f['steps']:.6f}")
+    log(f"Backend: {f['backend']}, launcher: {f['launcher']}")
+
+
+def main() -> None:
+    """Set up, measure, and show the figures."""
+    args = arguments()
+    hvd.init()
+    cuda = not args.no_cuda and torch.cuda.is_available()
+    device = torch.device("cuda", hvd.local_rank()) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+        torch.backends.cudnn.benchmark = True
+    try:
+        work = build(args.model, args.batch_size, args.image_size).to(device)
+    except ValueError as error:
+        raise SystemExit(f"--model: {error}") from None
+    kind = "GPU" if cuda else "CPU"
+    log(f"Model: {args.model}")
+    log(f"Batch size: {args.batch_size}")
+    log(f"Number of {kind}s: {hvd.size()}")
+    figures = benchmark(args, work, kind)
+    report(figures)
+    if args.json is not None and hvd.rank() == 0:
+        args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()
