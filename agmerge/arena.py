@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from agmerge.layout import Lane, Segment, Slot
-from sparsifiers import Memory
+from sparsifiers import Memory, kernel
 
 
 def commit(work: torch.Tensor, indices: torch.Tensor | None, sent: torch.Tensor) -> None:
@@ -23,8 +23,10 @@ def commit(work: torch.Tensor, indices: torch.Tensor | None, sent: torch.Tensor)
     """
     if indices is None:
         work.sub_(sent)
-    else:
-        work.index_add_(0, indices, sent.to(work.dtype), alpha=-1)
+        return
+    sent = sent.to(work.dtype)
+    if not kernel.commit(work, indices, sent):
+        work.index_add_(0, indices, sent, alpha=-1)
 
 
 class Arena:

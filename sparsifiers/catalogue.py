@@ -4,15 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from sparsifiers.adtopk import AdTopK, AdTopKFill, AdTopKRow
 from sparsifiers.base import Sparsifier
+from sparsifiers.dgc import DGC
+from sparsifiers.gaussiank import GaussianK
 from sparsifiers.memories import Memory, NoMemory, Residual
+from sparsifiers.randomk import RandomK
+from sparsifiers.redsync import RedSync, RedSyncTrim
 from sparsifiers.registry import Registry
+from sparsifiers.sidco import SIDCoE, SIDCoGamma, SIDCoGP
+from sparsifiers.threshold import Threshold
 from sparsifiers.topk import TopK
 
 _sparsifiers: Registry[Sparsifier] = Registry(
-    "sparsifier", Sparsifier, aliases={"tradtopk": "topk", "globaltopk": "topk"}
+    "sparsifier",
+    Sparsifier,
+    aliases={
+        "tradtopk": "topk",
+        "globaltopk": "topk",
+        "adtopk-i": "adtopk",
+        "allchanneltopk": "adtopk-row",
+        "adtopk-f": "adtopk-fill",
+        "gaussian": "gaussiank",
+        "redsynctrim": "redsync-trim",
+        "sidco": "sidco-e",
+        "sidcoexp": "sidco-e",
+        "sidcogp": "sidco-gp",
+        "sidcogam": "sidco-gamma",
+    },
 )
 _sparsifiers.register("topk", TopK)
+_sparsifiers.register("randomk", RandomK)
+_sparsifiers.register("threshold", Threshold)
+_sparsifiers.register("dgc", DGC)
+_sparsifiers.register("gaussiank", GaussianK)
+_sparsifiers.register("redsync", RedSync)
+_sparsifiers.register("redsync-trim", RedSyncTrim)
+_sparsifiers.register("sidco-e", SIDCoE)
+_sparsifiers.register("sidco-gp", SIDCoGP)
+_sparsifiers.register("sidco-gamma", SIDCoGamma)
+_sparsifiers.register("adtopk", AdTopK)
+_sparsifiers.register("adtopk-row", AdTopKRow)
+_sparsifiers.register("adtopk-fill", AdTopKFill)
 
 _memories: Registry[Memory] = Registry("memory", Memory)
 _memories.register("none", NoMemory)

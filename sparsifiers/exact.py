@@ -3,19 +3,24 @@
 The vector is read once, in blocks that stay in the cache. Keys above a floor are kept with their positions;
 when more than twice k are held they are cut back to the k largest, and the floor rises to the smallest of
 these. It may rise so far because positions ascend: of two equal keys the later one loses. A first floor
-guessed from a sample makes the cuts rare, and has no say in the result.
+guessed from a sample makes the cuts rare, and has no say in the result. What `kernel` can read is scanned and
+cut by compiled loops, with the same result.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sparsifiers import kernel
 from sparsifiers.sampling import sampled_floor
 
 BLOCK = 1 << 16  # elements; keys and flags of a block fit the second-level cache for every dtype
+KEPT = 1 << 20  # slots of the compiled scan that a thread keeps for the next, 12 MB at most
+FEW = 1 << 12  # elements up to which the compiled loops do without a sample
 
 
 def largest_magnitudes(bits: NDArray[np.signedinteger[Any]], mask: int, k: int) -> NDArray[np.int32]:
@@ -26,7 +31,10 @@ def largest_magnitudes(bits: NDArray[np.signedinteger[Any]], mask: int, k: int) 
     n = len(bits)
     if k == n:
         return np.arange(n, dtype=np.int32)
-    if n <= BLOCK:
+    if kernel.reads(bits):
+        if n <= FEW:
+            return scan(bits, mask, k, -1)
+    elif n <= BLOCK:
         return largest(bits & mask, k).astype(np.int32)
     found = scan(bits, mask, k, sampled_floor(bits, mask, k))
     if len(found) < k:  # the sample was unlucky; every key is above -1
@@ -36,6 +44,8 @@ def largest_magnitudes(bits: NDArray[np.signedinteger[Any]], mask: int, k: int) 
 
 def scan(bits: NDArray[np.signedinteger[Any]], mask: int, k: int, floor: int) -> NDArray[np.int32]:
     """Positions of the k largest keys above `floor`, ascending; all of them where there are fewer than k."""
+    if kernel.reads(bits):
+        return _compiled_scan(bits, mask, k, floor)
     n = len(bits)
     limit = max(2 * k, BLOCK // 8)
     positions = np.empty(min(n, limit + BLOCK), dtype=np.int32)
@@ -59,11 +69,46 @@ def scan(bits: NDArray[np.signedinteger[Any]], mask: int, k: int, floor: int) ->
     return positions[largest(keys[:held], k)]
 
 
+def _compiled_scan(bits: NDArray[np.int32], mask: int, k: int, floor: int) -> NDArray[np.int32]:
+    # After a cut at least one more block fits, so every turn of the loop gets on.
+    n = len(bits)
+    slots = min(n, k + max(k, 8 * kernel.BLOCK))
+    positions: NDArray[np.int32]
+    positions, keys, rest = _workspace(slots)
+    held = stop = 0
+    while stop < n:
+        stop, held = kernel.scan(bits, stop, mask, floor, positions, keys, held)
+        if held > k:
+            floor, held = kernel.cut(positions, keys, held, k, rest), k
+    return positions[:held].copy()
+
+
+def _workspace(slots: int) -> NDArray[np.int32]:
+    # Memory fresh from the system costs a fault a page, a tenth of the scan; so a thread keeps what it used last.
+    if slots > KEPT:
+        return np.empty((3, slots), dtype=np.int32)
+    if _thread.workspace.shape[1] < slots:
+        _thread.workspace = np.empty((3, slots), dtype=np.int32)
+    return _thread.workspace[:, :slots]
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.workspace: NDArray[np.int32] = np.empty((3, 0), dtype=np.int32)
+
+
+_thread = _Thread()
+
+
 def largest(keys: NDArray[np.signedinteger[Any]], k: int) -> NDArray[np.intp]:
     """Where the k largest of `keys` stand, ascending; of equals the first; all if k >= len(keys)."""
     size = len(keys)
     if k >= size:
         return np.arange(size)
+    if kernel.reads(keys):
+        kept = np.arange(size, dtype=np.int32)
+        kernel.cut(kept, keys.copy(), size, k, np.empty(size, dtype=np.int32))
+        return kept[:k].astype(np.intp)
     smallest = np.partition(keys, size - k)[size - k]
     chosen = keys > smallest
     ties = np.flatnonzero(keys == smallest)

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from sparsifiers import kernel
 from sparsifiers.canonical import canonical
 
 
@@ -105,6 +106,8 @@ class Residual(Memory):
         assert residual is not None  # checked; narrows the type
         if gradient is None:
             work.copy_(residual)
+        elif kernel.add(work, residual, gradient):
+            return
         elif gradient.dtype == work.dtype or work.device.type != "cpu":
             torch.add(residual, gradient, out=work)
         else:

@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("agmerge", "sparsifiers", "merging")
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--no-input"]
+FROM_HERE = ["--no-deps", "--no-build-isolation"]
 
 IMPORT_ALL = """
 import pkgutil, sys
@@ -25,6 +26,8 @@ print(*(module.name for package in (agmerge, merging, sparsifiers)
 foreign = {"horovod", "mpi4py", "tensorboardX", "tqdm", "sklearn"} & {name.split(".")[0] for name in sys.modules}
 assert not foreign, foreign
 assert sys.prefix in agmerge.__file__, agmerge.__file__
+from sparsifiers import kernel
+assert kernel.available() == ("sparsifiers._kernel" in sys.modules), "the compiled loops are there but not used"
 """
 
 TRAIN = """
@@ -49,14 +52,18 @@ def call(command: list[str], cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of this checkout, built from a copy: a build leaves things behind, which a later one would pack."""
-    folder = tmp_path_factory.mktemp("wheel")
+    """The wheel of this checkout."""
+    return build(tmp_path_factory.mktemp("wheel"))
+
+
+def build(folder: Path) -> Path:
+    """A wheel in `folder`, built from a copy: a build leaves things behind, which a later one would pack."""
     source = folder / "source"
     for package in PACKAGES:
-        shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    call([*PIP, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source)], folder)
+    call([*PIP, "wheel", *FROM_HERE, "--wheel-dir", str(folder), str(source)], folder)
     (path,) = folder.glob("*.whl")
     return path
 
@@ -73,6 +80,24 @@ def test_the_wheel_holds_every_module_and_the_typing_marker(wheel: Path) -> None
     assert {f"{package}/py.typed" for package in PACKAGES} <= names
 
 
+def compiled(wheel: Path) -> list[str]:
+    """What the wheel holds of the compiled loops."""
+    return [name for name in ZipFile(wheel).namelist() if name.startswith("sparsifiers/_kernel.")]
+
+
+@pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="there is no C compiler")
+def test_the_wheel_holds_the_compiled_loops(wheel: Path) -> None:
+    assert len(compiled(wheel)) == 1
+    assert "py3-none-any" not in wheel.name
+
+
+def test_without_a_compiler_the_wheel_is_built_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    wheel = build(tmp_path)
+    assert compiled(wheel) == []
+    assert modules() <= set(ZipFile(wheel).namelist())
+
+
 @pytest.mark.timeout(600)
 def test_the_wheel_works_in_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "env", with_pip=False)
@@ -84,7 +109,8 @@ def test_the_wheel_works_in_a_clean_environment(wheel: Path, tmp_path: Path) -> 
     call([*PIP, "--python", python, "install", str(wheel)], tmp_path)
     imported = call([python, "-I", "-c", IMPORT_ALL], tmp_path).split()
     expected = {name.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for name in modules()}
-    assert set(imported) == expected - set(PACKAGES)
+    assert set(imported) - {"sparsifiers._kernel"} == expected - set(PACKAGES)
+    assert ("sparsifiers._kernel" in imported) == bool(compiled(wheel))
     changed, backend = call([python, "-I", "-c", TRAIN], tmp_path).split()
     assert backend == "local"
     assert int(changed) == 41  # 1 % of 64 x 64

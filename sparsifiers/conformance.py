@@ -1,0 +1,199 @@
+"""Proof in one call that a sparsifier keeps the contract: for tests of your own sparsifier.
+
+    def test_mine() -> None:
+        sparsifiers.conformance.check(Mine, beta=0.5)
+
+after `import sparsifiers.conformance`. The first clause that is broken raises an AssertionError that says what
+was wrong and on which input. Runs on the CPU in a few seconds; what happens on a device it does not see.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import threading
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsifiers.arguments import DTYPES, budget
+from sparsifiers.base import Selection, Sparsifier
+from sparsifiers.catalogue import get
+from sparsifiers.conformance_inputs import Case, cases, degenerate, drifting, gaussian, structured
+from sparsifiers.magnitude import bit_view
+
+SECONDS = 60.0  # on one input, after which a selection counts as endless
+Maker = Callable[..., Sparsifier]
+
+
+def check(sparsifier: str | Callable[..., Sparsifier], *, at_least: float = 0.8, **options: object) -> None:
+    """Raise AssertionError, with what was wrong and on which input, unless the sparsifier keeps the contract.
+
+    sparsifier: a registered name, or a factory as given to `register`: factory(density, **options). at_least:
+    the part of k that must be sent wherever there are k non-zeros; 0 for a threshold that the user fixes, which
+    sends what it finds and is not the same for a scaled vector. The sparsifier's own exceptions pass through.
+    """
+
+    def make(density: float = 0.01, **more: object) -> Sparsifier:
+        chosen = {**options, **more}
+        return get(sparsifier, density, **chosen) if isinstance(sparsifier, str) else sparsifier(density, **chosen)
+
+    _construction(make)
+    _symmetries(make, at_least)
+    _state(make, at_least)
+    _selections(make, at_least)
+    _dtypes_and_strides(make, at_least)
+
+
+def selected(sparsifier: Sparsifier, case: Case, at_least: float, **request: Any) -> Tensor:
+    """One selection with everything that a single call promises checked, as int64[count]."""
+    vector, n = case.vector, case.vector.numel()
+    request = {"shapes": case.shapes, **request}
+    where = f"{sparsifier!r} on {case}, {request}"
+    k = request.get("k") or budget(sparsifier.density, n)
+    slots = {name: value for name, value in request.items() if name != "key"}
+    capacity = sparsifier.capacity(n, **slots)
+    before, version, generators = vector.clone(), vector._version, _generators()
+    selection = sparsifier.select(vector, **request)
+    _require(_generators() == generators, "a generator of the process was used", where)
+    same = vector._version == version and torch.equal(bit_view(vector), bit_view(before))
+    _require(same, "the vector was changed", where)
+    _require(isinstance(selection, Selection), f"select returned no Selection but {type(selection).__name__}", where)
+    indices, count = selection.indices, int(selection.count)
+    _require(indices.dtype == torch.int32, f"indices are {indices.dtype}, not int32", where)
+    _require(indices.device == vector.device, f"indices are on {indices.device}", where)
+    _require(sparsifier.capacity(n, **slots) == capacity, "capacity changed with a call", where)
+    _require(len(indices) == capacity, f"{len(indices)} slots, but capacity says {capacity}", where)
+    _require(capacity <= k, f"capacity is {capacity}, more than k = {k}", where)
+    _require(0 <= count <= capacity, f"count is {count}, outside [0, {capacity}]", where)
+    _require(bool(((indices >= 0) & (indices < n)).all()), f"an index lies outside [0, {n})", where)
+    chosen = selection.trimmed()
+    _require(bool((chosen[1:] > chosen[:-1]).all()), "indices are not ascending and unique", where)
+    if case.finite and int(vector.count_nonzero()) >= k:
+        _require(count >= at_least * k, f"only {count} of k = {k} were sent, less than {at_least} k", where)
+    return chosen
+
+
+def _construction(make: Maker) -> None:
+    made = make(0.125)
+    _require(isinstance(made, Sparsifier), "the factory made no Sparsifier", repr(made))
+    _require(made.density == 0.125, f"density is {made.density}, not the 0.125 it was made with", repr(made))
+    again = make(made.density, **made.options())
+    _require(repr(again) == repr(made), f"made again from its options it is {again!r}", repr(made))
+    _require(repr(make(0.25)) != repr(made), "repr does not tell two densities apart", repr(made))
+    _require(" at 0x" not in repr(made), "repr holds an address, so it differs between ranks", repr(made))
+    try:
+        make(0.125, no_such_option=1)
+    except TypeError:
+        return
+    raise AssertionError(f"an unknown option is accepted, which must be a TypeError: {made!r}")
+
+
+def _selections(make: Maker, at_least: float) -> None:
+    def all_of(case: Case) -> None:
+        n = case.vector.numel()
+        for k in sorted({1, budget(0.01, n), budget(0.3, n), n}):
+            sparsifier = make(0.01)
+            for step in range(4):
+                selected(sparsifier, case, at_least, k=k, key="a", step=step)
+        selected(make(0.05), case, at_least, step=7)
+
+    for case in chain(cases(), structured(), degenerate()):
+        _in_time(lambda case=case: all_of(case), case)  # type: ignore[misc]
+    empty = Case("nothing", torch.empty(0))
+    _require(len(selected(make(0.01), empty, at_least)) == 0, "something was selected", str(empty))
+
+
+def _dtypes_and_strides(make: Maker, at_least: float) -> None:
+    for dtype in DTYPES:
+        for n in (1000, 70_001):
+            plain = Case("gaussian", gaussian(n, dtype=dtype))
+            strided = Case("gaussian of stride 3", plain.vector.repeat_interleave(3)[::3])
+            for step in range(2):
+                expected, chosen = (selected(make(0.02), case, at_least, step=step) for case in (plain, strided))
+                _require(torch.equal(chosen, expected), "a stride changes the selection", str(strided))
+    indices = make(0.02).select(gaussian(1000).requires_grad_()).indices
+    _require(not indices.requires_grad, "indices require grad", repr(make(0.02)))
+
+
+def _symmetries(make: Maker, at_least: float) -> None:
+    expected = _run(make(0.02), at_least)
+    _same(_run(make(0.02), at_least), expected, "two equal runs differ", make)
+    for factor in (-1.0, 0.125, 1024.0) if at_least else (-1.0,):
+        _same(_run(make(0.02), at_least, factor=factor), expected, f"vectors times {factor} change it", make)
+
+
+def _state(make: Maker, at_least: float) -> None:
+    straight = _run(make(0.02), at_least, stop=12)
+    both = make(0.02)
+    turns = [selected(both, drifting(t), at_least, key=key, step=t) for t in range(12) for key in "ba"]
+    _same(turns[1::2], straight, "another key in between changes it", make)
+    half, restored = make(0.02), make(0.02)
+    for key in "ac":
+        _run(half, at_least, key=key)
+    _run(restored, at_least, stop=3, factor=4.0)
+    restored.load_state_dict(pickle.loads(pickle.dumps(half.state_dict())))
+    copied, shortened = copy.deepcopy(half), copy.deepcopy(half)
+    half.retain(["a"])
+    for what, sparsifier in (("retain(['a'])", half), ("load_state_dict", restored), ("copy.deepcopy", copied)):
+        going_on = _run(sparsifier, at_least, start=6, stop=12)
+        _same(going_on, straight[6:], f"after {what} key 'a' does not go on as it was", make)
+
+    for kept, key in ((["a"], "c"), ([], "a")):
+        half.retain(kept)
+        cold = _run(make(0.02), at_least, start=6, stop=12, key=key)
+        going_on = _run(half, at_least, start=6, stop=12, key=key)
+        _same(going_on, cold, f"after retain({kept}) key {key!r} is still remembered", make)
+    other = Case("gaussian of another length", gaussian(3000))
+    fresh, known = (selected(one, other, at_least, key="a", step=7) for one in (make(0.02), shortened))
+    _same([known], [fresh], "key 'a' does not start cold with another length", make)
+    try:
+        make(0.02).load_state_dict({"no such state": 1})
+    except ValueError:
+        return
+    raise AssertionError(f"the state of something else is accepted, which must be a ValueError: {make(0.02)!r}")
+
+
+def _run(
+    sparsifier: Sparsifier, at_least: float, *, start: int = 0, stop: int = 6, factor: float = 1.0, key: str = "a"
+) -> list[Tensor]:
+    return [selected(sparsifier, drifting(t, factor), at_least, key=key, step=t) for t in range(start, stop)]
+
+
+def _same(found: list[Tensor], expected: list[Tensor], what: str, make: Maker) -> None:
+    for place, (one, other) in enumerate(zip(found, expected, strict=True)):
+        where = f"{make(0.02)!r} on {drifting(0)}, selection {place} of {len(found)}"
+        _require(torch.equal(one, other), f"the selection is not the same: {what}", where)
+
+
+def _in_time(call: Callable[[], None], case: Case) -> None:
+    ended: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            call()
+            ended.append(None)
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(SECONDS)
+    _require(bool(ended), f"select has not returned after {SECONDS} s", str(case))
+    if ended[0] is not None:
+        raise ended[0]
+
+
+def _generators() -> tuple[object, ...]:
+    name, words, *rest = np.random.get_state(legacy=True)
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), name, np.asarray(words).tobytes(), rest
+
+
+def _require(holds: bool, what: str, where: str) -> None:
+    if not holds:
+        raise AssertionError(f"{what}: {where}")

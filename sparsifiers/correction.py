@@ -1,0 +1,57 @@
+"""Counting a sample against a threshold, and moving the threshold until the count is what is wanted."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SLOPES = (-1e5, -0.25)  # of ln count against ln eta: a tail that ends, and one heavier than any with a mean
+
+
+def reaching(x: Tensor, eta: Tensor) -> Tensor:
+    """How many elements of x, ascending [m], are at least eta: 0-dim int64."""
+    return len(x) - torch.searchsorted(x, eta)
+
+
+def above(x: Tensor, eta: Tensor) -> Tensor:
+    """How many elements of x, ascending [m], are larger than eta: 0-dim int64."""
+    return len(x) - torch.searchsorted(x, eta, right=True)
+
+
+def near(count: Tensor, wanted: Tensor) -> Tensor:
+    """Whether a sample's count is as close to `wanted` as it can tell: 10 %, or two standard deviations up to 20 %."""
+    slack = (2 / wanted.sqrt()).clamp(min=0.1, max=0.2)
+    return (count / wanted - 1).abs() <= slack
+
+
+def off(x: Tensor, wanted: Tensor, eta: Tensor) -> Tensor:
+    """How far the count at eta is from `wanted`: ln(count / wanted), positive if too many; finite for a count of 0."""
+    return ((reaching(x, eta) + 0.5) / (wanted + 0.5)).log()
+
+
+def corrected(x: Tensor, wanted: Tensor, eta: Tensor, slope: Tensor, evaluations: int) -> Tensor:
+    """The threshold, of at most `evaluations` tried from eta on, whose count comes closest to `wanted`.
+
+    x: float32 [m] >= 0, ascending; wanted, eta, slope: 0-dim. Secant steps of ln count against ln eta, in which
+    the tails of a normal, Laplace or power law are nearly straight; slope, below 0, is that of the first step.
+    One that leaves the bracket of the counts seen so far is replaced by its middle, so nothing oscillates. A
+    start that is `near` is kept.
+    """
+    place = torch.minimum(eta, x[-1]).clamp_min(torch.finfo(x.dtype).tiny).log()
+    slope = slope.nan_to_num(nan=-4.0).clamp(*SLOPES)
+    low, high = place - torch.inf, place + torch.inf
+    best, least = place, torch.full_like(place, torch.inf)
+    before, error_before = place, place
+    for turn in range(evaluations):
+        error = off(x, wanted, place.exp())
+        distance = torch.where(near((wanted + 0.5) * error.exp(), wanted), torch.zeros_like(error), error.abs())
+        best, least = torch.where(distance < least, place, best), torch.minimum(distance, least)
+        low, high = torch.where(error > 0, place, low), torch.where(error > 0, high, place)
+        if turn:
+            secant = (error - error_before) / (place - before)
+            slope = torch.where(secant.isfinite(), secant, slope).clamp(*SLOPES)
+        before, error_before = place, error
+        following = place - error / slope
+        inside = (following > low) & (following < high)
+        place = torch.where(inside, following, (low + high) / 2)
+    return best.exp()

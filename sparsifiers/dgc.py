@@ -1,0 +1,122 @@
+"""Deep gradient compression: the threshold of a sample, corrected by what it lets through."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsifiers.arguments import Request
+from sparsifiers.base import Selection, Sparsifier
+from sparsifiers.device import bracket, keys_of, take
+from sparsifiers.estimated import LEAST, key_floor, number, padded
+from sparsifiers.exact import largest_magnitudes, scan
+from sparsifiers.magnitude import INTEGERS, bit_view, magnitude_mask
+from sparsifiers.sample import strided
+
+REACHED = 32  # sampled elements among the k largest, at least; the authors' code has 2
+TURNS, LOWER, RAISE, BAND = 10, 0.8, 1.3, (0.8, 1.3)  # the authors' factor loop
+
+
+def sample_rank(sampled: int, density: float, margin: bool) -> int:
+    """Which of `sampled` elements, from the largest, is the threshold.
+
+    The paper's rank is p = sampled * density. The sample holds about p of the k largest, with a standard
+    deviation below sqrt(p); the margin of four makes it unlikely (3e-5) that fewer than k reach the threshold.
+    """
+    expected = sampled * density
+    return min(sampled, math.ceil(expected + 4 * math.sqrt(expected) + 1 if margin else expected))
+
+
+def ranked(keys: Tensor, rank: int) -> Tensor:
+    """The rank-th largest of `keys`, 0-dim; int[m] on any device."""
+    if keys.device.type == "cpu":  # several times as fast as torch.topk there
+        place = len(keys) - rank
+        return torch.tensor(int(np.partition(keys.numpy(), place)[place]))
+    return keys.topk(rank, sorted=False).values.amin()
+
+
+class DGC(Sparsifier):
+    """Send the k largest coordinates, found through the threshold of a small sample.
+
+    Lin, Han, Mao, Wang and Dally, "Deep Gradient Compression", ICLR 2018, section 3 and appendix: sample
+    0.1 to 1 % of the elements, take the sample's top-k threshold, then select hierarchically, top-k among the
+    candidates, where that let too many through. Momentum correction, masking and clipping belong to the
+    memory `dgc`, the warm-up to the training loop.
+
+    mode="exact" (the default): the sample's rank has a margin, so that the candidates hold the k largest; the
+    exact top-k among them is sent, count is k, and an unlucky sample costs a second pass only.
+    mode="paper": the threshold without a margin, multiplied by 0.8 or 1.3 at most ten times while the count
+    is outside [0.8, 1.3] k, then cut to the k largest. A threshold of zero is left at once, all non-zeros
+    being candidates. It is there for comparisons: dearer, and no better.
+
+    sample_ratio: part of the vector to sample, in (0, 1]; at least 32 of the k largest are expected in it.
+    """
+
+    name = "dgc"
+
+    def __init__(self, density: float = 0.01, sample_ratio: float = 0.01, mode: str = "exact") -> None:
+        super().__init__(density)
+        self.sample_ratio, self.mode = number("dgc", "sample_ratio", sample_ratio), mode
+        if not 0.0 < self.sample_ratio <= 1.0:
+            raise ValueError(f"dgc: sample_ratio is {sample_ratio!r}, outside (0, 1]; the authors take 0.01")
+        if mode not in ("exact", "paper"):
+            raise ValueError(f"dgc: mode is {mode!r}; choose 'exact' or 'paper'")
+
+    def options(self) -> dict[str, object]:
+        return {"sample_ratio": self.sample_ratio, "mode": self.mode}
+
+    def _threshold(self, vector: Tensor, request: Request) -> Tensor:
+        k, n = request.k, vector.numel()
+        size = max(math.ceil(self.sample_ratio * n), math.ceil(REACHED * n / k))
+        sample = keys_of(strided(vector, size, request))
+        return ranked(sample, sample_rank(len(sample), k / n, margin=self.mode == "exact"))
+
+    def _select(self, vector: Tensor, request: Request) -> Selection:
+        if vector.device.type != "cpu":
+            return self.select_on_device(vector, request)
+        key, k = self._threshold(vector, request), request.k
+        if self.mode == "paper":
+            return padded(_factor_loop(vector, key, k), k)
+        bits, mask = bit_view(vector).numpy(), magnitude_mask(vector.dtype)
+        found = scan(bits, mask, k, int(key) - 1)
+        return padded(found if len(found) == k else largest_magnitudes(bits, mask, k), k)
+
+    def select_on_device(self, vector: Tensor, request: Request) -> Selection:
+        """The same without a host in it, for a vector on any device. count is a tensor in mode "paper"."""
+        keys, dtype, k = keys_of(vector), vector.dtype, request.k
+        key = self._threshold(vector, request)
+        if self.mode == "exact":
+            every = magnitude_mask(dtype).bit_length()  # halvings that leave a single key
+            return Selection(take(keys, *bracket(keys, k, dtype, start=key, iterations=every), k)[0], k)
+        tau = _magnitude(key, dtype)
+        for _ in range(TURNS):
+            count = torch.count_nonzero(keys > key_floor(tau, dtype))
+            factor = torch.where(count < BAND[0] * k, LOWER, torch.where(count > BAND[1] * k, RAISE, 1.0))
+            tau = factor * tau
+        floor = key_floor(tau, dtype)
+        floor = torch.where(torch.count_nonzero(keys > floor) < LEAST * k, torch.zeros_like(floor), floor)
+        return Selection(*take(keys, *bracket(keys, k, dtype, floor=floor), k))
+
+
+def _factor_loop(vector: Tensor, key: Tensor, k: int) -> np.ndarray:
+    bits, mask, dtype = bit_view(vector).numpy(), magnitude_mask(vector.dtype), vector.dtype
+    tau, most = _magnitude(key, dtype), math.floor(BAND[1] * k)
+    found = np.zeros(0, dtype=np.int32)
+    floor = 0
+    for _ in range(TURNS + 1):
+        floor = int(key_floor(tau, dtype))
+        found = scan(bits, mask, min(len(bits), most + 1), floor)
+        if len(found) > most:
+            tau = RAISE * tau
+        elif len(found) < BAND[0] * k and floor > 0:
+            tau = LOWER * tau
+        else:
+            break
+    return scan(bits, mask, k, 0 if len(found) < LEAST * k else floor)
+
+
+def _magnitude(key: Tensor, dtype: torch.dtype) -> Tensor:
+    return key.to(INTEGERS[dtype]).view(dtype).double().nan_to_num(nan=torch.inf)

@@ -1,0 +1,110 @@
+"""What the threshold methods share: a sample to fit, a count that decides, exact selection behind it.
+
+An estimator is a pure function (x, wanted) -> eta on tensors: x float32 [m] >= 0 are sampled magnitudes in
+units of a power of two, sorted once so that every count is a binary search; wanted (0-dim) is how many of them
+should reach the threshold eta (0-dim). It reads no value on the host and has no shape that depends on data, so
+the same code serves every device. It only starts the search: whatever it says, 0.8 k to k indices are selected.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sparsifiers.arguments import Request
+from sparsifiers.base import Selection
+from sparsifiers.correction import above, reaching
+from sparsifiers.device import bracket, keys_of, take
+from sparsifiers.exact import largest_magnitudes, scan
+from sparsifiers.keyed import Keyed
+from sparsifiers.magnitude import INTEGERS, bit_view, magnitude_mask
+from sparsifiers.sample import Sample, normalised, strided
+
+SAMPLES = 1 << 16
+REACHED = 256  # sampled elements above the threshold, at least: their count is then right to 6 %
+LEAST = 0.8  # of k: fewer are selected only where there are fewer non-zeros
+MOST = 4.0  # of k: carrying more through the scan costs more than selecting exactly
+
+
+class Estimated(Keyed):
+    """Sends what reaches an estimated threshold: a subclass writes `_estimate`.
+
+    On the CPU the vector is read once where the sample bears the estimate out; more than k found are cut to
+    the k largest, and fewer than `least` of k are replaced by the exact k. On a device the estimate starts a
+    bisection for the k-th largest key, and count is always k.
+
+    least: the smallest part of k that is sent.
+    """
+
+    least: float = LEAST
+
+    @abstractmethod
+    def _estimate(self, sample: Sample, request: Request) -> Tensor:
+        """eta, 0-dim, in units of the sample."""
+
+    def start(self, vector: Tensor, request: Request) -> tuple[Tensor, Sample]:
+        """The threshold before anything is counted, fp64 0-dim, and what it was fitted to; for inspection too.
+
+        0, which offers every non-zero, where no more than the wanted elements of the sample are non-zero.
+        """
+        size = max(SAMPLES, math.ceil(REACHED * vector.numel() / request.k))
+        sample = normalised(strided(vector, size, request), request.k / vector.numel())
+        eta = self._estimate(sample, request)
+        zero = torch.zeros_like(eta)
+        eta = torch.where(above(sample.x, zero) <= sample.wanted, zero, eta)
+        return eta.double() * sample.unit, sample
+
+    def _select(self, vector: Tensor, request: Request) -> Selection:
+        if vector.device.type != "cpu":
+            return self.select_on_device(vector, request)
+        k = request.k
+        tau, sample = self.start(vector, request)
+        bits, mask, floor = bit_view(vector).numpy(), magnitude_mask(vector.dtype), int(key_floor(tau, vector.dtype))
+        enough = False
+        if floor == 0 or self._borne_out(tau / sample.unit, sample):
+            found = scan(bits, mask, k, floor)
+            # All non-zeros are enough, except for a method that promises k.
+            enough = len(found) >= self.least * k or (floor == 0 and self.least < 1.0)
+        return padded(found if enough else largest_magnitudes(bits, mask, k), k)
+
+    def select_on_device(self, vector: Tensor, request: Request) -> Selection:
+        """The same without a host in it, for a vector on any device."""
+        keys, start = keys_of(vector), key_floor(self.start(vector, request)[0], vector.dtype)
+        return Selection(take(keys, *bracket(keys, request.k, vector.dtype, start=start), request.k)[0], request.k)
+
+    def _borne_out(self, eta: Tensor, sample: Sample) -> bool:
+        # A threshold that is off in the sample is off in the vector: better not to scan with it at all.
+        reached, wanted = int(reaching(sample.x, eta.float())), float(sample.wanted)
+        return self.least * wanted <= reached <= MOST * wanted
+
+
+def key_floor(tau: Tensor, dtype: torch.dtype) -> Tensor:
+    """The key, 0-dim int64, that exactly the elements of `dtype` with |a| >= tau exceed; at least 0.
+
+    tau: 0-dim fp64, which is rounded up to `dtype`. So zeros are never offered, while NaN and inf always are.
+    """
+    tau = tau.clamp(min=0.0, max=torch.inf)
+    rounded = tau.to(dtype)
+    key = rounded.view(INTEGERS[dtype]).to(torch.int64)
+    return (key - (rounded.double() >= tau).to(torch.int64)).clamp(min=0)
+
+
+def padded(found: NDArray[np.signedinteger[Any]], k: int) -> Selection:
+    """At most k indices as a Selection with k slots."""
+    slots = found if len(found) == k else np.zeros(k, dtype=np.int32)
+    slots[: len(found)] = found
+    return Selection(torch.from_numpy(slots), len(found))
+
+
+def number(owner: str, option: str, value: object) -> float:
+    """The value of an option as a Python float. TypeError if it is no number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{owner}: {option} must be a number, not {value!r}")
+    return float(value)

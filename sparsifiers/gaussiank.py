@@ -1,0 +1,43 @@
+"""Gaussian-k: the quantile of a normal distribution, corrected until the sample's count agrees."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparsifiers.arguments import Request
+from sparsifiers.correction import corrected
+from sparsifiers.estimated import Estimated
+from sparsifiers.sample import Sample
+
+EVALUATIONS = 6
+
+
+def normal_quantile(x: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """sigma z with z = Phi^-1(1 - rho / 2), and the slope of ln count against its logarithm.
+
+    Shi, Chu, Cheung and See, "Understanding Top-k Sparsification in Distributed Deep Learning", 2019,
+    algorithm 1, with mean 0. The paper adds the mean of a and compares |a| with the sum, which for a mean
+    other than 0 is right for neither tail. The slope is -z phi(z) / Q(z), about -z**2 in the tail.
+    x: float32 [m]; wanted and the results: 0-dim.
+    """
+    part = (wanted / (2 * len(x))).clamp(max=0.5)
+    z = -torch.special.ndtri(part)
+    density = (-0.5 * z.square()).exp() * 0.3989423
+    return torch.sqrt(torch.dot(x, x) / len(x)) * z, -z * density / part
+
+
+class GaussianK(Estimated):
+    """Send what exceeds the threshold that a normal distribution of the same spread would need.
+
+    Costs one sum over a sample, a few counts and one pass, whatever k. The published start fits where the
+    gradient is nearly normal; on heavier tails it lets 2 to 20 times k through, and the authors' factors 0.5
+    and 1.5 oscillate around the rest; here at most six counts of the sample correct it (`correction.corrected`).
+    The natural choice for large batches; elsewhere sidco-gp starts closer.
+    """
+
+    name = "gaussiank"
+
+    def _estimate(self, sample: Sample, request: Request) -> Tensor:
+        eta, slope = normal_quantile(sample.x, sample.wanted)
+        return corrected(sample.x, sample.wanted, eta, slope, EVALUATIONS)

@@ -1,0 +1,71 @@
+/* What kernel.c and kernel_rows.c share: the instruction set in use, and selection in a list of keys. */
+
+#ifndef SPARSIFIERS_KERNEL_H
+#define SPARSIFIERS_KERNEL_H
+
+#include <stdint.h>
+
+#if defined(__GNUC__) && defined(__x86_64__)
+#define X86 1
+#define AVX2 __attribute__((target("avx2,f16c,bmi,bmi2,popcnt")))
+#define AVX512                                                                                                       \
+    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi2,avx2,f16c,bmi,bmi2,popcnt,"                \
+                          "prefer-vector-width=512")))
+#else
+#define X86 0
+#endif
+
+#if defined(__GNUC__)
+#define INLINE static inline __attribute__((always_inline))
+#define PREFETCH(address) __builtin_prefetch(address)
+#define PREFETCH_TO_WRITE(address) __builtin_prefetch(address, 1)
+#else
+#define INLINE static inline
+#define PREFETCH(address) ((void)(address))
+#define PREFETCH_TO_WRITE(address) ((void)(address))
+#endif
+
+#if defined(_WIN32)
+#define EXPORT __declspec(dllexport)
+#elif defined(__GNUC__)
+#define EXPORT __attribute__((visibility("default")))
+#else
+#define EXPORT
+#endif
+
+/* One function for each instruction set, from one body that the compiler vectorises for each. The arguments
+   are in parentheses: FOR_EACH_LEVEL(name, (int64_t n), (n)) makes name_any, name_avx2, name_avx512, and name,
+   which calls the one for the level in use. */
+#if X86
+#define FOR_EACH_LEVEL(result, name, parameters, arguments)                                                          \
+    static result name##_any parameters { return name##_body arguments; }                                            \
+    AVX2 static result name##_avx2 parameters { return name##_body arguments; }                                      \
+    AVX512 static result name##_avx512 parameters { return name##_body arguments; }                                  \
+    DISPATCH(result, name, parameters, arguments)
+#define DISPATCH(result, name, parameters, arguments)                                                                \
+    static result name parameters                                                                                    \
+    {                                                                                                                \
+        return kernel_level >= 2   ? name##_avx512 arguments                                                         \
+               : kernel_level == 1 ? name##_avx2 arguments                                                           \
+                                   : name##_any arguments;                                                           \
+    }
+#else
+#define FOR_EACH_LEVEL(result, name, parameters, arguments)                                                          \
+    static result name##_any parameters { return name##_body arguments; }                                            \
+    DISPATCH(result, name, parameters, arguments)
+#define DISPATCH(result, name, parameters, arguments)                                                                \
+    static result name parameters { return name##_any arguments; }
+#endif
+
+extern int kernel_level; /* 0: any machine, 1: AVX2, 2: AVX-512 with VBMI2 */
+
+#define BLOCK 1024 /* elements of a scan that are searched together: the first-level cache holds them */
+
+/* See kernel.c. */
+int64_t kernel_hits(const int32_t *bits, int64_t n, int32_t mask, const int32_t *floors, int32_t *hits);
+int64_t kernel_scan(const int32_t *bits, int64_t start, int64_t n, int32_t mask, int32_t floor, int32_t *positions,
+                    int32_t *keys, int64_t capacity, int64_t *held);
+int32_t kernel_kth(const int32_t *keys, int64_t n, int64_t k, int32_t *scratch, int64_t *larger, int64_t *equal);
+int32_t kernel_cut(int32_t *positions, int32_t *keys, int64_t held, int64_t k, int32_t *scratch);
+
+#endif

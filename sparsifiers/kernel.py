@@ -1,0 +1,237 @@
+"""The compiled loops of kernel.c, if they were built: what numpy and torch do in several passes, in one.
+
+Everything here is optional. Without a compiler at installation, with AGMERGE_NO_KERNEL=1 in the environment,
+or for a tensor that the loops cannot read, callers take their numpy or torch path, which gives the same bits.
+ctypes releases the GIL during each call, so other threads run meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+INTERFACE = 1  # of kernel.c; a library that was built from another version is not used
+ROOM = 1 << 17  # slots of scratch that `rows_top` may take at any size
+PANEL = 64  # columns that are searched together at least: four cache lines of each row
+BLOCK = 1024  # elements that `scan` reads between two looks at the room that is left
+STREAMED = 1 << 16  # elements from which `add` is faster than torch (measured)
+SCATTERED = 1 << 13  # indices from which `commit` is faster than torch (measured)
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+Keys = NDArray[np.int32]
+
+_SIGNATURES: dict[str, tuple[Any, str]] = {  # result and arguments: p a pointer, l an int64_t, i an int
+    "kernel_set_level": (ctypes.c_int, "i"),
+    "kernel_scan": (ctypes.c_int64, "plliipplp"),
+    "kernel_cut": (ctypes.c_int32, "ppllp"),
+    "kernel_nth": (ctypes.c_int32, "pllp"),
+    "kernel_sample": (None, "pllip"),
+    "kernel_commit": (ctypes.c_int, "plppl"),
+    "kernel_add": (ctypes.c_int, "pppli"),
+    "kernel_rows": (None, "pllippp"),
+    "kernel_columns_scratch": (ctypes.c_int64, "lllll"),
+    "kernel_columns": (ctypes.c_int, "plllipllpp"),
+}
+_ARGUMENTS = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int32}
+
+
+def load(folder: Path) -> ctypes.CDLL | None:
+    """The library that was built into `folder`; None if there is none, or none of this version."""
+    for suffix in EXTENSION_SUFFIXES:
+        path = folder / f"_kernel{suffix}"
+        if not path.exists():
+            continue
+        try:
+            library = ctypes.CDLL(str(path))
+            if library.kernel_init() != INTERFACE:
+                continue
+            for name, (result, arguments) in _SIGNATURES.items():
+                function = getattr(library, name)
+                function.restype = result
+                function.argtypes = [_ARGUMENTS[kind] for kind in arguments]
+        except (OSError, AttributeError):  # built for another machine, or no library of ours
+            continue
+        return library
+    return None
+
+
+library = None if os.environ.get("AGMERGE_NO_KERNEL", "0") not in ("", "0") else load(Path(__file__).parent)
+
+
+def available() -> bool:
+    """Whether the compiled loops are in use."""
+    return library is not None
+
+
+def set_level(level: int) -> int:
+    """Use at most this instruction set (0: any machine, 1: AVX2, 2: AVX-512), for tests; the one now in use."""
+    return 0 if library is None else int(library.kernel_set_level(level))
+
+
+# -- lists of keys ------------------------------------------------------------------------------------------------
+
+
+def reads(bits: NDArray[Any]) -> TypeGuard[Keys]:
+    """Whether the loops can read this array: int32 in C order, in a plain numpy array. False without a library."""
+    return (
+        library is not None
+        and type(bits) is np.ndarray
+        and bits.dtype == np.int32
+        and bits.flags.c_contiguous
+        and bits.flags.aligned
+    )
+
+
+def scan(
+    bits: Keys, start: int, mask: int, floor: int, positions: Keys, keys: Keys, held: int
+) -> tuple[int, int]:
+    """Append positions and keys of the elements of `bits` from `start` on whose key exceeds the floor.
+
+    bits: see `reads`; positions and keys: int32 of one length. Returns where it stopped and how many are held
+    then: at len(bits), or where the next BLOCK of elements might not fit.
+    """
+    count = ctypes.c_int64(held)
+    stop = _loaded().kernel_scan(
+        _address(bits), start, len(bits), mask, floor, _address(positions), _address(keys), len(keys),
+        ctypes.byref(count),
+    )  # fmt: skip
+    return int(stop), count.value
+
+
+def cut(positions: Keys, keys: Keys, held: int, k: int, scratch: Keys) -> int:
+    """Keep the k largest of the first `held` keys with their positions, in order, of equals the first.
+
+    1 <= k <= held <= len(keys); scratch: as long. Returns the smallest key kept.
+    """
+    return int(_loaded().kernel_cut(_address(positions), _address(keys), held, k, _address(scratch)))
+
+
+def nth_largest(keys: Keys, k: int) -> int:
+    """The k-th largest of keys >= 0, see `reads`; 1 <= k <= len(keys)."""
+    scratch = np.empty(len(keys), dtype=np.int32)
+    return int(_loaded().kernel_nth(_address(keys), len(keys), k, _address(scratch)))
+
+
+def sample(bits: Keys, mask: int, m: int) -> Keys:
+    """bits[sampling.places(len(bits), m)] & mask, int32[m]; bits: see `reads`, 1 <= m <= len(bits)."""
+    keys = np.empty(m, dtype=np.int32)
+    _loaded().kernel_sample(_address(bits), len(bits), m, mask, _address(keys))
+    return keys
+
+
+def rows_top(table: Keys, mask: int, quotas: NDArray[np.int64], transposed: bool = False) -> Keys | None:
+    """Indices into the flattened table of the quotas[r] largest keys `table & mask` of each row r, ascending.
+
+    table: int32 [rows, length] that `reads` allows; if transposed [length, rows], of which column r is row r.
+    quotas: int64[rows], each in [0, length]. int32[quotas.sum()]; of equal keys in a row the first are taken.
+
+    None for so few rows that one is better searched as a vector, and where columns have too many candidates,
+    because what is largest in most of them stands close together.
+    """
+    length, rows = table.shape if transposed else table.shape[::-1]
+    quotas = np.ascontiguousarray(quotas, dtype=np.int64)
+    if quotas.shape != (rows,) or (rows and not 0 <= quotas.min() <= quotas.max() <= length):
+        raise ValueError(f"quotas of shape {quotas.shape} must be {rows} counts in [0, {length}]")
+    room = max(ROOM, table.size // 4)
+    if transposed:
+        return _columns_top(table, mask, quotas, room)
+    if 4 * length > room:
+        return None
+    found = np.empty(int(quotas.sum()), dtype=np.int32)
+    if len(found):
+        scratch = np.empty(4 * length, dtype=np.int32)
+        _loaded().kernel_rows(
+            _address(table), rows, length, mask, _address(quotas), _address(scratch), _address(found)
+        )
+    return found
+
+
+def _columns_top(table: Keys, mask: int, quotas: NDArray[np.int64], room: int) -> Keys | None:
+    # All columns together where there is the room for it, otherwise in panels, whose results are then sorted.
+    length, columns = table.shape
+    total, most = int(quotas.sum()), int(quotas.max(initial=0))
+    found = np.empty(total, dtype=np.int32)
+    if total == 0:
+        return found
+    needed = _loaded().kernel_columns_scratch(length, columns, columns, total, most)
+    panels = min(-(-needed // room), -(-columns // PANEL))
+    width = -(-columns // panels // 16) * 16 if panels > 1 else columns
+    held = 0
+    for first in range(0, columns, width):
+        part = quotas[first : first + width]
+        count = int(part.sum())
+        if count:
+            scratch = np.empty(
+                _loaded().kernel_columns_scratch(length, len(part), columns, count, most), dtype=np.int32
+            )
+            status = _loaded().kernel_columns(
+                _address(table) + 4 * first, length, len(part), columns, mask, _address(part), count, most,
+                _address(scratch), _address(found) + 4 * held,
+            )  # fmt: skip
+            if status:
+                return None
+            found[held : held + count] += first
+            held += count
+    if panels > 1:
+        found.sort()
+    return found
+
+
+# -- tensors --------------------------------------------------------------------------------------------------------
+
+
+def add(work: Tensor, residual: Tensor, gradient: Tensor) -> bool:
+    """work = residual + gradient, past the caches, bit for bit as torch.add; False if that is for torch to do.
+
+    Shapes are equal, and work shares no storage with the others. Several threads of torch are faster than this one.
+    """
+    kind = KINDS.get(gradient.dtype)
+    if kind is None or work.numel() < STREAMED or torch.get_num_threads() > 1:
+        return False
+    if not (_plain(work) and _plain(residual) and _plain(gradient, gradient.dtype)):
+        return False
+    done = _loaded().kernel_add(work.data_ptr(), residual.data_ptr(), gradient.data_ptr(), work.numel(), kind)
+    return bool(done == 0)
+
+
+def commit(work: Tensor, indices: Tensor, sent: Tensor) -> bool:
+    """work[indices] -= sent, an index that occurs again included; False, with nothing done, if torch must do it.
+
+    IndexError, with nothing done, for an index outside [0, len(work)).
+    """
+    count = indices.numel()
+    if count < SCATTERED or not work.dim() == indices.dim() == sent.dim() == 1 or sent.numel() != count:
+        return False
+    if not (_plain(work) and _plain(indices, torch.int32) and _plain(sent)):
+        return False
+    if _loaded().kernel_commit(work.data_ptr(), work.numel(), indices.data_ptr(), sent.data_ptr(), count):
+        raise IndexError(f"an index to commit is outside [0, {work.numel()})")
+    return True
+
+
+def _plain(tensor: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+    return (
+        library is not None
+        and tensor.dtype == dtype
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and tensor.data_ptr() % tensor.element_size() == 0
+    )
+
+
+def _loaded() -> ctypes.CDLL:
+    assert library is not None, "ask available(), reads() or the result first"
+    return library
+
+
+def _address(array: NDArray[Any]) -> int:
+    return array.ctypes.data

@@ -1,0 +1,50 @@
+"""State that belongs to a vector: kept by key, forgotten where the key comes back with another length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from sparsifiers.base import Sparsifier
+
+
+class Keyed(Sparsifier):
+    """A sparsifier that remembers a few numbers per key; a subclass calls `_recall` and `_keep`.
+
+    The numbers are Python's, or 0-dim tensors where reading them would wait for a device. All state belongs
+    to the instance.
+    """
+
+    def __init__(self, density: float = 0.01) -> None:
+        super().__init__(density)
+        self._kept: dict[str, tuple[Any, ...]] = {}
+
+    def _recall(self, key: str, numel: int) -> tuple[Any, ...] | None:
+        """What `_keep` was given last for this key, None if that is nothing or was another length."""
+        kept = self._kept.get(key)
+        return kept[1:] if kept is not None and kept[0] == numel else None
+
+    def _keep(self, key: str, numel: int, *numbers: int | float | Tensor) -> None:
+        self._kept[key] = (numel, *numbers)
+
+    def state_dict(self) -> dict[str, object]:
+        """{name: {key: (numel, *numbers)}} in plain numbers; waits for a device that holds some."""
+        plain = {
+            key: tuple(part.item() if isinstance(part, Tensor) else part for part in kept)
+            for key, kept in self._kept.items()
+        }
+        return {self.name: plain}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Restore what `state_dict` returned; an empty mapping is a cold start."""
+        kept = state.get(self.name, {})
+        if set(state) - {self.name} or not isinstance(kept, Mapping):
+            raise ValueError(f"{self}: its state is {{{self.name!r}: ...}}, but was given {sorted(state)}")
+        self._kept = {key: tuple(numbers) for key, numbers in kept.items()}
+
+    def retain(self, keys: Iterable[str]) -> None:
+        """Forget the state of every key that is not in `keys`."""
+        wanted = set(keys)
+        self._kept = {key: kept for key, kept in self._kept.items() if key in wanted}

@@ -1,0 +1,135 @@
+"""The largest of each row in CPU memory, with scratch for a few rows.
+
+Keys of as many rows as fit the cache are copied and searched together; a row that does not fit is searched as
+a vector of its own. Columns of a C-order matrix are copied in strips at least a cache line wide. What `kernel`
+can read, and has room for, is searched by compiled loops, with the same result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparsifiers import kernel
+from sparsifiers.exact import BLOCK, largest, largest_magnitudes
+from sparsifiers.rows import Matrix, deal, matrices
+
+LINE = 16  # fp32 elements of a cache line
+STRIP = 64  # columns copied together where a column is long: fewer visits to every memory page
+PART = 12  # of so many columns one is copied at a time: scratch is some 2.5 times the copy
+PATCH = 512  # elements of a column copied at a time: the lines of a patch stay in the cache
+
+Keys = NDArray[np.signedinteger[Any]]
+
+
+def largest_in_rows(bits: Keys, mask: int, k: int, turn: int, shapes: Sequence[Sequence[int]]) -> NDArray[np.int32]:
+    """Indices that `deal` gives to the largest of each row, int32[k], ascending; of equals the lowest in the row.
+
+    bits: signed integers [n] of any stride, not changed; mask: see `magnitude_mask`; shapes cover n >= 1.
+    """
+    found = np.empty(k, dtype=np.int32)
+    held = 0
+    for share in deal(matrices(shapes), k, turn):
+        if share.count:
+            found[held : held + share.count] = largest_of(bits, mask, share.matrix, share.quotas())
+            held += share.count
+    return found
+
+
+def largest_of(bits: Keys, mask: int, matrix: Matrix, quotas: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Indices into the vector `bits` of the quotas[r] largest of each row r of one matrix, ascending."""
+    shape = (matrix.length, matrix.rows) if matrix.columns else (matrix.rows, matrix.length)
+    table = bits[matrix.offset : matrix.stop].reshape(shape)
+    if kernel.reads(table):
+        found = kernel.rows_top(table, mask, quotas, matrix.columns)
+        if found is not None:
+            return found + matrix.offset
+    return matrix.flat(rows_top(table.T if matrix.columns else table, mask, quotas))
+
+
+def maxima_and_largest(bits: Keys, mask: int, k: int, step: int, forced: Sequence[Matrix]) -> NDArray[np.int32]:
+    """Indices of the largest of each row of `forced` and of the largest others, int32[k], ascending.
+
+    Of R > k rows only those with (r - step * k) % R < k send. bits: signed integers [n], n >= 1, of any stride,
+    not changed; mask: see `magnitude_mask`; of equal keys the lowest index is taken.
+    """
+    rows = sum(matrix.rows for matrix in forced)
+    wanted = np.ones(rows, dtype=np.int64)
+    if k < rows:
+        wanted[(step * k + np.arange(k, rows)) % rows] = 0
+    found = [np.empty(0, dtype=np.int32)]
+    first = 0
+    for matrix in forced:
+        found.append(largest_of(bits, mask, matrix, wanted[first : first + matrix.rows]))
+        first += matrix.rows
+    maxima = np.concatenate(found)
+    if k <= rows:
+        return maxima
+    # The k - rows largest of the others are among the k largest of all: at most `rows` others precede them.
+    best = largest_magnitudes(bits, mask, k)
+    places = np.searchsorted(best, maxima)
+    places[places == k] = 0
+    others = np.delete(best, places[best[places] == maxima])
+    return np.sort(np.concatenate([maxima, others[largest(bits[others] & mask, k - rows)]]))
+
+
+def rows_top(table: Keys, mask: int, quotas: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Positions r * length + place of the quotas[r] largest keys `table & mask` of each row r, ascending.
+
+    table: signed integers [rows, length] of any strides, not changed; quotas: int64[rows], each in [0, length].
+    int32[quotas.sum()]; of equal keys in a row the first are taken.
+    """
+    rows, length = table.shape
+    found = np.empty(int(quotas.sum()), dtype=np.int32)
+    height = max(1, BLOCK // length)
+    if table.strides[0] < table.strides[1] and height < LINE:  # neighbours lie in the same cache lines
+        height = max(height, min(STRIP, rows // PART))
+    held = 0
+    for first in range(0, rows, height):
+        wanted = quotas[first : first + height]
+        served = np.flatnonzero(wanted)
+        if not len(served):
+            continue
+        strip = table[first : first + height]
+        if len(served) < len(strip):
+            strip, wanted = strip[served], wanted[served]
+        if len(strip) == 1 and length > BLOCK:
+            places = largest_magnitudes(strip[0], mask, int(wanted[0])).astype(np.int64)
+        else:
+            places = _top(_keys(strip, mask), wanted)
+        end = held + len(places)
+        row, place = np.divmod(places, length)
+        found[held:end] = (served[row] + first) * length + place
+        held = end
+    return found
+
+
+def _keys(strip: Keys, mask: int) -> Keys:
+    keys = np.empty(strip.shape, dtype=strip.dtype)
+    width = PATCH if strip.strides[0] < strip.strides[1] else strip.shape[1]
+    for start in range(0, strip.shape[1], width):
+        patch = np.s_[:, start : start + width]
+        np.bitwise_and(strip[patch], mask, out=keys[patch])
+    return keys
+
+
+def _top(keys: Keys, wanted: NDArray[np.int64]) -> NDArray[np.intp]:
+    """Positions of the wanted[r] >= 1 largest of each row r of C-order keys, ascending; of equals the first."""
+    rows, length = keys.shape
+    if wanted.max() == 1:
+        first: NDArray[np.intp] = keys.argmax(axis=1)
+        return first + np.arange(0, keys.size, length)
+    ranks = length - wanted
+    smallest = np.partition(keys, np.unique(ranks), axis=1)[np.arange(rows), ranks][:, None]
+    taken = keys >= smallest
+    places = np.flatnonzero(taken)
+    if len(places) == wanted.sum():
+        return places
+    for row in np.flatnonzero(taken.sum(axis=1) > wanted):
+        equal = np.flatnonzero(keys[row] == smallest[row])
+        surplus = np.count_nonzero(taken[row]) - wanted[row]
+        taken[row, equal[len(equal) - surplus :]] = False
+    return np.flatnonzero(taken)

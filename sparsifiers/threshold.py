@@ -1,0 +1,77 @@
+"""A fixed threshold, or one that follows k by what it let through."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from sparsifiers.arguments import Request
+from sparsifiers.base import Selection
+from sparsifiers.device import bracket, keys_of, take
+from sparsifiers.estimated import key_floor, number, padded
+from sparsifiers.exact import scan
+from sparsifiers.feedback import key_from, reuse
+from sparsifiers.keyed import Keyed
+from sparsifiers.magnitude import bit_view, magnitude_mask
+
+
+class Threshold(Keyed):
+    """Send the coordinates whose magnitude is at least tau, at most k of them.
+
+    With tau, a fixed threshold (Strom, "Scalable distributed DNN training using commodity GPU cloud
+    computing", Interspeech 2015): nothing below tau is sent, more than k are cut to the k largest, and
+    nothing at all may be sent. It must suit the scale of the gradients, which changes during training: too
+    low a tau is topk, too high a one sends nothing and delays everything.
+
+    Without tau (the default), tau follows k, per key (`feedback.reuse`): while the last threshold lets 0.8 k
+    to 1.25 k elements through it is used again, cut to k and nudged; outside that band the exact k are
+    selected in the same call and the smallest of them is the next threshold. A steady gradient costs one pass
+    and no sample: the cheapest method that keeps to k. On a device the last threshold starts a bisection,
+    and count is k.
+
+    tau: None, or a finite number above 0.
+    """
+
+    name = "threshold"
+
+    def __init__(self, density: float = 0.01, tau: float | None = None) -> None:
+        super().__init__(density)
+        self.tau = None if tau is None else number("threshold", "tau", tau)
+        if self.tau is not None and not 0.0 < self.tau < math.inf:
+            raise ValueError(f"threshold: tau is {tau!r}; it must be finite and above 0, or None to follow k")
+
+    def options(self) -> dict[str, object]:
+        return {"tau": self.tau}
+
+    def _select(self, vector: Tensor, request: Request) -> Selection:
+        if vector.device.type != "cpu":
+            return self.select_on_device(vector, request)
+        if self.tau is not None:
+            bits, floor = bit_view(vector).numpy(), key_from(self.tau, vector.dtype) - 1
+            return padded(scan(bits, magnitude_mask(vector.dtype), request.k, floor), request.k)
+        kept = self._recall(request.key, vector.numel())
+        found = reuse(vector, request.k, None if kept is None else float(kept[0]))
+        if found.threshold is not None:
+            self._keep(request.key, vector.numel(), found.threshold)
+        return padded(found.indices, request.k)
+
+    def select_on_device(self, vector: Tensor, request: Request) -> Selection:
+        """The same without a host in it, for a vector on any device. count is a tensor where tau is given."""
+        k, n, dtype = request.k, vector.numel(), vector.dtype
+        keys = keys_of(vector)
+        if self.tau is not None:
+            floor = key_floor(_on_device(self.tau, vector.device), dtype)
+            return Selection(*take(keys, *bracket(keys, k, dtype, floor=floor), k))
+        kept = self._recall(request.key, n)
+        start = None if kept is None else key_floor(_on_device(kept[0], vector.device), dtype)
+        low, high = bracket(keys, k, dtype, start=start)
+        self._keep(request.key, n, (low + 1).to(keys.dtype).view(dtype).double().nan_to_num(nan=torch.inf))
+        return Selection(take(keys, low, high, k)[0], k)
+
+
+def _on_device(tau: float | Tensor, device: torch.device) -> Tensor:
+    if isinstance(tau, Tensor):
+        return tau.to(device)
+    return torch.full((), tau, dtype=torch.float64, device=device)
