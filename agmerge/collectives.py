@@ -27,7 +27,7 @@ def allreduce(tensor: torch.Tensor, name: str | None = None, op: ReduceOp = Aver
     """
     if not isinstance(op, ReduceOp):
         raise ValueError(f"allreduce: op must be agmerge.Average or agmerge.Sum, not {op!r}")
-    comm, label = runtime.world(), name or "allreduce"
+    comm, label = runtime.world(), _label(name, "allreduce")
     if tensor.dtype == torch.bool:
         raise ValueError(f"{label}: a tensor of bool has no sum; convert it to the integers that you mean")
     _agree(comm, "allreduce", label, [("op", op.value), ("tensor", _describe(tensor))])
@@ -43,7 +43,7 @@ def allreduce(tensor: torch.Tensor, name: str | None = None, op: ReduceOp = Aver
 
 def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
     """Every rank's ``tensor``, one after the other along the first dimension, whose length may differ."""
-    comm, label = runtime.world(), name or "allgather"
+    comm, label = runtime.world(), _label(name, "allgather")
     if tensor.dim() == 0:
         raise ValueError(f"{label}: a tensor of no dimensions cannot be gathered; use tensor.reshape(1)")
     trailing = list(tensor.shape[1:])
@@ -58,7 +58,7 @@ def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
 
 def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
     """Rank ``root_rank``'s ``tensor``, as a new tensor. Shape and dtype must be the same on all ranks."""
-    comm, label = runtime.world(), name or "broadcast"
+    comm, label = runtime.world(), _label(name, "broadcast")
     check_root(comm, root_rank)
     _agree(comm, "broadcast", label, [("root_rank", str(root_rank)), ("tensor", _describe(tensor))])
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -68,7 +68,7 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
     """Rank ``root_rank``'s ``obj`` (anything that pickles); it is returned as it is on the root itself."""
-    comm, label = runtime.world(), name or "broadcast_object"
+    comm, label = runtime.world(), _label(name, "broadcast_object")
     check_root(comm, root_rank)
     _agree(comm, "broadcast_object", label, [("root_rank", str(root_rank))])
     data, problem = b"", None
@@ -110,6 +110,13 @@ def _agree(comm: Backend, call: str, label: str, facts: list[Fact]) -> None:
     facts = [("call", call), ("name", label), *facts]
     advice = "Every rank must make the same call."
     agree(comm, facts, what="collective", advice=advice, timeout=TIMEOUT, name=label)
+
+
+def _label(name: str | None, call: str) -> str:
+    # Horovod's own takes allreduce(tensor, False) as "do not average": it must not pass for a name.
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"{call}: name must be a string, not {name!r}; allreduce takes op=agmerge.Sum for a sum")
+    return name or call
 
 
 def _describe(tensor: torch.Tensor) -> str:

@@ -21,6 +21,7 @@ from agmerge.backends import horovod
 from agmerge.groups import Groups
 from agmerge.groups import checked as checked_groups
 from agmerge.handshake import Fact
+from agmerge.members import Member
 from agmerge.ops import Average, Compression, ReduceOp
 
 MERGING = "threshold"  # the default planner
@@ -56,11 +57,11 @@ class Config:
         """Whether ``parameter`` goes into the sparse lane."""
         return self.sparsifier is not None and not self.dense(name, parameter)
 
-    def check(self, name: str, parameter: torch.Tensor) -> None:
+    def check(self, member: Member) -> None:
         """Raise ``ValueError`` for a parameter whose gradient this compression cannot send."""
-        if parameter.is_complex() and (self.cast is not None or self.sparse(name, parameter)):
+        if member.dtype.is_complex and (self.cast is not None or member.sparse):
             raise ValueError(
-                f"parameter {name!r} is {parameter.dtype}: sparsifiers and casts are for real numbers; use "
+                f"parameter {member.name!r} is {member.dtype}: sparsifiers and casts are for real numbers; use "
                 f"compression='none', send it whole (dense=), or hold it as torch.view_as_real()"
             )
 
@@ -90,10 +91,11 @@ class Config:
 
     def facts(self) -> list[Fact]:
         """What must be the same on every rank. ``backward_passes_per_step`` too: it decides what a step is."""
-        compression = repr(self.sparsifier) if self.sparsifier else next(n for n, c in CASTS.items() if c == self.cast)
+        cast = next(name for name, dtype in CASTS.items() if dtype == self.cast)
         return [
+            ("compression", self.sparsifier.name if self.sparsifier else cast),
             ("density", str(self.sparsifier.density if self.sparsifier else 1.0)),
-            ("compression", compression),
+            ("options", repr(self.sparsifier)),
             ("memory", repr(self.memory)),
             ("merging", self.merging),
             ("op", self.op.value),

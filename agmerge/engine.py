@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -83,9 +84,12 @@ class Engine:
         agree(self.comm, facts, what="DistributedOptimizer", advice=advice, timeout=self.config.timeout)
 
     def _members(self) -> list[Member]:
-        members = [member for member in self.members.active() if member.parameter.numel()]
-        for member in members:
-            self.config.check(member.name, member.parameter)
+        """Who takes part now, each with its lane. A rule of the script's own is asked once, here."""
+        members = []
+        for member in self.members.active():
+            if member.parameter.numel():
+                members.append(replace(member, sparse=self.config.sparse(member.name, member.parameter)))
+                self.config.check(members[-1])
         return members
 
     def _open(self) -> Session:

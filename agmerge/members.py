@@ -19,10 +19,12 @@ class Member:
     dtype: torch.dtype
     device: torch.device
     shape: tuple[int, ...]
+    sparse: bool = False  # its lane
 
     def describe(self) -> str:
-        """As in a handshake: ``float32[10, 20] cpu``. The number of the device is the rank's own affair."""
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} {self.device.type}"
+        """As in a handshake: ``float32[10, 20] cpu sparse``. The number of the device is the rank's own affair."""
+        lane = "sparse" if self.sparse else "dense"
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} {self.device.type} {lane}"
 
 
 class Members:

@@ -94,6 +94,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         arguments = {name: value for name, value in locals().items() if name not in _OWN}
         self._set_up(optimizer, named_parameters, arguments)
         try:
+            runtime.adopt()
             self._engine.connect(runtime.world())
         except BaseException:
             self._engine.close()

@@ -79,6 +79,12 @@ def init(backend: str | None = None) -> None:
     _process = opened
 
 
+def adopt() -> None:
+    """Take a Horovod or torch.distributed that the script has initialised; :func:`init` for scripts that call none."""
+    if not is_initialized() and (horovod.initialised() or torch_backend.initialised()):
+        init()
+
+
 def _open(name: str, env: Mapping[str, str]) -> Backend:
     if name == "horovod":
         return horovod.open(env, INIT_TIMEOUT)

@@ -54,8 +54,7 @@ def model_facts(members: Sequence[Member], config: Config) -> list[Fact]:
     group_of = {name: f" group {number}" for number, group in enumerate(groups) for name in group}
     facts: list[Fact] = []
     for i, member in enumerate(members):
-        lane = "sparse" if config.sparse(member.name, member.parameter) else "dense"
-        facts.append((f"tensor {i}", f"{member.name} {member.describe()} {lane}{group_of.get(member.name, '')}"))
+        facts.append((f"tensor {i}", f"{member.name} {member.describe()}{group_of.get(member.name, '')}"))
     return facts
 
 
@@ -88,7 +87,7 @@ class Session:
         assert plan.names is not None
         ordered = [by_name[name] for name in plan.names]
         self.parameters = [member.parameter for member in ordered]
-        self.layout = Layout([(member.name, member.shape, _lane(member, config)) for member in ordered])
+        self.layout = Layout([(member.name, member.shape, _lane(member)) for member in ordered])
         self.slot_of = dict(zip(self.parameters, self.layout.slots, strict=True))
         self.arenas = {lane: self._arena(lane, length) for lane, length in self.layout.lengths.items()}
         self.used = [False] * len(ordered)
@@ -233,8 +232,9 @@ def _make_plan(
         config.plan.check(len(names))
         return merging.Plan(config.plan.counts, config.plan.dense, config.plan.labels, tuple(names))
     assert config.planner is not None
+    sparse = {member.name for member in members if member.sparse}
     numel = [parameters[name].numel() for name in names]
-    work = [parameters[name].numel() if config.sparse(name, parameters[name]) else 0 for name in names]
+    work = [parameters[name].numel() if name in sparse else 0 for name in names]
     profile = merging.Profile(names, numel, [0.0] * len(names), work=work)
     return config.planner.plan(profile, _UNMEASURED, config.mode)
 
@@ -247,8 +247,8 @@ def _linear(seconds: float) -> Any:
 _UNMEASURED = merging.Costs(sparsify=_linear(1e-9), exchange=_linear(1e-9))
 
 
-def _lane(member: Member, config: Config) -> Lane:
-    return Lane(member.device, member.dtype, config.sparse(member.name, member.parameter))
+def _lane(member: Member) -> Lane:
+    return Lane(member.device, member.dtype, member.sparse)
 
 
 def _title(buffer: int, number: int) -> str:

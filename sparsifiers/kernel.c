@@ -26,8 +26,8 @@ static uint64_t compaction[256]; /* for each set of 8 lanes, their numbers packe
 static void set_up(void)
 {
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2"))
-        supported = 1;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2"))
+        supported = 1; /* every such processor converts float16 and counts bits too */
     if (supported && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vbmi2"))

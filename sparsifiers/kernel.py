@@ -143,11 +143,11 @@ def rows_top(table: Keys, mask: int, quotas: NDArray[np.int64], transposed: bool
     room = max(ROOM, table.size // 4)
     if transposed:
         return _columns_top(table, mask, quotas, room)
-    if 4 * length > room:
+    if 3 * length > room:
         return None
     found = np.empty(int(quotas.sum()), dtype=np.int32)
     if len(found):
-        scratch = np.empty(4 * length, dtype=np.int32)
+        scratch = np.empty(3 * length, dtype=np.int32)
         _loaded().kernel_rows(
             _address(table), rows, length, mask, _address(quotas), _address(scratch), _address(found)
         )

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -80,6 +81,20 @@ def open(env: Mapping[str, str], timeout: float) -> HorovodBackend:
     return HorovodBackend(hvd, None, "agmerge", owned=owned)
 
 
+@contextmanager
+def _translated(name: str) -> Iterator[None]:
+    """Horovod's errors as ours, also those of the calls that only hand a tensor in."""
+    try:
+        yield
+    except RuntimeError as error:
+        kind = RankMismatchError if "Mismatched" in str(error) else PeerLost
+        raise kind(f"{name}: {error}") from error
+    except ValueError as error:
+        if "same name as another tensor" not in str(error):
+            raise
+        raise PeerLost(f"{name}: an earlier call of this name never ended, so a rank is missing ({error})") from error
+
+
 class HorovodHandle(Handle):
     """A handle of Horovod's. ``place`` puts the result where it belongs, once."""
 
@@ -100,11 +115,8 @@ class HorovodHandle(Handle):
         if self._waited:
             return
         self._waited = True
-        try:
+        with _translated(self._name):
             self._place(self._hvd.synchronize(self._handle))
-        except RuntimeError as error:
-            kind = RankMismatchError if "Mismatched" in str(error) else PeerLost
-            raise kind(f"{self._name}: {error}") from error
 
 
 class HorovodBackend(Backend):
@@ -134,20 +146,25 @@ class HorovodBackend(Backend):
         options: dict[str, Any] = {"name": f"{self._prefix}/{name}"}
         return options if self._set is None else {**options, "process_set": self._set}
 
+    def _start(
+        self, name: str, place: Callable[[Any], object], call: Callable[..., int], *given: Any, **how: Any
+    ) -> Handle:
+        with _translated(name):
+            handle = call(*given, **how, **self._options(name))
+        return HorovodHandle(self._hvd, handle, name, place)
+
     def all_reduce(self, tensor: torch.Tensor, name: str) -> Handle:
         sent = tensor.float() if tensor.dtype == torch.bfloat16 else tensor  # Horovod does not know bfloat16
         sent = torch.view_as_real(sent) if sent.is_complex() else sent
-        handle = self._hvd.allreduce_async_(sent, op=self._hvd.Sum, **self._options(name))
 
         def place(result: torch.Tensor) -> None:
             if sent.data_ptr() != tensor.data_ptr():
                 tensor.copy_(result)
 
-        return HorovodHandle(self._hvd, handle, name, place)
+        return self._start(name, place, self._hvd.allreduce_async_, sent, op=self._hvd.Sum)
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
-        handle = self._hvd.allgather_async(_bytes(tensor), **self._options(name))
-        return HorovodHandle(self._hvd, handle, name, _bytes(out).copy_)
+        return self._start(name, _bytes(out).copy_, self._hvd.allgather_async, _bytes(tensor))
 
     def all_to_all(
         self,
@@ -158,17 +175,18 @@ class HorovodBackend(Backend):
         name: str,
     ) -> Handle:
         lengths = torch.tensor([tensor.element_size() * n for n in splits], dtype=torch.int32)
-        handle = self._hvd.alltoall_async(_bytes(tensor), splits=lengths, **self._options(name))
-        return HorovodHandle(self._hvd, handle, name, lambda result: _bytes(out).copy_(_first(result)))
+
+        def place(result: Any) -> None:
+            _bytes(out).copy_(_first(result))
+
+        return self._start(name, place, self._hvd.alltoall_async, _bytes(tensor), splits=lengths)
 
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
         sent = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-        handle = self._hvd.reducescatter_async(sent, op=self._hvd.Sum, **self._options(name))
-        return HorovodHandle(self._hvd, handle, name, out.copy_)
+        return self._start(name, out.copy_, self._hvd.reducescatter_async, sent, op=self._hvd.Sum)
 
     def broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Handle:
-        handle = self._hvd.broadcast_async_(_bytes(tensor), self._ranks[root], **self._options(name))
-        return HorovodHandle(self._hvd, handle, name, lambda result: None)
+        return self._start(name, lambda result: None, self._hvd.broadcast_async_, _bytes(tensor), self._ranks[root])
 
     def barrier(self, name: str) -> Handle:
         return self.all_reduce(torch.zeros(1), name)

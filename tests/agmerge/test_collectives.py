@@ -252,3 +252,14 @@ def test_without_init_every_call_says_what_to_do() -> None:
     for call in calls:
         with pytest.raises(AGMergeError, match=r"^AGMerge has not been initialized; use agmerge.init\(\)\.$"):
             call()
+
+
+@pytest.mark.parametrize("call", [agmerge.allreduce, agmerge.allgather])
+def test_a_flag_does_not_pass_for_a_name(call: Any) -> None:
+    """``allreduce(tensor, False)`` is a sum in Horovod."""
+
+    def body(rank: int) -> None:
+        with pytest.raises(TypeError, match="name must be a string, not False; allreduce takes op=agmerge.Sum"):
+            call(torch.ones(2), False)
+
+    testing.run(1, body)

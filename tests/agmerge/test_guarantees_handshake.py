@@ -22,12 +22,12 @@ MODEL = seeded(mlp)
 # The odd rank's argument, everybody else's, and what the error says of each.
 ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, str, str]]] = {
     "density": ({"density": 0.02}, {}, ("density", "0.02", "0.01")),
-    "compressor": ({"compression": "none"}, {"density": 1.0}, ("compression", "none", "topk(density=1.0)")),
+    "compressor": ({"compression": "none"}, {"density": 1.0}, ("compression", "none", "topk")),
     "cast": ({"compression": "bf16"}, {"compression": "fp16"}, ("compression", "bf16", "fp16")),
     "sparsifier": (
         {"compression": sparsifiers.get("topk", 0.01)},
         {"compression": "none"},
-        ("density", "0.01", "1.0"),
+        ("compression", "topk", "none"),
     ),
     "memory": ({"memory": "none"}, {}, ("memory", "none()", "residual()")),
     "planner": ({"merging": "single"}, {}, ("merging", "single()", "threshold(bytes=26214400)")),

@@ -162,3 +162,26 @@ def test_nobody_waits_for_an_optimizer_of_one_rank() -> None:
         return digest(model)
 
     assert on_ranks(1, MODEL, body) != [digest(MODEL)]
+
+
+def test_a_dense_rule_is_asked_once_an_agreement() -> None:
+    """Else one that changes its mind in between would give ranks other messages than they agreed on."""
+
+    def body(rank: int, model: nn.Module) -> list[int]:
+        asked: list[str] = []
+
+        def rule(name: str, parameter: torch.Tensor) -> bool:
+            asked.append(name)
+            return False
+
+        optimizer = wrap(model, dense=rule)
+        counts = [len(asked)]
+        for step in range(3):
+            train(model, optimizer, rank, range(step, step + 1))
+            counts.append(len(asked))
+        return counts
+
+    tensors = len(list(MODEL.parameters()))
+    first, *rest = agreed(on_ranks(2, MODEL, body))
+    assert rest[0] - first == tensors  # the agreement of the first step
+    assert rest[1] == rest[0] == rest[2]

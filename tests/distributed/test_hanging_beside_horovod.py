@@ -197,7 +197,6 @@ def test_a_rank_that_ends_early_is_an_error_for_the_other(runs: Runs) -> None:
     assert other["waiting"][1] < TIMEOUT + SLACK
 
 
-@pytest.mark.xfail(reason="Horovod's own error comes out of the call that hands a tensor in", strict=True)
 def test_a_rank_that_has_ended_is_an_error_for_the_other(runs: Runs) -> None:
     other, _ = runs.found("ours", "leaving_by_exit")
     assert text_of(other["afterwards"]).startswith("PeerLost: ")
