@@ -21,10 +21,11 @@ PIP := $(RUN) -m pip --disable-pip-version-check install --quiet --no-input
 # A set-up is known by what it was made from: the files' content, the Python, and the place (the package is
 # installed editable). Its stamp is written last, so what was interrupted has none and is made again.
 ABOUT := import sys; print(sys.version, sys.base_prefix)
+KERNEL := $(wildcard sparsifiers/kernel*.[ch])
 stamp = $(VENV)/.$(1)-$(shell { $(PYTHON) -c "$(ABOUT)"; pwd -P; cat $(2); } 2>&1 | cksum | cut -d ' ' -f 1)
-BASE := $(call stamp,base,requirements.txt setup.py)
-TEST := $(call stamp,test,requirements.txt setup.py requirements-test.txt)
-HOROVOD := $(call stamp,horovod,requirements.txt setup.py requirements-horovod.txt agmerge/build_horovod.py)
+BASE := $(call stamp,base,requirements.txt setup.py $(KERNEL))
+TEST := $(call stamp,test,requirements.txt setup.py $(KERNEL) requirements-test.txt)
+HOROVOD := $(call stamp,horovod,requirements.txt setup.py $(KERNEL) requirements-horovod.txt agmerge/build_horovod.py)
 # The settings of Horovod's own build count too.
 HOROVOD := $(HOROVOD)-$(shell env | grep '^HOROVOD_' | sort | cksum | cut -d ' ' -f 1)
 
@@ -59,7 +60,7 @@ lint: $(TEST)
 	$(RUN) -m mypy
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info sparsifiers/_kernel*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find agmerge sparsifiers merging examples benchmarks tests -name __pycache__ -type d -exec rm -rf {} +
 
 $(BASE):

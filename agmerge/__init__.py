@@ -32,6 +32,7 @@ from agmerge.runtime import (
     size,
 )
 from agmerge.version import __version__
+from agmerge.warmup import ladder
 
 __all__ = [
     "AGMergeError",
@@ -56,6 +57,7 @@ __all__ = [
     "broadcast_parameters",
     "init",
     "is_initialized",
+    "ladder",
     "local_rank",
     "local_size",
     "rank",

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from agmerge.layout import Lane, Segment, Slot
-from sparsifiers import Memory, kernel
+from sparsifiers import Memory, Momentum, kernel
 
 
 def commit(work: torch.Tensor, indices: torch.Tensor | None, sent: torch.Tensor) -> None:
@@ -32,15 +32,22 @@ def commit(work: torch.Tensor, indices: torch.Tensor | None, sent: torch.Tensor)
 class Arena:
     """Flat storage of one lane, 1-D of ``length`` elements each.
 
-    ``residual`` (None for a memory that keeps nothing) and ``work`` have the lane's storage dtype,
-    ``update`` the gradient's own: a parameter's ``grad`` becomes a view of it.
+    ``residual`` (None for a memory that keeps nothing) and ``work`` have the lane's storage dtype, and so has the
+    momentum of a memory that has one; ``update`` has the gradient's own: a parameter's ``grad`` becomes a view of it.
+    ``size``: the number of workers.
     """
 
-    def __init__(self, lane: Lane, length: int, slots: Sequence[Slot], memory: Memory) -> None:
-        self.lane, self.memory = lane, memory
-        count = 2 if memory.keeps else 1
-        self._slabs = [torch.zeros(length, dtype=lane.storage, device=lane.device) for _ in range(count)]
-        self._views = [{slot.index: view(slab, slot) for slot in slots} for slab in self._slabs]
+    def __init__(self, lane: Lane, length: int, slots: Sequence[Slot], memory: Memory, size: int = 1) -> None:
+        self.lane, self.memory, self._size = lane, memory, size
+
+        def slab() -> torch.Tensor:
+            return torch.zeros(length, dtype=lane.storage, device=lane.device)
+
+        first = slab()
+        self._slabs = [first, slab() if memory.keeps else first]
+        self._momenta = [slab(), slab()] if memory.corrects else []
+        self._views = [{slot.index: view(one, slot) for slot in slots} for one in self._slabs]
+        self._momentum_views = [{slot.index: view(one, slot) for slot in slots} for one in self._momenta]
         self._turn = 0
         self.update = torch.zeros(length, dtype=lane.dtype, device=lane.device)
         self.gradients = {slot.index: view(self.update, slot) for slot in slots}
@@ -59,19 +66,41 @@ class Arena:
         """The residual of one tensor, in its shape: a view."""
         return self._views[1 - self._turn][slot.index] if self.memory.keeps else None
 
+    def state_of(self, slot: Slot) -> dict[str, torch.Tensor]:
+        """What is kept of one tensor from step to step: views, by kind."""
+        found = {}
+        if self.memory.keeps:
+            found["residual"] = self._views[1 - self._turn][slot.index]
+        if self.memory.corrects:
+            found["momentum"] = self._momentum_views[1 - self._turn][slot.index]
+        return found
+
     def compensate(self, slot: Slot, gradient: torch.Tensor | None) -> None:
         """Write the tensor's part of ``work`` from its residual and ``gradient`` (None: it has none)."""
-        self.memory.compensate(self._views[self._turn][slot.index], self.residual_of(slot), gradient)
+        # The momentum of what is sent whole takes the average: see `correct`.
+        momentum = self._momentum_of(slot) if self.memory.corrects and self.memory.keeps else None
+        work = self._views[self._turn][slot.index]
+        self.memory.compensate(work, self.residual_of(slot), gradient, momentum, self._size)
 
     def commit(self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor) -> None:
         """Take off what was sent of ``segment``; nothing to do for a memory that keeps nothing."""
+        part = slice(segment.start, segment.stop)
         if self.memory.keeps:
-            commit(self.work[segment.start : segment.stop], indices, sent)
+            commit(self.work[part], indices, sent)
+            if self.memory.corrects and indices is not None:
+                self.memory.mask(self._momenta[self._turn][part], indices, sent)
+
+    def correct(self) -> None:
+        """Every message has arrived: apply the momentum of what is sent whole to its average."""
+        if self.memory.corrects and not self.memory.keeps:
+            self.memory.correct(self.update, Momentum(self._momenta[1 - self._turn], self._momenta[self._turn]))
 
     def swap(self) -> None:
         """Make what is left in ``work`` the residual. Called in ``step()`` and nowhere else."""
-        if self.memory.keeps:
-            self._turn = 1 - self._turn
+        self._turn = 1 - self._turn
+
+    def _momentum_of(self, slot: Slot) -> Momentum:
+        return Momentum(*(self._momentum_views[turn][slot.index] for turn in (1 - self._turn, self._turn)))
 
 
 def view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:

@@ -9,9 +9,11 @@ from typing import Any
 import merging
 from agmerge import runtime
 from agmerge.engine import Engine
+from agmerge.session import State
 
 SECTION = "agmerge"
 VERSION = 1
+KINDS = {"residual": "residuals", "momentum": "momenta"}
 
 
 def save(engine: Engine) -> dict[str, Any]:
@@ -26,7 +28,10 @@ def save(engine: Engine) -> dict[str, Any]:
         "used": sorted(engine.used()),
         "merging": engine.config.merging,
         "plan": plan.dumps() if plan else None,
-        "residuals": {name: residual.clone() for name, residual in engine.residuals().items()},
+        "compressor": (repr(engine.config.sparsifier), engine.config.sparsifier.state_dict())
+        if engine.config.sparsifier is not None
+        else None,
+        **{plural: _named(engine, kind) for kind, plural in KINDS.items()},
     }
 
 
@@ -35,7 +40,7 @@ def load(engine: Engine, section: Mapping[str, Any] | None) -> None:
 
     Raises ``ValueError`` if a residual has another shape than its parameter.
     """
-    residuals: dict[str, Any] = {}
+    state: State = {}
     steps, used, plan = 0, [], None
     if section is None:
         warnings.warn("the checkpoint has no residuals (it is a plain optimizer's): they start from zero", stacklevel=3)
@@ -48,7 +53,11 @@ def load(engine: Engine, section: Mapping[str, Any] | None) -> None:
         saved = (section["rank"], section["size"])
         rank, size = _place(engine) or saved
         if saved == (rank, size):
-            residuals = {name: residual.clone() for name, residual in section["residuals"].items()}
+            for kind, plural in KINDS.items():
+                state |= {(kind, name): tensor.clone() for name, tensor in section.get(plural, {}).items()}
+            sparsifier, kept = engine.config.sparsifier, section.get("compressor")
+            if sparsifier is not None and kept is not None and kept[0] == repr(sparsifier):
+                sparsifier.load_state_dict(kept[1])
         else:
             warnings.warn(
                 f"the checkpoint's residuals are rank {section['rank']}'s of {section['size']}, this is rank {rank} of "
@@ -56,13 +65,17 @@ def load(engine: Engine, section: Mapping[str, Any] | None) -> None:
                 stacklevel=3,
             )
     shapes = {member.name: member.shape for member in engine.members.active()}
-    for name, residual in residuals.items():
-        if name in shapes and tuple(residual.shape) != shapes[name]:
+    for (kind, name), tensor in state.items():
+        if name in shapes and tuple(tensor.shape) != shapes[name]:
             raise ValueError(
-                f"the residual of parameter {name!r} has shape {list(residual.shape)} in the checkpoint, the "
+                f"the {kind} of parameter {name!r} has shape {list(tensor.shape)} in the checkpoint, the "
                 f"parameter has {list(shapes[name])}: load a checkpoint of the same model"
             )
-    engine.resume(residuals, steps, used, plan)
+    engine.resume(state, steps, used, plan)
+
+
+def _named(engine: Engine, kind: str) -> dict[str, Any]:
+    return {name: tensor.clone() for (one, name), tensor in engine.state().items() if one == kind}
 
 
 def _place(engine: Engine) -> tuple[int, int] | None:

@@ -17,6 +17,7 @@ import torch
 import merging
 import sparsifiers
 from agmerge import process_sets
+from agmerge import warmup as schedules
 from agmerge.backends import horovod
 from agmerge.groups import Groups
 from agmerge.groups import checked as checked_groups
@@ -25,6 +26,7 @@ from agmerge.members import Member
 from agmerge.ops import Average, Compression, ReduceOp
 
 MERGING = "threshold"  # the default planner
+DENSITY = 0.01  # the default
 SMALL = 1024  # elements; a smaller tensor costs more to select from than to send
 CASTS = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -38,6 +40,8 @@ class Config:
     sparsifier: sparsifiers.Sparsifier | None
     cast: torch.dtype | None
     memory: sparsifiers.Memory
+    densities: tuple[tuple[re.Pattern[str], float], ...]  # by pattern, where the script gives them so
+    warmup: schedules.Schedule | None
     planner: merging.Planner | None
     plan: merging.Plan | None
     groups: Groups | None  # plans by themselves; the planner is then not asked
@@ -68,14 +72,28 @@ class Config:
     def check_patterns(self, names: Iterable[str]) -> None:
         """Raise ``ValueError`` for a pattern that matches none of ``names``: a slip is not ignored."""
         known = list(names)
-        for pattern in self.patterns:
+        given = {"dense": self.patterns, "density": [pattern for pattern, _ in self.densities]}
+        for what, pattern in ((what, pattern) for what, patterns in given.items() for pattern in patterns):
             if not any(pattern.fullmatch(name) for name in known):
-                raise ValueError(f"dense: {pattern.pattern!r} matches no whole name; parameters: {', '.join(known)}")
+                raise ValueError(f"{what}: {pattern.pattern!r} matches no whole name; parameters: {', '.join(known)}")
+
+    def density_of(self, name: str, sparse: bool) -> float | None:
+        """The density of a parameter where it is given by pattern (the first that matches counts), else None."""
+        if not sparse or not self.densities:
+            return None
+        return next((density for pattern, density in self.densities if pattern.fullmatch(name)), DENSITY)
+
+    def density(self, of_lane: float | None, step: int) -> float:
+        """What a lane sends in a step; ``of_lane`` None: the compressor's own density."""
+        assert self.sparsifier is not None
+        target = self.sparsifier.density if of_lane is None else of_lane
+        return target if self.warmup is None else self.warmup(step, target)
 
     def memory_of(self, sparse: bool) -> sparsifiers.Memory:
         """The memory of a lane. What is sent whole leaves nothing to remember."""
-        lossy = sparse or self.cast is not None
-        return self.memory if lossy else sparsifiers.memory("none")
+        if self.sparsifier is not None:
+            return self.memory if sparse else self.memory.of_dense()
+        return self.memory
 
     @property
     def mode(self) -> str:
@@ -97,6 +115,7 @@ class Config:
             ("density", str(self.sparsifier.density if self.sparsifier else 1.0)),
             ("options", repr(self.sparsifier)),
             ("memory", repr(self.memory)),
+            ("warmup", self.warmup.text if self.warmup is not None else "None"),
             ("merging", self.merging),
             ("op", self.op.value),
             ("sparse_as_dense", str(self.sparse_as_dense)),
@@ -130,6 +149,7 @@ def resolve(
     groups: Any,
     num_groups: Any,
     process_set: Any,
+    warmup: Any,
     **later: Any,
 ) -> Config:
     """Check every argument; raises ``ValueError`` or ``TypeError`` that says which and why."""
@@ -151,7 +171,10 @@ def resolve(
         raise ValueError(f"timeout must be a number of seconds > 0, not {timeout!r}")
     if not isinstance(check_every, int) or check_every < 0:
         raise ValueError(f"check_every must be a number of steps (0: never), not {check_every!r}")
-    sparsifier, cast = _compressor(compression, density)
+    densities = _densities(density)
+    sparsifier, cast = _compressor(compression, DENSITY if densities else density)
+    if densities and isinstance(compression, sparsifiers.Sparsifier):
+        raise ValueError(f"density={density!r} and compression={compression!r}: give a name, or one density")
     planner, plan = _planner(merging)
     chosen = checked_groups(groups, num_groups)
     if chosen is not None and merging != MERGING:
@@ -160,6 +183,8 @@ def resolve(
         sparsifier=sparsifier,
         cast=cast,
         memory=_memory(memory, sparsifier, cast),
+        densities=densities,
+        warmup=schedules.checked(warmup, bool(densities)),
         planner=planner,
         plan=plan,
         groups=chosen,
@@ -211,8 +236,8 @@ def _compressor(compression: Any, density: Any) -> tuple[sparsifiers.Sparsifier 
     if isinstance(compression, Compression):
         compression = compression.value
     compression = horovod.compression(compression) or compression
-    if isinstance(density, (dict, str)):
-        raise ValueError(f"density={density!r}: densities by pattern or by importance are not built yet; give a number")
+    if isinstance(density, str):
+        raise ValueError(f"density={density!r}: densities by importance are not built yet; give a number")
     try:
         sparsifiers.budget(density, 1)  # checked also where it is not needed
     except ValueError as error:
@@ -222,7 +247,7 @@ def _compressor(compression: Any, density: Any) -> tuple[sparsifiers.Sparsifier 
         # the sparse lane, which is then empty.
         return None, CASTS[compression]
     if isinstance(compression, sparsifiers.Sparsifier):
-        if density not in (0.01, compression.density):
+        if density not in (DENSITY, compression.density):
             raise ValueError(
                 f"density={density!r} and compression={compression!r} disagree: give the density to the compressor only"
             )
@@ -253,13 +278,49 @@ def _memory(
 ) -> sparsifiers.Memory:
     lossless = sparsifier is None and cast is None
     if memory is None:
-        return sparsifiers.memory("none" if lossless else "residual")
+        return sparsifiers.memory("none" if lossless else sparsifier.memory if sparsifier else "residual")
     chosen = sparsifiers.memory(memory) if isinstance(memory, str) else memory
     if not isinstance(chosen, sparsifiers.Memory):
         raise TypeError(f"memory={memory!r}: give a name or a sparsifiers.Memory")
+    if chosen.corrects and sparsifier is None:
+        raise ValueError(f"memory={memory!r} has momentum for what a sparsifier selects; give it to a sparsifier")
     if lossless and chosen.keeps:
         raise ValueError(f"memory={memory!r} keeps what a compressor drops, and compression='none' drops nothing")
     return chosen
+
+
+def _densities(density: Any) -> tuple[tuple[re.Pattern[str], float], ...]:
+    """Densities by pattern, in the order given; empty for a number."""
+    if not isinstance(density, dict):
+        return ()
+    if not density:
+        raise ValueError("density={}: give at least one pattern for whole names, or a number")
+    found = []
+    for pattern, value in density.items():
+        try:
+            sparsifiers.budget(value, 1)
+            found.append((re.compile(pattern), float(value)))
+        except (TypeError, ValueError, re.error) as error:
+            raise ValueError(f"density={{{pattern!r}: {value!r}}}: {error}") from None
+    return tuple(found)
+
+
+def check_momentum(optimizer: torch.optim.Optimizer, config: Config) -> None:
+    """Raise ``ValueError`` where both the memory and the optimizer would apply momentum."""
+    if not config.memory.corrects:
+        return
+    for number, group in enumerate(optimizer.param_groups):
+        if group.get("momentum"):
+            raise ValueError(
+                f"{config.memory} applies momentum before selection, and group {number} of {type(optimizer).__name__} "
+                f"has momentum={group['momentum']} too: make it SGD(momentum=0) and give the momentum to the memory, "
+                "memory=sparsifiers.memory('dgc', momentum=0.9), or pass memory='residual'"
+            )
+        if "betas" in group:
+            raise ValueError(
+                f"{config.memory} applies momentum before selection, and {type(optimizer).__name__} has its own "
+                f"(betas, group {number}): pass memory='residual'"
+            )
 
 
 def _planner(given: Any) -> tuple[merging.Planner | None, merging.Plan | None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ from agmerge.handshake import agree
 from agmerge.hooks import Hooks
 from agmerge.members import Member, Members
 from agmerge.round import Round
-from agmerge.session import Session, model_facts, open_session
+from agmerge.session import Session, State, model_facts, open_session
 from agmerge.stats import Stats
 from agmerge.version import __version__
 
@@ -53,7 +53,7 @@ class Engine:
         self.session: Session | None = None
         self.steps = 0  # committed exchanges; after load_state_dict() the checkpoint's
         self._clock = 0  # the same as of the last agreement, so equal on every rank: what messages say
-        self.parked: dict[str, torch.Tensor] = {}  # residuals that have no place in the session, by name
+        self.parked: State = {}  # what is kept and has no place in the session
         self.paused = False  # no_sync()
         self.synchronized = False  # gradients are combined, step() has not been called
         self._fired: dict[torch.Tensor, int] = {}  # backward passes since the last step
@@ -88,7 +88,8 @@ class Engine:
         members = []
         for member in self.members.active():
             if member.parameter.numel():
-                members.append(replace(member, sparse=self.config.sparse(member.name, member.parameter)))
+                sparse = self.config.sparse(member.name, member.parameter)
+                members.append(replace(member, sparse=sparse, density=self.config.density_of(member.name, sparse)))
                 self.config.check(members[-1])
         return members
 
@@ -100,7 +101,7 @@ class Engine:
             names = [slot.name for slot in self.session.layout.slots]
             order = [*names, *order]  # the agreed order stands; newcomers follow as they were seen
             self._used = self.used()
-            self.parked = {name: view.clone() for name, view in self.residuals().items()}
+            self.parked = {key: view.clone() for key, view in self.state().items()}
         members = self._members()
         session, self.steps = open_session(
             self.comm, self.config, members, order, self.steps, self._used, self._recorded
@@ -113,19 +114,35 @@ class Engine:
         self.session, self._snapshot, self._stale = session, self.members.snapshot(), False
         return session
 
-    def resume(
-        self, residuals: Mapping[str, torch.Tensor], steps: int, used: Iterable[str], plan: planning.Plan | None
-    ) -> None:
-        """Take what a checkpoint has kept; the next step agrees on it and moves the residuals in."""
+    def resume(self, state: State, steps: int, used: Iterable[str], plan: planning.Plan | None) -> None:
+        """Take what a checkpoint has kept; the next step agrees on it and moves it in."""
         self.check_idle("load_state_dict()")
-        self.parked, self.steps, self._used, self._recorded = dict(residuals), steps, set(used), plan
+        self.parked, self.steps, self._used, self._recorded = dict(state), steps, set(used), plan
         self._clear()
         self._stale = self.session is not None
 
+    def reconfigure(self, config: Config) -> None:
+        """Go on with another compressor from the next step on, residuals and plan as they are. Collective."""
+        self.check_idle("set_compressor()")
+        before, self.config = self.config, config
+        try:
+            facts = [*config.facts(), *model_facts(self._members(), config)]
+            if self.comm is not None:
+                advice = "Give every rank the same compressor, at the same step."
+                agree(self.comm, facts, what="set_compressor()", advice=advice, timeout=config.timeout)
+        except BaseException:
+            self.config = before
+            raise
+        self.resume({key: view.clone() for key, view in self.state().items()}, self.steps, self.used(), self.plan())
+
+    def state(self) -> State:
+        """What this rank keeps from step to step."""
+        current = self.session.state() if self.session is not None and not self._stale else {}
+        return {**self.parked, **current}
+
     def residuals(self) -> dict[str, torch.Tensor]:
         """Every residual of this rank, by name."""
-        current = self.session.residuals() if self.session is not None and not self._stale else {}
-        return {**self.parked, **current}
+        return {name: tensor for (kind, name), tensor in self.state().items() if kind == "residual"}
 
     def plan(self) -> planning.Plan | None:
         """The plan in use, or to be used; None before the first agreement."""

@@ -15,11 +15,12 @@ ALIGNMENT = 32
 
 @dataclass(frozen=True)
 class Lane:
-    """Tensors that share one arena: the same device, dtype and treatment."""
+    """Tensors that share one arena: the same device, dtype and treatment. ``density``: None: the compressor's own."""
 
     device: torch.device
     dtype: torch.dtype
     sparse: bool
+    density: float | None = None
 
     @property
     def storage(self) -> torch.dtype:
@@ -28,6 +29,7 @@ class Lane:
 
     def __str__(self) -> str:
         kind = "sparse" if self.sparse else "dense"
+        kind += "" if self.density is None else f"@{self.density:g}"
         return f"{kind}/{str(self.dtype).removeprefix('torch.')}/{self.device.type}"
 
 

@@ -20,10 +20,12 @@ class Member:
     device: torch.device
     shape: tuple[int, ...]
     sparse: bool = False  # its lane
+    density: float | None = None  # where the script gives densities by pattern
 
     def describe(self) -> str:
         """As in a handshake: ``float32[10, 20] cpu sparse``. The number of the device is the rank's own affair."""
         lane = "sparse" if self.sparse else "dense"
+        lane += "" if self.density is None else f" at {self.density}"
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} {self.device.type} {lane}"
 
 

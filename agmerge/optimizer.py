@@ -6,17 +6,20 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 import merging as planning
-from agmerge import checkpoint, runtime
-from agmerge.config import resolve
+import sparsifiers
+from agmerge import checkpoint, report, runtime
+from agmerge.config import check_momentum, resolve
 from agmerge.engine import Engine
 from agmerge.errors import AGMergeError
 from agmerge.members import Members
 from agmerge.ops import Average, ReduceOp
+from sparsifiers.proof import Proof
 
 TWICE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
@@ -50,9 +53,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
       ``num_groups``: its old name. ``sparse_as_dense``: gradients of sparse layout are made dense; without it they
       are an error. ``process_set``: a Horovod process set, or the ranks (on any backend) that exchange gradients;
       the others step by themselves.
-    * ``density``: elements sent / elements, ``exchange``: how messages are combined; both of the sparse lane, so
-      they mean nothing to ``"none" | "fp16" | "bf16"``, which send every element.
-    * ``memory``: ``"residual"`` keeps what is not sent (the default where anything is dropped), ``"none"`` drops it.
+    * ``density``: elements sent / elements; or ``{pattern: density}`` by whole name, the first match counts, 0.01
+      where none does. ``warmup``: ``"dgc"`` (its paper's ladder, 200 steps a rung), a number of steps (geometric, from
+      25 %), or ``callable(step) -> density``; :func:`agmerge.ladder` makes the paper's with steps of yours.
+    * ``exchange``: how messages are combined. It, ``density`` and ``warmup`` are about what a sparsifier selects from,
+      so they mean nothing to ``"none" | "fp16" | "bf16"``, which send every element.
+    * ``memory``: ``"residual"`` keeps what is not sent (the default where anything is dropped), ``"none"`` drops it,
+      ``"dgc"`` (the default of ``"dgc"``) applies momentum before selection: the optimizer must not apply it again.
     * ``dense``: which parameters are always sent whole: patterns for whole names, or a callable
       ``(name, parameter) -> bool``; default: fewer than two dimensions or than 1024 elements.
     * ``merging``: a planner's name or object, a :class:`merging.Plan`, or the path of a saved one.
@@ -106,7 +113,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self._arguments = arguments
         self._should_synchronize = True
-        self._engine = Engine(Members(optimizer, named), resolve(**arguments))
+        config = resolve(**arguments)
+        check_momentum(optimizer, config)
+        self._engine = Engine(Members(optimizer, named), config)
 
     # -- what is the inner optimizer's ----------------------------------------------------------------------
 
@@ -236,6 +245,37 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ValueError("backward_passes_per_step must be > 0")
         self._engine.reset_counters(passes)
 
+    def set_compressor(
+        self, compression: Any, *, density: Any = None, memory: Any = None, warmup: Any = None, **options: Any
+    ) -> None:
+        """Compress otherwise from the next step on. Collective, between steps; residuals and plan stay.
+
+        Arguments as at construction; ``density`` None: as before; ``options``: of the sparsifier. What was not sent
+        is sent by the new compressor; with one that drops nothing, all of it in the next step. A momentum that the
+        new memory does not have is kept, and saved, until one takes it up.
+        """
+        density = self._arguments["density"] if density is None else density
+        if options:
+            compression = sparsifiers.get(compression, density, **options)
+        if isinstance(compression, sparsifiers.Sparsifier):
+            density = compression.density
+        arguments = {**self._arguments, "compression": compression, "density": density}
+        arguments |= {"memory": memory, "warmup": warmup}
+        config = resolve(**arguments)
+        check_momentum(self.optimizer, config)
+        if not config.memory.keeps and memory is None and self._engine.residuals():
+            config = replace(config, memory=sparsifiers.memory("residual"))
+        self._engine.reconfigure(config)
+        self._arguments = arguments
+
+    def measure_selection(self, on: bool = True) -> None:
+        """Measure how good selections are; the figures are in ``stats()["selection"]``. Costs a pass or two a step."""
+        self._engine.stats.proof = Proof() if on else None
+
+    def compression_report(self) -> str:
+        """A table of what happens to each tensor: merge buffer, lane, density, elements. After the first step."""
+        return report.compression(self.plan, self._engine.session, self._engine.config, self._engine.steps)
+
     def join(self) -> None:
         """Refused: uneven data is not built yet."""
         raise AGMergeError("join() is not built yet: give every rank the same number of batches")
@@ -285,6 +325,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             "density": stats.density,
             "exposed_seconds": stats.exposed_seconds,
             "residual_norm": sum(norm**2 for norm in norms) ** 0.5,
+            **({} if stats.proof is None else {"selection": stats.proof.figures()}),
         }
 
 

@@ -60,6 +60,8 @@ class Round:
                 route.exchange.finish(pending)
                 for slot, used in zip(route.slots, control.used, strict=True):
                     self.session.used[slot.index] |= used
+        if agreed:
+            self.session.correct()
         return agreed
 
     def _start(self, route: Route) -> Pending:
@@ -76,8 +78,11 @@ class Round:
         segment, sparsifier = route.segments[index], self.session.config.sparsifier
         if not segment.lane.sparse or sparsifier is None:
             return None
-        k, shapes = budget(sparsifier.density, segment.numel), segment.shapes
+        k, shapes = budget(self.session.config.density(segment.lane.density, self.step), segment.numel), segment.shapes
         if self.dirty:
             capacity = sparsifier.capacity(segment.length, k=k, step=self.step, shapes=shapes)
             return Selection(torch.zeros(capacity, dtype=torch.int32, device=work.device), 0)
-        return sparsifier.select(work, k=k, key=route.key(segment), step=self.step, shapes=shapes)
+        chosen = sparsifier.select(work, k=k, key=route.key(segment), step=self.step, shapes=shapes)
+        if self.stats.proof is not None:
+            self.stats.proof.observe(route.key(segment), work, chosen, shapes)
+        return chosen

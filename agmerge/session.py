@@ -29,6 +29,9 @@ from agmerge.members import Member
 RIDE = 65536
 
 
+State = dict[tuple[str, str], torch.Tensor]  # by kind ("residual", "momentum") and name of the tensor
+
+
 @dataclass(frozen=True)
 class Route:
     """The segments of one merge buffer that share a message, and the exchange that takes them."""
@@ -99,6 +102,7 @@ class Session:
             config.op,
             self._commit,
             config.timeout,
+            keeps=config.memory_of(False).keeps,
             cast=config.cast,
             predivide=config.predivide,
             ordered=config.ordered,
@@ -116,7 +120,7 @@ class Session:
 
     def _arena(self, lane: Lane, length: int) -> Arena:
         slots = [slot for slot in self.layout.slots if slot.lane == lane]
-        return Arena(lane, length, slots, self.config.memory_of(lane.sparse))
+        return Arena(lane, length, slots, self.config.memory_of(lane.sparse), self.comm.size)
 
     def _commit(self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor) -> None:
         self.arenas[segment.lane].commit(segment, indices, sent)
@@ -140,17 +144,19 @@ class Session:
             self._copies[key] = torch.empty_like(parameter, requires_grad=False)
         return self._copies[key].copy_(update)
 
-    def residuals(self) -> dict[str, torch.Tensor]:
-        """The residual of every tensor that has one, by name: views."""
-        found = {slot.name: self.arenas[slot.lane].residual_of(slot) for slot in self.layout.slots}
-        return {name: residual for name, residual in found.items() if residual is not None}
+    def state(self) -> State:
+        """What is kept from step to step: views."""
+        return {
+            (kind, slot.name): tensor
+            for slot in self.layout.slots
+            for kind, tensor in self.arenas[slot.lane].state_of(slot).items()
+        }
 
-    def take(self, parked: dict[str, torch.Tensor]) -> None:
-        """Move residuals in, by name; what has no place here stays in ``parked``."""
-        for slot in self.layout.slots:
-            residual = self.arenas[slot.lane].residual_of(slot)
-            if residual is not None and slot.name in parked:
-                residual.copy_(parked.pop(slot.name))
+    def take(self, parked: State) -> None:
+        """Move state in; what has no place here stays in ``parked``."""
+        for key, tensor in self.state().items():
+            if key in parked:
+                tensor.copy_(parked.pop(key))
 
     def used_names(self) -> set[str]:
         """The tensors for which any rank has ever had a gradient."""
@@ -159,6 +165,11 @@ class Session:
     def keys(self) -> set[str]:
         """Owners of sparsifier state."""
         return {route.key(part) for buffer in self.buffers for route in buffer for part in route.segments}
+
+    def correct(self) -> None:
+        """Every update is there."""
+        for arena in self.arenas.values():
+            arena.correct()
 
     def swap(self) -> None:
         """End of a step: what was not sent becomes the residual."""
@@ -248,7 +259,7 @@ _UNMEASURED = merging.Costs(sparsify=_linear(1e-9), exchange=_linear(1e-9))
 
 
 def _lane(member: Member) -> Lane:
-    return Lane(member.device, member.dtype, member.sparse)
+    return Lane(member.device, member.dtype, member.sparse, member.density)
 
 
 def _title(buffer: int, number: int) -> str:

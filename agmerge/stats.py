@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sparsifiers.proof import Proof
+
 
 @dataclass
 class Stats:
@@ -16,6 +18,7 @@ class Stats:
     elements_sent: int = 0
     elements: int = 0
     exposed_seconds: float = 0.0
+    proof: Proof | None = None  # measures selections, where the script has asked for it
 
     def sent(self, size: int, elements: int) -> None:
         """A message of ``size`` bytes has left."""

@@ -62,9 +62,11 @@ class Sparsifier(ABC):
 
     name: the canonical name that it is registered under.
     density: selected / total elements, in (0, 1]; used where the caller gives no k.
+    memory: the name of the memory that it is meant to be used with.
     """
 
     name: str
+    memory: str = "residual"
 
     def __init__(self, density: float = 0.01) -> None:
         self.density = check_density(density)

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from sparsifiers.adtopk import AdTopK, AdTopKFill, AdTopKRow
 from sparsifiers.base import Sparsifier
 from sparsifiers.dgc import DGC
+from sparsifiers.dgc_memory import DGCMemory
 from sparsifiers.gaussiank import GaussianK
-from sparsifiers.memories import Memory, NoMemory, Residual
+from sparsifiers.memories import Memory, NoMemory, Residual, ResidualGTopK
 from sparsifiers.randomk import RandomK
 from sparsifiers.redsync import RedSync, RedSyncTrim
 from sparsifiers.registry import Registry
@@ -50,6 +51,8 @@ _sparsifiers.register("adtopk-fill", AdTopKFill)
 _memories: Registry[Memory] = Registry("memory", Memory)
 _memories.register("none", NoMemory)
 _memories.register("residual", Residual)
+_memories.register("dgc", DGCMemory)
+_memories.register("residualgtopk", ResidualGTopK)
 
 
 def names() -> tuple[str, ...]:

@@ -56,6 +56,7 @@ class DGC(Sparsifier):
     """
 
     name = "dgc"
+    memory = "dgc"
 
     def __init__(self, density: float = 0.01, sample_ratio: float = 0.01, mode: str = "exact") -> None:
         super().__init__(density)

@@ -7,6 +7,7 @@ sent, and what is left of the work slice is the next residual.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,30 +16,63 @@ from sparsifiers import kernel
 from sparsifiers.canonical import canonical
 
 
+class Momentum(NamedTuple):
+    """The momentum of a tensor, as of the last step and as of this one. `after` is written, `before` is not."""
+
+    before: Tensor
+    after: Tensor
+
+
 class Memory(ABC):
     """How a residual and a gradient become the vector that selection reads.
 
-    keeps: True if what is not sent must be kept as the residual; False if it is dropped.
+    keeps: True if what is not sent must be kept as the residual; False if it is dropped. corrects: True if
+    it has a momentum too, of the residual's shape and dtype: `compensate` applies it where the memory keeps
+    a residual, else `correct` does.
     """
 
     name: str
     keeps: bool
+    corrects: bool = False
 
-    def compensate(self, work: Tensor, residual: Tensor | None, gradient: Tensor | None) -> None:
+    def compensate(
+        self,
+        work: Tensor,
+        residual: Tensor | None,
+        gradient: Tensor | None,
+        momentum: Momentum | None = None,
+        size: int = 1,
+    ) -> None:
         """Write `work` from one tensor's residual and gradient; neither of these is changed.
 
         All have the same shape and may have any strides. residual has the dtype of work, shares no storage
         with it, and is None exactly if the memory keeps nothing. gradient has the dtype of work or a narrower
-        one; None means that the tensor got no gradient in this step. Nothing of the tensor's size is
-        allocated.
+        one; None means that the tensor got no gradient in this step. momentum is None exactly if the memory
+        has none. size: the number of workers. Nothing of the tensor's size is allocated.
         """
         self._check(work, residual, gradient)
+        if (self.corrects and self.keeps) is (momentum is None):
+            raise ValueError(f"{self}: momentum must be {'given' if self.corrects else 'None: this memory has none'}")
         with torch.no_grad():  # a hook under create_graph=True sees gradients that require grad
-            self._compensate(work, residual, gradient)
+            self._compensate(work, residual, gradient, momentum, size)
 
     @abstractmethod
-    def _compensate(self, work: Tensor, residual: Tensor | None, gradient: Tensor | None) -> None:
+    def _compensate(
+        self, work: Tensor, residual: Tensor | None, gradient: Tensor | None, momentum: Momentum | None, size: int
+    ) -> None:
         """Write `work`; the arguments were checked."""
+
+    def mask(self, momentum: Tensor, indices: Tensor, sent: Tensor) -> None:
+        """`sent` has been taken off the residual at `indices`; an index may come again with 0."""
+        return  # no momentum
+
+    def of_dense(self) -> Memory:
+        """The memory of tensors that are sent whole beside those of this one: there is nothing to keep."""
+        return NoMemory()
+
+    def correct(self, update: Tensor, momentum: Momentum) -> None:
+        """Apply momentum to the combined `update` of tensors that are sent whole, in place."""
+        raise NotImplementedError(f"{self} has no momentum for what is sent whole")
 
     def options(self) -> dict[str, object]:
         """Hyper-parameters as plain values: memory(name, **options()) is this memory again."""
@@ -84,7 +118,9 @@ class NoMemory(Memory):
     name = "none"
     keeps = False
 
-    def _compensate(self, work: Tensor, residual: Tensor | None, gradient: Tensor | None) -> None:
+    def _compensate(
+        self, work: Tensor, residual: Tensor | None, gradient: Tensor | None, momentum: Momentum | None, size: int
+    ) -> None:
         if gradient is None:
             work.zero_()
         else:
@@ -102,7 +138,9 @@ class Residual(Memory):
     name = "residual"
     keeps = True
 
-    def _compensate(self, work: Tensor, residual: Tensor | None, gradient: Tensor | None) -> None:
+    def _compensate(
+        self, work: Tensor, residual: Tensor | None, gradient: Tensor | None, momentum: Momentum | None, size: int
+    ) -> None:
         assert residual is not None  # checked; narrows the type
         if gradient is None:
             work.copy_(residual)
@@ -114,6 +152,17 @@ class Residual(Memory):
             # On the CPU torch.add would first widen the gradient into a temporary. The bits are the same:
             # widening is exact and addition commutes.
             work.copy_(gradient).add_(residual)
+
+
+class ResidualGTopK(Residual):
+    """Error feedback for a selection in two stages: only what was sent *and* selected globally leaves the residual.
+
+    Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification" (gTop-k), ICDCS 2019. The
+    core takes off the residual what became part of the update, whichever exchange decided it; so this is the rule of
+    `residual`, under the name that scripts know.
+    """
+
+    name = "residualgtopk"
 
 
 def _form(tensor: Tensor) -> str:

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from sparsifiers import kernel
 
 SAMPLES = 5.0  # times cbrt(k * n); for a key carried in vain that costs five times a sample (measured)
-COMPILED_SAMPLES = 1.5  # the same where the loops of `kernel` carry it for a fifth of a sample
+COMPILED_SAMPLES = 0.8  # the same where the loops of `kernel` carry it for a tenth of a sample
+COMPILED_LEAST = 1 << 12  # samples even so: fewer save nothing, and may let so much through that it must be cut twice
 
 
 def sampled_floor(bits: NDArray[np.signedinteger[Any]], mask: int, k: int) -> int:
@@ -31,7 +32,8 @@ def sampled_floor(bits: NDArray[np.signedinteger[Any]], mask: int, k: int) -> in
     """
     n = len(bits)
     compiled = kernel.reads(bits)
-    m = min(n // 8, math.ceil((COMPILED_SAMPLES if compiled else SAMPLES) * (k * n) ** (1 / 3)))
+    samples, least = (COMPILED_SAMPLES, COMPILED_LEAST) if compiled else (SAMPLES, 1)
+    m = min(n // 8, max(least, math.ceil(samples * (k * n) ** (1 / 3))))
     expected = m * k / n
     rank = math.ceil(expected + 4 * math.sqrt(expected) + 1)
     if rank > m:

@@ -24,9 +24,10 @@ _FLAGS = 8
 
 
 class DenseExchange(Exchange):
-    """All-reduce of one segment. Without a cast everything is sent, so there is nothing to commit.
+    """All-reduce of one segment.
 
-    ``cast``: dtype on the wire (None: the gradient's own). ``predivide``: f, sums are of ``work / f`` and
+    ``keeps``: whether ``work`` holds a residual, so that what is sent has to be committed; without a cast there is
+    one only after a change of compressor. ``cast``: dtype on the wire (None: the gradient's own). ``predivide``: f, sums are of ``work / f`` and
     multiplied by f afterwards. ``ordered``: shards by all-to-all, added in rank order, all-gathered: the sum
     of an element does not depend on its place in the buffer (a native all-reduce's does, from three ranks
     on).
@@ -39,12 +40,13 @@ class DenseExchange(Exchange):
         commit: Commit,
         timeout: float,
         *,
+        keeps: bool = False,
         cast: torch.dtype | None = None,
         predivide: float = 1.0,
         ordered: bool = False,
     ) -> None:
         super().__init__(comm, op, commit, timeout)
-        self.cast, self.predivide, self.ordered = cast, predivide, ordered
+        self.keeps, self.cast, self.predivide, self.ordered = keeps, cast, predivide, ordered
 
     def start(self, name: str, loads: Sequence[Load], offers: Sequence[Selection | None], control: Control) -> Pending:
         (load,) = loads
@@ -55,7 +57,7 @@ class DenseExchange(Exchange):
         message = self.keep(("message", name), length, dtype, load.work.device)
         payload = message[: load.segment.length]
         self._pack(load, payload)
-        if self.cast is not None:
+        if self.keeps:
             # Before it leaves: the message is summed in place.
             self.commit(load.segment, None, self._sent(load, payload))
         message[load.segment.length : load.segment.length + len(tail)] = torch.tensor(tail, dtype=dtype)

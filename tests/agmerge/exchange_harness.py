@@ -104,7 +104,7 @@ def exchange(
 
 def dense(op: ReduceOp, cast: torch.dtype | None = None, predivide: float = 1.0, ordered: bool = False) -> Make:
     return lambda record: DenseExchange(
-        runtime.world(), op, record, WAIT, cast=cast, predivide=predivide, ordered=ordered
+        runtime.world(), op, record, WAIT, keeps=cast is not None, cast=cast, predivide=predivide, ordered=ordered
     )
 
 

@@ -255,7 +255,7 @@ def test_without_init_every_call_says_what_to_do() -> None:
 
 
 @pytest.mark.parametrize("call", [agmerge.allreduce, agmerge.allgather])
-def test_a_flag_does_not_pass_for_a_name(call: Any) -> None:
+def test_a_flag_does_not_pass_for_a_name(call: Callable[..., torch.Tensor]) -> None:
     """``allreduce(tensor, False)`` is a sum in Horovod."""
 
     def body(rank: int) -> None:

@@ -18,7 +18,7 @@ import sparsifiers
 from agmerge.arena import commit
 from sparsifiers import exact, kernel
 from sparsifiers.magnitude import bit_view, magnitude_mask
-from sparsifiers.sampling import places, sampled_floor
+from sparsifiers.sampling import COMPILED_SAMPLES, places, sampled_floor
 
 MASK = magnitude_mask(torch.float32)
 SIZES = [*range(71), 127, 128, 129, 1023, 1024, 1025, 5000]
@@ -135,10 +135,10 @@ def test_the_sample_is_numpys(level: int, monkeypatch: pytest.MonkeyPatch) -> No
     bits = bit_view(vector).numpy()
     for m in (1, 63, 64, 65, 5000, 100_000):
         assert np.array_equal(kernel.sample(bits, MASK, m), bits[places(len(bits), m)] & MASK)
-    compiled = sampled_floor(bits, MASK, 10_000)
-    monkeypatch.setattr("sparsifiers.sampling.SAMPLES", 1.5)
+    compiled = sampled_floor(bits, MASK, 300_000)
+    monkeypatch.setattr("sparsifiers.sampling.SAMPLES", COMPILED_SAMPLES)
     monkeypatch.setattr(kernel, "library", None)
-    assert sampled_floor(bits, MASK, 10_000) == compiled
+    assert sampled_floor(bits, MASK, 300_000) == compiled
 
 
 def test_the_places_of_a_sample_lie_in_their_stretches() -> None:

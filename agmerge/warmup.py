@@ -1,0 +1,57 @@
+"""Density by step: warm-up, and schedules of the script's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+START = 0.25  # density at which every warm-up begins
+RUNGS = (0.25, 0.0625, 0.015625, 0.004, 0.001)  # Lin et al., ICLR 2018, section 3.3: one an epoch
+RUNG_STEPS = 200  # of "dgc", which does not know how long an epoch is
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """``schedule(step, target)``: the density of a step; ``step``: committed exchanges so far. ``text``: for ranks."""
+
+    text: str
+    density: Callable[[int, float], float]
+
+    def __call__(self, step: int, target: float) -> float:
+        found = self.density(step, target)
+        if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0.0 < found <= 1.0:
+            raise ValueError(f"warmup: the density of step {step} must lie in (0, 1], but is {found!r}")
+        return float(found)
+
+
+def ladder(steps: int) -> Callable[[int], float]:
+    """The warm-up of DGC's paper for ``warmup=``: densities 25, 6.25, 1.5625, 0.4 and 0.1 %, ``steps`` steps each."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"ladder: steps of a rung must be a whole number of at least 1, not {steps!r}")
+    return lambda step: RUNGS[min(step // steps, len(RUNGS) - 1)]
+
+
+def checked(warmup: Any, by_pattern: bool) -> Schedule | None:
+    """``None``, ``"dgc"``, a number of steps, or ``callable(step)``. ``by_pattern``: densities differ by parameter."""
+    if warmup is None:
+        return None
+    if warmup == "dgc":
+        rungs = ladder(RUNG_STEPS)
+        last = RUNG_STEPS * len(RUNGS)
+        return Schedule("dgc", lambda step, target: target if step >= last else max(target, rungs(step)))
+    if isinstance(warmup, int) and not isinstance(warmup, bool) and warmup > 0:
+        return Schedule(str(warmup), lambda step, target: _geometric(step / warmup, target))
+    if not callable(warmup):
+        raise ValueError(f"warmup={warmup!r}: give None, 'dgc', a number of steps > 0, or a callable step -> density")
+    if by_pattern:
+        raise ValueError("warmup: a callable gives one density, density= one by pattern; give a number to one of them")
+    schedule = Schedule("", lambda step, target: warmup(step))
+    # Ranks cannot compare code, so they compare what it says.
+    says = ", ".join(f"{schedule(step, 1.0)!r} at {step}" for step in (0, 1, 10, 100, 1000))
+    return Schedule(f"callable: {says}", schedule.density)
+
+
+def _geometric(part: float, target: float) -> float:
+    """From START to ``target`` by a constant factor a step, as ``part`` goes from 0 to 1."""
+    return target if part >= 1.0 or target >= START else START * (target / START) ** part

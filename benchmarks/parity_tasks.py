@@ -1,0 +1,278 @@
+"""The two tasks of ``parity.py``: digits with a small CNN, and Python source text with a small GPT.
+
+A :class:`Case` is one training run; :func:`train` runs it on the threads of one in-memory group. Cases that differ
+in the exchange only see the same weights and the same batches, so they can be compared in pairs.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import OneCycleLR
+
+import agmerge
+import agmerge.testing
+import sparsifiers
+from agmerge.config import is_small
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+from digits import DigitsCNN, load  # noqa: E402  (found only through the line above)
+from train_digits import replicas_equal  # noqa: E402
+
+FOLDS = 5
+MOMENTUM, BETAS, EPS = 0.9, (0.9, 0.999), 1e-8
+REMEDIES = ("", "momentum", "update")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a task is trained, whatever is exchanged. ``batch`` is that of all workers together."""
+
+    steps: int
+    batch: int
+    lr: dict[str, float]
+    decay: dict[str, float]
+    curve: int
+
+
+RECIPES = {
+    "digits": Recipe(steps=616, batch=32, lr={"sgd": 0.05, "adamw": 2e-3}, decay={"sgd": 5e-4, "adamw": 1e-2}, curve=14),
+    "lm": Recipe(steps=500, batch=16, lr={"sgd": 0.5, "adamw": 3e-3}, decay={"sgd": 0.0, "adamw": 1e-2}, curve=10),
+}
+HIGHER_IS_BETTER = {"digits": True, "lm": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training run. ``memory`` may be "residual", "none" or "dgc"; ``remedy`` is one of REMEDIES."""
+
+    task: str
+    optimizer: str = "sgd"
+    workers: int = 2
+    compressor: str = "none"
+    density: float = 1.0
+    memory: str = "none"
+    remedy: str = ""
+    fold: int = 0
+    seed: int = 0
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """What cases to be averaged have in common."""
+        return tuple(getattr(self, field.name) for field in fields(self) if field.name not in ("fold", "seed"))
+
+    @property
+    def dense(self) -> Case:
+        """The run this one is held against."""
+        same = {name: getattr(self, name) for name in ("task", "optimizer", "workers", "fold", "seed")}
+        return Case(**same)
+
+    def recipe(self, steps: int | None = None) -> dict[str, Any]:
+        """What a stored result must agree with to stand for this case."""
+        recipe = asdict(RECIPES[self.task])
+        chosen = {name: value[self.optimizer] if isinstance(value, dict) else value for name, value in recipe.items()}
+        return {**chosen, "steps": steps or recipe["steps"]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A model, its batches and its score. ``batch(step, rank, workers)``."""
+
+    model: nn.Module
+    batch: Callable[[int, int, int], tuple[Tensor, Tensor]]
+    loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
+    score: Callable[[nn.Module, bool], float]
+
+
+def digits(fold: int, seed: int, batch: int) -> Task:
+    """Accuracy on one fold of scikit-learn's digits, with the CNN of the examples."""
+    train_x, train_y, test_x, test_y = load(fold, FOLDS, seed)
+    torch.manual_seed(seed)
+    model = DigitsCNN()
+    per_epoch = len(train_x) // batch
+
+    @functools.lru_cache(2)
+    def order(epoch: int) -> Tensor:
+        return torch.randperm(len(train_x), generator=torch.Generator().manual_seed(10_000 * seed + epoch))
+
+    def of(step: int, rank: int, workers: int) -> tuple[Tensor, Tensor]:
+        epoch, place = divmod(step, per_epoch)
+        mine = order(epoch)[place * batch : (place + 1) * batch][rank::workers]
+        return train_x[mine], train_y[mine]
+
+    def score(model: nn.Module, final: bool) -> float:
+        return (model(test_x).argmax(1) == test_y).float().mean().item()
+
+    return Task(model=model, batch=of, loss=lambda model, x, y: cross_entropy(model(x), y), score=score)
+
+
+@functools.lru_cache(1)
+def corpus(size: int = 3_000_000) -> Tensor:
+    """Python's own standard library as text: the first bytes of its sorted sources, other than ASCII as "?"."""
+    root = Path(sysconfig.get_path("stdlib"))
+    text = bytearray()
+    for path in sorted(root.rglob("*.py")):
+        if not {"site-packages", "dist-packages", "test", "tests"} & set(path.relative_to(root).parts):
+            text += path.read_bytes()
+        if len(text) >= size:
+            break
+    values = np.frombuffer(bytes(text[:size]), dtype=np.uint8)
+    return torch.from_numpy(np.where(values < 128, values, ord("?")).astype(np.int64))
+
+
+def lm(fold: int, seed: int, batch: int, length: int = 64) -> Task:
+    """Cross-entropy per character (nats) on the last tenth of the corpus, with a GPT-2 of 0.8 million parameters."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    text = corpus()
+    cut = len(text) * 9 // 10
+    config = GPT2Config(
+        vocab_size=128,
+        n_positions=128,
+        n_embd=128,
+        n_layer=4,
+        n_head=4,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(seed)
+    model = GPT2LMHeadModel(config)
+    window = torch.arange(length + 1)
+
+    def of(step: int, rank: int, workers: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(1_000_000 * seed + step)
+        starts = torch.randint(cut - length, (batch,), generator=generator)[rank::workers]
+        rows = text[starts[:, None] + window]
+        return rows[:, :-1], rows[:, 1:]
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(model(x).logits.flatten(0, 1), y.flatten())
+
+    def score(model: nn.Module, final: bool) -> float:
+        starts = torch.linspace(cut, len(text) - length - 1, 512 if final else 64).long()
+        rows = text[starts[:, None] + window]
+        return sum(loss(model, part[:, :-1], part[:, 1:]).item() * len(part) for part in rows.split(32)) / len(rows)
+
+    return Task(model=model, batch=of, loss=loss, score=score)
+
+
+TASKS = {"digits": digits, "lm": lm}
+
+
+def local_momentum(parameters: Sequence[Tensor], beta: float) -> None:
+    """Remedy: every worker averages its own gradients over time, and selection sees that first moment."""
+    for parameter in parameters:
+        mean = torch.zeros_like(parameter)
+
+        def hook(gradient: Tensor, mean: Tensor = mean) -> Tensor:
+            return mean.lerp_(gradient, 1 - beta).clone()
+
+        parameter.register_hook(hook)
+
+
+def local_update(parameters: Sequence[Tensor], betas: tuple[float, float], eps: float) -> None:
+    """Remedy: every worker makes Adam's direction of its own gradients; that is what is selected from and summed."""
+    for parameter in parameters:
+        state = [torch.zeros_like(parameter), torch.zeros_like(parameter)]
+        step = [0]
+
+        def hook(gradient: Tensor, state: list[Tensor] = state, step: list[int] = step) -> Tensor:
+            step[0] += 1
+            mean = state[0].lerp_(gradient, 1 - betas[0])
+            square = state[1].mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
+            denominator = square.div(1 - betas[1] ** step[0]).sqrt_().add_(eps)
+            return mean.div(1 - betas[0] ** step[0]).div_(denominator)
+
+        parameter.register_hook(hook)
+
+
+def inner_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer as a script would make it, without the momentum that is applied before the exchange."""
+    recipe, parameters = RECIPES[case.task], list(model.parameters())
+    lr, decay = recipe.lr[case.optimizer], recipe.decay[case.optimizer]
+    early = case.memory == "dgc" or case.remedy == "momentum"
+    if case.remedy == "momentum":
+        local_momentum(parameters, BETAS[0])
+    if case.remedy == "update":
+        # SGD's weight decay is decoupled where there is no momentum: lr * (direction + decay * p), as in AdamW.
+        local_update(parameters, BETAS, EPS)
+        return torch.optim.SGD(parameters, lr=lr, weight_decay=decay)
+    if case.optimizer == "adamw":
+        betas = (0.0 if early else BETAS[0], BETAS[1])
+        return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=EPS, weight_decay=decay)
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.0 if early else MOMENTUM, weight_decay=decay)
+
+
+def memory_of(case: Case) -> sparsifiers.Memory:
+    """The memory that the case names."""
+    return sparsifiers.memory(case.memory, **({"momentum": MOMENTUM} if case.memory == "dgc" else {}))
+
+
+def wrapped(case: Case, model: nn.Module) -> agmerge.DistributedOptimizer:
+    """The distributed optimizer of the case."""
+    return agmerge.DistributedOptimizer(
+        inner_optimizer(case, model),
+        named_parameters=model.named_parameters(),
+        compression=case.compressor,
+        density=case.density,
+        memory=memory_of(case),
+        exchange="sparse",
+    )
+
+
+def sparse_share(model: nn.Module) -> float:
+    """The share of the elements that a sparsifier selects from; the rest is sent whole."""
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    sparse = sum(sizes[name] for name, parameter in model.named_parameters() if not is_small(name, parameter))
+    return sparse / sum(sizes.values())
+
+
+def train(case: Case, steps: int | None = None) -> dict[str, Any]:
+    """Run a case; its score, curve and traffic."""
+    recipe = case.recipe(steps)
+    task = TASKS[case.task](case.fold, case.seed, recipe["batch"])
+    every = max(1, recipe["steps"] // recipe["curve"])
+    start = time.perf_counter()
+
+    def worker(rank: int) -> dict[str, Any]:
+        model = copy.deepcopy(task.model)
+        optimizer = wrapped(case, model)
+        schedule = OneCycleLR(optimizer, recipe["lr"], recipe["steps"], pct_start=0.2, cycle_momentum=False)
+        curve: list[tuple[int, float]] = []
+        for step in range(recipe["steps"]):
+            optimizer.zero_grad()
+            task.loss(model, *task.batch(step, rank, case.workers)).backward()
+            optimizer.step()
+            schedule.step()
+            if rank == 0 and (step + 1) % every == 0:
+                with torch.no_grad():
+                    curve.append((step + 1, task.score(model, False)))
+        with torch.no_grad():
+            score = task.score(model, True) if rank == 0 else 0.0
+        stats = optimizer.stats()
+        kept = ("bytes_sent", "bytes_dense", "density", "residual_norm", "buffers")
+        facts = {**{name: stats[name] for name in kept}, "equal": replicas_equal(model)}
+        return {"score": score, "curve": curve, **facts}
+
+    results = agmerge.testing.run(case.workers, worker)
+    if not all(result.pop("equal") for result in results):
+        raise RuntimeError(f"replicas differ after {case}")
+    facts = {"sparse_share": sparse_share(task.model), "parameters": sum(p.numel() for p in task.model.parameters())}
+    return {"recipe": recipe, "seconds": time.perf_counter() - start, **results[0], **facts}

@@ -1,0 +1,93 @@
+"""Deep gradient compression's memory: momentum is applied before selection, so that it is not lost on the way."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparsifiers.memories import Memory, Momentum, NoMemory
+
+
+class DGCMemory(Memory):
+    """Momentum correction, factor masking and local clipping (Lin et al., "Deep Gradient Compression", ICLR 2018).
+
+    Per tensor a momentum u and a velocity v, which is the residual: u = m u + g, v = v + u (equation 4 and
+    Algorithm 2; nesterov: u = m (u + g), v = v + u + g), selection reads v, and where a coordinate was sent u and v
+    are cleared (masking, section 3.2). Tensors that are sent whole get the same momentum once, on the average.
+
+    The wrapped optimizer must not apply momentum again: SGD(momentum=0). Its weight decay then has no momentum either.
+    With masking=False and density 1 the training is that of SGD with momentum m.
+
+    momentum: m in [0, 1). clipping: bound of the norm of a tensor's gradient summed over all workers; each worker
+    clips its own to clipping * W**-0.5 before it is accumulated (section 3.3); None: no clipping.
+    """
+
+    name = "dgc"
+    keeps = True
+    corrects = True
+
+    def __init__(
+        self, momentum: float = 0.9, nesterov: bool = False, masking: bool = True, clipping: float | None = None
+    ) -> None:
+        if not 0.0 <= momentum < 1.0:
+            raise ValueError(f"memory 'dgc': momentum must lie in [0, 1), but is {momentum!r}")
+        if clipping is not None and not 0.0 < clipping < float("inf"):
+            raise ValueError(f"memory 'dgc': clipping must be a norm > 0 or None, but is {clipping!r}")
+        self.momentum, self.nesterov, self.masking = float(momentum), bool(nesterov), bool(masking)
+        self.clipping = None if clipping is None else float(clipping)
+
+    def options(self) -> dict[str, object]:
+        return {
+            "momentum": self.momentum,
+            "nesterov": self.nesterov,
+            "masking": self.masking,
+            "clipping": self.clipping,
+        }
+
+    def _compensate(
+        self, work: Tensor, residual: Tensor | None, gradient: Tensor | None, momentum: Momentum | None, size: int
+    ) -> None:
+        assert residual is not None and momentum is not None  # checked; narrows the type
+        # `work` holds the gradient until the velocity overwrites it, so nothing of its size is allocated.
+        if gradient is None:
+            work.zero_()
+        else:
+            work.copy_(gradient)
+        if self.clipping is not None:
+            norm = torch.linalg.vector_norm(work)
+            work.mul_((self.clipping * size**-0.5 / norm).clamp_(max=1.0).nan_to_num_(nan=1.0))
+        self._advance(work, momentum)
+        if self.nesterov:
+            work.add_(momentum.after).add_(residual)
+        else:
+            torch.add(residual, momentum.after, out=work)
+
+    def _advance(self, gradient: Tensor, momentum: Momentum) -> None:
+        if self.nesterov:
+            torch.add(momentum.before, gradient, out=momentum.after).mul_(self.momentum)
+        else:
+            torch.mul(momentum.before, self.momentum, out=momentum.after).add_(gradient)
+
+    def mask(self, momentum: Tensor, indices: Tensor, sent: Tensor) -> None:
+        if self.masking:
+            # By product, not by fill: a padding slot holds an index that may be a real one elsewhere, and sends 0.
+            momentum.scatter_reduce_(0, indices.long(), (sent == 0).to(momentum.dtype), "prod")
+
+    def of_dense(self) -> Memory:
+        return _MomentumOfAverage(self)
+
+
+class _MomentumOfAverage(NoMemory):
+    """For tensors that are sent whole: the same momentum, once, on the average of all workers."""
+
+    corrects = True
+
+    def __init__(self, memory: DGCMemory) -> None:
+        self._memory = memory
+
+    def correct(self, update: Tensor, momentum: Momentum) -> None:
+        self._memory._advance(update.to(momentum.after.dtype), momentum)
+        if self._memory.nesterov:
+            update.add_(momentum.after)
+        else:
+            update.copy_(momentum.after)

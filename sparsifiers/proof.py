@@ -1,0 +1,127 @@
+"""How good selections are: how much of a vector they leave behind, and how many of its rows they reach.
+
+What ADTopk (HPDC'24) argues with, and its `proofs/` measure. Convergence under error feedback needs a contraction,
+||a - C(a)||^2 <= (1 - k/n) ||a||^2 (Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018): topk
+keeps to it at every step, randomk on average, a selection by rows in general not. Coverage says whether parts of the
+model wait for an update. Ours: the contraction of the vector itself (the reference compares with a reshaped one, and
+finds nothing left), coverage and waiting in training. A measuring tool: it reads a device's values and waits for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from sparsifiers.base import Selection
+from sparsifiers.rows import matrices
+
+BLOCK = 1 << 18  # elements that are copied to float64 together, 2 MB
+
+Shapes = Sequence[Sequence[int]]
+
+
+def contraction(vector: Tensor, selection: Selection) -> Tensor:
+    """||a - C(a)||^2 / ||a||^2 in [0, 1], float64, 0-dim, on the device of `vector`, a float tensor [n]; 0 if a is 0.
+
+    Both sums are taken in float64 over copies of BLOCK elements. What is left is summed as such: as the difference of
+    ||a||^2 and what was sent it would be all rounding errors where nearly everything is sent. NaN and inf give what
+    arithmetic makes of them, as do float64 values whose square is none.
+    """
+    n, chosen = vector.numel(), selection.trimmed()
+    bounds = torch.searchsorted(chosen, torch.arange(0, n + BLOCK, BLOCK, device=chosen.device)).tolist()
+    total = left = torch.zeros((), dtype=torch.float64, device=vector.device)
+    for start, (low, high) in zip(range(0, n, BLOCK), pairwise(bounds), strict=True):
+        block = vector.detach()[start : start + BLOCK].to(torch.float64, copy=True)
+        total = total + block.dot(block)
+        left = left + block.index_fill_(0, chosen[low:high] - start, 0.0).dot(block)
+    return torch.where(total == 0, total, left / total)
+
+
+def count_rows(shapes: Shapes) -> int:
+    """Rows of all tensors of two or more dimensions, as `rows.matrices` sees them; others have none."""
+    return sum(matrix.rows for matrix in matrices(shapes) if matrix.structured)
+
+
+def row_numbers(indices: Tensor, shapes: Shapes) -> Tensor:
+    """The row of each index, int64[m] for integers [m], counted through all tensors; -1 where there is none.
+
+    indices lie in the vector that `shapes` make up, in any order. Tensors of fewer than two dimensions, and so the
+    padding that a layout lists as such, have no rows.
+    """
+    table, rows = [], 0
+    for matrix in matrices(shapes):
+        # The row is place // across % around, be it a row of the C-order matrix or a column.
+        across = 1 if matrix.columns else matrix.length
+        table.append((matrix.offset, across, matrix.rows, rows if matrix.structured else -1))
+        rows += matrix.rows if matrix.structured else 0
+    offset, *others = torch.tensor(table, dtype=torch.int64, device=indices.device).view(-1, 4).t().contiguous()
+    owner = torch.searchsorted(offset, indices.long(), right=True) - 1
+    across, around, first = (other[owner] for other in others)
+    return first + (indices - offset[owner]) // across % around
+
+
+def rows_reached(selection: Selection, shapes: Shapes) -> Tensor:
+    """Whether each row sends anything, bool[rows], on the device of the indices."""
+    reached = torch.zeros(count_rows(shapes) + 1, dtype=torch.bool, device=selection.indices.device)
+    reached[row_numbers(selection.trimmed(), shapes)] = True  # those of no row, -1, meet in the last place
+    return reached[:-1]
+
+
+class Proof:
+    """Sums up the selections of a run, in nine bytes per row. Not for several threads at once."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: also after a re-plan, or keys that are no more keep their rows in the figures."""
+        self._rows: dict[str, tuple[Shapes, Tensor, Tensor]] = {}  # shapes; per row: steps of silence, ever sent
+        self._observations = self._sending = self._turns = self._wait = 0
+        self._left = self._most = 0.0
+
+    def observe(self, key: str, vector: Tensor, selection: Selection, shapes: Shapes) -> None:
+        """One step of the vector `key`, a float tensor [n]: call it before what was sent is taken off.
+
+        Where the shapes of a key have changed, its rows start over. ValueError if they do not make up n elements.
+        """
+        parts = tuple(tuple(shape) for shape in shapes)
+        covered = sum(math.prod(part) for part in parts)
+        if covered != vector.numel():
+            raise ValueError(f"Proof: shapes of {key!r} hold {covered} elements, but the vector has {vector.numel()}")
+        if key not in self._rows or self._rows[key][0] != parts:
+            rows = count_rows(parts)
+            self._rows[key] = parts, torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.bool)
+        left, sending = float(contraction(vector, selection)), rows_reached(selection, parts).cpu()
+        _, silent, sent = self._rows[key]
+        sent |= sending
+        silent.add_(1).masked_fill_(sending, 0)
+        self._observations += 1
+        self._left += left
+        self._most = left if left > self._most or math.isnan(left) else self._most
+        self._sending += int(sending.sum())
+        self._turns += len(sending)
+        self._wait = max(self._wait, int(silent.max())) if len(silent) else self._wait
+
+    def figures(self) -> dict[str, float]:
+        """What was observed so far.
+
+        observations: steps, summed over vectors. contraction_mean, contraction_max: over these; 0 before the first.
+        rows: of all vectors. row_coverage: fraction of the rows that send in a step, on average. rows_reached:
+        fraction that has sent since the start; both are 1 if there are no rows. longest_wait: the most steps in a row
+        in which some row sent nothing, those before its first and after its last time included.
+        """
+        rows = sum(len(sent) for _, _, sent in self._rows.values())
+        reached = sum(int(sent.sum()) for _, _, sent in self._rows.values())
+        return {
+            "observations": self._observations,
+            "contraction_mean": self._left / max(1, self._observations),
+            "contraction_max": self._most,
+            "rows": rows,
+            "row_coverage": self._sending / self._turns if self._turns else 1.0,
+            "rows_reached": reached / rows if rows else 1.0,
+            "longest_wait": self._wait,
+        }
