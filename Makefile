@@ -7,7 +7,7 @@
 
 PYTHON ?= python3
 NP ?= 2
-COMPRESSION ?= topk
+COMPRESSION ?= adtopk
 DENSITY ?= 0.01
 EXCHANGE ?= sparse
 EPOCHS ?=

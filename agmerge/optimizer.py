@@ -72,7 +72,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self,
         optimizer: torch.optim.Optimizer,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-        compression: Any = "topk",
+        compression: Any = "adtopk",
         backward_passes_per_step: int = 1,
         op: ReduceOp = Average,
         gradient_predivide_factor: float = 1.0,

@@ -45,7 +45,7 @@ def reuse(vector: Tensor, k: int, threshold: float | None) -> Reused:
     pass holds the k largest as well. Only one that is too high costs an exact selection on top.
     """
     bits, mask = bit_view(vector).numpy(), magnitude_mask(vector.dtype)
-    if threshold is None:
+    if threshold is None or k == len(bits):  # all of them are wanted, however small: density 1 is the dense exchange
         return _afresh(vector.dtype, bits, mask, exact.largest_magnitudes(bits, mask, k))
     most = 5 * k // 4
     found = exact.scan(bits, mask, most + 1, key_from(threshold, vector.dtype) - 1)  # most + 1: or more

@@ -28,8 +28,7 @@ def contraction(vector: Tensor, selection: Selection) -> Tensor:
     """||a - C(a)||^2 / ||a||^2 in [0, 1], float64, 0-dim, on the device of `vector`, a float tensor [n]; 0 if a is 0.
 
     Both sums are taken in float64 over copies of BLOCK elements. What is left is summed as such: as the difference of
-    ||a||^2 and what was sent it would be all rounding errors where nearly everything is sent. NaN and inf give what
-    arithmetic makes of them, as do float64 values whose square is none.
+    ||a||^2 and what was sent it would be all rounding errors where nearly everything is sent. NaN gives NaN.
     """
     n, chosen = vector.numel(), selection.trimmed()
     bounds = torch.searchsorted(chosen, torch.arange(0, n + BLOCK, BLOCK, device=chosen.device)).tolist()
@@ -39,11 +38,6 @@ def contraction(vector: Tensor, selection: Selection) -> Tensor:
         total = total + block.dot(block)
         left = left + block.index_fill_(0, chosen[low:high] - start, 0.0).dot(block)
     return torch.where(total == 0, total, left / total)
-
-
-def count_rows(shapes: Shapes) -> int:
-    """Rows of all tensors of two or more dimensions, as `rows.matrices` sees them; others have none."""
-    return sum(matrix.rows for matrix in matrices(shapes) if matrix.structured)
 
 
 def row_numbers(indices: Tensor, shapes: Shapes) -> Tensor:
@@ -58,15 +52,16 @@ def row_numbers(indices: Tensor, shapes: Shapes) -> Tensor:
         across = 1 if matrix.columns else matrix.length
         table.append((matrix.offset, across, matrix.rows, rows if matrix.structured else -1))
         rows += matrix.rows if matrix.structured else 0
-    offset, *others = torch.tensor(table, dtype=torch.int64, device=indices.device).view(-1, 4).t().contiguous()
-    owner = torch.searchsorted(offset, indices.long(), right=True) - 1
-    across, around, first = (other[owner] for other in others)
-    return first + (indices - offset[owner]) // across % around
+    facts = torch.tensor(table, dtype=torch.int64, device=indices.device).view(-1, 4).t().contiguous()
+    offset, across, around, first = facts[:, torch.searchsorted(facts[0], indices.long(), right=True) - 1]
+    numbers: Tensor = first + (indices - offset) // across % around
+    return numbers
 
 
 def rows_reached(selection: Selection, shapes: Shapes) -> Tensor:
     """Whether each row sends anything, bool[rows], on the device of the indices."""
-    reached = torch.zeros(count_rows(shapes) + 1, dtype=torch.bool, device=selection.indices.device)
+    rows = sum(matrix.rows for matrix in matrices(shapes) if matrix.structured)
+    reached = torch.zeros(rows + 1, dtype=torch.bool, device=selection.indices.device)
     reached[row_numbers(selection.trimmed(), shapes)] = True  # those of no row, -1, meet in the last place
     return reached[:-1]
 
@@ -78,7 +73,7 @@ class Proof:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything: also after a re-plan, or keys that are no more keep their rows in the figures."""
+        """Forget everything; for after a re-plan, too: keys that are no more would keep their rows in the figures."""
         self._rows: dict[str, tuple[Shapes, Tensor, Tensor]] = {}  # shapes; per row: steps of silence, ever sent
         self._observations = self._sending = self._turns = self._wait = 0
         self._left = self._most = 0.0
@@ -88,15 +83,15 @@ class Proof:
 
         Where the shapes of a key have changed, its rows start over. ValueError if they do not make up n elements.
         """
-        parts = tuple(tuple(shape) for shape in shapes)
-        covered = sum(math.prod(part) for part in parts)
+        parts = tuple(map(tuple, shapes))
+        covered = sum(map(math.prod, parts))
         if covered != vector.numel():
             raise ValueError(f"Proof: shapes of {key!r} hold {covered} elements, but the vector has {vector.numel()}")
-        if key not in self._rows or self._rows[key][0] != parts:
-            rows = count_rows(parts)
-            self._rows[key] = parts, torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.bool)
         left, sending = float(contraction(vector, selection)), rows_reached(selection, parts).cpu()
-        _, silent, sent = self._rows[key]
+        known, silent, sent = self._rows.get(key, (None, sending, sending))
+        if known != parts:
+            silent, sent = torch.zeros(len(sending), dtype=torch.int64), torch.zeros_like(sending)
+            self._rows[key] = parts, silent, sent
         sent |= sending
         silent.add_(1).masked_fill_(sending, 0)
         self._observations += 1
@@ -110,9 +105,9 @@ class Proof:
         """What was observed so far.
 
         observations: steps, summed over vectors. contraction_mean, contraction_max: over these; 0 before the first.
-        rows: of all vectors. row_coverage: fraction of the rows that send in a step, on average. rows_reached:
-        fraction that has sent since the start; both are 1 if there are no rows. longest_wait: the most steps in a row
-        in which some row sent nothing, those before its first and after its last time included.
+        rows: of all vectors. row_coverage: fraction of them that sends in a step, on average; rows_reached: that has
+        sent since the start; both are 1 without rows. longest_wait: the most steps that a row went without sending,
+        one after the other, those before its first time and after its last included.
         """
         rows = sum(len(sent) for _, _, sent in self._rows.values())
         reached = sum(int(sent.sum()) for _, _, sent in self._rows.values())

@@ -211,7 +211,7 @@ def test_g7_the_update_and_what_is_kept_are_what_was_there(
 @pytest.mark.parametrize("name", ["0.weight", "2.bias", "4.weight"])
 def test_g11_a_changed_parameter_is_found_by_name_at_the_next_check(name: str, size: int, rank: int) -> None:
     def body(here: int, model: nn.Module) -> str:
-        optimizer = wrap(model, check_every=3)
+        optimizer = wrap(model, compression="topk", check_every=3)
         train(model, optimizer, here, range(7))
         if here == rank:
             flat = dict(model.named_parameters())[name].detach().view(-1)

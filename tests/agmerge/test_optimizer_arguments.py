@@ -124,8 +124,8 @@ def test_without_memory_what_is_not_sent_is_dropped() -> None:
 
 
 EQUIVALENT: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({}, {"compression": "topk", "density": 0.01, "merging": "threshold", "exchange": "sparse", "memory": "residual"}),
-    ({"density": 0.05}, {"compression": sparsifiers.get("topk", density=0.05)}),
+    ({}, {"compression": "adtopk", "density": 0.01, "merging": "threshold", "exchange": "sparse", "memory": "residual"}),
+    ({"density": 0.05}, {"compression": sparsifiers.get("adtopk", density=0.05)}),
     ({"memory": "residual"}, {"memory": sparsifiers.memory("residual")}),
     ({"compression": "fp16"}, {"compression": agmerge.Compression.fp16}),
     ({"compression": "bf16"}, {"compression": agmerge.Compression.bf16}),

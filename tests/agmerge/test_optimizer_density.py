@@ -186,4 +186,4 @@ def test_the_report_says_what_happens_to_each_tensor() -> None:
     assert lines[0].split() == ["buffer", "tensor", "shape", "lane", "density", "elements"]
     assert [row for row in lines if "0.weight" in row][0].split() == ["0", "0.weight", "48x32", "sparse", "0.5", "1536"]
     assert [row for row in lines if "4.bias" in row][0].split() == ["0", "4.bias", "10", "dense", "1", "10"]
-    assert lines[-1] == "topk(density=0.01): 3072 of 3482 elements (88.2%) are selected from"
+    assert lines[-1] == "adtopk(density=0.01, reuse=True): 3072 of 3482 elements (88.2%) are selected from"

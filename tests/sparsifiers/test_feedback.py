@@ -154,3 +154,10 @@ def test_under_error_feedback(drift: float, most_exact: float, rows: bool) -> No
         afresh += found.exact
         residual[torch.from_numpy(found.indices).long()] = 0.0
     assert 1 <= afresh <= most_exact * steps, afresh
+
+
+def test_all_are_sent_where_all_are_wanted() -> None:
+    """Also those below a threshold of an earlier step: density 1 is the dense exchange."""
+    vector = torch.arange(1, 101, dtype=torch.float32)
+    found = feedback.reuse(vector, 100, threshold=50.0)
+    assert found.exact and len(found.indices) == 100
