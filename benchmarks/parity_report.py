@@ -133,8 +133,8 @@ def about(records: Records) -> str:
     optimizer = {"sgd": "SGD with momentum 0.9", "adamw": "AdamW"}[case.optimizer]
     return (
         f"{optimizer}, {case.workers} workers, {recipe['steps']} steps of {recipe['batch']} samples altogether, "
-        f"highest learning rate {recipe['lr']:g} (one cycle), weight decay {recipe['decay']:g}. {record['parameters']:,} "
-        f"parameters, {record['sparse_share']:.1%} of them in the sparse lane; {record['buffers']} merge buffer(s). "
+        f"highest learning rate {recipe['lr']:g} (one cycle), weight decay {recipe['decay']:g}. "
+        f"{record['parameters']:,} parameters, {record['sparse_share']:.1%} of them in the sparse lane; {record['buffers']} merge buffer(s). "
         f"A run took {seconds:.0f} s (median)."
     )
 

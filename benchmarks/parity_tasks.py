@@ -52,7 +52,7 @@ RECIPES = {
     "digits": Recipe(
         steps=616, batch=32, lr={"sgd": 0.05, "adamw": 2e-3}, decay={"sgd": 5e-4, "adamw": 1e-2}, curve=14
     ),
-    "lm": Recipe(steps=500, batch=16, lr={"sgd": 0.1, "adamw": 3e-3}, decay={"sgd": 0.0, "adamw": 1e-2}, curve=10),
+    "lm": Recipe(steps=800, batch=8, lr={"sgd": 0.1, "adamw": 3e-3}, decay={"sgd": 0.0, "adamw": 1e-2}, curve=10),
 }
 HIGHER_IS_BETTER = {"digits": True, "lm": False}
 

@@ -69,18 +69,37 @@ def scan(bits: NDArray[np.signedinteger[Any]], mask: int, k: int, floor: int) ->
     return positions[largest(keys[:held], k)]
 
 
+def counted_scan(
+    bits: NDArray[np.signedinteger[Any]], mask: int, k: int, floor: int, most: int
+) -> tuple[NDArray[np.int32], int]:
+    """What `scan` finds, and how many keys exceed `floor`: most + 1 stands for all larger counts. most >= k."""
+    if kernel.reads(bits):
+        return _compiled_counted_scan(bits, mask, k, floor, most)
+    found = scan(bits, mask, most + 1, floor)
+    count = len(found)
+    return found if count <= k else found[largest(bits[found] & mask, k)], count
+
+
 def _compiled_scan(bits: NDArray[np.int32], mask: int, k: int, floor: int) -> NDArray[np.int32]:
-    # After a cut at least one more block fits, so every turn of the loop gets on.
+    return _compiled_counted_scan(bits, mask, k, floor, k)[0]
+
+
+def _compiled_counted_scan(
+    bits: NDArray[np.int32], mask: int, k: int, floor: int, most: int
+) -> tuple[NDArray[np.int32], int]:
+    # Where the loops stop early, more than `most` are held; after a cut at least one more block fits, so every turn
+    # gets on.
     n = len(bits)
-    slots = min(n, k + max(k, 8 * kernel.BLOCK))
+    slots = min(n, most + max(k, 8 * kernel.BLOCK))
     positions: NDArray[np.int32]
     positions, keys, rest = _workspace(slots)
-    held = stop = 0
+    held = stop = count = 0
     while stop < n:
         stop, held = kernel.scan(bits, stop, mask, floor, positions, keys, held)
+        count = max(count, held)
         if held > k:
             floor, held = kernel.cut(positions, keys, held, k, rest), k
-    return positions[:held].copy()
+    return positions[:held].copy(), min(count, most + 1)
 
 
 def _workspace(slots: int) -> NDArray[np.int32]:

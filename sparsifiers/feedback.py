@@ -48,12 +48,9 @@ def reuse(vector: Tensor, k: int, threshold: float | None) -> Reused:
     if threshold is None or k == len(bits):  # all of them are wanted, however small: density 1 is the dense exchange
         return _afresh(vector.dtype, bits, mask, exact.largest_magnitudes(bits, mask, k))
     most = 5 * k // 4
-    found = exact.scan(bits, mask, most + 1, key_from(threshold, vector.dtype) - 1)  # most + 1: or more
-    count = len(found)
+    found, count = exact.counted_scan(bits, mask, k, key_from(threshold, vector.dtype) - 1, most)
     if 5 * count < 4 * k:
         return _afresh(vector.dtype, bits, mask, exact.largest_magnitudes(bits, mask, k))
-    if count > k:
-        found = found[exact.largest(bits[found] & mask, k)]
     if count > most:
         return _afresh(vector.dtype, bits, mask, found)
     return Reused(found, threshold * (count / k) ** GAIN, exact=False)

@@ -194,3 +194,14 @@ def test_the_device_path_reads_no_value_on_the_host() -> None:
 def test_the_cpu_takes_the_path_without_large_temporaries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparsifiers.topk.largest_magnitudes_on_device", None)
     assert select(torch.tensor([1.0, -2.0]), 1) == [1]
+
+
+@pytest.mark.parametrize("count", [0, 5, 50, 60, 75, 76, 3000])
+def test_a_scan_counts_what_exceeds_the_floor(count: int, loops: str) -> None:
+    n, k, most = 300_000, 60, 75
+    bits = np.zeros(n, dtype=np.int32)
+    places = np.random.default_rng(0).permutation(n)[:count]
+    bits[places] = np.arange(10, 10 + count)
+    found, seen = exact.counted_scan(bits, 0x7FFFFFFF, k, 9, most)
+    assert seen == min(count, most + 1)
+    assert found.tolist() == sorted(places[-k:].tolist())
