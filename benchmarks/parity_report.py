@@ -27,9 +27,10 @@ the interval is Student's, 95 %. Runs count as independent, although the folds o
 twenty intervals of compressors that cost nothing, about one excludes zero by chance. Learning rates were chosen for
 the dense exchange on the same data, so read differences, not absolute figures. `bytes` is dense / sent, per worker.
 Memory `dgc` applies the momentum before the exchange (momentum correction); with `residual` it is the optimizer's.
-Memory `none` drops what is not sent. Remedies for AdamW, outside the library, as gradient hooks: `momentum` selects
-from each worker's running mean of its gradients (AdamW's own first moment is off), `update` selects from each
-worker's own Adam direction, which SGD then applies.
+Memory `none` drops what is not sent. Remedies for AdamW, in the script and outside the library: `momentum` selects from
+each worker's running mean of its gradients (a gradient hook; AdamW's own first moment is off, and its learning rate
+0.23 times as high, because it divides by the deviation of what it gets); `lr` is that lower learning rate alone;
+`update` selects from each worker's own Adam direction (a gradient hook), which SGD then applies.
 """
 
 
@@ -134,7 +135,8 @@ def about(records: Records) -> str:
     return (
         f"{optimizer}, {case.workers} workers, {recipe['steps']} steps of {recipe['batch']} samples altogether, "
         f"highest learning rate {recipe['lr']:g} (one cycle), weight decay {recipe['decay']:g}. "
-        f"{record['parameters']:,} parameters, {record['sparse_share']:.1%} of them in the sparse lane; {record['buffers']} merge buffer(s). "
+        f"{record['parameters']:,} parameters, {record['sparse_share']:.1%} of them in the sparse lane; "
+        f"{record['buffers']} merge buffer(s). "
         f"A run took {seconds:.0f} s (median)."
     )
 

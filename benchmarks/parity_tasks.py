@@ -34,7 +34,8 @@ from train_digits import replicas_equal  # noqa: E402
 
 FOLDS = 5
 MOMENTUM, BETAS, EPS = 0.9, (0.9, 0.999), 1e-8
-REMEDIES = ("", "momentum", "update")
+REMEDIES = ("", "lr", "momentum", "update")
+CALM = ((1 - BETAS[0]) / (1 + BETAS[0])) ** 0.5  # a running mean's deviation, of what it averages; 0.23
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,8 @@ class Case:
         """What a stored result must agree with to stand for this case."""
         recipe = asdict(RECIPES[self.task])
         chosen = {name: value[self.optimizer] if isinstance(value, dict) else value for name, value in recipe.items()}
+        if self.remedy in ("lr", "momentum"):  # Adam divides by the deviation of what it gets
+            chosen["lr"] *= CALM
         return {**chosen, "steps": steps or recipe["steps"]}
 
 
@@ -207,9 +210,8 @@ def local_update(parameters: Sequence[Tensor], betas: tuple[float, float], eps: 
 
 def inner_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer as a script would make it, without the momentum that is applied before the exchange."""
-    recipe, parameters = RECIPES[case.task], list(model.parameters())
-    lr, decay = recipe.lr[case.optimizer], recipe.decay[case.optimizer]
-    early = case.memory == "dgc" or case.remedy == "momentum"
+    recipe, parameters = case.recipe(), list(model.parameters())
+    lr, decay = recipe["lr"], recipe["decay"]
     if case.remedy == "momentum":
         local_momentum(parameters, BETAS[0])
     if case.remedy == "update":
@@ -217,9 +219,10 @@ def inner_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
         local_update(parameters, BETAS, EPS)
         return torch.optim.SGD(parameters, lr=lr, weight_decay=decay)
     if case.optimizer == "adamw":
-        betas = (0.0 if early else BETAS[0], BETAS[1])
+        betas = (0.0 if case.remedy == "momentum" else BETAS[0], BETAS[1])
         return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=EPS, weight_decay=decay)
-    return torch.optim.SGD(parameters, lr=lr, momentum=0.0 if early else MOMENTUM, weight_decay=decay)
+    momentum = 0.0 if case.memory == "dgc" else MOMENTUM
+    return torch.optim.SGD(parameters, lr=lr, momentum=momentum, weight_decay=decay)
 
 
 def memory_of(case: Case) -> sparsifiers.Memory:

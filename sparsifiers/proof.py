@@ -1,10 +1,10 @@
 """How good selections are: how much of a vector they leave behind, and how many of its rows they reach.
 
-What ADTopk (HPDC'24) argues with, and its `proofs/` measure. Convergence under error feedback needs a contraction,
+What ADTopk (HPDC'24) argues with, and its `proofs/` measure. Convergence with error feedback rests on a contraction,
 ||a - C(a)||^2 <= (1 - k/n) ||a||^2 (Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018): topk
-keeps to it at every step, randomk on average, a selection by rows in general not. Coverage says whether parts of the
-model wait for an update. Ours: the contraction of the vector itself (the reference compares with a reshaped one, and
-finds nothing left), coverage and waiting in training. A measuring tool: it reads a device's values and waits for them.
+keeps to it at every step, randomk and rows that take turns on average. Ours: coverage and waiting in training, and the
+contraction of the vector itself (the reference compares with a reshaped one, and finds that nothing is left). This is
+a measuring tool: it reads a device's values and waits for them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from sparsifiers.base import Selection
 from sparsifiers.rows import matrices
 
 BLOCK = 1 << 18  # elements that are copied to float64 together, 2 MB
-
 Shapes = Sequence[Sequence[int]]
 
 
@@ -43,8 +42,7 @@ def contraction(vector: Tensor, selection: Selection) -> Tensor:
 def row_numbers(indices: Tensor, shapes: Shapes) -> Tensor:
     """The row of each index, int64[m] for integers [m], counted through all tensors; -1 where there is none.
 
-    indices lie in the vector that `shapes` make up, in any order. Tensors of fewer than two dimensions, and so the
-    padding that a layout lists as such, have no rows.
+    indices lie in the vector that `shapes` make up. Tensors of fewer than two dimensions, as is padding, have no rows.
     """
     table, rows = [], 0
     for matrix in matrices(shapes):
@@ -79,13 +77,12 @@ class Proof:
         self._left = self._most = 0.0
 
     def observe(self, key: str, vector: Tensor, selection: Selection, shapes: Shapes) -> None:
-        """One step of the vector `key`, a float tensor [n]: call it before what was sent is taken off.
+        """One step of the vector `key`, a float tensor [n] that still holds what is sent; waits for its device.
 
         Where the shapes of a key have changed, its rows start over. ValueError if they do not make up n elements.
         """
         parts = tuple(map(tuple, shapes))
-        covered = sum(map(math.prod, parts))
-        if covered != vector.numel():
+        if (covered := sum(map(math.prod, parts))) != vector.numel():
             raise ValueError(f"Proof: shapes of {key!r} hold {covered} elements, but the vector has {vector.numel()}")
         left, sending = float(contraction(vector, selection)), rows_reached(selection, parts).cpu()
         known, silent, sent = self._rows.get(key, (None, sending, sending))

@@ -124,7 +124,7 @@ def test_without_memory_what_is_not_sent_is_dropped() -> None:
 
 
 EQUIVALENT: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({}, {"compression": "adtopk", "density": 0.01, "merging": "threshold", "exchange": "sparse", "memory": "residual"}),
+    ({}, {"compression": "adtopk", "density": 0.01, "merging": "threshold", "exchange": "sparse"}),
     ({"density": 0.05}, {"compression": sparsifiers.get("adtopk", density=0.05)}),
     ({"memory": "residual"}, {"memory": sparsifiers.memory("residual")}),
     ({"compression": "fp16"}, {"compression": agmerge.Compression.fp16}),
