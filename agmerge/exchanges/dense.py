@@ -27,10 +27,10 @@ class DenseExchange(Exchange):
     """All-reduce of one segment.
 
     ``keeps``: whether ``work`` holds a residual, so that what is sent has to be committed; without a cast there is
-    one only after a change of compressor. ``cast``: dtype on the wire (None: the gradient's own). ``predivide``: f, sums are of ``work / f`` and
-    multiplied by f afterwards. ``ordered``: shards by all-to-all, added in rank order, all-gathered: the sum
-    of an element does not depend on its place in the buffer (a native all-reduce's does, from three ranks
-    on).
+    one only after a change of compressor. ``cast``: dtype on the wire (None: the gradient's own). ``predivide``: f,
+    sums are of ``work / f`` and multiplied by f afterwards. ``ordered``: shards by all-to-all, added in rank order,
+    all-gathered: the sum of an element does not depend on its place in the buffer (a native all-reduce's does, from
+    three ranks on).
     """
 
     def __init__(
