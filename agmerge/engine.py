@@ -112,6 +112,8 @@ class Engine:
             self.config.sparsifier.retain(session.keys())
         self._hooks.attach(member.parameter for member in members)
         self.session, self._snapshot, self._stale = session, self.members.snapshot(), False
+        if self.stats.proof is not None:
+            self.stats.proof.reset()  # its rows are those of the merge buffers there were
         return session
 
     def resume(self, state: State, steps: int, used: Iterable[str], plan: planning.Plan | None) -> None:
