@@ -269,7 +269,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._arguments = arguments
 
     def measure_selection(self, on: bool = True) -> None:
-        """Measure how good selections are, in ``stats()["selection"]``, since the last agreement; costs a pass or two."""
+        """Measure selections, in ``stats()["selection"]``, since the last agreement; costs a pass or two a step."""
         self._engine.stats.proof = Proof() if on else None
 
     def compression_report(self) -> str:
