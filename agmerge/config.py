@@ -27,6 +27,7 @@ from agmerge.ops import Average, Compression, ReduceOp
 
 MERGING = "threshold"  # the default planner
 DENSITY = 0.01  # the default
+UNTIMED = ("layerwise", "single", "count", "threshold")  # planners that go by tensors and bytes alone
 SMALL = 1024  # elements; a smaller tensor costs more to select from than to send
 CASTS = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -324,7 +325,15 @@ def check_momentum(optimizer: torch.optim.Optimizer, config: Config) -> None:
 
 
 def _planner(given: Any) -> tuple[merging.Planner | None, merging.Plan | None]:
+    if isinstance(given, str) and not given.endswith(".json"):
+        given = merging.get(given)
     if isinstance(given, merging.Planner):
+        if given.name in merging.names() and given.name not in UNTIMED:
+            raise ValueError(
+                f"merging={given!r} plans by measured times, and measuring them in training is not built yet: make a "
+                f"plan with merging.get({given.name!r}).plan(profile, costs) and pass that, or choose from: "
+                f"{', '.join(UNTIMED)}"
+            )
         return given, None
     if isinstance(given, os.PathLike) or (isinstance(given, str) and given.endswith(".json")):
         given = merging.Plan.load(given)
@@ -332,8 +341,6 @@ def _planner(given: Any) -> tuple[merging.Planner | None, merging.Plan | None]:
         if any(given.dense) or any(given.labels):
             raise ValueError("merging: this plan names codecs or dense buffers, which are not built yet")
         return None, given
-    if isinstance(given, str):
-        return merging.get(given), None
     names = ", ".join(merging.names())
     raise TypeError(f"merging={given!r}: give a planner's name ({names}), a planner, or a saved plan")
 

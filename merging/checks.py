@@ -77,6 +77,23 @@ def whole(what: str, value: Any, least: int) -> int:
     return number
 
 
+def flag(what: str, value: Any) -> bool:
+    """Return `value` as a Python bool. Raises TypeError for anything but True or False."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{what} is {value!r}: give True or False")
+    return bool(value)
+
+
+def seconds(what: str, value: Any) -> float:
+    """Return `value` as a Python float. TypeError where it is no number, ValueError if negative or not finite."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise TypeError(f"{what} is {value!r}: give a number of seconds")
+    number = float(value)
+    if not 0 <= number < float("inf"):
+        raise ValueError(f"{what} is {number}: it must be finite and not negative")
+    return number
+
+
 def _numbers(what: str, values: ArrayLike, names: Sequence[str]) -> NDArray[Any]:
     array = np.asarray(values)
     if array.shape != (len(names),):

@@ -10,7 +10,7 @@ from merging.costs import Costs
 from merging.limit import check_tensors, cut
 from merging.plan import Plan
 from merging.profile import Profile
-from merging.timeline import check_mode
+from merging.timeline import MODES, check_mode
 
 
 @dataclass(frozen=True, repr=False)
@@ -23,14 +23,15 @@ class Planner(ABC):
     """
 
     name: ClassVar[str]
+    modes: ClassVar[tuple[str, ...]] = MODES
 
     def plan(self, profile: Profile, costs: Costs, mode: str = "dense") -> Plan:
         """Return this planner's partition of the profile's tensors, with their names.
 
-        Every merge buffer holds fewer than 2**31 elements. Raises ValueError for an unknown mode and for
+        Every merge buffer holds fewer than 2**31 elements. Raises ValueError for a mode not in `modes` and for
         a tensor that reaches 2**31 elements.
         """
-        check_mode(mode)
+        check_mode(mode, self.modes)
         check_tensors(profile)
         plan = self.partition(profile, costs, mode)
         plan.check(len(profile))

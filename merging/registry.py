@@ -6,15 +6,21 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
+from merging.agtf import AGTF
 from merging.count import Count
+from merging.dear import DeAR
+from merging.exact import Exact
+from merging.fgbuff import FGBuff
+from merging.horovod import Horovod
 from merging.layerwise import Layerwise
+from merging.mgwfbp import MGWFBP
+from merging.omgs import OMGS
 from merging.planner import Planner
 from merging.single import Single
 from merging.threshold import Threshold
 
-_PLANNERS: dict[str, type[Planner]] = {
-    planner.name: planner for planner in (Layerwise, Single, Count, Threshold)
-}
+_ALL = (Layerwise, Single, Count, Threshold, Horovod, MGWFBP, OMGS, DeAR, FGBuff, AGTF, Exact)
+_PLANNERS: dict[str, type[Planner]] = {planner.name: planner for planner in _ALL}
 
 
 def names() -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from merging.plan import Plan
 from merging.profile import Profile
 
 MODES = ("dense", "ahead", "behind")
+"""The modes that every planner plans for; "dear" is the fourth that `predict` knows."""
 
 
 class Span(NamedTuple):
@@ -25,14 +26,20 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The predicted step, in seconds since backward began: one span per merge buffer, in plan order."""
+    """The predicted step, in seconds since backward began: one span per merge buffer, in plan order.
+
+    gathers: the all-gathers of mode "dear", likewise in plan order; `spans` are its reduce-scatters.
+    step: when the forward pass after them ends, in mode "dear"; else None.
+    """
 
     spans: tuple[Span, ...]
+    gathers: tuple[Span, ...] = ()
+    step: float | None = None
 
     @property
     def finish(self) -> float:
-        """Return when the last exchange ends."""
-        return self.spans[-1].end
+        """Return when the last exchange ends; in mode "dear", when the next forward pass does."""
+        return self.spans[-1].end if self.step is None else self.step
 
 
 def predict(plan: Plan, profile: Profile, costs: Costs, mode: str) -> Timeline:
@@ -45,11 +52,16 @@ def predict(plan: Plan, profile: Profile, costs: Costs, mode: str) -> Timeline:
         behind    t += b_i             for each tensor i, then t += S(sum of work over G)
         all       E = max(E, t) + C(sum of load over G)
 
+    Mode "dear" is dense with C in two halves. The reduce-scatters go as above; when the last has ended, the
+    all-gathers follow each other, last merge buffer first, for that is the order of forward, whose clock is u:
+
+        dear      A = A + C / 2 ; u = max(u, A) + sum of forward over G    with A = u = E at first
+
     A merge buffer with `plan.dense` set costs no S, and costs.dense(sum of numel over G) instead of C.
-    Raises ValueError for an unknown mode, a plan that does not fit the profile, and a dense merge buffer
-    without costs.dense.
+    Raises ValueError for an unknown mode, a plan that does not fit the profile, a dense merge buffer
+    without costs.dense, and mode "dear" without profile.forward.
     """
-    check_mode(mode)
+    check_mode(mode, (*MODES, "dear"))
     plan.check(len(profile), profile.names)
     tensors, buffers = _selection(plan, profile, costs, mode)
     # One clock through all additions, in the order of the formulas: plans that agree on when a tensor is
@@ -57,21 +69,36 @@ def predict(plan: Plan, profile: Profile, costs: Costs, mode: str) -> Timeline:
     stops = np.cumsum(plan.counts)
     clock = np.cumsum(np.insert(profile.backward + tensors, stops, buffers))
     ready = clock[stops + np.arange(len(stops))]
+    takes = _exchange(plan, profile, costs) / (2 if mode == "dear" else 1)
     spans = []
     free = 0.0
-    for leaves, takes in zip(ready.tolist(), _exchange(plan, profile, costs).tolist(), strict=True):
+    for leaves, time in zip(ready.tolist(), takes.tolist(), strict=True):
         start = max(free, leaves)
-        free = start + takes
+        free = start + time
         spans.append(Span(leaves, start, free))
-    return Timeline(tuple(spans))
+    return _forward(tuple(spans), takes, plan, profile) if mode == "dear" else Timeline(tuple(spans))
 
 
-def check_mode(mode: str) -> None:
-    """Raise ValueError unless `mode` is one that `predict` knows."""
+def check_mode(mode: str, known: tuple[str, ...] = MODES) -> None:
+    """Raise ValueError unless `mode` is one of `known`."""
+    if mode in known:
+        return
     if mode == "dear":
-        raise ValueError(f"mode 'dear' is not built yet: use one of {', '.join(MODES)}")
-    if mode not in MODES:
-        raise ValueError(f"there is no mode {mode!r}: use one of {', '.join(MODES)}")
+        raise ValueError(f"only the planner 'dear' plans for mode 'dear': use one of {', '.join(known)}")
+    raise ValueError(f"there is no mode {mode!r}: use one of {', '.join(known)}")
+
+
+def _forward(spans: tuple[Span, ...], takes: Reals, plan: Plan, profile: Profile) -> Timeline:
+    """Return the timeline with the all-gathers and the forward pass that follow the reduce-scatters."""
+    if profile.forward is None:
+        raise ValueError("mode 'dear' hides all-gathers under forward, and profile.forward is None: measure it")
+    ready = free = clock = spans[-1].end
+    gathers = []
+    for (first, stop), time in zip(plan.bounds[::-1], takes[::-1].tolist(), strict=True):
+        start, free = free, free + time
+        gathers.append(Span(ready, start, free))
+        clock = max(clock, free) + float(profile.forward[first:stop].sum())
+    return Timeline(spans, tuple(gathers[::-1]), clock)
 
 
 def _selection(plan: Plan, profile: Profile, costs: Costs, mode: str) -> tuple[Reals, Reals]:

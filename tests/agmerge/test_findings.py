@@ -179,7 +179,7 @@ def test_finding_9_bfloat16_and_channels_last_are_ordinary(compression: str) -> 
     assert len(set(agreed(on_ranks(2, model, body)))) == 5
 
 
-# -- §4.1: what happens to ranks that differ, and to ranks whose peers are gone ------------------------------------
+# -- what happens to ranks that differ, and to ranks whose peers are gone ------------------------------------
 
 
 @pytest.mark.parametrize("difference", ["shape", "extra layer"])

@@ -49,6 +49,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"density": "importance"}, ValueError, ["density='importance'", "not built yet"]),
     ({"merging": merging.Plan((6,), dense=(True,))}, ValueError, ["merging", "not built yet"]),
     ({"merging": merging.Plan((6,), labels=("int8",))}, ValueError, ["merging", "not built yet"]),
+    ({"merging": "mgwfbp"}, ValueError, ["mgwfbp", "not built yet", "pass that", "threshold"]),
+    ({"merging": merging.get("exact")}, ValueError, ["exact", "not built yet", "merging.get('exact').plan"]),
     # unknown
     ({"compression": "tokp"}, ValueError, ["tokp", "topk", "none", "fp16", "bf16"]),
     ({"compression": None}, TypeError, ["compression=None", "topk", "Compression.none"]),

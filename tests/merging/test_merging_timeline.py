@@ -106,6 +106,25 @@ def test_by_hand(mode: str, plan: Plan, spans: list[tuple[float, float, float]])
     assert timeline.finish == spans[-1][2]
 
 
+def test_dear_by_hand() -> None:
+    """Half an exchange each way; the gathers go in the order of forward, from the end of the plan."""
+    profile = Profile(
+        ["a", "b", "c"], [10, 20, 30], [1.0, 2.0, 4.0], forward=[100.0, 3.0, 1.0], work=[9, 9, 9], load=[2, 4, 6]
+    )
+    wire = Costs(lambda x: 99.0 * x, lambda x: 10.0 + x, lambda x: 20.0 + 2 * x)
+    timeline = predict(Plan((1, 1, 1)), profile, wire, "dear")
+    assert timeline.spans == ((1, 1, 7), (3, 7, 14), (7, 14, 22))
+    assert timeline.gathers == ((22, 37, 43), (22, 30, 37), (22, 22, 30)) and timeline.finish == 143
+    timeline = predict(Plan((2, 1)), profile, wire, "dear")
+    assert timeline.spans == ((3, 3, 11), (7, 11, 19)) and timeline.gathers == ((19, 27, 35), (19, 19, 27))
+    assert timeline.finish == 138
+    assert predict(Plan((3,)), profile, wire, "dear").finish == 7 + 22 + 104
+    assert predict(Plan((3,), (True,)), profile, wire, "dear").finish == 7 + 140 + 104
+    slow = Profile(["a", "b"], [1, 1], [0.0, 0.0], forward=[1.0, 50.0])
+    assert predict(Plan((1, 1)), slow, wire, "dear").finish == 11 + 5.5 + 51  # the second gather is hidden
+    assert predict(Plan((1, 1)), slow, wire, "dense").gathers == () and MODES == ("dense", "ahead", "behind")
+
+
 def test_known_vectors() -> None:
     """The MG-WFBP and OMGS-SGD counter-examples: the greedy's plan and the optimum."""
     profile = Profile(["a", "b", "c"], [5, 1, 1], [0.0, 5.0, 6.0])
@@ -119,9 +138,9 @@ def test_known_vectors() -> None:
 
 
 def test_refuses() -> None:
-    with pytest.raises(ValueError, match="'dear' is not built yet: use one of dense, ahead, behind"):
+    with pytest.raises(ValueError, match="hides all-gathers under forward, and profile.forward is None"):
         predict(Plan((3,)), HAND, costs(), "dear")
-    with pytest.raises(ValueError, match="no mode 'sideways'"):
+    with pytest.raises(ValueError, match="no mode 'sideways': use one of dense, ahead, behind, dear"):
         predict(Plan((3,)), HAND, costs(), "sideways")
     with pytest.raises(ValueError, match="covers 2 tensors, the model has 3"):
         predict(Plan((2,)), HAND, costs(), "dense")

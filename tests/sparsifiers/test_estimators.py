@@ -1,7 +1,7 @@
 """The estimators as formulas: how many of a million elements reach the threshold that they give.
 
-Tolerances are those of the specification's test matrix; the counts of the published rules, good or bad, are
-those measured with independent prototypes (its Appendix A).
+Tolerances were set before the code was written; the counts of the published rules, good or bad, are
+those measured with independent prototypes.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def selection_of(places: list[int], spare: int = 0) -> Selection:
 
 
 def heteroscedastic(rows: int, length: int, seed: int) -> Tensor:
-    """Rows whose scale is log-normal, sd = 1: section 3.9 of the specification."""
+    """Rows whose scale is log-normal, sd = 1, as published code was measured on."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, length, generator=generator) * torch.randn(rows, 1, generator=generator).exp()
 
@@ -239,7 +239,7 @@ def test_all_rows_are_reached_in_as_many_steps_as_it_takes(name: str, k: int) ->
 
 
 def test_topk_misses_most_rows_and_adtopk_does_not() -> None:
-    # The specification's 3072 rows of length 768, as four tensors: as one, its columns would be the rows.
+    # 3072 rows of length 768, as four tensors: as one, its columns would be the rows.
     vector, shapes = heteroscedastic(3072, 768, seed=0).view(-1), [(768, 768)] * 4
     empty, kept = {}, {}
     for name in ("topk", "adtopk", "adtopk-row", "adtopk-fill"):

@@ -1,0 +1,135 @@
+"""The search over prefixes of the readiness order, with the set of states that no other state beats."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from merging.bounds import Bounds
+from merging.checks import Reals
+from merging.plan import Plan
+from merging.tables import Tables
+
+Indices = NDArray[np.int64]
+
+
+def search(
+    tables: Tables, bounds: Bounds, *, fewest: bool = False, width: int | None = None
+) -> tuple[Plan, float] | None:
+    """Return the plan that ends first, and when, or None where none keeps within the bounds.
+
+    A state is (t, E) after the first j tensors, with t the compute and E the channel clock. Every state of
+    prefix i is extended by every merge buffer that starts there; of the states of a prefix, those beaten
+    in t and E are dropped. With `fewest`, they must be beaten in merge buffers as well, so that of all
+    plans that end first the one with the fewest merge buffers is returned; then the first found. With `width`,
+    only so many states of a prefix are kept, spread evenly: a good plan soon, not always the optimum.
+
+    The additions are those of `predict`, in its order, and rounding is monotone: what is found is the
+    optimum to the bit, not up to rounding.
+    """
+    n = tables.n
+    opened = _Open(len(tables.steps))
+    opened.add(np.zeros(1), np.zeros(1), np.zeros(1, np.int64), 0)
+    history: list[tuple[Indices, Indices, NDArray[np.bool_]]] = []
+    for j in range(n):
+        opened.advance(tables.steps[:, j])
+        clocks, channels, origins, dense = [], [], [], []
+        for option, flags in zip(tables.options, bounds.open, strict=True):
+            chosen = np.flatnonzero(flags[j][opened.start])
+            start = opened.start[chosen]
+            leaves = opened.clock[option.clock][chosen]
+            if option.select is not None:
+                leaves = leaves + option.select[j][start]
+            ends = np.maximum(opened.channel[chosen], leaves) + option.channel[j][start]
+            good = bounds.hopeful(j + 1, leaves, ends)
+            clocks.append(leaves[good])
+            channels.append(ends[good])
+            origins.append(chosen[good])
+            dense.append(option.dense[j][start[good]])
+        clock, channel, origin = np.concatenate(clocks), np.concatenate(channels), np.concatenate(origins)
+        buffers = opened.buffers[origin] + 1
+        kept = unbeaten(clock, channel, buffers if fewest else None)
+        if width is not None and len(kept) > width:
+            kept = kept[np.linspace(0, len(kept) - 1, width).astype(np.int64)]
+        origin = origin[kept]
+        history.append((opened.label[origin], opened.start[origin], np.concatenate(dense)[kept]))
+        opened.add(clock[kept], channel[kept], buffers[kept], j + 1)
+    if not len(kept):
+        return None
+    last = int(np.lexsort((buffers[kept], channel[kept]))[0])
+    return _plan(history, last), float(channel[kept][last])
+
+
+class _Open:
+    """The states that merge buffers can start from; `label` numbers them within their prefix."""
+
+    def __init__(self, clocks: int) -> None:
+        self._clock = np.empty((clocks, 64))
+        self._channel = np.empty(64)
+        self._whole = np.empty((3, 64), np.int64)
+        self.size = 0
+
+    def add(self, clock: Reals, channel: Reals, buffers: Indices, start: int) -> None:
+        """Append the states of prefix `start`."""
+        first, self.size = self.size, self.size + len(clock)
+        if self.size > len(self._channel):
+            more = max(self.size, 2 * len(self._channel)) - len(self._channel)
+            self._clock = np.pad(self._clock, ((0, 0), (0, more)))
+            self._channel = np.pad(self._channel, (0, more))
+            self._whole = np.pad(self._whole, ((0, 0), (0, more)))
+        new = slice(first, self.size)
+        self._clock[:, new], self._channel[new] = clock, channel
+        self._whole[0, new], self._whole[1, new] = start, buffers
+        self._whole[2, new] = np.arange(len(clock))
+        self.clock, self.channel = self._clock[:, : self.size], self._channel[: self.size]
+        self.start, self.buffers, self.label = self._whole[:, : self.size]
+
+    def advance(self, steps: Reals) -> None:
+        """Let the compute clocks pass one more tensor."""
+        self.clock += steps[:, None]
+
+
+def unbeaten(clock: Reals, channel: Reals, buffers: Indices | None = None) -> Indices:
+    """Return the indices of the states that no other state equals or beats in all that is given.
+
+    Of equal states the first is kept. Without `buffers`, in the order of clocks; else of merge buffers.
+    """
+    if len(clock) < 2:
+        return np.arange(len(clock))
+    if buffers is None:
+        return _staircase(clock, channel)
+    if clock.min() == clock.max():
+        return _staircase(buffers, channel)
+    fewer = np.zeros(0, np.int64)  # unbeaten in both clocks among all states with fewer merge buffers
+    kept = []
+    for count in np.unique(buffers):
+        same = np.flatnonzero(buffers == count)
+        same = same[_staircase(clock[same], channel[same])]
+        if len(fewer):
+            rank = np.searchsorted(clock[fewer], clock[same], side="right") - 1
+            same = same[(rank < 0) | (channel[fewer[rank]] > channel[same])]
+        kept.append(same)
+        both = np.concatenate([fewer, same])
+        fewer = both[_staircase(clock[both], channel[both])]
+    return np.concatenate(kept)
+
+
+def _staircase(first: Reals | Indices, second: Reals) -> Indices:
+    order = np.lexsort((second, first))
+    values = second[order]
+    kept = np.ones(len(order), bool)
+    kept[1:] = values[1:] < np.minimum.accumulate(values)[:-1]
+    return np.asarray(order[kept])
+
+
+def _plan(history: list[tuple[Indices, Indices, NDArray[np.bool_]]], label: int) -> Plan:
+    counts: list[int] = []
+    flags: list[bool] = []
+    stop = len(history)
+    while stop:
+        labels, starts, dense = history[stop - 1]
+        start = int(starts[label])
+        counts.append(stop - start)
+        flags.append(bool(dense[label]))
+        label, stop = int(labels[label]), start
+    return Plan(tuple(counts[::-1]), tuple(flags[::-1]))
