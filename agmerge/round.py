@@ -79,6 +79,8 @@ class Round:
         if not segment.lane.sparse or sparsifier is None:
             return None
         k, shapes = budget(self.session.config.density(segment.lane.density, self.step), segment.numel), segment.shapes
+        if k == segment.numel:
+            k = segment.length  # everything, padding too: else it could be chosen in place of an element
         if self.dirty:
             capacity = sparsifier.capacity(segment.length, k=k, step=self.step, shapes=shapes)
             return Selection(torch.zeros(capacity, dtype=torch.int32, device=work.device), 0)

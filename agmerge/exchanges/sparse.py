@@ -36,7 +36,7 @@ class SparseExchange(Exchange):
                 layout.indices(message, section).copy_(offer.indices)
                 values.copy_(_chosen(load.work, offer, values.dtype))
                 self.commit(load.segment, offer.indices, values)
-                elements += offer.indices.numel()
+                elements += min(offer.indices.numel(), load.segment.numel)
         handle = self.comm.all_gather(received, message, name)
         return Pending(name, loads, control, handle, layout.size, elements, message, received, layout)
 

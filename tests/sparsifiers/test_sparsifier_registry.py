@@ -134,7 +134,7 @@ def test_memories_by_name() -> None:
         made = sparsifiers.memory(name)
         assert isinstance(made, Memory)
         assert (made.name, made.keeps, repr(made)) == (name, keeps, f"{name}()")
-    with pytest.raises(ValueError, match=r"unknown memory 'residuals'; known: none, residual; did you mean"):
+    with pytest.raises(ValueError, match=r"unknown memory 'residuals'; known: none, residual, dgc, residualgtopk; did you mean"):
         sparsifiers.memory("residuals")
 
 
