@@ -1,6 +1,6 @@
-"""How long planning takes, and how far the greedy is from the optimum, on the shapes of well-known models.
+"""How long planning takes, and how far planners are from the optimum, on the shapes of well-known models.
 
-    python benchmarks/planning.py                  # times at 600 tensors, then the greedy over the whole grid
+    python benchmarks/planning.py                  # times at 600 tensors, then all planners over a grid
     python benchmarks/planning.py --no-grid --tensors 1000
 
 Costs are alpha-beta (ring) and depend on the number of workers; backward is spread over tensors by size, with a
@@ -82,13 +82,14 @@ def seconds(planner: merging.Planner, model: merging.Profile, cost: merging.Cost
     return statistics.median(times)
 
 
-def print_times(tensors: int, repeat: int) -> None:
+def print_times(tensors: int, repeat: int, choice: bool) -> None:
     """Print milliseconds per plan: model, mode, with and without dense merge buffers, over workers."""
     print(f"exact, {tensors} tensors, density 0.01 (dense: 1): median ms over {repeat} plans for P = 8, 64, 512")
     planner = merging.get("exact")
     for model in ("resnet50", "gpt2"):
         data = profile(stretched(model, tensors))
-        for mode, dense in (("dense", False), ("ahead", False), ("behind", False), ("ahead", True), ("behind", True)):
+        modes = [(mode, False) for mode in merging.MODES] + [(mode, True) for mode in merging.MODES[1:] if choice]
+        for mode, dense in modes:
             took = []
             for workers in (8, 64, 512):
                 cost = costs(workers, 1 if mode == "dense" else 0.01, dense)
@@ -96,33 +97,35 @@ def print_times(tensors: int, repeat: int) -> None:
             print(f"  {model:10} {mode:7} {'or dense' if dense else '':9}", *took)
 
 
-def print_grid() -> None:
-    """Print how much later than the optimum the plans of `agmerge`'s greedy end, over the whole grid."""
-    exact, greedy = merging.get("agmerge", solver="exact"), merging.get("agmerge", solver="greedy")
-    excess: list[tuple[float, tuple[str, float, int, str]]] = []
-    for case in grid():
-        model, density, workers, mode = case
-        data, cost = profile(shapes.sizes(model)), costs(workers, density)
+def print_grid(workers: tuple[int, ...]) -> None:
+    """Print how much later than the optimum the plans of every other planner end, over the grid."""
+    exact = merging.get("exact")
+    excess: dict[str, list[tuple[float, tuple[str, float, int, str]]]] = {}
+    for case in grid(workers):
+        model, density, count, mode = case
+        data, cost = profile(shapes.sizes(model)), costs(count, density)
         best = merging.predict(exact.plan(data, cost, mode), data, cost, mode).finish
-        found = merging.predict(greedy.plan(data, cost, mode), data, cost, mode).finish
-        excess.append((100 * (found / best - 1), case))
-    for model in shapes.MODELS:
-        mine = [value for value, case in excess if case[0] == model]
-        print(f"  {model:10} median {statistics.median(mine):6.2f} %  worst {max(mine):6.2f} %  of {len(mine)}")
-    values = [value for value, _ in excess]
-    print(f"  all        median {statistics.median(values):6.2f} %  worst {max(values):6.2f} %  at {max(excess)[1]}")
+        for name in merging.names():
+            found = merging.predict(merging.get(name).plan(data, cost, mode), data, cost, mode).finish
+            excess.setdefault(name, []).append((100 * (found / best - 1), case))
+    for name, found in excess.items():
+        worst, where = max(found)
+        median = statistics.median(value for value, _ in found)
+        print(f"  {name:10} median {median:7.2f} %  worst {worst:8.2f} % at {where}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="time of planning, and the greedy against the optimum")
+    parser = argparse.ArgumentParser(description="time of planning, and all planners against the optimum")
     parser.add_argument("--tensors", type=int, default=600)
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--choice", action="store_true", help="time the choice of dense merge buffers too: minutes")
     parser.add_argument("--no-grid", action="store_true", help="only the times")
+    parser.add_argument("--workers", type=int, nargs="+", default=WORKERS, help="of the grid")
     options = parser.parse_args()
-    print_times(options.tensors, options.repeat)
+    print_times(options.tensors, options.repeat, options.choice)
     if not options.no_grid:
-        print("agmerge(solver='greedy') later than the optimum")
-        print_grid()
+        print("predicted finish, later than the optimum")
+        print_grid(tuple(options.workers))
 
 
 if __name__ == "__main__":

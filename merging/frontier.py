@@ -12,6 +12,9 @@ from merging.tables import Tables
 
 Indices = NDArray[np.int64]
 
+_MANY = 64
+_GRAIN = 1e-13
+
 
 def search(
     tables: Tables, bounds: Bounds, *, fewest: bool = False, width: int | None = None
@@ -25,7 +28,8 @@ def search(
     only so many states of a prefix are kept, spread evenly: a good plan soon, not always the optimum.
 
     The additions are those of `predict`, in its order, and rounding is monotone: what is found is the
-    optimum to the bit, not up to rounding.
+    optimum to the bit. Where a prefix has more than 64 states, those are merged that differ by less than
+    1e-13 of the finish, as sums in another order do; the optimum is then one up to n times that.
     """
     n = tables.n
     opened = _Open(len(tables.steps))
@@ -49,6 +53,10 @@ def search(
         clock, channel, origin = np.concatenate(clocks), np.concatenate(channels), np.concatenate(origins)
         buffers = opened.buffers[origin] + 1
         kept = unbeaten(clock, channel, buffers if fewest else None)
+        grain = _GRAIN * bounds.finish
+        if len(kept) > _MANY and grain > 0 and j + 1 < n:
+            rough = np.rint(clock[kept] / grain), np.rint(channel[kept] / grain)
+            kept = kept[unbeaten(*rough, buffers[kept] if fewest else None)]
         if width is not None and len(kept) > width:
             kept = kept[np.linspace(0, len(kept) - 1, width).astype(np.int64)]
         origin = origin[kept]

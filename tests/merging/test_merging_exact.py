@@ -1,70 +1,186 @@
-"""`exact` against every partition, and against every other planner."""
+"""exact: against every plan there is, against every other planner, at its limits, and in time."""
 
 from __future__ import annotations
 
-import itertools
+import random
+import time
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import merging
-from merging import Costs, Plan, Profile
+from merging import MODES, Costs, Plan, Profile, predict
+from merging.bounds import earliest, latest
+from merging.frontier import unbeaten
+from merging.limit import LIMIT
+from merging.tables import tables
+
+EXACT = merging.get("exact")
 
 
-def instance(seed: int, n: int, dense: bool) -> tuple[Profile, Costs]:
-    """A random model: some tensors exempt, ready in bursts, costs with a start-up and a bend."""
-    draw = np.random.default_rng(seed)
-    numel = draw.integers(1, 1000, n)
-    work = np.where(draw.random(n) < 0.3, 0, numel)
-    backward = np.where(draw.random(n) < 0.2, 0.0, draw.random(n))
-    start, slope, bend = draw.random() * 2, draw.random() * 4e-3, draw.random() * 500
-    encode = draw.random() * 2e-3
-
-    def line(start: float, slope: float, bend: float) -> merging.Cost:
-        return lambda elements: start + slope * np.minimum(elements, bend) + 2 * slope * np.maximum(elements - bend, 0)
-
-    costs = Costs(
-        sparsify=lambda elements: encode * np.asarray(elements, dtype=float),
-        exchange=line(start, slope, bend),
-        dense=line(0.3 * start, 1.5 * slope, bend) if dense else None,
+def instance(rng: random.Random, n: int, dense: bool) -> tuple[Profile, Costs]:
+    """Sizes and times over three decades, with zeros; linear, piecewise linear, or stepped and superlinear costs."""
+    numel = [rng.choice([1, 5, 20, 100]) * rng.randint(1, 9) for _ in range(n)]
+    backward = [rng.choice([0.0, 1.0, 3.3, 10.0]) * rng.random() for _ in range(n)]
+    work = [rng.choice([0, size, size]) for size in numel] if rng.random() < 0.3 else None
+    model = Profile([f"p{i}" for i in range(n)], numel, backward, work=work)
+    start, rate, pick = rng.choice([0, 1, 5, 20]), rng.choice([0.001, 0.01, 0.1]), rng.choice([0.001, 0.01, 0.1])
+    other = rng.choice([0.2, 0.5, 1, 2]) * rate
+    knots = [0, 10, 100, 1000, 1e9]
+    wire = np.cumsum([start, *(5 * rng.random() for _ in knots[1:])])
+    choose = np.cumsum([0, *(5 * rng.random() for _ in knots[1:])])
+    sparsify, exchange = rng.choice(
+        [
+            (lambda x: pick * x, lambda x: start + rate * x),
+            (lambda x: np.interp(x, knots, choose), lambda x: np.interp(x, knots, wire)),
+            (
+                lambda x: pick * np.asarray(x) * np.log2(np.maximum(x, 1)),
+                lambda x: start + np.floor(np.asarray(x) / 50) * 50 * rate,
+            ),
+        ]
     )
-    return Profile([f"t{i}" for i in range(n)], numel, backward, work=work), costs
+    return model, Costs(sparsify, exchange, (lambda x: 2 * start + other * x) if dense else None)
 
 
-def partitions(n: int) -> list[tuple[int, ...]]:
-    """Every way to cut n tensors into runs."""
-    found = []
-    for cuts in itertools.product((False, True), repeat=n - 1):
-        edges = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), n]
-        found.append(tuple(b - a for a, b in zip(edges, edges[1:], strict=False)))
-    return found
+def brute(model: Profile, costs: Costs, mode: str) -> tuple[float, int]:
+    """The best finish, and fewest merge buffers with it, of all plans: depth first, as `predict` adds."""
+    n = len(model)
+    upto = {what: np.concatenate([[0], np.cumsum(getattr(model, what))]) for what in ("numel", "work", "load")}
+
+    def pairs(cost: Any, what: str) -> list[list[float]]:
+        sums = upto[what][None, :] - upto[what][:, None]
+        return cost(np.maximum(sums, 0)).tolist()  # type: ignore[no-any-return]
+
+    wire, select = pairs(costs.exchange, "load"), pairs(costs.sparsify, "work")
+    dense = None if costs.dense is None else pairs(costs.dense, "numel")
+    plain = model.backward.tolist()
+    ahead = (model.backward + costs.sparsify(model.work)).tolist() if mode == "ahead" else plain
+    best = (float("inf"), 0)
+
+    def extend(start: int, clock: float, free: float, buffers: int) -> None:
+        nonlocal best
+        if (free, buffers) >= best:
+            return
+        if start == n:
+            best = (free, buffers)
+            return
+        sparse_clock = dense_clock = clock
+        for stop in range(start + 1, n + 1):
+            sparse_clock += ahead[stop - 1]
+            dense_clock += plain[stop - 1]
+            ready = sparse_clock + (select[start][stop] if mode == "behind" else 0.0)
+            extend(stop, ready, max(free, ready) + wire[start][stop], buffers + 1)
+            if dense is not None:
+                extend(stop, dense_clock, max(free, dense_clock) + dense[start][stop], buffers + 1)
+
+    extend(0, 0.0, 0.0, 0)
+    return best
 
 
-def best(profile: Profile, costs: Costs, mode: str) -> float:
-    """The smallest predicted finish of all plans."""
-    finish = float("inf")
-    for counts in partitions(len(profile)):
-        flags = itertools.product((False, True), repeat=len(counts)) if costs.dense else [(False,) * len(counts)]
-        for dense in flags:
-            finish = min(finish, merging.predict(Plan(counts, dense), profile, costs, mode).finish)
-    return finish
+@pytest.mark.parametrize("dense", [False, True], ids=["sparse", "choice"])
+@pytest.mark.parametrize("mode", MODES)
+def test_equals_brute_force_to_the_bit(mode: str, dense: bool) -> None:
+    rng = random.Random(f"{mode}{dense}")
+    for case in range(1100):
+        model, costs = instance(rng, 10 if case >= 1000 else rng.randint(1, 8), dense)
+        plan = EXACT.plan(model, costs, mode)
+        assert (predict(plan, model, costs, mode).finish, len(plan.counts)) == brute(model, costs, mode), case
+        assert costs.dense is not None or not any(plan.dense)
 
 
-@pytest.mark.parametrize("dense", [False, True])
-@pytest.mark.parametrize("mode", merging.MODES)
-def test_no_partition_ends_earlier(mode: str, dense: bool) -> None:
-    for seed in range(25):
-        profile, costs = instance(seed, 1 + seed % (6 if dense else 8), dense)
-        found = merging.predict(merging.get("exact").plan(profile, costs, mode), profile, costs, mode).finish
-        assert found == pytest.approx(best(profile, costs, mode), rel=1e-9), (seed, mode)
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 2**32), st.integers(1, 60), st.sampled_from(MODES), st.booleans())
+def test_no_other_planner_beats_it(seed: int, n: int, mode: str, dense: bool) -> None:
+    model, costs = instance(random.Random(seed), n, dense)
+    plan = EXACT.plan(model, costs, mode)
+    best = predict(plan, model, costs, mode).finish
+    assert EXACT.plan(model, costs, mode).digest() == plan.digest()
+    for name in merging.names():
+        other = merging.get(name).plan(model, costs, mode)
+        assert best <= predict(other, model, costs, mode).finish * (1 + 1e-11), name
 
 
-@pytest.mark.parametrize("mode", merging.MODES)
-def test_no_other_planner_ends_earlier(mode: str) -> None:
-    for seed in range(8):
-        profile, costs = instance(seed, 20, dense=False)
-        finish = merging.predict(merging.get("exact").plan(profile, costs, mode), profile, costs, mode).finish
-        for name in merging.names():
-            other = merging.get(name, **({"tensors": 3} if name == "count" else {}))
-            plan = other.plan(profile, costs, mode)
-            assert finish <= merging.predict(plan, profile, costs, mode).finish * (1 + 1e-9), (name, seed)
+def test_known_vectors() -> None:
+    model = Profile(["a", "b", "c"], [5, 1, 1], [0.0, 5.0, 6.0])
+    costs = Costs(lambda x: 0.0 * x, lambda x: 6.0 + x)
+    assert EXACT.plan(model, costs).counts == (1, 2)
+    model = Profile(["a", "b", "c"], [4, 4, 8], [3.0, 3.0, 0.0])
+    costs = Costs(lambda x: x * np.log2(np.maximum(x, 1)), lambda x: 2.0 * (4 + x))
+    plan = EXACT.plan(model, costs, "behind")
+    assert plan.counts == (1, 1, 1) and predict(plan, model, costs, "behind").finish == 70
+
+
+def test_limits_of_the_model() -> None:
+    sizes = [3, 1, 4, 1, 5]
+    names = list("abcde")
+    free = Costs(lambda x: 0.0 * x, lambda x: 1.0 * x)
+    slow = Costs(lambda x: 0.0 * x, lambda x: 8.0 + x)
+    still, moving = Profile(names, sizes, [0.0] * 5), Profile(names, sizes, [9.0] * 5)
+    assert EXACT.plan(still, slow).counts == (5,)
+    layerwise = predict(Plan((1,) * 5), moving, free, "dense").finish
+    assert predict(EXACT.plan(moving, free), moving, free, "dense").finish == layerwise
+    nothing = Costs(lambda x: 0 * x, lambda x: 0 * x, lambda x: 0 * x)
+    for mode in MODES:
+        assert EXACT.plan(still, nothing, mode) == Plan((5,), names=tuple(names))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_optimum_below_the_size_limit(mode: str) -> None:
+    """Cut where it costs least, not at the last tensor that fits."""
+    model = Profile(list("abc"), [LIMIT - 2, 1, 1], [0.0, 0.0, 0.0], load=[0, 5, 5], work=[0, 0, 0])
+    costs = Costs(lambda x: 0.0 * x, lambda x: 1.0 + np.where(np.asarray(x) > 0, 5.0, 0.0))
+    assert EXACT.plan(model, costs, mode).counts == (1, 2)
+    model = Profile(list("ab"), [LIMIT - 1, LIMIT - 1], [0.0, 0.0])
+    assert EXACT.plan(model, costs, mode).counts == (1, 1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_cost_functions_are_called_with_arrays_and_few_times(mode: str) -> None:
+    calls = []
+
+    def exchange(x: Any) -> Any:
+        calls.append(np.ndim(x))
+        return 1e-4 + 1e-9 * x
+
+    model, _ = instance(random.Random(1), 200, False)
+    EXACT.plan(model, Costs(lambda x: 1e-9 * x, exchange), mode)
+    assert len(calls) < 10 and 0 not in calls
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bounds_hold_along_the_optimum(mode: str) -> None:
+    rng = random.Random(5)
+    for _ in range(30):
+        model, costs = instance(rng, 12, True)
+        table = tables(model, costs, mode)
+        timeline = predict(EXACT.plan(model, costs, mode), model, costs, mode)
+        clock, channel = earliest(table)
+        bounds = latest(table, clock, channel, timeline.finish * (1 + 1e-9))
+        assert channel[-1] <= timeline.finish * (1 + 1e-12)
+        for stop, span in zip(np.cumsum(EXACT.plan(model, costs, mode).counts), timeline.spans, strict=True):
+            assert clock[stop] <= span.ready * (1 + 1e-12) and channel[stop] <= span.end * (1 + 1e-12)
+            assert bounds.hopeful(stop, np.array([span.ready]), np.array([span.end])).all()
+
+
+def test_unbeaten_states() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        t, e, b = rng.integers(0, 6, (3, 25))
+        kept = {(t[i], e[i], b[i]) for i in unbeaten(t.astype(float), e.astype(float), b)}
+        states = set(zip(t, e, b, strict=True))
+        beaten = {s for s in states if any(o != s and all(x <= y for x, y in zip(o, s, strict=True)) for o in states)}
+        assert kept == states - beaten
+
+
+def test_six_hundred_tensors_do_not_blow_up() -> None:
+    rng = np.random.default_rng(0)
+    sizes = rng.choice([64, 256, 4096, 65536, 1048576], 600)
+    model = Profile([f"p{i}" for i in range(600)], sizes, 2e-5 + 1e-10 * sizes)
+    costs = Costs(lambda x: 2e-10 * x, lambda x: 5e-4 + 1e-10 * x)
+    for mode in MODES:
+        start = time.process_time()
+        EXACT.plan(model, costs, mode)
+        assert time.process_time() - start < 4.0, mode
