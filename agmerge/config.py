@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,10 +24,10 @@ from agmerge.groups import checked as checked_groups
 from agmerge.handshake import Fact
 from agmerge.members import Member
 from agmerge.ops import Average, Compression, ReduceOp
+from agmerge.routing import AHEAD
 
 MERGING = "threshold"  # the default planner
 DENSITY = 0.01  # the default
-UNTIMED = ("layerwise", "single", "count", "threshold")  # planners that go by tensors and bytes alone
 SMALL = 1024  # elements; a smaller tensor costs more to select from than to send
 CASTS = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -43,6 +43,7 @@ class Config:
     memory: sparsifiers.Memory
     densities: tuple[tuple[re.Pattern[str], float], ...]  # by pattern, where the script gives them so
     warmup: schedules.Schedule | None
+    sparsify: str
     planner: merging.Planner | None
     plan: merging.Plan | None
     groups: Groups | None  # plans by themselves; the planner is then not asked
@@ -97,9 +98,11 @@ class Config:
         return self.memory
 
     @property
-    def mode(self) -> str:
-        """How a planner should predict: selection runs on the whole merge buffer."""
-        return "dense" if self.sparsifier is None else "behind"
+    def modes(self) -> tuple[str, ...]:
+        """How planners may predict, the first until times are measured: where selection is, if there is any."""
+        if self.sparsifier is None:
+            return ("dense",)
+        return ("behind", "ahead") if self.sparsify == "auto" else (self.sparsify,)
 
     @property
     def merging(self) -> str:
@@ -118,6 +121,7 @@ class Config:
             ("memory", repr(self.memory)),
             ("warmup", self.warmup.text if self.warmup is not None else "None"),
             ("merging", self.merging),
+            ("sparsify", self.sparsify),
             ("op", self.op.value),
             ("sparse_as_dense", str(self.sparse_as_dense)),
             ("backward_passes_per_step", str(self.passes)),
@@ -155,7 +159,7 @@ def resolve(
 ) -> Config:
     """Check every argument; raises ``ValueError`` or ``TypeError`` that says which and why."""
     _refuse_later(later)
-    _choice("sparsify", sparsify, ("auto", "behind"), later=("ahead",))
+    _choice("sparsify", sparsify, ("auto", "ahead", "behind"))
     _choice("exchange", exchange, ("sparse",), later=("auto", "oktopk", "masked", "two-level"), hint=_DENSE_HINT)
     _choice("wire", wire, ("auto",), later=("fp32", "fp16", "bf16", "int8"))
     _choice("wire_check", wire_check, ("header",), later=("payload", "none"))
@@ -176,12 +180,13 @@ def resolve(
     sparsifier, cast = _compressor(compression, DENSITY if densities else density)
     if densities and isinstance(compression, sparsifiers.Sparsifier):
         raise ValueError(f"density={density!r} and compression={compression!r}: give a name, or one density")
-    planner, plan = _planner(merging)
+    planner, plan = _planner(merging, sparsify)
     chosen = checked_groups(groups, num_groups)
     if chosen is not None and merging != MERGING:
         raise ValueError(f"merging={merging!r} and groups both say which gradients share a message; give one of them")
     return Config(
         sparsifier=sparsifier,
+        sparsify=sparsify,
         cast=cast,
         memory=_memory(memory, sparsifier, cast),
         densities=densities,
@@ -324,23 +329,19 @@ def check_momentum(optimizer: torch.optim.Optimizer, config: Config) -> None:
             )
 
 
-def _planner(given: Any) -> tuple[merging.Planner | None, merging.Plan | None]:
+def _planner(given: Any, sparsify: str) -> tuple[merging.Planner | None, merging.Plan | None]:
     if isinstance(given, str) and not given.endswith(".json"):
         given = merging.get(given)
     if isinstance(given, merging.Planner):
-        if given.name in merging.names() and given.name not in UNTIMED:
-            raise ValueError(
-                f"merging={given!r} plans by measured times, and measuring them in training is not built yet: make a "
-                f"plan with merging.get({given.name!r}).plan(profile, costs) and pass that, or choose from: "
-                f"{', '.join(UNTIMED)}"
-            )
         return given, None
     if isinstance(given, os.PathLike) or (isinstance(given, str) and given.endswith(".json")):
         given = merging.Plan.load(given)
     if isinstance(given, merging.Plan):
-        if any(given.dense) or any(given.labels):
+        if any(given.dense) or set(given.labels) - {"", AHEAD}:
             raise ValueError("merging: this plan names codecs or dense buffers, which are not built yet")
-        return None, given
+        if sparsify == "behind" and any(given.labels):
+            raise ValueError("sparsify='behind', and merging is a plan made to sparsify ahead; leave one of them out")
+        return None, replace(given, labels=(AHEAD,) * len(given.counts)) if sparsify == AHEAD else given
     names = ", ".join(merging.names())
     raise TypeError(f"merging={given!r}: give a planner's name ({names}), a planner, or a saved plan")
 

@@ -17,6 +17,9 @@ import torch
 
 import merging as planning
 from agmerge import process_sets, sentinel
+from agmerge.adaptation import Adaptation
+from agmerge.agreement import open_session
+from agmerge.averages import Averages
 from agmerge.backends import Backend
 from agmerge.config import Config
 from agmerge.errors import AGMergeError
@@ -24,7 +27,7 @@ from agmerge.handshake import agree
 from agmerge.hooks import Hooks
 from agmerge.members import Member, Members
 from agmerge.round import Round
-from agmerge.session import Session, State, model_facts, open_session
+from agmerge.session import Session, State, model_facts
 from agmerge.stats import Stats
 from agmerge.version import __version__
 
@@ -51,6 +54,8 @@ class Engine:
         self.comm: Backend | None = None
         self.outside = False  # of the process set: this rank steps by itself
         self.session: Session | None = None
+        self.averages = Averages()
+        self.adaptation: Adaptation | None = None  # of the session
         self.steps = 0  # committed exchanges; after load_state_dict() the checkpoint's
         self._clock = 0  # the same as of the last agreement, so equal on every rank: what messages say
         self.parked: State = {}  # what is kept and has no place in the session
@@ -112,6 +117,8 @@ class Engine:
             self.config.sparsifier.retain(session.keys())
         self._hooks.attach(member.parameter for member in members)
         self.session, self._snapshot, self._stale = session, self.members.snapshot(), False
+        self.averages.restart()
+        self.adaptation = Adaptation(session, self.averages)
         if self.stats.proof is not None:
             self.stats.proof.reset()  # its rows are those of the merge buffers there were
         return session
@@ -197,6 +204,7 @@ class Engine:
                     round_ = Round(self._open(), self._clock, self.stats, dirty=False)
                     if not round_.complete(self._gradient):
                         raise AGMergeError("parameters changed while ranks agreed on them; change them between steps")
+                self.averages.observe(round_.recorder)
                 self._attach(round_.session)
             self.synchronized = True
 
@@ -204,13 +212,27 @@ class Engine:
         """The inner optimizer has stepped: the residuals change places."""
         if self.outside:
             return
-        assert self.session is not None and self.comm is not None
+        assert self.session is not None and self.comm is not None and self.adaptation is not None
         self.session.swap()
         self.steps = self._clock = self._clock + 1
         self.stats.stepped(len(self.session.buffers), self.session.layout.numel)
         self._clear()
         if self.config.check_every and self.steps % self.config.check_every == 0:
             sentinel.check(self.comm, self.members, self.steps, self.config.timeout)
+        with self._breaking():
+            plan = None if self._stale else self.adaptation.after_step(self._clock)
+            if plan is not None:
+                self._follow(plan)
+
+    def _follow(self, plan: planning.Plan) -> None:
+        """Another plan from the next step on. Residuals stay where they are."""
+        assert self.session is not None
+        self.session.follow(plan)
+        self.averages.restart()
+        if self.config.sparsifier is not None:
+            self.config.sparsifier.retain(self.session.keys())
+        if self.stats.proof is not None:
+            self.stats.proof.reset()  # its rows are those of the merge buffers there were
 
     def _attempt(self) -> Round | None:
         """The round under way; None before the first agreement. It begins with the first tensor that is ready."""

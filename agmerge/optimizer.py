@@ -315,6 +315,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         sent / elements. ``exposed_seconds``: waiting for messages in ``synchronize()``.
         """
         stats = self._engine.stats
+        self._engine.averages.settle()
         norms = [float(torch.linalg.vector_norm(r.double())) for r in self._engine.residuals().values()]
         return {
             "steps": self._engine.steps,
@@ -323,7 +324,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             "bytes_dense": stats.bytes_dense,
             "elements_sent": stats.elements_sent,
             "density": stats.density,
-            "exposed_seconds": stats.exposed_seconds,
+            "exposed_seconds": self._engine.averages.exposed,
             "residual_norm": sum(norm**2 for norm in norms) ** 0.5,
             **({} if stats.proof is None else {"selection": stats.proof.figures()}),
         }

@@ -6,16 +6,18 @@ and residuals are as they were, so an attempt can be discarded and repeated afte
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
 
 from agmerge.exchanges import Pending
-from agmerge.session import Route, Session
+from agmerge.layout import Segment
+from agmerge.recorder import Recorder
+from agmerge.routing import Route, key
+from agmerge.session import Session
 from agmerge.stats import Stats
 from agmerge.wire import RELAYOUT, Control
-from sparsifiers import Selection, budget
+from sparsifiers import Selection
 
 
 class Round:
@@ -29,20 +31,27 @@ class Round:
         self.session, self.step, self.stats, self.dirty = session, step, stats, dirty
         self._missing = list(session.plan.counts)  # tensors still to come, per merge buffer
         self._fed: dict[int, bool] = {}  # by slot: whether there was a gradient
-        self._pending: list[tuple[Route, Pending]] = []
-        self._next = 0
+        self._offers: dict[int, Selection] = {}  # by slot, of tensors that are sparsified ahead
+        self._pending: list[list[tuple[Route, Pending]]] = []  # per merge buffer under way
+        self.recorder = Recorder(session.clock, len(session.layout.slots), len(session.buffers))
 
     def feed(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """The gradient of one tensor is ready (None: it has none); send what is now complete."""
+        self.recorder.begin()
         slot = self.session.slot_of[parameter]
         if not self.dirty:
             self.session.arenas[slot.lane].compensate(slot, gradient)
         self._fed[slot.index] = gradient is not None
+        self.recorder.ready(slot.index)
+        alone = self.session.alone.get(slot.index)
+        if alone is not None:
+            self._offers[slot.index] = self._select(alone)
         self._missing[self.session.buffer_of[slot.index]] -= 1
-        while self._next < len(self._missing) and self._missing[self._next] == 0:
-            for route in self.session.buffers[self._next]:
-                self._pending.append((route, self._start(route)))
-            self._next += 1
+        while (buffer := len(self._pending)) < len(self._missing) and self._missing[buffer] == 0:
+            self.recorder.mark(buffer)
+            self._pending.append([(route, self._start(route)) for route in self.session.buffers[buffer]])
+            self.recorder.mark(buffer)
+        self.recorder.resumed()
 
     def complete(self, gradient_of: Callable[[torch.Tensor], torch.Tensor | None]) -> bool:
         """Feed the tensors that are missing and write every update; False, with nothing written, to repeat."""
@@ -50,23 +59,25 @@ class Round:
             if slot.index not in self._fed:
                 self.feed(parameter, None if self.dirty else gradient_of(parameter))
         agreed = True
-        for number, (route, pending) in enumerate(self._pending):
-            begin = time.perf_counter()
-            control = route.exchange.wait(pending)
-            self.stats.exposed_seconds += time.perf_counter() - begin
-            if number == 0:
-                agreed = not control.flags & RELAYOUT  # a flag is in all messages of its rank, so all ranks see it here
+        for buffer, messages in enumerate(self._pending):
+            self.recorder.mark(buffer)
+            controls = [route.exchange.wait(pending) for route, pending in messages]
+            self.recorder.mark(buffer)
+            if buffer == 0:  # a flag is in all messages of its rank, so all ranks see it here
+                agreed = not any(control.flags & RELAYOUT for control in controls)
             if agreed:
-                route.exchange.finish(pending)
-                for slot, used in zip(route.slots, control.used, strict=True):
-                    self.session.used[slot.index] |= used
+                for (route, pending), control in zip(messages, controls, strict=True):
+                    route.exchange.finish(pending)
+                    for slot, used in zip(route.slots, control.used, strict=True):
+                        self.session.used[slot.index] |= used
+            self.recorder.mark(buffer)
         if agreed:
             self.session.correct()
         return agreed
 
     def _start(self, route: Route) -> Pending:
         loads = [self.session.load(segment) for segment in route.segments]
-        offers = [self._offer(route, index, load.work) for index, load in enumerate(loads)]
+        offers = [self._offer(segment) for segment in route.segments]
         used = tuple(self._fed[slot.index] for slot in route.slots)
         flags = RELAYOUT if self.dirty else 0
         control = Control(self.step, self.session.fingerprint, route.buffer, flags, used)
@@ -74,17 +85,21 @@ class Round:
         self.stats.sent(pending.bytes, pending.elements)
         return pending
 
-    def _offer(self, route: Route, index: int, work: torch.Tensor) -> Selection | None:
-        segment, sparsifier = route.segments[index], self.session.config.sparsifier
-        if not segment.lane.sparse or sparsifier is None:
+    def _offer(self, segment: Segment) -> Selection | None:
+        """What is sent of a segment; None: all of it."""
+        if not segment.lane.sparse or self.session.config.sparsifier is None:
             return None
-        k, shapes = budget(self.session.config.density(segment.lane.density, self.step), segment.numel), segment.shapes
-        if k == segment.numel:
-            k = segment.length  # everything, padding too: else it could be chosen in place of an element
+        first = segment.slots[0].index
+        return self._offers.pop(first) if first in self.session.alone else self._select(segment)
+
+    def _select(self, segment: Segment) -> Selection:
+        sparsifier = self.session.config.sparsifier
+        assert sparsifier is not None
+        work, k, shapes = self.session.load(segment).work, self.session.budget(segment, self.step), segment.shapes
         if self.dirty:
             capacity = sparsifier.capacity(segment.length, k=k, step=self.step, shapes=shapes)
             return Selection(torch.zeros(capacity, dtype=torch.int32, device=work.device), 0)
-        chosen = sparsifier.select(work, k=k, key=route.key(segment), step=self.step, shapes=shapes)
+        chosen = sparsifier.select(work, k=k, key=key(segment), step=self.step, shapes=shapes)
         if self.stats.proof is not None:
-            self.stats.proof.observe(route.key(segment), work, chosen, shapes)
+            self.stats.proof.observe(key(segment), work, chosen, shapes)
         return chosen

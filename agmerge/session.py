@@ -6,49 +6,25 @@ changed. Residuals move from session to session by name.
 
 from __future__ import annotations
 
-import json
 import zlib
-from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 import merging
+import sparsifiers
+from agmerge import routing
 from agmerge.arena import Arena
 from agmerge.backends import Backend
+from agmerge.clock import clock_for
 from agmerge.config import Config
-from agmerge.exchanges import DenseExchange, Exchange, Load, SparseExchange
-from agmerge.handshake import Fact, agree, broadcast_bytes, gather_bytes
+from agmerge.exchanges import Commit, DenseExchange, Load, SparseExchange
+from agmerge.handshake import Fact
 from agmerge.layout import Lane, Layout, Segment, Slot
 from agmerge.members import Member
-
-# Bytes that riding dense segments may add to what a rank receives: about what an all-reduce of their own costs
-# to start (0.5 ms at 1 Gbit/s). A rule by measured cost replaces it with the exchange issue.
-RIDE = 65536
-
+from agmerge.routing import AHEAD, Route, routes, title
 
 State = dict[tuple[str, str], torch.Tensor]  # by kind ("residual", "momentum") and name of the tensor
-
-
-@dataclass(frozen=True)
-class Route:
-    """The segments of one merge buffer that share a message, and the exchange that takes them."""
-
-    name: str
-    buffer: int
-    exchange: Exchange
-    segments: tuple[Segment, ...]
-
-    @cached_property
-    def slots(self) -> list[Slot]:
-        """The tensors of the message, in the order of its used bits."""
-        return [slot for segment in self.segments for slot in segment.slots]
-
-    def key(self, segment: Segment) -> str:
-        """Owner of a sparsifier's state for this vector."""
-        return f"{self.name}/{segment.lane}"
 
 
 def model_facts(members: Sequence[Member], config: Config) -> list[Fact]:
@@ -61,31 +37,11 @@ def model_facts(members: Sequence[Member], config: Config) -> list[Fact]:
     return facts
 
 
-def routes(segments: Sequence[Segment], size: int) -> list[list[Segment]]:
-    """Which segments of a merge buffer share a message: pure, the same on every rank.
-
-    Per device, sparse segments share one, and the dense ones ride along while an all-gather of them is not
-    much dearer than an all-reduce: it receives ``(W-1) m`` bytes instead of ``2 (W-1)/W m``.
-    """
-    messages: list[list[Segment]] = []
-    for device in dict.fromkeys(segment.lane.device for segment in segments):
-        here = [segment for segment in segments if segment.lane.device == device]
-        sparse = [segment for segment in here if segment.lane.sparse]
-        dense = [segment for segment in here if not segment.lane.sparse]
-        riding = sum(segment.length * segment.lane.dtype.itemsize for segment in dense)
-        if sparse and riding * (size - 1) * (1 - 2 / size) <= RIDE:
-            messages.append(sparse + dense)
-        else:
-            messages += [sparse] if sparse else []
-            messages += [[segment] for segment in dense]
-    return messages
-
-
 class Session:
     """The state of the exchange between two agreements."""
 
     def __init__(self, comm: Backend, config: Config, members: Sequence[Member], plan: merging.Plan) -> None:
-        self.comm, self.config, self.plan = comm, config, plan
+        self.comm, self.config = comm, config
         by_name = {member.name: member for member in members}
         assert plan.names is not None
         ordered = [by_name[name] for name in plan.names]
@@ -93,42 +49,56 @@ class Session:
         self.layout = Layout([(member.name, member.shape, _lane(member)) for member in ordered])
         self.slot_of = dict(zip(self.parameters, self.layout.slots, strict=True))
         self.arenas = {lane: self._arena(lane, length) for lane, length in self.layout.lengths.items()}
+        self.clock = clock_for(lane.device for lane in self.arenas)
         self.used = [False] * len(ordered)
         self._copies: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
+        self.follow(plan)
+
+    def follow(self, plan: merging.Plan) -> None:
+        """Send by ``plan`` from now on; it has the order of this session. No data moves. Nothing may be in flight."""
+        sparse, dense = exchanges(self.comm, self.config, self.commit)
+        self.plan = plan
         self.fingerprint = zlib.crc32(plan.dumps().encode()) & 0x7FFFFFFF
-        sparse = SparseExchange(comm, config.op, self._commit, config.timeout)
-        dense = DenseExchange(
-            comm,
-            config.op,
-            self._commit,
-            config.timeout,
-            keeps=config.memory_of(False).keeps,
-            cast=config.cast,
-            predivide=config.predivide,
-            ordered=config.ordered,
-        )
         self.buffers: list[list[Route]] = []
-        for index, (start, stop) in enumerate(plan.bounds):
-            messages = routes(self.layout.segments(start, stop), comm.size)
+        for index, ((start, stop), label) in enumerate(zip(plan.bounds, plan.labels, strict=True)):
+            parts = routing.segments(self.layout, start, stop, label == AHEAD)
             self.buffers.append(
                 [
-                    Route(_title(index, number), index, sparse if group[0].lane.sparse else dense, tuple(group))
-                    for number, group in enumerate(messages)
+                    Route(title(index, number), index, sparse if group[0].lane.sparse else dense, tuple(group))
+                    for number, group in enumerate(routes(parts, self.comm.size, ride=not self.config.ordered))
                 ]
             )
         self.buffer_of = [index for index, count in enumerate(plan.counts) for _ in range(count)]
+        # By slot: its own segment, if it is selected from before it is merged.
+        self.alone = {
+            part.slots[0].index: part
+            for buffer in self.buffers
+            for route in buffer
+            for part in route.segments
+            if part.lane.sparse and plan.labels[route.buffer] == AHEAD
+        }
 
     def _arena(self, lane: Lane, length: int) -> Arena:
         slots = [slot for slot in self.layout.slots if slot.lane == lane]
         return Arena(lane, length, slots, self.config.memory_of(lane.sparse), self.comm.size)
 
-    def _commit(self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor) -> None:
+    def commit(self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor) -> None:
         self.arenas[segment.lane].commit(segment, indices, sent)
 
     def load(self, segment: Segment) -> Load:
         """The segment with its memory as it is in this step."""
         arena, part = self.arenas[segment.lane], slice(segment.start, segment.stop)
         return Load(segment, arena.work[part], arena.update[part])
+
+    def tensor_budget(self, slot: Slot, step: int) -> int:
+        """How many elements of one tensor a step sends, if it is selected from by itself."""
+        return sparsifiers.budget(self.config.density(slot.lane.density, step), slot.numel)
+
+    def budget(self, segment: Segment, step: int) -> int:
+        """How many elements of the segment a step sends."""
+        k = sparsifiers.budget(self.config.density(segment.lane.density, step), segment.numel)
+        # Everything, padding too: else it could be chosen in place of an element.
+        return segment.length if k == segment.numel else k
 
     def gradient(self, slot: Slot) -> torch.Tensor:
         """The tensor's part of the update, in the strides of its parameter: what ``p.grad`` becomes.
@@ -164,7 +134,7 @@ class Session:
 
     def keys(self) -> set[str]:
         """Owners of sparsifier state."""
-        return {route.key(part) for buffer in self.buffers for route in buffer for part in route.segments}
+        return {routing.key(part) for buffer in self.buffers for route in buffer for part in route.segments}
 
     def correct(self) -> None:
         """Every update is there."""
@@ -177,90 +147,19 @@ class Session:
             arena.swap()
 
 
-def open_session(
-    comm: Backend,
-    config: Config,
-    members: Sequence[Member],
-    order: Iterable[str],
-    steps: int,
-    used: Set[str],
-    recorded: merging.Plan | None,
-) -> tuple[Session, int]:
-    """Agree on members, order and plan, and set up memory. Collective.
-
-    ``order``: names in the order in which this rank saw them ready; tensors it did not see go last. ``steps``:
-    committed exchanges so far. Rank 0's count, in both. ``used``: tensors that this rank knows to have had a
-    gradient; any rank's count. ``recorded``: a plan to go on with, if it still fits. Rank 0 plans; the plan
-    travels with a checksum, and every rank checks it against its own model. Raises
-    :class:`agmerge.RankMismatchError` on every rank if the models differ, and ``ValueError`` on every rank if
-    the plan does not fit.
-    """
-    facts = model_facts(members, config)
-    advice = "Change parameters (add_param_group, requires_grad, dtype, device) on every rank at the same step."
-    agree(comm, facts, what="membership", advice=advice, timeout=config.timeout)
-    if not members:
-        raise ValueError("no parameter needs a gradient, so there is nothing to exchange: unfreeze one, or do not step")
-    told: dict[str, Any] = {}
-    if comm.rank == 0:
-        try:
-            told = {"plan": _make_plan(config, members, order, recorded).dumps(), "steps": steps}
-        except ValueError as error:
-            told = {"problem": str(error)}
-    told = json.loads(broadcast_bytes(comm, json.dumps(told).encode(), 0, "plan", config.timeout))
-    problem = told.get("problem") or _misfit(merging.Plan.loads(told["plan"]), members)
-    agree(comm, [("the plan", problem or "fits")], what="plan", advice=advice, timeout=config.timeout)
-    if problem:
-        raise ValueError(f"the plan does not fit the model: {problem}")
-    session = Session(comm, config, members, merging.Plan.loads(told["plan"]))
-    mine = bytes(slot.name in used for slot in session.layout.slots)
-    session.used = [any(ranks) for ranks in zip(*gather_bytes(comm, mine, "used", config.timeout), strict=True)]
-    return session, told["steps"]
-
-
-def _misfit(plan: merging.Plan, members: Sequence[Member]) -> str:
-    """Why ``plan`` cannot serve these members; empty if it can."""
-    names = sorted(member.name for member in members)
-    if sum(plan.counts) != len(names):
-        return f"it covers {sum(plan.counts)} tensors, the model has {len(names)}"
-    different = sorted(set(plan.names or ()) ^ set(names))
-    return f"tensors that only one of them has: {', '.join(different)}" if different else ""
-
-
-def _make_plan(
-    config: Config, members: Sequence[Member], order: Iterable[str], recorded: merging.Plan | None
-) -> merging.Plan:
-    """This rank's plan, from what it saw. A saved plan with names brings its own order."""
-    parameters = {member.name: member.parameter for member in members}
-    if config.plan is not None and config.plan.names is not None:
-        return config.plan
-    if recorded is not None and not _misfit(recorded, members):
-        return recorded
-    # Reversed registration stands in for tensors that no backward pass has reached yet.
-    names = list(dict.fromkeys([*(name for name in order if name in parameters), *reversed(list(parameters))]))
-    if config.groups is not None:
-        return config.groups.plan(members, names)
-    if config.plan is not None:
-        config.plan.check(len(names))
-        return merging.Plan(config.plan.counts, config.plan.dense, config.plan.labels, tuple(names))
-    assert config.planner is not None
-    sparse = {member.name for member in members if member.sparse}
-    numel = [parameters[name].numel() for name in names]
-    work = [parameters[name].numel() if name in sparse else 0 for name in names]
-    profile = merging.Profile(names, numel, [0.0] * len(names), work=work)
-    return config.planner.plan(profile, _UNMEASURED, config.mode)
-
-
-def _linear(seconds: float) -> Any:
-    return lambda elements: seconds * elements
-
-
-# Until profiling is built, planners that go by bytes or counts are the only ones, and they read no costs.
-_UNMEASURED = merging.Costs(sparsify=_linear(1e-9), exchange=_linear(1e-9))
+def exchanges(comm: Backend, config: Config, commit: Commit) -> tuple[SparseExchange, DenseExchange]:
+    """The exchanges of the sparse and of the dense lane."""
+    return SparseExchange(comm, config.op, commit, config.timeout), DenseExchange(
+        comm,
+        config.op,
+        commit,
+        config.timeout,
+        keeps=config.memory_of(False).keeps,
+        cast=config.cast,
+        predivide=config.predivide,
+        ordered=config.ordered,
+    )
 
 
 def _lane(member: Member) -> Lane:
     return Lane(member.device, member.dtype, member.sparse, member.density)
-
-
-def _title(buffer: int, number: int) -> str:
-    return f"buffer {buffer}" if number == 0 else f"buffer {buffer}.{number}"

@@ -17,7 +17,6 @@ class Stats:
     bytes_dense: int = 0
     elements_sent: int = 0
     elements: int = 0
-    exposed_seconds: float = 0.0
     proof: Proof | None = None  # measures selections, where the script has asked for it
 
     def sent(self, size: int, elements: int) -> None:

@@ -1,0 +1,176 @@
+"""Measure the first steps, plan by them, and look again every so often: what changes a plan, and when.
+
+Everything here happens between steps, at steps that every rank counts alike, with nothing in flight. Rank 0
+decides from what all ranks have told; a plan is checked by every rank against its own model before it is used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+import merging
+from agmerge.agreement import check, labelled, misfit, share
+from agmerge.averages import Averages
+from agmerge.clock import Seconds
+from agmerge.handshake import gather_bytes
+from agmerge.probing import probe
+from agmerge.routing import AHEAD
+from agmerge.session import Session
+from merging import Measurements
+
+FIRST = 10  # steps that are measured before the first plan
+STEADY = (0.8, 1.25)  # an exchange within these, of what it took after the plan was made, is as it was
+LATE = 0.15  # of the finish: backward that moved by less is as it was
+TWICE = 2  # looks in a row that must see a change
+KEEP, PLAN, PROBE = range(3)  # what a look finds: all is well; plan anew; measure costs anew, then plan
+
+
+class Adaptation:
+    """The planner of one session at work. ``measured``: what the plan in use was made from."""
+
+    def __init__(self, session: Session, averages: Averages) -> None:
+        self.session, self.averages = session, averages
+        self.measured: Measurements | None = None
+        self._latest: Measurements | None = None  # the last ones, from which no better plan came
+        self._steps = 0
+        self._usual = 1.0  # seconds of exchanges, measured / predicted, right after the plan was made
+        self._seen: list[int] = []  # findings of the looks since then
+
+    def after_step(self, step: int) -> merging.Plan | None:
+        """A new plan, now and then. ``step``: the one to come. Collective at steps that all ranks count alike."""
+        config, planner = self.session.config, self.session.config.planner
+        if planner is None or not planner.timed or config.groups is not None or self.session.comm.size == 1:
+            return None
+        self._steps += 1
+        if self._latest is None:
+            return self._plan(planner, self._measure(step)) if self._steps == FIRST else None
+        every = getattr(planner, "check_every", 0)
+        if not every or self._steps % every:
+            return None
+        ready, travel = self._told(self.averages.ready(), self.averages.travel())
+        self.averages.restart()
+        finding = self._agree(self._look(ready.max(axis=0), travel, step) if self.session.comm.rank == 0 else KEEP)
+        if finding == KEEP:
+            return None
+        return self._plan(planner, self._measure(step, ready.max(axis=0), probing=finding == PROBE))
+
+    # -- what is measured -----------------------------------------------------------------------------------
+
+    def _measure(self, step: int, ready: Seconds | None = None, *, probing: bool = True) -> Measurements:
+        """All that planning needs, the same on every rank but for rounding: rank 0's counts."""
+        if ready is None:
+            ready = self._told(self.averages.ready())[0].max(axis=0)
+            self.averages.restart()
+        if probing or self._latest is None:
+            sparsify, exchange = probe(self.session, step)
+        else:
+            sparsify, exchange = self._latest.sparsify, self._latest.exchange
+        config = self.session.config
+        return Measurements(
+            profile=profile(self.session, ready, step),
+            sparsify=sparsify,
+            exchange=exchange,
+            dense=None,
+            modes=config.modes,
+            workers=self.session.comm.size,
+            facts=(
+                ("backend", self.session.comm.name),
+                ("compressor", repr(config.sparsifier or config.cast)),
+                ("step", str(step)),
+                ("torch", torch.__version__),
+            ),
+        )
+
+    def _told(self, *mine: Seconds) -> list[Seconds]:
+        """What every rank has measured: one array of shape (W, ...) for each argument."""
+        data = np.concatenate(mine).astype(np.float64).tobytes()
+        comm, timeout = self.session.comm, self.session.config.timeout
+        rows = np.array([np.frombuffer(row) for row in gather_bytes(comm, data, "times", timeout)])
+        return np.split(rows, np.cumsum([len(part) for part in mine])[:-1], axis=1)
+
+    # -- what is decided ------------------------------------------------------------------------------------
+
+    def _look(self, ready: Seconds, travel: Seconds, step: int) -> int:
+        """Rank 0's finding. The rank that came last to an exchange saw it as it is; the others waited for that one."""
+        assert self._latest is not None
+        known = np.isfinite(travel).all(axis=0)
+        planned = takes(self.session.plan, self._latest)
+        ratio = float(travel.min(axis=0)[known].sum() / planned[known].sum()) if known.any() else self._usual
+        if not self._seen:
+            self._usual = ratio
+        finding = KEEP
+        was = self._latest.profile
+        if not np.array_equal(profile(self.session, ready, step).load, was.load):
+            return PLAN  # another density: no doubt about it
+        if abs(ready[-1] - was.backward.sum()) > LATE * finish(self.session.plan, self._latest):
+            finding = PLAN
+        if not STEADY[0] <= ratio / self._usual <= STEADY[1]:
+            finding = PROBE
+        self._seen.append(finding)
+        lately = self._seen[-TWICE:]
+        return min(lately) and max(lately) if len(lately) == TWICE else KEEP
+
+    def _agree(self, finding: int) -> int:
+        told = torch.tensor([finding], dtype=torch.int64)
+        self.session.comm.broadcast(told, 0, "finding").wait(self.session.config.timeout)
+        return int(told)
+
+    def _plan(self, planner: merging.Planner, latest: Measurements) -> merging.Plan | None:
+        """Rank 0 plans; the plan, and what it was made from, travel, and every rank checks them. Collective."""
+        comm, timeout, plan = self.session.comm, self.session.config.timeout, self.session.plan
+        told: dict[str, Any] = {}
+        if comm.rank == 0:
+            try:
+                told = {"plan": self._better(planner, latest).dumps(), "measured": latest.dumps()}
+            except (ValueError, TypeError) as error:
+                told = {"problem": f"{planner!r}: {error}"}
+        told = share(comm, told, timeout)
+        names = [slot.name for slot in self.session.layout.slots]
+        check(comm, told.get("problem") or misfit(merging.Plan.loads(told["plan"]), names), timeout)
+        chosen, self._latest, self._seen = merging.Plan.loads(told["plan"]), Measurements.loads(told["measured"]), []
+        if self.measured is None or chosen != plan:
+            self.measured = self._latest
+        return chosen if chosen != plan else None
+
+    def _better(self, planner: merging.Planner, latest: Measurements) -> merging.Plan:
+        """The planner's plan, or after the first one the plan in use, unless a new one gains enough."""
+        plan, mode = merging.best(planner, latest)
+        chosen, current = labelled(plan, mode), self.session.plan
+        gain = getattr(planner, "gain", 0.0)
+        if self.measured is not None and finish(current, latest) <= finish(chosen, latest) * (1 + gain):
+            return current
+        return chosen
+
+
+def mode(plan: merging.Plan, measured: Measurements) -> str:
+    """How ``plan`` is to be predicted."""
+    return AHEAD if plan.labels[0] == AHEAD else next(mode for mode in measured.modes if mode != AHEAD)
+
+
+def finish(plan: merging.Plan, measured: Measurements) -> float:
+    """When the last exchange is predicted to end."""
+    return merging.predict(plan, measured.profile, measured.costs, mode(plan, measured)).finish
+
+
+def takes(plan: merging.Plan, measured: Measurements) -> Seconds:
+    """The seconds that each merge buffer's exchange is predicted to take, (m,)."""
+    timeline = merging.predict(plan, measured.profile, measured.costs, mode(plan, measured))
+    return np.array([span.end - span.start for span in timeline.spans])
+
+
+def profile(session: Session, ready: Seconds, step: int) -> merging.Profile:
+    """The tensors of a session, ready at these times. A load is in selected elements, index and value; an element
+    that is sent whole has no index, and counts as less than one."""
+    names, numel, work, load = [], [], [], []
+    for slot in session.layout.slots:
+        sparse = slot.lane.sparse and session.config.sparsifier is not None
+        names.append(slot.name)
+        numel.append(slot.numel)
+        work.append(slot.numel if sparse else 0)
+        size = slot.lane.dtype.itemsize
+        whole = slot.numel if session.config.sparsifier is None else -(-slot.numel * size // (size + 4))
+        load.append(min(session.tensor_budget(slot, step), slot.numel) if sparse else whole)
+    return merging.Profile(names, numel, np.diff(ready, prepend=0.0), work=work, load=load)

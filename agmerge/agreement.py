@@ -1,0 +1,112 @@
+"""What all ranks agree on before they exchange: members, their order, and the plan, which rank 0 makes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import replace
+from typing import Any
+
+import merging
+from agmerge.backends import Backend
+from agmerge.config import Config
+from agmerge.handshake import agree, broadcast_bytes, gather_bytes
+from agmerge.members import Member
+from agmerge.routing import AHEAD
+from agmerge.session import Session, model_facts
+
+ADVICE = "Change parameters (add_param_group, requires_grad, dtype, device) on every rank at the same step."
+
+
+def open_session(
+    comm: Backend,
+    config: Config,
+    members: Sequence[Member],
+    order: Iterable[str],
+    steps: int,
+    used: Set[str],
+    recorded: merging.Plan | None,
+) -> tuple[Session, int]:
+    """Agree on members, order and plan, and set up memory. Collective.
+
+    ``order``: names in the order in which this rank saw them ready; tensors it did not see go last. ``steps``:
+    committed exchanges so far. Rank 0's count, in both. ``used``: tensors that this rank knows to have had a
+    gradient; any rank's count. ``recorded``: a plan to go on with, if it still fits. Raises
+    :class:`agmerge.RankMismatchError` on every rank if the models differ, and ``ValueError`` on every rank if
+    the plan does not fit.
+    """
+    agree(comm, model_facts(members, config), what="membership", advice=ADVICE, timeout=config.timeout)
+    if not members:
+        raise ValueError("no parameter needs a gradient, so there is nothing to exchange: unfreeze one, or do not step")
+    told: dict[str, Any] = {}
+    if comm.rank == 0:
+        try:
+            told = {"plan": _make_plan(config, members, order, recorded).dumps(), "steps": steps}
+        except ValueError as error:
+            told = {"problem": str(error)}
+    told = share(comm, told, config.timeout)
+    problem = told.get("problem") or misfit(merging.Plan.loads(told["plan"]), [member.name for member in members])
+    check(comm, problem, config.timeout)
+    session = Session(comm, config, members, merging.Plan.loads(told["plan"]))
+    mine = bytes(slot.name in used for slot in session.layout.slots)
+    session.used = [any(ranks) for ranks in zip(*gather_bytes(comm, mine, "used", config.timeout), strict=True)]
+    return session, told["steps"]
+
+
+def share(comm: Backend, told: dict[str, Any], timeout: float) -> Any:
+    """What rank 0 has to say about the plan, on every rank. Collective."""
+    return json.loads(broadcast_bytes(comm, json.dumps(told).encode(), 0, "plan", timeout))
+
+
+def check(comm: Backend, problem: str, timeout: float) -> None:
+    """Raise the same error on every rank if the plan does not fit on one. Collective."""
+    agree(comm, [("the plan", problem or "fits")], what="plan", advice=ADVICE, timeout=timeout)
+    if problem:
+        raise ValueError(f"the plan does not fit the model: {problem}")
+
+
+def misfit(plan: merging.Plan, members: Iterable[str]) -> str:
+    """Why ``plan`` cannot serve these members; empty if it can."""
+    names = sorted(members)
+    if sum(plan.counts) != len(names):
+        return f"it covers {sum(plan.counts)} tensors, the model has {len(names)}"
+    different = sorted(set(plan.names or ()) ^ set(names))
+    return f"tensors that only one of them has: {', '.join(different)}" if different else ""
+
+
+def labelled(plan: merging.Plan, mode: str) -> merging.Plan:
+    """The plan with what it was made for: whether tensors are sparsified before they are merged."""
+    return replace(plan, labels=(AHEAD if mode == "ahead" else "",) * len(plan.counts))
+
+
+def _make_plan(
+    config: Config, members: Sequence[Member], order: Iterable[str], recorded: merging.Plan | None
+) -> merging.Plan:
+    """This rank's plan, from what it saw. A saved plan with names brings its own order.
+
+    A planner that goes by times has none yet: until they are measured, merge buffers go by their size.
+    """
+    parameters = {member.name: member.parameter for member in members}
+    if config.plan is not None and config.plan.names is not None:
+        return config.plan
+    if recorded is not None and not misfit(recorded, parameters):
+        return recorded
+    # Reversed registration stands in for tensors that no backward pass has reached yet.
+    names = list(dict.fromkeys([*(name for name in order if name in parameters), *reversed(list(parameters))]))
+    if config.plan is not None:
+        config.plan.check(len(names))
+        return merging.Plan(config.plan.counts, config.plan.dense, config.plan.labels, tuple(names))
+    if config.groups is not None:
+        return labelled(config.groups.plan(members, names), config.modes[0])
+    assert config.planner is not None
+    planner = merging.get("threshold") if getattr(config.planner, "timed", True) else config.planner
+    numel = [parameters[name].numel() for name in names]
+    profile = merging.Profile(names, numel, [0.0] * len(names))
+    return labelled(planner.plan(profile, _UNMEASURED), config.modes[0])
+
+
+def _free(elements: Any) -> Any:
+    return 0.0 * elements
+
+
+_UNMEASURED = merging.Costs(sparsify=_free, exchange=_free)  # planners that go by tensors and bytes read no costs

@@ -1,0 +1,54 @@
+"""Running averages of the steps of one rank: what has been seen since the last look."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from agmerge.clock import Seconds
+from agmerge.recorder import Recorder, Times
+
+KEEP = 50  # steps
+
+
+class Averages:
+    """The times of the last steps under one plan. ``exposed``: seconds waited in all steps so far."""
+
+    def __init__(self) -> None:
+        self.exposed = 0.0
+        self.steps: list[Times] = []
+        self._last: Recorder | None = None
+
+    def observe(self, recorder: Recorder) -> None:
+        """A step has been received. Its marks are read one step later: by then every device has got there."""
+        self.settle()
+        self._last = recorder
+
+    def settle(self) -> None:
+        """Read the marks that are still to be read."""
+        if self._last is not None:
+            times, self._last = self._last.times(), None
+            self.exposed += float(times.exposed.sum())
+            self.steps = [*self.steps[1 - KEEP :], times]
+
+    def restart(self) -> None:
+        """Begin anew: plan, membership or compressor are other ones."""
+        self.settle()
+        self.steps = []
+
+    def ready(self) -> Seconds:
+        """When each tensor was ready, seconds since the first, (n,): medians, never falling in the plan's order."""
+        self.settle()
+        return np.asarray(np.maximum.accumulate(np.median([times.ready for times in self.steps], axis=0)))
+
+    def travel(self) -> Seconds:
+        """Seconds of each merge buffer's exchange, (m,): medians; NaN where it was hidden in most steps."""
+        self.settle()
+        rows = np.array([times.travel for times in self.steps])
+        known = np.isfinite(rows).sum(axis=0) * 2 > len(rows)
+        return np.array([np.nanmedian(row) if enough else np.nan for row, enough in zip(rows.T, known, strict=True)])
+
+    def typical(self) -> Times:
+        """The median of everything, mark by mark."""
+        self.settle()
+        fields = Times.__dataclass_fields__
+        return Times(*(np.median([getattr(times, name) for times in self.steps], axis=0) for name in fields))

@@ -1,0 +1,124 @@
+"""What selection and the exchange cost here: timed on the messages, the collective and the packing in use."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from agmerge.exchanges import Exchange
+from agmerge.handshake import gather_bytes
+from agmerge.layout import Layout, Segment
+from agmerge.session import Session, exchanges
+from agmerge.wire import Control
+from merging import Curve
+from sparsifiers import Selection
+
+SPEND = 3.0  # seconds, about, for all probes together
+GROWTH = 3.0  # of the sizes
+RUNS = (2, 5)  # least and most, of one size
+
+
+def probe(session: Session, step: int) -> tuple[Curve | None, Curve]:
+    """The costs of selection (None where nothing is selected) and of an exchange. Collective, between steps.
+
+    Runs of tensors of the largest lane, of sizes that grow threefold, are selected from and exchanged as in a step;
+    nothing of it is written to a residual or an update. Selection is the mean of several calls with one key, since
+    thresholds may be reused; an exchange is the median from the moment its message is packed. Both are the maximum
+    over ranks. When sizes become too dear, the rest follows the slope.
+    """
+    sparse, dense = exchanges(session.comm, session.config, session.commit)
+    selections: dict[int, list[float]] = {}
+    travels: dict[int, list[float]] = {}
+    spent, cost, before = 0.0, 0.0, 1
+    for segment in sizes(session.layout):
+        # Every rank has the same figures, so all of them stop at the same size.
+        expected = cost * segment.numel / before
+        if spent + RUNS[0] * expected > SPEND:
+            break
+        runs = int(min(max(SPEND / 10 / expected, RUNS[0]), RUNS[1])) if expected else RUNS[1]
+        trial = _Trial(session, segment, sparse if segment.lane.sparse else dense, step)
+        select, travel = _agreed(session, trial.select(runs), trial.exchange(runs))
+        load = trial.capacity if segment.lane.sparse else segment.numel
+        travels.setdefault(load, []).append(travel)
+        if segment.lane.sparse:
+            selections.setdefault(segment.numel, []).append(select)
+        cost, before = select + travel, segment.numel
+        spent += (runs + 1) * cost
+    if session.config.sparsifier is not None:
+        session.config.sparsifier.retain(session.keys())
+    return Curve.fit(selections, zero=True) if selections else None, Curve.fit(travels)
+
+
+def sizes(layout: Layout) -> list[Segment]:
+    """Runs of tensors of the largest lane, sparse if there is one: from its smallest tensor to all of them."""
+    lane = max(layout.lengths, key=lambda lane: (lane.sparse, layout.lengths[lane]))
+    slots = [slot for slot in layout.slots if slot.lane == lane]
+    runs = [Segment(lane, (slot,)) for slot in slots] + [Segment(lane, tuple(slots[:i])) for i in range(2, len(slots))]
+    whole = Segment(lane, tuple(slots))
+    chosen: list[Segment] = []
+    for run in sorted(runs, key=lambda run: run.numel):
+        if run.numel * GROWTH <= whole.numel and (not chosen or run.numel >= GROWTH * chosen[-1].numel):
+            chosen.append(run)
+    return [*chosen, whole]
+
+
+class _Trial:
+    """One size: the same message again and again."""
+
+    def __init__(self, session: Session, segment: Segment, exchange: Exchange, step: int) -> None:
+        self.session, self.segment, self.step, self._exchange = session, segment, step, exchange
+        self.load = session.load(segment)
+        self.offer = self._select()
+        self.capacity = 0 if self.offer is None else self.offer.indices.numel()
+
+    def _select(self) -> Selection | None:
+        sparsifier = self.session.config.sparsifier
+        if sparsifier is None or not self.segment.lane.sparse:
+            return None
+        k, shapes = self.session.budget(self.segment, self.step), self.segment.shapes
+        key = f"probe of {self.segment.numel}"
+        return sparsifier.select(self.load.work, k=k, key=key, step=self.step, shapes=shapes)
+
+    def _send(self) -> Callable[[], object]:
+        control = Control(self.step, self.session.fingerprint, 0, 0, (False,) * len(self.segment.slots))
+        pending = self._exchange.start("probe", [self.load], [self.offer], control)
+        return lambda: self._exchange.wait(pending)
+
+    def select(self, runs: int) -> float:
+        """Seconds to select and pack, the mean."""
+        took = 0.0
+        for _ in range(runs):
+            begin = self._now()
+            self.offer = self._select()
+            wait = self._send()
+            took += self._now() - begin
+            wait()
+        return took / runs
+
+    def exchange(self, runs: int) -> float:
+        """Seconds from the packed message to its arrival, the median; dense, packing counts too."""
+        took = []
+        for _ in range(runs):
+            begin = self._now()
+            wait = self._send()
+            begin = self._now() if self.offer is not None else begin
+            wait()
+            took.append(self._now() - begin)
+        return statistics.median(took)
+
+    def _now(self) -> float:
+        device = self.segment.lane.device
+        if device.type not in ("cpu", "meta"):
+            torch.accelerator.synchronize(device)  # between steps: nothing else runs
+        return time.perf_counter()
+
+
+def _agreed(session: Session, *seconds: float) -> list[float]:
+    """The maximum over ranks of each."""
+    mine = np.array(seconds, dtype=np.float64).tobytes()
+    rows = gather_bytes(session.comm, mine, "probe/seconds", session.config.timeout)
+    return [max(column) for column in zip(*(np.frombuffer(row).tolist() for row in rows), strict=True)]

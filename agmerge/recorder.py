@@ -1,0 +1,88 @@
+"""When tensors were ready and merge buffers selected, sent and received, in one step of this rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from agmerge.clock import Clock, Seconds
+
+_BLOCKED = 2e-5  # seconds; a wait that returns sooner found its message there
+
+
+@dataclass(frozen=True)
+class Times:
+    """One step, in seconds since its first tensor was handed over. n tensors, m merge buffers.
+
+    ready: (n,), when each tensor was ready, selecting and sending of earlier ones not counted.
+    since: (n,), the same with everything counted.
+    complete, handed: (m,), when the last tensor of a merge buffer was there, and when its message was under way.
+    waiting, received, written: (m,), when the wait for it began and ended, and when its update was written.
+    """
+
+    ready: Seconds
+    since: Seconds
+    complete: Seconds
+    handed: Seconds
+    waiting: Seconds
+    received: Seconds
+    written: Seconds
+
+    @property
+    def finish(self) -> float:
+        """When the last message was received."""
+        return float(self.received[-1])
+
+    @property
+    def exposed(self) -> Seconds:
+        """Seconds waited for each merge buffer, (m,)."""
+        return self.received - self.waiting
+
+    @property
+    def travel(self) -> Seconds:
+        """Seconds that each exchange took, once those before it had ended, (m,); NaN where nobody waited for it."""
+        begun = np.maximum(self.handed, np.concatenate([[0.0], self.received[:-1]]))
+        return np.where(self.exposed > _BLOCKED, self.received - begun, np.nan)
+
+
+class Recorder:
+    """Takes the marks of a step, for n tensors and m merge buffers."""
+
+    def __init__(self, clock: Clock, tensors: int, buffers: int) -> None:
+        self.clock, self._shape = clock, (tensors, buffers)
+        self._begun: Any = None
+        self._slots: list[int] = []  # as they came
+        self._ready: list[Any] = []
+        self._resumed: list[Any] = []
+        self._buffers: list[list[Any]] = [[] for _ in range(buffers)]
+
+    def begin(self) -> None:
+        """A tensor is handed over; the first one's is the origin of all times."""
+        if self._begun is None:
+            self._begun = self.clock.mark()
+
+    def ready(self, slot: int) -> None:
+        """The tensor has been compensated."""
+        self._slots.append(slot)
+        self._ready.append(self.clock.mark())
+
+    def resumed(self) -> None:
+        """All that was to do for the tensor is done; backward goes on."""
+        self._resumed.append(self.clock.mark())
+
+    def mark(self, buffer: int) -> None:
+        """The next thing has happened to a merge buffer, in the order of the fields of :class:`Times`."""
+        self._buffers[buffer].append(self.clock.mark())
+
+    def times(self) -> Times:
+        """What the marks say, once the step is complete."""
+        n, m = self._shape
+        marks = self.clock.since(self._begun, self._ready)
+        resumed = self.clock.since(self._begun, self._resumed)
+        ready, since = np.zeros(n), np.zeros(n)
+        since[self._slots] = marks
+        ready[self._slots] = np.cumsum(np.maximum(marks - np.concatenate([[0.0], resumed[:-1]]), 0.0))
+        columns = self.clock.since(self._begun, [mark for marks in self._buffers for mark in marks])
+        return Times(ready, since, *columns.reshape(m, 5).T)
