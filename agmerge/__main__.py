@@ -1,4 +1,4 @@
-"""The commands: ``python -m agmerge doctor`` and ``python -m agmerge build-horovod``."""
+"""The commands: ``python -m agmerge doctor``, ``build-horovod`` and ``plan``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agmerge.errors import AGMergeError
 def parser() -> argparse.ArgumentParser:
     """The usage."""
     whole = argparse.ArgumentParser(
-        prog="python -m agmerge", description="Which backends and launchers work here, and how to get the others."
+        prog="python -m agmerge", description="What works here, how to get the rest, and what planners would do."
     )
     commands = whole.add_subparsers(dest="command", required=True, metavar="command")
     commands.add_parser("doctor", help="show what works here, and the command that fixes what does not")
@@ -23,6 +23,11 @@ def parser() -> argparse.ArgumentParser:
         "HOROVOD_WITHOUT_MPI=1. Wheels are kept in $XDG_CACHE_HOME/agmerge/wheels (~/.cache if it is not set).",
     )
     build.add_argument("--force", action="store_true", help="build anew, also where the cache has a wheel")
+    plan = commands.add_parser("plan", help="compare all planners on what a training run has measured")
+    plan.add_argument("measurements", help="what optimizer.measurements.save() wrote")
+    plan.add_argument("--picture", metavar="FILE.svg", help="draw all timelines")
+    plan.add_argument("--save", metavar="PLAN.json", help="keep a plan, for merging='PLAN.json'")
+    plan.add_argument("--planner", default="agmerge", help="whose plan --save keeps (default: agmerge)")
     return whole
 
 
@@ -33,6 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from agmerge import doctor
 
         return doctor.main()
+    if chosen.command == "plan":
+        from agmerge import plan_command
+
+        return plan_command.main(chosen.measurements, chosen.picture, chosen.save, chosen.planner)
     from agmerge import build_horovod
 
     try:

@@ -57,6 +57,14 @@ class Adaptation:
             return None
         return self._plan(planner, self._measure(step, ready.max(axis=0), probing=finding == PROBE))
 
+    def measure(self, step: int) -> Measurements:
+        """Measure now; the plan stays. Collective."""
+        latest = self._measure(step)
+        told = share(self.session.comm, {"measured": latest.dumps()}, self.session.config.timeout)
+        self.measured = self._latest = Measurements.loads(told["measured"])
+        self._seen = []
+        return self.measured
+
     # -- what is measured -----------------------------------------------------------------------------------
 
     def _measure(self, step: int, ready: Seconds | None = None, *, probing: bool = True) -> Measurements:

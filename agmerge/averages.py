@@ -6,6 +6,7 @@ import numpy as np
 
 from agmerge.clock import Seconds
 from agmerge.recorder import Recorder, Times
+from agmerge.trace import Trace
 
 KEEP = 50  # steps
 
@@ -16,7 +17,9 @@ class Averages:
     def __init__(self) -> None:
         self.exposed = 0.0
         self.steps: list[Times] = []
+        self.trace: Trace | None = None  # is told of every step
         self._last: Recorder | None = None
+        self._before: Times | None = None  # what was typical up to the last look
 
     def observe(self, recorder: Recorder) -> None:
         """A step has been received. Its marks are read one step later: by then every device has got there."""
@@ -26,14 +29,22 @@ class Averages:
     def settle(self) -> None:
         """Read the marks that are still to be read."""
         if self._last is not None:
-            times, self._last = self._last.times(), None
+            recorder, self._last = self._last, None
+            times = recorder.times()
             self.exposed += float(times.exposed.sum())
             self.steps = [*self.steps[1 - KEEP :], times]
+            if self.trace is not None:
+                self.trace.add(recorder.began, times)
 
     def restart(self) -> None:
+        """Begin a new average under the same plan."""
+        self._before = self.typical()
+        self.steps = []
+
+    def forget(self) -> None:
         """Begin anew: plan, membership or compressor are other ones."""
         self.settle()
-        self.steps = []
+        self.steps, self._before = [], None
 
     def ready(self) -> Seconds:
         """When each tensor was ready, seconds since the first, (n,): medians, never falling in the plan's order."""
@@ -47,8 +58,10 @@ class Averages:
         known = np.isfinite(rows).sum(axis=0) * 2 > len(rows)
         return np.array([np.nanmedian(row) if enough else np.nan for row, enough in zip(rows.T, known, strict=True)])
 
-    def typical(self) -> Times:
-        """The median of everything, mark by mark."""
+    def typical(self) -> Times | None:
+        """The median of everything, mark by mark; of the last average where this one has none yet; else None."""
         self.settle()
+        if not self.steps:
+            return self._before
         fields = Times.__dataclass_fields__
         return Times(*(np.median([getattr(times, name) for times in self.steps], axis=0) for name in fields))

@@ -7,6 +7,7 @@ it.
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections.abc import Iterable, Iterator
@@ -29,6 +30,7 @@ from agmerge.members import Member, Members
 from agmerge.round import Round
 from agmerge.session import Session, State, model_facts
 from agmerge.stats import Stats
+from agmerge.trace import Trace, path_of
 from agmerge.version import __version__
 
 TOO_MANY = (
@@ -117,7 +119,8 @@ class Engine:
             self.config.sparsifier.retain(session.keys())
         self._hooks.attach(member.parameter for member in members)
         self.session, self._snapshot, self._stale = session, self.members.snapshot(), False
-        self.averages.restart()
+        self.averages.forget()
+        self._tell(self.averages.trace)
         self.adaptation = Adaptation(session, self.averages)
         if self.stats.proof is not None:
             self.stats.proof.reset()  # its rows are those of the merge buffers there were
@@ -227,12 +230,44 @@ class Engine:
     def _follow(self, plan: planning.Plan) -> None:
         """Another plan from the next step on. Residuals stay where they are."""
         assert self.session is not None
+        self.averages.forget()
         self.session.follow(plan)
-        self.averages.restart()
+        self._tell(self.averages.trace)
         if self.config.sparsifier is not None:
             self.config.sparsifier.retain(self.session.keys())
         if self.stats.proof is not None:
             self.stats.proof.reset()  # its rows are those of the merge buffers there were
+
+    def measured(self) -> planning.Measurements | None:
+        """What the plan in use was made from."""
+        return self.adaptation.measured if self.adaptation is not None and not self._stale else None
+
+    def measure(self) -> planning.Measurements:
+        """Measure costs now, for reports; the plan stays. Collective."""
+        if self.adaptation is None or self._stale or not self.averages.typical():
+            raise AGMergeError("measure() needs a step to measure: call it after step()")
+        with self._breaking():
+            return self.adaptation.measure(self._clock)
+
+    @contextmanager
+    def traced(self, path: str | os.PathLike[str]) -> Iterator[None]:
+        """Record the steps inside, and write them to a file of this rank's."""
+        if self.averages.trace is not None:
+            raise AGMergeError("trace(): a trace is being recorded already; end that one first")
+        rank, size = (self.comm.rank, self.comm.size) if self.comm is not None else (0, 1)
+        self.averages.settle()
+        trace = self.averages.trace = Trace(rank, f"rank {rank}")
+        self._tell(trace)
+        try:
+            yield
+        finally:
+            self.averages.settle()
+            self.averages.trace = None
+            trace.save(path_of(path, rank, size))
+
+    def _tell(self, trace: Trace | None) -> None:
+        if trace is not None and self.session is not None:
+            trace.follow([slot.name for slot in self.session.layout.slots], self.session.plan.counts)
 
     def _attempt(self) -> Round | None:
         """The round under way; None before the first agreement. It begins with the first tensor that is ready."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import torch
 
 import merging as planning
 import sparsifiers
-from agmerge import checkpoint, report, runtime
+from agmerge import adaptation, checkpoint, report, runtime
 from agmerge.config import check_momentum, resolve
 from agmerge.engine import Engine
 from agmerge.errors import AGMergeError
@@ -275,6 +276,40 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def compression_report(self) -> str:
         """A table of what happens to each tensor: merge buffer, lane, density, elements. After the first step."""
         return report.compression(self.plan, self._engine.session, self._engine.config, self._engine.steps)
+
+    def measure(self) -> planning.Measurements:
+        """Measure what selection and exchanges cost now; :meth:`merge_report` predicts from it. The plan stays.
+
+        Collective, after ``step()``; takes a few seconds at most. Planners that go by times measure by themselves in
+        the first steps: this is for the others, and for what ``python -m agmerge plan`` reads.
+        """
+        self._engine.check_idle("measure()")
+        return self._engine.measure()
+
+    @property
+    def measurements(self) -> planning.Measurements:
+        """What the plan in use was made from: ``.save("profile.json")`` is what ``python -m agmerge plan`` reads."""
+        found = self._engine.measured()
+        if found is None:
+            raise AGMergeError(
+                "nothing has been measured: planners that go by times measure the first "
+                f"{adaptation.FIRST} steps of more than one worker; with the others call measure()"
+            )
+        return found
+
+    def merge_report(self) -> str:
+        """A table of the merge buffers of a typical step: ready, start, end and exposed time, beside the predicted."""
+        plan = self.plan  # raises before the first step
+        assert plan is not None
+        return report.merge_buffers(
+            self._engine.session, self._engine.measured(), self._engine.averages.typical()
+        )
+
+    @contextmanager
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
+        """Write a Chrome trace of the steps inside, to open in Perfetto; one file a rank (``trace.rank0.json``)."""
+        with self._engine.traced(path):
+            yield
 
     def join(self) -> None:
         """Refused: uneven data is not built yet."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +53,7 @@ class Recorder:
 
     def __init__(self, clock: Clock, tensors: int, buffers: int) -> None:
         self.clock, self._shape = clock, (tensors, buffers)
+        self.began = 0.0  # seconds since the epoch
         self._begun: Any = None
         self._slots: list[int] = []  # as they came
         self._ready: list[Any] = []
@@ -61,7 +63,7 @@ class Recorder:
     def begin(self) -> None:
         """A tensor is handed over; the first one's is the origin of all times."""
         if self._begun is None:
-            self._begun = self.clock.mark()
+            self.began, self._begun = time.time(), self.clock.mark()
 
     def ready(self, slot: int) -> None:
         """The tensor has been compensated."""

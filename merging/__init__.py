@@ -12,6 +12,8 @@ numpy only.
 from __future__ import annotations
 
 from merging.costs import Cost, Costs
+from merging.curve import Curve
+from merging.measured import Measurements, best
 from merging.plan import Plan
 from merging.planner import Planner
 from merging.profile import Profile
@@ -22,11 +24,14 @@ __all__ = [
     "MODES",
     "Cost",
     "Costs",
+    "Curve",
+    "Measurements",
     "Plan",
     "Planner",
     "Profile",
     "Span",
     "Timeline",
+    "best",
     "get",
     "names",
     "predict",

@@ -26,8 +26,9 @@ class AGTF(Planner):
 
     profile.noise is what selection leaves behind of each tensor at its own density K / p, load / numel:
     the (p / K - 1) g of AGTF, with g the tensor's weight. A merge buffer of several keeps their K and leaves
-    (sum p / sum K - 1) sum g. Without noise, or at equal densities, nothing is forbidden. `loads` in
-    merging.importance turns gradient energies into K.
+    (sum p / sum K - 1) sum g. Without noise, or at equal densities, nothing is forbidden. Exempt tensors
+    (work 0) take no part in selection and have no say in this. `loads` in merging.importance turns gradient
+    energies into K.
 
     Labels are (channel clock, noise): those beaten in both are dropped. Noise is counted in millionths of
     the total and rounded up, so the limit is kept and what is equal stays equal.
@@ -59,11 +60,12 @@ class AGTF(Planner):
 def excess(profile: Profile) -> Counts:
     """Return at [j, i] what merging the tensors i to j, i <= j, adds to the noise, in STEPS of the total."""
     n = len(profile)
-    noise = np.zeros(n) if profile.noise is None else profile.noise
+    selected = profile.work > 0  # what is exempt leaves nothing behind, and its load is not a K
+    noise = np.zeros(n) if profile.noise is None else np.where(selected, profile.noise, 0.0)
     total = float(noise.sum())
     if not total:
         return np.zeros((n, n), np.int64)
-    numel, load = profile.numel.astype(np.float64), profile.load.astype(np.float64)
+    numel, load = (np.where(selected, values, 0).astype(np.float64) for values in (profile.numel, profile.load))
     lost = numel - load
     partly = (load > 0) & (lost > 0)  # the others' noise is the same in every plan
     weight = np.divide(noise * load, lost, out=np.zeros(n), where=partly)

@@ -9,7 +9,6 @@ import numpy as np
 from merging.checks import Reals
 from merging.tables import Flags, Tables
 
-_WEIGHTS: Reals = np.linspace(0.0, 1.0, 9)[:, None]
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,8 @@ class Bounds:
         both of shape (n + 1,).
     open: per option, [j, i]: whether a merge buffer of the tensors i to j can be part of such a plan.
     finish: when they must end.
-    rest: for weights w in rows, shape (9, n + 1): no plan from (t, E) ends before w t + (1 - w) E + rest[w, j].
+    rest: for r weights w from 0 to 1, shape (r, n + 1): no plan from (t, E) ends before
+        w t + (1 - w) E + rest[w, j]. None where readiness is the same in every plan.
     """
 
     clock: Reals
@@ -33,7 +33,8 @@ class Bounds:
         """Return which states (clock, channel) of prefix j can still end by `finish`."""
         good = np.asarray((clock <= self.clock[j]) & (channel <= self.channel[j]))
         if self.rest is not None and good.any():
-            mixed = _WEIGHTS * clock[good] + (1 - _WEIGHTS) * channel[good] + self.rest[:, j : j + 1]
+            weights = _weights(len(self.rest))
+            mixed = weights * clock[good] + (1 - weights) * channel[good] + self.rest[:, j : j + 1]
             good[good] = mixed.max(axis=0) <= self.finish
         return good
 
@@ -64,13 +65,13 @@ def earliest(tables: Tables) -> tuple[Reals, Reals]:
     return clock, channel
 
 
-def latest(tables: Tables, clock: Reals, channel: Reals, finish: float) -> Bounds:
+def latest(tables: Tables, clock: Reals, channel: Reals, finish: float, weights: int = 9) -> Bounds:
     """Return the bounds of plans that end by `finish`, given `earliest` clocks: the recursion from the end.
 
         channel'[i] = max over j of  channel'[j] - channel(i..j)
         clock'[i]   = max over j of  min(clock'[j], channel'[j] - channel(i..j)) - steps - select
 
-    over the merge buffers that the earliest clocks can serve in time.
+    over the merge buffers that the earliest clocks can serve in time. More `weights` leave out more states.
     """
     n = tables.n
     upto = _upto(tables)
@@ -90,10 +91,14 @@ def latest(tables: Tables, clock: Reals, channel: Reals, finish: float) -> Bound
             if good.any():
                 late_channel[i] = max(late_channel[i], start[good].max())
                 late_clock[i] = max(late_clock[i], (leave - takes)[good].max())
-    return Bounds(late_clock, late_channel, flags, finish, None if tables.fixed else _rest(tables, flags))
+    return Bounds(late_clock, late_channel, flags, finish, None if tables.fixed else _rest(tables, flags, _weights(weights)))
 
 
-def _rest(tables: Tables, flags: tuple[Flags, ...]) -> Reals:
+def _weights(count: int) -> Reals:
+    return np.linspace(0.0, 1.0, count)[:, None]
+
+
+def _rest(tables: Tables, flags: tuple[Flags, ...], weights: Reals) -> Reals:
     """Return `Bounds.rest` over the merge buffers in `flags`: both clocks at once, by Lagrangian weights.
 
     With T = steps + select and C = channel, a merge buffer gives t' = t + T, E' >= E + C and E' >= t' + C, so
@@ -103,7 +108,7 @@ def _rest(tables: Tables, flags: tuple[Flags, ...]) -> Reals:
     """
     n = tables.n
     upto = _upto(tables)
-    rest = np.full((len(_WEIGHTS), n + 1), np.inf)
+    rest = np.full((len(weights), n + 1), np.inf)
     rest[:, n] = -np.inf
     rest[0, n] = 0.0
     for i in range(n - 1, -1, -1):
@@ -113,8 +118,8 @@ def _rest(tables: Tables, flags: tuple[Flags, ...]) -> Reals:
                 takes = upto[option.clock][j + 1] - upto[option.clock][i]
                 if option.select is not None:
                     takes = takes + option.select[j, i]
-                moved = np.maximum.accumulate((1 - _WEIGHTS) * option.channel[j, i] + rest[:, j + 1], axis=0)
-                rest[:, i] = np.minimum(rest[:, i], (_WEIGHTS * takes + moved).min(axis=1))
+                moved = np.maximum.accumulate((1 - weights) * option.channel[j, i] + rest[:, j + 1], axis=0)
+                rest[:, i] = np.minimum(rest[:, i], (weights * takes + moved).min(axis=1))
     return rest
 
 

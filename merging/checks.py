@@ -84,14 +84,14 @@ def flag(what: str, value: Any) -> bool:
     return bool(value)
 
 
-def seconds(what: str, value: Any) -> float:
+def seconds(what: str, value: Any, unit: str = " of seconds") -> float:
     """Return `value` as a Python float. TypeError where it is no number, ValueError if negative or not finite."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise TypeError(f"{what} is {value!r}: give a number of seconds")
+        raise TypeError(f"{what} is {value!r}: give a number{unit}")
     number = float(value)
     if not 0 <= number < float("inf"):
         raise ValueError(f"{what} is {number}: it must be finite and not negative")
-    return number
+    return number + 0.0  # -0.0 would be another text for an equal value
 
 
 def _numbers(what: str, values: ArrayLike, names: Sequence[str]) -> NDArray[Any]:

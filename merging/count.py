@@ -21,6 +21,7 @@ class Count(Planner):
     """
 
     name: ClassVar[str] = "count"
+    timed: ClassVar[bool] = False
     tensors: int = 10
 
     def __post_init__(self) -> None:

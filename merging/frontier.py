@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,12 +14,33 @@ from merging.tables import Tables
 
 Indices = NDArray[np.int64]
 
-_MANY = 64
+_FEW = 32
 _GRAIN = 1e-13
 
 
+class Spent(Exception):
+    """The work allowed is done and the search is not."""
+
+
+@dataclass
+class Work:
+    """How many extensions of states may still be tried, over several searches; None: any number.
+
+    An integer, not a time: the same in every process, and so is what is found with it.
+    """
+
+    left: int | None = None
+
+    def spend(self, extensions: int) -> None:
+        """Take so many off. Raises `Spent` where more are wanted than are left."""
+        if self.left is not None:
+            self.left -= extensions
+            if self.left < 0:
+                raise Spent
+
+
 def search(
-    tables: Tables, bounds: Bounds, *, fewest: bool = False, width: int | None = None
+    tables: Tables, bounds: Bounds, *, fewest: bool = False, width: int | None = None, work: Work | None = None
 ) -> tuple[Plan, float] | None:
     """Return the plan that ends first, and when, or None where none keeps within the bounds.
 
@@ -28,10 +51,14 @@ def search(
     only so many states of a prefix are kept, spread evenly: a good plan soon, not always the optimum.
 
     The additions are those of `predict`, in its order, and rounding is monotone: what is found is the
-    optimum to the bit. Where a prefix has more than 64 states, those are merged that differ by less than
-    1e-13 of the finish, as sums in another order do; the optimum is then one up to n times that.
+    optimum to the bit. Beyond 32 tensors, times that round to the same multiple of 1e-13 of the finish are
+    equal, as those of sums in another order should be; the optimum is then one up to n times that.
+
+    Raises `Spent` where `work` does not suffice; a search costs an extension per state and merge buffer tried.
     """
     n = tables.n
+    work = work or Work()
+    grain = _GRAIN * bounds.finish if n > _FEW else 0.0
     opened = _Open(len(tables.steps))
     opened.add(np.zeros(1), np.zeros(1), np.zeros(1, np.int64), 0)
     history: list[tuple[Indices, Indices, NDArray[np.bool_]]] = []
@@ -40,6 +67,7 @@ def search(
         clocks, channels, origins, dense = [], [], [], []
         for option, flags in zip(tables.options, bounds.open, strict=True):
             chosen = np.flatnonzero(flags[j][opened.start])
+            work.spend(len(chosen))
             start = opened.start[chosen]
             leaves = opened.clock[option.clock][chosen]
             if option.select is not None:
@@ -52,11 +80,8 @@ def search(
             dense.append(option.dense[j][start[good]])
         clock, channel, origin = np.concatenate(clocks), np.concatenate(channels), np.concatenate(origins)
         buffers = opened.buffers[origin] + 1
-        kept = unbeaten(clock, channel, buffers if fewest else None)
-        grain = _GRAIN * bounds.finish
-        if len(kept) > _MANY and grain > 0 and j + 1 < n:
-            rough = np.rint(clock[kept] / grain), np.rint(channel[kept] / grain)
-            kept = kept[unbeaten(*rough, buffers[kept] if fewest else None)]
+        rough = (np.rint(clock / grain), np.rint(channel / grain)) if grain > 0 else (clock, channel)
+        kept = unbeaten(*rough, buffers if fewest else None)
         if width is not None and len(kept) > width:
             kept = kept[np.linspace(0, len(kept) - 1, width).astype(np.int64)]
         origin = origin[kept]
@@ -64,7 +89,7 @@ def search(
         opened.add(clock[kept], channel[kept], buffers[kept], j + 1)
     if not len(kept):
         return None
-    last = int(np.lexsort((buffers[kept], channel[kept]))[0])
+    last = int(np.lexsort((buffers[kept], rough[1][kept]))[0])
     return _plan(history, last), float(channel[kept][last])
 
 

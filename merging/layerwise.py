@@ -20,6 +20,7 @@ class Layerwise(Planner):
     """
 
     name: ClassVar[str] = "layerwise"
+    timed: ClassVar[bool] = False
 
     def partition(self, profile: Profile, costs: Costs, mode: str) -> Plan:
         return Plan((1,) * len(profile))

@@ -19,11 +19,13 @@ class Planner(ABC):
 
     A planner is a frozen dataclass (`repr=False`, `kw_only=True`) with a `name`; its fields are its
     options, plain values checked in `__post_init__`; it implements `partition`. The same inputs give the
-    same plan in every process.
+    same plan in every process. `modes` are those it plans for; `timed` is False where times and costs play no
+    part in its plans, so that nothing needs to be measured for them.
     """
 
     name: ClassVar[str]
     modes: ClassVar[tuple[str, ...]] = MODES
+    timed: ClassVar[bool] = True
 
     def plan(self, profile: Profile, costs: Costs, mode: str = "dense") -> Plan:
         """Return this planner's partition of the profile's tensors, with their names.

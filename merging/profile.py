@@ -85,11 +85,14 @@ class Profile:
         # Pickling and copying forget that an array is read-only.
         Profile.__init__(self, **state)
 
+    def plain(self) -> dict[str, Any]:
+        """Return the arguments that make an equal profile, by name, as lists of Python numbers and strings."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in values.items()}
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile to `path` as JSON, atomically; `read` gives back an equal one, to the bit."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        plain = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in values.items()}
-        storage.write(path, storage.seal("merging.Profile", plain))
+        storage.write(path, storage.seal("merging.Profile", self.plain()))
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Profile:

@@ -6,6 +6,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
+from merging.agmerge import AGMerge
 from merging.agtf import AGTF
 from merging.count import Count
 from merging.dear import DeAR
@@ -19,7 +20,7 @@ from merging.planner import Planner
 from merging.single import Single
 from merging.threshold import Threshold
 
-_ALL = (Layerwise, Single, Count, Threshold, Horovod, MGWFBP, OMGS, DeAR, FGBuff, AGTF, Exact)
+_ALL = (Layerwise, Single, Count, Threshold, Horovod, MGWFBP, OMGS, DeAR, FGBuff, AGMerge, AGTF, Exact)
 _PLANNERS: dict[str, type[Planner]] = {planner.name: planner for planner in _ALL}
 
 

@@ -20,6 +20,7 @@ class Single(Planner):
     """
 
     name: ClassVar[str] = "single"
+    timed: ClassVar[bool] = False
 
     def partition(self, profile: Profile, costs: Costs, mode: str) -> Plan:
         return Plan((len(profile),))

@@ -23,6 +23,7 @@ class Threshold(Planner):
     """
 
     name: ClassVar[str] = "threshold"
+    timed: ClassVar[bool] = False
     bytes: int = 26_214_400
 
     def __post_init__(self) -> None:

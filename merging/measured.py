@@ -1,0 +1,159 @@
+"""All that a training run measured for planning, as one value that can be saved, sent and planned from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from merging import storage
+from merging.checks import whole
+from merging.costs import Costs
+from merging.curve import Curve
+from merging.plan import Plan
+from merging.planner import Planner
+from merging.profile import Profile
+from merging.timeline import MODES, check_mode, predict
+
+_KIND = "merging.Measurements"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurements:
+    """A profile, cost curves, and what they are about. Immutable, hashable, equal by value.
+
+    profile: sizes and times per tensor.
+    sparsify: the cost of selection, as in `Costs`, with sparsify(0) == 0 (`Curve.fit(..., zero=True)`); None where
+        nothing is selected.
+    exchange: the cost of an exchange of so many elements of load.
+    dense: the cost of a dense exchange, or None where no merge buffer may go dense.
+    modes: the modes that the training may use, those preferred first: "dense", "ahead", "behind", "dear".
+    workers: how many ranks the exchanges were measured with.
+    facts: what else the measurements hold for (backend, compressor, density), pairs of text in alphabetical
+        order, never looked at here; a mapping is taken too.
+
+    Raises TypeError for a value of the wrong kind. Raises ValueError for no mode, an unknown one or one that
+    comes twice, mode "dear" without profile.forward, a fact given twice, and for what `Costs` refuses.
+    """
+
+    profile: Profile
+    sparsify: Curve | None
+    exchange: Curve
+    dense: Curve | None
+    modes: tuple[str, ...]
+    workers: int
+    facts: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        _expect("profile", self.profile, Profile)
+        for what in ("sparsify", "exchange", "dense"):
+            if what == "exchange" or getattr(self, what) is not None:
+                _expect(what, getattr(self, what), Curve)
+        if isinstance(self.modes, str):
+            raise TypeError(f"measurements: modes is the single string {self.modes!r}: give a sequence of modes")
+        modes = tuple(self.modes)
+        for mode in modes:
+            check_mode(mode, (*MODES, "dear"))
+        if not modes or len(set(modes)) < len(modes):
+            raise ValueError(f"measurements: modes is {modes}: give at least one, and each once")
+        if "dear" in modes and self.profile.forward is None:
+            raise ValueError("measurements: mode 'dear' needs profile.forward: measure it, or leave the mode out")
+        object.__setattr__(self, "modes", modes)
+        object.__setattr__(self, "workers", whole("measurements: workers", self.workers, least=1))
+        object.__setattr__(self, "facts", _pairs(self.facts))
+        self.costs  # noqa: B018  a wrong curve is refused here, not in the first plan
+
+    @property
+    def costs(self) -> Costs:
+        """The curves as `Costs`; without `sparsify`, selection takes no time."""
+        return Costs(_nothing if self.sparsify is None else self.sparsify, self.exchange, self.dense)
+
+    def dumps(self) -> str:
+        """Return the measurements as canonical JSON: equal ones give equal text, on every rank and machine."""
+        curves = {what: _plain(getattr(self, what)) for what in ("sparsify", "exchange", "dense")}
+        rest = {"modes": self.modes, "workers": self.workers, "facts": self.facts}
+        return storage.seal(_KIND, {"profile": self.profile.plain(), **curves, **rest})
+
+    @classmethod
+    def loads(cls, text: str) -> Measurements:
+        """Return equal measurements, to the bit. ValueError for a text that is foreign, damaged or edited."""
+        return storage.unseal(text, _KIND, _build)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `dumps()` to `path`, atomically."""
+        storage.write(path, self.dumps())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Measurements:
+        """Return the measurements saved at `path`. ValueError, with the path, for a foreign or damaged file."""
+        return storage.read(path, _KIND, _build)
+
+
+def best(planner: Planner, measurements: Measurements) -> tuple[Plan, str]:
+    """Return the planner's plan with the earliest predicted end of the step, and its mode.
+
+    Every mode of the measurements that the planner plans for is tried; of equals the first is kept. Pure: the
+    same everywhere for equal measurements. Raises ValueError where the planner plans for none of the modes.
+    """
+    found: tuple[float, Plan, str] | None = None
+    costs = measurements.costs
+    for mode in measurements.modes:
+        if mode in planner.modes:
+            plan = planner.plan(measurements.profile, costs, mode)
+            end = step_end(plan, measurements, mode)
+            if found is None or end < found[0]:
+                found = (end, plan, mode)
+    if found is None:
+        raise ValueError(
+            f"planner {planner.name!r} plans for {', '.join(planner.modes)}, and the measurements allow"
+            f" {', '.join(measurements.modes)}: choose another planner or mode"
+        )
+    return found[1], found[2]
+
+
+def step_end(plan: Plan, measurements: Measurements, mode: str) -> float:
+    """Return the predicted finish in seconds; among modes with "dear", that of the next forward pass.
+
+    Mode "dear" hides communication under the next forward pass, so its finish is that pass's end. Where it
+    is among the modes, the others are compared by the same event: the pass follows their finish.
+    """
+    finish = predict(plan, measurements.profile, measurements.costs, mode).finish
+    return finish if mode == "dear" else finish + forward_after(measurements)
+
+
+def forward_after(measurements: Measurements) -> float:
+    """Return the seconds of the forward pass where it counts, with "dear" among the modes; else 0."""
+    forward = measurements.profile.forward
+    return float(forward.sum()) if "dear" in measurements.modes and forward is not None else 0.0
+
+
+def _build(*, profile: Any, sparsify: Any, exchange: Any, dense: Any, **rest: Any) -> Measurements:
+    curves = [None if curve is None else Curve(**curve) for curve in (sparsify, exchange, dense)]
+    chosen: dict[str, Any] = dict(zip(("sparsify", "exchange", "dense"), curves, strict=True))
+    return Measurements(profile=Profile(**profile), **chosen, **rest)
+
+
+def _plain(curve: Curve | None) -> dict[str, Any] | None:
+    return None if curve is None else {"elements": curve.elements, "seconds": curve.seconds}
+
+
+def _nothing(elements: Any) -> float:
+    return 0.0
+
+
+def _expect(what: str, value: Any, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"measurements: {what} is {value!r}: give a merging.{kind.__name__}")
+
+
+def _pairs(facts: Mapping[str, str] | Iterable[Iterable[str]]) -> tuple[tuple[str, str], ...]:
+    pairs = [tuple(pair) for pair in (facts.items() if isinstance(facts, Mapping) else facts)]
+    checked: dict[str, str] = {}
+    for pair in pairs:
+        if len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise TypeError(f"measurements: the fact {pair!r} is no pair of strings")
+        if pair[0] in checked:
+            raise ValueError(f"measurements: the fact {pair[0]!r} is given twice")
+        checked[pair[0]] = pair[1]
+    return tuple(sorted(checked.items()))

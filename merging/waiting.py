@@ -1,0 +1,88 @@
+"""The intra-worker rule of `agmerge`: merge while the channel is busy, after every possible first merge buffer."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from merging.checks import Elements, Reals
+from merging.costs import Costs
+from merging.plan import Plan
+from merging.profile import Profile
+
+_EQUAL = 1e-12  # of the finish: what sums in another order may differ by
+
+Marks = NDArray[np.uint8]
+
+
+def greedy(profile: Profile, costs: Costs, mode: str) -> Plan:
+    """Return a plan that leaves the channel idle no more once it is in use: O(n^2) steps in numpy, n^2 bytes.
+
+    For every f in 1..n: the first f tensors are a merge buffer, and from then on each is closed at the first
+    tensor with which it is ready (selection included) no sooner than the channel is free. The f whose last
+    exchange ends first is kept; of equals, the one with the fewest merge buffers. f = n is one merge buffer, so
+    `single` never ends sooner.
+
+    Where merge buffers may go dense, each goes the way that ends it sooner, and waits until it is ready for that
+    way. That looks no further than its own end, so the plans that go one way throughout are tried as well.
+    """
+    ways = ((False,),) if costs.dense is None else ((False, True), (False,), (True,))
+    found = [_follow(profile, costs, mode, way) for way in ways]
+    soonest = min(float(ends.min()) for ends, _ in found) * (1 + _EQUAL)
+    plans = [_plan(marks[:, f]) for ends, marks in found for f in _fewest(ends, marks, soonest)]
+    return min(plans, key=lambda plan: len(plan.counts))
+
+
+def _follow(profile: Profile, costs: Costs, mode: str, ways: tuple[bool, ...]) -> tuple[Reals, Marks]:
+    """Follow the rule in n lanes, one per first merge buffer; `ways` are those allowed, True being dense.
+
+    Returns when the last exchange of each lane ends, shape (n,), and at [j, f] whether lane f closes a merge
+    buffer after tensor j: 0 no, 1 sparse, 2 dense. Lane f holds f + 1 tensors in its first, and is 0 before.
+    """
+    n = len(profile)
+    work, load, numel = (_upto(values) for values in (profile.work, profile.load, profile.numel))
+    backward = profile.backward.tolist()
+    each = costs.sparsify(profile.work).tolist() if mode == "ahead" else [0.0] * n
+    start = np.zeros(n, np.int64)  # of the open merge buffer
+    clock, select, channel = np.zeros(n), np.zeros(n), np.zeros(n)  # select: since `start`, on top of the clock
+    marks = np.zeros((n, n), np.uint8)
+    for j in range(n):
+        clock += backward[j]
+        select += each[j]
+        if mode == "behind":
+            select[: j + 1] = costs.sparsify(work[j + 1] - work[start[: j + 1]])
+        due = clock[: j + 1] + select[: j + 1] >= channel[: j + 1]
+        due[j:] = True
+        lane = np.arange(n) if j == n - 1 else np.flatnonzero(due)
+        first, free = start[lane], channel[lane]
+        ready = np.stack([clock[lane] + (0.0 if dense else select[lane]) for dense in ways])
+        ends = np.maximum(free, ready)
+        for row, dense in zip(ends, ways, strict=True):
+            if dense and costs.dense is not None:
+                row += costs.dense(numel[j + 1] - numel[first])
+            else:
+                row += costs.exchange(load[j + 1] - load[first])
+        best = ends.argmin(axis=0), np.arange(len(lane))
+        now = (ready[best] >= free) | (lane == j) | (j == n - 1)
+        lane, best = lane[now], (best[0][now], best[1][now])
+        clock[lane], channel[lane], select[lane], start[lane] = ready[best], ends[best], 0.0, j + 1
+        marks[j, lane] = 1 + np.array(ways)[best[0]]
+    return channel, marks
+
+
+def _fewest(ends: Reals, marks: Marks, soonest: float) -> list[int]:
+    """Return the lane with the fewest merge buffers among those that end by `soonest`, in a list; or none."""
+    lanes = np.flatnonzero(ends <= soonest)
+    return [int(lanes[np.count_nonzero(marks[:, lanes], axis=0).argmin()])] if len(lanes) else []
+
+
+def _plan(marks: Marks) -> Plan:
+    stops = np.flatnonzero(marks)
+    return Plan(tuple(np.diff(stops, prepend=-1).tolist()), tuple((marks[stops] == 2).tolist()))
+
+
+def _upto(values: Elements) -> Elements:
+    """Return the n + 1 prefix sums."""
+    return np.array([0, *accumulate(values.tolist())], dtype=np.int64)
