@@ -180,6 +180,9 @@ def run(args: Namespace, cases: Sequence[Case], records: Records, deadline: floa
                 out.flush()
                 clock = f"{time.monotonic() - started:5.0f} s {done:4}/{len(cases)}"
                 print(f"{clock}  {line(case)}: {record['score']:.4f} in {record['seconds']:.1f} s", flush=True)
+        # All is done; a worker that does not notice (seen once, after 19 cases) must not keep the report waiting.
+        for child in multiprocessing.active_children():
+            child.terminate()
     if waiting:
         print(f"{len(waiting)} cases wait for another call: --budget is spent", file=sys.stderr)
     return failed
