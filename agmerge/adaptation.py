@@ -104,9 +104,7 @@ class Adaptation:
     def _look(self, ready: Seconds, travel: Seconds, step: int) -> int:
         """Rank 0's finding. The rank that came last to an exchange saw it as it is; the others waited for that one."""
         assert self._latest is not None
-        known = np.isfinite(travel).all(axis=0)
-        planned = takes(self.session.plan, self._latest)
-        ratio = float(travel.min(axis=0)[known].sum() / planned[known].sum()) if known.any() else self._usual
+        ratio = float(travel.min(axis=0).sum() / takes(self.session.plan, self._latest).sum())
         if not self._seen:
             self._usual = ratio
         finding = KEEP
@@ -133,7 +131,7 @@ class Adaptation:
         if comm.rank == 0:
             try:
                 told = {"plan": self._better(planner, latest).dumps(), "measured": latest.dumps()}
-            except (ValueError, TypeError) as error:
+            except Exception as error:  # the others wait for word: whatever it is, they get it
                 told = {"problem": f"{planner!r}: {error}"}
         told = share(comm, told, timeout)
         names = [slot.name for slot in self.session.layout.slots]

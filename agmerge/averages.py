@@ -52,11 +52,9 @@ class Averages:
         return np.asarray(np.maximum.accumulate(np.median([times.ready for times in self.steps], axis=0)))
 
     def travel(self) -> Seconds:
-        """Seconds of each merge buffer's exchange, (m,): medians; NaN where it was hidden in most steps."""
+        """Seconds of each merge buffer's exchange, (m,): medians."""
         self.settle()
-        rows = np.array([times.travel for times in self.steps])
-        known = np.isfinite(rows).sum(axis=0) * 2 > len(rows)
-        return np.array([np.nanmedian(row) if enough else np.nan for row, enough in zip(rows.T, known, strict=True)])
+        return np.asarray(np.median([times.travel for times in self.steps], axis=0))
 
     def typical(self) -> Times | None:
         """The median of everything, mark by mark; of the last average where this one has none yet; else None."""

@@ -25,6 +25,7 @@ from agmerge.handshake import Fact
 from agmerge.members import Member
 from agmerge.ops import Average, Compression, ReduceOp
 from agmerge.routing import AHEAD
+from merging.dear import DeAR
 
 MERGING = "threshold"  # the default planner
 DENSITY = 0.01  # the default
@@ -58,6 +59,7 @@ class Config:
     timeout: float
     check_every: int
     zero_unused: bool
+    model: torch.nn.Module | None  # merging="dear": whose forward takes the updates
 
     def sparse(self, name: str, parameter: torch.Tensor) -> bool:
         """Whether ``parameter`` goes into the sparse lane."""
@@ -155,6 +157,7 @@ def resolve(
     num_groups: Any,
     process_set: Any,
     warmup: Any,
+    model: Any,
     **later: Any,
 ) -> Config:
     """Check every argument; raises ``ValueError`` or ``TypeError`` that says which and why."""
@@ -205,6 +208,7 @@ def resolve(
         timeout=float(timeout),
         check_every=check_every,
         zero_unused=unused == "zero",
+        model=_model(model, planner, sparsifier),
     )
 
 
@@ -344,6 +348,25 @@ def _planner(given: Any, sparsify: str) -> tuple[merging.Planner | None, merging
         return None, replace(given, labels=(AHEAD,) * len(given.counts)) if sparsify == AHEAD else given
     names = ", ".join(merging.names())
     raise TypeError(f"merging={given!r}: give a planner's name ({names}), a planner, or a saved plan")
+
+
+def _model(
+    model: Any, planner: merging.Planner | None, sparsifier: sparsifiers.Sparsifier | None
+) -> torch.nn.Module | None:
+    """The model of ``merging="dear"``, which needs one; no other merging takes one."""
+    dear = isinstance(planner, DeAR)
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model={model!r}: give the torch.nn.Module whose forward uses the parameters")
+    if not dear and model is not None:
+        raise ValueError("model= is taken by merging='dear' alone; a use with others is not built yet, leave it out")
+    if dear and model is None:
+        raise ValueError("merging='dear' applies updates in the next forward: pass model=, the module that you call")
+    if dear and sparsifier is not None:
+        raise ValueError(
+            f"merging='dear' halves an all-reduce, and what {sparsifier!r} selects travels by all-gather: pass "
+            "compression='none', 'fp16' or 'bf16', or use another merging"
+        )
+    return model
 
 
 def is_small(name: str, parameter: torch.Tensor) -> bool:

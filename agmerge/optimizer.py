@@ -14,11 +14,9 @@ import torch
 
 import merging as planning
 import sparsifiers
-from agmerge import adaptation, checkpoint, report, runtime
+from agmerge import adaptation, checkpoint, dear, report, runtime
 from agmerge.config import check_momentum, resolve
-from agmerge.engine import Engine
 from agmerge.errors import AGMergeError
-from agmerge.members import Members
 from agmerge.ops import Average, ReduceOp
 from sparsifiers.proof import Proof
 
@@ -63,7 +61,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
       ``"dgc"`` (the default of ``"dgc"``) applies momentum before selection: the optimizer must not apply it again.
     * ``dense``: which parameters are always sent whole: patterns for whole names, or a callable
       ``(name, parameter) -> bool``; default: fewer than two dimensions or than 1024 elements.
-    * ``merging``: a planner's name or object, a :class:`merging.Plan`, or the path of a saved one.
+    * ``merging``: a planner's name or object, a :class:`merging.Plan`, or the path of a saved one. ``"dear"``, with
+      ``model=``, applies updates in the next forward (docs/dear.md); :meth:`flush` before you read parameters.
     * ``dense_sum``: ``"ordered"`` adds in rank order whatever the plan; ``"native"`` as the backend does.
     * ``timeout``: seconds, for every wait. ``check_every``: compare replicas every so many steps (0: never).
     * ``unused``: ``"none"`` leaves ``p.grad`` None where no rank ever had a gradient, ``"zero"`` is Horovod's way.
@@ -116,7 +115,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._should_synchronize = True
         config = resolve(**arguments)
         check_momentum(optimizer, config)
-        self._engine = Engine(Members(optimizer, named), config)
+        self._engine = dear.engine_for(optimizer, named, config)
 
     # -- what is the inner optimizer's ----------------------------------------------------------------------
 
@@ -152,6 +151,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return f"DistributedOptimizer({self.optimizer!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
+        self.flush()
         named = [(self._engine.members.name_of(p), p) for p in self._engine.members.name_all()]
         arguments = {**self._arguments, "backward_passes_per_step": self._engine.passes}
         return _restore, (self.optimizer, named, arguments, checkpoint.save(self._engine))
@@ -160,6 +160,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """As the inner optimizer's; on every rank at the same step. The next step agrees on it."""
         self._engine.check_idle("add_param_group()")
         self.optimizer.add_param_group(param_group)
+        dear.admit(self._engine)
 
     def register_step_pre_hook(self, hook: Any) -> Any:
         """Runs once a step, after the gradients have been combined. The hook gets the inner optimizer."""
@@ -215,6 +216,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         A closure runs once, before the gradients are combined. Collective, unless in ``skip_synchronize()``.
         """
+        if isinstance(self._engine, dear.DearEngine):
+            return self._engine.step(closure, self._should_synchronize)
         if closure is not None and not self._should_synchronize:
             raise ValueError("step(closure) inside skip_synchronize(): the closure's gradients would not be combined")
         loss = None
@@ -233,6 +236,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         inner = self.optimizer.step()
         self._engine.end_step()
         return loss if closure is not None else inner
+
+    def flush(self) -> None:
+        """Apply the updates that ``merging="dear"`` leaves to the next forward; with others there are none."""
+        dear.flush(self._engine)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the inner optimizer's; an error while gradients are on their way."""
@@ -327,6 +334,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, and under ``"agmerge"`` this rank's residuals by name."""
+        self.flush()
         return {**self.optimizer.state_dict(), checkpoint.SECTION: checkpoint.save(self._engine)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -10,8 +10,6 @@ import numpy as np
 
 from agmerge.clock import Clock, Seconds
 
-_BLOCKED = 2e-5  # seconds; a wait that returns sooner found its message there
-
 
 @dataclass(frozen=True)
 class Times:
@@ -21,6 +19,7 @@ class Times:
     since: (n,), the same with everything counted.
     complete, handed: (m,), when the last tensor of a merge buffer was there, and when its message was under way.
     waiting, received, written: (m,), when the wait for it began and ended, and when its update was written.
+    arrived: (m,), when its exchange was first seen to have ended: at a later hook, else when the wait ended.
     """
 
     ready: Seconds
@@ -30,6 +29,7 @@ class Times:
     waiting: Seconds
     received: Seconds
     written: Seconds
+    arrived: Seconds
 
     @property
     def finish(self) -> float:
@@ -43,9 +43,8 @@ class Times:
 
     @property
     def travel(self) -> Seconds:
-        """Seconds that each exchange took, once those before it had ended, (m,); NaN where nobody waited for it."""
-        begun = np.maximum(self.handed, np.concatenate([[0.0], self.received[:-1]]))
-        return np.where(self.exposed > _BLOCKED, self.received - begun, np.nan)
+        """Seconds that each exchange took, once those before it had ended, (m,): a hook too long at most."""
+        return np.asarray(self.arrived - np.maximum(self.handed, np.concatenate([[0.0], self.arrived[:-1]])))
 
 
 class Recorder:
@@ -59,6 +58,7 @@ class Recorder:
         self._ready: list[Any] = []
         self._resumed: list[Any] = []
         self._buffers: list[list[Any]] = [[] for _ in range(buffers)]
+        self._arrived: list[Any] = []
 
     def begin(self) -> None:
         """A tensor is handed over; the first one's is the origin of all times."""
@@ -74,6 +74,10 @@ class Recorder:
         """All that was to do for the tensor is done; backward goes on."""
         self._resumed.append(self.clock.mark())
 
+    def arrived(self) -> None:
+        """The next merge buffer's exchange was seen to have ended before anybody waited for it."""
+        self._arrived.append(self.clock.mark())
+
     def mark(self, buffer: int) -> None:
         """The next thing has happened to a merge buffer, in the order of the fields of :class:`Times`."""
         self._buffers[buffer].append(self.clock.mark())
@@ -87,4 +91,7 @@ class Recorder:
         since[self._slots] = marks
         ready[self._slots] = np.cumsum(np.maximum(marks - np.concatenate([[0.0], resumed[:-1]]), 0.0))
         columns = self.clock.since(self._begun, [mark for marks in self._buffers for mark in marks])
-        return Times(ready, since, *columns.reshape(m, 5).T)
+        complete, handed, waiting, received, written = columns.reshape(m, 5).T
+        arrived = received.copy()
+        arrived[: len(self._arrived)] = self.clock.since(self._begun, self._arrived)
+        return Times(ready, since, complete, handed, waiting, received, written, arrived)

@@ -43,8 +43,8 @@ def merge_buffers(session: Session | None, measured: Measurements | None, times:
         elements = sum(slot.numel for slot in slots[start:stop])
         row = [str(index), str(stop - start), str(elements)]
         if times is not None:
-            ready, end = times.handed[index], times.received[index]
-            free = times.received[index - 1] if index else 0.0
+            ready, end = times.handed[index], times.arrived[index]
+            free = times.arrived[index - 1] if index else 0.0
             row += [_ms(ready), _ms(max(ready, free)), _ms(end), _ms(times.exposed[index])]
         row += ["-"] * (7 - len(row))
         row += [_ms(seconds) for seconds in spans[index]] if spans else ["-"] * 3

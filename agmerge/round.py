@@ -33,6 +33,7 @@ class Round:
         self._fed: dict[int, bool] = {}  # by slot: whether there was a gradient
         self._offers: dict[int, Selection] = {}  # by slot, of tensors that are sparsified ahead
         self._pending: list[list[tuple[Route, Pending]]] = []  # per merge buffer under way
+        self._arrived = 0  # merge buffers whose messages are known to be here
         self.recorder = Recorder(session.clock, len(session.layout.slots), len(session.buffers))
 
     def feed(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
@@ -51,7 +52,14 @@ class Round:
             self.recorder.mark(buffer)
             self._pending.append([(route, self._start(route)) for route in self.session.buffers[buffer]])
             self.recorder.mark(buffer)
+        self._look()
         self.recorder.resumed()
+
+    def _look(self) -> None:
+        """See what has arrived: without it, nothing would be known of exchanges that backward hides."""
+        while self._arrived < len(self._pending) and all(p.handle.done() for _, p in self._pending[self._arrived]):
+            self.recorder.arrived()
+            self._arrived += 1
 
     def complete(self, gradient_of: Callable[[torch.Tensor], torch.Tensor | None]) -> bool:
         """Feed the tensors that are missing and write every update; False, with nothing written, to repeat."""

@@ -41,17 +41,16 @@ class Trace:
         about: dict[str, Any] = {"step": self.steps}
         for tensor, ready in zip(self._tensors, times.since.tolist(), strict=True):
             yield tensor, LINES["ready"], ready, ready, about
-        columns = (times.complete, times.handed, times.waiting, times.received, times.written)
+        columns = (times.complete, times.handed, times.waiting, times.received, times.written, times.arrived)
         free = 0.0
         for index, row in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
-            complete, handed, waiting, received, written = row
+            complete, handed, waiting, received, written, arrived = row
             buffer, about = f"buffer {index}", {"step": self.steps, "tensors": self._counts[index]}
             yield buffer, LINES["select"], complete, handed, about
-            # When a message that nobody waits for arrives is not known: at the latest when it is asked for.
-            yield buffer, LINES["exchange"], max(free, handed), received, about
+            yield buffer, LINES["exchange"], max(free, handed), arrived, about
             yield buffer, LINES["wait"], waiting, received, about
             yield buffer, LINES["write"], received, written, about
-            free = received
+            free = arrived
 
     def _name(self, kind: str, line: int, name: str) -> dict[str, Any]:
         return {"ph": "M", "name": kind, "pid": self._rank, "tid": line, "args": {"name": name}}

@@ -2,6 +2,7 @@
 
     python benchmarks/planning.py                  # times at 600 tensors, then all planners over a grid
     python benchmarks/planning.py --no-grid --tensors 1000
+    python benchmarks/planning.py --no-grid --choice --budget 0     # how long an unbounded search can take: minutes
 
 Costs are alpha-beta (ring) and depend on the number of workers; backward is spread over tensors by size, with a
 floor. None of it is measured: it says how good planners are under the model, not how fast training is.
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import shapes  # noqa: E402
 
 import merging  # noqa: E402
+from merging.agmerge import BUDGET  # noqa: E402
 
 DENSITIES = (1.0, 0.1, 0.01, 0.001)
 WORKERS = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -82,47 +84,59 @@ def seconds(planner: merging.Planner, model: merging.Profile, cost: merging.Cost
     return statistics.median(times)
 
 
-def print_times(tensors: int, repeat: int, choice: bool) -> None:
+def print_times(tensors: int, repeat: int, choice: bool, budget: int) -> None:
     """Print milliseconds per plan: model, mode, with and without dense merge buffers, over workers."""
-    print(f"exact, {tensors} tensors, density 0.01 (dense: 1): median ms over {repeat} plans for P = 8, 64, 512")
-    planner = merging.get("exact")
+    print(f"{tensors} tensors, density 0.01 (dense: 1): median ms over {repeat} plans for P = 8, 64, 512")
+    bounded = merging.get("exact", budget=budget or None)
+    cases = [("exact", mode, False) for mode in merging.MODES] + [("greedy", mode, False) for mode in merging.MODES]
+    if choice:
+        cases += [(solver, mode, True) for solver in ("exact", "greedy") for mode in merging.MODES[1:]]
+    planners = {"exact": merging.get("exact"), "greedy": merging.get("agmerge", solver="greedy")}
+    worst: dict[tuple[str, bool], float] = {}
     for model in ("resnet50", "gpt2"):
         data = profile(stretched(model, tensors))
-        modes = [(mode, False) for mode in merging.MODES] + [(mode, True) for mode in merging.MODES[1:] if choice]
-        for mode, dense in modes:
+        for solver, mode, dense in cases:
+            planner = bounded if dense and solver == "exact" else planners[solver]
             took = []
             for workers in (8, 64, 512):
                 cost = costs(workers, 1 if mode == "dense" else 0.01, dense)
-                took.append(f"{1e3 * seconds(planner, data, cost, mode, repeat):8.1f}")
-            print(f"  {model:10} {mode:7} {'or dense' if dense else '':9}", *took)
+                took.append(1e3 * seconds(planner, data, cost, mode, repeat))
+            worst[solver, dense] = max(*took, worst.get((solver, dense), 0.0))
+            print(f"  {solver:7} {model:10} {mode:7} {'or dense' if dense else '':9}", *(f"{ms:8.1f}" for ms in took))
+    for (solver, dense), ms in worst.items():
+        print(f"  worst of {solver}{' or dense' * dense}: {ms:.1f} ms")
 
 
 def print_grid(workers: tuple[int, ...]) -> None:
     """Print how much later than the optimum the plans of every other planner end, over the grid."""
     exact = merging.get("exact")
+    planners = {name: merging.get(name) for name in merging.names()}
+    planners["agmerge, greedy"] = merging.get("agmerge", solver="greedy")
+    planners["agmerge, inter"] = merging.get("agmerge", intra=False)
     excess: dict[str, list[tuple[float, tuple[str, float, int, str]]]] = {}
     for case in grid(workers):
         model, density, count, mode = case
         data, cost = profile(shapes.sizes(model)), costs(count, density)
         best = merging.predict(exact.plan(data, cost, mode), data, cost, mode).finish
-        for name in merging.names():
-            found = merging.predict(merging.get(name).plan(data, cost, mode), data, cost, mode).finish
+        for name, planner in planners.items():
+            found = merging.predict(planner.plan(data, cost, mode), data, cost, mode).finish
             excess.setdefault(name, []).append((100 * (found / best - 1), case))
-    for name, found in excess.items():
-        worst, where = max(found)
-        median = statistics.median(value for value, _ in found)
-        print(f"  {name:10} median {median:7.2f} %  worst {worst:8.2f} % at {where}")
+    for name, cases in excess.items():
+        worst, where = max(cases)
+        median = statistics.median(value for value, _ in cases)
+        print(f"  {name:15} median {median:7.2f} %  worst {worst:8.2f} % at {where}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="time of planning, and all planners against the optimum")
     parser.add_argument("--tensors", type=int, default=600)
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--choice", action="store_true", help="time the choice of dense merge buffers too: minutes")
+    parser.add_argument("--choice", action="store_true", help="time the choice of dense merge buffers too")
+    parser.add_argument("--budget", type=int, default=BUDGET, help="of exact with that choice; 0: none")
     parser.add_argument("--no-grid", action="store_true", help="only the times")
     parser.add_argument("--workers", type=int, nargs="+", default=WORKERS, help="of the grid")
     options = parser.parse_args()
-    print_times(options.tensors, options.repeat, options.choice)
+    print_times(options.tensors, options.repeat, options.choice, options.budget)
     if not options.no_grid:
         print("predicted finish, later than the optimum")
         print_grid(tuple(options.workers))

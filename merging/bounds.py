@@ -9,6 +9,7 @@ import numpy as np
 from merging.checks import Reals
 from merging.tables import Flags, Tables
 
+WEIGHTS = 9  # looked at for every state; sharper bounds have 8 k + 1 of them, so that every k-th is one of these
 
 
 @dataclass(frozen=True)
@@ -29,14 +30,20 @@ class Bounds:
     finish: float
     rest: Reals | None = None
 
-    def hopeful(self, j: int, clock: Reals, channel: Reals) -> Flags:
-        """Return which states (clock, channel) of prefix j can still end by `finish`."""
+    def hopeful(self, j: int, clock: Reals, channel: Reals, *, sharp: bool = False) -> Flags:
+        """Return which states (clock, channel) of prefix j can still end by `finish`; `sharp`: by all weights."""
         good = np.asarray((clock <= self.clock[j]) & (channel <= self.channel[j]))
         if self.rest is not None and good.any():
-            weights = _weights(len(self.rest))
-            mixed = weights * clock[good] + (1 - weights) * channel[good] + self.rest[:, j : j + 1]
+            step = 1 if sharp else (len(self.rest) - 1) // (WEIGHTS - 1)
+            weights = _weights(len(self.rest))[::step]
+            mixed = weights * clock[good] + (1 - weights) * channel[good] + self.rest[::step, j : j + 1]
             good[good] = mixed.max(axis=0) <= self.finish
         return good
+
+    @property
+    def sharp(self) -> bool:
+        """Whether `hopeful` with `sharp` looks at more weights than without."""
+        return self.rest is not None and len(self.rest) > WEIGHTS
 
 
 def earliest(tables: Tables) -> tuple[Reals, Reals]:
@@ -65,7 +72,7 @@ def earliest(tables: Tables) -> tuple[Reals, Reals]:
     return clock, channel
 
 
-def latest(tables: Tables, clock: Reals, channel: Reals, finish: float, weights: int = 9) -> Bounds:
+def latest(tables: Tables, clock: Reals, channel: Reals, finish: float, weights: int = WEIGHTS) -> Bounds:
     """Return the bounds of plans that end by `finish`, given `earliest` clocks: the recursion from the end.
 
         channel'[i] = max over j of  channel'[j] - channel(i..j)
@@ -91,7 +98,8 @@ def latest(tables: Tables, clock: Reals, channel: Reals, finish: float, weights:
             if good.any():
                 late_channel[i] = max(late_channel[i], start[good].max())
                 late_clock[i] = max(late_clock[i], (leave - takes)[good].max())
-    return Bounds(late_clock, late_channel, flags, finish, None if tables.fixed else _rest(tables, flags, _weights(weights)))
+    rest = None if tables.fixed else _rest(tables, flags, _weights(weights))
+    return Bounds(late_clock, late_channel, flags, finish, rest)
 
 
 def _weights(count: int) -> Reals:

@@ -13,6 +13,8 @@ from merging.plan import Plan
 from merging.tables import Tables
 
 Indices = NDArray[np.int64]
+Found = tuple[Plan, float]
+"""A plan, and when its last exchange ends."""
 
 _FEW = 32
 _GRAIN = 1e-13
@@ -30,9 +32,17 @@ class Work:
     """
 
     left: int | None = None
+    whole: Work | None = None  # of which this is a part
+
+    @property
+    def spent(self) -> bool:
+        """Whether nothing is left."""
+        return self.left is not None and self.left <= 0
 
     def spend(self, extensions: int) -> None:
-        """Take so many off. Raises `Spent` where more are wanted than are left."""
+        """Take so many off. Raises `Spent` where more are wanted than are left, here or of the whole."""
+        if self.whole is not None:
+            self.whole.spend(extensions)
         if self.left is not None:
             self.left -= extensions
             if self.left < 0:
@@ -41,7 +51,7 @@ class Work:
 
 def search(
     tables: Tables, bounds: Bounds, *, fewest: bool = False, width: int | None = None, work: Work | None = None
-) -> tuple[Plan, float] | None:
+) -> Found | None:
     """Return the plan that ends first, and when, or None where none keeps within the bounds.
 
     A state is (t, E) after the first j tensors, with t the compute and E the channel clock. Every state of
@@ -82,6 +92,8 @@ def search(
         buffers = opened.buffers[origin] + 1
         rough = (np.rint(clock / grain), np.rint(channel / grain)) if grain > 0 else (clock, channel)
         kept = unbeaten(*rough, buffers if fewest else None)
+        if bounds.sharp:
+            kept = kept[bounds.hopeful(j + 1, clock[kept], channel[kept], sharp=True)]
         if width is not None and len(kept) > width:
             kept = kept[np.linspace(0, len(kept) - 1, width).astype(np.int64)]
         origin = origin[kept]

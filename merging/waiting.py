@@ -12,6 +12,8 @@ from merging.costs import Costs
 from merging.plan import Plan
 from merging.profile import Profile
 
+# Of backward, during which all merge buffers go dense.
+_SHARES = (0.0, 0.5, 0.75, 0.9, 0.97, 1.0)
 _EQUAL = 1e-12  # of the finish: what sums in another order may differ by
 
 Marks = NDArray[np.uint8]
@@ -26,20 +28,27 @@ def greedy(profile: Profile, costs: Costs, mode: str) -> Plan:
     `single` never ends sooner.
 
     Where merge buffers may go dense, each goes the way that ends it sooner, and waits until it is ready for that
-    way. That looks no further than its own end, so the plans that go one way throughout are tried as well.
+    way. By itself that ended up to 41 % later than the optimum: selection delays all that follows, and an end
+    does not show it. So the same is tried with all of them dense until a share of backward, for a few shares up
+    to the whole, and with none dense; that left 4 %.
     """
-    ways = ((False,),) if costs.dense is None else ((False, True), (False,), (True,))
-    found = [_follow(profile, costs, mode, way) for way in ways]
+    found = [_follow(profile, costs, mode, None)]
+    if costs.dense is not None:
+        backward = np.cumsum(profile.backward)
+        stops = np.searchsorted(backward, np.multiply(_SHARES, backward[-1]))
+        found += [_follow(profile, costs, mode, stop) for stop in sorted({*stops.tolist(), len(profile)})]
     soonest = min(float(ends.min()) for ends, _ in found) * (1 + _EQUAL)
     plans = [_plan(marks[:, f]) for ends, marks in found for f in _fewest(ends, marks, soonest)]
     return min(plans, key=lambda plan: len(plan.counts))
 
 
-def _follow(profile: Profile, costs: Costs, mode: str, ways: tuple[bool, ...]) -> tuple[Reals, Marks]:
-    """Follow the rule in n lanes, one per first merge buffer; `ways` are those allowed, True being dense.
+def _follow(profile: Profile, costs: Costs, mode: str, until: int | None) -> tuple[Reals, Marks]:
+    """Follow the rule in n lanes, one per first merge buffer.
+
+    until: merge buffers go dense that close before this tensor, and later whichever way ends sooner; None: never.
 
     Returns when the last exchange of each lane ends, shape (n,), and at [j, f] whether lane f closes a merge
-    buffer after tensor j: 0 no, 1 sparse, 2 dense. Lane f holds f + 1 tensors in its first, and is 0 before.
+    buffer after tensor j: 0 no, 1 sparse, 2 dense. Lane f holds f + 1 tensors in its first, so is 0 above.
     """
     n = len(profile)
     work, load, numel = (_upto(values) for values in (profile.work, profile.load, profile.numel))
@@ -57,6 +66,7 @@ def _follow(profile: Profile, costs: Costs, mode: str, ways: tuple[bool, ...]) -
         due[j:] = True
         lane = np.arange(n) if j == n - 1 else np.flatnonzero(due)
         first, free = start[lane], channel[lane]
+        ways = (False,) if until is None else (True,) if j < until else (False, True)
         ready = np.stack([clock[lane] + (0.0 if dense else select[lane]) for dense in ways])
         ends = np.maximum(free, ready)
         for row, dense in zip(ends, ways, strict=True):

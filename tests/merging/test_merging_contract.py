@@ -14,9 +14,8 @@ HERE = Path(merging.__file__).parent
 
 
 def test_public_names_and_signatures() -> None:
-    assert {"Profile", "Costs", "Plan", "Timeline", "Planner", "names", "get", "predict"} <= set(
-        merging.__all__
-    )
+    promised = {"Profile", "Costs", "Plan", "Timeline", "Planner", "names", "get", "predict"}
+    assert promised | {"Curve", "Measurements", "best"} <= set(merging.__all__)
     assert all(hasattr(merging, name) for name in merging.__all__)
 
     def arguments(function: object) -> str:
@@ -29,6 +28,9 @@ def test_public_names_and_signatures() -> None:
     assert arguments(merging.Costs) == "(sparsify, exchange, dense=None)"
     assert arguments(merging.predict) == "(plan, profile, costs, mode)"
     assert arguments(merging.Planner.plan) == "(self, profile, costs, mode='dense')"
+    assert arguments(merging.Curve) == "(elements, seconds)"
+    assert arguments(merging.Curve.fit) == "(samples, *, zero=False)"
+    assert arguments(merging.best) == "(planner, measurements)"
     assert arguments(merging.get) == "(name, /, **options)"
     assert merging.Span._fields == ("ready", "start", "end")
 

@@ -324,6 +324,23 @@ def test_agtf_ends_first_among_the_quiet(tensors: list[tuple[int, int, float, fl
     assert finish(plan) <= min(map(finish, [*quiet, Plan((1,) * n)])) * (1 + 1e-9)
 
 
+def test_agtf_leaves_exempt_tensors_out() -> None:
+    """Whatever load an exempt tensor has, in whatever unit: the plan of the others' noise stays as it is."""
+    numel, load, noise = [20, 7, 40, 100], [5, 0, 2, 5], [15.0, 0.0, 19.0, 76.0]
+    costs = Costs(lambda x: 0.0 * x, lambda x: 5.0 + 0.0 * x)
+    seen = set()
+    for other in (0, 3, 7, 7000):
+        for left in (0.0, 1e9):
+            load[1], noise[1] = other, left
+            model = Profile(list("axbc"), numel, [0.0] * 4, work=[20, 0, 40, 100], load=load, noise=noise)
+            more = excess(model)
+            assert (np.diag(more) == 0).all() and more[1, 0] == more[2, 1] == 0
+            seen.add((more.tobytes(), merging.get("agtf").plan(model, costs).counts))
+    alone = Profile(list("abc"), [20, 40, 100], [0.0] * 3, load=[5, 2, 5], noise=[15.0, 19.0, 76.0])
+    assert len(seen) == 1
+    assert (excess(model)[[0, 2, 3]][:, [0, 2, 3]] == excess(alone)).all()
+
+
 def test_agtf_without_a_limit_is_the_optimum() -> None:
     """Equal densities, or no noise: nothing is forbidden (sigma = 0)."""
     rng = np.random.default_rng(3)

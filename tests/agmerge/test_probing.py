@@ -1,0 +1,219 @@
+"""Probes cost the same calls on every rank, tell every rank the same, and leave nothing behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import WIDTH, agreed, digest, gradients, mlp, on_ranks, same_bits, seeded, sgd, train, wrap
+from torch import Tensor, nn
+
+import agmerge
+from agmerge import probing, runtime, testing
+from agmerge.layout import Lane, Layout
+from agmerge.probing import GROWTH, RUNS, SPEND, probe, sizes
+from agmerge.session import Session
+from merging import Curve
+
+MODEL = seeded(mlp)
+CPU = torch.device("cpu")
+Calls = list[tuple[str, str, int]]
+Probed = tuple[Curve | None, Curve]
+CASES: dict[str, dict[str, Any]] = {
+    "residual": {"compression": "topk", "memory": "residual"},
+    "none": {"compression": "topk", "memory": "none"},
+    "dgc": {"compression": "dgc", "memory": "dgc", "density": 0.1},
+    "stateful": {"compression": "redsync", "density": 0.1},
+    "adtopk": {"compression": "adtopk"},
+    "dense": {"compression": "none"},
+    "fp16": {"compression": "fp16"},
+    "ordered": {"compression": "fp16", "dense_sum": "ordered"},
+    "all exempt": {"compression": "topk", "dense": [".*"]},
+}
+
+
+def tall() -> nn.Sequential:
+    """Sparse tensors of 1024, 3072 and 9216 elements."""
+    widths = [WIDTH, WIDTH, 96, 96, 10]
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)))
+
+
+TALL = seeded(tall)
+
+
+def wrapped(model: nn.Module, **options: Any) -> agmerge.DistributedOptimizer:
+    inner = sgd(model, momentum=0.0 if options.get("memory") == "dgc" else 0.9)
+    return wrap(model, inner, merging="layerwise", **options)
+
+
+def session_of(optimizer: agmerge.DistributedOptimizer) -> Session:
+    assert optimizer._engine.session is not None
+    return optimizer._engine.session
+
+
+class Ticking:
+    """``time`` for probes: a rank's clock goes on by its own tick at every look, and by nothing else."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tick: Callable[[int], float]) -> None:
+        self._tick, self._here = tick, threading.local()
+        monkeypatch.setattr(probing, "time", SimpleNamespace(perf_counter=self._now))
+
+    def _now(self) -> float:
+        self._here.now = getattr(self._here, "now", 0.0) + self._tick(runtime.world().rank)
+        return float(self._here.now)
+
+
+def probed(size: int, model: nn.Module, **options: Any) -> list[tuple[Probed, Calls]]:
+    """What a probe after two steps finds, and what it calls, rank by rank."""
+
+    def body(rank: int, here: nn.Module) -> tuple[Probed, Calls]:
+        optimizer = wrapped(here, **options)
+        train(here, optimizer, rank, range(2))
+        before = len(testing.calls())
+        found = probe(session_of(optimizer), 2)
+        return found, testing.calls()[before:]
+
+    return on_ranks(size, model, body)
+
+
+# -- sizes ------------------------------------------------------------------------------------------------------
+
+LANES = [Lane(CPU, torch.float32, True), Lane(CPU, torch.float32, False), Lane(CPU, torch.bfloat16, True)]
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 5000), st.sampled_from(LANES)), min_size=1, max_size=12))
+def test_sizes_grow_threefold_up_to_the_whole_of_the_largest_lane(drawn: list[tuple[int, Lane]]) -> None:
+    layout = Layout([(f"t{i}", (numel,), lane) for i, (numel, lane) in enumerate(drawn)])
+    chosen = sizes(layout)
+    (lane,) = {segment.lane for segment in chosen}
+    assert lane.sparse or not any(other.sparse for other in layout.lengths)
+    assert layout.lengths[lane] == max(n for other, n in layout.lengths.items() if other.sparse == lane.sparse)
+    here = [slot for slot in layout.slots if slot.lane == lane]
+    assert list(chosen[-1].slots) == here
+    numels = [segment.numel for segment in chosen]
+    assert all(GROWTH * a <= b for a, b in zip(numels, numels[1:], strict=False))
+    assert len(numels) == 1 or numels[0] == min(slot.numel for slot in here)
+    for segment in chosen:  # one slice of the lane
+        first = here.index(segment.slots[0])
+        assert list(segment.slots) == here[first : first + len(segment.slots)]
+
+
+# -- what ranks find --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_find_and_call_the_same_though_their_clocks_differ(
+    size: int, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Ticking(monkeypatch, lambda rank: 1e-3 * (1 + rank))
+    (sparsify, exchange), calls = agreed(probed(size, TALL, **CASES[case]))
+    slowest = 1e-3 * size
+    assert exchange.seconds == pytest.approx([slowest] * len(exchange.seconds))
+    if sparsify is None:
+        assert CASES[case]["compression"] in ("none", "fp16") or "dense" in CASES[case]
+    else:
+        assert sparsify(0) == 0.0 and sparsify.seconds[1:] == pytest.approx([slowest] * (len(sparsify.seconds) - 1))
+    assert {name for _, name, _ in calls} <= {"probe", "probe/sum", "probe/seconds"}
+    messages = [size for _, name, size in calls if name == "probe"]
+    assert messages == sorted(messages) and len(set(messages)) >= 2  # several sizes
+
+
+def test_what_is_found_is_the_maximum_over_ranks_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 selects slowly, rank 1 sends slowly."""
+    trial = probing._Trial
+    original = {"select": trial.select, "exchange": trial.exchange}
+    seconds = {"select": [3e-6, 1e-6], "exchange": [1e-6, 5e-6]}
+
+    def timed(what: str) -> Callable[[Any, int], float]:
+        def measure(self: Any, runs: int) -> float:
+            original[what](self, runs)
+            return seconds[what][runtime.world().rank] * float(self.segment.numel)
+
+        return measure
+
+    for what in original:
+        monkeypatch.setattr(trial, what, timed(what))
+    (sparsify, exchange), _ = agreed(probed(2, TALL, compression="topk", density=0.125))
+    assert sparsify is not None
+    numels = [1024, 3072, 1024 + 3072 + 96 * 96]
+    assert [sparsify(numel) for numel in numels] == pytest.approx([3e-6 * numel for numel in numels])
+    assert [exchange(numel // 8) for numel in numels] == pytest.approx([5e-6 * numel for numel in numels])
+
+
+def test_a_size_that_is_too_dear_is_the_end_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one would take three times as long, twice at least."""
+    points = {}
+    for cost in (1e-6, SPEND / 8, SPEND):
+        # Only rank 1 is that slow.
+        Ticking(monkeypatch, lambda rank, cost=cost: cost / 2 * rank)  # type: ignore[misc]
+        (_, exchange), calls = agreed(probed(2, TALL, compression="topk"))
+        points[cost] = (len(exchange.elements), sum(name == "probe" for _, name, _ in calls))
+    most, least = RUNS[1], RUNS[0]
+    assert points[1e-6] == (3, 3 * 2 * most)
+    assert points[SPEND] == (1, 2 * most)
+    assert points[SPEND / 8] == (1, 2 * most) and least < most
+
+
+def test_dear_sizes_are_run_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    Ticking(monkeypatch, lambda rank: SPEND / 100)
+    ((_, exchange), calls), *_ = probed(2, TALL, compression="topk")
+    runs = [size for _, name, size in calls if name == "probe"]
+    by_size = [runs.count(size) // 2 for size in sorted(set(runs))]
+    # 0.06 s a run at first, three times that expected for the next, of 0.3 s for one size.
+    assert by_size[0] == RUNS[1] and by_size[1] == RUNS[0] and len(exchange.elements) == len(by_size)
+
+
+# -- what they leave --------------------------------------------------------------------------------------------
+
+
+def kept(model: nn.Module, optimizer: agmerge.DistributedOptimizer) -> dict[str, Tensor]:
+    """All that a script, a checkpoint or the next step can see."""
+    section = optimizer.state_dict()["agmerge"]
+    found = {f"{kind} {name}": one for kind in ("residuals", "momenta") for name, one in section[kind].items()}
+    found |= {f"update {lane}": arena.update.clone() for lane, arena in session_of(optimizer).arenas.items()}
+    found |= {f"gradient {name}": one for name, one in gradients(model).items() if one is not None}
+    return found | {f"parameter {name}": p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_probe_writes_nothing_that_anyone_can_see(case: str) -> None:
+    def body(rank: int, model: nn.Module) -> None:
+        optimizer = wrapped(model, **CASES[case])
+        train(model, optimizer, rank, range(3))
+        before, stats = kept(model, optimizer), optimizer.stats()
+        sparsifier = optimizer._engine.config.sparsifier
+        state = repr(sparsifier.state_dict()) if sparsifier else ""
+        probe(session_of(optimizer), 3)
+        after = kept(model, optimizer)
+        assert after.keys() == before.keys()
+        assert [name for name in before if not same_bits(before[name], after[name])] == []
+        assert optimizer.stats() == stats  # probes are no traffic of gradients
+        if sparsifier:
+            assert repr(sparsifier.state_dict()) == state and "probe" not in state
+
+    on_ranks(2, MODEL, body)
+
+
+@pytest.mark.parametrize("sparsify", ["behind", "ahead"])
+@pytest.mark.parametrize("case", CASES)
+def test_training_goes_on_as_if_there_had_been_no_probe(case: str, sparsify: str) -> None:
+    def body(rank: int, model: nn.Module, probing_at: set[int]) -> tuple[list[str], str]:
+        optimizer, seen = wrapped(model, sparsify=sparsify, **CASES[case]), []
+        for step in range(6):
+            seen += train(model, optimizer, rank, [step])
+            if step in probing_at:
+                probe(session_of(optimizer), step + 1)
+        state = optimizer.state_dict()["agmerge"]["residuals"]
+        return seen, digest(state[name] for name in sorted(state))
+
+    without = on_ranks(2, MODEL, lambda r, m: body(r, m, set()))
+    assert on_ranks(2, MODEL, lambda r, m: body(r, m, {1, 3, 4})) == without
+    assert len(set(without[0][0])) == 6
