@@ -15,15 +15,18 @@ import merging
 from agmerge.agreement import check, labelled, misfit, share
 from agmerge.averages import Averages
 from agmerge.clock import Seconds
+from agmerge.energy import Energies, left_behind
 from agmerge.handshake import gather_bytes
 from agmerge.probing import probe
 from agmerge.routing import AHEAD
 from agmerge.session import Session
 from merging import Measurements
+from merging.importance import loads
 
 FIRST = 10  # steps that are measured before the first plan
 STEADY = (0.8, 1.25)  # an exchange within these, of what it took after the plan was made, is as it was
 LATE = 0.15  # of the finish: backward that moved by less is as it was
+SPREAD = 10.0  # by importance, a tensor's density is at most so many times the mean, and at least 1 / so many
 TWICE = 2  # looks in a row that must see a change
 KEEP, PLAN, PROBE = range(3)  # what a look finds: all is well; plan anew; measure costs anew, then plan
 
@@ -42,9 +45,11 @@ class Adaptation:
     def after_step(self, step: int) -> merging.Plan | None:
         """A new plan, now and then. ``step``: the one to come. Collective at steps that all ranks count alike."""
         config, planner = self.session.config, self.session.config.planner
+        self._steps += 1
+        if self.session.energy is not None and self._steps == FIRST:
+            self._share_out()
         if planner is None or not planner.timed or config.groups is not None or self.session.comm.size == 1:
             return None
-        self._steps += 1
         if self._latest is None:
             return self._plan(planner, self._measure(step)) if self._steps == FIRST else None
         every = getattr(planner, "check_every", 0)
@@ -65,6 +70,23 @@ class Adaptation:
         self._seen = []
         return self.measured
 
+    def _share_out(self) -> None:
+        """Give every sparse tensor its number of elements, by the energy of all ranks' gradients. Collective."""
+        session, sparsifier = self.session, self.session.config.sparsifier
+        assert session.energy is not None and sparsifier is not None
+        (energy,) = self._told(session.energy.of(session.layout.slots))
+        session.energy = None
+        slots = [slot for slot in session.layout.slots if slot.lane.sparse]
+        mean = np.where(np.isfinite(energy), energy, 0.0).mean(axis=0)
+        density = sparsifier.density
+        energies, numel = [mean[slot.index] for slot in slots], [slot.numel for slot in slots]
+        given = loads(numel, energies, density, least=density / SPREAD, most=min(1.0, density * SPREAD))
+        shares = [0] * len(session.layout.slots)
+        for slot, elements in zip(slots, given.tolist(), strict=True):
+            shares[slot.index] = max(1, elements)
+        told = share(session.comm, {"shares": shares}, session.config.timeout)
+        session.shares = tuple(told["shares"])
+
     # -- what is measured -----------------------------------------------------------------------------------
 
     def _measure(self, step: int, ready: Seconds | None = None, *, probing: bool = True) -> Measurements:
@@ -78,7 +100,7 @@ class Adaptation:
             sparsify, exchange = self._latest.sparsify, self._latest.exchange
         config = self.session.config
         return Measurements(
-            profile=profile(self.session, ready, step),
+            profile=profile(self.session, ready, step, self._noise()),
             sparsify=sparsify,
             exchange=exchange,
             dense=None,
@@ -91,6 +113,14 @@ class Adaptation:
                 ("torch", torch.__version__),
             ),
         )
+
+    def _noise(self) -> Energies | None:
+        """What selection leaves behind of each tensor, the mean over ranks; None where nothing is kept."""
+        slots = self.session.layout.slots
+        kept = {name: tensor for (kind, name), tensor in self.session.state().items() if kind == "residual"}
+        mine = left_behind((slot for slot in slots), kept if self.session.config.sparsifier is not None else {})
+        mean = self._told(mine)[0].mean(axis=0)
+        return mean if np.isfinite(mean).all() and mean.any() else None
 
     def _told(self, *mine: Seconds) -> list[Seconds]:
         """What every rank has measured: one array of shape (W, ...) for each argument."""
@@ -167,7 +197,7 @@ def takes(plan: merging.Plan, measured: Measurements) -> Seconds:
     return np.array([span.end - span.start for span in timeline.spans])
 
 
-def profile(session: Session, ready: Seconds, step: int) -> merging.Profile:
+def profile(session: Session, ready: Seconds, step: int, noise: Energies | None = None) -> merging.Profile:
     """The tensors of a session, ready at these times. A load is in selected elements, index and value; an element
     that is sent whole has no index, and counts as less than one."""
     names, numel, work, load = [], [], [], []
@@ -179,4 +209,4 @@ def profile(session: Session, ready: Seconds, step: int) -> merging.Profile:
         size = slot.lane.dtype.itemsize
         whole = slot.numel if session.config.sparsifier is None else -(-slot.numel * size // (size + 4))
         load.append(min(session.tensor_budget(slot, step), slot.numel) if sparse else whole)
-    return merging.Profile(names, numel, np.diff(ready, prepend=0.0), work=work, load=load)
+    return merging.Profile(names, numel, np.diff(ready, prepend=0.0), work=work, load=load, noise=noise)

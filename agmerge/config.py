@@ -29,6 +29,7 @@ from merging.dear import DeAR
 
 MERGING = "threshold"  # the default planner
 DENSITY = 0.01  # the default
+IMPORTANCE = "importance"
 SMALL = 1024  # elements; a smaller tensor costs more to select from than to send
 CASTS = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -43,6 +44,7 @@ class Config:
     cast: torch.dtype | None
     memory: sparsifiers.Memory
     densities: tuple[tuple[re.Pattern[str], float], ...]  # by pattern, where the script gives them so
+    importance: bool  # densities go by the energy of gradients, around the compressor's own
     warmup: schedules.Schedule | None
     sparsify: str
     planner: merging.Planner | None
@@ -119,6 +121,7 @@ class Config:
         return [
             ("compression", self.sparsifier.name if self.sparsifier else cast),
             ("density", str(self.sparsifier.density if self.sparsifier else 1.0)),
+            ("density by importance", str(self.importance)),
             ("options", repr(self.sparsifier)),
             ("memory", repr(self.memory)),
             ("warmup", self.warmup.text if self.warmup is not None else "None"),
@@ -179,8 +182,11 @@ def resolve(
         raise ValueError(f"timeout must be a number of seconds > 0, not {timeout!r}")
     if not isinstance(check_every, int) or check_every < 0:
         raise ValueError(f"check_every must be a number of steps (0: never), not {check_every!r}")
+    if isinstance(density, str) and density != IMPORTANCE:
+        raise ValueError(f"density={density!r}: give a number, {{pattern: number}}, or {IMPORTANCE!r}")
+    by_importance = density == IMPORTANCE
     densities = _densities(density)
-    sparsifier, cast = _compressor(compression, DENSITY if densities else density)
+    sparsifier, cast = _compressor(compression, DENSITY if densities or by_importance else density)
     if densities and isinstance(compression, sparsifiers.Sparsifier):
         raise ValueError(f"density={density!r} and compression={compression!r}: give a name, or one density")
     planner, plan = _planner(merging, sparsify)
@@ -193,6 +199,7 @@ def resolve(
         cast=cast,
         memory=_memory(memory, sparsifier, cast),
         densities=densities,
+        importance=by_importance,
         warmup=schedules.checked(warmup, bool(densities)),
         planner=planner,
         plan=plan,
@@ -246,8 +253,6 @@ def _compressor(compression: Any, density: Any) -> tuple[sparsifiers.Sparsifier 
     if isinstance(compression, Compression):
         compression = compression.value
     compression = horovod.compression(compression) or compression
-    if isinstance(density, str):
-        raise ValueError(f"density={density!r}: densities by importance are not built yet; give a number")
     try:
         sparsifiers.budget(density, 1)  # checked also where it is not needed
     except ValueError as error:

@@ -15,7 +15,7 @@ import torch
 import merging as planning
 import sparsifiers
 from agmerge import adaptation, checkpoint, dear, report, runtime
-from agmerge.config import check_momentum, resolve
+from agmerge.config import DENSITY, IMPORTANCE, check_momentum, resolve
 from agmerge.errors import AGMergeError
 from agmerge.ops import Average, ReduceOp
 from sparsifiers.proof import Proof
@@ -53,8 +53,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
       are an error. ``process_set``: a Horovod process set, or the ranks (on any backend) that exchange gradients;
       the others step by themselves.
     * ``density``: elements sent / elements; or ``{pattern: density}`` by whole name, the first match counts, 0.01
-      where none does. ``warmup``: ``"dgc"`` (its paper's ladder, 200 steps a rung), a number of steps (geometric, from
-      25 %), or ``callable(step) -> density``; :func:`agmerge.ladder` makes the paper's with steps of yours.
+      where none does; or ``"importance"``: around the compressor's own, by the energy per element of each tensor's
+      gradients in the first steps. ``warmup``: ``"dgc"`` (its paper's ladder, 200 steps a rung), a number of steps
+      (geometric, from 25 %), or ``callable(step) -> density``; :func:`agmerge.ladder`: the paper's, steps of yours.
     * ``exchange``: how messages are combined. It, ``density`` and ``warmup`` are about what a sparsifier selects from,
       so they mean nothing to ``"none" | "fp16" | "bf16"``, which send every element.
     * ``memory``: ``"residual"`` keeps what is not sent (the default where anything is dropped), ``"none"`` drops it,
@@ -264,8 +265,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         density = self._arguments["density"] if density is None else density
         if options:
-            compression = sparsifiers.get(compression, density, **options)
-        if isinstance(compression, sparsifiers.Sparsifier):
+            compression = sparsifiers.get(compression, DENSITY if density == IMPORTANCE else density, **options)
+        if isinstance(compression, sparsifiers.Sparsifier) and density != IMPORTANCE:
             density = compression.density
         arguments = {**self._arguments, "compression": compression, "density": density}
         arguments |= {"memory": memory, "warmup": warmup}

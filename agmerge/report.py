@@ -20,7 +20,10 @@ def compression(plan: merging.Plan, session: Session | None, config: Config, ste
     for slot in session.layout.slots:
         density = "1"
         if slot.lane.sparse:
-            density, sparse = f"{config.density(slot.lane.density, step):g}", sparse + slot.numel
+            sent = config.density(slot.lane.density, step)
+            if session.shares is not None:
+                sent = session.tensor_budget(slot, step) / slot.numel
+            density, sparse = f"{sent:.3g}", sparse + slot.numel
         shape = "x".join(map(str, slot.shape)) or "scalar"
         lane = "sparse" if slot.lane.sparse else "dense"
         rows.append((str(session.buffer_of[slot.index]), slot.name, shape, lane, density, str(slot.numel)))

@@ -42,6 +42,8 @@ class Round:
         slot = self.session.slot_of[parameter]
         if not self.dirty:
             self.session.arenas[slot.lane].compensate(slot, gradient)
+            if self.session.energy is not None and slot.lane.sparse:
+                self.session.energy.add(slot, gradient)
         self._fed[slot.index] = gradient is not None
         self.recorder.ready(slot.index)
         alone = self.session.alone.get(slot.index)

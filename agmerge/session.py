@@ -6,6 +6,7 @@ changed. Residuals move from session to session by name.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 
@@ -18,6 +19,7 @@ from agmerge.arena import Arena
 from agmerge.backends import Backend
 from agmerge.clock import clock_for
 from agmerge.config import Config
+from agmerge.energy import Energy
 from agmerge.exchanges import Commit, DenseExchange, Load, SparseExchange
 from agmerge.handshake import Fact
 from agmerge.layout import Lane, Layout, Segment, Slot
@@ -51,6 +53,8 @@ class Session:
         self.arenas = {lane: self._arena(lane, length) for lane, length in self.layout.lengths.items()}
         self.clock = clock_for(lane.device for lane in self.arenas)
         self.used = [False] * len(ordered)
+        self.shares: tuple[int, ...] | None = None  # by slot: elements to send, by importance, once that is known
+        self.energy = Energy() if config.importance and config.sparsifier is not None else None
         self._copies: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
         self.follow(plan)
 
@@ -92,11 +96,19 @@ class Session:
 
     def tensor_budget(self, slot: Slot, step: int) -> int:
         """How many elements of one tensor a step sends, if it is selected from by itself."""
-        return sparsifiers.budget(self.config.density(slot.lane.density, step), slot.numel)
+        density = self.config.density(slot.lane.density, step)
+        if self.shares is None:
+            return sparsifiers.budget(density, slot.numel)
+        assert self.config.sparsifier is not None
+        share = self.shares[slot.index] * (density / self.config.sparsifier.density)  # a warm-up is for all alike
+        return min(max(1, math.ceil(share - 1e-6)), slot.numel)
 
     def budget(self, segment: Segment, step: int) -> int:
-        """How many elements of the segment a step sends."""
-        k = sparsifiers.budget(self.config.density(segment.lane.density, step), segment.numel)
+        """How many elements of the segment a step sends: merged tensors keep what each may send."""
+        if self.shares is None:
+            k = sparsifiers.budget(self.config.density(segment.lane.density, step), segment.numel)
+        else:
+            k = sum(self.tensor_budget(slot, step) for slot in segment.slots)
         # Everything, padding too: else it could be chosen in place of an element.
         return segment.length if k == segment.numel else k
 

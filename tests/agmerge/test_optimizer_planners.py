@@ -331,6 +331,8 @@ def test_a_planner_of_the_scripts_own_is_given_as_an_object() -> None:
         for step in range(FIRST + 3):
             seen += train(model, optimizer, rank, [step])
             plans.append(optimizer.plan)
+            typical = optimizer._engine.averages.typical()  # of this plan, or not known yet
+            assert typical is None if step == FIRST - 1 else typical and len(typical.handed) == len(plans[-1].counts)
         return seen, plans
 
     seen, plans = agreed(on_ranks(2, MODEL, body))
