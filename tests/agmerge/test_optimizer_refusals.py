@@ -45,7 +45,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"wire": "int8"}, ValueError, ["wire='int8'", "not built yet"]),
     ({"wire": "fp32"}, ValueError, ["wire='fp32'", "not built yet"]),
     ({"wire_check": "payload"}, ValueError, ["wire_check='payload'", "not built yet"]),
-    ({"density": "importance"}, ValueError, ["density='importance'", "not built yet"]),
+    ({"density": "importanc"}, ValueError, ["density='importanc'", "give a number", "'importance'"]),
     ({"merging": merging.Plan((6,), dense=(True,))}, ValueError, ["merging", "not built yet"]),
     ({"merging": merging.Plan((6,), labels=("int8",))}, ValueError, ["merging", "not built yet"]),
     # unknown
