@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,13 +11,12 @@ from typing import Any
 
 import torch
 
-import merging as planning
 import sparsifiers
-from agmerge import adaptation, checkpoint, dear, report, runtime
+from agmerge import checkpoint, dear, runtime
 from agmerge.config import DENSITY, IMPORTANCE, check_momentum, resolve
 from agmerge.errors import AGMergeError
+from agmerge.figures import Figures
 from agmerge.ops import Average, ReduceOp
-from sparsifiers.proof import Proof
 
 TWICE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
@@ -33,7 +31,7 @@ ZERO_GRAD = (
 _OWN = ("self", "__class__", "optimizer", "named_parameters")  # what is no option
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(Figures, torch.optim.Optimizer):
     """Wraps ``optimizer`` so that every step uses gradients combined over all workers.
 
     The wrapped optimizer keeps working as it is: ``param_groups``, ``state`` and ``defaults`` are its own, and
@@ -277,48 +275,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._engine.reconfigure(config)
         self._arguments = arguments
 
-    def measure_selection(self, on: bool = True) -> None:
-        """Measure selections, in ``stats()["selection"]``, since the last agreement; costs a pass or two a step."""
-        self._engine.stats.proof = Proof() if on else None
-
-    def compression_report(self) -> str:
-        """A table of what happens to each tensor: merge buffer, lane, density, elements. After the first step."""
-        return report.compression(self.plan, self._engine.session, self._engine.config, self._engine.steps)
-
-    def measure(self) -> planning.Measurements:
-        """Measure what selection and exchanges cost now; :meth:`merge_report` predicts from it. The plan stays.
-
-        Collective, after ``step()``; takes a few seconds at most. Planners that go by times measure by themselves in
-        the first steps: this is for the others, and for what ``python -m agmerge plan`` reads.
-        """
-        self._engine.check_idle("measure()")
-        return self._engine.measure()
-
-    @property
-    def measurements(self) -> planning.Measurements:
-        """What the plan in use was made from: ``.save("profile.json")`` is what ``python -m agmerge plan`` reads."""
-        found = self._engine.measured()
-        if found is None:
-            raise AGMergeError(
-                "nothing has been measured: planners that go by times measure the first "
-                f"{adaptation.FIRST} steps of more than one worker; with the others call measure()"
-            )
-        return found
-
-    def merge_report(self) -> str:
-        """A table of the merge buffers of a typical step: ready, start, end and exposed time, beside the predicted."""
-        plan = self.plan  # raises before the first step
-        assert plan is not None
-        return report.merge_buffers(
-            self._engine.session, self._engine.measured(), self._engine.averages.typical()
-        )
-
-    @contextmanager
-    def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
-        """Write a Chrome trace of the steps inside, to open in Perfetto; one file a rank (``trace.rank0.json``)."""
-        with self._engine.traced(path):
-            yield
-
     def join(self) -> None:
         """Refused: uneven data is not built yet."""
         raise AGMergeError("join() is not built yet: give every rank the same number of batches")
@@ -331,7 +287,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._engine.comm is None and not self._engine.outside:  # unpickled or copied
             self._engine.connect(runtime.world())
 
-    # -- state and figures ----------------------------------------------------------------------------------
+    # -- state ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, and under ``"agmerge"`` this rank's residuals by name."""
@@ -343,35 +299,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         inner = {key: value for key, value in state_dict.items() if key != checkpoint.SECTION}
         checkpoint.load(self._engine, state_dict.get(checkpoint.SECTION))
         self.optimizer.load_state_dict(inner)
-
-    @property
-    def plan(self) -> planning.Plan:
-        """The plan in use. There is none before the first step."""
-        if self._engine.session is None:
-            raise AGMergeError("there is no plan yet: ranks agree on one in the first step")
-        return self._engine.session.plan
-
-    def stats(self) -> dict[str, Any]:
-        """Totals since construction, of this rank; ``buffers`` and ``residual_norm`` (of the L2 norm) as of now.
-
-        ``bytes_sent``: handed to collectives for gradients, headers and padding included. ``bytes_dense``: what a
-        dense float32 all-reduce would be handed. ``elements_sent``: dense lane included. ``density``: elements
-        sent / elements. ``exposed_seconds``: waiting for messages in ``synchronize()``.
-        """
-        stats = self._engine.stats
-        self._engine.averages.settle()
-        norms = [float(torch.linalg.vector_norm(r.double())) for r in self._engine.residuals().values()]
-        return {
-            "steps": self._engine.steps,
-            "buffers": stats.buffers,
-            "bytes_sent": stats.bytes_sent,
-            "bytes_dense": stats.bytes_dense,
-            "elements_sent": stats.elements_sent,
-            "density": stats.density,
-            "exposed_seconds": self._engine.averages.exposed,
-            "residual_norm": sum(norm**2 for norm in norms) ** 0.5,
-            **({} if stats.proof is None else {"selection": stats.proof.figures()}),
-        }
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
