@@ -27,7 +27,7 @@ from agmerge.ops import Average, Compression, ReduceOp
 from agmerge.routing import AHEAD
 from merging.dear import DeAR
 
-MERGING = "threshold"  # the default planner
+MERGING = "agmerge"  # the default planner
 DENSITY = 0.01  # the default
 IMPORTANCE = "importance"
 SMALL = 1024  # elements; a smaller tensor costs more to select from than to send

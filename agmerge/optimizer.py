@@ -84,7 +84,7 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         warmup: Any = None,
         memory: Any = None,
         dense: Any = None,
-        merging: Any = "threshold",
+        merging: Any = "agmerge",
         sparsify: str = "auto",
         exchange: str = "sparse",
         wire: str = "auto",

@@ -31,7 +31,8 @@ from torch import Tensor, nn
 import agmerge
 import merging
 import sparsifiers
-from agmerge import testing
+from agmerge import adaptation, testing
+from agmerge.adaptation import FIRST
 from agmerge.layout import Segment
 from agmerge.session import Session
 
@@ -175,6 +176,26 @@ def test_accumulated_gradients_are_selected_from_once(passes: int) -> None:
 
     found = [agreed(on_ranks(2, MODEL, partial(body, plan=plan))) for plan in PLANS.values()]
     assert all(one == found[0] for one in found) and len(set(found[0][0])) == 4
+
+
+@pytest.mark.parametrize("compression", ["topk", "adtopk", "redsync", "dgc"])
+def test_ahead_a_plan_from_times_trains_what_any_other_plan_does(
+    compression: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So neither probes nor changes of plan leave a trace: not in a residual, nor in what a sparsifier remembers."""
+    monkeypatch.setattr(adaptation.Adaptation, "_look", lambda *_: adaptation.PROBE)
+    options: dict[str, Any] = {"sparsify": "ahead", "dense_sum": "ordered", "compression": compression}
+
+    def body(rank: int, model: nn.Module, planner: Any) -> tuple[list[str], int]:
+        optimizer = wrap(model, merging=planner, density=0.05, memory="residual", **options)
+        seen = train(model, optimizer, rank, range(FIRST + 6))
+        return seen, len(optimizer.plan.counts)
+
+    fixed, one = agreed(on_ranks(2, MODEL, partial(body, planner="single")))
+    planner = merging.get("agmerge", intra=False, phases=2, check_every=3)
+    found, two = agreed(on_ranks(2, MODEL, partial(body, planner=planner)))
+    assert found == fixed and len(set(found)) == FIRST + 6
+    assert (one, two) == (1, 2)
 
 
 # -- awkward parameters ------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -231,25 +230,6 @@ def test_without_a_sparsifier_planners_plan_for_dense(compression: str) -> None:
     assert agreed(fixed) == seen  # an ordered sum does not depend on the plan
 
 
-@pytest.mark.parametrize("compression", ["topk", "adtopk", "redsync", "dgc"])
-def test_ahead_a_plan_from_times_trains_what_any_other_plan_does(
-    compression: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So neither probes nor changes of plan leave a trace: not in a residual, nor in what a sparsifier remembers."""
-    monkeypatch.setattr(adaptation.Adaptation, "_look", lambda *_: adaptation.PROBE)
-    options: dict[str, Any] = {"sparsify": "ahead", "dense_sum": "ordered", "compression": compression}
-
-    def body(rank: int, model: nn.Module, planner: Any) -> tuple[list[str], int]:
-        optimizer = wrap(model, merging=planner, density=0.05, memory="residual", **options)
-        seen = train(model, optimizer, rank, range(FIRST + 6))
-        return seen, len(optimizer.plan.counts)
-
-    fixed, one = agreed(on_ranks(2, MODEL, partial(body, planner="single")))
-    found, two = agreed(on_ranks(2, MODEL, partial(body, planner=Halves(check_every=3))))
-    assert found == fixed and len(set(found)) == FIRST + 6
-    assert (one, two) == (1, 2)
-
-
 # -- who is never measured --------------------------------------------------------------------------------------
 
 UNMEASURED: dict[str, tuple[int, dict[str, Any]]] = {
@@ -293,8 +273,6 @@ class Halves(merging.Planner):
     """Two merge buffers."""
 
     name: ClassVar[str] = "halves"
-    check_every: int = 0
-
     def partition(self, profile: merging.Profile, costs: merging.Costs, mode: str) -> merging.Plan:
         half = len(profile) // 2
         return merging.Plan((half, len(profile) - half))
