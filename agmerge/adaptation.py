@@ -201,12 +201,13 @@ def profile(session: Session, ready: Seconds, step: int, noise: Energies | None 
     """The tensors of a session, ready at these times. A load is in selected elements, index and value; an element
     that is sent whole has no index, and counts as less than one."""
     names, numel, work, load = [], [], [], []
+    selects = session.config.sparsifier is not None and any(lane.sparse for lane in session.arenas)
     for slot in session.layout.slots:
-        sparse = slot.lane.sparse and session.config.sparsifier is not None
+        sparse = slot.lane.sparse and selects
         names.append(slot.name)
         numel.append(slot.numel)
         work.append(slot.numel if sparse else 0)
         size = slot.lane.dtype.itemsize
-        whole = slot.numel if session.config.sparsifier is None else -(-slot.numel * size // (size + 4))
+        whole = -(-slot.numel * size // (size + 4)) if selects else slot.numel
         load.append(min(session.tensor_budget(slot, step), slot.numel) if sparse else whole)
     return merging.Profile(names, numel, np.diff(ready, prepend=0.0), work=work, load=load, noise=noise)

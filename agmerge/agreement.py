@@ -42,8 +42,8 @@ def open_session(
     if comm.rank == 0:
         try:
             told = {"plan": _make_plan(config, members, order, recorded).dumps(), "steps": steps}
-        except ValueError as error:
-            told = {"problem": str(error)}
+        except Exception as error:  # a planner may be the script's own; the other ranks wait to hear of it
+            told = {"problem": f"{type(error).__name__}: {error}"}
     told = share(comm, told, config.timeout)
     problem = told.get("problem") or misfit(merging.Plan.loads(told["plan"]), [member.name for member in members])
     check(comm, problem, config.timeout)
@@ -62,7 +62,7 @@ def check(comm: Backend, problem: str, timeout: float) -> None:
     """Raise the same error on every rank if the plan does not fit on one. Collective."""
     agree(comm, [("the plan", problem or "fits")], what="plan", advice=ADVICE, timeout=timeout)
     if problem:
-        raise ValueError(f"the plan does not fit the model: {problem}")
+        raise ValueError(f"there is no plan for this model: {problem}")
 
 
 def misfit(plan: merging.Plan, members: Iterable[str]) -> str:
@@ -90,7 +90,10 @@ def _make_plan(
     if config.plan is not None and config.plan.names is not None:
         return config.plan
     if recorded is not None and not misfit(recorded, parameters):
-        return recorded
+        ahead = AHEAD in recorded.labels
+        if (AHEAD if ahead else "behind") in config.modes or config.sparsifier is None:
+            return recorded
+        return labelled(recorded, config.modes[0])  # the script asks for the other way now
     # Reversed registration stands in for tensors that no backward pass has reached yet.
     names = list(dict.fromkeys([*(name for name in order if name in parameters), *reversed(list(parameters))]))
     if config.plan is not None:

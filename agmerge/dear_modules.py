@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.optim import optimizer as optimizers
 
 from agmerge.errors import AGMergeError
@@ -80,20 +81,21 @@ class Hook:
         self.listener, self.number, self.parameters = listener, number, parameters
 
     def __call__(self, *_: Any) -> None:
-        here = None if self.listener is None else self.listener()
-        if here is None:
-            return
-        if self.number < 0:
-            here.flush()
-        else:
-            here.before_forward(self.number, self.parameters)
+        _tell(self)
 
     def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
         return Hook, ()
 
 
-# The compiler leaves these calls alone: what they do depends on messages, and must not be traced.
-Hook.__call__._torchdynamo_disable = True  # type: ignore[attr-defined]
+@_disable_dynamo  # what this does depends on messages, and must not be traced by torch.compile
+def _tell(hook: Hook) -> None:
+    here = None if hook.listener is None else hook.listener()
+    if here is None:
+        return
+    if hook.number < 0:
+        here.flush()
+    else:
+        here.before_forward(hook.number, hook.parameters)
 
 
 class ModuleHooks:

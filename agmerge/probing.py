@@ -61,7 +61,8 @@ def sizes(layout: Layout) -> list[Segment]:
     whole = Segment(lane, tuple(slots))
     chosen: list[Segment] = []
     for run in sorted(runs, key=lambda run: run.numel):
-        if run.numel * GROWTH <= whole.numel and (not chosen or run.numel >= GROWTH * chosen[-1].numel):
+        first = not chosen and run.numel < whole.numel
+        if first or (chosen and GROWTH * chosen[-1].numel <= run.numel <= whole.numel / GROWTH):
             chosen.append(run)
     return [*chosen, whole]
 
@@ -79,9 +80,8 @@ class _Trial:
         sparsifier = self.session.config.sparsifier
         if sparsifier is None or not self.segment.lane.sparse:
             return None
-        k, shapes = self.session.budget(self.segment, self.step), self.segment.shapes
-        key = f"probe of {self.segment.numel}"
-        return sparsifier.select(self.load.work, k=k, key=key, step=self.step, shapes=shapes)
+        work, k, shapes = self.session.vector(self.segment, self.step)
+        return sparsifier.select(work, k=k, key=f"probe of {self.segment.numel}", step=self.step, shapes=shapes)
 
     def _send(self) -> Callable[[], object]:
         control = Control(self.step, self.session.fingerprint, 0, 0, (False,) * len(self.segment.slots))

@@ -59,7 +59,9 @@ class Round:
 
     def _look(self) -> None:
         """See what has arrived: without it, nothing would be known of exchanges that backward hides."""
-        while self._arrived < len(self._pending) and all(p.handle.done() for _, p in self._pending[self._arrived]):
+        while self._arrived < len(self._pending) and all(
+            route.exchange.arrived(pending) for route, pending in self._pending[self._arrived]
+        ):
             self.recorder.arrived()
             self._arrived += 1
 
@@ -105,9 +107,9 @@ class Round:
     def _select(self, segment: Segment) -> Selection:
         sparsifier = self.session.config.sparsifier
         assert sparsifier is not None
-        work, k, shapes = self.session.load(segment).work, self.session.budget(segment, self.step), segment.shapes
+        work, k, shapes = self.session.vector(segment, self.step)
         if self.dirty:
-            capacity = sparsifier.capacity(segment.length, k=k, step=self.step, shapes=shapes)
+            capacity = sparsifier.capacity(work.numel(), k=k, step=self.step, shapes=shapes)
             return Selection(torch.zeros(capacity, dtype=torch.int32, device=work.device), 0)
         chosen = sparsifier.select(work, k=k, key=key(segment), step=self.step, shapes=shapes)
         if self.stats.proof is not None:

@@ -106,11 +106,16 @@ class Session:
     def budget(self, segment: Segment, step: int) -> int:
         """How many elements of the segment a step sends: merged tensors keep what each may send."""
         if self.shares is None:
-            k = sparsifiers.budget(self.config.density(segment.lane.density, step), segment.numel)
-        else:
-            k = sum(self.tensor_budget(slot, step) for slot in segment.slots)
+            return sparsifiers.budget(self.config.density(segment.lane.density, step), segment.numel)
+        return sum(self.tensor_budget(slot, step) for slot in segment.slots)
+
+    def vector(self, segment: Segment, step: int) -> tuple[torch.Tensor, int, tuple[tuple[int, ...], ...]]:
+        """What a sparsifier is given of a segment: the vector, k, and its shapes."""
+        work, k, shapes = self.load(segment).work, self.budget(segment, step), segment.shapes
+        if len(segment.slots) == 1:
+            return work[: segment.numel], k, (segment.slots[0].shape,)  # no padding
         # Everything, padding too: else it could be chosen in place of an element.
-        return segment.length if k == segment.numel else k
+        return work, segment.length if k == segment.numel else k, shapes
 
     def gradient(self, slot: Slot) -> torch.Tensor:
         """The tensor's part of the update, in the strides of its parameter: what ``p.grad`` becomes.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 START = 0.25  # density at which every warm-up begins
-RUNGS = (0.25, 0.0625, 0.015625, 0.004, 0.001)  # Lin et al., ICLR 2018, section 3.3: one an epoch
+RUNGS = (0.25, 0.0625, 0.015625, 0.004, 0.001)  # Lin et al., ICLR 2018, section 4.1
 RUNG_STEPS = 200  # of "dgc", which does not know how long an epoch is
 
 

@@ -41,7 +41,7 @@ def ranked(keys: Tensor, rank: int) -> Tensor:
 class DGC(Sparsifier):
     """Send the k largest coordinates, found through the threshold of a small sample.
 
-    Lin, Han, Mao, Wang and Dally, "Deep Gradient Compression", ICLR 2018, section 3 and appendix: sample
+    Lin, Han, Mao, Wang and Dally, "Deep Gradient Compression", ICLR 2018, section 5: sample
     0.1 to 1 % of the elements, take the sample's top-k threshold, then select hierarchically, top-k among the
     candidates, where that let too many through. Momentum correction, masking and clipping belong to the
     memory `dgc`, the warm-up to the training loop.

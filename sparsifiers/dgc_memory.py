@@ -11,15 +11,15 @@ from sparsifiers.memories import Memory, Momentum, NoMemory
 class DGCMemory(Memory):
     """Momentum correction, factor masking and local clipping (Lin et al., "Deep Gradient Compression", ICLR 2018).
 
-    Per tensor a momentum u and a velocity v, which is the residual: u = m u + g, v = v + u (equation 4 and
-    Algorithm 2; nesterov: u = m (u + g), v = v + u + g), selection reads v, and where a coordinate was sent u and v
-    are cleared (masking, section 3.2). Tensors that are sent whole get the same momentum once, on the average.
+    Per tensor a momentum u and a velocity v, which is the residual: u = m u + g, v = v + u (equation 7 and
+    appendix D; nesterov: u = m (u + g), v = v + u + g), selection reads v, and where a coordinate was sent u and v
+    are cleared (masking, section 3.3). Tensors that are sent whole get the same momentum once, on the average.
 
     The wrapped optimizer must not apply momentum again: SGD(momentum=0). Its weight decay then has no momentum either.
     With masking=False and density 1 the training is that of SGD with momentum m.
 
     momentum: m in [0, 1). clipping: bound of the norm of a tensor's gradient summed over all workers; each worker
-    clips its own to clipping * W**-0.5 before it is accumulated (section 3.3); None: no clipping.
+    clips its own to clipping * W**-0.5 before it is accumulated (section 3.2); None: no clipping.
     """
 
     name = "dgc"

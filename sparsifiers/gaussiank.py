@@ -17,7 +17,7 @@ def normal_quantile(x: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
     """sigma z with z = Phi^-1(1 - rho / 2), and the slope of ln count against its logarithm.
 
     Shi, Chu, Cheung and See, "Understanding Top-k Sparsification in Distributed Deep Learning", 2019,
-    algorithm 1, with mean 0. The paper adds the mean of a and compares |a| with the sum, which for a mean
+    with mean 0. The paper adds the mean of a and compares |a| with the sum, which for a mean
     other than 0 is right for neither tail. The slope is -z phi(z) / Q(z), about -z**2 in the tail.
     x: float32 [m]; wanted and the results: 0-dim.
     """

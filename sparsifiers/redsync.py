@@ -16,7 +16,7 @@ EVALUATIONS = 24  # 2**24 keys are two octaves halved to the last bit
 def bisected(x: Tensor, wanted: Tensor) -> Tensor:
     """mean + r (max - mean) whose count is in [wanted, 2 wanted], r found by bisection.
 
-    Fang et al., "RedSync", JPDC 2019, algorithm 3 (threshold binary search). x: float32 [m] >= 0, ascending;
+    Fang et al., "RedSync", JPDC 2019 (threshold binary search). x: float32 [m] >= 0, ascending;
     wanted: 0-dim. r is halved in the space of the bits of the threshold, not in that of its value: with a heavy tail
     the wanted r lies within 1e-3 of 0, where the published bisection to 0.2 cannot come. The window leaves a
     margin for the sampling error to either side. Where fewer than wanted lie above the mean, r is below 0.
@@ -36,7 +36,7 @@ def bisected(x: Tensor, wanted: Tensor) -> Tensor:
 def trimmed(x: Tensor, wanted: Tensor, decrement: float) -> Tensor:
     """mean + r (max - mean) for the first r of 1 - d, 1 - 2d, ..., 0 that surely at least `wanted` reach.
 
-    RedSync, algorithm 2 (trimmed top-k). x: float32 [m]; wanted: 0-dim. Surely: by four standard
+    RedSync (trimmed top-k). x: float32 [m]; wanted: 0-dim. Surely: by four standard
     deviations of the sample's count. The last r if there is none.
     """
     mean, largest = x.mean(), x[-1]

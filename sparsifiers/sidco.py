@@ -23,7 +23,7 @@ EXCEEDANCES = 32  # fewer are no basis for a fit
 
 
 def staged(x: Tensor, wanted: Tensor, stages: int, law: Law) -> Tensor:
-    """The threshold of `stages` peaks over thresholds, uncorrected: SIDCo, section 2.4 and algorithm 1.
+    """The threshold of `stages` peaks over thresholds, uncorrected, as SIDCo has it.
 
     x: float32 [m] >= 0, ascending; wanted: 0-dim. Zeros take no part: delta is wanted over the non-zeros. The
     first stage fits `law` to all, for FIRST of them; each later one fits the excess over the last threshold,

@@ -24,12 +24,12 @@ def moments(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def exponential(mean: Tensor, delta: Tensor) -> Tensor:
-    """-mu ln delta: |a| of a Laplace distribution (corollary 1.1)."""
+    """-mu ln delta: |a| of a Laplace distribution."""
     return -mean * delta.log()
 
 
 def pareto(mean: Tensor, variance: Tensor, delta: Tensor) -> Tensor:
-    """beta / alpha (delta**-alpha - 1): generalised Pareto fitted by moments (corollary 1.3).
+    """beta / alpha (delta**-alpha - 1): generalised Pareto fitted by moments.
 
     alpha = (1 - q) / 2 and beta = mu (1 + q) / 2 with q = mu**2 / variance, alpha clamped to SHAPES. alpha -> 0 is
     the exponential.
@@ -43,7 +43,7 @@ def pareto(mean: Tensor, variance: Tensor, delta: Tensor) -> Tensor:
 
 
 def gamma(x: Tensor, mean: Tensor, delta: Tensor) -> Tensor:
-    """beta P^-1(alpha, 1 - delta): gamma fitted to the positive elements of x, float32 [m] (corollary 1.2).
+    """beta P^-1(alpha, 1 - delta): gamma fitted to the positive elements of x, float32 [m].
 
     s = ln mu - mean ln x, alpha = (3 - s + sqrt((s - 3)**2 + 24 s)) / 12 s, beta = mu / alpha. The paper inverts
     the incomplete gamma function by -beta (ln delta + ln Gamma(alpha)), which is exact at alpha = 1 only and

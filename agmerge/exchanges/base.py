@@ -60,6 +60,10 @@ class Exchange(ABC):
     def start(self, name: str, loads: Sequence[Load], offers: Sequence[Selection | None], control: Control) -> Pending:
         """Send the message of one merge buffer; returns at once. An offer is what the compressor chose."""
 
+    def arrived(self, pending: Pending) -> bool:
+        """Whether the exchange is known to have ended."""
+        return pending.handle.done()
+
     @abstractmethod
     def wait(self, pending: Pending) -> Control:
         """Return what all ranks say together, once every message is here and checked. Writes nothing."""

@@ -66,16 +66,36 @@ def test_calls_are_the_same_though_forward_runs_in_another_order() -> None:
 
 def test_the_plan_is_made_for_both_halves() -> None:
     def body(rank: int, model: nn.Module) -> tuple[Any, ...]:
-        optimizer = dear(model, merging="dear")
+        optimizer, moved = dear(model, merging="dear"), []
         for step in range(12):
             optimizer.zero_grad()
             loss_of(model, rank, step).backward()
+            before = digest(model)
             optimizer.step()
+            moved.append(digest(model) != before)
+        assert moved == [step == 9 for step in range(12)]  # nothing is in flight while exchanges are timed
         measured = optimizer.measurements
         assert (measured.profile.forward > 0).all() and "buffer" in optimizer.merge_report()
         return measured.modes, measured.dumps(), optimizer.plan.counts, optimizer.stats()["steps"]
 
     assert agreed(on_ranks(2, MODEL, body))[0] == ("dear",)
+
+
+def test_what_pads_the_shards_is_zero() -> None:
+    seen: list[float] = []
+
+    def look(call: testing.Call) -> None:
+        if call.kind == "reduce_scatter":
+            seen.append(float(call.tensor.view(3, -1)[2, 10]))  # 32 elements in shards of 11
+
+    def body(rank: int, model: nn.Module) -> None:
+        optimizer = dear(model)
+        for _ in range(3):
+            model(torch.ones(4, 32)).sum().backward()
+            optimizer.step()
+
+    on_ranks(3, seeded(lambda: nn.Linear(32, 1, bias=False)), body, inject=look)
+    assert seen == [0.0] * 9
 
 
 # -- who reads what -----------------------------------------------------------------------------------------------
@@ -335,6 +355,32 @@ def test_a_damaged_message_is_found_in_step() -> None:
             optimizer.step()
 
     on_ranks(2, MODEL, body, inject=damage)
+
+
+class Turning(torch.optim.SGD):
+    """Multiplies matrices in its step, as Muon does."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.dim() == 2:
+                    p.grad = p.grad @ p.grad.T @ p.grad
+        return super().step(closure)
+
+
+def test_updates_are_not_in_the_precision_of_forward() -> None:
+    def body(rank: int, model: nn.Module, wrap: Any) -> str:
+        optimizer = wrap(model, Turning(model.parameters(), lr=0.1))
+        for step in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu"):
+                loss = loss_of(model, rank, step)
+            loss.backward()
+            optimizer.step()
+        optimizer.flush()
+        return digest(model)
+
+    same(2, MODEL, body)
 
 
 def test_the_gradient_of_a_step_is_left_to_the_script() -> None:

@@ -266,3 +266,93 @@ def test_freezing_and_thawing_repeats_the_round_with_every_rank() -> None:
         return seen
 
     assert len(set(agreed(on_ranks(3, PARTS, body)))) == 6
+
+
+@pytest.mark.parametrize("compression", ["randomk", "adtopk", "topk"])
+def test_padding_between_tensors_is_never_chosen(compression: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Session.vector
+    seen: list[tuple[int, int]] = []
+
+    def vector(session: Session, segment: Segment, step: int) -> Any:
+        found = original(session, segment, step)
+        seen.append((found[0].numel(), segment.numel))
+        return found
+
+    monkeypatch.setattr(Session, "vector", vector)
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+
+    def body(rank: int, net: nn.Module) -> None:
+        options: dict[str, Any] = {"compression": compression, "dense": [], "density": 0.5, "sparsify": "ahead"}
+        inner = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer = agmerge.DistributedOptimizer(inner, net.named_parameters(), merging="single", **options)
+        for _ in range(4):
+            optimizer.zero_grad()
+            net(torch.ones(2, 7)).sum().backward()
+            optimizer.step()
+        assert all(bool(p.grad.any()) for p in net.parameters() if p.grad is not None)
+
+    on_ranks(2, model, body)
+    assert seen and all(given == numel for given, numel in seen)
+
+
+@pytest.mark.parametrize(("before", "after"), [("behind", "ahead"), ("ahead", "behind")])
+def test_what_the_script_asks_for_now_counts_more_than_the_plan_of_a_checkpoint(before: str, after: str) -> None:
+    def body(rank: int, net: nn.Module) -> tuple[str, ...]:
+        def wrapped(sparsify: str) -> agmerge.DistributedOptimizer:
+            inner = torch.optim.SGD(net.parameters(), lr=0.1)
+            return agmerge.DistributedOptimizer(
+                inner, net.named_parameters(), compression="topk", merging="layerwise", sparsify=sparsify
+            )
+
+        def step(optimizer: agmerge.DistributedOptimizer) -> None:
+            net(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        first = wrapped(before)
+        step(first)
+        saved = first.state_dict()
+        first.close()
+        second = wrapped(after)
+        second.load_state_dict(saved)
+        step(second)
+        assert second.plan is not None
+        return second.plan.labels
+
+    labels = agreed(on_ranks(2, nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)), body))
+    assert set(labels) == {"ahead" if after == "ahead" else ""}
+
+
+def test_a_compressor_set_later_is_sparsified_ahead_if_the_script_says_so() -> None:
+    def body(rank: int, net: nn.Module) -> tuple[str, ...]:
+        inner = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer = agmerge.DistributedOptimizer(
+            inner, net.named_parameters(), compression="none", merging="layerwise", sparsify="ahead"
+        )
+        for compression in ("none", "topk"):
+            optimizer.set_compressor(compression)
+            net(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.plan is not None
+        return optimizer.plan.labels
+
+    assert set(agreed(on_ranks(2, nn.Sequential(nn.Linear(64, 64)), body))) == {"ahead"}
+
+
+def test_a_planner_of_the_scripts_own_that_fails_is_the_same_error_on_all_ranks() -> None:
+    class Broken(merging.Planner):
+        name, timed = "broken", False
+
+        def partition(self, profile: merging.Profile, costs: merging.Costs, mode: str) -> merging.Plan:
+            raise KeyError("no such model")
+
+    def body(rank: int, net: nn.Module) -> str:
+        inner = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer = agmerge.DistributedOptimizer(inner, net.named_parameters(), merging=Broken())
+        net(torch.ones(2, 64)).sum().backward()
+        with pytest.raises(ValueError, match="KeyError: 'no such model'") as raised:
+            optimizer.step()
+        return str(raised.value)
+
+    agreed(on_ranks(2, nn.Sequential(nn.Linear(64, 64)), body))

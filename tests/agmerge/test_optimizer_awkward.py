@@ -50,7 +50,7 @@ class Sent:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.of: dict[int, dict[str, Tensor]] = {}
-        original = Session._commit
+        original = Session.commit
 
         def commit(session: Session, segment: object, indices: Tensor | None, sent: Tensor) -> None:
             full = torch.zeros(segment.length, dtype=segment.lane.storage)
@@ -64,7 +64,7 @@ class Sent:
                 mine[slot.name] = full[start : start + slot.numel].view(slot.shape)
             original(session, segment, indices, sent)
 
-        monkeypatch.setattr(Session, "_commit", commit)
+        monkeypatch.setattr(Session, "commit", commit)
 
 
 @pytest.mark.parametrize("compression", ["topk", "none", "fp16", "bf16"])

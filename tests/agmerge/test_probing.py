@@ -98,7 +98,9 @@ def test_sizes_grow_threefold_up_to_the_whole_of_the_largest_lane(drawn: list[tu
     here = [slot for slot in layout.slots if slot.lane == lane]
     assert list(chosen[-1].slots) == here
     numels = [segment.numel for segment in chosen]
-    assert all(GROWTH * a <= b for a, b in zip(numels, numels[1:], strict=False))
+    assert numels[0] == min(slot.numel for slot in here)
+    steps = list(zip(numels, numels[1:], strict=False))
+    assert all(GROWTH * a <= b for a, b in (steps if len(steps) > 1 else [])) and all(a < b for a, b in steps)
     assert len(numels) == 1 or numels[0] == min(slot.numel for slot in here)
     for segment in chosen:  # one slice of the lane
         first = here.index(segment.slots[0])
