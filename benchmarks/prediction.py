@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
-PLANNERS = ("layerwise", "single", "count", "threshold", "mgwfbp", "omgs", "fgbuff", "agmerge")
+PLANNERS = ("layerwise", "single", "count", "threshold", "mgwfbp", "agmerge")
 SETTINGS = (("none", "auto"), ("topk", "behind"), ("topk", "ahead"))
 BATCH = {"gpt2": 2, "resnet50": 2, "cnn": 8}
 
@@ -73,11 +73,12 @@ def worker(args: argparse.Namespace) -> None:
         return measured, mean
 
     for compression, sparsify in SETTINGS:
-        measured, _ = trained("threshold", compression, sparsify, args.steps, True)
+        steps = args.steps if compression != "none" else max(4, args.steps // 3)  # seconds each
+        measured, _ = trained("threshold", compression, sparsify, steps, True)
         for name in PLANNERS:
             mode = measured.modes[0]
             plan = labelled(merging.get(name).plan(measured.profile, measured.costs, mode), mode)
-            _, mean = trained(plan, compression, sparsify, args.steps, False)
+            _, mean = trained(plan, compression, sparsify, steps, False)
             found = {
                 "compression": compression,
                 "sparsify": sparsify,

@@ -1,4 +1,4 @@
-"""DeAR in the engine: calls, plans, membership, checkpoints, copies, and models that read parameters in odd ways."""
+"""DeAR in the engine: calls, plans, membership, checkpoints and copies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import agmerge
 from agmerge import testing
-from agmerge.dear_modules import readers
+from agmerge.exchanges.scatter import _pieces
 
 
 def train(model: nn.Module, optimizer: Any, rank: int, steps: Any) -> None:
@@ -82,120 +82,14 @@ def test_the_plan_is_made_for_both_halves() -> None:
 
 
 def test_what_pads_the_shards_is_zero() -> None:
-    seen: list[float] = []
-
-    def look(call: testing.Call) -> None:
-        if call.kind == "reduce_scatter":
-            seen.append(float(call.tensor.view(3, -1)[2, 10]))  # 32 elements in shards of 11
-
-    def body(rank: int, model: nn.Module) -> None:
-        optimizer = dear(model)
-        for _ in range(3):
-            model(torch.ones(4, 32)).sum().backward()
-            optimizer.step()
-
-    on_ranks(3, seeded(lambda: nn.Linear(32, 1, bias=False)), body, inject=look)
-    assert seen == [0.0] * 9
-
-
-# -- who reads what -----------------------------------------------------------------------------------------------
-
-
-class Odd(nn.Module):
-    """Tied weights, a parameter list, a weight that a hook computes, attention, and a layer in a dict."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.tied = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.tied.weight = self.first.weight
-        self.scales = nn.ParameterList([torch.ones(WIDTH), torch.zeros(WIDTH)])
-        self.normed = nn.Linear(WIDTH, WIDTH)
-        self.parametrized = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
-        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
-        self.head = nn.ModuleDict({"out": nn.Linear(WIDTH, 10)})
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.tied(torch.tanh(self.first(x))) * self.scales[0] + self.scales[1]
-        x = torch.tanh(self.normed(x)) + torch.tanh(self.parametrized(x))
-        x = x.unsqueeze(0)
-        x = self.layer(x + self.attention(x, x, x)[0]).squeeze(0)
-        return self.head["out"](x)
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_models_that_read_parameters_in_odd_ways() -> None:
-    def body(rank: int, model: Odd, wrap: Any) -> list[str]:
-        nn.utils.weight_norm(model.normed)  # a pre-hook of its own, and then not to be copied any more
-        optimizer, seen = wrap(model, adamw(model)), []
-        for step in range(13):
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            optimizer.step()
-            if step % 4 == 0:
-                model.eval()
-                with torch.no_grad():
-                    seen.append(digest([model(batch(0, step)[0])]))
-                model.train()
-        optimizer.flush()
-        return [*seen, digest(model)]
-
-    assert len(set(same(2, seeded(Odd), body))) == 5
-
-
-def test_every_parameter_has_all_its_readers() -> None:
-    model = seeded(Odd)
-    found = {module: set(parameters) for module, parameters in readers(model).items()}
-    assert set().union(*found.values()) == set(model.parameters())
-    assert {module for module in found if model.first.weight in found[module]} == {model.first, model.tied}
-    assert found[model] == set(model.scales) and model.scales not in found and model.head not in found
-    assert model.attention.out_proj.weight in found[model.attention]
-
-
-class Functional(nn.Module):
-    """Its head is used as a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(torch.tanh(self.trunk(x)), self.head.weight, self.head.bias)
-
-
-def test_a_parameter_used_as_a_tensor_is_found_by_name() -> None:
-    def body(rank: int, model: Functional) -> None:
-        optimizer = dear(model)
-        train(model, optimizer, rank, range(1))
-        with pytest.raises(agmerge.AGMergeError, match=r"'head.(weight|bias)' got a gradient.*optimizer.flush\(\)"):
-            loss_of(model, rank, 1).backward()
-        with pytest.raises(agmerge.AGMergeError, match="an earlier error"):
-            optimizer.step()
-
-    on_ranks(2, seeded(Functional), body)
-
-
-def test_a_flush_makes_such_a_model_right() -> None:
-    def body(rank: int, model: Functional, wrap: Any) -> str:
-        optimizer = wrap(model)
-        for step in range(12):
-            optimizer.flush()
-            train(model, optimizer, rank, [step])
-        optimizer.flush()
-        return digest(model)
-
-    same(2, seeded(Functional), body)
-
-
-def test_a_module_recast_before_its_update_is_an_error() -> None:
-    def body(rank: int, model: nn.Module) -> None:
-        optimizer = dear(model)
-        train(model, optimizer, rank, range(1))
-        model[2].double()
-        with pytest.raises(agmerge.AGMergeError, match=r"'2.weight' was torch.float32.*float64.*optimizer.flush\(\)"):
-            optimizer.flush()
-
-    on_ranks(2, MODEL, body)
+    for length, workers in ((32, 5), (32, 31), (64, 2), (96, 40)):
+        shard = -(-length // workers)
+        rows = torch.full((workers, shard + 7), 9.0)
+        for part, row in _pieces(torch.arange(1.0, length + 1), rows[:, :shard]):
+            row.copy_(part)
+        laid = rows[:, :shard].flatten().tolist()
+        assert laid == [*range(1, length + 1), *[0.0] * (workers * shard - length)]
+        assert (rows[:, shard:] == 9.0).all()
 
 
 # -- membership, checkpoints, copies ------------------------------------------------------------------------------
@@ -296,8 +190,14 @@ def test_hooks_are_gone_after_close_and_with_the_optimizer() -> None:
 
 def test_replicas_are_compared_after_their_updates() -> None:
     def body(rank: int, model: nn.Module) -> str:
-        optimizer = dear(model, check_every=2)
-        train(model, optimizer, rank, range(3))
+        optimizer, seen = dear(model, check_every=2), [digest(model)]
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            seen.append(digest(model))
+            optimizer.step()
+            seen.append(digest(model))
+        assert [a != b for a, b in zip(seen, seen[1:], strict=False)] == [False, False, True, True, False, False]
         optimizer.flush()
         if rank == 1:
             with torch.no_grad():

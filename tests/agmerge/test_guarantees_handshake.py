@@ -30,10 +30,10 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, str, str]]
         ("compression", "topk", "none"),
     ),
     "memory": ({"memory": "none"}, {}, ("memory", "none()", "residual()")),
-    "planner": ({"merging": "single"}, {}, ("merging", "single()", repr(merging.get("agmerge")))),
+    "planner": ({"merging": "single"}, {}, ("merging", "single()", repr(merging.get("threshold")))),
     "planner's option": (
         {"merging": merging.get("threshold", bytes=8)},
-        {"merging": "threshold"},
+        {},
         ("merging", "threshold(bytes=8)", "threshold(bytes=26214400)"),
     ),
     "op": ({"op": agmerge.Sum}, {}, ("op", "sum", "average")),

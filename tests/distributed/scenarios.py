@@ -18,7 +18,8 @@ from torch import nn
 import agmerge
 import merging
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parents[2] / "examples")]
+from digits import DigitsCNN, load  # noqa: E402
 from support import (  # noqa: E402
     AwkwardModel,
     awkward_batch,
@@ -135,6 +136,47 @@ def density_one() -> dict[str, list[str]]:
         model = seeded(mlp, 5)
         optimizer = wrapped(model, **options)
         seen[name] = steps_of(model, optimizer, range(10))
+        optimizer.close()
+    return seen
+
+
+@scenario
+def planners() -> dict[str, dict[str, Any]]:
+    """Every planner on the digits, its plan made by real times after ten steps; dear with an exchange in halves."""
+    x, y, _, _ = load()
+    seen: dict[str, dict[str, Any]] = {}
+    for name in merging.names():
+        model = seeded(DigitsCNN, 21)
+        options: dict[str, Any] = {"compression": "topk", "density": 0.05}
+        if name == "dear":
+            options = {"compression": "none", "model": model}
+        inner = sgd(model, lr=0.02)
+        optimizer = agmerge.DistributedOptimizer(inner, model.named_parameters(), merging=name, **options)
+        digests, losses = [], []
+        for step in range(20):
+            start = 16 * (agmerge.size() * step + agmerge.rank())
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x[start : start + 16]), y[start : start + 16])
+            loss.backward()
+            optimizer.step()
+            optimizer.flush()
+            digests.append(digest(model))
+            losses.append(float(agmerge.allreduce(loss.detach())))
+        assert optimizer.plan is not None
+        seen[name] = {"digests": digests, "losses": losses, "plan": optimizer.plan.counts}
+        optimizer.close()
+    return seen
+
+
+@scenario
+def plan_free() -> dict[str, list[str]]:
+    """Sparsified ahead and added in rank order: what is trained under plans that differ."""
+    seen = {}
+    for name in ("layerwise", "single", "agmerge"):
+        model = seeded(mlp, 22)
+        options: dict[str, Any] = {"density": 0.1, "sparsify": "ahead", "dense_sum": "ordered"}
+        optimizer = wrapped(model, merging=name, **options)
+        seen[name] = steps_of(model, optimizer, range(14))
         optimizer.close()
     return seen
 

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from launching import HERE, LAUNCHERS, ROOT, by_hand, launch, missing, results, run, torchrun
 
+import merging
+
 Results = dict[str, list[Any]]
 
 
@@ -87,6 +89,22 @@ def test_density_one_equals_dense_to_the_bit_under_any_plan(found: Results) -> N
         assert len(set(seen["none"])) == 10
 
 
+def test_every_planner_trains_the_digits_with_equal_replicas(found: Results) -> None:
+    ranks = found["planners"]
+    assert set(ranks[0]) == set(merging.names())
+    assert all(seen == ranks[0] for seen in ranks)
+    for name, seen in ranks[0].items():
+        assert len(set(seen["digests"])) == 20, name
+        assert sum(seen["losses"][-4:]) < 0.95 * sum(seen["losses"][:4]), name
+    assert len({tuple(seen["plan"]) for seen in ranks[0].values()}) > 2
+
+
+def test_sparsified_ahead_and_added_in_order_the_plan_does_not_matter(found: Results) -> None:
+    for seen in found["plan_free"]:
+        assert seen["layerwise"] == seen["single"] == seen["agmerge"] == found["plan_free"][0]["single"]
+        assert len(set(seen["single"])) == 14
+
+
 def test_every_rank_is_told_the_same_of_a_mismatch(found: Results) -> None:
     told = found["mismatches"]
     last = len(told) - 1
@@ -141,7 +159,8 @@ def test_the_sentinel_names_parameter_and_ranks(found: Results) -> None:
 def test_all_backends_train_alike(case: tuple[str, int], found: Results, launches: Launches) -> None:
     reference = launches.of("torchrun", case[1])
     # A sum of two does not depend on the order of adding, one of four does: there only ordered sums are equal.
-    always, of_two = ["density_one"], ["awkward", "large_batch", "resume", "changes", "recipes", "some_ranks"]
+    always = ["density_one", "plan_free"]
+    of_two = ["awkward", "large_batch", "resume", "changes", "recipes", "some_ranks"]
     for name in always + (of_two if case[1] == 2 else []):
         assert found[name] == reference[name], name
     assert all(difference < 1e-5 for difference in found["large_batch"])
