@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any
 
 PORT = 29577
-BURST = 128 * 1024  # bytes; above the largest packet that a veth hands over at once
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
 def usable() -> str:
@@ -37,6 +37,14 @@ def usable() -> str:
         return f"network namespaces are not to be had: {probe.stderr.strip()}"
     _call("ip", "netns", "del", f"agm{os.getpid()}x")
     return ""
+
+
+def burst(rate: str) -> int:
+    """Bytes that may pass at once: a millisecond's worth. With more, small messages would not meet the limit."""
+    unit = next((unit for unit in UNITS if rate.endswith(unit)), None)
+    if unit is None:
+        raise ValueError(f"rate {rate!r}: write it as 100mbit or 1gbit")
+    return max(10_000, int(float(rate.removesuffix(unit)) * UNITS[unit] / 8 * 1e-3))
 
 
 class Network:
@@ -86,7 +94,7 @@ class Network:
                 with contextlib.suppress(subprocess.CalledProcessError):
                     _inside(space, "tc", "qdisc", "del", "dev", device, "root")
                 if rate is not None:
-                    bucket = ("tbf", "rate", rate, "burst", str(BURST), "latency", "50ms")
+                    bucket = ("tbf", "rate", rate, "burst", str(burst(rate)), "latency", "50ms")
                     _inside(space, "tc", "qdisc", "add", "dev", device, "root", *bucket)
         self.rate = rate
 
