@@ -30,6 +30,7 @@ from merging.dear import DeAR
 MERGING = "agmerge"  # the default planner
 DENSITY = 0.01  # the default
 IMPORTANCE = "importance"
+EXCHANGES = ("sparse",)
 SMALL = 1024  # elements; a smaller tensor costs more to select from than to send
 CASTS = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -47,6 +48,7 @@ class Config:
     importance: bool  # densities go by the energy of gradients, around the compressor's own
     warmup: schedules.Schedule | None
     sparsify: str
+    exchange: str  # of the sparse lane
     planner: merging.Planner | None
     plan: merging.Plan | None
     groups: Groups | None  # plans by themselves; the planner is then not asked
@@ -127,6 +129,7 @@ class Config:
             ("warmup", self.warmup.text if self.warmup is not None else "None"),
             ("merging", self.merging),
             ("sparsify", self.sparsify),
+            ("exchange", self.exchange),
             ("op", self.op.value),
             ("sparse_as_dense", str(self.sparse_as_dense)),
             ("backward_passes_per_step", str(self.passes)),
@@ -166,7 +169,7 @@ def resolve(
     """Check every argument; raises ``ValueError`` or ``TypeError`` that says which and why."""
     _refuse_later(later)
     _choice("sparsify", sparsify, ("auto", "ahead", "behind"))
-    _choice("exchange", exchange, ("sparse",), later=("auto", "oktopk", "masked", "two-level"), hint=_DENSE_HINT)
+    _choice("exchange", exchange, EXCHANGES, later=("auto", "oktopk", "masked", "two-level"), hint=_DENSE_HINT)
     _choice("wire", wire, ("auto",), later=("fp32", "fp16", "bf16", "int8"))
     _choice("wire_check", wire_check, ("header",), later=("payload", "none"))
     _choice("dense_sum", dense_sum, ("native", "ordered"))
@@ -196,6 +199,7 @@ def resolve(
     return Config(
         sparsifier=sparsifier,
         sparsify=sparsify,
+        exchange=exchange,
         cast=cast,
         memory=_memory(memory, sparsifier, cast),
         densities=densities,

@@ -20,7 +20,7 @@ from agmerge.backends import Backend
 from agmerge.clock import clock_for
 from agmerge.config import Config
 from agmerge.energy import Energy
-from agmerge.exchanges import Commit, DenseExchange, Load, SparseExchange
+from agmerge.exchanges import Commit, DenseExchange, Exchange, Load, SparseExchange
 from agmerge.handshake import Fact
 from agmerge.layout import Lane, Layout, Segment, Slot
 from agmerge.members import Member
@@ -164,9 +164,12 @@ class Session:
             arena.swap()
 
 
-def exchanges(comm: Backend, config: Config, commit: Commit) -> tuple[SparseExchange, DenseExchange]:
+SPARSE: dict[str, type[Exchange]] = {"sparse": SparseExchange}  # by name, those of the sparse lane
+
+
+def exchanges(comm: Backend, config: Config, commit: Commit) -> tuple[Exchange, DenseExchange]:
     """The exchanges of the sparse and of the dense lane."""
-    return SparseExchange(comm, config.op, commit, config.timeout), DenseExchange(
+    return SPARSE[config.exchange](comm, config.op, commit, config.timeout), DenseExchange(
         comm,
         config.op,
         commit,
