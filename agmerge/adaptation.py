@@ -95,15 +95,15 @@ class Adaptation:
             ready = self._told(self.averages.ready())[0].max(axis=0)
             self.averages.restart()
         if probing or self._latest is None:
-            sparsify, exchange = probe(self.session, step)
+            sparsify, exchange, dense = probe(self.session, step)
         else:
-            sparsify, exchange = self._latest.sparsify, self._latest.exchange
+            sparsify, exchange, dense = self._latest.sparsify, self._latest.exchange, self._latest.dense
         config = self.session.config
         return Measurements(
             profile=profile(self.session, ready, step, self._noise()),
             sparsify=sparsify,
             exchange=exchange,
-            dense=None,
+            dense=dense,
             modes=config.modes,
             workers=self.session.comm.size,
             facts=(

@@ -30,7 +30,8 @@ from merging.dear import DeAR
 MERGING = "agmerge"  # the default planner
 DENSITY = 0.01  # the default
 IMPORTANCE = "importance"
-EXCHANGES = ("sparse",)
+AUTO = "auto"
+EXCHANGES = (AUTO, "sparse")
 SMALL = 1024  # elements; a smaller tensor costs more to select from than to send
 CASTS = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -169,7 +170,7 @@ def resolve(
     """Check every argument; raises ``ValueError`` or ``TypeError`` that says which and why."""
     _refuse_later(later)
     _choice("sparsify", sparsify, ("auto", "ahead", "behind"))
-    _choice("exchange", exchange, EXCHANGES, later=("auto", "oktopk", "masked", "two-level"), hint=_DENSE_HINT)
+    _choice("exchange", exchange, EXCHANGES, later=("oktopk", "masked", "two-level"), hint=_DENSE_HINT)
     _choice("wire", wire, ("auto",), later=("fp32", "fp16", "bf16", "int8"))
     _choice("wire_check", wire_check, ("header",), later=("payload", "none"))
     _choice("dense_sum", dense_sum, ("native", "ordered"))
@@ -192,7 +193,7 @@ def resolve(
     sparsifier, cast = _compressor(compression, DENSITY if densities or by_importance else density)
     if densities and isinstance(compression, sparsifiers.Sparsifier):
         raise ValueError(f"density={density!r} and compression={compression!r}: give a name, or one density")
-    planner, plan = _planner(merging, sparsify)
+    planner, plan = _planner(merging, sparsify, exchange)
     chosen = checked_groups(groups, num_groups)
     if chosen is not None and merging != MERGING:
         raise ValueError(f"merging={merging!r} and groups both say which gradients share a message; give one of them")
@@ -342,7 +343,7 @@ def check_momentum(optimizer: torch.optim.Optimizer, config: Config) -> None:
             )
 
 
-def _planner(given: Any, sparsify: str) -> tuple[merging.Planner | None, merging.Plan | None]:
+def _planner(given: Any, sparsify: str, exchange: str) -> tuple[merging.Planner | None, merging.Plan | None]:
     if isinstance(given, str) and not given.endswith(".json"):
         given = merging.get(given)
     if isinstance(given, merging.Planner):
@@ -350,8 +351,10 @@ def _planner(given: Any, sparsify: str) -> tuple[merging.Planner | None, merging
     if isinstance(given, os.PathLike) or (isinstance(given, str) and given.endswith(".json")):
         given = merging.Plan.load(given)
     if isinstance(given, merging.Plan):
-        if any(given.dense) or set(given.labels) - {"", AHEAD}:
-            raise ValueError("merging: this plan names codecs or dense buffers, which are not built yet")
+        if set(given.labels) - {"", AHEAD}:
+            raise ValueError(f"merging: this plan has labels other than {AHEAD!r}, and none is known")
+        if any(given.dense) and exchange != AUTO:
+            raise ValueError(f"merging: this plan has dense merge buffers, and exchange={exchange!r}: pass {AUTO!r}")
         if sparsify == "behind" and any(given.labels):
             raise ValueError("sparsify='behind', and merging is a plan made to sparsify ahead; leave one of them out")
         return None, replace(given, labels=(AHEAD,) * len(given.counts)) if sparsify == AHEAD else given

@@ -5,10 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from agmerge.config import AUTO
 from agmerge.exchanges import Exchange
 from agmerge.handshake import gather_bytes
 from agmerge.layout import Layout, Segment
@@ -21,36 +23,56 @@ SPEND = 3.0  # seconds, about, for all probes together
 GROWTH = 3.0  # of the sizes
 RUNS = (2, 5)  # least and most, of one size
 
+Samples = dict[int, list[float]]
 
-def probe(session: Session, step: int) -> tuple[Curve | None, Curve]:
-    """The costs of selection (None where nothing is selected) and of an exchange. Collective, between steps.
+
+class Found(NamedTuple):
+    """Curves: of selection (None where nothing is selected), the exchange, and a dense one where that is a choice."""
+
+    sparsify: Curve | None
+    exchange: Curve
+    dense: Curve | None
+
+
+def probe(session: Session, step: int) -> Found:
+    """What selection and exchanges cost. Collective, between steps.
 
     Runs of tensors of the largest lane, of sizes that grow threefold, are selected from and exchanged as in a step;
     nothing of it is written to a residual or an update. Selection is the mean of several calls with one key, since
     thresholds may be reused; an exchange is the median from the moment its message is packed. Both are the maximum
     over ranks. When sizes become too dear, the rest follows the slope.
     """
-    sparse, dense = exchanges(session.comm, session.config, session.commit)
-    selections: dict[int, list[float]] = {}
-    travels: dict[int, list[float]] = {}
+    config = session.config
+    sparse, dense = exchanges(session.comm, config, session.commit)
+    segments = sizes(session.layout)
+    choice: Curve | None = None
+    if segments[0].lane.sparse and config.sparsifier is not None:
+        selections, travels = _measured(session, segments, sparse, step)
+        if config.exchange == AUTO:
+            choice = Curve.fit(_measured(session, segments, dense, step)[1])
+        config.sparsifier.retain(session.keys())
+        return Found(Curve.fit(selections, zero=True), Curve.fit(travels), choice)
+    return Found(None, Curve.fit(_measured(session, segments, dense, step)[1]), None)
+
+
+def _measured(session: Session, segments: list[Segment], exchange: Exchange, step: int) -> tuple[Samples, Samples]:
+    """Seconds of selection by elements, and of the exchange by load, as far as there is time for them."""
+    selections: Samples = {}
+    travels: Samples = {}
     spent, cost, before = 0.0, 0.0, 1
-    for segment in sizes(session.layout):
+    for segment in segments:
         # Every rank has the same figures, so all of them stop at the same size.
         expected = cost * segment.numel / before
         if spent + RUNS[0] * expected > SPEND:
             break
         runs = int(min(max(SPEND / 10 / expected, RUNS[0]), RUNS[1])) if expected else RUNS[1]
-        trial = _Trial(session, segment, sparse if segment.lane.sparse else dense, step)
+        trial = _Trial(session, segment, exchange, step)
         select, travel = _agreed(session, trial.select(runs), trial.exchange(runs))
-        load = trial.capacity if segment.lane.sparse else segment.numel
-        travels.setdefault(load, []).append(travel)
-        if segment.lane.sparse:
-            selections.setdefault(segment.numel, []).append(select)
+        travels.setdefault(trial.capacity if exchange.selects else segment.numel, []).append(travel)
+        selections.setdefault(segment.numel, []).append(select)
         cost, before = select + travel, segment.numel
         spent += (runs + 1) * cost
-    if session.config.sparsifier is not None:
-        session.config.sparsifier.retain(session.keys())
-    return Curve.fit(selections, zero=True) if selections else None, Curve.fit(travels)
+    return selections, travels
 
 
 def sizes(layout: Layout) -> list[Segment]:
@@ -78,7 +100,7 @@ class _Trial:
 
     def _select(self) -> Selection | None:
         sparsifier = self.session.config.sparsifier
-        if sparsifier is None or not self.segment.lane.sparse:
+        if sparsifier is None or not self._exchange.selects:
             return None
         work, k, shapes = self.session.vector(self.segment, self.step)
         return sparsifier.select(work, k=k, key=f"probe of {self.segment.numel}", step=self.step, shapes=shapes)

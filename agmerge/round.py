@@ -89,7 +89,7 @@ class Round:
 
     def _start(self, route: Route) -> Pending:
         loads = [self.session.load(segment) for segment in route.segments]
-        offers = [self._offer(segment) for segment in route.segments]
+        offers = [self._offer(segment) if route.exchange.selects else None for segment in route.segments]
         used = tuple(self._fed[slot.index] for slot in route.slots)
         flags = RELAYOUT if self.dirty else 0
         control = Control(self.step, self.session.fingerprint, route.buffer, flags, used)

@@ -68,6 +68,14 @@ def routes(segments: Sequence[Segment], size: int, *, ride: bool = True) -> list
     return messages
 
 
+def whole(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """The same for a merge buffer that goes dense: one message per device and dtype."""
+    messages: dict[tuple[object, object], list[Segment]] = {}
+    for segment in segments:
+        messages.setdefault((segment.lane.device, segment.lane.dtype), []).append(segment)
+    return list(messages.values())
+
+
 def title(buffer: int, number: int) -> str:
     """The name of a message's collectives."""
     return f"buffer {buffer}" if number == 0 else f"buffer {buffer}.{number}"

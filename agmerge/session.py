@@ -18,13 +18,13 @@ from agmerge import routing
 from agmerge.arena import Arena
 from agmerge.backends import Backend
 from agmerge.clock import clock_for
-from agmerge.config import Config
+from agmerge.config import AUTO, Config
 from agmerge.energy import Energy
 from agmerge.exchanges import Commit, DenseExchange, Exchange, Load, SparseExchange
 from agmerge.handshake import Fact
 from agmerge.layout import Lane, Layout, Segment, Slot
 from agmerge.members import Member
-from agmerge.routing import AHEAD, Route, routes, title
+from agmerge.routing import AHEAD, Route, routes, title, whole
 
 State = dict[tuple[str, str], torch.Tensor]  # by kind ("residual", "momentum") and name of the tensor
 
@@ -64,12 +64,13 @@ class Session:
         self.plan = plan
         self.fingerprint = zlib.crc32(plan.dumps().encode()) & 0x7FFFFFFF
         self.buffers: list[list[Route]] = []
-        for index, ((start, stop), label) in enumerate(zip(plan.bounds, plan.labels, strict=True)):
-            parts = routing.segments(self.layout, start, stop, label == AHEAD)
+        for index, (bounds, label, goes_dense) in enumerate(zip(plan.bounds, plan.labels, plan.dense, strict=True)):
+            parts = routing.segments(self.layout, *bounds, label == AHEAD and not goes_dense)
+            groups = whole(parts) if goes_dense else routes(parts, self.comm.size, ride=not self.config.ordered)
             self.buffers.append(
                 [
-                    Route(title(index, number), index, sparse if group[0].lane.sparse else dense, tuple(group))
-                    for number, group in enumerate(routes(parts, self.comm.size, ride=not self.config.ordered))
+                    Route(title(index, number), index, sparse if selects(group, goes_dense) else dense, tuple(group))
+                    for number, group in enumerate(groups)
                 ]
             )
         self.buffer_of = [index for index, count in enumerate(plan.counts) for _ in range(count)]
@@ -79,7 +80,7 @@ class Session:
             for buffer in self.buffers
             for route in buffer
             for part in route.segments
-            if part.lane.sparse and plan.labels[route.buffer] == AHEAD
+            if part.lane.sparse and route.exchange.selects and plan.labels[route.buffer] == AHEAD
         }
 
     def _arena(self, lane: Lane, length: int) -> Arena:
@@ -164,7 +165,12 @@ class Session:
             arena.swap()
 
 
-SPARSE: dict[str, type[Exchange]] = {"sparse": SparseExchange}  # by name, those of the sparse lane
+def selects(group: Sequence[Segment], goes_dense: bool) -> bool:
+    """Whether a message of a merge buffer carries what a sparsifier selects."""
+    return group[0].lane.sparse and not goes_dense
+
+
+SPARSE: dict[str, type[Exchange]] = {AUTO: SparseExchange, "sparse": SparseExchange}  # of the sparse lane, by name
 
 
 def exchanges(comm: Backend, config: Config, commit: Commit) -> tuple[Exchange, DenseExchange]:
@@ -174,7 +180,7 @@ def exchanges(comm: Backend, config: Config, commit: Commit) -> tuple[Exchange, 
         config.op,
         commit,
         config.timeout,
-        keeps=config.memory_of(False).keeps,
+        keeps=config.memory_of(False).keeps or config.memory_of(True).keeps,  # of lanes that keep nothing, nothing is
         cast=config.cast,
         predivide=config.predivide,
         ordered=config.ordered,

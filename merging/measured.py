@@ -9,6 +9,7 @@ from typing import Any
 
 from merging import storage
 from merging.checks import whole
+from merging.choice import choose_dense
 from merging.costs import Costs
 from merging.curve import Curve
 from merging.plan import Plan
@@ -93,17 +94,22 @@ class Measurements:
 def best(planner: Planner, measurements: Measurements) -> tuple[Plan, str]:
     """Return the planner's plan with the earliest predicted end of the step, and its mode.
 
-    Every mode of the measurements that the planner plans for is tried; of equals the first is kept. Pure: the
-    same everywhere for equal measurements. Raises ValueError where the planner plans for none of the modes.
+    Every mode of the measurements that the planner plans for is tried; of equals the first is kept. Where merge
+    buffers may go dense and the planner's plan has none that do, so is its partition with the best flags. Pure:
+    the same everywhere for equal measurements. Raises ValueError where the planner plans for none of the modes.
     """
     found: tuple[float, Plan, str] | None = None
     costs = measurements.costs
     for mode in measurements.modes:
         if mode in planner.modes:
             plan = planner.plan(measurements.profile, costs, mode)
-            end = step_end(plan, measurements, mode)
-            if found is None or end < found[0]:
-                found = (end, plan, mode)
+            plans = [plan]
+            if costs.dense is not None and mode in ("ahead", "behind") and not any(plan.dense):
+                plans.append(choose_dense(plan, measurements.profile, costs, mode))
+            for one in plans:
+                end = step_end(one, measurements, mode)
+                if found is None or end < found[0]:
+                    found = (end, one, mode)
     if found is None:
         raise ValueError(
             f"planner {planner.name!r} plans for {', '.join(planner.modes)}, and the measurements allow"

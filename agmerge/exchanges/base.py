@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -50,7 +50,12 @@ class Pending:
 
 
 class Exchange(ABC):
-    """Combines the messages of all ranks. Its buffers are kept from step to step."""
+    """Combines the messages of all ranks. Its buffers are kept from step to step.
+
+    ``selects``: whether it sends what a sparsifier offers of sparse segments; else it sends all of them.
+    """
+
+    selects: ClassVar[bool] = True
 
     def __init__(self, comm: Backend, op: ReduceOp, commit: Commit, timeout: float) -> None:
         self.comm, self.scale, self.commit, self.timeout = comm, op.scale(comm.size), commit, timeout

@@ -1,4 +1,4 @@
-"""``dense``: an all-reduce of the whole segment, as it is or cast to 16 bits.
+"""``dense``: an all-reduce of whole segments, as they are or cast to 16 bits.
 
 The all-reduce has no room for a header, so control travels as a few numbers behind the gradients that mean
 the same after summing: a flag is raised if the sum is not zero, and step and buffer are one-hot, so that
@@ -7,7 +7,7 @@ ranks that are not at the same place show up as two hot positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -24,7 +24,7 @@ _FLAGS = 8
 
 
 class DenseExchange(Exchange):
-    """All-reduce of one segment.
+    """All-reduce of segments of one dtype, one after the other.
 
     ``keeps``: whether ``work`` holds a residual, so that what is sent has to be committed; without a cast there is
     one only after a change of compressor. ``cast``: dtype on the wire (None: the gradient's own). ``predivide``: f,
@@ -32,6 +32,8 @@ class DenseExchange(Exchange):
     all-gathered: the sum of an element does not depend on its place in the buffer (a native all-reduce's does, from
     three ranks on).
     """
+
+    selects = False
 
     def __init__(
         self,
@@ -49,28 +51,29 @@ class DenseExchange(Exchange):
         self.keeps, self.cast, self.predivide, self.ordered = keeps, cast, predivide, ordered
 
     def start(self, name: str, loads: Sequence[Load], offers: Sequence[Selection | None], control: Control) -> Pending:
-        (load,) = loads
-        dtype = self.cast or load.update.dtype
+        dtype = self.cast or loads[0].update.dtype
         tail = _encode(control)
-        length = load.segment.length + len(tail)
+        elements = sum(load.segment.length for load in loads)
+        length = elements + len(tail)
         length += -length % self.comm.size  # whole shards
-        message = self.keep(("message", name), length, dtype, load.work.device)
-        payload = message[: load.segment.length]
-        self._pack(load, payload)
-        if self.keeps:
-            # Before it leaves: the message is summed in place.
-            self.commit(load.segment, None, self._sent(load, payload))
-        message[load.segment.length : load.segment.length + len(tail)] = torch.tensor(tail, dtype=dtype)
+        message = self.keep(("message", name), length, dtype, loads[0].work.device)
+        for load, payload in _parts(message, loads):
+            self._pack(load, payload)
+            if self.keeps:
+                # Before it leaves: the message is summed in place.
+                self.commit(load.segment, None, self._sent(load, payload))
+        message[elements : elements + len(tail)] = torch.tensor(tail, dtype=dtype)
         size = message.numel() * message.element_size()
         if self.ordered:
-            received = self.keep(("received", name), length, dtype, load.work.device)
+            received = self.keep(("received", name), length, dtype, loads[0].work.device)
             shard = [length // self.comm.size] * self.comm.size
             handle = self.comm.all_to_all(received, message, shard, shard, name)
             size += size // self.comm.size
         else:
             received = message
             handle = self.comm.all_reduce(message, name)
-        return Pending(name, loads, control, handle, size, load.segment.numel, message, received)
+        sent = sum(load.segment.numel for load in loads)
+        return Pending(name, loads, control, handle, size, sent, message, received)
 
     def _pack(self, load: Load, payload: torch.Tensor) -> None:
         """``work / predivide`` in the dtype of the wire; a cast to float16 saturates, also when summed."""
@@ -96,8 +99,7 @@ class DenseExchange(Exchange):
         pending.handle.wait(self.timeout)
         if self.ordered:
             self._gather_shards(pending).wait(self.timeout)
-        start = pending.loads[0].segment.length
-        tail = pending.message[start:].tolist()
+        tail = pending.message[sum(load.segment.length for load in pending.loads) :].tolist()
         return _decode(tail, pending.control, pending.name)
 
     def _gather_shards(self, pending: Pending) -> Handle:
@@ -111,12 +113,20 @@ class DenseExchange(Exchange):
         return self.comm.all_gather(pending.message, mine, f"{pending.name}/sum")
 
     def finish(self, pending: Pending) -> None:
-        (load,) = pending.loads
-        total, factor = pending.message[: load.segment.length], self.scale * self.predivide
-        if total.dtype == load.update.dtype:
-            torch.mul(total, factor, out=load.update)  # one pass
-        else:
-            load.update.copy_(total).mul_(factor)  # widened first: the product is not rounded to the wire's dtype
+        factor = self.scale * self.predivide
+        for load, total in _parts(pending.message, pending.loads):
+            if total.dtype == load.update.dtype:
+                torch.mul(total, factor, out=load.update)  # one pass
+            else:
+                load.update.copy_(total).mul_(factor)  # widened first: the product is not rounded to the wire's dtype
+
+
+def _parts(message: torch.Tensor, loads: Sequence[Load]) -> Iterator[tuple[Load, torch.Tensor]]:
+    """Each load with its part of the message."""
+    start = 0
+    for load in loads:
+        yield load, message[start : start + load.segment.length]
+        start += load.segment.length
 
 
 def largest_summand(dtype: torch.dtype, size: int) -> float:
