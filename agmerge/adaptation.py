@@ -6,6 +6,8 @@ decides from what all ranks have told; a plan is checked by every rank against i
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,12 +22,14 @@ from agmerge.handshake import gather_bytes
 from agmerge.probing import probe
 from agmerge.routing import AHEAD
 from agmerge.session import Session
+from agmerge.trial import Trial
 from merging import Measurements
 from merging.importance import loads
 
 FIRST = 10  # steps that are measured before the first plan
 STEADY = (0.8, 1.25)  # an exchange within these, of what it took after the plan was made, is as it was
 LATE = 0.15  # of the finish: backward that moved by less is as it was
+DOUBTFUL = 1.5  # times as late: a plan that is predicted to end later is not tried
 SPREAD = 10.0  # by importance, a tensor's density is at most so many times the mean, and at least 1 / so many
 TWICE = 2  # looks in a row that must see a change
 KEEP, PLAN, PROBE = range(3)  # what a look finds: all is well; plan anew; measure costs anew, then plan
@@ -41,6 +45,7 @@ class Adaptation:
         self._steps = 0
         self._usual = 1.0  # seconds of exchanges, measured / predicted, right after the plan was made
         self._seen: list[int] = []  # findings of the looks since then
+        self._trial: Trial | None = None
 
     def after_step(self, step: int) -> merging.Plan | None:
         """A new plan, now and then. ``step``: the one to come. Collective at steps that all ranks count alike."""
@@ -51,7 +56,9 @@ class Adaptation:
         if planner is None or not planner.timed or config.groups is not None or self.session.comm.size == 1:
             return None
         if self._latest is None:
-            return self._plan(planner, self._measure(step)) if self._steps == FIRST else None
+            return self._first(planner, step) if self._steps == FIRST else None
+        if self._trial is not None:
+            return self._tried(self._trial)
         every = getattr(planner, "check_every", 0)
         if not every or self._steps % every:
             return None
@@ -61,6 +68,41 @@ class Adaptation:
         if finding == KEEP:
             return None
         return self._plan(planner, self._measure(step, ready.max(axis=0), probing=finding == PROBE))
+
+    def _first(self, planner: merging.Planner, step: int) -> merging.Plan | None:
+        """The first plan; where that compresses by choice, an all-dense one is tried beside it. Collective."""
+        before = self.session.plan
+        chosen = self._plan(planner, self._measure(step)) or before
+        assert self.measured is not None
+        if self.measured.dense is not None:
+            rival = all_dense(planner, self.measured)
+            if all(chosen.dense):
+                self._say(f"predicted to end after {1e3 * finish(chosen, self.measured):.3g} ms")
+            elif finish(rival, self.measured) < DOUBTFUL * finish(chosen, self.measured):
+                self._trial = Trial(chosen, rival)
+        return chosen if chosen != before else None
+
+    def _tried(self, trial: Trial) -> merging.Plan | None:
+        """The trial's next plan, and in the end the faster one, by the slowest rank. Collective at the end."""
+        following = trial.after_step()
+        if not trial.over:
+            return following
+        self._trial = None
+        seconds = self._told(np.array(trial.seconds()))[0].max(axis=0)
+        chosen = trial.plans[self._agree(int(seconds.argmin()))]
+        if all(chosen.dense):
+            self._say(f"{1e3 * seconds[1]:.3g} ms a step, compressed {1e3 * seconds[0]:.3g} ms")
+        self.averages.restart()
+        self._steps = FIRST
+        return chosen if chosen != self.session.plan else None
+
+    def _say(self, figures: str) -> None:
+        if self.session.comm.rank == 0:
+            warnings.warn(
+                f"agmerge sends gradients dense, which is faster on this machine and network: {figures}. Nothing is "
+                "compressed; exchange='sparse' compresses always",
+                stacklevel=2,
+            )
 
     def measure(self, step: int) -> Measurements:
         """Measure now; the plan stays. Collective."""
@@ -189,6 +231,15 @@ def mode(plan: merging.Plan, measured: Measurements) -> str:
 def finish(plan: merging.Plan, measured: Measurements) -> float:
     """When the last exchange is predicted to end."""
     return merging.predict(plan, measured.profile, measured.costs, mode(plan, measured)).finish
+
+
+def all_dense(planner: merging.Planner, measured: Measurements) -> merging.Plan:
+    """The planner's plan if everything went dense."""
+    assert measured.dense is not None
+    costs = merging.Costs(lambda elements: 0.0 * elements, measured.dense)
+    profile = merging.Profile(**{**measured.profile.plain(), "load": measured.profile.numel})
+    plan = planner.plan(profile, costs, "dense")
+    return replace(labelled(plan, "behind"), dense=(True,) * len(plan.counts))
 
 
 def takes(plan: merging.Plan, measured: Measurements) -> Seconds:
