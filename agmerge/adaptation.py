@@ -7,8 +7,8 @@ decides from what all ranks have told; a plan is checked by every rank against i
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ import merging
 from agmerge.agreement import check, labelled, misfit, share
 from agmerge.averages import Averages
 from agmerge.clock import Seconds
+from agmerge.config import AUTO
 from agmerge.energy import Energies, left_behind
 from agmerge.handshake import gather_bytes
 from agmerge.probing import probe
@@ -50,10 +51,11 @@ class Adaptation:
     def after_step(self, step: int) -> merging.Plan | None:
         """A new plan, now and then. ``step``: the one to come. Collective at steps that all ranks count alike."""
         config, planner = self.session.config, self.session.config.planner
+        by_times = planner is not None and planner.timed and config.groups is None
         self._steps += 1
         if self.session.energy is not None and self._steps == FIRST:
             self._share_out()
-        if planner is None or not planner.timed or config.groups is not None or self.session.comm.size == 1:
+        if planner is None or self.session.comm.size == 1 or not (by_times or self._chooses):
             return None
         if self._latest is None:
             return self._first(planner, step) if self._steps == FIRST else None
@@ -111,6 +113,12 @@ class Adaptation:
         self.measured = self._latest = Measurements.loads(told["measured"])
         self._seen = []
         return self.measured
+
+    @property
+    def _chooses(self) -> bool:
+        """Whether merge buffers go dense or sparse by what that costs."""
+        config = self.session.config
+        return config.exchange == AUTO and config.sparsifier is not None
 
     def _share_out(self) -> None:
         """Give every sparse tensor its number of elements, by the energy of all ranks' gradients. Collective."""
@@ -215,12 +223,26 @@ class Adaptation:
 
     def _better(self, planner: merging.Planner, latest: Measurements) -> merging.Plan:
         """The planner's plan, or after the first one the plan in use, unless a new one gains enough."""
+        if self.session.config.groups is not None:
+            planner = Fixed(counts=self.session.plan.counts)
         plan, mode = merging.best(planner, latest)
         chosen, current = labelled(plan, mode), self.session.plan
         gain = getattr(planner, "gain", 0.0)
         if self.measured is not None and finish(current, latest) <= finish(chosen, latest) * (1 + gain):
             return current
         return chosen
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Fixed(merging.Planner):
+    """The partition that there is."""
+
+    name: ClassVar[str] = "fixed"
+    timed: ClassVar[bool] = False
+    counts: tuple[int, ...]
+
+    def partition(self, profile: merging.Profile, costs: merging.Costs, mode: str) -> merging.Plan:
+        return merging.Plan(self.counts)
 
 
 def mode(plan: merging.Plan, measured: Measurements) -> str:

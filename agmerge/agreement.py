@@ -9,7 +9,7 @@ from typing import Any
 
 import merging
 from agmerge.backends import Backend
-from agmerge.config import Config
+from agmerge.config import AUTO, Config
 from agmerge.handshake import agree, broadcast_bytes, gather_bytes
 from agmerge.members import Member
 from agmerge.routing import AHEAD
@@ -90,6 +90,8 @@ def _make_plan(
     if config.plan is not None and config.plan.names is not None:
         return config.plan
     if recorded is not None and not misfit(recorded, parameters):
+        if config.exchange != AUTO:
+            recorded = replace(recorded, dense=(False,) * len(recorded.counts))
         ahead = AHEAD in recorded.labels
         if (AHEAD if ahead else "behind") in config.modes or config.sparsifier is None:
             return recorded

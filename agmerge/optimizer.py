@@ -54,8 +54,9 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
       where none does; or ``"importance"``: around the compressor's own, by the energy per element of each tensor's
       gradients in the first steps. ``warmup``: ``"dgc"`` (its paper's ladder, 200 steps a rung), a number of steps
       (geometric, from 25 %), or ``callable(step) -> density``; :func:`agmerge.ladder`: the paper's, steps of yours.
-    * ``exchange``: how messages are combined. It, ``density`` and ``warmup`` are about what a sparsifier selects from,
-      so they mean nothing to ``"none" | "fp16" | "bf16"``, which send every element.
+    * ``exchange``: how messages are combined: ``"sparse"``, or ``"auto"``, which measures the first steps and sends
+      dense what is faster so. It, ``density`` and ``warmup`` are about what a sparsifier selects from, so they mean
+      nothing to ``"none" | "fp16" | "bf16"``, which send every element.
     * ``memory``: ``"residual"`` keeps what is not sent (the default where anything is dropped), ``"none"`` drops it,
       ``"dgc"`` (the default of ``"dgc"``) applies momentum before selection: the optimizer must not apply it again.
     * ``dense``: which parameters are always sent whole: patterns for whole names, or a callable
@@ -86,7 +87,7 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         dense: Any = None,
         merging: Any = "agmerge",
         sparsify: str = "auto",
-        exchange: str = "sparse",
+        exchange: str = "auto",
         wire: str = "auto",
         wire_check: str = "header",
         dense_sum: str = "native",

@@ -23,6 +23,8 @@ SPEND = 3.0  # seconds, about, for all probes together
 GROWTH = 3.0  # of the sizes
 RUNS = (2, 5)  # least and most, of one size
 
+BUSY = torch.ones(128, 128)  # a tenth of a millisecond of work
+
 Samples = dict[int, list[float]]
 
 
@@ -95,6 +97,7 @@ class _Trial:
     def __init__(self, session: Session, segment: Segment, exchange: Exchange, step: int) -> None:
         self.session, self.segment, self.step, self._exchange = session, segment, step, exchange
         self.load = session.load(segment)
+        self._shares_cores = segment.lane.device.type == "cpu" and exchange.polls
         self.offer = self._select()
         self.capacity = 0 if self.offer is None else self.offer.indices.numel()
 
@@ -108,7 +111,14 @@ class _Trial:
     def _send(self) -> Callable[[], object]:
         control = Control(self.step, self.session.fingerprint, 0, 0, (False,) * len(self.segment.slots))
         pending = self._exchange.start("probe", [self.load], [self.offer], control)
-        return lambda: self._exchange.wait(pending)
+
+        def wait() -> None:
+            # During backward the network's threads must share the cores: a message takes longer than on an idle host.
+            while self._shares_cores and not self._exchange.arrived(pending):
+                torch.mm(BUSY, BUSY)
+            self._exchange.wait(pending)
+
+        return wait
 
     def select(self, runs: int) -> float:
         """Seconds to select and pack, the mean."""

@@ -19,7 +19,7 @@ class Times:
     since: (n,), the same with everything counted.
     complete, handed: (m,), when the last tensor of a merge buffer was there, and when its message was under way.
     waiting, received, written: (m,), when the wait for it began and ended, and when its update was written.
-    arrived: (m,), when its exchange was first seen to have ended: at a later hook, else when the wait ended.
+    arrived: (m,), when its exchange was first seen to have ended: by a look in between, or by the wait for it.
     """
 
     ready: Seconds
@@ -33,8 +33,8 @@ class Times:
 
     @property
     def finish(self) -> float:
-        """When the last message was received."""
-        return float(self.received[-1])
+        """When the last exchange ended."""
+        return float(self.arrived[-1])
 
     @property
     def exposed(self) -> Seconds:

@@ -75,6 +75,7 @@ class Round:
             self.recorder.mark(buffer)
             controls = [route.exchange.wait(pending) for route, pending in messages]
             self.recorder.mark(buffer)
+            self._look()
             if buffer == 0:  # a flag is in all messages of its rank, so all ranks see it here
                 agreed = not any(control.flags & RELAYOUT for control in controls)
             if agreed:
@@ -83,6 +84,7 @@ class Round:
                     for slot, used in zip(route.slots, control.used, strict=True):
                         self.session.used[slot.index] |= used
             self.recorder.mark(buffer)
+            self._look()
         if agreed:
             self.session.correct()
         return agreed

@@ -69,8 +69,10 @@ def sgd(model: nn.Module, lr: float = 0.1, momentum: float = 0.9, weight_decay: 
 def wrap(model: nn.Module, inner: torch.optim.Optimizer | None = None, **options: Any) -> agmerge.DistributedOptimizer:
     """``inner`` (SGD with momentum if None) wrapped, with the names of ``model``.
 
-    The plan goes by sizes unless the test says otherwise: one that goes by times changes bits after ten steps.
+    The plan goes by sizes and selections are sent unless the test says otherwise: what goes by times changes bits
+    after ten steps.
     """
+    options = {"exchange": "sparse", **options}
     if not {"groups", "num_groups"} & set(options):
         options = {"merging": "threshold", **options}
     return agmerge.DistributedOptimizer(inner or sgd(model), model.named_parameters(), **options)

@@ -65,9 +65,14 @@ class Exchange(ABC):
     def start(self, name: str, loads: Sequence[Load], offers: Sequence[Selection | None], control: Control) -> Pending:
         """Send the message of one merge buffer; returns at once. An offer is what the compressor chose."""
 
+    @property
+    def polls(self) -> bool:
+        """Whether :meth:`arrived` can tell that a whole exchange has ended."""
+        return True
+
     def arrived(self, pending: Pending) -> bool:
         """Whether the exchange is known to have ended."""
-        return pending.handle.done()
+        return self.polls and pending.handle.done()
 
     @abstractmethod
     def wait(self, pending: Pending) -> Control:

@@ -92,8 +92,9 @@ class DenseExchange(Exchange):
         sent = self.keep(("sent",), payload.numel(), load.work.dtype, load.work.device)
         return sent.copy_(payload).mul_(self.predivide)
 
-    def arrived(self, pending: Pending) -> bool:
-        return not self.ordered and super().arrived(pending)  # in rank order, the shards are still to be gathered
+    @property
+    def polls(self) -> bool:
+        return not self.ordered  # in rank order, the shards are still to be gathered
 
     def wait(self, pending: Pending) -> Control:
         pending.handle.wait(self.timeout)

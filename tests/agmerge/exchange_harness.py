@@ -60,7 +60,7 @@ def draw_work(segment: Segment, seed: int, magnitude: float) -> torch.Tensor:
 
 def control_of(rank: int, segments: Sequence[Segment], step: int = 7) -> Control:
     tensors = sum(len(segment.slots) for segment in segments)
-    return Control(step, 2**31 - 1, 3, 1 << (rank % 8), tuple(i % 4 == rank for i in range(tensors)))
+    return Control(step, 2**31 - 1, 3, 2 << (rank % 7), tuple(i % 4 == rank for i in range(tensors)))
 
 
 def exchange(

@@ -16,6 +16,7 @@ from agmerge import adaptation, runtime, testing
 from agmerge.adaptation import FIRST, LATE, STEADY, TWICE
 from agmerge.averages import Averages
 from agmerge.clock import Seconds
+from agmerge.probing import Found
 from agmerge.session import Session
 from merging import Curve
 
@@ -67,13 +68,13 @@ class World:
                 seconds = world.travel(self.look) * world.told(runtime.world().rank)
                 return np.full(len(self.steps[-1].handed), seconds)
 
-        def probe(session: Session, step: int) -> tuple[Curve | None, Curve]:
+        def probe(session: Session, step: int) -> Found:
             start = world.start(len(world.probes)) * 1.0
             session.comm.barrier("probe").wait(10)  # every rank reads the number before rank 0 counts
             if session.comm.rank == 0:
                 world.probes.append(step)
             selecting = None if session.config.sparsifier is None else Curve((0,), (0.0,))
-            return selecting, Curve((0, LOAD), (start, 5 * start))
+            return Found(selecting, Curve((0, LOAD), (start, 5 * start)), None)
 
         original = merging.best
 

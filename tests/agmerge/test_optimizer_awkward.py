@@ -22,7 +22,9 @@ MODEL = seeded(AwkwardModel, 7)
 def wrapped(model: AwkwardModel, compression: str, lr: float = 0.05) -> agmerge.DistributedOptimizer:
     inner = torch.optim.SGD(awkward_groups(model), lr=lr, momentum=0.9)
     planner = merging.get("threshold", bytes=8192)  # several merge buffers
-    return agmerge.DistributedOptimizer(inner, model.named_parameters(), compression=compression, merging=planner)
+    return agmerge.DistributedOptimizer(
+        inner, model.named_parameters(), compression=compression, merging=planner, exchange="sparse"
+    )
 
 
 def backward(model: AwkwardModel, rank: int, step: int) -> None:

@@ -102,9 +102,8 @@ def test_resuming_keeps_plan_and_use_also_where_the_order_is_another() -> None:
 
     def started(model: AwkwardModel) -> agmerge.DistributedOptimizer:
         inner = torch.optim.SGD(awkward_groups(model), lr=0.05, momentum=0.9)
-        return agmerge.DistributedOptimizer(
-            inner, model.named_parameters(), merging=merging.get("threshold", bytes=8192), dense_sum="ordered"
-        )
+        options = {"merging": merging.get("threshold", bytes=8192), "dense_sum": "ordered", "exchange": "sparse"}
+        return agmerge.DistributedOptimizer(inner, model.named_parameters(), **options)
 
     def go(model: AwkwardModel, optimizer: agmerge.DistributedOptimizer, rank: int, steps: range) -> list[str]:
         seen = []

@@ -23,7 +23,7 @@ def model() -> nn.Module:
 def trained(rank: int, net: nn.Module, steps: int, **options: Any) -> agmerge.DistributedOptimizer:
     """Some steps on data of this rank's own; the gradient of the matrix in the middle is made loud."""
     net.get_parameter("1.weight").register_hook(lambda gradient: 30 * gradient)
-    options = {"compression": "topk", "density": "importance", "merging": "single", **options}
+    options = {"compression": "topk", "density": "importance", "merging": "single", "exchange": "sparse", **options}
     inner = torch.optim.SGD(net.parameters(), lr=1e-4)
     optimizer = agmerge.DistributedOptimizer(inner, net.named_parameters(), **options)
     generator = torch.Generator().manual_seed(rank)

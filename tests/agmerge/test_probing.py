@@ -17,14 +17,13 @@ from torch import Tensor, nn
 import agmerge
 from agmerge import probing, runtime, testing
 from agmerge.layout import Lane, Layout
-from agmerge.probing import GROWTH, RUNS, SPEND, probe, sizes
+from agmerge.probing import GROWTH, RUNS, SPEND, Found, probe, sizes
 from agmerge.session import Session
-from merging import Curve
 
 MODEL = seeded(mlp)
 CPU = torch.device("cpu")
 Calls = list[tuple[str, str, int]]
-Probed = tuple[Curve | None, Curve]
+
 CASES: dict[str, dict[str, Any]] = {
     "residual": {"compression": "topk", "memory": "residual"},
     "none": {"compression": "topk", "memory": "none"},
@@ -69,10 +68,10 @@ class Ticking:
         return float(self._here.now)
 
 
-def probed(size: int, model: nn.Module, **options: Any) -> list[tuple[Probed, Calls]]:
+def probed(size: int, model: nn.Module, **options: Any) -> list[tuple[Found, Calls]]:
     """What a probe after two steps finds, and what it calls, rank by rank."""
 
-    def body(rank: int, here: nn.Module) -> tuple[Probed, Calls]:
+    def body(rank: int, here: nn.Module) -> tuple[Found, Calls]:
         optimizer = wrapped(here, **options)
         train(here, optimizer, rank, range(2))
         before = len(testing.calls())
@@ -116,7 +115,7 @@ def test_ranks_find_and_call_the_same_though_their_clocks_differ(
     size: int, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Ticking(monkeypatch, lambda rank: 1e-3 * (1 + rank))
-    (sparsify, exchange), calls = agreed(probed(size, TALL, **CASES[case]))
+    (sparsify, exchange, _), calls = agreed(probed(size, TALL, **CASES[case]))
     slowest = 1e-3 * size
     assert exchange.seconds == pytest.approx([slowest] * len(exchange.seconds))
     if sparsify is None:
@@ -143,7 +142,7 @@ def test_what_is_found_is_the_maximum_over_ranks_of_each(monkeypatch: pytest.Mon
 
     for what in original:
         monkeypatch.setattr(trial, what, timed(what))
-    (sparsify, exchange), _ = agreed(probed(2, TALL, compression="topk", density=0.125))
+    (sparsify, exchange, _), _ = agreed(probed(2, TALL, compression="topk", density=0.125))
     assert sparsify is not None
     numels = [1024, 3072, 1024 + 3072 + 96 * 96]
     assert [sparsify(numel) for numel in numels] == pytest.approx([3e-6 * numel for numel in numels])
@@ -156,7 +155,7 @@ def test_a_size_that_is_too_dear_is_the_end_on_every_rank(monkeypatch: pytest.Mo
     for cost in (1e-6, SPEND / 8, SPEND):
         # Only rank 1 is that slow.
         Ticking(monkeypatch, lambda rank, cost=cost: cost / 2 * rank)  # type: ignore[misc]
-        (_, exchange), calls = agreed(probed(2, TALL, compression="topk"))
+        (_, exchange, _), calls = agreed(probed(2, TALL, compression="topk"))
         points[cost] = (len(exchange.elements), sum(name == "probe" for _, name, _ in calls))
     most, least = RUNS[1], RUNS[0]
     assert points[1e-6] == (3, 3 * 2 * most)
@@ -166,7 +165,7 @@ def test_a_size_that_is_too_dear_is_the_end_on_every_rank(monkeypatch: pytest.Mo
 
 def test_dear_sizes_are_run_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     Ticking(monkeypatch, lambda rank: SPEND / 100)
-    ((_, exchange), calls), *_ = probed(2, TALL, compression="topk")
+    ((_, exchange, _), calls), *_ = probed(2, TALL, compression="topk")
     runs = [size for _, name, size in calls if name == "probe"]
     by_size = [runs.count(size) // 2 for size in sorted(set(runs))]
     # 0.06 s a run at first, three times that expected for the next, of 0.3 s for one size.

@@ -22,7 +22,9 @@ MODEL = nn.Sequential(nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 48), nn.Tanh()
 def trained(rank: int, net: nn.Module, steps: int, **options: Any) -> agmerge.DistributedOptimizer:
     """Some steps."""
     inner = torch.optim.SGD(net.parameters(), lr=0.01)
-    optimizer = agmerge.DistributedOptimizer(inner, net.named_parameters(), **{"merging": "layerwise", **options})
+    optimizer = agmerge.DistributedOptimizer(
+        inner, net.named_parameters(), **{"merging": "layerwise", "exchange": "sparse", **options}
+    )
     more(optimizer, net, steps)
     return optimizer
 

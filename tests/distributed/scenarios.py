@@ -62,7 +62,11 @@ def awkward() -> dict[str, list[str]]:
         model = seeded(AwkwardModel, 7)
         inner = torch.optim.SGD(awkward_groups(model), lr=0.05, momentum=0.9)
         optimizer = agmerge.DistributedOptimizer(
-            inner, model.named_parameters(), compression=compression, merging=merging.get("threshold", bytes=8192)
+            inner,
+            model.named_parameters(),
+            compression=compression,
+            exchange="sparse",
+            merging=merging.get("threshold", bytes=8192),
         )
         seen[compression] = []
         for step in range(50):
@@ -147,7 +151,7 @@ def planners() -> dict[str, dict[str, Any]]:
     seen: dict[str, dict[str, Any]] = {}
     for name in merging.names():
         model = seeded(DigitsCNN, 21)
-        options: dict[str, Any] = {"compression": "topk", "density": 0.05}
+        options: dict[str, Any] = {"compression": "topk", "density": 0.05, "exchange": "sparse"}
         if name == "dear":
             options = {"compression": "none", "model": model}
         inner = sgd(model, lr=0.02)

@@ -1,0 +1,57 @@
+"""The k largest of a vector that no rank has whole: a histogram of magnitudes is added up, and its count decides.
+
+A bin is an exponent and the first three bits of the mantissa, so it is an eighth of a power of two wide, and larger
+magnitudes are in later bins: the first round of a radix selection. One round is enough here, since what is taken of
+the bin at the edge, and what is left for later steps, differ by 12.5 % at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+BINS = 2048
+_SHIFT = 20  # of the 23 bits of a float32's mantissa: three are left
+_MAGNITUDE = 0x7FFFFFFF
+
+
+def bins(values: torch.Tensor) -> torch.Tensor:
+    """int32, the bin of each of ``values``, float32 or float64: 0 for zero and for nothing else, the last for NaN.
+
+    float64 goes by its float32, which is in the same order; what is zero or infinite there shares a bin.
+    """
+    found = (values.float().view(torch.int32) & _MAGNITUDE) >> _SHIFT
+    return torch.maximum(found, (values != 0).to(torch.int32))
+
+
+def counted(found: torch.Tensor) -> torch.Tensor:
+    """int32[BINS]: how many are in each bin."""
+    return torch.bincount(found, minlength=BINS).to(torch.int32)
+
+
+def crossing(counts: torch.Tensor, k: int) -> tuple[int, int]:
+    """(edge, room): all of the bins above ``edge`` are among the ``k`` largest, and ``room`` of bin ``edge``.
+
+    ``counts``: of all ranks together. (-1, 0) if there are no more than ``k``: all of them are.
+    """
+    larger = counts.to(torch.int64).flip(0).cumsum(0)  # larger[i]: in the last i + 1 bins
+    if int(larger[-1]) <= k:
+        return -1, 0
+    place = int(torch.searchsorted(larger, k, right=True))
+    above = int(larger[place - 1]) if place else 0
+    return len(counts) - 1 - place, k - above
+
+
+def allotted(at_edge: Sequence[int], room: int) -> list[int]:
+    """How many of its ``at_edge[rank]`` elements each rank may keep, ``room`` in all: the first ranks come first."""
+    before = [0, *accumulate(at_edge)]
+    return [min(max(room - earlier, 0), mine) for earlier, mine in zip(before, at_edge, strict=False)]
+
+
+def kept(found: torch.Tensor, edge: int, take: int) -> torch.Tensor:
+    """bool: the elements above bin ``edge``, and the first ``take`` of it."""
+    mask = found > edge
+    mask[(found == edge).nonzero().view(-1)[:take]] = True
+    return mask

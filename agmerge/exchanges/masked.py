@@ -1,0 +1,224 @@
+"""``masked``: one index set for all ranks, values by all-reduce.
+
+No rank sends indices of its own with its values, so what travels does not grow with the number of workers: about
+``4 k`` bytes of votes received and an all-reduce of k values, where an all-gather of index and value receives
+``8 k (W-1)``. Where the sparsifier draws the same coordinates on every rank by itself (randomk), there is no vote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from agmerge.backends import Backend
+from agmerge.errors import MessageError
+from agmerge.exchanges import ballots, summing
+from agmerge.exchanges.base import Commit, Exchange, Load, Pending
+from agmerge.exchanges.dense import _decode, _encode, largest_summand
+from agmerge.ops import ReduceOp
+from agmerge.wire import RELAYOUT, Control, Format
+from sparsifiers import Selection
+
+_DIGITS, _BASE = 4, 8  # of a checksum, one-hot
+
+
+@dataclass
+class _State:
+    """``masks``: of each load, int32 or int64, once all ranks agree on them. ``votes``: slots of each load's ballot,
+    None where there is no vote about it.
+    """
+
+    votes: list[int | None]
+    layout: Format | None = None
+    control: Control | None = None
+    masks: list[torch.Tensor] = field(default_factory=list)
+    sums: list[summing.Sum] = field(default_factory=list)
+    totals: dict[int, torch.Tensor] = field(default_factory=dict)  # by load: its part of a sum
+    tail: torch.Tensor | None = None  # behind the first sum
+
+
+class MaskedExchange(Exchange):
+    """A mask that all ranks agree on, then one all-reduce of every rank's own values there.
+
+    ``drawn``: what is offered depends on (seed, key, step) alone, so offers are the mask; a checksum of it travels in
+    the control numbers. Otherwise ranks vote: each names k/W of the coordinates that are its to judge in this step
+    (:mod:`agmerge.exchanges.ballots`). The mask has at most k elements and at least 0.8 k; where k is all of a
+    segment, it is that, without a vote. A rank has sent its own values at the mask, and keeps all others. ``ordered``:
+    values are added in rank order.
+
+    A mask by vote is nobody's own choice: with W ranks whose gradients have little in common it leaves about as much
+    behind as an own choice of k/W would, with ranks that agree about as much as ``sparse`` does. And it takes two
+    messages one after the other: votes travel while backward runs, values after it, all merge buffers' together.
+    """
+
+    rides = False  # a dense segment is an all-reduce already
+
+    def __init__(
+        self, comm: Backend, op: ReduceOp, commit: Commit, timeout: float, *, drawn: bool = False, ordered: bool = False
+    ) -> None:
+        super().__init__(comm, op, commit, timeout)
+        self.drawn, self.ordered = drawn, ordered
+        self._voting: dict[str, Pending] = {}  # messages whose votes are not counted yet, in the order of their starts
+
+    def start(self, name: str, loads: Sequence[Load], offers: Sequence[Selection | None], control: Control) -> Pending:
+        chosen = [offer for offer in offers if offer is not None]
+        if len(chosen) < len(loads):
+            raise ValueError(f"{name}: a segment without a selection cannot share a message of masked")
+        whole = [offer.indices.numel() >= load.segment.numel for offer, load in zip(chosen, loads, strict=True)]
+        if self.drawn or all(whole):
+            return self._start_agreed(name, loads, chosen, whole, control)
+        votes = [
+            None if all_of_it else ballots.slots(offer.indices.numel(), self.comm.size)
+            for offer, all_of_it in zip(chosen, whole, strict=True)
+        ]
+        layout = Format([load.segment for load in loads], [0] * len(loads))  # a header; ballots follow
+        slots = [count or 0 for count in votes]
+        device, size = loads[0].work.device, layout.size + 4 * sum(slots)
+        message = self.keep(("votes", name), size, torch.uint8, device)
+        received = self.keep(("all votes", name), size * self.comm.size, torch.uint8, device)
+        layout.write_header(message, control, [0] * len(loads))
+        papers = message[layout.size :].view(torch.int32).fill_(ballots.EMPTY)
+        share = ballots.share_of(self.comm.rank, self.comm.size, control.step)
+        for load, offer, paper, count in zip(loads, chosen, torch.split(papers, slots), votes, strict=True):
+            if count and not control.flags & RELAYOUT:
+                most = ballots.quota(offer.indices.numel(), self.comm.size, share)
+                named = ballots.ballot(load.work, offer.trimmed(), share, self.comm.size, most)
+                paper[: named.numel()] = named
+        handle = self.comm.all_gather(received, message, name)
+        state = _State(votes, layout=layout)
+        self._voting.pop(name, None)  # of an attempt that came to nothing
+        self._voting[name] = pending = Pending(name, loads, control, handle, size, 0, message, received, state)
+        return pending
+
+    def _start_agreed(
+        self, name: str, loads: Sequence[Load], offers: Sequence[Selection], whole: Sequence[bool], control: Control
+    ) -> Pending:
+        state = _State([None] * len(loads))
+        state.masks = [
+            _all(load) if all_of_it else offer.indices
+            for load, offer, all_of_it in zip(loads, offers, whole, strict=True)
+        ]
+        digits = checksum(state.masks)
+        if control.flags & RELAYOUT:
+            digits.zero_()  # this rank offers nothing, and the others may agree all the same
+        self._send(name, loads, state, torch.cat([digits, torch.tensor(_encode(control), device=digits.device)]))
+        first = state.sums[0]
+        elements = sum(_real(load, mask) for load, mask in zip(loads, state.masks, strict=True))
+        size = sum(one.bytes for one in state.sums)
+        return Pending(name, loads, control, first.handle, size, elements, first.message, first.message, state)
+
+    @property
+    def polls(self) -> bool:
+        return self.drawn and not self.ordered  # else something is still to be sent when the first handle is done
+
+    def arrived(self, pending: Pending) -> bool:
+        return self.polls and all(one.handle.done() for one in pending.extra.sums)
+
+    def wait(self, pending: Pending) -> Control:
+        state: _State = pending.extra
+        if pending.name in self._voting:
+            under_way, self._voting = self._voting, {}
+            for one in under_way.values():
+                self._count(one)
+        for total in state.sums:
+            summing.wait(self.comm, total, self.timeout)
+        if state.layout is None:
+            state.control = self._decode(pending, state)
+        assert state.control is not None
+        return state.control
+
+    def _count(self, pending: Pending) -> None:
+        """All votes are in: the mask is known, values leave. If the round will be repeated, none do."""
+        state: _State = pending.extra
+        assert state.layout is not None
+        pending.handle.wait(self.timeout)
+        messages = pending.received.view(self.comm.size, -1)
+        state.control = state.layout.read_headers(messages, pending.control, pending.name)
+        if state.control.flags & RELAYOUT:
+            return
+        ballots_of_all = messages[:, state.layout.size :].contiguous().view(torch.int32)
+        papers = torch.split(ballots_of_all, [count or 0 for count in state.votes], dim=1)
+        for load, paper, count in zip(pending.loads, papers, state.votes, strict=True):
+            wrong = ballots.stuffed(paper, load.segment.length, pending.control.step)
+            if wrong is not None:
+                raise MessageError(
+                    f"{pending.name}: rank {wrong} votes for an element outside the vector, or for one that is not its "
+                    f"to judge in step {pending.control.step}"
+                )
+            state.masks.append(_all(load) if count is None else ballots.counted(paper))
+        self._send(f"{pending.name}/values", pending.loads, state, torch.empty(0, device=papers[0].device))
+        pending.bytes += sum(one.bytes for one in state.sums)
+        pending.elements = sum(_real(load, mask) for load, mask in zip(pending.loads, state.masks, strict=True))
+
+    def _send(self, name: str, loads: Sequence[Load], state: _State, tail: torch.Tensor) -> None:
+        """Begin to add up what lies at the masks, one sum for each dtype; ``tail`` goes behind the first."""
+        for number, dtype in enumerate(dict.fromkeys(load.segment.lane.dtype for load in loads)):
+            members = [i for i, load in enumerate(loads) if load.segment.lane.dtype == dtype]
+            lengths = [state.masks[i].numel() for i in members]
+            behind = tail if number == 0 else tail[:0]
+            used = sum(lengths) + behind.numel()
+            length = used + (-used % self.comm.size if self.ordered else 0)  # whole shards
+            if not length:
+                continue
+            message = self.keep(("values", name, number), length, dtype, loads[0].work.device)
+            *parts, state_of_all, rest = torch.split(message, [*lengths, behind.numel(), length - used])
+            for i, part in zip(members, parts, strict=True):
+                part.copy_(_values(loads[i], state.masks[i], self.comm.size))
+                self.commit(loads[i].segment, state.masks[i], part)  # before it leaves: it is summed in place
+                state.totals[i] = part
+            state_of_all.copy_(behind)
+            rest.zero_()
+            if number == 0:
+                state.tail = state_of_all
+            received = self.keep(("shards", name, number), length, dtype, message.device) if self.ordered else None
+            state.sums.append(summing.start(self.comm, message, received, f"{name}/{number}" if number else name))
+
+    def _decode(self, pending: Pending, state: _State) -> Control:
+        assert state.tail is not None
+        said = state.tail.tolist()
+        digits, rest = said[: _DIGITS * _BASE], said[_DIGITS * _BASE :]
+        control = _decode(rest, pending.control, pending.name)
+        hot = [sum(value != 0.0 for value in digits[at : at + _BASE]) for at in range(0, len(digits), _BASE)]
+        if not control.flags & RELAYOUT and hot != [1] * _DIGITS:
+            raise MessageError(
+                f"{pending.name}: ranks drew different coordinates in step {control.step}. Give every rank the same "
+                "compressor with the same seed, and load a checkpoint of the same step on all of them"
+            )
+        return control
+
+    def finish(self, pending: Pending) -> None:
+        state: _State = pending.extra
+        for i, (load, mask) in enumerate(zip(pending.loads, state.masks, strict=True)):
+            load.update.zero_()
+            if mask.numel():
+                load.update.index_copy_(0, mask.long(), state.totals[i] * self.scale)
+
+
+def checksum(masks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Digits of a number that stands for ``masks`` (int32 or int64), one-hot, float32. Waits for no device."""
+    number = torch.zeros((), dtype=torch.int64, device=masks[0].device)
+    for mask in masks:
+        places = torch.arange(1, mask.numel() + 1, device=mask.device)
+        number = (31 * number + ((mask.long() + 1) * (2 * places + 1)).sum()) % 4093
+    digits = torch.stack([number // _BASE**i % _BASE for i in range(_DIGITS)])
+    return (digits[:, None] == torch.arange(_BASE, device=digits.device)).flatten().float()
+
+
+def _all(load: Load) -> torch.Tensor:
+    return torch.arange(load.segment.length, device=load.work.device)
+
+
+def _values(load: Load, mask: torch.Tensor, workers: int) -> torch.Tensor:
+    """``work`` at the mask; where it is wider than the gradient, saturated so that the sum of all ranks fits."""
+    values = load.work.index_select(0, mask)
+    if load.segment.lane.dtype != values.dtype:
+        limit = largest_summand(load.segment.lane.dtype, workers)
+        values = values.clamp_(-limit, limit)
+    return values
+
+
+def _real(load: Load, mask: torch.Tensor) -> int:
+    """Elements that a mask sends, padding not counted where everything is sent."""
+    return min(mask.numel(), load.segment.numel)

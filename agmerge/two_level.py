@@ -1,0 +1,70 @@
+"""``two-level``: an attempt at a step in which a node's shards are exchanged, and not the gradients of each rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from agmerge.layout import Slot
+from agmerge.round import Round
+from agmerge.session import Session
+from agmerge.stats import Stats
+from agmerge.wire import RELAYOUT, Control
+
+
+class TwoLevelRound(Round):
+    """A round with one stage before compensation.
+
+    A merge buffer that is complete is added up inside the node; when that has arrived, each rank compensates its
+    shards, selects from them and sends them to its fellows on the other nodes. That is looked for at every gradient
+    that comes and, at last, waited for, in plan order on each of the two communicators. What is not overlapped: the
+    updates of a node's shards are handed round once all of them are there.
+
+    A rank with another membership makes its whole node dirty: its gradients are in the node's sums.
+    """
+
+    def __init__(self, session: Session, step: int, stats: Stats, *, dirty: bool) -> None:
+        super().__init__(session, step, stats, dirty=dirty)
+        assert session.shards is not None
+        self._shards = session.shards
+        self._summed: list[Control] = []  # by merge buffer: what this rank said when the node began to add it up
+
+    def _take(self, slot: Slot, gradient: torch.Tensor | None) -> None:
+        self._shards.put(slot, None if self.dirty else gradient)
+
+    def _advance(self) -> None:
+        while (buffer := len(self._summed)) < len(self._missing) and self._missing[buffer] == 0:
+            used = tuple(self._fed[slot.index] for slot in self._slots(buffer))
+            flags = RELAYOUT if self.dirty else 0
+            control = Control(self.step, self.session.fingerprint, buffer, flags, used)
+            self.recorder.mark(buffer)
+            self.stats.sent(self._shards.start(buffer, control), 0)
+            self._summed.append(control)
+        while len(self._pending) < len(self._summed) and self._shards.arrived(len(self._pending)):
+            self._pass_on()
+
+    def _flush(self) -> None:
+        while len(self._pending) < len(self._summed):
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """The node's sum of the next merge buffer is there, or waited for: compensate, select, send."""
+        buffer = len(self._pending)
+        control = self._shards.wait(buffer, self._summed[buffer])
+        self.dirty = self.dirty or bool(control.flags & RELAYOUT)
+        for slot, used in zip(self._slots(buffer), control.used, strict=True):
+            self._fed[slot.index] = used
+            self._compensate(slot, self._shards.shard(slot) if used else None)
+        self._send(buffer)
+        self.recorder.mark(buffer)
+
+    def _slots(self, buffer: int) -> Any:
+        start, stop = self.session.plan.bounds[buffer]
+        return self.session.layout.slots[start:stop]
+
+
+def round_for(session: Session, step: int, stats: Stats, *, dirty: bool) -> Round:
+    """The attempt that the session's exchange asks for."""
+    kind = Round if session.shards is None else TwoLevelRound
+    return kind(session, step, stats, dirty=dirty)

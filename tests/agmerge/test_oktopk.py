@@ -1,0 +1,460 @@
+"""The sparse all-reduce against a dense reference: which elements are kept, their bits, and what is taken off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from exchange_harness import (
+    CPU,
+    WAIT,
+    Make,
+    Seen,
+    control_of,
+    draw_offer,
+    draw_work,
+    exchange,
+    same,
+    segments_of,
+    sparse,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agmerge import runtime, testing
+from agmerge.backends.local import Call
+from agmerge.errors import MessageError
+from agmerge.exchanges import Load, regions
+from agmerge.exchanges.oktopk import OkTopkExchange
+from agmerge.layout import Lane, Segment
+from agmerge.ops import Average, ReduceOp, Sum
+from agmerge.wire import MAGIC
+from sparsifiers import Selection
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+LIGHT = settings(deadline=None, max_examples=60)
+FP32 = Lane(CPU, torch.float32, True)
+Offers = Callable[[int, int], Selection]
+Works = Callable[[int, int], torch.Tensor]
+
+
+def oktopk(op: ReduceOp = Average) -> Make:
+    return lambda record: OkTopkExchange(runtime.world(), op, record, WAIT)
+
+
+def bins(values: torch.Tensor) -> list[tuple[int, int]]:
+    """Exponent and eighth of an octave of each magnitude; zero is below all others."""
+    found = []
+    for value in values.abs().tolist():
+        mantissa, exponent = np.frexp(np.float32(value))
+        found.append((int(exponent), int((mantissa - 0.5) * 16)) if value else (-1000, 0))
+    return found
+
+
+def chosen(before: torch.Tensor, selection: Selection, dtype: torch.dtype) -> torch.Tensor:
+    limit = torch.finfo(dtype).max
+    return before[selection.trimmed()].clamp(-limit, limit).to(dtype)
+
+
+def check(seen: Sequence[Seen], segments: Sequence[Segment], offer: Offers, scale: float) -> int:
+    """Everything that the docstring of the exchange promises; how many elements are kept."""
+    dtype, storage = segments[0].lane.dtype, segments[0].lane.storage
+    budget = sum(offer(0, index).indices.numel() for index in range(len(segments)))
+    totals, touched = [], []
+    for index, segment in enumerate(segments):
+        total, touch = torch.zeros(segment.length, dtype=storage), torch.zeros(segment.length, dtype=torch.bool)
+        for rank, one in enumerate(seen):
+            selection = offer(rank, index)
+            total[selection.trimmed()] += chosen(one.before[index], selection, dtype).to(storage) * scale
+            touch[selection.trimmed()] = True
+        totals.append(total)
+        touched.append(touch)
+    whole, candidates = torch.cat(totals), torch.cat(touched).nonzero().view(-1)
+    of = bins(whole[candidates])
+    # The largest bins, and of one bin the lowest indices.
+    order = sorted(range(len(of)), key=lambda i: ((-of[i][0], -of[i][1]), i))[:budget]
+    kept = torch.zeros(len(whole), dtype=torch.bool)
+    kept[candidates[order]] = True
+    expected = torch.where(kept, whole, torch.zeros(())).to(dtype)
+    parts = [segment.length for segment in segments]
+    for index, (update, here) in enumerate(zip(expected.split(parts), kept.split(parts), strict=True)):
+        assert same(seen[0].update[index], update)
+        for rank, one in enumerate(seen):
+            selection, sent = offer(rank, index), one.sent[index]
+            assert sent is not None and sent[0] is not None
+            mine = selection.trimmed()
+            both = here[mine]
+            assert torch.equal(sent[0].long(), mine[both])
+            assert same(sent[1], chosen(one.before[index], selection, dtype)[both])
+            # Conservation: to the bit, and nothing but what was kept changes at all.
+            taken = torch.zeros(parts[index], dtype=torch.float64)
+            taken.index_add_(0, sent[0], sent[1].double())
+            if dtype == storage:
+                assert torch.equal(one.rest[index] + taken.to(storage), one.before[index])
+            assert torch.equal(one.rest[index].double() + taken, one.before[index].double())
+            untouched = torch.ones(parts[index], dtype=torch.bool)
+            untouched[mine[both]] = False
+            assert same(one.rest[index][untouched], one.before[index][untouched])
+    return int(kept.sum())
+
+
+def draws(
+    segments: Sequence[Segment], density: float, seed: int, device: bool, magnitude: float
+) -> tuple[Works, Offers]:
+    def work(rank: int, index: int) -> torch.Tensor:
+        return draw_work(segments[index], 100 * seed + 10 * index + rank, magnitude)
+
+    def offer(rank: int, index: int) -> Selection:
+        length = segments[index].length
+        return draw_offer(length, round(density * length), 100 * seed + 10 * index + rank, device)
+
+    return work, offer
+
+
+@LIGHT
+@given(
+    size=st.integers(1, 5),
+    op=st.sampled_from([Average, Sum]),
+    numels=st.lists(st.integers(1, 200), min_size=1, max_size=4),
+    dtype=st.sampled_from(DTYPES),
+    density=st.sampled_from([0.0, 0.02, 0.1, 0.5, 1.0]),
+    magnitude=st.sampled_from([1e-6, 1.0, 1e6]),
+    seed=st.integers(0, 1000),
+    on_device=st.booleans(),
+)
+def test_oktopk(
+    size: int,
+    op: ReduceOp,
+    numels: list[int],
+    dtype: torch.dtype,
+    density: float,
+    magnitude: float,
+    seed: int,
+    on_device: bool,
+) -> None:
+    lane = Lane(CPU, dtype, True)
+    segments = apart([part for numel in numels for part in segments_of([(numel, lane)])])  # one a tensor, as ahead
+    if dtype == torch.float16:
+        magnitude = min(magnitude, 1e3)  # the sum of what saturates is infinite, as anywhere
+    work, offer = draws(segments, density, seed, on_device, magnitude)
+    seen = exchange(size, oktopk(op), segments, work, offer)
+    check(seen, segments, offer, op.scale(size))
+
+
+def apart(segments: Sequence[Segment]) -> list[Segment]:
+    """The same segments, with tensors of different names: the harness tells them apart by equality."""
+    return [
+        Segment(part.lane, tuple(replace(slot, name=f"{slot.name} of {number}") for slot in part.slots))
+        for number, part in enumerate(segments)
+    ]
+
+
+@pytest.mark.parametrize("skewed", [False, True])
+def test_sixteen_ranks(skewed: bool) -> None:
+    (segment,) = segments_of([(4096, FP32)])
+
+    def work(rank: int, index: int) -> torch.Tensor:
+        scales = torch.logspace(3, -3, 4096) if skewed else torch.ones(4096)
+        return draw_work(segment, rank, 1.0) * scales
+
+    def offer(rank: int, index: int) -> Selection:
+        largest = work(rank, index).abs().topk(200).indices
+        return Selection(largest.sort().values.to(torch.int32), 200)
+
+    seen = exchange(16, oktopk(), [segment], work, offer)
+    assert check(seen, [segment], offer, 1 / 16) == 200
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_element_from_one_rank(size: int) -> None:
+    """W * k == n: of the ranks' parts, side by side, the k largest."""
+    (segment,) = segments_of([(32 * size, FP32)])
+
+    def offer(rank: int, index: int) -> Selection:
+        return Selection(torch.arange(32 * rank, 32 * rank + 32, dtype=torch.int32), 32)
+
+    seen = exchange(size, oktopk(Sum), [segment], lambda r, i: draw_work(segment, r, 1.0), offer)
+    assert check(seen, [segment], offer, 1.0) == 32
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_density_1_is_sparse_to_the_bit_and_leaves_nothing(size: int) -> None:
+    (segment,) = segments_of([(100, FP32)])
+
+    def work(rank: int, index: int) -> torch.Tensor:
+        values = draw_work(segment, rank, 10.0**rank)
+        values[7] = (-1.0) ** rank  # cancels
+        return values
+
+    def offer(rank: int, index: int) -> Selection:
+        return Selection(torch.arange(segment.length, dtype=torch.int32), segment.length)
+
+    seen = exchange(size, oktopk(), [segment], work, offer)
+    assert same(seen[0].update[0], exchange(size, sparse(Average), [segment], work, offer)[0].update[0])
+    assert all(one.rest[0].count_nonzero() == 0 for one in seen)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_what_fits_is_kept_whole_zeros_too(size: int) -> None:
+    """Cancelled elements are kept while there is room, so they leave the residuals."""
+    (segment,) = segments_of([(64, FP32)])
+
+    def work(rank: int, index: int) -> torch.Tensor:
+        return torch.ones(64) * (-1.0 if rank == 1 else 1.0 if rank == 0 else 0.0)
+
+    def offer(rank: int, index: int) -> Selection:
+        return Selection(torch.arange(8, dtype=torch.int32), 8)
+
+    for one in exchange(size, oktopk(), [segment], work, offer):
+        assert one.rest[0][:8].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("offering", [[], [0], [2], [0, 2]])
+def test_ranks_without_an_offer(offering: list[int]) -> None:
+    (segment,) = segments_of([(200, FP32)])
+
+    def offer(rank: int, index: int) -> Selection:
+        indices = torch.arange(50, 70, dtype=torch.int32)
+        return Selection(indices, 20 if rank in offering else 0)
+
+    seen = exchange(3, oktopk(), [segment], lambda r, i: draw_work(segment, r, 1.0), offer)
+    assert check(seen, [segment], offer, 1 / 3) == (20 if offering else 0)
+
+
+def test_nothing_on_offer_is_one_call() -> None:
+    (segment,) = segments_of([(64, FP32)])
+
+    def body(rank: int) -> list[str]:
+        here = oktopk()(lambda *_: None)
+        load = Load(segment, torch.ones(64), torch.full((64,), torch.nan))
+        pending = here.start("buffer 3", [load], [draw_offer(64, 0, rank, False)], control_of(rank, [segment]))
+        here.wait(pending)
+        here.finish(pending)
+        assert load.update.count_nonzero() == 0
+        return [name for _, name, _ in testing.calls()]
+
+    assert testing.run(3, body) == [["buffer 3"]] * 3
+
+
+def test_not_a_number_and_infinity_come_first() -> None:
+    (segment,) = segments_of([(64, FP32)])
+
+    def work(rank: int, index: int) -> torch.Tensor:
+        values = torch.ones(64) * 3e38
+        values[40], values[41] = torch.nan, -torch.inf
+        return values
+
+    def offer(rank: int, index: int) -> Selection:
+        return Selection(torch.tensor([3, 4, 40 + rank], dtype=torch.int32), 3)
+
+    update = exchange(2, oktopk(), [segment], work, offer)[0].update[0]
+    assert update[40].isnan() and update[41] == -torch.inf and int((update != 0).sum()) == 3
+
+
+@pytest.mark.parametrize("dtype, huge", [(torch.float16, 1e6), (torch.bfloat16, 3.4e38)], ids=str)
+def test_a_residual_beyond_16_bits_saturates_and_the_rest_is_kept(dtype: torch.dtype, huge: float) -> None:
+    (segment,) = segments_of([(32, Lane(CPU, dtype, True))])
+    work = torch.tensor([huge, -huge, 1.0, 0.0] * 8)
+    largest = torch.finfo(dtype).max
+
+    def offer(rank: int, index: int) -> Selection:
+        return Selection(torch.tensor([0, 1, 2, 3], dtype=torch.int32), 3)
+
+    for one in exchange(2, oktopk(), [segment], lambda rank, index: work.clone(), offer):
+        assert one.update[0][:4].tolist() == [largest, -largest, 1.0, 0.0]
+        assert one.rest[0][:4].tolist() == [work[0].item() - largest, work[1].item() + largest, 0.0, 0.0]
+
+
+def test_16_bits_are_added_up_in_32() -> None:
+    """256 + 1 and 1 in bfloat16 would be 256: one rounding, of the sum."""
+    (segment,) = segments_of([(32, Lane(CPU, torch.bfloat16, True))])
+
+    def offer(rank: int, index: int) -> Selection:
+        return Selection(torch.tensor([5], dtype=torch.int32), 1)
+
+    def work(rank: int, index: int) -> torch.Tensor:
+        return torch.ones(32) * (256.0 if rank == 0 else 1.0)
+
+    seen = exchange(3, oktopk(Sum), [segment], work, offer)
+    assert seen[0].update[0][5] == 258.0
+
+
+@pytest.mark.parametrize("cut", ["even", "first", "last"])
+def test_the_result_does_not_depend_on_the_regions(cut: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    segments = apart(segments_of([(500, FP32)]) + segments_of([(300, FP32)]))
+    work, offer = draws(segments, 0.2, 3, False, 1.0)
+    expected = exchange(4, oktopk(), segments, work, offer)
+
+    def other(points: object, counts: Sequence[int], length: int) -> list[int]:
+        inner = {"even": [length // 4, length // 2, 3 * length // 4], "first": [length] * 3, "last": [0] * 3}[cut]
+        return [0, *inner, length]
+
+    monkeypatch.setattr(regions, "bounds", other)
+    seen = exchange(4, oktopk(), segments, work, offer)
+    for one, two in zip(seen, expected, strict=True):
+        assert all(same(a, b) for a, b in zip(one.update + one.rest, two.update + two.rest, strict=True))
+
+
+def test_a_lane_of_another_kind_is_refused() -> None:
+    lanes = [FP32, Lane(CPU, torch.float32, False), Lane(CPU, torch.bfloat16, True)]
+    (first,), *others = (segments_of([(64, lane)]) for lane in lanes)
+
+    def body(rank: int) -> None:
+        for (other,), offer in zip(others, (None, draw_offer(64, 3, 1, False)), strict=True):
+            loads = [Load(part, torch.ones(64), torch.ones(64, dtype=part.lane.dtype)) for part in (first, other)]
+            with pytest.raises(ValueError, match="buffer 3: oktopk sends what is selected from one lane, and was"):
+                oktopk()(lambda *_: None).start(
+                    "buffer 3", loads, [draw_offer(64, 3, 1, False), offer], control_of(rank, [first, other])
+                )
+
+    testing.run(1, body)
+
+
+# -- steps ------------------------------------------------------------------------------------------------------
+
+
+def test_buffers_are_reused_and_leak_nothing() -> None:
+    (segment,) = segments_of([(640, FP32)])
+    capacities = [200, 5, 0, 3, 200, 60]
+
+    def steps(rank: int, keep: bool) -> list[torch.Tensor]:
+        updates, here = [], oktopk()(lambda *_: None)
+        for step, capacity in enumerate(capacities):
+            here = here if keep else oktopk()(lambda *_: None)
+            work = draw_work(segment, 10 * step + rank, 10.0**-step)
+            load = Load(segment, work, torch.full((segment.length,), torch.nan))
+            offer = draw_offer(640, capacity, 10 * step + rank, False)
+            pending = here.start("buffer 3", [load], [offer], control_of(rank, [segment], step))
+            here.wait(pending)
+            here.finish(pending)
+            updates.append(load.update)
+        return updates
+
+    for kept, fresh in testing.run(3, lambda rank: (steps(rank, True), steps(rank, False))):
+        assert all(same(a, b) for a, b in zip(kept, fresh, strict=True))
+
+
+def test_messages_under_way_advance_together_in_the_same_order_everywhere() -> None:
+    segments = apart([part for numel in (300, 40, 900) for part in segments_of([(numel, FP32)])])
+    offers = [0.3, 0.0, 0.1]
+
+    def body(rank: int) -> tuple[list[tuple[str, str]], list[torch.Tensor], int]:
+        here = oktopk()(lambda *_: None)
+        loads = [Load(part, draw_work(part, rank, 1.0), torch.full((part.length,), torch.nan)) for part in segments]
+        abandoned = here.start(
+            "buffer 1", [loads[2]], [draw_offer(928, 9, rank, False)], control_of(rank, [segments[2]], 6)
+        )
+        under_way = []
+        for number, (load, density) in enumerate(zip(loads, offers, strict=True)):
+            offer = draw_offer(load.segment.length, round(density * load.segment.length), rank, rank == 1)
+            control = replace(control_of(rank, [load.segment]), buffer=number)
+            under_way.append(here.start(f"buffer {number}", [load], [offer], control))
+        assert not any(here.arrived(one) for one in (*under_way, abandoned)[:3])
+        for one in under_way:
+            here.wait(one)
+            assert all(here.arrived(other) for other in under_way)
+        assert all(load.update.isnan().all() for load in loads)
+        for one in under_way:
+            here.finish(one)
+            here.wait(one)  # and once more: nothing happens
+        calls = testing.calls()
+        sent = abandoned.bytes + sum(one.bytes for one in under_way)
+        assert sent == sum(size for _, _, size in calls)
+        return [(kind, name) for kind, name, _ in calls], [load.update for load in loads], rank
+
+    found = testing.run(4, body, inject=testing.jitter(1))
+    calls = found[0][0]
+    assert all(one[0] == calls for one in found)
+    assert all(same(a, b) for one in found for a, b in zip(one[1], found[0][1], strict=True))
+    phases = [name for _, name in calls[4:]]  # behind the headers
+    assert phases[:2] == ["buffer 0/counts", "buffer 2/counts"]  # buffer 1 has nothing on offer
+    assert phases[2:4] == ["buffer 0/pieces", "buffer 2/pieces"]
+
+
+# -- errors -----------------------------------------------------------------------------------------------------
+
+
+def errors_of(inject: Callable[[Call], None] | None = None, odd: int = -1, field: str = "step") -> list[BaseException]:
+    (segment,) = segments_of([(4000, FP32)])
+
+    def body(rank: int) -> None:
+        control = control_of(rank, [segment])
+        if rank == odd:
+            control = replace(control, **{field: getattr(control, field) - 1})
+        load = Load(segment, draw_work(segment, rank, 1.0), torch.full((segment.length,), torch.nan))
+        here = oktopk()(lambda *_: None)
+        # With the seeds 0, 3, 6 an offer is as large as it may be.
+        pending = here.start("buffer 3", [load], [draw_offer(segment.length, 400, 3 * rank, False)], control)
+        try:
+            here.wait(pending)
+        finally:
+            assert load.update.isnan().all()
+
+    found = testing.run(3, body, return_errors=True, inject=inject)
+    assert [type(error) for error in found] == [MessageError] * 3
+    assert len({str(error) for error in found}) == 1
+    return found  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("field", ["step", "plan", "buffer"])
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_ranks_at_different_places_are_the_same_error_on_every_rank(field: str, odd: int) -> None:
+    assert "buffer 3: messages do not belong together" in str(errors_of(odd=odd, field=field)[0])
+
+
+def damage(odd: int, name: str, word: int, value: int) -> Callable[[Call], None]:
+    def inject(call: Call) -> None:
+        if call.rank == odd and call.name == name:
+            call.tensor.view(torch.int32)[word] = value
+
+    return inject
+
+
+HEADER = 7  # five fixed words, one count, one of used bits
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+@pytest.mark.parametrize(
+    "name, word, value, said",
+    [
+        ("buffer 3", 0, MAGIC + 1, r"what ranks \[{odd}\] sent is no message of this library"),
+        ("buffer 3", 5, 401, "rank {odd} announces 401 elements where 400 fit"),
+        ("buffer 3", HEADER, 401, r"ranks announce \[.*401.*\] elements where 400 fit"),
+        ("buffer 3", HEADER, -1, r"ranks announce \[.*-1.*\] elements where 400 fit"),
+        ("buffer 3/counts", 1, 7, r"ranks announce \[400, 400, 400\] elements, and by region \[\["),
+        ("buffer 3/pieces", 0, -1, "rank {odd} sent indices to rank 0 that are outside 0 to"),
+        ("buffer 3/pieces", 1, 4000, "rank {odd} sent indices to rank 0 that are outside 0 to"),
+        ("buffer 3/kept", 3, 4032, "the result that rank {odd} handed round is damaged"),
+        ("buffer 3/kept", 3, -1, "the result that rank {odd} handed round is damaged"),
+    ],
+)
+def test_a_damaged_message_is_the_same_error_on_every_rank(
+    name: str, word: int, value: int, said: str, odd: int
+) -> None:
+    (first, *_) = errors_of(damage(odd, name, word, value))
+    with pytest.raises(MessageError, match="buffer 3: " + said.format(odd=odd)):
+        raise first
+
+
+def test_what_was_told_of_an_offer_is_only_about_speed() -> None:
+    """Damaged points cut other regions, the same on every rank, and change nothing else."""
+    (segment,) = segments_of([(4000, FP32)])
+    work, offer = draws([segment], 0.1, 3, False, 1.0)
+    expected = exchange(3, oktopk(), [segment], work, offer)[0].update[0]
+
+    def inject(call: Call) -> None:
+        if call.rank == 1 and call.name == "buffer 3":
+            call.tensor.view(torch.int32)[HEADER + 1 :] = torch.arange(256, dtype=torch.int32) * -(2**22)
+
+    def body(rank: int) -> torch.Tensor:
+        load = Load(segment, work(rank, 0), torch.full((segment.length,), torch.nan))
+        here = oktopk()(lambda *_: None)
+        pending = here.start("buffer 3", [load], [offer(rank, 0)], control_of(rank, [segment]))
+        here.wait(pending)
+        here.finish(pending)
+        return load.update
+
+    assert all(same(update, expected) for update in testing.run(3, body, inject=inject))

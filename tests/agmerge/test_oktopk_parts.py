@@ -1,0 +1,170 @@
+"""The mathematics of a sparse all-reduce: regions, the histogram, and pairs of indices and values."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agmerge.exchanges import histogram, parcels, reduction, regions
+from agmerge.exchanges.parcels import Parcel
+
+INF, NAN = torch.inf, torch.nan
+COUNTS = st.lists(st.integers(0, 400), min_size=1, max_size=9)
+
+
+# -- regions ----------------------------------------------------------------------------------------------------
+
+
+def drawn(counts: list[int], length: int, power: float, seed: int) -> list[torch.Tensor]:
+    """Ascending unique indices of every rank; the larger ``power``, the closer to 0 they lie."""
+    source = np.random.default_rng(seed)
+    chances = np.arange(1, length + 1, dtype=np.float64) ** -power
+    chances /= chances.sum()
+    return [
+        torch.from_numpy(np.sort(source.choice(length, count, replace=False, p=chances)).astype(np.int32))
+        for count in counts
+    ]
+
+
+@given(
+    st.lists(st.integers(0, 300), min_size=1, max_size=9),
+    st.integers(300, 5000),
+    st.sampled_from([0.0, 0.5, 2.0]),
+    st.integers(1, 64),
+    st.integers(0, 100),
+)
+def test_regions_are_balanced_whatever_the_distribution(
+    counts: list[int], length: int, power: float, number: int, seed: int
+) -> None:
+    workers, offers = len(counts), drawn(counts, length, power, seed)
+    points = torch.stack([regions.sample(one, len(one), number) for one in offers]).numpy()
+    cuts = regions.bounds(points, counts, length)
+    assert len(cuts) == workers + 1 and cuts[0] == 0 and cuts[-1] == length and cuts == sorted(cuts)
+    table = [regions.split(one, cuts) for one in offers]
+    assert [sum(row) for row in table] == counts
+    for rank, one in enumerate(offers):
+        for region, count in enumerate(table[rank]):
+            assert count == int(((one >= cuts[region]) & (one < cuts[region + 1])).sum())
+    chunks = [-(-count // number) for count in counts]
+    for region in range(workers):
+        load = sum(row[region] for row in table)
+        assert load <= Fraction(sum(counts), workers) + 1 + max(chunks) + sum(chunks)
+
+
+def test_points_of_a_count_on_a_device_are_the_same() -> None:
+    indices = torch.cat([torch.arange(0, 300, 3), torch.full((28,), 1000)]).to(torch.int32)
+    count = torch.tensor(100, dtype=torch.int32)
+    points = regions.sample(indices, count, 7)
+    assert points.tolist() == regions.sample(indices[:100], 100, 7).tolist() == [39, 81, 123, 168, 210, 252, 297]
+    assert regions.sample(indices[:0], 0, 3).tolist() == [0, 0, 0]
+    assert regions.sample(indices[:2], 2, 4).dtype == torch.int32
+
+
+@given(st.integers(0, 1000), st.integers(1, 20))
+def test_shares_are_equal_but_for_the_end(total: int, workers: int) -> None:
+    parts = regions.shares(total, workers)
+    assert sum(parts) == total and len(parts) == workers and parts == sorted(parts, reverse=True)
+    assert parts[0] == -(-total // workers)
+
+
+@given(COUNTS)
+def test_moves_keep_the_order(held: list[int]) -> None:
+    wanted = regions.shares(sum(held), len(held))
+    table = regions.moves(held, wanted)
+    assert [sum(row) for row in table] == held
+    assert [sum(column) for column in zip(*table, strict=True)] == wanted
+    whole = torch.arange(sum(held))
+    pieces = [part.split(row) for part, row in zip(whole.split(held), table, strict=True)]
+    moved = [torch.cat([row[rank] for row in pieces]) for rank in range(len(held))]
+    assert torch.equal(torch.cat(moved), whole)
+
+
+# -- the histogram ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_bins_are_in_the_order_of_magnitudes(dtype: torch.dtype) -> None:
+    tiny = torch.finfo(torch.float32).smallest_normal
+    values = [0.0, tiny / 2**20, tiny / 2, tiny, 1e-30, 1.0, 1.124, 1.125, 1.9, 2.0, 3e38, INF, NAN]
+    found = histogram.bins(torch.tensor(values, dtype=dtype)).tolist()
+    assert found == sorted(found) and found == histogram.bins(-torch.tensor(values, dtype=dtype)).tolist()
+    assert found[0] == 0 < found[1] and found[5] == found[6] < found[7] < found[8] < found[9]
+    assert found[9] == found[5] + 8 and found[-1] == histogram.BINS - 4 < histogram.BINS
+    assert found[-3] < found[-2] < found[-1]
+
+
+def test_what_float32_does_not_hold_has_a_bin_all_the_same() -> None:
+    values = torch.tensor([1e-300, -1e300, 0.0], dtype=torch.float64)
+    assert histogram.bins(values).tolist() == [1, histogram.bins(torch.tensor([INF])).item(), 0]
+
+
+@given(st.lists(st.lists(st.sampled_from([0, 1, 2, 3, 900, 901, 2047]), max_size=30), min_size=1, max_size=5), st.integers(0, 60))
+def test_ranks_keep_the_k_largest_together(rows: list[list[int]], k: int) -> None:
+    ranks = [torch.tensor(row, dtype=torch.int32) for row in rows]
+    counts = sum(histogram.counted(row) for row in ranks)
+    assert isinstance(counts, torch.Tensor) and counts.dtype == torch.int32
+    edge, room = histogram.crossing(counts, k)
+    takes = histogram.allotted([int((row == edge).sum()) for row in ranks], room)
+    masks = [histogram.kept(row, edge, take) for row, take in zip(ranks, takes, strict=True)]
+    whole = torch.cat(ranks).tolist()
+    expected = sorted(range(len(whole)), key=lambda i: (-whole[i], i))[:k]
+    assert torch.cat(masks).nonzero().view(-1).tolist() == sorted(expected)
+
+
+# -- pairs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_parcels_lie_side_by_side(dtype: torch.dtype) -> None:
+    counts = [3, 0, 1, 8]
+    message = torch.zeros(sum(parcels.size(count, dtype) for count in counts), dtype=torch.uint8)
+    whole = Parcel(torch.arange(12, dtype=torch.int32), torch.arange(12, dtype=dtype) / 2)
+    for place, piece in zip(parcels.views(message, counts, dtype), whole.split(counts), strict=True):
+        place.copy_(piece)
+    back = parcels.joined(parcels.views(message, counts, dtype))
+    assert torch.equal(back.indices, whole.indices) and torch.equal(back.values, whole.values)
+    assert message.numel() == sum(-(-4 * n // 8) * 8 + -(-dtype.itemsize * n // 8) * 8 for n in counts)
+
+
+def test_within() -> None:
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    assert reduction.within(ints(1, 4, 9), ints(0, 4, 8)).tolist() == [False, True, False]
+    assert reduction.within(ints(1, 4), ints()).tolist() == [False, False]
+    assert reduction.within(ints(), ints(1)).tolist() == []
+
+
+def test_added_goes_rank_by_rank() -> None:
+    """(1e8 + 1) - 1e8 is 0 in float32, (1e8 - 1e8) + 1 is not."""
+    pieces = [
+        Parcel(torch.tensor([2, 5], dtype=torch.int32), torch.tensor([1e8, 7.0])),
+        Parcel(torch.tensor([], dtype=torch.int32), torch.tensor([])),
+        Parcel(torch.tensor([0, 2], dtype=torch.int32), torch.tensor([3.0, 1.0])),
+        Parcel(torch.tensor([2], dtype=torch.int32), torch.tensor([-1e8])),
+    ]
+    total = reduction.added(pieces, torch.float32, 1.0)
+    assert total.indices.tolist() == [0, 2, 5] and total.values.tolist() == [3.0, 0.0, 7.0]
+    scaled = reduction.added(pieces[:1], torch.float64, 0.5)
+    assert scaled.values.tolist() == [5e7, 3.5] and scaled.values.dtype == torch.float64
+
+
+def test_who_is_named_for_a_piece_outside_its_region() -> None:
+    pieces = [Parcel(torch.tensor(one, dtype=torch.int32), torch.zeros(len(one))) for one in ([3, 4], [], [3, 5], [2])]
+    assert reduction.first_outside(pieces, 2, 6) == 0
+    assert reduction.first_outside(pieces, 2, 5) == 3
+    assert reduction.first_outside(pieces, 3, 6) == 4
+    assert reduction.first_outside(pieces[:0] or pieces[1:2], 0, 0) == 0
+
+
+@given(st.lists(st.integers(0, 3), max_size=6), st.integers(0, 10))
+def test_room_is_allotted_to_the_first(at_edge: list[int], room: int) -> None:
+    takes = histogram.allotted(at_edge, room)
+    assert sum(takes) == min(room, sum(at_edge))
+    short = [i for i, (take, mine) in enumerate(zip(takes, at_edge, strict=True)) if take < mine]
+    assert all(takes[i] == 0 for i in range(short[0] + 1, len(takes))) if short else True

@@ -1,0 +1,164 @@
+"""exchange="auto": merge buffers go dense or sparse by what that costs, and nothing is lost on the way."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from support import agreed, digest, mlp, on_ranks, seeded, train, wrap
+from torch import nn
+
+import agmerge
+import merging
+from agmerge import adaptation, probing, trial
+from agmerge.adaptation import FIRST
+from agmerge.session import Session
+from merging import Curve
+
+MODEL = seeded(mlp)
+TENSORS = 6
+
+
+def costing(sparse: float, dense: float) -> Any:
+    """A probe that finds these seconds an element of load and of numel."""
+
+    def probe(session: Session, step: int) -> probing.Found:
+        return probing.Found(Curve((0, 1), (0.0, 0.0)), line(sparse), line(dense) if dense else None)
+
+    return probe
+
+
+def line(slope: float) -> Curve:
+    return Curve((0, 1_000_000), (1e-3, 1e-3 + slope * 1_000_000))
+
+
+def trained(rank: int, model: nn.Module, steps: int = FIRST, **options: Any) -> agmerge.DistributedOptimizer:
+    options = {"compression": "topk", "density": 0.1, "merging": "agmerge", "exchange": "auto", **options}
+    optimizer = wrap(model, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(model, optimizer, rank, range(steps))
+    return optimizer
+
+
+@pytest.mark.parametrize(("sparse", "dense", "flags"), [(1.0, 1e3, {False}), (1e3, 1e-6, {True})])
+def test_what_costs_less_is_taken(sparse: float, dense: float, flags: set[bool], monkeypatch: Any) -> None:
+    monkeypatch.setattr(adaptation, "probe", costing(sparse, dense))
+    plans = on_ranks(2, MODEL, lambda rank, model: trained(rank, model).plan)
+    assert plans[0] == plans[1] and set(plans[0].dense) == flags
+
+
+def test_going_dense_for_good_is_said_once_and_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adaptation, "probe", costing(1e3, 1e-6))
+
+    def body(rank: int, model: nn.Module) -> int:
+        optimizer = wrap(model, compression="topk", density=0.1, merging="agmerge", exchange="auto")
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            train(model, optimizer, rank, range(FIRST + 30))
+        return sum("exchange='sparse' compresses always" in str(one.message) for one in seen)
+
+    (alone,) = on_ranks(1, MODEL, lambda rank, model: [body(rank, model)])
+    assert alone == [0]  # nobody to exchange with
+    assert sum(agmerge.testing.run(2, lambda rank: body(rank, seeded(mlp)))) in (1, 2)  # threads share the recorder
+
+
+@pytest.mark.parametrize("memory", ["residual", "none"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_merge_buffer_that_goes_dense_sends_all_and_keeps_nothing(size: int, memory: str) -> None:
+    plan = merging.Plan((3, 3), dense=(True, False))
+
+    def body(rank: int, model: nn.Module) -> tuple[str, list[float]]:
+        optimizer = trained(rank, model, 5, merging=plan, memory=memory)
+        kept = optimizer.state_dict()["agmerge"]["residuals"]
+        order = [slot.name for slot in optimizer._engine.session.layout.slots]  # type: ignore[union-attr]
+        return digest(model), [float(kept[name].abs().sum()) if name in kept else 0.0 for name in order]
+
+    found = on_ranks(size, MODEL, body)
+    assert len({one[0] for one in found}) == 1
+    for _, kept in found:
+        assert kept[:3] == [0.0] * 3
+        assert (sum(kept[3:]) > 0) == (memory == "residual")
+
+
+@pytest.mark.parametrize("compression", ["topk", "adtopk", "dgc"])
+def test_all_dense_by_plan_is_the_dense_exchange_to_the_bit(compression: str) -> None:
+    plan = merging.Plan((2, 4), dense=(True, True))
+    momentum = 0.0 if compression == "dgc" else 0.9
+
+    def body(rank: int, model: nn.Module, **options: Any) -> list[str]:
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+        options = {"memory": "residual", **options}
+        if options["compression"] == "none":
+            del options["memory"]
+        optimizer = wrap(model, inner, dense_sum="ordered", **options)
+        return train(model, optimizer, rank, range(6))
+
+    auto = agreed(
+        on_ranks(2, MODEL, lambda r, m: body(r, m, compression=compression, exchange="auto", merging=plan))
+    )
+    dense = agreed(on_ranks(2, MODEL, lambda r, m: body(r, m, compression="none", exchange="sparse")))
+    assert auto == dense
+
+
+def test_from_dense_to_sparse_and_back_residuals_are_sent_in_the_end() -> None:
+    """A plan that is changed between steps: what the sparse plan kept, the dense one sends."""
+
+    def body(rank: int, model: nn.Module) -> tuple[float, float]:
+        optimizer = trained(rank, model, 4, merging=merging.Plan((6,)))
+        before = optimizer.stats()["residual_norm"]
+        optimizer._engine._follow(merging.Plan((6,), dense=(True,), names=optimizer.plan.names))  # type: ignore[union-attr]
+        train(model, optimizer, rank, range(4, 5))
+        return before, optimizer.stats()["residual_norm"]
+
+    for before, after in on_ranks(2, MODEL, body):
+        assert before > 0 and after == 0
+
+
+@pytest.mark.parametrize("slower", [0, 1])
+def test_near_the_trade_off_both_are_tried_and_the_faster_stays(slower: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adaptation, "probe", costing(1e-9, 1e-7))
+    monkeypatch.setattr(trial.Trial, "seconds", lambda one: [2.0, 1.0] if slower == 0 else [1.0, 2.0])
+
+    def body(rank: int, model: nn.Module) -> list[bool]:
+        optimizer = trained(rank, model, FIRST)
+        seen = []
+        for step in range(FIRST, FIRST + 2 * trial.STEPS + 1):
+            plan = optimizer.plan
+            assert plan is not None
+            seen.append(all(plan.dense))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                train(model, optimizer, rank, range(step, step + 1))
+        return seen
+
+    seen = agreed(on_ranks(2, MODEL, body))
+    assert seen == [False] * trial.STEPS + [True] * trial.STEPS + [slower == 0]
+
+
+def test_a_dense_plan_that_is_far_behind_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adaptation, "probe", costing(1e-6, 1.0))
+
+    def body(rank: int, model: nn.Module) -> bool:
+        optimizer = trained(rank, model, FIRST + trial.STEPS)
+        assert optimizer.plan is not None
+        return any(optimizer.plan.dense)
+
+    assert agreed(on_ranks(2, MODEL, body)) is False
+
+
+def test_with_sparse_there_is_no_choice_and_no_dense_curve() -> None:
+    measured = agreed(on_ranks(2, MODEL, lambda r, m: trained(r, m, exchange="sparse").measurements))
+    assert measured.dense is None
+    measured = agreed(on_ranks(2, MODEL, lambda r, m: trained(r, m).measurements))
+    assert measured.dense is not None
+
+
+@pytest.mark.parametrize("name", [name for name in merging.names() if name != "dear"])
+def test_every_planner_has_the_choice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adaptation, "probe", costing(1e3, 1e-6))
+    plans = on_ranks(2, MODEL, lambda rank, model: trained(rank, model, merging=name).plan)
+    assert plans[0] == plans[1]
+    assert set(plans[0].dense) == {True}
