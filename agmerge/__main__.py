@@ -1,4 +1,4 @@
-"""The commands: ``python -m agmerge doctor``, ``build-horovod`` and ``plan``."""
+"""The commands: ``python -m agmerge doctor``, ``build-horovod``, ``plan`` and ``advise``."""
 
 from __future__ import annotations
 
@@ -28,6 +28,13 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--picture", metavar="FILE.svg", help="draw all timelines")
     plan.add_argument("--save", metavar="PLAN.json", help="keep a plan, for merging='PLAN.json'")
     plan.add_argument("--planner", default="agmerge", help="whose plan --save keeps (default: agmerge)")
+    advise = commands.add_parser(
+        "advise",
+        help="predict what each strategy would cost in an unchanged script, here",
+        epilog="Under the script's own launcher: torchrun --nproc_per_node=2 -m agmerge advise train.py --lr 0.1",
+    )
+    advise.add_argument("script", help="a training script with agmerge.DistributedOptimizer")
+    advise.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
     return whole
 
 
@@ -42,6 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from agmerge import plan_command
 
         return plan_command.main(chosen.measurements, chosen.picture, chosen.save, chosen.planner)
+    if chosen.command == "advise":
+        from agmerge import advise
+
+        return advise.main(chosen.script, chosen.arguments)
     from agmerge import build_horovod
 
     try:

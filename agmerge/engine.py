@@ -8,16 +8,20 @@ it.
 from __future__ import annotations
 
 import os
+import sys
 import threading
+import time
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 import merging as planning
-from agmerge import process_sets, sentinel
+from agmerge import advise, process_sets, sentinel
 from agmerge.adaptation import Adaptation
 from agmerge.agreement import open_session
 from agmerge.averages import Averages
@@ -69,6 +73,7 @@ class Engine:
         self._used: set[str] = set()  # tensors that ever had a gradient, as of the last agreement or checkpoint
         self._recorded: planning.Plan | None = None  # from a checkpoint, for the next agreement
         self._stale = False  # the session's residuals are not the ones to go on with
+        self._durations: deque[float] = deque(maxlen=advise.STEPS + 1)  # when the last steps ended
         self._snapshot: list[tuple[object, ...]] = []
         self._broken: BaseException | None = None
         self._lock = threading.RLock()  # autograd runs the hooks of each device on a thread of its own
@@ -226,6 +231,21 @@ class Engine:
             plan = None if self._stale else self.adaptation.after_step(self._clock)
             if plan is not None:
                 self._follow(plan)
+        self._durations.append(time.perf_counter())
+        if advise.active() and len(self._durations) > advise.STEPS:
+            self._advise()
+
+    def _advise(self) -> None:
+        """Print what other strategies would cost, and end the script on every rank."""
+        assert self.comm is not None
+        typical, took = self.averages.typical(), np.median(np.diff(self._durations))
+        measured = self.measure()
+        if self.comm.rank == 0 and typical is not None:
+            rows = advise.compare(measured, float(took), typical.finish)
+            sys.stdout.write(advise.text(rows, float(took)) + "\n")
+            sys.stdout.flush()
+        self.comm.barrier("advise").wait(self.config.timeout)
+        raise SystemExit(0)
 
     def _follow(self, plan: planning.Plan) -> None:
         """Another plan from the next step on. Residuals stay where they are."""

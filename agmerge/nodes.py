@@ -13,8 +13,8 @@ from agmerge.handshake import gather_texts
 
 VARIABLE = "AGMERGE_LOCAL_SIZE"
 ADVICE = (
-    "exchange='two-level' gives every worker of a machine one shard, and the same shard lies on the same place of every "
-    "machine: start as many workers on each"
+    "exchange='two-level' gives every worker of a machine one shard, exchanged with the worker on the same place of "
+    "every other machine: start as many workers on each"
 )
 
 

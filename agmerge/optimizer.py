@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import sparsifiers
-from agmerge import checkpoint, dear, runtime
+from agmerge import advise, checkpoint, dear, runtime
 from agmerge.config import DENSITY, IMPORTANCE, check_momentum, resolve
 from agmerge.errors import AGMergeError
 from agmerge.figures import Figures
@@ -113,7 +113,7 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         self.optimizer = optimizer
         self._arguments = arguments
         self._should_synchronize = True
-        config = resolve(**arguments)
+        config = resolve(**advise.widened(arguments))
         check_momentum(optimizer, config)
         self._engine = dear.engine_for(optimizer, named, config)
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from agmerge import advise
 from agmerge.config import AUTO
 from agmerge.exchanges import Exchange
 from agmerge.handshake import gather_bytes
@@ -50,7 +51,7 @@ def probe(session: Session, step: int) -> Found:
     choice: Curve | None = None
     if segments[0].lane.sparse and config.sparsifier is not None:
         selections, travels = _measured(session, segments, sparse, step)
-        if config.exchange == AUTO:
+        if config.exchange == AUTO or advise.active():
             choice = Curve.fit(_measured(session, segments, dense, step)[1])
         config.sparsifier.retain(session.keys())
         return Found(Curve.fit(selections, zero=True), Curve.fit(travels), choice)

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import torch
 
 from agmerge.arena import Arena, view
+from agmerge.backends import Handle
 from agmerge.exchanges.dense import _decode, _encode
 from agmerge.layout import Lane, Layout, Segment, Slot
 from agmerge.nodes import Nodes
-from agmerge.backends import Handle
 from agmerge.wire import Control
 
 
@@ -78,12 +78,9 @@ class Shards:
 
     def __init__(self, nodes: Nodes, whole: Layout, parts: Layout, timeout: float, *, ordered: bool) -> None:
         self.nodes, self.whole, self.parts, self.timeout, self.ordered = nodes, whole, parts, timeout, ordered
-        self._updates = {lane: torch.zeros(n, dtype=lane.dtype, device=lane.device) for lane, n in whole.lengths.items()}
-        self.gradients = {slot.index: view(self._updates[slot.lane], slot) for slot in whole.slots}
-        self._rounds = {
-            lane: torch.zeros(nodes.places * n, dtype=lane.dtype, device=lane.device)
-            for lane, n in parts.lengths.items()
-        }
+        updates = {lane: _memory(lane, length) for lane, length in whole.lengths.items()}
+        self.gradients = {slot.index: view(updates[slot.lane], slot) for slot in whole.slots}  # whole updates
+        self._collected = {lane: _memory(lane, nodes.places * length) for lane, length in parts.lengths.items()}
         self._messages: list[list[_Message]] = []
         self._tensors: list[list[int]] = []  # by merge buffer: slots, in the order of their used bits
         self._place_of: dict[int, _Message] = {}
@@ -103,13 +100,10 @@ class Shards:
     def _message(self, buffer: int, number: int, segments: Sequence[Segment]) -> _Message:
         lane, places, tail = segments[0].lane, self.nodes.places, sum(segment.length for segment in segments)
         width = tail + len(_encode(Control(0, 0, 0, 0, (False,) * len(self._tensors[buffer]))))
-
-        def memory(rows: int) -> torch.Tensor:
-            return torch.zeros(rows * width, dtype=lane.dtype, device=lane.device)
-
         name = f"buffer {buffer}/node" if number == 0 else f"buffer {buffer}.{number}/node"
-        received = memory(places) if self.ordered else None
-        message = _Message(name, memory(places).view(places, width), memory(1), received, tail)
+        received = _memory(lane, places * width) if self.ordered else None
+        rows = _memory(lane, places * width).view(places, width)
+        message = _Message(name, rows, _memory(lane, width), received, tail)
         at = 0
         for segment in segments:
             for slot in segment.slots:
@@ -167,14 +161,18 @@ class Shards:
         """Make the whole update of every tensor from the shards' updates; returns bytes handed over. Collective."""
         inside, size, handles = self.nodes.inside, 0, []
         for number, (lane, arena) in enumerate(arenas.items()):
-            handles.append(inside.all_gather(self._rounds[lane], arena.update, f"updates {number}/node"))
+            handles.append(inside.all_gather(self._collected[lane], arena.update, f"updates {number}/node"))
             size += arena.update.numel() * arena.update.element_size()
         for handle in handles:
             handle.wait(self.timeout)
         for whole, part in zip(self.whole.slots, self.parts.slots, strict=True):
-            rows = self._rounds[whole.lane].view(inside.size, -1)[:, part.offset : part.offset + part.numel]
+            rows = self._collected[whole.lane].view(inside.size, -1)[:, part.offset : part.offset + part.numel]
             collect(rows, self.gradients[whole.index])
         return size
+
+
+def _memory(lane: Lane, length: int) -> torch.Tensor:
+    return torch.zeros(length, dtype=lane.dtype, device=lane.device)
 
 
 def _add_in_order(rows: torch.Tensor, out: torch.Tensor) -> None:

@@ -447,7 +447,8 @@ def test_what_was_told_of_an_offer_is_only_about_speed() -> None:
 
     def inject(call: Call) -> None:
         if call.rank == 1 and call.name == "buffer 3":
-            call.tensor.view(torch.int32)[HEADER + 1 :] = torch.arange(256, dtype=torch.int32) * -(2**22)
+            points = call.tensor.view(torch.int32)[HEADER + 1 :]
+            points[:] = torch.arange(len(points), dtype=torch.int32) * -(2**22)
 
     def body(rank: int) -> torch.Tensor:
         load = Load(segment, work(rank, 0), torch.full((segment.length,), torch.nan))

@@ -1,0 +1,110 @@
+"""python -m agmerge advise: the table follows from what was measured, and the script stays as it is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import on_ranks
+from torch import nn
+
+import agmerge
+import merging
+from agmerge import advise
+from merging import Curve, Measurements
+
+
+def measured(sparse: float, dense: float | None) -> Measurements:
+    """Four tensors, the last one exempt; these seconds an element of load and of numel."""
+    names, numel = ["a", "b", "c", "d"], [40_000, 40_000, 40_000, 100]
+    work, load = [40_000, 40_000, 40_000, 0], [400, 400, 400, 50]
+    profile = merging.Profile(names, numel, [0.0, 0.01, 0.01, 0.01], work=work, load=load)
+    return Measurements(
+        profile=profile,
+        sparsify=Curve((0, 1), (0.0, 1e-4)),
+        exchange=Curve((0, 1_000_000), (1e-4, 1e-4 + sparse * 1e6)),
+        dense=None if dense is None else Curve((0, 1_000_000), (1e-4, 1e-4 + dense * 1e6)),
+        modes=("behind", "ahead"),
+        workers=2,
+    )
+
+
+def test_rows_are_sorted_and_auto_is_never_behind_its_parts() -> None:
+    rows = advise.compare(measured(2e-6, 1e-6), 0.1, 0.08)
+    assert [row.step for row in rows] == sorted(row.step for row in rows)
+    by_name = {row.strategy: row for row in rows}
+    assert len(by_name) == 1 + 2 * len(advise.DENSITIES)
+    for density in advise.DENSITIES:
+        auto = by_name[f"auto, density {density:g}"].finish
+        assert auto <= by_name[f"sparse, density {density:g}"].finish * (1 + 1e-9)
+        assert auto <= by_name["dense"].finish * (1 + 1e-9)
+
+
+def test_a_step_is_its_exchange_and_the_rest_of_what_was_measured() -> None:
+    for row in advise.compare(measured(2e-6, 1e-6), 0.1, 0.08):
+        assert row.step == pytest.approx(row.finish + 0.02)
+
+
+def test_a_lower_density_is_never_slower() -> None:
+    by_name = {row.strategy: row.finish for row in advise.compare(measured(1e-4, 1e-4), 0.1, 0.08)}
+    finishes = [by_name[f"sparse, density {density:g}"] for density in advise.DENSITIES]
+    assert finishes == sorted(finishes, reverse=True) and finishes[0] > finishes[-1]
+
+
+@pytest.mark.parametrize(
+    ("sparse", "dense", "words"),
+    [(1e-2, 1e-8, "do not compress"), (1e-8, 1e-4, "times as fast as dense"), (1e-6, None, "only its own")],
+)
+def test_the_recommendation_may_be_not_to_compress(sparse: float, dense: float | None, words: str) -> None:
+    printed = advise.text(advise.compare(measured(sparse, dense), 0.1, 0.08), 0.1)
+    assert words in printed.splitlines()[-1]
+
+
+def test_at_another_density_exempt_tensors_are_as_they_were() -> None:
+    assert advise.at(measured(1e-6, 1e-6), 0.1).profile.load.tolist() == [4000, 4000, 4000, 50]
+
+
+@pytest.mark.parametrize("compression", ["topk", "none", agmerge.Compression.fp16])
+def test_a_script_is_measured_with_a_choice(compression: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGMERGE_ADVISE", "1")
+    given = {"compression": compression, "merging": "agmerge", "exchange": "sparse", "density": 0.02}
+    widened = advise.widened(given)
+    assert widened["exchange"] == "auto" and widened["density"] == 0.02
+    assert widened["compression"] == ("topk" if compression == "topk" else "adtopk")
+    monkeypatch.delenv("AGMERGE_ADVISE")
+    assert advise.widened(given) is given
+
+
+def test_every_rank_of_the_script_ends_after_the_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AGMERGE_ADVISE", "1")
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))
+
+    def body(rank: int, net: nn.Module) -> int:
+        import torch
+
+        inner = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer = agmerge.DistributedOptimizer(inner, net.named_parameters(), compression="none")
+        for step in range(100):
+            optimizer.zero_grad()
+            net(torch.ones(2, 64)).sum().backward()
+            try:
+                optimizer.step()
+            except SystemExit:
+                return step
+        return -1
+
+    assert on_ranks(2, model, body) == [advise.STEPS] * 2
+    printed = capsys.readouterr().out
+    assert printed.count("strategy") == 1 and "recommendation" in printed
+
+
+def test_a_script_that_is_too_short_is_told_so(tmp_path: Path) -> None:
+    (tmp_path / "short.py").write_text("import sys\nprint('ran with', sys.argv[1:])\n")
+    command = [sys.executable, "-m", "agmerge", "advise", str(tmp_path / "short.py"), "--lr", "1"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "ran with ['--lr', '1']" in ended.stdout and "give it more to do" in ended.stderr

@@ -1,0 +1,202 @@
+"""``exchange="masked"`` in whole steps: replicas, conservation, what is sent, and changes on the way."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from support import AwkwardModel, agreed, awkward_batch, awkward_groups, digest, mlp, on_ranks, residuals, seeded, wrap
+from support import train as plain
+from torch import Tensor
+
+import agmerge
+import merging
+from agmerge import testing
+from agmerge.layout import Segment
+from agmerge.session import Session
+
+MODEL, SMALL = seeded(AwkwardModel, 7), seeded(mlp, 3)
+THAW = 6
+
+
+class Sent:
+    """What every rank commits, by rank and parameter, since it was looked at last."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.of: dict[int, dict[str, Tensor]] = {}
+        original = Session.commit
+
+        def commit(session: Session, segment: Segment, indices: Tensor | None, sent: Tensor) -> None:
+            assert indices is not None or not segment.lane.sparse
+            full = torch.zeros(segment.length, dtype=segment.lane.storage)
+            if indices is None:
+                full += sent
+            else:
+                full.index_add_(0, indices, sent.to(full.dtype))
+            for slot in segment.slots:
+                start = slot.offset - segment.start
+                mine = self.of.setdefault(session.comm.rank, {})
+                assert slot.name not in mine  # once a step
+                mine[slot.name] = full[start : start + slot.numel].view(slot.shape)
+            original(session, segment, indices, sent)
+
+        monkeypatch.setattr(Session, "commit", commit)
+
+
+def wrapped(model: AwkwardModel, **options: object) -> agmerge.DistributedOptimizer:
+    inner = torch.optim.SGD(awkward_groups(model), lr=0.05, momentum=0.9)
+    planner = merging.get("threshold", bytes=8192)  # several merge buffers
+    options = {"compression": "topk", "merging": planner, "exchange": "masked", **options}
+    return agmerge.DistributedOptimizer(inner, model.named_parameters(), **options)
+
+
+def backward(model: AwkwardModel, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
+    optimizer.zero_grad()
+    if step == THAW:
+        model.unfreeze()
+    model.loss(awkward_batch(rank, step), rank, step).backward()
+
+
+@pytest.mark.parametrize("compression", ["topk", "randomk", "adtopk", "sidco-e"])
+@pytest.mark.parametrize("sparsify", ["ahead", "behind"])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_replicas_are_equal_to_the_bit_after_every_step(size: int, sparsify: str, compression: str) -> None:
+    def body(rank: int, model: AwkwardModel) -> tuple[list[str], list[tuple[str, str, int]]]:
+        optimizer = wrapped(model, compression=compression, sparsify=sparsify)
+        seen = []
+        for step in range(12):
+            backward(model, optimizer, rank, step)
+            optimizer.step()
+            seen.append(digest(model))
+        return seen, testing.calls()
+
+    seen, _ = agreed(on_ranks(size, MODEL, body, inject=testing.jitter(size, 2e-4)))  # the same calls too
+    assert len(set(seen)) == 12
+
+
+@pytest.mark.parametrize("compression", ["topk", "randomk"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_what_is_sent_and_what_is_kept_is_what_was_there(
+    size: int, compression: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = Sent(monkeypatch)
+
+    def body(rank: int, model: AwkwardModel) -> int:
+        optimizer = wrapped(model, compression=compression)
+        checked = 0
+        old: dict[str, Tensor] = {}
+        for step in range(12):
+            sent.of.setdefault(rank, {}).clear()
+            backward(model, optimizer, rank, step)
+            gradient = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            optimizer.synchronize()
+            mine = {name: one.clone() for name, one in sent.of[rank].items()}
+            testing_barrier()
+            for name, p in model.named_parameters():  # the update is the mean of what all ranks have sent
+                if name in mine:
+                    parts = [sent.of[other][name] for other in range(size)]
+                    low = p.dtype in (torch.float16, torch.bfloat16)
+                    total = parts[0].to(p.dtype)
+                    for part in parts[1:]:
+                        total = total + part.to(p.dtype)
+                    assert torch.equal(p.grad, total * (1 / size)), (name, low)
+            testing_barrier()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            new = residuals(optimizer)
+            for name, kept in new.items():
+                before = old.get(name, torch.zeros_like(kept))
+                whole = before + gradient[name].to(kept.dtype) if name in gradient else before
+                assert torch.equal(kept + mine[name], whole), f"step {step}, {name}"
+                checked += int(kept.count_nonzero()) + int(mine[name].count_nonzero())
+            old = new
+        return checked
+
+    assert min(on_ranks(size, MODEL, body)) > 20_000
+
+
+def testing_barrier() -> None:
+    agmerge.barrier()
+
+
+@pytest.mark.parametrize("compression", ["topk", "randomk"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_density_1_is_the_dense_exchange_to_the_bit(size: int, compression: str) -> None:
+    def body(rank: int, model: torch.nn.Module, **options: object) -> list[str]:
+        return plain(model, wrap(model, **options), rank, range(6))
+
+    dense = agreed(on_ranks(size, SMALL, lambda rank, model: body(rank, model, compression="none")))
+    options = {"compression": compression, "density": 1.0, "exchange": "masked"}
+    for summed in ("native", "ordered"):
+        assert agreed(on_ranks(size, SMALL, lambda r, m, s=summed: body(r, m, dense_sum=s, **options))) == dense
+
+
+def test_values_do_not_grow_with_the_number_of_workers() -> None:
+    def body(rank: int, model: torch.nn.Module) -> tuple[int, int, float]:
+        optimizer = wrap(model, compression="topk", density=0.05, exchange="masked")
+        plain(model, optimizer, rank, range(4))
+        calls = [(name, length) for _, name, length in testing.calls() if name.startswith("buffer")]
+        votes = sum(length for name, length in calls if name == "buffer 0")
+        values = sum(length for name, length in calls if name == "buffer 0/values")
+        stats = optimizer.stats()
+        assert stats["bytes_sent"] == sum(length for _, length in calls)
+        return votes, values, stats["density"]
+
+    found = {size: agreed(on_ranks(size, SMALL, body)) for size in (2, 4, 8)}
+    k = sum(-(-p.numel() // 20) for p in SMALL.parameters() if p.numel() >= 1024)
+    for size, (votes, values, _) in found.items():
+        # In the first step nothing is sent before all is known: its message is the same.
+        assert 0.8 * 4 * 4 * (k - 2) <= values <= 4 * 4 * (k + 2)
+        assert votes * size <= 4 * 4 * (k + 2 * size) + 4 * 80 * size
+
+
+def test_one_rank_that_starts_anew_makes_all_repeat_the_step() -> None:
+    def body(rank: int, model: torch.nn.Module, disturb: bool, compression: str) -> list[str]:
+        optimizer = wrap(model, compression=compression, exchange="masked", density=0.1)
+        seen = plain(model, optimizer, rank, range(3))
+        if disturb and rank == 1:
+            optimizer.load_state_dict(optimizer.state_dict())
+        return seen + plain(model, optimizer, rank, range(3, 6))
+
+    for compression in ("topk", "randomk"):
+        runs = [
+            agreed(on_ranks(3, SMALL, lambda r, m, d=disturb, c=compression: body(r, m, d, c)))
+            for disturb in (False, True)
+        ]
+        assert runs[0] == runs[1]
+
+
+def test_what_costs_are_probed_with_leaves_no_trace() -> None:
+    def body(rank: int, model: torch.nn.Module) -> list[str]:
+        optimizer = wrap(model, compression="topk", exchange="masked", density=0.1, merging="agmerge")
+        return plain(model, optimizer, rank, range(13))
+
+    assert len(set(agreed(on_ranks(3, SMALL, body)))) == 13
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("memory", ["residual", "dgc", "none"])
+def test_sixteen_bits_and_other_memories(half: torch.dtype, memory: str) -> None:
+    def body(rank: int, model: torch.nn.Module) -> list[str]:
+        inner = torch.optim.SGD(model.parameters(), lr=0.05)
+        optimizer = wrap(model, inner, compression="topk", density=0.1, exchange="masked", memory=memory)
+        return plain(model, optimizer, rank, range(5))
+
+    start = copy.deepcopy(SMALL).to(half)
+    assert len(set(agreed(on_ranks(3, start, body)))) == 5
+
+
+def test_a_resumed_run_goes_on_to_the_bit() -> None:
+    def body(rank: int, model: torch.nn.Module) -> tuple[str, str]:
+        optimizer = wrap(model, compression="topk", density=0.1, exchange="masked")
+        plain(model, optimizer, rank, range(3))
+        twin = copy.deepcopy(model)
+        saved = copy.deepcopy(optimizer.state_dict())
+        went_on = plain(model, optimizer, rank, range(3, 6))[-1]
+        again = wrap(twin, compression="topk", density=0.1, exchange="masked")
+        again.load_state_dict(saved)
+        return went_on, plain(twin, again, rank, range(3, 6))[-1]
+
+    went_on, resumed = agreed(on_ranks(3, SMALL, body))
+    assert went_on == resumed

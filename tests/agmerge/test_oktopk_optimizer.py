@@ -1,0 +1,271 @@
+"""The sparse all-reduce through the whole optimizer: replicas, conservation, calls, changes of membership."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import (
+    AwkwardModel,
+    Parts,
+    agreed,
+    awkward_batch,
+    awkward_groups,
+    digest,
+    gradients,
+    mlp,
+    on_ranks,
+    residuals,
+    same_bits,
+    seeded,
+    sgd,
+    train,
+    wrap,
+)
+from torch import Tensor
+
+import agmerge
+import merging
+from agmerge import testing
+from agmerge.backends.local import Call
+from agmerge.errors import MessageError
+from agmerge.probing import probe
+from agmerge.session import Session
+
+AWKWARD, PARTS, MODEL = seeded(AwkwardModel, 7), seeded(Parts), seeded(mlp)
+THAW = 6
+
+
+def wrapped(model: AwkwardModel, **options: Any) -> agmerge.DistributedOptimizer:
+    inner = torch.optim.SGD(awkward_groups(model), lr=0.05, momentum=0.9)
+    options = {"compression": "topk", "merging": merging.get("threshold", bytes=8192), **options}
+    return agmerge.DistributedOptimizer(inner, model.named_parameters(), exchange="oktopk", **options)
+
+
+def backward(model: AwkwardModel, rank: int, step: int) -> None:
+    if step == THAW:
+        model.unfreeze()
+    model.loss(awkward_batch(rank, step), rank, step).backward()
+
+
+class Sent:
+    """What every rank commits as sent, by parameter, in the latest step."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.of: dict[int, dict[str, Tensor]] = {}
+        original = Session.commit
+
+        def commit(session: Session, segment: Any, indices: Tensor | None, sent: Tensor) -> None:
+            full = torch.zeros(segment.length, dtype=segment.lane.storage)
+            full.index_add_(0, indices, sent.to(full.dtype)) if indices is not None else full.add_(sent)
+            mine = self.of.setdefault(session.comm.rank, {})
+            for slot in segment.slots:
+                start = slot.offset - segment.start
+                mine[slot.name] = full[start : start + slot.numel].view(slot.shape)
+            original(session, segment, indices, sent)
+
+        monkeypatch.setattr(Session, "commit", commit)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "behind": {"sparsify": "behind"},
+    "ahead": {"sparsify": "ahead"},
+    "adtopk": {"compression": "adtopk", "density": 0.1},
+    "densities": {"density": {r".*conv.*": 0.2, r".*weight": 0.05}},
+    "whole": {"density": 1.0},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_is_sent_and_what_is_kept_is_what_was_there(
+    size: int, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = Sent(monkeypatch)
+
+    def body(rank: int, model: AwkwardModel) -> tuple[list[str], int, int]:
+        optimizer = wrapped(model, **CASES[case])
+        seen, moved, rejected = [], 0, 0
+        old: dict[str, Tensor] = {}
+        for step in range(12):
+            optimizer.zero_grad()
+            backward(model, rank, step)
+            gradient = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            optimizer.step()
+            new = residuals(optimizer)
+            for name, kept in new.items():
+                before = old.get(name, torch.zeros_like(kept))
+                whole = before + gradient[name].to(kept.dtype) if name in gradient else before
+                assert torch.equal(kept + sent.of[rank][name], whole), f"step {step}, {name}"
+                moved += int(sent.of[rank][name].count_nonzero())
+                rejected += int(kept.count_nonzero())
+            old = new
+            seen.append(digest(model))
+        assert len(optimizer.plan.counts) > 2
+        return seen, moved, rejected
+
+    found = on_ranks(size, AWKWARD, body)
+    assert len(set(agreed([seen for seen, _, _ in found]))) == 12
+    assert all(moved > 200 for _, moved, _ in found)
+    assert case == "whole" or all(rejected > 10_000 for _, _, rejected in found)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_updates_add_up_to_gradients_less_residuals(size: int) -> None:
+    def body(rank: int, model: AwkwardModel) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        optimizer = wrapped(model, density=0.05)
+        sums: list[dict[str, Tensor]] = [
+            {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in model.named_parameters()} for _ in range(2)
+        ]
+        for step in range(12):
+            optimizer.zero_grad()
+            backward(model, rank, step)
+            for total in sums:
+                for name, gradient in gradients(model).items():
+                    if gradient is not None:
+                        total[name] += gradient
+                if total is sums[0]:
+                    optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        return sums[0], sums[1], residuals(optimizer)
+
+    found = on_ranks(size, AWKWARD, body)
+    for name, p in AWKWARD.named_parameters():
+        whole = sum(given[name] - kept.get(name, torch.zeros(())).double() for given, _, kept in found) / size
+        assert isinstance(whole, Tensor)
+        tolerance = 1e-2 if p.dtype == torch.bfloat16 else 1e-6
+        largest = max(whole.abs().flatten().tolist(), default=0.0)
+        off = max((found[0][1][name] - whole).abs().flatten().tolist(), default=0.0)
+        assert off <= tolerance * largest + 1e-12, name
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_density_1_trains_as_sparse_does_to_the_bit(size: int) -> None:
+    def body(rank: int, model: torch.nn.Module, exchange: str) -> list[str]:
+        return train(model, wrap(model, compression="topk", density=1.0, exchange=exchange), rank, range(5))
+
+    ours, theirs = (
+        agreed(on_ranks(size, MODEL, lambda r, m, exchange=exchange: body(r, m, exchange)))
+        for exchange in ("oktopk", "sparse")
+    )
+    assert ours == theirs
+
+
+def test_all_ranks_make_the_same_calls_whatever_arrives_when() -> None:
+    def body(rank: int, model: AwkwardModel) -> tuple[list[tuple[str, str]], list[str]]:
+        optimizer = wrapped(model)
+        seen = []
+        for step in range(4):
+            optimizer.zero_grad()
+            backward(model, rank, step)
+            optimizer.step()
+            seen.append(digest(model))
+        return [(kind, name) for kind, name, _ in testing.calls()], seen
+
+    runs = [agreed(on_ranks(3, AWKWARD, body, inject=testing.jitter(seed, 2e-4))) for seed in range(3)]
+    assert runs[0] == runs[1] == runs[2]
+    assert {name.partition("/")[2] for _, name in runs[0][0]} >= {"counts", "pieces", "histogram", "tally", "kept"}
+
+
+def test_what_is_sent_whole_has_messages_of_its_own() -> None:
+    """Small tensors ride in the message of ``sparse``; here every lane has its own."""
+
+    def body(rank: int, model: AwkwardModel) -> list[tuple[str, int]]:
+        optimizer = wrapped(model)
+        backward(model, rank, 0)
+        optimizer.step()
+        session = optimizer._engine.session
+        assert session is not None
+        routes = [route for buffer in session.buffers for route in buffer]
+        assert all(len({segment.lane for segment in route.segments}) == 1 for route in routes)
+        return [(route.name, len(route.segments)) for route in routes]
+
+    names = [name for name, _ in agreed(on_ranks(2, AWKWARD, body))]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_change_of_membership_discards_what_was_under_way_and_repeats_it(size: int) -> None:
+    """The unfreezing rank's messages say so; all ranks repeat, and nothing is lost or counted twice."""
+
+    def body(rank: int, model: Parts) -> tuple[list[str], int, Tensor, Tensor]:
+        model.a.requires_grad_(False)
+        optimizer = wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), exchange="oktopk", compression="topk")
+        seen, given, taken = [], torch.zeros(()), torch.zeros(())
+        for step in range(8):
+            optimizer.zero_grad()
+            if step == 4:
+                model.a.requires_grad_(True)
+            model.loss(rank, step, "ab").backward()
+            given = given + model.trunk.weight.grad.double()
+            before = len(testing.calls())
+            optimizer.synchronize()
+            if step == 4:
+                repeated = [name for _, name, _ in testing.calls()[before:]].count("buffer 0")
+            taken = taken + model.trunk.weight.grad.double()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            seen.append(digest(model))
+        assert "a.weight" in optimizer.plan.names
+        return seen, repeated, given - residuals(optimizer)["trunk.weight"].double(), taken
+
+    found = on_ranks(size, PARTS, body)
+    assert len(set(agreed([seen for seen, *_ in found]))) == 8
+    assert agreed([repeated for _, repeated, _, _ in found]) >= 1
+    torch.testing.assert_close(found[0][3], sum(whole for _, _, whole, _ in found) / size, rtol=1e-5, atol=1e-7)
+
+
+def test_synchronize_without_step_starts_again_from_the_residuals() -> None:
+    def body(rank: int, model: torch.nn.Module) -> bool:
+        optimizer = wrap(model, sgd(model), exchange="oktopk", compression="topk")
+        train(model, optimizer, rank, range(3))
+        kept = {name: value.clone() for name, value in residuals(optimizer).items()}
+        before = digest(model)
+        model(torch.randn(4, 32, generator=torch.Generator().manual_seed(rank))).sum().backward()
+        optimizer.synchronize()
+        optimizer.zero_grad()
+        train(model, optimizer, rank, [])
+        same = all(same_bits(value, kept[name]) for name, value in residuals(optimizer).items())
+        return same and digest(model) == before
+
+    assert agreed(on_ranks(3, MODEL, body))
+
+
+def test_a_damaged_message_is_the_same_error_on_every_rank() -> None:
+    def inject(call: Call) -> None:
+        if call.rank == 1 and call.name.endswith("/tally"):
+            call.tensor[2] = 1
+
+    def body(rank: int, model: torch.nn.Module) -> list[str]:
+        optimizer = wrap(model, exchange="oktopk", compression="topk")
+        return train(model, optimizer, rank, range(1))
+
+    errors = on_ranks(3, MODEL, body, inject=inject, return_errors=True)
+    assert [type(error) for error in errors] == [MessageError] * 3
+    assert len({str(error) for error in errors}) == 1 and "rank 0 sent indices to rank 1" in str(errors[0])
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_probes_cost_the_same_calls_and_leave_nothing_behind(size: int) -> None:
+    def body(rank: int, model: torch.nn.Module) -> tuple[list[tuple[str, str]], list[str]]:
+        optimizer = wrap(model, exchange="oktopk", compression="topk", merging="layerwise")
+        twin = train(model, optimizer, rank, range(2))
+        kept, before = residuals(optimizer), len(testing.calls())
+        session = optimizer._engine.session
+        assert session is not None
+        selection, travel = probe(session, 2)
+        assert selection is not None and travel(1000) > 0
+        assert all(same_bits(value, kept[name]) for name, value in residuals(optimizer).items())
+        calls = [(kind, name) for kind, name, _ in testing.calls()[before:]]
+        return calls, twin + train(model, optimizer, rank, range(2, 4))
+
+    calls, seen = agreed(on_ranks(size, MODEL, body))
+    assert {name for _, name in calls} >= {"probe", "probe/pieces", "probe/kept", "probe/seconds"}
+
+    def unprobed(rank: int, model: torch.nn.Module) -> list[str]:
+        optimizer = wrap(model, exchange="oktopk", compression="topk", merging="layerwise")
+        return train(model, optimizer, rank, range(4))
+
+    assert seen == agreed(on_ranks(size, MODEL, unprobed))
