@@ -6,6 +6,7 @@ decides from what all ranks have told; a plan is checked by every rank against i
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -24,6 +25,7 @@ from agmerge.probing import probe
 from agmerge.routing import AHEAD
 from agmerge.session import Session
 from agmerge.trial import Trial
+from agmerge.wire import slot_bytes
 from merging import Measurements
 from merging.importance import loads
 
@@ -271,16 +273,25 @@ def takes(plan: merging.Plan, measured: Measurements) -> Seconds:
 
 
 def profile(session: Session, ready: Seconds, step: int, noise: Energies | None = None) -> merging.Profile:
-    """The tensors of a session, ready at these times. A load is in selected elements, index and value; an element
-    that is sent whole has no index, and counts as less than one."""
+    """The tensors of a session, ready at these times. A load is in selected elements, index and value as they
+    are sent; an element that is sent whole has no index, and counts by its bytes."""
     names, numel, work, load = [], [], [], []
     selects = session.config.sparsifier is not None and any(lane.sparse for lane in session.arenas)
+    unit = _element_bytes(session, step) if selects else 0.0
     for slot in session.layout.slots:
         sparse = slot.lane.sparse and selects
         names.append(slot.name)
         numel.append(slot.numel)
         work.append(slot.numel if sparse else 0)
-        size = slot.lane.dtype.itemsize
-        whole = -(-slot.numel * size // (size + 4)) if selects else slot.numel
+        whole = math.ceil(slot.numel * slot.lane.dtype.itemsize / unit) if selects else slot.numel
         load.append(min(session.tensor_budget(slot, step), slot.numel) if sparse else whole)
     return merging.Profile(names, numel, np.diff(ready, prepend=0.0), work=work, load=load, noise=noise)
+
+
+def _element_bytes(session: Session, step: int) -> float:
+    """What a selected element of the largest sparse lane takes in a message, index and value, about."""
+    lane, length = max(
+        ((lane, length) for lane, length in session.layout.lengths.items() if lane.sparse), key=lambda pair: pair[1]
+    )
+    count = sum(session.tensor_budget(slot, step) for slot in session.layout.slots if slot.lane == lane)
+    return slot_bytes(length, min(count, length), lane.dtype, session.config.wire)

@@ -12,6 +12,7 @@ from agmerge.backends import Backend
 from agmerge.config import AUTO, Config
 from agmerge.handshake import agree, broadcast_bytes, gather_bytes
 from agmerge.members import Member
+from agmerge.nodes import Nodes
 from agmerge.routing import AHEAD
 from agmerge.session import Session, model_facts
 
@@ -26,6 +27,7 @@ def open_session(
     steps: int,
     used: Set[str],
     recorded: merging.Plan | None,
+    nodes: Nodes | None = None,
 ) -> tuple[Session, int]:
     """Agree on members, order and plan, and set up memory. Collective.
 
@@ -47,7 +49,7 @@ def open_session(
     told = share(comm, told, config.timeout)
     problem = told.get("problem") or misfit(merging.Plan.loads(told["plan"]), [member.name for member in members])
     check(comm, problem, config.timeout)
-    session = Session(comm, config, members, merging.Plan.loads(told["plan"]))
+    session = Session(comm, config, members, merging.Plan.loads(told["plan"]), nodes)
     mine = bytes(slot.name in used for slot in session.layout.slots)
     session.used = [any(ranks) for ranks in zip(*gather_bytes(comm, mine, "used", config.timeout), strict=True)]
     return session, told["steps"]

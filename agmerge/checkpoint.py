@@ -10,6 +10,7 @@ import merging
 from agmerge import runtime
 from agmerge.engine import Engine
 from agmerge.session import State
+from agmerge.shards import shard_shape
 
 SECTION = "agmerge"
 VERSION = 1
@@ -17,13 +18,17 @@ KINDS = {"residual": "residuals", "momentum": "momenta"}
 
 
 def save(engine: Engine) -> dict[str, Any]:
-    """Residuals by name (copies), the plan, the step count, what ever had a gradient, and whose all this is."""
+    """Residuals by name (copies), the plan, the step count, what ever had a gradient, and whose all this is.
+
+    With ``exchange="two-level"`` residuals are of this rank's shard of each tensor; ``shard`` says which.
+    """
     rank, size = _place(engine) or (0, 1)
     plan = engine.plan()
     return {
         "version": VERSION,
         "rank": rank,
         "size": size,
+        "shard": engine.shard,
         "steps": engine.steps,
         "used": sorted(engine.used()),
         "merging": engine.config.merging,
@@ -50,9 +55,11 @@ def load(engine: Engine, section: Mapping[str, Any] | None) -> None:
         steps, used = section["steps"], section["used"]
         if section["plan"] and section["merging"] == engine.config.merging:  # else the script asks for another
             plan = merging.Plan.loads(section["plan"])
-        saved = (section["rank"], section["size"])
+        saved, owned = (section["rank"], section["size"]), section.get("shard")
         rank, size = _place(engine) or saved
-        if saved == (rank, size):
+        if engine.comm is None:
+            engine.shard = owned  # unpickled: it knows its node when it connects
+        if saved == (rank, size) and owned == engine.shard:
             for kind, plural in KINDS.items():
                 state |= {(kind, name): tensor.clone() for name, tensor in section.get(plural, {}).items()}
             sparsifier, kept = engine.config.sparsifier, section.get("compressor")
@@ -60,11 +67,14 @@ def load(engine: Engine, section: Mapping[str, Any] | None) -> None:
                 sparsifier.load_state_dict(kept[1])
         else:
             warnings.warn(
-                f"the checkpoint's residuals are rank {section['rank']}'s of {section['size']}, this is rank {rank} of "
-                f"{size}: they are dropped and start from zero. Load the file that this rank has saved",
+                f"the checkpoint's residuals are rank {saved[0]}'s of {saved[1]}{_part(owned)}, this is rank {rank} of "
+                f"{size}{_part(engine.shard)}: they are dropped and start from zero. Load the file that this rank has "
+                "saved",
                 stacklevel=3,
             )
     shapes = {member.name: member.shape for member in engine.members.active()}
+    if engine.shard is not None:
+        shapes = {name: shard_shape(shape, engine.shard[1]) for name, shape in shapes.items()}
     for (kind, name), tensor in state.items():
         if name in shapes and tuple(tensor.shape) != shapes[name]:
             raise ValueError(
@@ -82,3 +92,7 @@ def _place(engine: Engine) -> tuple[int, int] | None:
     """(rank, size); None for an optimizer that was unpickled before ``init()``."""
     comm = engine.comm or (runtime.world() if runtime.is_initialized() else None)
     return (comm.rank, comm.size) if comm else None
+
+
+def _part(shard: tuple[int, int] | None) -> str:
+    return "" if shard is None else f" (shard {shard[0]} of {shard[1]}, exchange='two-level')"

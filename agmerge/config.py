@@ -19,21 +19,22 @@ import sparsifiers
 from agmerge import process_sets
 from agmerge import warmup as schedules
 from agmerge.backends import horovod
+from agmerge.codecs import VALUES
+from agmerge.compression import CASTS, DENSITY, compressor_of, densities_of, memory_for
 from agmerge.groups import Groups
 from agmerge.groups import checked as checked_groups
 from agmerge.handshake import Fact
 from agmerge.members import Member
-from agmerge.ops import Average, Compression, ReduceOp
+from agmerge.ops import Average, ReduceOp
 from agmerge.routing import AHEAD
 from merging.dear import DeAR
 
 MERGING = "agmerge"  # the default planner
-DENSITY = 0.01  # the default
 IMPORTANCE = "importance"
 AUTO = "auto"
-EXCHANGES = (AUTO, "sparse")
+EXCHANGES = (AUTO, "sparse", "oktopk", "masked", "two-level")
 SMALL = 1024  # elements; a smaller tensor costs more to select from than to send
-CASTS = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+WIRES = ("auto", *VALUES)
 
 DenseRule = Callable[[str, torch.Tensor], bool]
 
@@ -50,6 +51,8 @@ class Config:
     warmup: schedules.Schedule | None
     sparsify: str
     exchange: str  # of the sparse lane
+    wire: str  # the value codec of the sparse lane
+    checks_payload: bool  # whether the checksum covers values and indices, not the header alone
     planner: merging.Planner | None
     plan: merging.Plan | None
     groups: Groups | None  # plans by themselves; the planner is then not asked
@@ -131,6 +134,8 @@ class Config:
             ("merging", self.merging),
             ("sparsify", self.sparsify),
             ("exchange", self.exchange),
+            ("wire", self.wire),
+            ("wire_check", "payload" if self.checks_payload else "header"),
             ("op", self.op.value),
             ("sparse_as_dense", str(self.sparse_as_dense)),
             ("backward_passes_per_step", str(self.passes)),
@@ -170,9 +175,9 @@ def resolve(
     """Check every argument; raises ``ValueError`` or ``TypeError`` that says which and why."""
     _refuse_later(later)
     _choice("sparsify", sparsify, ("auto", "ahead", "behind"))
-    _choice("exchange", exchange, EXCHANGES, later=("oktopk", "masked", "two-level"), hint=_DENSE_HINT)
-    _choice("wire", wire, ("auto",), later=("fp32", "fp16", "bf16", "int8"))
-    _choice("wire_check", wire_check, ("header",), later=("payload", "none"))
+    _choice("exchange", exchange, EXCHANGES, hint=_DENSE_HINT)
+    _choice("wire", wire, WIRES)
+    _choice("wire_check", wire_check, ("payload", "header"), later=("none",))
     _choice("dense_sum", dense_sum, ("native", "ordered"))
     _choice("unused", unused, ("none", "zero"))
     op = _reduction(op)
@@ -189,10 +194,15 @@ def resolve(
     if isinstance(density, str) and density != IMPORTANCE:
         raise ValueError(f"density={density!r}: give a number, {{pattern: number}}, or {IMPORTANCE!r}")
     by_importance = density == IMPORTANCE
-    densities = _densities(density)
-    sparsifier, cast = _compressor(compression, DENSITY if densities or by_importance else density)
+    densities = densities_of(density)
+    sparsifier, cast = compressor_of(compression, DENSITY if densities or by_importance else density)
     if densities and isinstance(compression, sparsifiers.Sparsifier):
         raise ValueError(f"density={density!r} and compression={compression!r}: give a name, or one density")
+    if wire != "auto" and exchange in ("oktopk", "masked"):
+        raise ValueError(
+            f"wire={wire!r}: exchange={exchange!r} sends values in the gradient's dtype; leave wire out, or take "
+            "exchange='sparse', 'two-level' or 'auto'"
+        )
     planner, plan = _planner(merging, sparsify, exchange)
     chosen = checked_groups(groups, num_groups)
     if chosen is not None and merging != MERGING:
@@ -201,8 +211,10 @@ def resolve(
         sparsifier=sparsifier,
         sparsify=sparsify,
         exchange=exchange,
+        wire=wire,
+        checks_payload=wire_check == "payload",
         cast=cast,
-        memory=_memory(memory, sparsifier, cast),
+        memory=memory_for(memory, sparsifier, cast),
         densities=densities,
         importance=by_importance,
         warmup=schedules.checked(warmup, bool(densities)),
@@ -252,77 +264,6 @@ def _reduction(op: Any) -> ReduceOp:
     if name in ("average", "sum"):
         return ReduceOp(name)
     raise ValueError(f"op must be agmerge.Average or agmerge.Sum, not {name or repr(op)}")
-
-
-def _compressor(compression: Any, density: Any) -> tuple[sparsifiers.Sparsifier | None, torch.dtype | None]:
-    if isinstance(compression, Compression):
-        compression = compression.value
-    compression = horovod.compression(compression) or compression
-    try:
-        sparsifiers.budget(density, 1)  # checked also where it is not needed
-    except ValueError as error:
-        raise ValueError(f"density={density!r}: {error}") from None
-    if isinstance(compression, str) and compression in CASTS:
-        # density and exchange stay as they are in a script that swaps its compressor by name: they are about
-        # the sparse lane, which is then empty.
-        return None, CASTS[compression]
-    if isinstance(compression, sparsifiers.Sparsifier):
-        if density not in (DENSITY, compression.density):
-            raise ValueError(
-                f"density={density!r} and compression={compression!r} disagree: give the density to the compressor only"
-            )
-        return compression, None
-    if not isinstance(compression, str):
-        if hasattr(compression, "compress") and hasattr(compression, "decompress"):
-            raise TypeError(
-                f"compression={compression!r}: of Horovod's compressors only none and fp16 are taken; one of your own "
-                "is a sparsifiers.Sparsifier here"
-            )
-        raise TypeError(
-            f"compression={compression!r}: give a name ({_compressor_names()}), a sparsifiers.Sparsifier, "
-            "or agmerge.Compression.none | .fp16 | .bf16"
-        )
-    try:
-        return sparsifiers.get(compression, density=density), None
-    except ValueError as error:
-        text = f"compression={compression!r}, density={density!r}: {error}; besides these: {', '.join(CASTS)}"
-        raise ValueError(text) from None
-
-
-def _compressor_names() -> str:
-    return ", ".join((*sparsifiers.names(), *CASTS))
-
-
-def _memory(
-    memory: Any, sparsifier: sparsifiers.Sparsifier | None, cast: torch.dtype | None
-) -> sparsifiers.Memory:
-    lossless = sparsifier is None and cast is None
-    if memory is None:
-        return sparsifiers.memory("none" if lossless else sparsifier.memory if sparsifier else "residual")
-    chosen = sparsifiers.memory(memory) if isinstance(memory, str) else memory
-    if not isinstance(chosen, sparsifiers.Memory):
-        raise TypeError(f"memory={memory!r}: give a name or a sparsifiers.Memory")
-    if chosen.corrects and sparsifier is None:
-        raise ValueError(f"memory={memory!r} has momentum for what a sparsifier selects; give it to a sparsifier")
-    if lossless and chosen.keeps:
-        raise ValueError(f"memory={memory!r} keeps what a compressor drops, and compression='none' drops nothing")
-    return chosen
-
-
-def _densities(density: Any) -> tuple[tuple[re.Pattern[str], float], ...]:
-    """Densities by pattern, in the order given; empty for a number."""
-    if not isinstance(density, dict):
-        return ()
-    if not density:
-        raise ValueError("density={}: give at least one pattern for whole names, or a number")
-    found = []
-    for pattern, value in density.items():
-        try:
-            sparsifiers.budget(value, 1)
-            found.append((re.compile(pattern), float(value)))
-        except (TypeError, ValueError, re.error) as error:
-            raise ValueError(f"density={{{pattern!r}: {value!r}}}: {error}") from None
-    return tuple(found)
 
 
 def check_momentum(optimizer: torch.optim.Optimizer, config: Config) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 import merging as planning
-from agmerge import advise, process_sets, sentinel
+from agmerge import advise, nodes, process_sets, sentinel
 from agmerge.adaptation import Adaptation
 from agmerge.agreement import open_session
 from agmerge.averages import Averages
@@ -35,6 +35,7 @@ from agmerge.round import Round
 from agmerge.session import Session, State, model_facts
 from agmerge.stats import Stats
 from agmerge.trace import Trace, path_of
+from agmerge.two_level import round_for
 from agmerge.version import __version__
 
 TOO_MANY = (
@@ -59,6 +60,8 @@ class Engine:
         self.stats = Stats()
         self.comm: Backend | None = None
         self.outside = False  # of the process set: this rank steps by itself
+        self.nodes: nodes.Nodes | None = None  # exchange="two-level"
+        self.shard: tuple[int, int] | None = None  # of every tensor, this rank's: which of how many
         self.session: Session | None = None
         self.averages = Averages()
         self.adaptation: Adaptation | None = None  # of the session
@@ -77,6 +80,7 @@ class Engine:
         self._snapshot: list[tuple[object, ...]] = []
         self._broken: BaseException | None = None
         self._lock = threading.RLock()  # autograd runs the hooks of each device on a thread of its own
+        nodes.check(config)
         config.check_patterns(members.name_of(parameter) for parameter in members.name_all())
         self._hooks = Hooks(self)
         self._hooks.attach(member.parameter for member in self._members())
@@ -94,6 +98,9 @@ class Engine:
             return
         advice = "Give every rank the same model and the same arguments."
         agree(self.comm, facts, what="DistributedOptimizer", advice=advice, timeout=self.config.timeout)
+        if self.config.exchange == nodes.EXCHANGE:
+            self.nodes = nodes.form(self.comm, self.config.timeout)
+            self.shard = self.nodes.shard
 
     def _members(self) -> list[Member]:
         """Who takes part now, each with its lane. A rule of the script's own is asked once, here."""
@@ -116,7 +123,7 @@ class Engine:
             self.parked = {key: view.clone() for key, view in self.state().items()}
         members = self._members()
         session, self.steps = open_session(
-            self.comm, self.config, members, order, self.steps, self._used, self._recorded
+            self.comm, self.config, members, order, self.steps, self._used, self._recorded, self.nodes
         )
         self._clock, self._recorded = self.steps, None
         session.take(self.parked)
@@ -141,6 +148,7 @@ class Engine:
     def reconfigure(self, config: Config) -> None:
         """Go on with another compressor from the next step on, residuals and plan as they are. Collective."""
         self.check_idle("set_compressor()")
+        nodes.check(config)
         before, self.config = self.config, config
         try:
             facts = [*config.facts(), *model_facts(self._members(), config)]
@@ -209,7 +217,7 @@ class Engine:
             with self._breaking():
                 round_ = self._attempt()
                 if round_ is None or not round_.complete(self._gradient):
-                    round_ = Round(self._open(), self._clock, self.stats, dirty=False)
+                    round_ = round_for(self._open(), self._clock, self.stats, dirty=False)
                     if not round_.complete(self._gradient):
                         raise AGMergeError("parameters changed while ranks agreed on them; change them between steps")
                 self.averages.observe(round_.recorder)
@@ -223,7 +231,8 @@ class Engine:
         assert self.session is not None and self.comm is not None and self.adaptation is not None
         self.session.swap()
         self.steps = self._clock = self._clock + 1
-        self.stats.stepped(len(self.session.buffers), self.session.layout.numel)
+        session = self.session
+        self.stats.stepped(len(session.buffers), session.layout.numel, session.tensors.numel)
         self._clear()
         if self.config.check_every and self.steps % self.config.check_every == 0:
             sentinel.check(self.comm, self.members, self.steps, self.config.timeout)
@@ -293,7 +302,7 @@ class Engine:
         """The round under way; None before the first agreement. It begins with the first tensor that is ready."""
         if self._round is None and self.session is not None:
             dirty = self._stale or self.members.snapshot() != self._snapshot
-            self._round = Round(self.session, self._clock, self.stats, dirty=dirty)
+            self._round = round_for(self.session, self._clock, self.stats, dirty=dirty)
         return self._round
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
@@ -361,6 +370,8 @@ class Engine:
         self._hooks.remove()
         self._broken = AGMergeError("this optimizer was closed")
         if self.comm is not None:
+            if self.nodes is not None:
+                self.nodes.close()
             self.comm.close()
 
     def _check_unbroken(self) -> None:

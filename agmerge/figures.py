@@ -32,7 +32,8 @@ class Figures:
     def stats(self) -> dict[str, Any]:
         """Totals since construction, of this rank; ``buffers`` and ``residual_norm`` (of the L2 norm) as of now.
 
-        ``bytes_sent``: handed to collectives for gradients, headers and padding included. ``bytes_dense``: what a
+        ``bytes_sent``: handed to collectives for gradients, headers and padding included; ``wire``: the same bytes
+        by codecs of indices and values, ``header``, and ``plain``, without codecs. ``bytes_dense``: what a
         dense float32 all-reduce would be handed. ``elements_sent``: dense lane included. ``density``: elements
         sent / elements. ``exposed_seconds``: waiting for messages in ``synchronize()``.
         """
@@ -43,6 +44,7 @@ class Figures:
             "steps": self._engine.steps,
             "buffers": stats.buffers,
             "bytes_sent": stats.bytes_sent,
+            "wire": dict(stats.wire),
             "bytes_dense": stats.bytes_dense,
             "elements_sent": stats.elements_sent,
             "density": stats.density,

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agmerge.backends import Backend
+from agmerge.config import Config
 from agmerge.handshake import gather_texts
 
+EXCHANGE = "two-level"
 VARIABLE = "AGMERGE_LOCAL_SIZE"
 ADVICE = (
     "exchange='two-level' gives every worker of a machine one shard, exchanged with the worker on the same place of "
@@ -35,10 +37,33 @@ class Nodes:
         """Ranks of a node, shards of a tensor."""
         return self.inside.size
 
+    @property
+    def shard(self) -> tuple[int, int] | None:
+        """(place, places); None where there is nothing to share."""
+        return (self.place, self.places) if self.places > 1 else None
+
     def close(self) -> None:
         """Release both communicators."""
         self.inside.close()
         self.across.close()
+
+
+def check(config: Config) -> None:
+    """Raise ``ValueError`` for what has no meaning where a rank holds a shard of every tensor."""
+    if config.exchange != EXCHANGE:
+        return
+    if config.model is not None:
+        raise ValueError("exchange='two-level' and merging='dear' both cut a step in two; give one of them")
+    if config.importance:
+        raise ValueError(
+            "exchange='two-level' and density='importance': the energy of a tensor lies on several ranks, and is not "
+            "added up yet; give a number or {pattern: number}"
+        )
+    if config.memory.options().get("clipping") is not None:
+        raise ValueError(
+            f"exchange='two-level' and {config.memory!r}: clipping goes by the norm of a tensor; a rank has a shard "
+            "of it; clip in the script, after synchronize()"
+        )
 
 
 def grouped(hosts: Sequence[str], local_ranks: Sequence[int]) -> list[list[int]]:

@@ -13,7 +13,8 @@ import torch
 
 import sparsifiers
 from agmerge import advise, checkpoint, dear, runtime
-from agmerge.config import DENSITY, IMPORTANCE, check_momentum, resolve
+from agmerge.compression import DENSITY
+from agmerge.config import IMPORTANCE, check_momentum, resolve
 from agmerge.errors import AGMergeError
 from agmerge.figures import Figures
 from agmerge.ops import Average, ReduceOp
@@ -55,14 +56,17 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
       gradients in the first steps. ``warmup``: ``"dgc"`` (its paper's ladder, 200 steps a rung), a number of steps
       (geometric, from 25 %), or ``callable(step) -> density``; :func:`agmerge.ladder`: the paper's, steps of yours.
     * ``exchange``: how messages are combined: ``"sparse"``, or ``"auto"``, which measures the first steps and sends
-      dense what is faster so. It, ``density`` and ``warmup`` are about what a sparsifier selects from, so they mean
-      nothing to ``"none" | "fp16" | "bf16"``, which send every element.
+      dense what is faster so; ``"oktopk"``, ``"masked"``, ``"two-level"``: docs/exchanges.md. It, ``density`` and
+      ``warmup`` are about what a sparsifier selects from, so they mean nothing to ``"none" | "fp16" | "bf16"``, which
+      send every element (``"two-level"``: by way of their node).
     * ``memory``: ``"residual"`` keeps what is not sent (the default where anything is dropped), ``"none"`` drops it,
       ``"dgc"`` (the default of ``"dgc"``) applies momentum before selection: the optimizer must not apply it again.
     * ``dense``: which parameters are always sent whole: patterns for whole names, or a callable
       ``(name, parameter) -> bool``; default: fewer than two dimensions or than 1024 elements.
     * ``merging``: a planner's name or object, a :class:`merging.Plan`, or the path of a saved one. ``"dear"``, with
       ``model=``, applies updates in the next forward (docs/dear.md); :meth:`flush` before you read parameters.
+    * ``wire``: how selected values travel, ``"auto"`` (the gradient's dtype), ``"fp32"``, ``"fp16"``, ``"bf16"`` or
+      ``"int8"``; ``wire_check``: whether checksums cover the ``"payload"`` or the ``"header"`` alone (docs/wire.md).
     * ``dense_sum``: ``"ordered"`` adds in rank order whatever the plan; ``"native"`` as the backend does.
     * ``timeout``: seconds, for every wait. ``check_every``: compare replicas every so many steps (0: never).
     * ``unused``: ``"none"`` leaves ``p.grad`` None where no rank ever had a gradient, ``"zero"`` is Horovod's way.
@@ -89,7 +93,7 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         sparsify: str = "auto",
         exchange: str = "auto",
         wire: str = "auto",
-        wire_check: str = "header",
+        wire_check: str = "payload",
         dense_sum: str = "native",
         scaler: Any = None,
         nonfinite: str | None = None,

@@ -15,7 +15,7 @@ from agmerge.config import AUTO
 from agmerge.exchanges import Exchange
 from agmerge.handshake import gather_bytes
 from agmerge.layout import Layout, Segment
-from agmerge.session import Session, exchanges
+from agmerge.session import Session
 from agmerge.wire import Control
 from merging import Curve
 from sparsifiers import Selection
@@ -46,7 +46,7 @@ def probe(session: Session, step: int) -> Found:
     over ranks. When sizes become too dear, the rest follows the slope.
     """
     config = session.config
-    sparse, dense = exchanges(session.comm, config, session.commit)
+    sparse, dense = session.exchanges()
     segments = sizes(session.layout)
     choice: Curve | None = None
     if segments[0].lane.sparse and config.sparsifier is not None:

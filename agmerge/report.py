@@ -17,7 +17,7 @@ def compression(plan: merging.Plan, session: Session | None, config: Config, ste
     assert session is not None
     rows = [("buffer", "tensor", "shape", "lane", "density", "elements")]
     sparse = 0
-    for slot in session.layout.slots:
+    for slot in session.tensors.slots:
         density = "1"
         if slot.lane.sparse:
             sent = config.density(slot.lane.density, step)
@@ -28,7 +28,7 @@ def compression(plan: merging.Plan, session: Session | None, config: Config, ste
         lane = "sparse" if slot.lane.sparse else "dense"
         rows.append((str(session.buffer_of[slot.index]), slot.name, shape, lane, density, str(slot.numel)))
     lines = _aligned(rows)
-    total = session.layout.numel
+    total = session.tensors.numel
     compressor = config.sparsifier or config.cast or "none"
     lines.append(f"{compressor}: {sparse} of {total} elements ({sparse / max(total, 1):.1%}) are selected from")
     return "\n".join(lines)
@@ -37,7 +37,7 @@ def compression(plan: merging.Plan, session: Session | None, config: Config, ste
 def merge_buffers(session: Session | None, measured: Measurements | None, times: Times | None) -> str:
     """Each merge buffer as it was in a typical step, beside what was predicted, in ms since the first tensor."""
     assert session is not None
-    plan, slots = session.plan, session.layout.slots
+    plan, slots = session.plan, session.tensors.slots
     spans: Sequence[merging.Span] = ()
     if measured is not None:
         spans = merging.predict(plan, measured.profile, measured.costs, mode(plan, measured)).spans

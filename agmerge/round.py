@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from agmerge.exchanges import Pending
-from agmerge.layout import Segment
+from agmerge.layout import Segment, Slot
 from agmerge.recorder import Recorder
 from agmerge.routing import Route, key
 from agmerge.session import Session
@@ -40,22 +40,42 @@ class Round:
         """The gradient of one tensor is ready (None: it has none); send what is now complete."""
         self.recorder.begin()
         slot = self.session.slot_of[parameter]
+        self._take(slot, gradient)
+        self._fed[slot.index] = gradient is not None
+        self.recorder.ready(slot.index)
+        self._missing[self.session.buffer_of[slot.index]] -= 1
+        self._advance(slot)
+        self._look()
+        self.recorder.resumed()
+
+    def _take(self, slot: Slot, gradient: torch.Tensor | None) -> None:
+        """This rank's gradient of a tensor is there."""
+        self._compensate(slot, gradient)
+
+    def _advance(self, slot: Slot) -> None:
+        """``slot`` was the last one to come: send what is now complete."""
+        self._select_alone(slot)
+        while (buffer := len(self._pending)) < len(self._missing) and self._missing[buffer] == 0:
+            self.recorder.mark(buffer)
+            self._send(buffer)
+            self.recorder.mark(buffer)
+
+    def _drain(self) -> None:
+        """Every tensor has come: leave no message that has not been started."""
+
+    def _compensate(self, slot: Slot, gradient: torch.Tensor | None) -> None:
         if not self.dirty:
             self.session.arenas[slot.lane].compensate(slot, gradient)
             if self.session.energy is not None and slot.lane.sparse:
                 self.session.energy.add(slot, gradient)
-        self._fed[slot.index] = gradient is not None
-        self.recorder.ready(slot.index)
+
+    def _select_alone(self, slot: Slot) -> None:
         alone = self.session.alone.get(slot.index)
         if alone is not None:
             self._offers[slot.index] = self._select(alone)
-        self._missing[self.session.buffer_of[slot.index]] -= 1
-        while (buffer := len(self._pending)) < len(self._missing) and self._missing[buffer] == 0:
-            self.recorder.mark(buffer)
-            self._pending.append([(route, self._start(route)) for route in self.session.buffers[buffer]])
-            self.recorder.mark(buffer)
-        self._look()
-        self.recorder.resumed()
+
+    def _send(self, buffer: int) -> None:
+        self._pending.append([(route, self._start(route)) for route in self.session.buffers[buffer]])
 
     def _look(self) -> None:
         """See what has arrived: without it, nothing would be known of exchanges that backward hides."""
@@ -70,10 +90,13 @@ class Round:
         for slot, parameter in zip(self.session.layout.slots, self.session.parameters, strict=True):
             if slot.index not in self._fed:
                 self.feed(parameter, None if self.dirty else gradient_of(parameter))
+        self._drain()
         agreed = True
         for buffer, messages in enumerate(self._pending):
             self.recorder.mark(buffer)
             controls = [route.exchange.wait(pending) for route, pending in messages]
+            for _, pending in messages:
+                self.stats.sent(pending.bytes, pending.elements, pending.codecs)
             self.recorder.mark(buffer)
             self._look()
             if buffer == 0:  # a flag is in all messages of its rank, so all ranks see it here
@@ -86,7 +109,7 @@ class Round:
             self.recorder.mark(buffer)
             self._look()
         if agreed:
-            self.session.correct()
+            self.stats.sent(self.session.correct(), 0)
         return agreed
 
     def _start(self, route: Route) -> Pending:
@@ -95,9 +118,7 @@ class Round:
         used = tuple(self._fed[slot.index] for slot in route.slots)
         flags = RELAYOUT if self.dirty else 0
         control = Control(self.step, self.session.fingerprint, route.buffer, flags, used)
-        pending = route.exchange.start(route.name, loads, offers, control)
-        self.stats.sent(pending.bytes, pending.elements)
-        return pending
+        return route.exchange.start(route.name, loads, offers, control)
 
     def _offer(self, segment: Segment) -> Selection | None:
         """What is sent of a segment; None: all of it."""

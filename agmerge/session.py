@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -20,11 +21,14 @@ from agmerge.backends import Backend
 from agmerge.clock import clock_for
 from agmerge.config import AUTO, Config
 from agmerge.energy import Energy
-from agmerge.exchanges import Commit, DenseExchange, Exchange, Load, SparseExchange
+from agmerge.exchanges import Commit, DenseExchange, Exchange, Load, MaskedExchange, OkTopkExchange, SparseExchange
 from agmerge.handshake import Fact
 from agmerge.layout import Lane, Layout, Segment, Slot
 from agmerge.members import Member
+from agmerge.nodes import Nodes
 from agmerge.routing import AHEAD, Route, routes, title, whole
+from agmerge.shards import Shards, sharded
+from sparsifiers.randomk import RandomK
 
 State = dict[tuple[str, str], torch.Tensor]  # by kind ("residual", "momentum") and name of the tensor
 
@@ -42,13 +46,24 @@ def model_facts(members: Sequence[Member], config: Config) -> list[Fact]:
 class Session:
     """The state of the exchange between two agreements."""
 
-    def __init__(self, comm: Backend, config: Config, members: Sequence[Member], plan: merging.Plan) -> None:
-        self.comm, self.config = comm, config
+    def __init__(
+        self,
+        comm: Backend,
+        config: Config,
+        members: Sequence[Member],
+        plan: merging.Plan,
+        nodes: Nodes | None = None,
+    ) -> None:
+        self.comm, self.config, self.nodes = comm, config, nodes
         by_name = {member.name: member for member in members}
         assert plan.names is not None
         ordered = [by_name[name] for name in plan.names]
         self.parameters = [member.parameter for member in ordered]
-        self.layout = Layout([(member.name, member.shape, _lane(member)) for member in ordered])
+        self.tensors = Layout([(member.name, member.shape, _lane(member)) for member in ordered])
+        self.layout = self.tensors if nodes is None else sharded(self.tensors, nodes.places)
+        self.shards: Shards | None = None  # two-level: whose sums are exchanged
+        if nodes is not None:
+            self.shards = Shards(nodes, self.tensors, self.layout, config.timeout, ordered=config.ordered)
         self.slot_of = dict(zip(self.parameters, self.layout.slots, strict=True))
         self.arenas = {lane: self._arena(lane, length) for lane, length in self.layout.lengths.items()}
         self.clock = clock_for(lane.device for lane in self.arenas)
@@ -60,13 +75,18 @@ class Session:
 
     def follow(self, plan: merging.Plan) -> None:
         """Send by ``plan`` from now on; it has the order of this session. No data moves. Nothing may be in flight."""
-        sparse, dense = exchanges(self.comm, self.config, self.commit)
+        sparse, dense = self.exchanges()
         self.plan = plan
+        if self.shards is not None:
+            self.shards.follow(plan.bounds)
         self.fingerprint = zlib.crc32(plan.dumps().encode()) & 0x7FFFFFFF
+        ride = sparse.rides and not self.config.ordered
         self.buffers: list[list[Route]] = []
         for index, (bounds, label, goes_dense) in enumerate(zip(plan.bounds, plan.labels, plan.dense, strict=True)):
             parts = routing.segments(self.layout, *bounds, label == AHEAD and not goes_dense)
-            groups = whole(parts) if goes_dense else routes(parts, self.comm.size, ride=not self.config.ordered)
+            groups = whole(parts) if goes_dense else routes(parts, self.across.size, ride=ride)
+            if not sparse.mixes and not goes_dense:
+                groups = by_lane(parts)
             self.buffers.append(
                 [
                     Route(title(index, number), index, sparse if selects(group, goes_dense) else dense, tuple(group))
@@ -86,6 +106,18 @@ class Session:
     def _arena(self, lane: Lane, length: int) -> Arena:
         slots = [slot for slot in self.layout.slots if slot.lane == lane]
         return Arena(lane, length, slots, self.config.memory_of(lane.sparse), self.comm.size)
+
+    @property
+    def across(self) -> Backend:
+        """The ranks that exchange messages with this one: all, or those of its place on every node."""
+        return self.comm if self.nodes is None else self.nodes.across
+
+    def exchanges(self) -> tuple[Exchange, DenseExchange]:
+        """New exchanges, of the sparse and of the dense lane."""
+        made = exchanges(self.across, self.config, self.commit)
+        for one in made:
+            one.scale = self.config.op.scale(self.comm.size)  # a node's sum counts for all of its ranks
+        return made
 
     def commit(self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor) -> None:
         self.arenas[segment.lane].commit(segment, indices, sent)
@@ -124,7 +156,8 @@ class Session:
         A view of the arena; for a parameter that is not in C order (channels_last) a copy, always the same one:
         fused optimizers read flat memory, so strides must agree.
         """
-        update, parameter = self.arenas[slot.lane].gradients[slot.index], self.parameters[slot.index]
+        gradients = self.arenas[slot.lane].gradients if self.shards is None else self.shards.gradients
+        update, parameter = gradients[slot.index], self.parameters[slot.index]
         if parameter.is_contiguous():
             return update
         key = (slot.index, parameter.stride())
@@ -154,10 +187,11 @@ class Session:
         """Owners of sparsifier state."""
         return {routing.key(part) for buffer in self.buffers for route in buffer for part in route.segments}
 
-    def correct(self) -> None:
-        """Every update is there."""
+    def correct(self) -> int:
+        """Every update is there; returns the bytes that go round in the node then."""
         for arena in self.arenas.values():
             arena.correct()
+        return 0 if self.shards is None else self.shards.hand_round(self.arenas)
 
     def swap(self) -> None:
         """End of a step: what was not sent becomes the residual."""
@@ -170,12 +204,30 @@ def selects(group: Sequence[Segment], goes_dense: bool) -> bool:
     return group[0].lane.sparse and not goes_dense
 
 
-SPARSE: dict[str, type[Exchange]] = {AUTO: SparseExchange, "sparse": SparseExchange}  # of the sparse lane, by name
+def by_lane(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """A message for every lane of a merge buffer."""
+    lanes = dict.fromkeys(segment.lane for segment in segments)
+    return [[segment for segment in segments if segment.lane == lane] for lane in lanes]
+
+
+SPARSE: dict[str, type[Exchange]] = {  # of the sparse lane, by name
+    AUTO: SparseExchange,
+    "sparse": SparseExchange,
+    "oktopk": OkTopkExchange,
+    "masked": MaskedExchange,
+    "two-level": SparseExchange,
+}
 
 
 def exchanges(comm: Backend, config: Config, commit: Commit) -> tuple[Exchange, DenseExchange]:
     """The exchanges of the sparse and of the dense lane."""
-    return SPARSE[config.exchange](comm, config.op, commit, config.timeout), DenseExchange(
+    kind: type[Any] = SPARSE[config.exchange]
+    more: dict[str, Any] = {}
+    if kind is MaskedExchange:
+        more = {"drawn": isinstance(config.sparsifier, RandomK), "ordered": config.ordered}
+    elif kind is SparseExchange:
+        more = {"wire": config.wire, "payload": config.checks_payload}
+    return kind(comm, config.op, commit, config.timeout, **more), DenseExchange(
         comm,
         config.op,
         commit,

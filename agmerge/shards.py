@@ -26,9 +26,16 @@ def shard_shape(shape: Sequence[int], places: int) -> tuple[int, ...]:
 
     The last shards may end in elements that are nobody's; they are zero.
     """
+    if places == 1:
+        return tuple(shape)
     if shape and shape[0] % places == 0:
         return (shape[0] // places, *shape[1:])
     return (-(-math.prod(shape) // places),)
+
+
+def sharded(whole: Layout, places: int) -> Layout:
+    """Where the shards of one rank lie, tensor by tensor."""
+    return Layout([(slot.name, shard_shape(slot.shape, places), slot.lane) for slot in whole.slots])
 
 
 def deal(tensor: torch.Tensor, rows: torch.Tensor) -> None:

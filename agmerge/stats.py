@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from sparsifiers.proof import Proof
 
@@ -17,19 +19,22 @@ class Stats:
     bytes_dense: int = 0
     elements_sent: int = 0
     elements: int = 0
+    wire: Counter[str] = field(default_factory=Counter)  # bytes_sent by what they are
     proof: Proof | None = None  # measures selections, where the script has asked for it
 
-    def sent(self, size: int, elements: int) -> None:
-        """A message of ``size`` bytes has left."""
+    def sent(self, size: int, elements: int, codecs: Mapping[str, int] | None = None) -> None:
+        """A message of ``size`` bytes has left; ``codecs``: these by what they are, if codecs have made them."""
+        self.wire.update(codecs or {"plain": size})
         self.bytes_sent += size
         self.elements_sent += elements
 
-    def stepped(self, buffers: int, elements: int) -> None:
-        """A step of ``elements`` gradient elements in ``buffers`` merge buffers has ended."""
+    def stepped(self, buffers: int, elements: int, tensors: int) -> None:
+        """A step in ``buffers`` merge buffers has ended. ``elements``: that this rank selects from; ``tensors``: of all
+        gradients, which is as many unless ranks have shards."""
         self.steps += 1
         self.buffers = buffers
         self.elements += elements
-        self.bytes_dense += 4 * elements
+        self.bytes_dense += 4 * tensors
 
     @property
     def density(self) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from agmerge.layout import Slot
@@ -33,7 +31,7 @@ class TwoLevelRound(Round):
     def _take(self, slot: Slot, gradient: torch.Tensor | None) -> None:
         self._shards.put(slot, None if self.dirty else gradient)
 
-    def _advance(self) -> None:
+    def _advance(self, slot: Slot) -> None:
         while (buffer := len(self._summed)) < len(self._missing) and self._missing[buffer] == 0:
             used = tuple(self._fed[slot.index] for slot in self._slots(buffer))
             flags = RELAYOUT if self.dirty else 0
@@ -44,7 +42,7 @@ class TwoLevelRound(Round):
         while len(self._pending) < len(self._summed) and self._shards.arrived(len(self._pending)):
             self._pass_on()
 
-    def _flush(self) -> None:
+    def _drain(self) -> None:
         while len(self._pending) < len(self._summed):
             self._pass_on()
 
@@ -56,10 +54,11 @@ class TwoLevelRound(Round):
         for slot, used in zip(self._slots(buffer), control.used, strict=True):
             self._fed[slot.index] = used
             self._compensate(slot, self._shards.shard(slot) if used else None)
+            self._select_alone(slot)
         self._send(buffer)
         self.recorder.mark(buffer)
 
-    def _slots(self, buffer: int) -> Any:
+    def _slots(self, buffer: int) -> tuple[Slot, ...]:
         start, stop = self.session.plan.bounds[buffer]
         return self.session.layout.slots[start:stop]
 

@@ -157,16 +157,23 @@ def bound(k: int, workers: int) -> float:
     return 6 * k * (workers - 1) / workers
 
 
-def model(k: int, workers: int) -> tuple[float, float]:
-    """Words of a step with ``oktopk``, at most, and with ``sparse``: what the crossover is predicted from."""
-    whole = Format([_segment(1)], [k])
+def model(k: int, workers: int, density: float = 0.1) -> tuple[float, float]:
+    """Words of a step with ``oktopk``, at most, and with ``sparse``: what the crossover is predicted from.
+
+    How long the indices of ``sparse`` are depends on the density; ``oktopk`` sends them in 32 bits.
+    """
+    whole = Format([_segment(round(k / density))], [k])
     side = (whole.words + 1 + number(k) + workers + 3) * (workers - 1) + 2 * BINS * (workers - 1) / workers
     return bound(k, workers) + side, whole.size / 4 * (workers - 1)
 
 
-def crossover(k: int) -> int | None:
+def crossover(k: int, density: float = 0.1) -> int | None:
     """The least number of ranks, up to 1024, with which ``oktopk`` moves less than ``sparse``."""
-    return next((workers for workers in range(2, 1025) if model(k, workers)[0] < model(k, workers)[1]), None)
+    for workers in range(2, 1025):
+        ours, theirs = model(k, workers, density)
+        if ours < theirs:
+            return workers
+    return None
 
 
 @functools.cache
@@ -213,9 +220,8 @@ def _made(kind: type[Exchange], comm: Backend, taken: Commit) -> Exchange:
 
 
 def _volume(comm: Counting, k: int, kept: int, whole: bool) -> Volume:
-    if whole:  # one message: header and pairs
-        payload = 2.0 * k * (comm.size - 1)
-        return Volume(payload, payload, 0.0, 0.0, comm.sent[""] - payload, kept)
+    if whole:  # one message
+        return Volume(float(comm.sent[""]), float(comm.received[""]), 0.0, 0.0, 0.0, kept)
     # Everybody but the rank itself has the rest of what is kept; more than the mean part is padding.
     needed = 2.0 * kept * (comm.size - 1) / comm.size
     padding = max(0.0, comm.sent["kept"] - needed)
@@ -249,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     numel = round(args.k / args.density)
     print(f"k {args.k:,} of {numel:,}; words, largest of all ranks and {args.steps} steps")
-    print(f"the model's crossover: oktopk moves less than sparse from {crossover(args.k)} ranks on")
+    print(f"the model's crossover: oktopk moves less than sparse from {crossover(args.k, args.density)} ranks on")
     print(
         "| gradients | ranks | bound | sent | received | / bound | padding | histogram | control | kept / k | sparse "
         "| all / sparse |\n|---|" + "---:|" * 11
@@ -267,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 flush=True,
             )
             row = {"case": case, "ranks": workers, "bound": limit, "oktopk": asdict(ours), "sparse": asdict(theirs)}
-            rows.append({**row, "model": model(args.k, workers)})
+            rows.append({**row, "model": model(args.k, workers, args.density)})
     if args.json:
         about = {
             "command": shlex.join([Path(sys.argv[0]).name, *(sys.argv[1:] if argv is None else argv)]),
@@ -277,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "k": args.k,
             "elements": numel,
             "steps": args.steps,
-            "crossover": crossover(args.k),
+            "crossover": crossover(args.k, args.density),
         }
         args.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 

@@ -43,6 +43,8 @@ def unpack(data: Tensor, width: int, count: int) -> Tensor:
         return data.view(torch.int16)[:count].to(torch.int32) & 0xFFFF
     if width == 8:
         return data[:count].to(torch.int32)
+    if not count:
+        return torch.empty(0, dtype=torch.int32, device=data.device)
     words = data.to(WORDS[width])
     spread = words.clone()
     for place in range(1, 8 // width):
@@ -53,14 +55,19 @@ def unpack(data: Tensor, width: int, count: int) -> Tensor:
 
 def mark(places: Tensor, out: Tensor) -> None:
     """Set the bits ``places``, unique int32, of ``out``, uint8, and no others; one at ``8 * len(out)`` is dropped."""
-    bits = 8 * out.numel()
-    marks = torch.zeros(bits + 1, dtype=torch.uint8, device=out.device)
     if out.device.type == "cpu":
-        marks.numpy()[places.numpy()] = 1
-        out.numpy()[:] = np.packbits(marks[:bits].numpy(), bitorder="little")
+        marks = np.zeros(8 * out.numel() + 1, dtype=np.uint8)
+        marks[places.numpy()] = 1
+        out.numpy()[:] = np.packbits(marks[:-1], bitorder="little")
     else:
-        marks.scatter_(0, places.long(), 1)
-        pack(marks[:bits], 1, out)
+        mark_on_device(places, out)
+
+
+def mark_on_device(places: Tensor, out: Tensor) -> None:
+    """The same on any device."""
+    marks = torch.zeros(8 * out.numel() + 1, dtype=torch.uint8, device=out.device)
+    marks.scatter_(0, places.long(), 1)
+    pack(marks[:-1], 1, out)
 
 
 def marked(data: Tensor, count: int) -> tuple[Tensor, Tensor]:

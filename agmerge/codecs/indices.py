@@ -149,7 +149,7 @@ def candidates(length: int, capacity: int) -> Iterator[IndexCodec]:
     """All codecs for such a vector, the cheapest to write and read first."""
     yield Int32(length, capacity)
     yield Bitmap(length, capacity)
-    for low in (8, 16, *range(2, 31, 2)):
+    for low in sorted(range(2, 31, 2), key=lambda low: low % 8 != 0):  # whole bytes first
         yield Blocks(length, capacity, low)
 
 

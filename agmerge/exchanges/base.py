@@ -9,8 +9,8 @@ by construction.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -36,7 +36,11 @@ class Load:
 
 @dataclass
 class Pending:
-    """A message under way: started, not finished. ``bytes``: handed to collectives so far."""
+    """A message under way: started, not finished.
+
+    ``bytes``: handed to collectives so far. ``codecs``: those by what they are, see
+    :meth:`agmerge.wire.Format.by_codec`; empty where they are elements sent whole.
+    """
 
     name: str
     loads: Sequence[Load]
@@ -47,15 +51,19 @@ class Pending:
     message: torch.Tensor
     received: torch.Tensor
     extra: Any = None
+    codecs: Mapping[str, int] = field(default_factory=dict)
 
 
 class Exchange(ABC):
     """Combines the messages of all ranks. Its buffers are kept from step to step.
 
-    ``selects``: whether it sends what a sparsifier offers of sparse segments; else it sends all of them.
+    ``selects``: whether it sends what a sparsifier offers of sparse segments; else it sends all of them. ``rides``:
+    whether dense segments may come along.
     """
 
     selects: ClassVar[bool] = True
+    rides: ClassVar[bool] = True
+    mixes: ClassVar[bool] = True  # whether a message may have segments of several lanes
 
     def __init__(self, comm: Backend, op: ReduceOp, commit: Commit, timeout: float) -> None:
         self.comm, self.scale, self.commit, self.timeout = comm, op.scale(comm.size), commit, timeout

@@ -101,8 +101,6 @@ class MaskedExchange(Exchange):
             for load, offer, all_of_it in zip(loads, offers, whole, strict=True)
         ]
         digits = checksum(state.masks)
-        if control.flags & RELAYOUT:
-            digits.zero_()  # this rank offers nothing, and the others may agree all the same
         self._send(name, loads, state, torch.cat([digits, torch.tensor(_encode(control), device=digits.device)]))
         first = state.sums[0]
         elements = sum(_real(load, mask) for load, mask in zip(loads, state.masks, strict=True))
@@ -180,6 +178,7 @@ class MaskedExchange(Exchange):
         said = state.tail.tolist()
         digits, rest = said[: _DIGITS * _BASE], said[_DIGITS * _BASE :]
         control = _decode(rest, pending.control, pending.name)
+        # A rank that sends nothing but a flag has drawn nothing.
         hot = [sum(value != 0.0 for value in digits[at : at + _BASE]) for at in range(0, len(digits), _BASE)]
         if not control.flags & RELAYOUT and hot != [1] * _DIGITS:
             raise MessageError(

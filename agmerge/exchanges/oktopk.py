@@ -46,11 +46,11 @@ class OkTopkExchange(LockstepExchange):
     are kept depends neither on how regions are cut nor on timing.
 
     ``start`` sends a header with the control numbers and a sample of the offer. How long later messages are is known
-    only when all headers are there, so they follow in ``wait``. Better than ``sparse`` for large k on four ranks or
-    more; where a call is dear and k is small, its six or seven calls cost more than they save.
+    only when all headers are there, so they follow in ``wait``. Better than ``sparse`` for large k on five or six ranks
+    or more; where a call is dear and k is small, its six or seven calls cost more than they save.
     """
 
-    mixes = False  # a message is of one lane; others have messages of their own
+    rides = mixes = False
 
     def start(self, name: str, loads: Sequence[Load], offers: Sequence[Selection | None], control: Control) -> Pending:
         chosen = [offer for offer in offers if offer is not None]

@@ -10,55 +10,110 @@ from collections.abc import Sequence
 
 import torch
 
+from agmerge.backends import Backend
 from agmerge.errors import MessageError
-from agmerge.exchanges.base import Exchange, Load, Pending
+from agmerge.exchanges.base import Commit, Exchange, Load, Pending
+from agmerge.ops import ReduceOp
 from agmerge.wire import Control, Format, Section
 from sparsifiers import Selection
 
+Part = tuple[torch.Tensor, torch.Tensor]  # indices and values of one rank
+
 
 class SparseExchange(Exchange):
-    """All-gather of sparse sections; bytes received are ``(W - 1) * size``."""
+    """All-gather of sparse sections; bytes received are ``(W - 1) * size``.
+
+    ``wire``: the value codec of sparse sections. ``payload``: whether a checksum covers them, beside the header's.
+    """
+
+    def __init__(
+        self,
+        comm: Backend,
+        op: ReduceOp,
+        commit: Commit,
+        timeout: float,
+        *,
+        wire: str = "auto",
+        payload: bool = True,
+    ) -> None:
+        super().__init__(comm, op, commit, timeout)
+        self.wire, self.payload = wire, payload
 
     def start(self, name: str, loads: Sequence[Load], offers: Sequence[Selection | None], control: Control) -> Pending:
         segments = [load.segment for load in loads]
-        layout = Format(segments, [None if offer is None else offer.indices.numel() for offer in offers])
+        capacities = [None if offer is None else offer.indices.numel() for offer in offers]
+        layout = Format(segments, capacities, self.wire)
         device = segments[0].lane.device
         message = self.keep(("message", name), layout.size, torch.uint8, device)
         received = self.keep(("received", name), layout.size * self.comm.size, torch.uint8, device)
         layout.write_header(message, control, [0 if offer is None else offer.count for offer in offers])
         elements = 0
         for load, offer, section in zip(loads, offers, layout.sections, strict=True):
-            values = layout.values(message, section)
             if offer is None:
-                values.copy_(load.work)
+                layout.whole(message, section).copy_(load.work)
                 elements += load.segment.numel
             else:
-                layout.indices(message, section).copy_(offer.indices)
-                values.copy_(_chosen(load.work, offer, values.dtype))
-                self.commit(load.segment, offer.indices, values)
+                sent = layout.put(message, section, offer, _chosen(load.work, offer))
+                self.commit(load.segment, offer.indices, sent)
                 elements += min(offer.indices.numel(), load.segment.numel)
+        if self.payload:
+            layout.seal(message)
         handle = self.comm.all_gather(received, message, name)
-        return Pending(name, loads, control, handle, layout.size, elements, message, received, layout)
+        codecs = layout.by_codec()
+        return Pending(
+            name, loads, control, handle, layout.size, elements, message, received, extra=layout, codecs=codecs
+        )
 
     def wait(self, pending: Pending) -> Control:
         pending.handle.wait(self.timeout)
         messages = pending.received.view(self.comm.size, -1)
         layout: Format = pending.extra
-        return layout.read_headers(messages, pending.control, pending.name)
+        control = layout.read_headers(messages, pending.control, pending.name)
+        if self.payload:
+            layout.check_payloads(messages, pending.name)
+        return control
 
     def finish(self, pending: Pending) -> None:
         layout: Format = pending.extra
         messages = pending.received.view(self.comm.size, -1)
-        for load, section in zip(pending.loads, layout.sections, strict=True):
+        parts = self._open(pending, messages)  # all of them before anything is written
+        for load, section, sparse in zip(pending.loads, layout.sections, parts, strict=True):
             total = self.accumulator(load)
             if section.capacity is None:
-                self._add_dense(total, [layout.values(message, section) for message in messages])
+                self._add_dense(total, [layout.whole(message, section) for message in messages])
             else:
                 total.zero_()
-                for rank, message in enumerate(messages):
-                    self._add_sparse(total, layout, message, section, f"{pending.name}: rank {rank}")
+                for indices, values in sparse:
+                    # Unique within a rank: the same sum in any order the device takes.
+                    total.index_add_(0, indices, values.mul_(self.scale))
             if total is not load.update:
                 load.update.copy_(total)
+
+    def _open(self, pending: Pending, messages: torch.Tensor) -> list[list[Part]]:
+        """What every rank sent, by section and rank; nothing for dense sections."""
+        layout: Format = pending.extra
+        counts = layout.counts(messages)
+        parts: list[list[Part]] = []
+        checks: list[torch.Tensor] = []
+        whose: list[tuple[int, Section]] = []
+        for number, (load, section) in enumerate(zip(pending.loads, layout.sections, strict=True)):
+            parts.append([])
+            if section.capacity is None:
+                continue
+            for rank, message in enumerate(messages):
+                indices, values, good = layout.get(message, section, counts[rank][number], load.work.dtype)
+                parts[-1].append((indices, values))
+                checks.append(good)
+                whose.append((rank, section))
+        right = torch.stack(checks).tolist() if checks else []  # one look at a device for the whole message
+        for (rank, section), good in zip(whose, right, strict=True):
+            if not good:
+                raise MessageError(
+                    f"{pending.name}: the indices that rank {rank} sent are not ascending within 0 to "
+                    f"{section.segment.length - 1}, or not as many as it announced: either its message was damaged, "
+                    "or its sparsifier breaks the contract of a Selection"
+                )
+        return parts
 
     def _add_dense(self, total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         total.copy_(parts[0]).mul_(self.scale)
@@ -67,30 +122,12 @@ class SparseExchange(Exchange):
             # Not add_(part, alpha=scale): whether that rounds once or twice is up to the processor.
             total.add_(scaled.copy_(part).mul_(self.scale))
 
-    def _add_sparse(
-        self, total: torch.Tensor, layout: Format, message: torch.Tensor, section: Section, who: str
-    ) -> None:
-        indices = layout.indices(message, section)
-        if indices.numel() and not indices.is_cuda:
-            # index_add_ checks too, but one by one and after it has written the earlier ones.
-            low, high = (int(bound) for bound in torch.aminmax(indices))
-            if low < 0 or high >= total.numel():
-                wrong = low if low < 0 else high
-                raise MessageError(f"{who}: index {wrong} is outside 0 to {total.numel() - 1}")
-        values = layout.values(message, section).to(total.dtype, copy=True).mul_(self.scale)
-        # Unique within a rank but for padding, which adds 0: the same sum in any order the device takes.
-        total.index_add_(0, indices, values)
 
-
-def _chosen(work: torch.Tensor, offer: Selection, dtype: torch.dtype) -> torch.Tensor:
-    """``work`` at the offered indices in ``dtype``, saturated; 0 in slots at and after the count."""
+def _chosen(work: torch.Tensor, offer: Selection) -> torch.Tensor:
+    """``work`` at the offered indices; 0 in slots at and after the count."""
     values = work.index_select(0, offer.indices)
-    if values.dtype != dtype:
-        limit = torch.finfo(dtype).max
-        values = values.clamp_(-limit, limit)
     if isinstance(offer.count, torch.Tensor):
         behind = torch.arange(values.numel(), device=values.device) >= offer.count
-        values = values.masked_fill_(behind, 0.0)
-    else:
-        values[offer.count :] = 0.0
-    return values.to(dtype)
+        return values.masked_fill_(behind, 0.0)
+    values[offer.count :] = 0.0
+    return values

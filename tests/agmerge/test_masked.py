@@ -252,6 +252,8 @@ def test_several_messages_under_way_make_the_same_calls_on_every_rank(size: int,
             for one in pending:
                 here.wait(one)
                 here.finish(one)
+                # What waits for the first lets the values of all of them leave.
+                assert len(testing.calls()) == (step + 1) * len(parts) * (1 if drawn else 2)
             pending = []
         return testing.calls(), updates
 

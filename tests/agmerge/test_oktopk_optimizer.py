@@ -255,8 +255,8 @@ def test_probes_cost_the_same_calls_and_leave_nothing_behind(size: int) -> None:
         kept, before = residuals(optimizer), len(testing.calls())
         session = optimizer._engine.session
         assert session is not None
-        selection, travel = probe(session, 2)
-        assert selection is not None and travel(1000) > 0
+        found = probe(session, 2)
+        assert found.sparsify is not None and found.exchange(1000) > 0
         assert all(same_bits(value, kept[name]) for name, value in residuals(optimizer).items())
         calls = [(kind, name) for kind, name, _ in testing.calls()[before:]]
         return calls, twin + train(model, optimizer, rank, range(2, 4))
@@ -269,3 +269,17 @@ def test_probes_cost_the_same_calls_and_leave_nothing_behind(size: int) -> None:
         return train(model, optimizer, rank, range(4))
 
     assert seen == agreed(on_ranks(size, MODEL, unprobed))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_what_is_handed_to_collectives_is_counted(size: int) -> None:
+    """Later phases too, whose sizes nobody knows at the start."""
+
+    def body(rank: int, model: torch.nn.Module) -> None:
+        optimizer = wrap(model, exchange="oktopk", compression="topk", density=0.1)
+        train(model, optimizer, rank, range(2))
+        calls, before = len(testing.calls()), optimizer.stats()["bytes_sent"]
+        train(model, optimizer, rank, range(2, 4))
+        assert optimizer.stats()["bytes_sent"] - before == sum(size for _, _, size in testing.calls()[calls:])
+
+    on_ranks(size, MODEL, body)

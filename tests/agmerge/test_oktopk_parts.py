@@ -7,13 +7,15 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agmerge.errors import MessageError
 from agmerge.exchanges import histogram, parcels, reduction, regions
 from agmerge.exchanges.parcels import Parcel
 
 INF, NAN = torch.inf, torch.nan
+LIGHT = settings(deadline=None)
 COUNTS = st.lists(st.integers(0, 400), min_size=1, max_size=9)
 
 
@@ -31,6 +33,7 @@ def drawn(counts: list[int], length: int, power: float, seed: int) -> list[torch
     ]
 
 
+@LIGHT
 @given(
     st.lists(st.integers(0, 300), min_size=1, max_size=9),
     st.integers(300, 5000),
@@ -65,6 +68,7 @@ def test_points_of_a_count_on_a_device_are_the_same() -> None:
     assert regions.sample(indices[:2], 2, 4).dtype == torch.int32
 
 
+@LIGHT
 @given(st.integers(0, 1000), st.integers(1, 20))
 def test_shares_are_equal_but_for_the_end(total: int, workers: int) -> None:
     parts = regions.shares(total, workers)
@@ -72,6 +76,7 @@ def test_shares_are_equal_but_for_the_end(total: int, workers: int) -> None:
     assert parts[0] == -(-total // workers)
 
 
+@LIGHT
 @given(COUNTS)
 def test_moves_keep_the_order(held: list[int]) -> None:
     wanted = regions.shares(sum(held), len(held))
@@ -106,6 +111,7 @@ def test_what_float32_does_not_hold_has_a_bin_all_the_same() -> None:
 SOME_BINS = st.lists(st.sampled_from([0, 1, 2, 3, 900, 901, histogram.BINS - 1]), max_size=30)
 
 
+@LIGHT
 @given(st.lists(SOME_BINS, min_size=1, max_size=5), st.integers(0, 60))
 def test_ranks_keep_the_k_largest_together(rows: list[list[int]], k: int) -> None:
     ranks = [torch.tensor(row, dtype=torch.int32) for row in rows]
@@ -165,9 +171,25 @@ def test_who_is_named_for_a_piece_outside_its_region() -> None:
     assert reduction.first_outside(pieces[:0] or pieces[1:2], 0, 0) == 0
 
 
+@LIGHT
 @given(st.lists(st.integers(0, 3), max_size=6), st.integers(0, 10))
 def test_room_is_allotted_to_the_first(at_edge: list[int], room: int) -> None:
     takes = histogram.allotted(at_edge, room)
     assert sum(takes) == min(room, sum(at_edge))
     short = [i for i, (take, mine) in enumerate(zip(takes, at_edge, strict=True)) if take < mine]
     assert all(takes[i] == 0 for i in range(short[0] + 1, len(takes))) if short else True
+
+
+@pytest.mark.parametrize("damaged", [[[0, 3], [3, 4]], [[0, 3], [2]], [[0, 9]], [[-1]], [[2, 2]], [[], [3], [], [1]]])
+def test_a_result_must_ascend(damaged: list[list[int]]) -> None:
+    def parcels_of(rows: list[list[int]]) -> list[Parcel]:
+        return [Parcel(torch.tensor(row, dtype=torch.int32), torch.zeros(len(row))) for row in rows]
+
+    reduction.check_ascending("buffer 3", parcels_of([[0, 3], [], [4, 8]]), 9)
+    with pytest.raises(MessageError, match="buffer 3: the result that rank"):
+        reduction.check_ascending("buffer 3", parcels_of(damaged), 9)
+
+
+def test_a_merge_buffer_that_int32_cannot_index_is_refused() -> None:
+    with pytest.raises(ValueError, match="a merge buffer of 2147483648 elements"):
+        reduction.offered([], [], [0, 2**31])

@@ -49,7 +49,7 @@ def test_the_model_is_never_below_what_is_measured() -> None:
 
 
 def test_crossover() -> None:
-    assert [volume.crossover(k) for k in (10, 100, 1000, 10_000, 10**6)] == [None, 35, 6, 4, 4]
+    assert [volume.crossover(k) for k in (10, 100, 1000, 10_000, 10**6)] == [None, None, 12, 6, 6]
 
 
 def test_the_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import agmerge
 from agmerge import testing
-from agmerge.wire import MAGIC
+from agmerge.wire import FIXED, MAGIC, OF_SECTION
 
 MODEL = seeded(mlp)
 
@@ -89,15 +89,19 @@ def test_a_rank_that_has_already_finished_is_named_by_the_others() -> None:
 
 
 def words(message: Tensor) -> Tensor:
-    return message[:24].view(torch.int32)
+    return message[:64].view(torch.int32)
+
+
+CHANGED = "what ranks [1] sent has changed on its way"
 
 
 DAMAGE: dict[str, tuple[str, Callable[[Tensor], None], str]] = {
     "magic": ("topk", lambda m: words(m).__setitem__(0, MAGIC ^ 1), "is no message of this library"),
-    "step": ("topk", lambda m: words(m)[1].add_(7), "ranks disagree on step"),
-    "plan": ("topk", lambda m: words(m)[2].add_(-7), "ranks disagree on plan"),
-    "buffer": ("topk", lambda m: words(m)[3].add_(7), "ranks disagree on buffer"),
-    "count": ("topk", lambda m: words(m)[5].add_(1_000_000), "rank 1 announces"),
+    "step": ("topk", lambda m: words(m)[1].add_(7), CHANGED),
+    "plan": ("topk", lambda m: words(m)[2].add_(-7), CHANGED),
+    "buffer": ("topk", lambda m: words(m)[3].add_(7), CHANGED),
+    "count": ("topk", lambda m: words(m)[len(FIXED) + OF_SECTION.index("count")].add_(1_000_000), CHANGED),
+    "one bit of a value": ("topk", lambda m: m[-1:].bitwise_xor_(1), CHANGED),
     "whole": ("topk", lambda m: m.fill_(255), "what ranks [1] sent is no message"),
     "a dense one, shifted": ("none", lambda m: m.copy_(m.roll(1)), "messages that do not belong together"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from agmerge.adaptation import FIRST
 from agmerge.agreement import labelled
 from agmerge.layout import Segment
 from agmerge.session import Session
+from agmerge.wire import slot_bytes
 
 MODEL = seeded(mlp)
 AWKWARD = seeded(AwkwardModel, 7)
@@ -201,10 +203,14 @@ def test_the_measurements_are_those_of_the_model() -> None:
     profile = agreed(on_ranks(2, MODEL, body)).profile
     columns = zip(profile.numel.tolist(), profile.work.tolist(), profile.load.tolist(), strict=True)
     found = dict(zip(profile.names, columns, strict=True))
+    budgets = {name: -(-p.numel() // 10) for name, p in MODEL.named_parameters() if name in ("0.weight", "2.weight")}
+    length = sum(p.numel() for name, p in MODEL.named_parameters() if name in budgets)
+    each = slot_bytes(length, sum(budgets.values()), torch.float32, "auto")
+    assert 4.5 < each < 5
     for name, p in MODEL.named_parameters():
-        sparse = name in ("0.weight", "2.weight")
-        # What goes whole has no index: four bytes of eight.
-        assert found[name] == (p.numel(), p.numel() * sparse, -(-p.numel() // 10) if sparse else -(-p.numel() // 2))
+        # What goes whole has no index: four bytes of those that a selected element takes.
+        load = budgets.get(name, math.ceil(4 * p.numel() / each))
+        assert found[name] == (p.numel(), p.numel() * (name in budgets), load)
     assert profile.backward.sum() > 0
 
 

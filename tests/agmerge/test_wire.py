@@ -8,17 +8,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agmerge.errors import MessageError
 from agmerge.layout import Lane, Layout, Segment
-from agmerge.wire import MAGIC, Control, Format
+from agmerge.wire import FIXED, MAGIC, OF_SECTION, Control, Format
+from sparsifiers import Selection
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 LANES = [Lane(CPU, dtype, sparse) for dtype in DTYPES for sparse in (True, False)]
-HEAD = 5  # words before the counts: magic, step, plan, buffer, flags
+HEAD = len(FIXED)  # words before those of the sections
+COUNT = HEAD + OF_SECTION.index("count")  # of the first section
 
 tensors = st.lists(
     st.tuples(st.lists(st.integers(1, 40), max_size=2).map(tuple), st.sampled_from(LANES)), min_size=1, max_size=40
@@ -36,6 +38,7 @@ def formats(draw: st.DrawFn) -> Format:
     return Format(
         segments,
         [draw(st.integers(0, segment.length)) if segment.lane.sparse else None for segment in segments],
+        draw(st.sampled_from(["auto", "fp32", "fp16", "bf16", "int8"])),
     )
 
 
@@ -77,21 +80,42 @@ def test_regions_are_disjoint_and_aligned(layout: Format) -> None:
 
 @settings(deadline=None)
 @given(formats())
-def test_views_have_the_announced_sizes_and_share_no_byte(layout: Format) -> None:
-    message = torch.zeros(layout.size, dtype=torch.uint8)
-    written = 4 * layout.words
-    message[:written] += 1
+def test_bytes_by_codec_are_all_of_them(layout: Format) -> None:
+    found = layout.by_codec()
+    assert sum(found.values()) == layout.size
+    assert 4 * layout.words <= found["header"] < 4 * layout.words + 16 * (2 * len(layout.sections) + 1)
+    assert set(found) == {"header", *(section.name for section in layout.sections)}
+
+
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+@given(formats(), st.integers(0, 1000))
+def test_sections_share_no_byte_and_come_back(layout: Format, seed: int) -> None:
+    """All sections are written before any is read."""
+    source = torch.Generator().manual_seed(seed)
+    message, told = torch.zeros(layout.size, dtype=torch.uint8), []
+    header = torch.randint(0, 255, (4 * layout.words,), generator=source, dtype=torch.uint8)
+    message[: 4 * layout.words] = header
     for section in layout.sections:
-        indices, values = layout.indices(message, section), layout.values(message, section)
-        lane, capacity = section.segment.lane, section.capacity
-        assert indices.dtype == torch.int32 and indices.numel() == (capacity or 0)
-        assert values.dtype == lane.dtype
-        assert values.numel() == (section.segment.length if capacity is None else capacity)
-        for view in (indices.view(torch.uint8), values.view(torch.uint8)):
-            view += 1
-            written += view.numel()
-    assert int(message.max()) == 1
-    assert int(message.sum()) == written
+        length, storage = section.segment.length, section.segment.lane.storage
+        if section.capacity is None:
+            whole = torch.randn(length, generator=source).to(section.segment.lane.dtype)
+            layout.whole(message, section).copy_(whole)
+            told.append((None, whole))
+            continue
+        count = int(torch.randint(0, section.capacity + 1, (), generator=source))
+        indices = torch.randint(0, length, (section.capacity,), generator=source, dtype=torch.int32)
+        indices[:count] = torch.randperm(length, generator=source)[:count].sort().values
+        values = torch.randn(section.capacity, generator=source).to(storage)
+        values[count:] = 0.0
+        sent = layout.put(message, section, Selection(indices, count), values)
+        told.append((indices[:count], sent[:count].to(storage, copy=True)))
+    assert torch.equal(message[: 4 * layout.words], header)
+    for section, (chosen, values) in zip(layout.sections, told, strict=True):
+        if chosen is None:
+            assert torch.equal(layout.whole(message, section), values)
+        else:
+            indices, found, good = layout.get(message, section, len(chosen), section.segment.lane.storage)
+            assert good and torch.equal(indices, chosen) and torch.equal(found, values)
 
 
 @settings(deadline=None)
@@ -136,7 +160,10 @@ def test_a_count_on_the_device_is_written_like_a_number() -> None:
     layout.write_header(by_number, control(), [3, 0])
     layout.write_header(by_tensor, control(), [torch.tensor(3, dtype=torch.int32), 0])
     assert torch.equal(by_number, by_tensor)
-    assert words(by_number, layout)[HEAD : HEAD + 2].tolist() == [3, 0]
+    assert [words(by_number, layout)[COUNT + i * len(OF_SECTION)].item() for i in range(2)] == [3, 0]
+    rows = by_number[None]
+    layout.read_headers(rows, control(), "b")
+    assert layout.counts(rows) == [[3, 0]]
 
 
 def refused(layout: Format, rows: torch.Tensor, controls: list[Control]) -> str:
@@ -159,6 +186,47 @@ def test_a_foreign_message_names_its_rank(odd: int) -> None:
     assert f"what ranks [{odd}] sent is no message of this library" in refused(layout, rows, controls)
     rows[:] = 0
     assert "ranks [0, 1, 2]" in refused(layout, rows, controls)
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_every_bit_of_a_header_is_looked_after(odd: int) -> None:
+    layout, controls = simple(), [control(rank) for rank in range(3)]
+    clean = messages(layout, controls)
+    payload = range(32 * FIXED.index("payload"), 32 * FIXED.index("payload") + 32)
+    for bit in set(range(32 * layout.words)) - set(payload):  # that one is looked at with the payload
+        rows = clean.clone()
+        rows[odd, bit // 8] ^= 1 << bit % 8
+        with pytest.raises(MessageError, match=rf"(ranks \[{odd}\] sent|rank {odd})"):
+            layout.read_headers(rows, controls[0], "b")
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_a_damaged_header_names_its_rank_and_no_other_cause(odd: int) -> None:
+    layout, controls = simple(), [control(rank) for rank in range(3)]
+    rows = messages(layout, controls)
+    words(rows[odd], layout)[FIXED.index("step")] += 1
+    assert f"what ranks [{odd}] sent has changed on its way" in refused(layout, rows, controls)
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+@pytest.mark.parametrize("other", ["capacity", "length", "codecs", "tensors"])
+def test_another_layout_is_named(other: str, odd: int) -> None:
+    layout, controls = simple(), [control(rank) for rank in range(3)]
+    wide = Lane(CPU, torch.float32, True)
+    strange = {
+        "capacity": simple(capacity=3),
+        "length": Format(segments_of([((200,), wide), ((2,), Lane(CPU, torch.float32, False))]), [4, None]),
+        "codecs": Format([section.segment for section in layout.sections], [4, None], "fp16"),
+        "tensors": simple(tensor_count=40),
+    }[other]
+    rows = torch.zeros(3, 4096, dtype=torch.uint8)
+    for rank, row in enumerate(rows):
+        here = strange if rank == odd else layout
+        here.write_header(row, replace(controls[rank], used=(True,) * here.tensors), [2, 0])
+    text = refused(layout, rows, controls)
+    assert "messages do not belong together: ranks disagree on " in text and f"on rank {odd}" in text
+    with pytest.raises(MessageError, match="messages are laid out otherwise"):
+        layout.read_headers(rows[odd : odd + 1], controls[0], "b")
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
@@ -185,7 +253,7 @@ def test_messages_that_agree_but_arrive_in_another_place() -> None:
 def test_a_count_out_of_range_names_the_rank(odd: int, section: int, count: int, fit: int) -> None:
     layout, controls = simple(), [control(rank) for rank in range(2)]
     rows = messages(layout, controls)
-    words(rows[odd], layout)[HEAD + section] = count
+    layout.write_header(rows[odd], controls[odd], [count if i == section else 0 for i in range(2)])
     assert f"rank {odd} announces {count} elements where {fit} fit" in refused(layout, rows, controls)
 
 

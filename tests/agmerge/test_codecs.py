@@ -1,0 +1,192 @@
+"""Index codecs: what goes in comes out, in the announced number of bytes, and no bytes are a crash."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agmerge.codecs import Bitmap, Blocks, IndexCodec, Int32, bits, candidates, smallest
+from agmerge.codecs.indices import GRAIN, in_order
+
+MANY = settings(deadline=None, max_examples=150)
+
+
+@st.composite
+def selections(draw: st.DrawFn) -> tuple[int, torch.Tensor, int]:
+    """Length, int32[capacity] and count; behind the count stands any index in range, also one that is chosen."""
+    large = st.sampled_from([255, 256, 257, 4096, 65536, 70_001, 2**20, 2**31 - 1])
+    length = draw(st.one_of(st.integers(1, 70), large))
+    capacity = draw(st.integers(0, min(length, 300)))
+    count = draw(st.one_of(st.just(capacity), st.just(0), st.integers(0, capacity)))
+    source = np.random.default_rng(draw(st.integers(0, 2**32)))
+    spread = draw(st.sampled_from(["even", "first", "last", "ends"]))
+    if spread == "even" and length < 10**7:
+        chosen = np.sort(source.choice(length, count, replace=False))
+    elif spread == "even":
+        chosen = np.unique(source.integers(0, length, count))
+        count = len(chosen)
+    elif spread == "first":
+        chosen = np.arange(count)
+    elif spread == "last":
+        chosen = np.arange(length - count, length)
+    else:
+        chosen = np.concatenate([np.arange(count // 2), np.arange(length - (count - count // 2), length)])
+    behind = source.integers(0, length, capacity - count)
+    return length, torch.from_numpy(np.concatenate([chosen, behind]).astype(np.int32)), count
+
+
+def codecs_for(length: int, capacity: int) -> list[IndexCodec]:
+    """All that are small enough to try."""
+    return [codec for codec in candidates(length, capacity) if codec.size < 10**6]
+
+
+def dirty(size: int) -> torch.Tensor:
+    """Bytes with a past: an encoder has to write all of them. The next ones are watched."""
+    return torch.full((size + 16,), 0xA5, dtype=torch.uint8)
+
+
+@MANY
+@given(selections(), st.booleans())
+def test_what_goes_in_comes_out(drawn: tuple[int, torch.Tensor, int], as_tensor: bool) -> None:
+    length, indices, count = drawn
+    for codec in codecs_for(length, len(indices)):
+        out, kept = dirty(codec.size), indices.clone()
+        codec.encode(indices, torch.tensor(count, dtype=torch.int32) if as_tensor else count, out[: codec.size])
+        assert (out[codec.size :] == 0xA5).all() and torch.equal(indices, kept)
+        got, good = codec.decode(out[: codec.size], count)
+        assert got.dtype == torch.int32 and torch.equal(got, indices[:count]), codec.name
+        assert bool(good) and bool(in_order(got, length))
+        for other in {count - 1, count + 1} - {-1, len(indices) + 1}:
+            if codec.name == "int32" and (other < count or other == 1):
+                continue  # it has nothing but order to go by
+            wrong, good = codec.decode(out[: codec.size], other)
+            assert not (bool(good) and bool(in_order(wrong, length))), codec.name
+
+
+@MANY
+@given(selections())
+def test_the_bytes_depend_on_nothing_behind_the_count(drawn: tuple[int, torch.Tensor, int]) -> None:
+    length, indices, count = drawn
+    cleared = indices.clone()
+    cleared[count:] = 0
+    for codec in codecs_for(length, len(indices)):
+        found = set()
+        for past, chosen, as_tensor in ((0xA5, indices, False), (0x00, indices, True), (0x5A, cleared, False)):
+            out = torch.full((codec.size,), past, dtype=torch.uint8)
+            codec.encode(chosen, torch.tensor(count, dtype=torch.int32) if as_tensor else count, out)
+            found.add(bytes(out.tolist()))
+        assert len(found) == 1
+
+
+@MANY
+@given(selections(), st.integers(0, 2**32), st.sampled_from(["random", "ones", "zeros", "flip"]))
+def test_no_bytes_are_a_crash(drawn: tuple[int, torch.Tensor, int], seed: int, how: str) -> None:
+    """Anything decodes to `count` numbers; what passes for good is in order, so it is safe to add at."""
+    length, indices, count = drawn
+    source = np.random.default_rng(seed)
+    for codec in codecs_for(length, len(indices)):
+        data = dirty(codec.size)[: codec.size]
+        if how == "random":
+            data.copy_(torch.from_numpy(source.integers(0, 256, codec.size, dtype=np.uint8)))
+        elif how == "flip" and codec.size:
+            codec.encode(indices, count, data)
+            data[int(source.integers(codec.size))] ^= 1 << int(source.integers(8))
+        else:
+            data.fill_(255 if how == "ones" else 0)
+        got, good = codec.decode(data, count)
+        assert got.shape == (count,) and got.dtype == torch.int32
+        if bool(good) and bool(in_order(got, length)):
+            held = got.tolist()
+            assert held == sorted(set(held)) and (not held or (held[0] >= 0 and held[-1] < length))
+
+
+@pytest.mark.parametrize("density, most", [(0.1, 0.70), (0.01, 1.08), (0.001, 1.50), (0.0001, 1.94)])
+def test_the_smallest_is_near_the_entropy(density: float, most: float) -> None:
+    n = 2**24
+    k = math.ceil(density * n)
+    codec = smallest(n, k)
+    entropy = (n * math.log2(n) - k * math.log2(k) - (n - k) * math.log2(n - k)) / 8 / k
+    assert entropy < codec.size / k < most < 1.25 * entropy
+    assert codec.size <= min(one.size for one in candidates(n, k)) + GRAIN
+
+
+@settings(deadline=None)
+@given(st.integers(1, 2**31 - 1), st.data())
+def test_the_smallest_is_never_larger_than_the_others_or_counts_in_bytes(length: int, data: st.DataObject) -> None:
+    capacity = data.draw(st.integers(0, length))
+    size = -(-smallest(length, capacity).size // GRAIN)
+    counted = [-(-length // 2**low) * wide + -(-capacity * low // 8) for low, wide in ((8, 1), (12, 2), (16, 4))]
+    for other in (4 * capacity, -(-length // 8), *counted):
+        assert size <= -(-other // GRAIN)
+
+
+@pytest.mark.parametrize("length, capacity, name", [(100, 1, "int32"), (100, 0, "int32"), (96, 96, "bitmap")])
+def test_which_is_taken(length: int, capacity: int, name: str) -> None:
+    assert smallest(length, capacity).name == name
+
+
+def test_of_equal_sizes_the_cheapest_is_taken() -> None:
+    assert smallest(2**20, 4).name == "int32"  # a message is made of 16 bytes
+    assert smallest(2**20, 2**20 // 100).name == "6-bit"
+
+
+def test_names_and_identities_differ() -> None:
+    found = list(candidates(10**6, 10))
+    assert len({codec.name for codec in found}) == len({codec.identity for codec in found}) == len(found)
+    assert all(0 < codec.identity < 256 for codec in found)
+
+
+# -- bits -------------------------------------------------------------------------------------------------------------
+
+
+@MANY
+@given(st.sampled_from([1, 2, 4, 8, 16]), st.integers(0, 100), st.integers(0, 9), st.integers(0, 2**32))
+def test_packed_integers_come_back(width: int, count: int, more: int, seed: int) -> None:
+    values = torch.from_numpy(np.random.default_rng(seed).integers(0, 2**31, count).astype(np.int32))
+    out = dirty(bits.bytes_of(count, width) + 2 * more)
+    room = out[: len(out) - 16]
+    bits.pack(values, width, room)
+    assert (out[len(room) :] == 0xA5).all()
+    assert torch.equal(bits.unpack(room, width, count), values & ((1 << width) - 1))
+    written = np.zeros(len(room) * 8, dtype=np.uint8)
+    for place in range(width):
+        written[place : count * width : width] = (values.numpy() >> place) & 1
+    assert np.packbits(written, bitorder="little").tolist() == room.tolist()
+
+
+@MANY
+@given(st.integers(0, 40), st.integers(0, 2**32), st.integers(0, 50))
+def test_a_device_finds_the_same_bits(size: int, seed: int, count: int) -> None:
+    data = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8))
+    here, there = bits.marked(data, count), bits.marked_on_device(data, count)
+    assert torch.equal(here[0], there[0]) and int(here[1]) == int(there[1])
+    assert here[0].tolist()[: int(here[1])] == [i for i in range(8 * size) if data[i // 8] >> (i % 8) & 1][:count]
+
+
+@MANY
+@given(st.integers(1, 40), st.integers(0, 2**32), st.booleans())
+def test_a_device_sets_the_same_bits(size: int, seed: int, dropped: bool) -> None:
+    source = np.random.default_rng(seed)
+    chosen = np.flatnonzero(source.random(8 * size) < 0.3).tolist() + [8 * size] * dropped
+    places = torch.tensor(chosen, dtype=torch.int32)
+    here, there = dirty(size)[:size], dirty(size)[:size]
+    bits.mark(places, here)
+    bits.mark_on_device(places, there)
+    assert torch.equal(here, there)
+    assert bits.marked(here, len(chosen) - dropped)[0].tolist() == chosen[: len(chosen) - dropped]
+
+
+@pytest.mark.parametrize("codec", [Int32, Bitmap, lambda n, k: Blocks(n, k, 8)])
+def test_nothing_waits_on_a_device(codec: type[IndexCodec]) -> None:
+    """A tensor without content cannot be looked at: encoding and decoding go through with shapes alone."""
+    one = codec(1000, 64)
+    indices = torch.empty(64, dtype=torch.int32, device="meta")
+    out = torch.empty(one.size, dtype=torch.uint8, device="meta")
+    one.encode(indices, torch.empty((), dtype=torch.int32, device="meta"), out)
+    got, good = one.decode(out, 64)
+    assert got.shape == (64,) and good.dim() == 0 and in_order(got, 1000).dim() == 0

@@ -1,0 +1,133 @@
+"""Value codecs: how much is lost, that what is said to arrive arrives, and what becomes of the extremes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agmerge.codecs import VALUES, Cast, ValueCodec, value_codec
+
+STORAGE = [torch.float32, torch.float64]
+ALL = {**VALUES, "fp64": value_codec("auto", torch.float64)}
+EACH = pytest.mark.parametrize("codec", ALL.values(), ids=ALL)
+BITS = {4: torch.int32, 8: torch.int64, 2: torch.int16}
+NAN, INF = math.nan, math.inf
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """To the bit, but for which NaN it is: conversions differ in that from one place of a vector to another."""
+    if a.dtype != b.dtype or not torch.equal(a.isnan(), b.isnan()):
+        return False
+    return torch.equal(*(x.nan_to_num(nan=0.0).view(BITS[x.itemsize]) for x in (a, b)))
+
+
+def through(codec: ValueCodec, values: torch.Tensor) -> torch.Tensor:
+    """What receivers read; also that the sender knows it, to the bit, and that only its own bytes are written."""
+    size = codec.size(values.numel())
+    out, kept = torch.full((size + 16,), 0xA5, dtype=torch.uint8), values.clone()
+    sent = codec.encode(values, out[:size])
+    assert same(values, kept) and (out[size:] == 0xA5).all()
+    got = codec.decode(out[:size], values.numel(), values.dtype)
+    assert same(sent.to(values.dtype), got) and sent.shape == values.shape
+    for count in {0, 1, values.numel() // 2, values.numel() - 1} - {-1}:
+        if count <= values.numel():
+            assert same(codec.decode(out[:size], count, values.dtype), got[:count])
+    before = out.clone()
+    got.mul_(0.5)
+    assert torch.equal(out, before)  # not a view
+    return codec.decode(out[:size], values.numel(), values.dtype)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    codec=st.sampled_from(list(ALL.values())),
+    dtype=st.sampled_from(STORAGE),
+    count=st.one_of(st.integers(0, 20), st.sampled_from([255, 256, 257, 511, 512, 513, 1000])),
+    exponent=st.floats(-50, 42),
+    seed=st.integers(0, 1000),
+)
+def test_what_is_finite_stays_finite_and_near(
+    codec: ValueCodec, dtype: torch.dtype, count: int, exponent: float, seed: int
+) -> None:
+    source = torch.Generator().manual_seed(seed)
+    values = torch.randn(count, generator=source, dtype=torch.float64) * 10.0**exponent
+    values[torch.rand(count, generator=source) < 0.1] = 0.0
+    limit = torch.finfo(dtype).max
+    values = values.clamp(-limit, limit).to(dtype)
+    got = through(codec, values)
+    assert got.isfinite().all() and (got[values == 0] == 0).all()
+    if isinstance(codec, Cast):
+        info = torch.finfo(codec.dtype)
+        expected = values.clamp(-info.max, info.max) if info.max < limit else values
+        assert same(got, expected.to(codec.dtype).to(dtype))
+        return
+    most = torch.finfo(torch.float32).max / 128 * 127
+    for start in range(0, count, 256):
+        block, back = values[start : start + 256].double(), got[start : start + 256].double()
+        step = min(float(block.abs().max()), most) / 127
+        tiny = torch.finfo(torch.float32).tiny
+        assert (back - block.clamp(-127 * step, 127 * step)).abs().max() <= 0.5001 * step + 127 * tiny
+
+
+@EACH
+@pytest.mark.parametrize("dtype", STORAGE, ids=str)
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("place", [0, 255, 256, 299])
+def test_what_is_not_finite_arrives_so(codec: ValueCodec, dtype: torch.dtype, bad: float, place: int) -> None:
+    values = torch.ones(300, dtype=dtype)
+    values[place] = bad
+    got = through(codec, values)
+    assert not got[place].isfinite()
+    assert got[(torch.arange(300) // 256) != place // 256].isfinite().all()  # at most its block
+    if isinstance(codec, Cast):
+        assert got.isfinite().sum() == 299
+
+
+@EACH
+@pytest.mark.parametrize("dtype", STORAGE, ids=str)
+def test_the_largest_saturates(codec: ValueCodec, dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    values = torch.tensor([largest, -largest, 1.0, -0.0, 0.0], dtype=dtype)
+    got = through(codec, values)
+    assert got.isfinite().all() and got[0] == -got[1] > 1e4
+    assert (values - got).isfinite().all()
+
+
+@pytest.mark.parametrize("tiny", [5e-45, 1e-45, 1e-44, 1e-43, 1e-40, 1e-38])
+def test_the_smallest_do_no_harm(tiny: float) -> None:
+    values = torch.tensor([tiny, -tiny, tiny / 2, 0.0])
+    got = through(VALUES["int8"], values)
+    assert got.isfinite().all() and (got.abs() <= 1.01 * tiny).all()
+
+
+def test_int8_is_exact_for_multiples_of_a_step() -> None:
+    values = torch.arange(-127, 128).float() / 8
+    assert same(through(VALUES["int8"], values).abs(), values.abs())
+
+
+@pytest.mark.parametrize("name, each", [("fp32", 4.0), ("fp16", 2.0), ("bf16", 2.0), ("int8", 1 + 4 / 256)])
+def test_sizes(name: str, each: float) -> None:
+    assert VALUES[name].size(256 * 100) == 256 * 100 * each
+    assert VALUES[name].size(0) == 0 and VALUES[name].size(1) == (5 if name == "int8" else each)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_auto_is_the_gradients_own_dtype(dtype: torch.dtype) -> None:
+    codec = value_codec("auto", dtype)
+    assert isinstance(codec, Cast) and codec.dtype == dtype
+    assert value_codec("int8", dtype).name == "int8"
+
+
+def test_identities_differ() -> None:
+    assert len({codec.identity for codec in ALL.values()}) == len(ALL) == 5
+
+
+@EACH
+def test_nothing_waits_on_a_device(codec: ValueCodec) -> None:
+    out = torch.empty(codec.size(300), dtype=torch.uint8, device="meta")
+    assert codec.encode(torch.empty(300, device="meta"), out).shape == (300,)
+    assert codec.decode(out, 299, torch.float32).shape == (299,)

@@ -1,0 +1,156 @@
+"""Sparse messages in every value codec, over groups of 1 to 5: the sum, conservation and replicas."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from exchange_harness import CPU, WAIT, Make, draw_offer, draw_work, exchange, same, segments_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agmerge import runtime
+from agmerge.codecs import value_codec
+from agmerge.exchanges import SparseExchange
+from agmerge.layout import Lane
+from agmerge.ops import Average, ReduceOp, Sum
+from agmerge.wire import Format, slot_bytes
+from sparsifiers import Selection
+
+WIRES = ["auto", "fp32", "fp16", "bf16", "int8"]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def coded(op: ReduceOp, wire: str, payload: bool = True) -> Make:
+    return lambda record: SparseExchange(runtime.world(), op, record, WAIT, wire=wire, payload=payload)
+
+
+def arrives(wire: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What becomes of these values under way, in their own dtype. Kept apart from the exchange."""
+    codec = value_codec(wire, dtype)
+    out = torch.zeros(codec.size(len(values)), dtype=torch.uint8)
+    codec.encode(values, out)
+    return codec.decode(out, len(values), values.dtype)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    size=st.integers(1, 5),
+    op=st.sampled_from([Average, Sum]),
+    wire=st.sampled_from(WIRES),
+    tensors=st.lists(st.tuples(st.integers(1, 700), st.sampled_from(DTYPES)), min_size=1, max_size=4),
+    density=st.sampled_from([0.0, 0.01, 0.1, 0.5, 1.0]),
+    magnitude=st.sampled_from([1e-6, 1.0, 1e6]),
+    seed=st.integers(0, 1000),
+    on_device=st.booleans(),
+    payload=st.booleans(),
+)
+def test_the_sum_is_that_of_what_was_sent_and_the_rest_is_kept(
+    size: int,
+    op: ReduceOp,
+    wire: str,
+    tensors: list[tuple[int, torch.dtype]],
+    density: float,
+    magnitude: float,
+    seed: int,
+    on_device: bool,
+    payload: bool,
+) -> None:
+    segments = segments_of([(numel, Lane(CPU, dtype, True)) for numel, dtype in tensors])
+
+    def offer(rank: int, index: int) -> Selection:
+        length = segments[index].length
+        return draw_offer(length, math.ceil(density * length), 100 * seed + 10 * index + rank, on_device)
+
+    seen = exchange(
+        size,
+        coded(op, wire, payload),
+        segments,
+        lambda rank, index: draw_work(segments[index], 100 * seed + 10 * index + rank, magnitude),
+        offer,
+    )
+    for index, segment in enumerate(segments):
+        total = torch.zeros(segment.length, dtype=segment.lane.storage)
+        for rank, one in enumerate(seen):
+            before, selection, sent = one.before[index], offer(rank, index), one.sent[index]
+            assert sent is not None and sent[0] is not None
+            values = before[selection.indices.long()]
+            values[int(selection.count) :] = 0.0
+            values = arrives(wire, values, segment.lane.dtype)
+            assert same(sent[1].to(values.dtype), values) and torch.equal(sent[0], selection.indices)
+            whole = torch.zeros(segment.length, dtype=torch.float64)
+            whole.index_add_(0, selection.indices, values.double())
+            assert torch.equal(one.rest[index].double() + whole, before.double())  # conservation, exactly
+            kept = torch.ones(segment.length, dtype=torch.bool)
+            kept[selection.trimmed()] = False
+            assert same(one.rest[index][kept], before[kept])
+            total[selection.trimmed()] += values[: int(selection.count)] * op.scale(size)
+        assert same(seen[0].update[index], total.to(segment.lane.dtype))
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_every_element_from_one_rank(size: int, wire: str) -> None:
+    """W * k == n: side by side, every rank's part, and nothing is left but what its codec rounds off."""
+    lane = Lane(CPU, torch.float32, True)
+    (segment,) = segments_of([(320 * size, lane)])
+
+    def offer(rank: int, index: int) -> Selection:
+        return Selection(torch.arange(320 * rank, 320 * rank + 320, dtype=torch.int32), 320)
+
+    seen = exchange(size, coded(Sum, wire), [segment], lambda r, i: draw_work(segment, r, 1.0), offer)
+    parts = [one.before[0][320 * rank : 320 * rank + 320] for rank, one in enumerate(seen)]
+    assert torch.equal(seen[0].update[0], torch.cat([arrives(wire, part, torch.float32) for part in parts]))
+    assert (seen[0].update[0] - torch.cat(parts)).abs().max() <= {"int8": 0.02, "bf16": 0.02}.get(wire, 0.002)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_auto_and_the_plain_codec_are_the_same_bits(wire: str) -> None:
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(wire, torch.float32)
+    (segment,) = segments_of([(5000, Lane(CPU, dtype, True))])
+
+    def update(wire: str) -> torch.Tensor:
+        return exchange(
+            3,
+            coded(Average, wire),
+            [segment],
+            lambda rank, index: draw_work(segment, rank, 1.0),
+            lambda rank, index: draw_offer(segment.length, 100, rank, False),
+        )[0].update[0]
+
+    assert same(update("auto"), update(wire)) is (wire != "int8")
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_reaches_every_rank(wire: str, bad: float) -> None:
+    (segment,) = segments_of([(64, Lane(CPU, torch.float32, True))])
+
+    def work(rank: int, index: int) -> torch.Tensor:
+        values = torch.ones(64)
+        values[5] = bad if rank == 1 else 1.0
+        return values
+
+    def offer(rank: int, index: int) -> Selection:
+        return Selection(torch.tensor([5, 7, 5], dtype=torch.int32), 2)
+
+    for one in exchange(3, coded(Average, wire), [segment], work, offer):
+        assert not one.update[0][5].isfinite()
+        assert one.update[0][8:].isfinite().all() and one.update[0][0] == 0  # nor by the padding
+
+
+LIMITS = {
+    0.01: {"fp32": 5.5, "fp16": 3.5, "bf16": 3.5, "int8": 2.5},
+    0.001: {"fp32": 5.6, "fp16": 3.6, "bf16": 3.6, "int8": 2.7},
+}
+
+
+@pytest.mark.parametrize("n", [10**6, 2**20, 2**24, 10**8])
+@pytest.mark.parametrize("density", LIMITS)
+@pytest.mark.parametrize("wire", ["fp32", "fp16", "bf16", "int8"])
+def test_bytes_of_a_slot_with_its_header(wire: str, density: float, n: int) -> None:
+    k = math.ceil(density * n)
+    layout = Format(segments_of([(n, Lane(CPU, torch.float32, True))]), [k], wire)
+    assert layout.size / k <= LIMITS[density][wire]
+    assert 0 < layout.size - k * slot_bytes(n, k, torch.float32, wire) < 100  # the header
