@@ -131,3 +131,10 @@ def test_nothing_waits_on_a_device(codec: ValueCodec) -> None:
     out = torch.empty(codec.size(300), dtype=torch.uint8, device="meta")
     assert codec.encode(torch.empty(300, device="meta"), out).shape == (300,)
     assert codec.decode(out, 299, torch.float32).shape == (299,)
+
+
+@pytest.mark.parametrize("count", [66_559, 66_560, 66_561, 1_000_000])
+def test_int8_of_many_values(count: int) -> None:
+    """Where scales end follows from the size alone."""
+    values = torch.randn(count, generator=torch.Generator().manual_seed(0))
+    assert (through(VALUES["int8"], values) - values).abs().max() < 0.03
