@@ -33,6 +33,7 @@ class Round:
         self._fed: dict[int, bool] = {}  # by slot: whether there was a gradient
         self._offers: dict[int, Selection] = {}  # by slot, of tensors that are sparsified ahead
         self._pending: list[list[tuple[Route, Pending]]] = []  # per merge buffer under way
+        self._counted: dict[int, tuple[int, int]] = {}  # bytes and elements of each message that are in the totals
         self._arrived = 0  # merge buffers whose messages are known to be here
         self.recorder = Recorder(session.clock, len(session.layout.slots), len(session.buffers))
 
@@ -96,7 +97,7 @@ class Round:
             self.recorder.mark(buffer)
             controls = [route.exchange.wait(pending) for route, pending in messages]
             for _, pending in messages:
-                self.stats.sent(pending.bytes, pending.elements, pending.codecs)
+                self._count(pending)  # what has been sent since it was started
             self.recorder.mark(buffer)
             self._look()
             if buffer == 0:  # a flag is in all messages of its rank, so all ranks see it here
@@ -118,7 +119,16 @@ class Round:
         used = tuple(self._fed[slot.index] for slot in route.slots)
         flags = RELAYOUT if self.dirty else 0
         control = Control(self.step, self.session.fingerprint, route.buffer, flags, used)
-        return route.exchange.start(route.name, loads, offers, control)
+        pending = route.exchange.start(route.name, loads, offers, control)
+        self._count(pending)
+        return pending
+
+    def _count(self, pending: Pending) -> None:
+        """Put into the totals what is new of a message: some go on sending after their start."""
+        size, elements = self._counted.get(id(pending), (0, 0))
+        if (pending.bytes, pending.elements) != (size, elements):
+            self.stats.sent(pending.bytes - size, pending.elements - elements, None if size else pending.codecs)
+            self._counted[id(pending)] = (pending.bytes, pending.elements)
 
     def _offer(self, segment: Segment) -> Selection | None:
         """What is sent of a segment; None: all of it."""

@@ -25,7 +25,8 @@ NOTES = """\
 *Difference* is compressed minus dense, averaged over pairs of runs with the same weights, batches and number of steps;
 the interval is Student's, 95 %. Runs count as independent, although the folds of one seed share training images. Of
 twenty intervals of compressors that cost nothing, about one excludes zero by chance. Learning rates were chosen for
-the dense exchange on the same data, so read differences, not absolute figures. `bytes` is dense / sent, per worker.
+the dense exchange on the same data, so read differences, not absolute figures. `bytes` is dense / sent, per worker,
+with the wire of the day of the run (until 2026-11-21 eight bytes a selected element; now five).
 Memory `dgc` applies the momentum before the exchange (momentum correction); with `residual` it is the optimizer's.
 Memory `none` drops what is not sent. Remedies for AdamW, in the script and outside the library: `momentum` selects from
 each worker's running mean of its gradients (a gradient hook; AdamW's own first moment is off, and its learning rate
