@@ -170,7 +170,7 @@ class Adaptation:
         """What selection leaves behind of each tensor, the mean over ranks; None where nothing is kept."""
         slots = self.session.layout.slots
         kept = {name: tensor for (kind, name), tensor in self.session.state().items() if kind == "residual"}
-        mine = left_behind((slot for slot in slots), kept if self.session.config.sparsifier is not None else {})
+        mine = left_behind(slots, kept if self.session.config.sparsifier is not None else {})
         mean = self._told(mine)[0].mean(axis=0)
         return mean if np.isfinite(mean).all() and mean.any() else None
 

@@ -106,7 +106,7 @@ def _make_plan(
     if config.groups is not None:
         return labelled(config.groups.plan(members, names), config.modes[0])
     assert config.planner is not None
-    planner = merging.get("threshold") if getattr(config.planner, "timed", True) else config.planner
+    planner = merging.get("threshold") if config.planner.timed else config.planner
     numel = [parameters[name].numel() for name in names]
     profile = merging.Profile(names, numel, [0.0] * len(names))
     return labelled(planner.plan(profile, _UNMEASURED), config.modes[0])

@@ -10,7 +10,7 @@ from agmerge.exchanges import Exchange
 from agmerge.layout import Layout, Segment, Slot
 
 # Bytes that riding dense segments may add to what a rank receives: about what an all-reduce of their own costs
-# to start (0.5 ms at 1 Gbit/s). A rule by measured cost replaces it with the exchange issue.
+# to start (0.5 ms at 1 Gbit/s): a rule, not a measurement.
 RIDE = 65536
 AHEAD = "ahead"  # label of a merge buffer whose tensors are sparsified one by one
 

@@ -15,7 +15,7 @@ import torch
 
 from agmerge.arena import Arena, view
 from agmerge.backends import Handle
-from agmerge.exchanges.dense import _decode, _encode
+from agmerge.exchanges.dense import decode, encode
 from agmerge.layout import Lane, Layout, Segment, Slot
 from agmerge.nodes import Nodes
 from agmerge.wire import Control
@@ -106,7 +106,7 @@ class Shards:
 
     def _message(self, buffer: int, number: int, segments: Sequence[Segment]) -> _Message:
         lane, places, tail = segments[0].lane, self.nodes.places, sum(segment.length for segment in segments)
-        width = tail + len(_encode(Control(0, 0, 0, 0, (False,) * len(self._tensors[buffer]))))
+        width = tail + len(encode(Control(0, 0, 0, 0, (False,) * len(self._tensors[buffer]))))
         name = f"buffer {buffer}/node" if number == 0 else f"buffer {buffer}.{number}/node"
         received = _memory(lane, places * width) if self.ordered else None
         rows = _memory(lane, places * width).view(places, width)
@@ -130,7 +130,7 @@ class Shards:
 
     def start(self, buffer: int, control: Control) -> int:
         """Add up a merge buffer in the node; returns bytes handed over. ``control``: of all its tensors."""
-        size, numbers = 0, _encode(control)
+        size, numbers = 0, encode(control)
         for message in self._messages[buffer]:
             message.rows[:, message.tail :] = torch.tensor(numbers, dtype=message.rows.dtype)
             inside, flat, width = self.nodes.inside, message.rows.view(-1), message.mine.numel()
@@ -155,7 +155,7 @@ class Shards:
             message.handle = None
             if message.received is not None:
                 _add_in_order(message.received.view(self.nodes.places, -1), message.mine)
-            said.append(_decode(message.mine[message.tail :].tolist(), control, message.name))
+            said.append(decode(message.mine[message.tail :].tolist(), control, message.name))
         return control.merged(said)
 
     def shard(self, slot: Slot) -> torch.Tensor:

@@ -12,8 +12,9 @@ from dataclasses import replace
 
 import torch
 
-from agmerge.backends import Backend, Handle
+from agmerge.backends import Backend
 from agmerge.errors import MessageError
+from agmerge.exchanges import summing
 from agmerge.exchanges.base import Commit, Exchange, Load, Pending
 from agmerge.ops import ReduceOp
 from agmerge.wire import Control
@@ -52,7 +53,7 @@ class DenseExchange(Exchange):
 
     def start(self, name: str, loads: Sequence[Load], offers: Sequence[Selection | None], control: Control) -> Pending:
         dtype = self.cast or loads[0].update.dtype
-        tail = _encode(control)
+        tail = encode(control)
         elements = sum(load.segment.length for load in loads)
         length = elements + len(tail)
         length += -length % self.comm.size  # whole shards
@@ -63,17 +64,10 @@ class DenseExchange(Exchange):
                 # Before it leaves: the message is summed in place.
                 self.commit(load.segment, None, self._sent(load, payload))
         message[elements : elements + len(tail)] = torch.tensor(tail, dtype=dtype)
-        size = message.numel() * message.element_size()
-        if self.ordered:
-            received = self.keep(("received", name), length, dtype, loads[0].work.device)
-            shard = [length // self.comm.size] * self.comm.size
-            handle = self.comm.all_to_all(received, message, shard, shard, name)
-            size += size // self.comm.size
-        else:
-            received = message
-            handle = self.comm.all_reduce(message, name)
+        received = self.keep(("received", name), length, dtype, message.device) if self.ordered else None
+        total = summing.start(self.comm, message, received, name)
         sent = sum(load.segment.numel for load in loads)
-        return Pending(name, loads, control, handle, size, sent, message, received)
+        return Pending(name, loads, control, total.handle, total.bytes, sent, message, message, total)
 
     def _pack(self, load: Load, payload: torch.Tensor) -> None:
         """``work / predivide`` in the dtype of the wire; a cast to float16 saturates, also when summed."""
@@ -97,21 +91,9 @@ class DenseExchange(Exchange):
         return not self.ordered  # in rank order, the shards are still to be gathered
 
     def wait(self, pending: Pending) -> Control:
-        pending.handle.wait(self.timeout)
-        if self.ordered:
-            self._gather_shards(pending).wait(self.timeout)
+        summing.wait(self.comm, pending.extra, self.timeout, pending.loads[0].work.dtype)
         tail = pending.message[sum(load.segment.length for load in pending.loads) :].tolist()
-        return _decode(tail, pending.control, pending.name)
-
-    def _gather_shards(self, pending: Pending) -> Handle:
-        """Add this rank's shard in rank order, in the dtype of ``work``, and hand it round."""
-        shards = pending.received.view(self.comm.size, -1)
-        total = shards[0].to(pending.loads[0].work.dtype, copy=True)
-        for shard in shards[1:]:
-            total += shard
-        mine = total.to(pending.message.dtype)
-        pending.extra = mine  # alive until waited for
-        return self.comm.all_gather(pending.message, mine, f"{pending.name}/sum")
+        return decode(tail, pending.control, pending.name)
 
     def finish(self, pending: Pending) -> None:
         factor = self.scale * self.predivide
@@ -140,7 +122,8 @@ def largest_summand(dtype: torch.dtype, size: int) -> float:
     return torch.finfo(dtype).max / steps * max(steps // size, 1)
 
 
-def _encode(control: Control) -> list[float]:
+def encode(control: Control) -> list[float]:
+    """Control as numbers that mean the same after summing."""
     tail = [0.0] * (2 * _HOT + _FLAGS)
     tail[control.step % _HOT] = 1.0
     tail[_HOT + (control.buffer + control.plan) % _HOT] = 1.0
@@ -149,7 +132,8 @@ def _encode(control: Control) -> list[float]:
     return tail + [float(used) for used in control.used]
 
 
-def _decode(tail: Sequence[float], mine: Control, name: str) -> Control:
+def decode(tail: Sequence[float], mine: Control, name: str) -> Control:
+    """What all ranks say together, from the sum of their numbers; :class:`agmerge.MessageError` if out of step."""
     hot = [[i for i in range(_HOT) if tail[start + i] != 0.0] for start in (0, _HOT)]
     if hot != [[mine.step % _HOT], [(mine.buffer + mine.plan) % _HOT]]:
         raise MessageError(

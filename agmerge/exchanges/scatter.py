@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from agmerge.exchanges.base import Load, Pending
-from agmerge.exchanges.dense import DenseExchange, _decode, _encode
+from agmerge.exchanges.dense import DenseExchange, decode, encode
 from agmerge.wire import Control
 from sparsifiers import Selection
 
@@ -34,7 +34,7 @@ class ScatterExchange(DenseExchange):
     def start(self, name: str, loads: Sequence[Load], offers: Sequence[Selection | None], control: Control) -> Pending:
         (load,) = loads
         dtype, device, workers = self.cast or load.update.dtype, load.work.device, self.comm.size
-        tail = _encode(control)
+        tail = encode(control)
         shard = -(-load.segment.length // workers)
         width = shard + len(tail)
         message = self.keep(("message", name), workers * width, dtype, device)
@@ -72,7 +72,7 @@ class ScatterExchange(DenseExchange):
             for part in parts[1:]:
                 total += part
             pending.extra.copy_(total)
-        return _decode(pending.extra[self._shard(pending) :].tolist(), pending.control, pending.name)
+        return decode(pending.extra[self._shard(pending) :].tolist(), pending.control, pending.name)
 
     def finish(self, pending: Pending) -> None:
         """Remember the shard for :meth:`gather`. The update is written by :meth:`receive`."""

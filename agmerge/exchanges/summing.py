@@ -33,14 +33,15 @@ def start(comm: Backend, message: torch.Tensor, received: torch.Tensor | None, n
     return Sum(message, received, handle, size + size // comm.size, name)
 
 
-def wait(comm: Backend, under_way: Sum, timeout: float) -> None:
-    """Return when the sum is in place. In rank order, 16 bits are added in float32 and rounded once."""
+def wait(comm: Backend, under_way: Sum, timeout: float, wide: torch.dtype | None = None) -> None:
+    """Return when the sum is in place. In rank order it is added in ``wide`` and rounded once (None: float32 for 16
+    bits, else the message's own dtype)."""
     under_way.handle.wait(timeout)
     if under_way.received is None:
         return
     shards = under_way.received.view(comm.size, -1)
     narrow = under_way.message.dtype in (torch.float16, torch.bfloat16)
-    total = shards[0].to(torch.float32 if narrow else under_way.message.dtype, copy=True)
+    total = shards[0].to(wide or (torch.float32 if narrow else under_way.message.dtype), copy=True)
     for shard in shards[1:]:
         total += shard
     mine = total.to(under_way.message.dtype)
