@@ -21,8 +21,9 @@ from merging import Curve
 from sparsifiers import Selection
 
 SPEND = 3.0  # seconds, about, for all probes together
-GROWTH = 3.0  # of the sizes
-RUNS = (2, 5)  # least and most, of one size
+GROWTH = 2.0  # of the sizes, at least
+RUNS = (2, 12)  # least and most, of one size
+SHARE = 6  # so many sizes share that time
 
 BUSY = torch.ones(128, 128)  # a tenth of a millisecond of work
 
@@ -40,7 +41,7 @@ class Found(NamedTuple):
 def probe(session: Session, step: int) -> Found:
     """What selection and exchanges cost. Collective, between steps.
 
-    Runs of tensors of the largest lane, of sizes that grow threefold, are selected from and exchanged as in a step;
+    Runs of tensors of the largest lane, of sizes that double, are selected from and exchanged as in a step;
     nothing of it is written to a residual or an update. Selection is the mean of several calls with one key, since
     thresholds may be reused; an exchange is the median from the moment its message is packed. Both are the maximum
     over ranks. When sizes become too dear, the rest follows the slope.
@@ -68,13 +69,13 @@ def _measured(session: Session, segments: list[Segment], exchange: Exchange, ste
         expected = cost * segment.numel / before
         if spent + RUNS[0] * expected > SPEND:
             break
-        runs = int(min(max(SPEND / 10 / expected, RUNS[0]), RUNS[1])) if expected else RUNS[1]
+        runs = int(min(max(SPEND / SHARE / expected, RUNS[0]), RUNS[1])) if expected else RUNS[1]
         trial = _Trial(session, segment, exchange, step)
         select, travel = _agreed(session, trial.select(runs), trial.exchange(runs))
         travels.setdefault(trial.capacity if exchange.selects else segment.numel, []).append(travel)
         selections.setdefault(segment.numel, []).append(select)
-        cost, before = select + travel, segment.numel
-        spent += (runs + 1) * cost
+        cost, before = select + 2 * travel, segment.numel  # selecting, a message is sent as well
+        spent += runs * cost
     return selections, travels
 
 
@@ -86,8 +87,7 @@ def sizes(layout: Layout) -> list[Segment]:
     whole = Segment(lane, tuple(slots))
     chosen: list[Segment] = []
     for run in sorted(runs, key=lambda run: run.numel):
-        first = not chosen and run.numel < whole.numel
-        if first or (chosen and GROWTH * chosen[-1].numel <= run.numel <= whole.numel / GROWTH):
+        if run.numel <= whole.numel / GROWTH**0.5 and (not chosen or GROWTH * chosen[-1].numel <= run.numel):
             chosen.append(run)
     return [*chosen, whole]
 

@@ -1,7 +1,7 @@
 """Does the plan follow the network? Two workers train while their links slow down from one rate to another.
 
     python benchmarks/adaptation.py
-    python benchmarks/adaptation.py --fast 1gbit --slow 100mbit --density 0.05
+    python benchmarks/adaptation.py --fast 1gbit --slow 100mbit --density 0.02
 
 Three plans are compared in interleaved blocks of steps on the slow link, all of them frozen: the one from before the
 change ("old"), the one that the same training had adapted to some steps after it ("adapted"), and one that was made
@@ -29,11 +29,11 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="a change of the network's rate during training")
     parser.add_argument("--model", default="mlp", help="mlp, or one of examples/models.py")
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--density", type=float, default=0.02)
+    parser.add_argument("--batch", type=int, default=384)
+    parser.add_argument("--density", type=float, default=0.05)
     parser.add_argument("--fast", default="1gbit")
     parser.add_argument("--slow", default="100mbit")
-    parser.add_argument("--blocks", type=int, default=6)
+    parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--worker", type=Path, metavar="FILE", help=argparse.SUPPRESS)
     return parser.parse_args()
 
