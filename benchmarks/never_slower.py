@@ -18,12 +18,14 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+from intervals import interval
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "dense": {"compression": "none"},
@@ -106,13 +108,6 @@ def worker(args: argparse.Namespace) -> None:
         plan = steppers["auto"][1].plan
         print("FOUND " + json.dumps({"took": took, "dense": sum(plan.dense), "buffers": len(plan.counts)}), flush=True)
     agmerge.shutdown()
-
-
-def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """The median ratio, and its 95 % bootstrap interval."""
-    source = random.Random(0)
-    medians = sorted(statistics.median(source.choices(ratios, k=len(ratios))) for _ in range(2000))
-    return statistics.median(ratios), medians[50], medians[1949]
 
 
 def row(cell: dict[str, Any]) -> str:

@@ -1,0 +1,206 @@
+"""What takes part in ``step_time.py``: how each library trains one step. One process is one worker.
+
+    python benchmarks/contenders.py CONTENDER MODEL      # started by step_time.py, under the contender's launcher
+
+A peer that is not installed from a package index is a Python file of the user's with a function
+``prepare(model, optimizer) -> step``, where ``step(loss)`` trains one step and ``loss()`` computes the loss of a batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+FOR_EVER = datetime.timedelta(days=1)  # a frozen job must not time out
+HVD = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "86400", "HOROVOD_STALL_CHECK_DISABLE": "1"}
+Step = Callable[[], None]
+Figures = Callable[[], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to train. ``kind``: a function of this module; ``warm``: steps before it is measured."""
+
+    kind: str
+    options: tuple[tuple[str, Any], ...] = ()
+    horovod: bool = False
+    warm: int = 3
+
+
+def ours(warm: int = 45, horovod: bool = False, **options: Any) -> Contender:
+    """This library, measured and planned before it is timed."""
+    return Contender("agmerge", tuple(options.items()), horovod, warm)
+
+
+CONTENDERS: dict[str, Contender] = {
+    "no exchange": Contender("alone"),
+    "floor": Contender("floor"),
+    "agmerge": ours(warm=60),
+    "agmerge topk": ours(compression="topk", exchange="sparse"),
+    "agmerge topk fp16": ours(compression="topk", exchange="sparse", wire="fp16"),
+    "agmerge dgc int8": ours(compression="dgc", exchange="sparse", wire="int8"),
+    "agmerge topk on Horovod": ours(compression="topk", exchange="sparse", horovod=True),
+    "agmerge dense": ours(compression="none", warm=12),
+    "Horovod": Contender("horovod", horovod=True),
+    "Horovod fp16": Contender("horovod", (("fp16", True),), horovod=True),
+    "DDP": Contender("ddp"),
+    "DDP PowerSGD": Contender("ddp", (("rank", 4),), warm=6),
+}
+
+
+def workload(model: str) -> Any:
+    """A model with its batch for one worker, the same weights on all."""
+    import models
+    import torch
+
+    torch.manual_seed(0)
+    work = models.build(model, {"gpt2": 2, "resnet50": 4, "cnn": 32}[model], 64)
+    if model == "gpt2":
+        work.x, work.y = work.x[:, :64].contiguous(), work.y[:, :64].contiguous()
+    return work
+
+
+def _nothing() -> Mapping[str, Any]:
+    return {}
+
+
+def _torch_group() -> tuple[int, int]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=FOR_EVER)
+    return dist.get_rank(), dist.get_world_size()
+
+
+def alone(work: Any, optimizer: Any) -> tuple[int, Step, Figures]:
+    """Every worker trains by itself."""
+
+    def step() -> None:
+        optimizer.zero_grad()
+        work.loss().backward()
+        optimizer.step()
+
+    return int(os.environ["RANK"]), step, _nothing
+
+
+def floor(work: Any, optimizer: Any) -> tuple[int, Step, Figures]:
+    """The same, and eight bytes are gathered between backward and update: what waiting for each other costs."""
+    import torch
+    import torch.distributed as dist
+
+    rank, size = _torch_group()
+    mine, all_of_them = torch.zeros(8, dtype=torch.uint8), torch.zeros(8 * size, dtype=torch.uint8)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        work.loss().backward()
+        dist.all_gather_into_tensor(all_of_them, mine)
+        optimizer.step()
+
+    return rank, step, _nothing
+
+
+def agmerge(work: Any, optimizer: Any, **options: Any) -> tuple[int, Step, Figures]:
+    """This library."""
+    import agmerge as library
+
+    library.init("horovod" if "HOROVOD_RANK" in os.environ else "torch")
+    named = list(work.model.named_parameters())
+    if options.get("compression") == "dgc":
+        import sparsifiers
+
+        options["memory"] = sparsifiers.memory("dgc", momentum=0.9)
+        for group in optimizer.param_groups:
+            group["momentum"] = 0.0
+    wrapped = library.DistributedOptimizer(optimizer, named, timeout=86400.0, **options)
+
+    def step() -> None:
+        wrapped.zero_grad()
+        work.loss().backward()
+        wrapped.step()
+
+    def figures() -> Mapping[str, Any]:
+        plan, told = wrapped.plan, wrapped.stats()
+        dense = sum(plan.dense) if options.get("compression") != "none" else len(plan.counts)
+        return {"buffers": len(plan.counts), "dense": dense, "exposed": told["exposed_seconds"] / told["steps"]}
+
+    return library.rank(), step, figures
+
+
+def horovod(work: Any, optimizer: Any, *, fp16: bool = False) -> tuple[int, Step, Figures]:
+    """Horovod's own optimizer, as its documentation has it."""
+    import horovod.torch as hvd
+
+    hvd.init()
+    cast = hvd.Compression.fp16 if fp16 else hvd.Compression.none
+    wrapped = hvd.DistributedOptimizer(
+        optimizer, named_parameters=work.model.named_parameters(), compression=cast
+    )
+
+    def step() -> None:
+        wrapped.zero_grad()
+        work.loss().backward()
+        wrapped.step()
+
+    return hvd.rank(), step, _nothing
+
+
+def ddp(work: Any, optimizer: Any, *, rank: int = 0) -> tuple[int, Step, Figures]:
+    """PyTorch's DistributedDataParallel; ``rank`` not 0: with its PowerSGD hook, in one bucket."""
+    import torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook as power
+    from torch.nn.parallel import DistributedDataParallel
+
+    here, _ = _torch_group()
+    one = {"bucket_cap_mb": 10_000} if rank else {}  # of several, the hook's callbacks race on Gloo
+    work.model = DistributedDataParallel(work.model, **one)
+    if rank:
+        state = power.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+        work.model.register_comm_hook(state, power.powerSGD_hook)
+
+    return here, alone(work, optimizer)[1], _nothing
+
+
+def peer(work: Any, optimizer: Any, *, file: str) -> tuple[int, Step, Figures]:
+    """What a file of the user's does."""
+    import horovod.torch as hvd
+
+    hvd.init()
+    spec = importlib.util.spec_from_file_location("peer", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    train = module.prepare(work.model, optimizer)
+    return hvd.rank(), lambda: train(work.loss), _nothing
+
+
+def main(name: str, model: str) -> None:
+    """Warm up, then step when told to."""
+    import warnings
+
+    import jobs
+    import torch
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    chosen = CONTENDERS.get(name) or Contender("peer", (("file", name),), horovod=True)
+    work = workload(model)
+    optimizer = torch.optim.SGD(work.model.parameters(), lr=1e-3, momentum=0.9)
+    rank, step, figures = globals()[chosen.kind](work, optimizer, **dict(chosen.options))
+    for _ in range(chosen.warm):
+        step()
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        jobs.serve(step, figures, rank)
+    os._exit(0)  # the others of this job may be frozen
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

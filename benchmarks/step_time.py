@@ -1,0 +1,161 @@
+"""Seconds per step, what of it is communication, and bytes: this library beside others, on a slow network.
+
+    make bench                                                   # all cells, an hour at most; finished ones are kept
+    python benchmarks/step_time.py --models gpt2 --rates 200mbit --workers 2
+    python benchmarks/step_time.py --peer grace=grace_peer.py    # a library that is brought along, see contenders.py
+    python benchmarks/step_time.py --report                      # only read what has been measured
+
+A cell is a model, a rate and a number of workers on this machine. Its contenders are started once, each a job of its
+own, and take blocks of steps in turn while the others are frozen: ``--blocks`` of them, or as many as fit
+into ``--seconds``. ``/ floor`` is the ratio of medians in the same round to a job that trains alone and gathers eight
+bytes a step, with its bootstrap interval over rounds; "floor again" is a second such job, the A/A. Bytes are what left
+the network interfaces, per step and worker. All workers share one namespace whose ``lo`` has the rate, both ways.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from contenders import CONTENDERS, HVD, Contender
+from intervals import interval
+from jobs import Job, Stage
+from network import Loopback, usable
+
+FLOOR = "floor"
+CELLS = [
+    *[("gpt2", rate, 2) for rate in ("200mbit", "1gbit", "none", "100mbit")],
+    *[(model, rate, 2) for model in ("resnet50", "cnn") for rate in ("200mbit", "1gbit", "none")],
+    *[("gpt2", rate, 4) for rate in ("200mbit", "1gbit", "none")],
+]
+MOST = 0.25  # of the seconds of a contender, that one block may take: slower ones take fewer steps a block
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="seconds per step beside other libraries, on a slow network")
+    parser.add_argument("--models", nargs="+", choices=("gpt2", "resnet50", "cnn"))
+    parser.add_argument("--rates", nargs="+", help="as tc writes them, or none")
+    parser.add_argument("--workers", type=int, nargs="+")
+    parser.add_argument("--contenders", nargs="+", help=f"of {', '.join(CONTENDERS)}; the default is all")
+    parser.add_argument("--peer", nargs="+", default=[], metavar="NAME=FILE", help="see contenders.py")
+    parser.add_argument("--blocks", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=3, help="of a block")
+    parser.add_argument("--seconds", type=float, default=45.0, help="for the blocks of one contender")
+    parser.add_argument("--out", type=Path, default=Path("runs/step_time.jsonl"), help="one line a cell")
+    parser.add_argument("--report", action="store_true", help="measure nothing")
+    return parser.parse_args()
+
+
+def command(stage: Stage, name: str, model: str, peers: dict[str, str]) -> Job:
+    """Start a contender under its launcher."""
+    one = CONTENDERS.get(name.removesuffix(" again")) or Contender("peer", horovod=True)
+    script = str(Path(__file__).with_name("contenders.py"))
+    line = [sys.executable, "-W", "ignore", script, peers.get(name, name.removesuffix(" again")), model]
+    if not one.horovod:
+        return stage.start(name, line)
+    tool = Path(sys.executable).with_name("horovodrun")
+    launcher = [str(tool), "--gloo", "-np", str(stage.network.workers), "--network-interfaces", "lo"]
+    return stage.start(name, line, launcher, PATH=f"{tool.parent}:/usr/sbin:/usr/bin:/sbin:/bin", **HVD)
+
+
+def measure(stage: Stage, names: list[str], model: str, peers: dict[str, str], args: argparse.Namespace) -> Any:
+    """Start all contenders, and let them take turns. What was found, by contender."""
+    jobs, found = {}, {}
+    for name in names:
+        try:
+            jobs[name] = command(stage, name, model, peers)
+        except RuntimeError as error:
+            print(f"  {name} does not take part: {str(error)[-600:]}", flush=True)
+            continue
+        found[name] = {"seconds": [], "bytes": [], "rounds": []}
+    left = dict.fromkeys(jobs, args.seconds)
+    typical: dict[str, float] = {}
+    for number in range(args.blocks):
+        for name, job in jobs.items():
+            expected = typical.get(name, 0.0)
+            steps = max(1, min(args.steps, int(MOST * args.seconds / expected) if expected else 1))
+            if left[name] < expected * steps:
+                continue
+            before, start = stage.network.sent(), time.perf_counter()
+            told = job.block(steps)
+            left[name] -= time.perf_counter() - start
+            sent = (stage.network.sent() - before) / steps / len(told)
+            took = statistics.fmean(statistics.median(one["seconds"]) for one in told)
+            typical[name] = took
+            found[name]["seconds"].append(took)
+            found[name]["bytes"].append(sent)
+            found[name]["rounds"].append(number)
+            more = {key: value for key, value in told[0].items() if key != "seconds"}
+            found[name].update(more)
+    return found
+
+
+def table(cell: dict[str, Any]) -> str:
+    """One cell, as text."""
+    found = cell["found"]
+    floor = dict(zip(found[FLOOR]["rounds"], found[FLOOR]["seconds"], strict=True)) if FLOOR in found else {}
+    alone = statistics.median(found["no exchange"]["seconds"]) if "no exchange" in found else None
+    rate = "unshaped" if cell["rate"] == "none" else cell["rate"]
+    lines = [f"**{cell['model']}, {cell['workers']} workers, {rate}** ({cell['date']})", ""]
+    lines += ["| | ms a step | / floor | communication, ms | MB a step | blocks |", "|---|---|---|---|---|---|"]
+    for name, one in found.items():
+        if not one["seconds"]:
+            continue
+        typical = statistics.median(one["seconds"])
+        pairs = zip(one["rounds"], one["seconds"], strict=True)
+        ratios = [seconds / floor[number] for number, seconds in pairs if number in floor]
+        middle, low, high = interval(ratios) if ratios else (float("nan"),) * 3
+        waits = "" if alone is None else f"{1e3 * (typical - alone):.0f}"
+        size = f"{statistics.median(one['bytes']) / 1e6:.2f}"
+        ratio = f"{middle:.2f} ({low:.2f} to {high:.2f})"
+        lines.append(f"| {name} | {1e3 * typical:.0f} | {ratio} | {waits} | {size} | {len(ratios)} |")
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    """Measure the cells that are missing, then print all."""
+    args = arguments()
+    peers = dict(one.split("=", 1) for one in args.peer)
+    lines = args.out.read_text(encoding="utf-8").splitlines() if args.out.exists() else []
+    cells = [json.loads(line) for line in lines]
+    known = {(cell["model"], cell["rate"], cell["workers"]) for cell in cells}
+    wanted = [
+        cell
+        for cell in CELLS
+        if (not args.models or cell[0] in args.models)
+        and (not args.rates or cell[1] in args.rates)
+        and (not args.workers or cell[2] in args.workers)
+    ]
+    why = usable()
+    if why and not args.report:
+        sys.exit(f"no shaped network here: {why}. Run as root on Linux; nothing was measured")
+    names = args.contenders or [*CONTENDERS, f"{FLOOR} again", *peers]
+    for model, rate, workers in wanted if not args.report else []:
+        if (model, rate, workers) in known:
+            continue
+        print(f"{model}, {workers} workers, {rate}", flush=True)
+        with Loopback(workers, None if rate == "none" else rate) as network, Stage(network) as stage:
+            found = measure(stage, names, model, peers, args)
+        date = time.strftime("%Y-%m-%d")
+        cells.append({"model": model, "rate": rate, "workers": workers, "date": date, "found": found})
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        with args.out.open("a", encoding="utf-8") as out:
+            out.write(json.dumps(cells[-1]) + "\n")
+        print(table(cells[-1]), flush=True)
+    if args.report:
+        for cell in cells:
+            print(table(cell))
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        main()
