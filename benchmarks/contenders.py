@@ -21,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
+MOMENTUM = 0.9
 FOR_EVER = datetime.timedelta(days=1)  # a frozen job must not time out
 HVD = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "86400", "HOROVOD_STALL_CHECK_DISABLE": "1"}
 Step = Callable[[], None]
@@ -58,6 +59,14 @@ CONTENDERS: dict[str, Contender] = {
 }
 
 
+PLANNERS = ("layerwise", "single", "threshold", "mgwfbp", "omgs", "fgbuff", "agtf", "agmerge")
+SPARSIFIERS = ("topk", "dgc", "adtopk", "gaussiank", "redsync", "sidco-gp", "threshold", "randomk")
+# For converge.py: every planner at topk, every sparsifier at agmerge.
+PLANNED = {f"topk, {name}": ours(compression="topk", exchange="sparse", merging=name) for name in PLANNERS}
+SELECTED = {f"{name}, agmerge": ours(compression=name, exchange="sparse") for name in SPARSIFIERS}
+KNOWN = {**CONTENDERS, **PLANNED, **SELECTED}
+
+
 def workload(model: str) -> Any:
     """A model with its batch for one worker, the same weights on all."""
     import models
@@ -68,6 +77,17 @@ def workload(model: str) -> Any:
     if model == "gpt2":
         work.x, work.y = work.x[:, :64].contiguous(), work.y[:, :64].contiguous()
     return work
+
+
+def corrected(optimizer: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options; for dgc, whose memory applies the momentum, it is taken off the optimizer."""
+    import sparsifiers
+
+    if options.get("compression") != "dgc":
+        return dict(options)
+    for group in optimizer.param_groups:
+        group["momentum"] = 0.0
+    return {**options, "memory": sparsifiers.memory("dgc", momentum=MOMENTUM)}
 
 
 def _nothing() -> Mapping[str, Any]:
@@ -115,13 +135,7 @@ def agmerge(work: Any, optimizer: Any, **options: Any) -> tuple[int, Step, Figur
 
     library.init("horovod" if "HOROVOD_RANK" in os.environ else "torch")
     named = list(work.model.named_parameters())
-    if options.get("compression") == "dgc":
-        import sparsifiers
-
-        options["memory"] = sparsifiers.memory("dgc", momentum=0.9)
-        for group in optimizer.param_groups:
-            group["momentum"] = 0.0
-    wrapped = library.DistributedOptimizer(optimizer, named, timeout=86400.0, **options)
+    wrapped = library.DistributedOptimizer(optimizer, named, timeout=86400.0, **corrected(optimizer, options))
 
     def step() -> None:
         wrapped.zero_grad()
@@ -191,9 +205,9 @@ def main(name: str, model: str) -> None:
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    chosen = CONTENDERS.get(name) or Contender("peer", (("file", name),), horovod=True)
+    chosen = KNOWN.get(name) or Contender("peer", (("file", name),), horovod=True)
     work = workload(model)
-    optimizer = torch.optim.SGD(work.model.parameters(), lr=1e-3, momentum=0.9)
+    optimizer = torch.optim.SGD(work.model.parameters(), lr=1e-3, momentum=MOMENTUM)
     rank, step, figures = globals()[chosen.kind](work, optimizer, **dict(chosen.options))
     for _ in range(chosen.warm):
         step()

@@ -68,6 +68,7 @@ MODELS: dict[str, Callable[[], Sizes]] = {
     "bert-base": lambda: bert(768, 12),
     "bert-large": lambda: bert(1024, 24),
     "gpt2": gpt2,
+    "gpt2-large": lambda: gpt2(1280, 36),
     "vit-large": vit,
 }
 
@@ -75,3 +76,15 @@ MODELS: dict[str, Callable[[], Sizes]] = {
 def sizes(model: str) -> Sizes:
     """Return elements per tensor of `model`, the first to be ready first."""
     return MODELS[model]()[::-1]
+
+
+def small_gpt2() -> Sizes:
+    """The GPT-2 of examples/models.py."""
+    return [8192 * 384, 128 * 384, *block(384, fused=True) * 6, 384, 384]
+
+
+MEASURED: dict[str, Callable[[], Sizes]] = {
+    "gpt2": small_gpt2,
+    "resnet50": MODELS["resnet50"],
+}
+"""What step_time.py trains."""

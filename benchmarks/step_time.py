@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from contenders import CONTENDERS, HVD, Contender
+from contenders import CONTENDERS, HVD, KNOWN, Contender
 from intervals import interval
 from jobs import Job, Stage
 from network import Loopback, usable
@@ -57,7 +57,7 @@ def arguments() -> argparse.Namespace:
 
 def command(stage: Stage, name: str, model: str, peers: dict[str, str]) -> Job:
     """Start a contender under its launcher."""
-    one = CONTENDERS.get(name.removesuffix(" again")) or Contender("peer", horovod=True)
+    one = KNOWN.get(name.removesuffix(" again")) or Contender("peer", horovod=True)
     script = str(Path(__file__).with_name("contenders.py"))
     line = [sys.executable, "-W", "ignore", script, peers.get(name, name.removesuffix(" again")), model]
     if not one.horovod:

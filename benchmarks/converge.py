@@ -1,0 +1,240 @@
+"""Time to a loss, which is what users pay for: one curve of loss by step and one step time for each way to train.
+
+    python benchmarks/converge.py                        # curves, step times on a slow link, the table; resumable
+    python benchmarks/converge.py --report --picture docs/pictures
+
+The model is the GPT-2 of step_time.py, the data the source text of Python's standard library in 8192 byte pairs, the
+last tenth held out; SGD with momentum, a one-cycle rate, two workers, the same batches for all. The target is the
+validation loss of dense after ``--steps`` steps times 1.02. A curve does not depend on the network, so it is measured
+once per sparsifier, on no slow link, and the step times of ``step_time.py`` turn steps into seconds. Planners share
+the curve of ``topk``: a plan decides which elements compete for a place, not how many are sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+from contenders import MOMENTUM, PLANNED, SELECTED, corrected
+
+BATCH, LENGTH, VOCABULARY, RATE = 4, 64, 8192, 0.1
+EVERY, NEAR = 50, 1.02
+DENSE = ("Horovod", "Horovod fp16", "agmerge dense", "DDP")
+TIMED = ("floor", *DENSE, *PLANNED, *SELECTED)
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="seconds and bytes to a validation loss")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--most", type=float, default=1.5, help="times those steps, for what is slower to learn")
+    parser.add_argument("--rates", nargs="*", default=["200mbit", "1gbit"])
+    parser.add_argument("--curves", nargs="+", default=["dense", *(name.split(",")[0] for name in SELECTED)])
+    parser.add_argument("--out", type=Path, default=Path("runs/converge"), help="a folder")
+    parser.add_argument("--blocks", type=int, default=20)
+    parser.add_argument("--report", action="store_true", help="measure nothing")
+    parser.add_argument("--picture", type=Path, metavar="FOLDER")
+    parser.add_argument("--worker", metavar="COMPRESSION", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def tokens(folder: Path) -> Any:
+    """The corpus in byte pairs that were learned from its first nine tenths; kept in ``folder``."""
+    import numpy as np
+    import torch
+    from parity_tasks import corpus
+    from tokenizers import ByteLevelBPETokenizer
+
+    file = folder / f"tokens{VOCABULARY}.npy"
+    if not file.exists():
+        text = bytes(corpus(6_000_000).to(torch.uint8).tolist()).decode("ascii")
+        tokenizer = ByteLevelBPETokenizer()
+        tokenizer.train_from_iterator([text[: len(text) * 9 // 10]], vocab_size=VOCABULARY, show_progress=False)
+        ids = [tokenizer.encode(part).ids for part in text.splitlines(keepends=True)]
+        np.save(file, np.array([one for part in ids for one in part], dtype=np.int32))
+    return torch.from_numpy(np.load(file)).long()
+
+
+def worker(args: argparse.Namespace) -> None:
+    """One rank of one curve."""
+    import models
+    import torch
+    from torch.optim.lr_scheduler import OneCycleLR
+
+    import agmerge
+
+    agmerge.init()
+    torch.set_num_threads(1)
+    text = tokens(args.out)
+    cut = len(text) * 9 // 10
+    torch.manual_seed(0)
+    work = models.build("gpt2", 2)
+    for module in work.model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    inner = torch.optim.SGD(work.model.parameters(), lr=RATE, momentum=MOMENTUM)
+    options: dict[str, Any] = {"compression": "none" if args.worker == "dense" else args.worker}
+    if args.worker != "dense":
+        options["exchange"] = "sparse"
+    options = corrected(inner, options)
+    optimizer = agmerge.DistributedOptimizer(inner, work.model.named_parameters(), **options)
+    total = int(args.steps * (1.0 if args.worker == "dense" else args.most))
+    # What takes longer follows the same rate at the same step, then the last one.
+    schedule = OneCycleLR(optimizer, RATE, args.steps, pct_start=0.2, cycle_momentum=False, final_div_factor=10.0)
+    window, curve = torch.arange(LENGTH + 1), []
+    held_out = text[torch.linspace(cut, len(text) - LENGTH - 1, 64).long()[:, None] + window]
+
+    def loss(rows: Any) -> Any:
+        return torch.nn.functional.cross_entropy(work.model(rows[:, :-1]), rows[:, 1:])
+
+    for step in range(total + 1):
+        if step % EVERY == 0:
+            with torch.no_grad():
+                curve.append((step, statistics.fmean(loss(rows).item() for rows in held_out.split(16))))
+        generator = torch.Generator().manual_seed(step)
+        starts = torch.randint(cut - LENGTH, (BATCH,), generator=generator)[agmerge.rank() :: agmerge.size()]
+        optimizer.zero_grad()
+        loss(text[starts[:, None] + window]).backward()
+        optimizer.step()
+        if step < args.steps - 1:
+            schedule.step()
+    if agmerge.rank() == 0:
+        stats = optimizer.stats()
+        sent = stats["bytes_sent"] / stats["steps"]
+        print("FOUND " + json.dumps({"curve": curve, "bytes": sent, "workers": agmerge.size()}), flush=True)
+    agmerge.shutdown()
+
+
+def curves(args: argparse.Namespace) -> dict[str, Any]:
+    """The curves that are missing are measured; all that there are."""
+    from network import Loopback
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    tokens(args.out)
+    file = args.out / "curves.json"
+    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    for name in args.curves:
+        key = f"{name}, {args.steps} steps"
+        if key not in known and not args.report:
+            start = time.time()
+            with Loopback(2) as network:
+                command = [sys.executable, "-W", "ignore", __file__, "--worker", name, "--out", str(args.out.resolve())]
+                command += ["--steps", str(args.steps), "--most", str(args.most)]
+                output = network.run(command, timeout=7200)[0]
+            known[key] = json.loads(next(line[6:] for line in output.splitlines() if line.startswith("FOUND ")))
+            file.write_text(json.dumps(known), encoding="utf-8")
+            print(f"{key}: {known[key]['curve'][-1][1]:.3f} after {time.time() - start:.0f} s", flush=True)
+    return {key.split(",")[0]: value for key, value in known.items() if key.endswith(f" {args.steps} steps")}
+
+
+def timed(args: argparse.Namespace) -> dict[str, Any]:
+    """The step times that are missing are measured; all that there are, by rate and contender."""
+    import step_time
+    from jobs import Stage
+    from network import Loopback
+
+    file = args.out / "times.json"
+    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    for rate in args.rates if not args.report else []:
+        if rate not in known:
+            with Loopback(2, rate) as network, Stage(network) as stage:
+                more = argparse.Namespace(blocks=args.blocks, steps=3, seconds=30.0)
+                known[rate] = step_time.measure(stage, list(TIMED), "gpt2", {}, more)
+            file.write_text(json.dumps(known), encoding="utf-8")
+    return known
+
+
+def reached(curve: Sequence[Sequence[float]], target: float) -> float | None:
+    """Steps to ``target``, between the points of a curve; None: not within it."""
+    for (before, higher), (after, lower) in zip(curve, curve[1:], strict=False):
+        if lower <= target:
+            return before + (after - before) * (higher - target) / max(higher - lower, 1e-12)
+    return None
+
+
+def curve_of(name: str) -> str:
+    """The curve that a contender follows."""
+    return "dense" if name in DENSE else name.split(",")[0]
+
+
+def table(found: dict[str, Any], times: dict[str, Any], rate: str) -> str:
+    """Seconds and bytes to the target, for every contender on a link."""
+    dense = found["dense"]["curve"]
+    target = NEAR * dense[-1][1]
+    lines = [
+        f"**{rate}**: {dense[0][1]:.2f} nats a token at first, dense ends at {dense[-1][1]:.2f}, target {target:.2f}",
+        "",
+        "| | steps | s a step | seconds | against Horovod | MB a worker |",
+        "|---|---|---|---|---|---|",
+    ]
+
+    def seconds(name: str) -> float | None:
+        steps = reached(found[curve_of(name)]["curve"], target)
+        return None if steps is None else steps * statistics.median(times[rate][name]["seconds"])
+
+    base = seconds("Horovod") if "Horovod" in times[rate] else None
+    for name in TIMED[1:]:
+        if name not in times[rate] or not times[rate][name]["seconds"] or curve_of(name) not in found:
+            continue
+        steps, took = reached(found[curve_of(name)]["curve"], target), seconds(name)
+        each = statistics.median(times[rate][name]["seconds"])
+        if steps is None or took is None:
+            last = found[curve_of(name)]["curve"][-1]
+            lines.append(f"| {name} | more than {last[0]} ({last[1]:.2f}) | {each:.3f} | - | - | - |")
+            continue
+        sent = steps * statistics.median(times[rate][name]["bytes"]) / 1e6
+        gain = f"{base / took:.1f}x" if base else "-"
+        lines.append(f"| {name} | {steps:.0f} | {each:.3f} | {took:.0f} | {gain} | {sent:.0f} |")
+    return "\n".join([*lines, ""])
+
+
+def picture(found: dict[str, Any], times: dict[str, Any], folder: Path) -> None:
+    """Loss against seconds, a panel for each rate."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(times), figsize=(6 * len(times), 4), squeeze=False)
+    shown = ("Horovod", "Horovod fp16", *SELECTED)
+    for panel, (rate, here) in zip(axes[0], times.items(), strict=True):
+        for name in shown:
+            if name in here and here[name]["seconds"] and curve_of(name) in found:
+                each = statistics.median(here[name]["seconds"])
+                points = found[curve_of(name)]["curve"]
+                panel.semilogx([max(step, 1) * each for step, _ in points], [loss for _, loss in points], label=name)
+        panel.set_title(rate)
+        panel.set_xlabel("seconds")
+    axes[0][0].set_ylabel("validation loss, nats a token")
+    axes[0][0].legend(fontsize=7)
+    figure.tight_layout()
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(folder / "converge.svg")
+
+
+def main() -> None:
+    """Measure what is missing, then report."""
+    args = arguments()
+    if args.worker:
+        worker(args)
+        os._exit(0)
+    found = curves(args)
+    times = timed(args)
+    for rate in times:
+        print(table(found, times, rate))
+    if args.picture:
+        picture(found, times, args.picture)
+
+
+if __name__ == "__main__":
+    main()
