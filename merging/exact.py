@@ -30,8 +30,9 @@ _RUNGS = ((WEIGHTS, None, 500_000), (33, 32, 2_000_000), (129, 64, None))
 class Exact(Planner):
     """Of all plans of runs below 2**31 elements, dense merge buffers included, the one that ends first.
 
-    Of plans that end at the same time, one with the fewest merge buffers. O(n^2) time and memory where
-    readiness is the same in every plan (mode "dense", and "ahead" without dense merge buffers); elsewhere
+    Every merge buffer travels whole: this is the optimum over partitions, and `divide` may end a plan sooner by
+    sending merge buffers in parts. Of plans that end at the same time, one with the fewest merge buffers.
+    O(n^2) time and memory where readiness is the same in every plan (mode "dense", and "ahead" without dense merge buffers); elsewhere
     times the states that none beats: few in practice, but many where dense and sparse cost nearly the same,
     which has taken minutes at 600 tensors. `budget` bounds that work: the number of states times merge buffers
     that may be tried, a second being 10 to 20 million; beyond it, the best plan found so far is returned, never
