@@ -38,8 +38,8 @@ def divided(group: Sequence[Segment], parts: int) -> list[list[Segment]]:
 def cut(segment: Segment, parts: int) -> list[Segment]:
     """``segment``, of whole tensors, in at most ``parts`` pieces of about the same length.
 
-    Cuts are multiples of ``ALIGNMENT``, and between two tensors or two rows of one where such a place is within a quarter of a
-    piece's length: row-wise sparsifiers then see whole rows.
+    Cuts are multiples of ``ALIGNMENT``, and between two tensors or two rows of one where such a place is within a
+    quarter of a piece's length: row-wise sparsifiers then see whole rows.
     """
     each = segment.length / parts
     places = {_place(segment, segment.start + i * each, each / 4) for i in range(1, parts)}

@@ -30,15 +30,17 @@ _RUNGS = ((WEIGHTS, None, 500_000), (33, 32, 2_000_000), (129, 64, None))
 class Exact(Planner):
     """Of all plans of runs below 2**31 elements, dense merge buffers included, the one that ends first.
 
-    Every merge buffer travels whole: this is the optimum over partitions, and `divide` may end a plan sooner by
-    sending merge buffers in parts. Of plans that end at the same time, one with the fewest merge buffers.
-    O(n^2) time and memory where readiness is the same in every plan (mode "dense", and "ahead" without dense merge buffers); elsewhere
+    Of plans that end at the same time, one with the fewest merge buffers. O(n^2) time and memory where
+    readiness is the same in every plan (mode "dense", and "ahead" without dense merge buffers); elsewhere
     times the states that none beats: few in practice, but many where dense and sparse cost nearly the same,
     which has taken minutes at 600 tensors. `budget` bounds that work: the number of states times merge buffers
     that may be tried, a second being 10 to 20 million; beyond it, the best plan found so far is returned, never
     one that ends later than the greedy of `agmerge`. None, the default, is no bound. It counts work, not
     time: the plan is the same in every process. Source: dynamic programs of our own; MG-WFBP (arXiv
     1912.09268) and OMGS-SGD state the problem and solve it greedily.
+
+    It is the optimum over partitions in which every merge buffer travels whole (`Plan.parts` 1): `divide` may end
+    a plan sooner.
     """
 
     name: ClassVar[str] = "exact"
