@@ -38,8 +38,8 @@ def divided(group: Sequence[Segment], parts: int) -> list[list[Segment]]:
 def cut(segment: Segment, parts: int) -> list[Segment]:
     """``segment``, of whole tensors, in at most ``parts`` pieces of about the same length.
 
-    Cuts are multiples of ``ALIGNMENT``, and between two tensors or two rows of one where such a place is within a
-    quarter of a piece's length: row-wise sparsifiers then see whole rows.
+    Cuts are multiples of ``ALIGNMENT``, and between two tensors, or else two rows of one, where such a place is
+    within a quarter of a piece's length: row-wise sparsifiers then see whole rows.
     """
     each = segment.length / parts
     places = {_place(segment, segment.start + i * each, each / 4) for i in range(1, parts)}
@@ -57,17 +57,14 @@ def cut(segment: Segment, parts: int) -> list[Segment]:
 
 
 def _place(segment: Segment, goal: float, tolerance: float) -> int:
-    """Where to cut near ``goal``."""
+    """Where to cut near ``goal``: between tensors, else between rows, else anywhere."""
     slot = next(slot for slot in segment.slots if goal < slot.end)
-    step = _step(slot)
-    between = slot.offset + round((goal - slot.offset) / step) * step
-    near = min((slot.offset, min(between, slot.end), slot.end), key=lambda place: (abs(place - goal), place))
-    if abs(near - goal) <= tolerance:
-        return near
-    flat = slot.offset + round((goal - slot.offset) / ALIGNMENT) * ALIGNMENT
-    return min(flat, slot.end)
+    row = math.prod(slot.shape[1:]) if len(slot.shape) > 1 else 1
+    places = [slot.offset, slot.end]
+    places += [_nearest(slot, goal, math.lcm(row, ALIGNMENT)), _nearest(slot, goal, ALIGNMENT)]
+    return next((place for place in places if abs(place - goal) <= tolerance), places[-1])
 
 
-def _step(slot: Slot) -> int:
-    """The distance of places between rows, multiples of ``ALIGNMENT``, in elements."""
-    return math.lcm(math.prod(slot.shape[1:]) if len(slot.shape) > 1 else 1, ALIGNMENT)
+def _nearest(slot: Slot, goal: float, step: int) -> int:
+    """The place nearest to ``goal`` that is a multiple of ``step`` away from where the tensor begins, or its end."""
+    return min(slot.offset + round((goal - slot.offset) / step) * step, slot.end)
