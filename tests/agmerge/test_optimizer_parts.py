@@ -295,16 +295,16 @@ def test_a_planner_that_asks_for_parts_ahead_gets_one_message() -> None:
 # -- by times ---------------------------------------------------------------------------------------------------
 
 
-def planned(monkeypatch: pytest.MonkeyPatch, planner: Any, **options: Any) -> tuple[Plan, str]:
-    """The plan after the first measurements, where selection and exchange take as long; and the report of it."""
+def planned(monkeypatch: pytest.MonkeyPatch, planner: Any, **options: Any) -> tuple[Plan, list[str]]:
+    """The plan after the first measurements, where selecting takes long; and the columns of its report."""
     monkeypatch.setattr("merging.parts.SMALLEST", 64)
     found = Found(Curve((0, 3072), (0.0, 50.0)), Curve((0, 700), (0.1, 50.0)), None)
     monkeypatch.setattr(adaptation, "probe", lambda session, step: found)
 
-    def body(rank: int, model: nn.Module) -> tuple[Plan, str, list[str]]:
+    def body(rank: int, model: nn.Module) -> tuple[Plan, list[str], list[str]]:
         optimizer = wrap(model, merging=planner, **{"compression": "topk", "sparsify": "behind", **options})
         seen = train(model, optimizer, rank, range(FIRST + 3))
-        return optimizer.plan, optimizer.merge_report().splitlines()[0], seen
+        return optimizer.plan, optimizer.merge_report().splitlines()[0].split(), seen
 
     plan, report, seen = agreed(on_ranks(2, MODEL, body))
     assert len(set(seen)) == FIRST + 3
