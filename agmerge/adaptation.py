@@ -20,10 +20,11 @@ from agmerge.averages import Averages
 from agmerge.clock import Seconds
 from agmerge.config import AUTO
 from agmerge.energy import Energies, left_behind
+from agmerge.exchanges import SparseExchange
 from agmerge.handshake import gather_bytes
 from agmerge.probing import probe
 from agmerge.routing import AHEAD
-from agmerge.session import Session
+from agmerge.session import SPARSE, Session
 from agmerge.trial import Trial
 from agmerge.wire import slot_bytes
 from merging import Measurements
@@ -228,6 +229,8 @@ class Adaptation:
         if self.session.config.groups is not None:
             planner = Fixed(counts=self.session.plan.counts)
         plan, mode = merging.best(planner, latest)
+        most = getattr(planner, "parts", 1) if SPARSE[self.session.config.exchange] is SparseExchange else 1
+        plan = merging.divide(plan, latest.profile, latest.costs, mode, most) if most > 1 else plan
         chosen, current = labelled(plan, mode), self.session.plan
         gain = getattr(planner, "gain", 0.0)
         if self.measured is not None and finish(current, latest) <= finish(chosen, latest) * (1 + gain):

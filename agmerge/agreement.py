@@ -13,6 +13,7 @@ from agmerge.config import AUTO, Config
 from agmerge.handshake import agree, broadcast_bytes, gather_bytes
 from agmerge.members import Member
 from agmerge.nodes import Nodes
+from agmerge.parts import refused
 from agmerge.routing import AHEAD
 from agmerge.session import Session, model_facts
 
@@ -73,12 +74,17 @@ def misfit(plan: merging.Plan, members: Iterable[str]) -> str:
     if sum(plan.counts) != len(names):
         return f"it covers {sum(plan.counts)} tensors, the model has {len(names)}"
     different = sorted(set(plan.names or ()) ^ set(names))
-    return f"tensors that only one of them has: {', '.join(different)}" if different else ""
+    return f"tensors that only one of them has: {', '.join(different)}" if different else refused(plan)
 
 
 def labelled(plan: merging.Plan, mode: str) -> merging.Plan:
-    """The plan with what it was made for: whether tensors are sparsified before they are merged."""
-    return replace(plan, labels=(AHEAD if mode == "ahead" else "",) * len(plan.counts))
+    """The plan with what it was made for: whether tensors are sparsified before they are merged.
+
+    Then merge buffers of several tensors are one message.
+    """
+    label, pairs = AHEAD if mode == "ahead" else "", zip(plan.counts, plan.parts, strict=True)
+    parts = tuple(1 if label == AHEAD and count > 1 else parts for count, parts in pairs)
+    return replace(plan, labels=(label,) * len(plan.counts), parts=parts)
 
 
 def _make_plan(
@@ -102,7 +108,7 @@ def _make_plan(
     names = list(dict.fromkeys([*(name for name in order if name in parameters), *reversed(list(parameters))]))
     if config.plan is not None:
         config.plan.check(len(names))
-        return merging.Plan(config.plan.counts, config.plan.dense, config.plan.labels, tuple(names))
+        return replace(config.plan, names=tuple(names))
     if config.groups is not None:
         return labelled(config.groups.plan(members, names), config.modes[0])
     assert config.planner is not None

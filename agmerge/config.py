@@ -26,6 +26,7 @@ from agmerge.groups import checked as checked_groups
 from agmerge.handshake import Fact
 from agmerge.members import Member
 from agmerge.ops import Average, ReduceOp
+from agmerge.parts import refused
 from agmerge.routing import AHEAD
 from merging.dear import DeAR
 
@@ -298,7 +299,11 @@ def _planner(given: Any, sparsify: str, exchange: str) -> tuple[merging.Planner 
             raise ValueError(f"merging: this plan has dense merge buffers, and exchange={exchange!r}: pass {AUTO!r}")
         if sparsify == "behind" and any(given.labels):
             raise ValueError("sparsify='behind', and merging is a plan made to sparsify ahead; leave one of them out")
-        return None, replace(given, labels=(AHEAD,) * len(given.counts)) if sparsify == AHEAD else given
+        if sparsify == AHEAD:
+            given = replace(given, labels=(AHEAD,) * len(given.counts))
+        if problem := refused(given):
+            raise ValueError(f"merging: {problem}")
+        return None, given
     names = ", ".join(merging.names())
     raise TypeError(f"merging={given!r}: give a planner's name ({names}), a planner, or a saved plan")
 

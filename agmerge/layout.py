@@ -56,20 +56,25 @@ class Slot:
 
 @dataclass(frozen=True)
 class Segment:
-    """The part of one lane that one merge buffer covers."""
+    """The part of one lane that one merge buffer covers, or one message of it.
+
+    ``slots``: the tensors that lie in it, the first and the last perhaps not whole. ``span``: from where to where it
+    goes, in the lane, multiples of ``ALIGNMENT``; None: its tensors are whole.
+    """
 
     lane: Lane
     slots: tuple[Slot, ...]
+    span: tuple[int, int] | None = None
 
     @cached_property
     def start(self) -> int:
         """First element, in the lane."""
-        return self.slots[0].offset
+        return self.slots[0].offset if self.span is None else self.span[0]
 
     @cached_property
     def stop(self) -> int:
         """One past the last element, padding included."""
-        return self.slots[-1].end
+        return self.slots[-1].end if self.span is None else self.span[1]
 
     @cached_property
     def length(self) -> int:
@@ -78,16 +83,24 @@ class Segment:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of its tensors, padding not counted: what a density refers to."""
-        return sum(slot.numel for slot in self.slots)
+        """Elements of tensors in it, padding not counted: what a density refers to."""
+        return sum(stop - start for start, stop in map(self.inside, self.slots))
+
+    def inside(self, slot: Slot) -> tuple[int, int]:
+        """From which to which of its elements one of the tensors lies in the segment, padding not counted."""
+        return max(self.start - slot.offset, 0), min(self.stop - slot.offset, slot.numel)
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes that the segment concatenates; padding appears as a 1-D shape of its own."""
+        """Shapes that the segment concatenates; padding appears as a 1-D shape of its own.
+
+        Of a tensor that is not whole: its whole rows where there is nothing else of it, else a 1-D shape.
+        """
         shapes: list[tuple[int, ...]] = []
         for slot in self.slots:
-            shapes.append(slot.shape)
-            padding = padded(slot.numel) - slot.numel
+            start, stop = self.inside(slot)
+            shapes.append(slot.shape if stop - start == slot.numel else _piece(slot.shape, start, stop))
+            padding = min(slot.end, self.stop) - slot.offset - stop
             if padding:
                 shapes.append((padding,))
         return tuple(shapes)
@@ -96,6 +109,13 @@ class Segment:
 def padded(numel: int) -> int:
     """``numel`` rounded up to whole alignment units."""
     return -(-numel // ALIGNMENT) * ALIGNMENT
+
+
+def _piece(shape: tuple[int, ...], start: int, stop: int) -> tuple[int, ...]:
+    row = math.prod(shape[1:])
+    if len(shape) > 1 and start % row == stop % row == 0:
+        return ((stop - start) // row, *shape[1:])
+    return (stop - start,)
 
 
 class Layout:

@@ -17,7 +17,8 @@ class Times:
 
     ready: (n,), when each tensor was ready, selecting and sending of earlier ones not counted.
     since: (n,), the same with everything counted.
-    complete, handed: (m,), when the last tensor of a merge buffer was there, and when its message was under way.
+    complete, handed: (m,), when the last tensor of a merge buffer was there, and when its message, the first of
+        several, was under way.
     waiting, received, written: (m,), when the wait for it began and ended, and when its update was written.
     arrived: (m,), when its exchange was first seen to have ended: by a look in between, or by the wait for it.
     """

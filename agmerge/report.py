@@ -52,6 +52,9 @@ def merge_buffers(session: Session | None, measured: Measurements | None, times:
         row += ["-"] * (7 - len(row))
         row += [_ms(seconds) for seconds in spans[index]] if spans else ["-"] * 3
         rows.append(row)
+    if max(plan.parts) > 1:
+        for row, parts in zip(rows, ("parts", *map(str, plan.parts)), strict=True):
+            row.insert(3, parts)
     lines = _aligned(rows)
     if spans and times is not None:
         ratio = times.finish / spans[-1].end if spans[-1].end else 1.0

@@ -59,7 +59,6 @@ class Round:
         while (buffer := len(self._pending)) < len(self._missing) and self._missing[buffer] == 0:
             self.recorder.mark(buffer)
             self._send(buffer)
-            self.recorder.mark(buffer)
 
     def _drain(self) -> None:
         """Every tensor has come: leave no message that has not been started."""
@@ -76,7 +75,12 @@ class Round:
             self._offers[slot.index] = self._select(alone)
 
     def _send(self, buffer: int) -> None:
-        self._pending.append([(route, self._start(route)) for route in self.session.buffers[buffer]])
+        """One message after the other: the next is selected and encoded while the one before travels."""
+        first, *others = self.session.buffers[buffer]
+        messages = [(first, self._start(first))]
+        self.recorder.mark(buffer)
+        messages += [(route, self._start(route)) for route in others]
+        self._pending.append(messages)
 
     def _look(self) -> None:
         """See what has arrived: without it, nothing would be known of exchanges that backward hides."""

@@ -31,9 +31,12 @@ class Route:
 
 
 def key(segment: Segment) -> str:
-    """Owner of a sparsifier's state for this vector: the same as long as it holds the same tensors."""
+    """Owner of a sparsifier's state for this vector: the same as long as it holds the same tensors, or part of them."""
     first, last = segment.slots[0].name, segment.slots[-1].name
-    return f"{first if len(segment.slots) == 1 else f'{first} to {last}'}/{segment.lane}"
+    part = ""
+    if segment.span is not None:  # counted from its first tensor, which other plans do not move
+        part = "[{}:{}]".format(*(place - segment.slots[0].offset for place in segment.span))
+    return f"{first if len(segment.slots) == 1 else f'{first} to {last}'}{part}/{segment.lane}"
 
 
 def segments(layout: Layout, start: int, stop: int, ahead: bool) -> list[Segment]:

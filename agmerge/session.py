@@ -26,6 +26,7 @@ from agmerge.handshake import Fact
 from agmerge.layout import Lane, Layout, Segment, Slot
 from agmerge.members import Member
 from agmerge.nodes import Nodes
+from agmerge.parts import divided
 from agmerge.routing import AHEAD, Route, routes, title, whole
 from agmerge.shards import Shards, sharded
 from sparsifiers.randomk import RandomK
@@ -82,11 +83,14 @@ class Session:
         self.fingerprint = zlib.crc32(plan.dumps().encode()) & 0x7FFFFFFF
         ride = sparse.rides and not self.config.ordered
         self.buffers: list[list[Route]] = []
-        for index, (bounds, label, goes_dense) in enumerate(zip(plan.bounds, plan.labels, plan.dense, strict=True)):
-            parts = routing.segments(self.layout, *bounds, label == AHEAD and not goes_dense)
-            groups = whole(parts) if goes_dense else routes(parts, self.across.size, ride=ride)
+        kinds = zip(plan.bounds, plan.labels, plan.dense, plan.parts, strict=True)
+        for index, (bounds, label, goes_dense, parts) in enumerate(kinds):
+            found = routing.segments(self.layout, *bounds, label == AHEAD and not goes_dense)
+            groups = whole(found) if goes_dense else routes(found, self.across.size, ride=ride)
             if not sparse.mixes and not goes_dense:
-                groups = by_lane(parts)
+                groups = by_lane(found)
+            if parts > 1:
+                groups = [message for group in groups for message in divided(group, parts)]
             self.buffers.append(
                 [
                     Route(title(index, number), index, sparse if selects(group, goes_dense) else dense, tuple(group))
@@ -94,13 +98,14 @@ class Session:
                 ]
             )
         self.buffer_of = [index for index, count in enumerate(plan.counts) for _ in range(count)]
-        # By slot: its own segment, if it is selected from before it is merged.
+        # By slot: its own segment, if it is selected from before it is merged; in parts, each is when its turn comes.
         self.alone = {
             part.slots[0].index: part
             for buffer in self.buffers
             for route in buffer
             for part in route.segments
             if part.lane.sparse and route.exchange.selects and plan.labels[route.buffer] == AHEAD
+            if plan.parts[route.buffer] == 1
         }
 
     def _arena(self, lane: Lane, length: int) -> Arena:
@@ -140,13 +145,18 @@ class Session:
         """How many elements of the segment a step sends: merged tensors keep what each may send."""
         if self.shares is None:
             return sparsifiers.budget(self.config.density(segment.lane.density, step), segment.numel)
-        return sum(self.tensor_budget(slot, step) for slot in segment.slots)
+        return sum(self._share(segment, slot, step) for slot in segment.slots)
+
+    def _share(self, segment: Segment, slot: Slot, step: int) -> int:
+        """What of a tensor's budget falls to the part of it that lies in the segment."""
+        start, stop = segment.inside(slot)
+        return -(-self.tensor_budget(slot, step) * (stop - start) // slot.numel)
 
     def vector(self, segment: Segment, step: int) -> tuple[torch.Tensor, int, tuple[tuple[int, ...], ...]]:
         """What a sparsifier is given of a segment: the vector, k, and its shapes."""
         work, k, shapes = self.load(segment).work, self.budget(segment, step), segment.shapes
         if len(segment.slots) == 1:
-            return work[: segment.numel], k, (segment.slots[0].shape,)  # no padding
+            return work[: segment.numel], k, shapes[:1]  # no padding
         # Everything, padding too: else it could be chosen in place of an element.
         return work, segment.length if k == segment.numel else k, shapes
 

@@ -56,7 +56,6 @@ class TwoLevelRound(Round):
             self._compensate(slot, self._shards.shard(slot) if used else None)
             self._select_alone(slot)
         self._send(buffer)
-        self.recorder.mark(buffer)
 
     def _slots(self, buffer: int) -> tuple[Slot, ...]:
         start, stop = self.session.plan.bounds[buffer]

@@ -14,6 +14,7 @@ from __future__ import annotations
 from merging.costs import Cost, Costs
 from merging.curve import Curve
 from merging.measured import Measurements, best
+from merging.parts import divide
 from merging.plan import Plan
 from merging.planner import Planner
 from merging.profile import Profile
@@ -32,6 +33,7 @@ __all__ = [
     "Span",
     "Timeline",
     "best",
+    "divide",
     "get",
     "names",
     "predict",

@@ -8,6 +8,7 @@ from typing import ClassVar
 from merging.checks import flag, whole
 from merging.costs import Costs
 from merging.exact import optimum
+from merging.parts import MOST
 from merging.plan import Plan
 from merging.planner import Planner
 from merging.profile import Profile
@@ -34,8 +35,9 @@ class AGMerge(Planner):
     optimum, 0.01 % in the median, so nothing was added to it but what the choice of dense merge buffers needs.
 
     In training: `check_every` steps lie between two looks at the running averages of the measured times (0:
-    never), and a new plan is taken only if it is predicted to end sooner by more than the share `gain`. Planning
-    uses neither.
+    never), and a new plan is taken only if it is predicted to end sooner by more than the share `gain`; its merge
+    buffers travel in up to `parts` messages where that is predicted to end sooner (see `divide`; 1: never). Planning
+    uses none of these.
 
     Source: AGMerge (INFOCOM 2025); FGBuff (USENIX ATC 2024 submission) and SAFusion (HPDC 2025) for the
     inter- and intra-worker idea. Both solvers are our own; `fgbuff` is the published code's.
@@ -47,6 +49,7 @@ class AGMerge(Planner):
     phases: int = 4
     check_every: int = 25
     gain: float = 0.03
+    parts: int = MOST
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "intra", flag("agmerge: intra", self.intra))
@@ -55,6 +58,7 @@ class AGMerge(Planner):
         object.__setattr__(self, "phases", whole("agmerge: phases", self.phases, least=1))
         object.__setattr__(self, "check_every", whole("agmerge: check_every", self.check_every, least=0))
         object.__setattr__(self, "gain", _share("agmerge: gain", self.gain))
+        object.__setattr__(self, "parts", whole("agmerge: parts", self.parts, least=1))
 
     def partition(self, profile: Profile, costs: Costs, mode: str) -> Plan:
         if not self.intra:

@@ -20,15 +20,15 @@ State = tuple[float, float, tuple[bool, ...]]
 def choose_dense(plan: Plan, profile: Profile, costs: Costs, mode: str) -> Plan:
     """Return `plan` with the dense flags with which it is predicted to end first; the fewest of equals.
 
-    Flags that `plan` has are dropped. Without `costs.dense` nothing goes dense; in mode "dense" a flag only says
-    which cost is smaller. A state is (t, E), the clocks of `predict`; those beaten in both are dropped, so the
-    result is the optimum over all 2^m flags for up to 256 states a merge buffer, which is more than are met.
+    Flags and parts that `plan` has are dropped. Without `costs.dense` nothing goes dense; in mode "dense" a flag
+    only says which cost is smaller. A state is (t, E), the clocks of `predict`; those beaten in both are dropped, so
+    the result is the optimum over all 2^m flags for up to 256 states a merge buffer, which is more than are met.
 
     Raises ValueError for an unknown mode and for a plan that does not fit the profile.
     """
     check_mode(mode)
     plan.check(len(profile), profile.names)
-    bare = replace(plan, dense=(False,) * len(plan.counts))
+    bare = replace(plan, dense=(False,) * len(plan.counts), parts=())
     if costs.dense is None:
         return bare
     selection = costs.sparsify(profile.work)
@@ -52,7 +52,7 @@ def choose_dense(plan: Plan, profile: Profile, costs: Costs, mode: str) -> Plan:
                 for flag, ready, takes in options
             ]
         )
-    return replace(plan, dense=min(states, key=lambda state: (state[1], sum(state[2])))[2])
+    return replace(bare, dense=min(states, key=lambda state: (state[1], sum(state[2])))[2])
 
 
 def unbeaten(states: list[State]) -> list[State]:

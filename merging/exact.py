@@ -38,6 +38,9 @@ class Exact(Planner):
     one that ends later than the greedy of `agmerge`. None, the default, is no bound. It counts work, not
     time: the plan is the same in every process. Source: dynamic programs of our own; MG-WFBP (arXiv
     1912.09268) and OMGS-SGD state the problem and solve it greedily.
+
+    It is the optimum over partitions in which every merge buffer travels whole (`Plan.parts` 1): `divide` may end
+    a plan sooner.
     """
 
     name: ClassVar[str] = "exact"

@@ -23,7 +23,7 @@ def check_tensors(profile: Profile) -> None:
 def cut(plan: Plan, profile: Profile) -> Plan:
     """Return `plan` with every merge buffer of 2**31 elements or more cut into runs that stay below.
 
-    The pieces keep the dense flag and the label. `check_tensors` must have passed.
+    The pieces keep the dense flag, the label and the parts. `check_tensors` must have passed.
     """
     numel = profile.numel.tolist()
     pieces = [cut_counts(numel[start:stop], LIMIT) for start, stop in plan.bounds]
@@ -32,6 +32,7 @@ def cut(plan: Plan, profile: Profile) -> Plan:
         dense=tuple(flag for piece, flag in zip(pieces, plan.dense, strict=True) for _ in piece),
         labels=tuple(label for piece, label in zip(pieces, plan.labels, strict=True) for _ in piece),
         names=plan.names,
+        parts=tuple(parts for piece, parts in zip(pieces, plan.parts, strict=True) for _ in piece),
     )
 
 

@@ -23,15 +23,19 @@ class Plan:
     labels: per merge buffer, codec and exchange, opaque to planners; m strings, all "" if left out.
     names: the n tensor names in readiness order, so that a saved plan can be replayed against the same
         order; or None.
+    parts: per merge buffer, in how many messages what is selected from it travels, each selected while the one
+        before is under way; m integers of at least 1, all 1 if left out. What is sent whole is not divided: a
+        dense merge buffer has 1, and where nothing is selected there is one message whatever this says.
 
     Raises TypeError for an entry of the wrong type, ValueError for a wrong length, a merge buffer
-    without tensors and a name that comes twice.
+    without tensors, a name that comes twice and a dense merge buffer in several parts.
     """
 
     counts: tuple[int, ...]
     dense: tuple[bool, ...] = ()
     labels: tuple[str, ...] = ()
     names: tuple[str, ...] | None = None
+    parts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         counts = tuple(whole(f"counts[{i}]", count, least=1) for i, count in enumerate(self.counts))
@@ -41,13 +45,19 @@ class Plan:
         dense = _flags(self.dense) or (False,) * m
         labels = _texts(self.labels) or ("",) * m
         names = None if self.names is None else tensor_names(self.names)
-        for what, given, wanted in (("dense", dense, m), ("labels", labels, m), ("names", names, n)):
+        parts = tuple(whole(f"parts[{i}]", part, least=1) for i, part in enumerate(self.parts)) or (1,) * m
+        lengths = (("dense", dense, m), ("labels", labels, m), ("names", names, n), ("parts", parts, m))
+        for what, given, wanted in lengths:
             if given is not None and len(given) != wanted:
                 raise ValueError(
                     f"{what} has {len(given)} entries, and the plan {m} merge buffers of {n} tensors:"
                     f" give {wanted}"
                 )
-        for what, value in (("counts", counts), ("dense", dense), ("labels", labels), ("names", names)):
+        for i, (flag, part) in enumerate(zip(dense, parts, strict=True)):
+            if flag and part > 1:
+                raise ValueError(f"merge buffer {i} goes dense and has {part} parts: what goes dense has 1")
+        object.__setattr__(self, "counts", counts)
+        for what, value, _ in lengths:
             object.__setattr__(self, what, value)
 
     @property
@@ -77,8 +87,14 @@ class Plan:
                 )
 
     def dumps(self) -> str:
-        """Return the plan as canonical JSON: equal plans give equal text, on every rank and machine."""
-        return storage.seal(_KIND, asdict(self))
+        """Return the plan as canonical JSON: equal plans give equal text, on every rank and machine.
+
+        Parts are left out where all are 1: the text of such a plan is what it was before there were any.
+        """
+        body = asdict(self)
+        if max(self.parts) == 1:
+            del body["parts"]
+        return storage.seal(_KIND, body)
 
     @classmethod
     def loads(cls, text: str) -> Plan:

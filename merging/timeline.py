@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -52,6 +53,13 @@ def predict(plan: Plan, profile: Profile, costs: Costs, mode: str) -> Timeline:
         behind    t += b_i             for each tensor i, then t += S(sum of work over G)
         all       E = max(E, t) + C(sum of load over G)
 
+    In modes "ahead" and "behind" a merge buffer with `plan.parts` P > 1 is selected and sent in as many parts, the next
+    being selected while the one before travels; its span is from the first part's being ready to the last one's end.
+    Work and load are rounded up to whole elements. One that is sent ahead is of one tensor: of several, each has been
+    selected from when the merge buffer is complete. One without work has one part.
+
+        parts     P times: t += S(work / P), E = max(E, t) + C(load / P)    after b_i for each tensor i
+
     Mode "dear" is dense with C in two halves. The reduce-scatters go as above; when the last has ended, the
     all-gathers follow each other, last merge buffer first, for that is the order of forward, whose clock is u:
 
@@ -59,22 +67,26 @@ def predict(plan: Plan, profile: Profile, costs: Costs, mode: str) -> Timeline:
 
     A merge buffer with `plan.dense` set costs no S, and costs.dense(sum of numel over G) instead of C.
     Raises ValueError for an unknown mode, a plan that does not fit the profile, a dense merge buffer
-    without costs.dense, and mode "dear" without profile.forward.
+    without costs.dense, several tensors ahead in parts, and mode "dear" without profile.forward.
     """
     check_mode(mode, (*MODES, "dear"))
     plan.check(len(profile), profile.names)
-    tensors, buffers = _selection(plan, profile, costs, mode)
+    parts = _parts(plan, profile, mode)
+    tensors, buffers = _selection(plan, profile, costs, mode, parts)
     # One clock through all additions, in the order of the formulas: plans that agree on when a tensor is
     # ready then agree to the bit. A merge buffer's own term comes after its last tensor.
-    stops = np.cumsum(plan.counts)
-    clock = np.cumsum(np.insert(profile.backward + tensors, stops, buffers))
-    ready = clock[stops + np.arange(len(stops))]
-    takes = _exchange(plan, profile, costs) / (2 if mode == "dear" else 1)
+    stops = np.repeat(np.cumsum(plan.counts), parts)
+    clock = np.cumsum(np.insert(profile.backward + tensors, stops, np.repeat(buffers, parts)))
+    ready = iter(clock[stops + np.arange(len(stops))].tolist())
+    takes = _exchange(plan, profile, costs, parts) / (2 if mode == "dear" else 1)
     spans = []
     free = 0.0
-    for leaves, time in zip(ready.tolist(), takes.tolist(), strict=True):
+    for count, time in zip(parts.tolist(), takes.tolist(), strict=True):
+        leaves = next(ready)
         start = max(free, leaves)
         free = start + time
+        for later in islice(ready, count - 1):
+            free = max(free, later) + time
         spans.append(Span(leaves, start, free))
     return _forward(tuple(spans), takes, plan, profile) if mode == "dear" else Timeline(tuple(spans))
 
@@ -101,20 +113,38 @@ def _forward(spans: tuple[Span, ...], takes: Reals, plan: Plan, profile: Profile
     return Timeline(spans, tuple(gathers[::-1]), clock)
 
 
-def _selection(plan: Plan, profile: Profile, costs: Costs, mode: str) -> tuple[Reals, Reals]:
-    """Return seconds of selection after each tensor, shape (n,), and after each merge buffer, shape (m,)."""
+def _parts(plan: Plan, profile: Profile, mode: str) -> Elements:
+    """Return in how many messages each merge buffer travels, shape (m,)."""
+    parts: Elements = np.ones(len(plan.counts), dtype=np.int64)
+    if mode in ("ahead", "behind") and max(plan.parts) > 1:
+        for i, (count, part) in enumerate(zip(plan.counts, plan.parts, strict=True)):
+            if mode == "ahead" and min(count, part) > 1:
+                raise ValueError(
+                    f"merge buffer {i} has {part} parts, and ahead each of its {count} tensors is selected from"
+                    " by itself: give it 1"
+                )
+        parts = np.where(_totals(profile.work, plan) > 0, plan.parts, parts)
+    return parts
+
+
+def _selection(plan: Plan, profile: Profile, costs: Costs, mode: str, parts: Elements) -> tuple[Reals, Reals]:
+    """Return seconds of selection after each tensor, shape (n,), and for each part of a merge buffer, shape (m,)."""
     tensors: Reals = np.zeros(len(profile))
     buffers: Reals = np.zeros(len(plan.counts))
-    if mode == "ahead":
-        tensors = np.where(np.repeat(plan.dense, plan.counts), 0.0, costs.sparsify(profile.work))
-    elif mode == "behind":
-        buffers = np.where(plan.dense, 0.0, costs.sparsify(_totals(profile.work, plan)))
+    if mode in ("ahead", "behind"):
+        sparse = ~np.asarray(plan.dense)
+        early = sparse & (parts == 1) if mode == "ahead" else np.zeros_like(sparse)
+        late = sparse & ~early
+        if early.any():
+            tensors = np.where(np.repeat(early, plan.counts), costs.sparsify(profile.work), 0.0)
+        if late.any():
+            buffers = np.where(late, costs.sparsify(-(-_totals(profile.work, plan) // parts)), 0.0)
     return tensors, buffers
 
 
-def _exchange(plan: Plan, profile: Profile, costs: Costs) -> Reals:
-    """Return seconds of each merge buffer's exchange, shape (m,)."""
-    sparse = costs.exchange(_totals(profile.load, plan))
+def _exchange(plan: Plan, profile: Profile, costs: Costs, parts: Elements) -> Reals:
+    """Return seconds of the exchange of each merge buffer, or of one of its parts, shape (m,)."""
+    sparse = costs.exchange(-(-_totals(profile.load, plan) // parts))
     if not any(plan.dense):
         return sparse
     if costs.dense is None:

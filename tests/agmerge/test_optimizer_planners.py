@@ -58,10 +58,12 @@ class Sent:
                 full += sent
             else:
                 full.index_add_(0, indices, sent.to(full.dtype))
+            mine = self.of.setdefault(session.comm.rank, {})
             for slot in segment.slots:
-                start = slot.offset - segment.start
-                mine = self.of.setdefault(session.comm.rank, {})
-                mine[slot.name] = full[start : start + slot.numel].view(slot.shape)
+                start, stop = segment.inside(slot)
+                whole = mine.setdefault(slot.name, torch.zeros(slot.shape, dtype=full.dtype))
+                at = slot.offset - segment.start
+                whole.view(-1)[start:stop] = full[at + start : at + stop]
             original(session, segment, indices, sent)
 
         monkeypatch.setattr(Session, "commit", commit)

@@ -168,7 +168,7 @@ def test_names_in_order_and_what_is_timed() -> None:
     assert merging.names() == tuple(listed.split())
     assert [name for name in merging.names() if not merging.get(name).timed] == listed.split()[:4]
     planner = merging.get("agmerge", gain=0, check_every=np.int64(0))
-    assert repr(planner) == "agmerge(check_every=0, gain=0.0, intra=True, phases=4, solver='exact')"
+    assert repr(planner) == "agmerge(check_every=0, gain=0.0, intra=True, parts=8, phases=4, solver='exact')"
 
 
 def test_untimed_planners_look_at_no_times() -> None:
