@@ -3,90 +3,21 @@
 from __future__ import annotations
 
 import copy
-import io
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial as partial_of
 from typing import Any
 
 import pytest
 import torch
-from support import agreed, digest, mlp, on_ranks, residuals, same_bits, seeded, wrap
+from partial_harness import BUILDERS, DENSITY, MODEL, SIZES, backward, choosing, costing, cut, sparse, train, wrapped
+from support import agreed, mlp, on_ranks, residuals, same_bits, seeded
 from torch import Tensor, nn
 
 import agmerge
 from agmerge import adaptation, nodes, runtime
 from agmerge.adaptation import FIRST
-from agmerge.probing import Found
-from agmerge.session import Session
-from merging import Curve, partial
-
-SIZES = [(32, 32), (32, 48), (48, 64), (64, 256), (256, 256), (256, 10)]  # 1024 and 1536 elements may go dense
-DENSITY = 0.1
-
-
-def chain() -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(*size, bias=False) for size in SIZES))
-
-
-def with_biases() -> nn.Sequential:
-    return nn.Sequential(*(layer for size in SIZES for layer in (nn.Linear(*size), nn.Tanh())))
-
-
-def convolutions() -> nn.Sequential:
-    """1152 elements may go dense; behind the classifier nothing is flat by chance."""
-    return nn.Sequential(
-        nn.Unflatten(1, (8, 2, 2)), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 64, 3, padding=1),
-        nn.BatchNorm2d(64), nn.Flatten(), nn.Linear(256, 200), nn.Linear(200, 10),
-    )  # fmt: skip
-
-
-MODEL, BUILDERS = seeded(chain), [chain, with_biases, convolutions]
-
-
-def backward(model: nn.Module, rank: int, step: int) -> None:
-    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(100 * step + rank))
-    model(x).square().mean().backward()
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: Iterable[int]) -> list[str]:
-    seen = []
-    for step in steps:
-        optimizer.zero_grad()
-        backward(model, rank, step)
-        optimizer.step()
-        seen.append(digest(model))
-    return seen
-
-
-def wrapped(model: nn.Module, lr: float = 0.01, **options: Any) -> agmerge.DistributedOptimizer:
-    options = {"compression": "topk", "density": DENSITY, "dense": "partial", **options}
-    return wrap(model, torch.optim.SGD(model.parameters(), lr=lr), **options)
-
-
-def cut(optimizer: agmerge.DistributedOptimizer) -> tuple[int | None, bool]:
-    rule = optimizer._engine.config.partial
-    assert rule is not None
-    return rule.most, rule.settled
-
-
-def sparse(optimizer: agmerge.DistributedOptimizer) -> set[str]:
-    session = optimizer._engine.session
-    assert session is not None
-    return {slot.name for slot in session.layout.slots if slot.lane.sparse}
-
-
-def choosing(chosen: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The cut that rank 0 finds, in place of one by times; how often it was asked."""
-    asked: list[int] = []
-
-    def choose(*arguments: Any) -> int:
-        asked.append(arguments[5])
-        return chosen
-
-    monkeypatch.setattr(partial, "choose", choose)
-    return asked
-
+from merging import partial
 
 # -- the budget ---------------------------------------------------------------------------------------------------
 
@@ -100,6 +31,7 @@ def test_the_budget_holds_and_replicas_are_equal(
     """Before and after the change of the cut; the published rule, rho' = rho, sends all that goes dense on top."""
     model = seeded(build)
     choosing(0, monkeypatch)
+    monkeypatch.setattr(adaptation, "probe", costing(1.0))
     steps = FIRST + 6
 
     def body(rank: int, model: nn.Module) -> list[str]:
@@ -182,6 +114,7 @@ def test_after_the_first_steps_rank_0_chooses_once_and_tensors_only_become_spars
     chosen: int, moved: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = choosing(chosen, monkeypatch)
+    monkeypatch.setattr(adaptation, "probe", costing(1.0))
 
     def body(rank: int, model: nn.Module) -> tuple[list[Any], list[str], set[str]]:
         optimizer, cuts, lanes = wrapped(model, merging="agmerge"), [], []
@@ -261,10 +194,6 @@ def test_the_cut_goes_by_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> No
         train(model, optimizer, rank, range(FIRST + 2))
         return cut(optimizer)
 
-    def costing(selecting: float) -> Callable[[Session, int], Found]:
-        line = Curve((0, 1000), (0.0, 1000.0))
-        return lambda session, step: Found(Curve((0, 1000), (0.0, selecting * 1000.0)), line, None)
-
     for selecting, wire, chosen in ((0.0, "int8", 0), (0.0, "fp32", 1536), (10.0, "int8", 1536)):
         monkeypatch.setattr(adaptation, "probe", costing(selecting))
         assert agreed(on_ranks(2, MODEL, partial_of(body, wire=wire))) == (chosen, True)
@@ -310,119 +239,3 @@ def test_every_exchange_has_it(exchange: str, monkeypatch: pytest.MonkeyPatch) -
 
     seen, found = agreed(on_ranks(4, MODEL, body))
     assert found == (1024, True) and len(set(seen)) == len(seen)
-
-
-# -- what changes while training ------------------------------------------------------------------------------------
-
-
-def test_membership_and_compressor_may_change_and_the_cut_only_falls() -> None:
-    """A tensor that has a residual never leaves the sparse lane, so nothing is stranded."""
-
-    def body(rank: int, model: nn.Module) -> list[Any]:
-        optimizer, found, lanes = wrapped(model), [], set()
-
-        def go(steps: range) -> None:
-            train(model, optimizer, rank, steps)
-            found.append(cut(optimizer)[0])
-            now = sparse(optimizer)
-            active = {name for name, p in model.named_parameters() if p.requires_grad}
-            assert lanes & active <= now
-            lanes.update(now)
-            assert not active & {name for _, name in optimizer._engine.parked}
-
-        go(range(2))
-        model[4].weight.requires_grad_(False)  # most of all elements: the budget shrinks
-        go(range(2, 4))
-        model[4].weight.requires_grad_(True)
-        go(range(4, 6))
-        optimizer.set_compressor("topk", density=0.5)
-        go(range(6, 8))
-        return found
-
-    # Without the large one: 24576 elements, of whose budget half is 1228.
-    assert agreed(on_ranks(2, MODEL, body)) == [1536, 1024, 1024, 1024]
-
-
-def test_a_lower_density_has_a_smaller_cut() -> None:
-    def body(rank: int, model: nn.Module) -> list[Any]:
-        optimizer = wrapped(model)
-        train(model, optimizer, rank, range(2))
-        found = [cut(optimizer)]
-        optimizer.set_compressor("adtopk", density=0.03)
-        train(model, optimizer, rank, range(2, 4))
-        return [*found, cut(optimizer), optimizer._engine.parked]
-
-    assert agreed(on_ranks(2, MODEL, body)) == [(1536, False), (1024, False), {}]
-
-
-def test_ranks_that_differ_are_told() -> None:
-    def body(rank: int, model: nn.Module) -> str:
-        said = "dense='partial': by rule on rank 0; None on rank 1"
-        with pytest.raises(agmerge.RankMismatchError, match=said) as told:
-            wrapped(model, dense="partial" if rank == 0 else None)
-        return str(told.value)
-
-    agreed(on_ranks(2, MODEL, body))
-
-
-# -- checkpoints ----------------------------------------------------------------------------------------------------
-
-
-def through_a_file(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def test_a_resumed_run_starts_with_the_settled_cut_and_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = choosing(1024, monkeypatch)
-    half = FIRST + 3
-
-    def body(rank: int, model: nn.Module) -> tuple[list[str], list[str], Any]:
-        optimizer = wrapped(model, merging="agmerge", sparsify="ahead", dense_sum="ordered")
-        train(model, optimizer, rank, range(half))
-        twin, saved = copy.deepcopy(model), through_a_file(optimizer.state_dict())
-        whole = train(model, optimizer, rank, range(half, half + 5))
-        resumed = wrapped(twin, merging="agmerge", sparsify="ahead", dense_sum="ordered")
-        resumed.load_state_dict(saved)
-        assert cut(resumed) == (1024, True)
-        again = train(twin, resumed, rank, range(half, half + FIRST))  # and measures, and plans; it does not choose
-        return whole, again[:5], (cut(resumed), sorted(sparse(resumed)) == sorted(sparse(optimizer)))
-
-    whole, again, found = agreed(on_ranks(2, MODEL, body))
-    assert whole == again and found == ((1024, True), True) and asked == [1536]
-
-
-@pytest.mark.parametrize("steps", [0, 3])
-def test_a_checkpoint_of_a_run_without_a_cut_may_have_residuals_anywhere(steps: int) -> None:
-    def body(rank: int, model: nn.Module) -> Any:
-        optimizer = wrapped(model, dense=None)
-        train(model, optimizer, rank, range(steps))
-        saved = through_a_file(optimizer.state_dict())
-        assert saved["agmerge"]["partial"] is None
-        optimizer.close()
-        resumed = wrapped(model)
-        resumed.load_state_dict(saved)
-        train(model, resumed, rank, range(steps, steps + 2))
-        assert resumed._engine.parked == {}
-        return cut(resumed)
-
-    assert agreed(on_ranks(2, MODEL, body)) == ((1536, False) if steps == 0 else (0, True))
-
-
-def test_an_older_checkpoint_says_nothing_of_cuts() -> None:
-    def body(rank: int, model: nn.Module) -> Any:
-        optimizer = wrapped(model, dense=None)
-        train(model, optimizer, rank, range(2))
-        saved = optimizer.state_dict()
-        del saved["agmerge"]["partial"]
-        optimizer.close()
-        for dense in (None, "partial"):
-            resumed = wrapped(model, dense=dense)
-            resumed.load_state_dict(saved)
-            train(model, resumed, rank, range(2, 4))
-            resumed.close()
-        return cut(resumed)
-
-    assert agreed(on_ranks(2, MODEL, body)) == (0, True)
