@@ -25,6 +25,7 @@ from agmerge.handshake import gather_bytes
 from agmerge.probing import probe
 from agmerge.routing import AHEAD
 from agmerge.session import SPARSE, Session
+from agmerge.settling import settle
 from agmerge.trial import Trial
 from agmerge.wire import slot_bytes
 from merging import Measurements
@@ -76,8 +77,13 @@ class Adaptation:
 
     def _first(self, planner: merging.Planner, step: int) -> merging.Plan | None:
         """The first plan; where that compresses by choice, an all-dense one is tried beside it. Collective."""
-        before = self.session.plan
-        chosen = self._plan(planner, self._measure(step)) or before
+        before, latest = self.session.plan, self._measure(step)
+        rule = self.session.config.partial
+        if rule is not None and not rule.settled:
+            fixed = None if self.session.config.groups is None else Fixed(counts=before.counts)
+            if settle(self.session, fixed or planner, latest):
+                return None  # the session ends here; the next one measures and plans
+        chosen = self._plan(planner, latest) or before
         assert self.measured is not None
         if self.measured.dense is not None:
             rival = all_dense(planner, self.measured)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import merging
-from agmerge import runtime
+from agmerge import partial, runtime
 from agmerge.engine import Engine
 from agmerge.session import State
 from agmerge.shards import shard_shape
@@ -23,7 +24,7 @@ def save(engine: Engine) -> dict[str, Any]:
     With ``exchange="two-level"`` residuals are of this rank's shard of each tensor; ``shard`` says which.
     """
     rank, size = _place(engine) or (0, 1)
-    plan = engine.plan()
+    plan, rule = engine.plan(), engine.config.partial
     return {
         "version": VERSION,
         "rank": rank,
@@ -33,6 +34,7 @@ def save(engine: Engine) -> dict[str, Any]:
         "used": sorted(engine.used()),
         "merging": engine.config.merging,
         "plan": plan.dumps() if plan else None,
+        "partial": None if rule is None else (rule.most, rule.settled),
         "compressor": (repr(engine.config.sparsifier), engine.config.sparsifier.state_dict())
         if engine.config.sparsifier is not None
         else None,
@@ -81,6 +83,8 @@ def load(engine: Engine, section: Mapping[str, Any] | None) -> None:
                 f"the {kind} of parameter {name!r} has shape {list(tensor.shape)} in the checkpoint, the "
                 f"parameter has {list(shapes[name])}: load a checkpoint of the same model"
             )
+    if section is not None:
+        engine.config = replace(engine.config, partial=partial.resumed(engine.config.partial, section))
     engine.resume(state, steps, used, plan)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 
 import merging
 import sparsifiers
-from agmerge import process_sets
+from agmerge import partial, process_sets
 from agmerge import warmup as schedules
 from agmerge.backends import horovod
 from agmerge.codecs import VALUES
@@ -59,6 +59,7 @@ class Config:
     groups: Groups | None  # plans by themselves; the planner is then not asked
     process_set: process_sets.ProcessSet
     dense: DenseRule
+    partial: partial.Partial | None  # dense="partial": `dense` is what goes dense whatever the cut
     patterns: tuple[re.Pattern[str], ...]  # those that `dense` was made from, if it was
     op: ReduceOp
     passes: int
@@ -70,9 +71,23 @@ class Config:
     zero_unused: bool
     model: torch.nn.Module | None  # merging="dear": whose forward takes the updates
 
-    def sparse(self, name: str, parameter: torch.Tensor) -> bool:
-        """Whether ``parameter`` goes into the sparse lane."""
-        return self.sparsifier is not None and not self.dense(name, parameter)
+    def lanes(self, members: Iterable[Member]) -> list[Member]:
+        """The members, each with its lane. A rule of the script's own is asked once, here."""
+        members = list(members)
+        if self.partial is not None and self.sparsifier is not None:
+            return partial.place(members, self.partial, self.sparsifier.density, self.dense)
+        found = []
+        for member in members:
+            sparse = self.sparsifier is not None and not self.dense(member.name, member.parameter)
+            found.append(replace(member, sparse=sparse, density=self.density_of(member.name, sparse)))
+        return found
+
+    def opened(self, members: Sequence[Member], *, tells: bool) -> Config:
+        """This, as it holds once a session of ``members`` is open. ``tells``: this rank says what is to be said."""
+        if self.partial is None or self.sparsifier is None:
+            return self
+        rule = partial.opened(members, self.partial, self.sparsifier.density, self.dense, tells=tells)
+        return replace(self, partial=rule)
 
     def check(self, member: Member) -> None:
         """Raise ``ValueError`` for a parameter whose gradient this compression cannot send."""
@@ -129,6 +144,7 @@ class Config:
             ("compression", self.sparsifier.name if self.sparsifier else cast),
             ("density", str(self.sparsifier.density if self.sparsifier else 1.0)),
             ("density by importance", str(self.importance)),
+            ("dense='partial'", str(self.partial)),
             ("options", repr(self.sparsifier)),
             ("memory", repr(self.memory)),
             ("warmup", self.warmup.text if self.warmup is not None else "None"),
@@ -204,6 +220,7 @@ def resolve(
             f"wire={wire!r}: exchange={exchange!r} sends values in the gradient's dtype; leave wire out, or take "
             "exchange='sparse', 'two-level' or 'auto'"
         )
+    rule = partial.checked(dense, sparsifier, compression, density, warmup)
     planner, plan = _planner(merging, sparsify, exchange)
     chosen = checked_groups(groups, num_groups)
     if chosen is not None and merging != MERGING:
@@ -223,8 +240,9 @@ def resolve(
         plan=plan,
         groups=chosen,
         process_set=process_sets.checked(process_set),
-        dense=_dense_rule(dense),
-        patterns=() if dense is None or callable(dense) else tuple(map(re.compile, dense)),
+        dense=is_small if rule is not None else _dense_rule(dense),
+        partial=rule,
+        patterns=() if dense is None or rule is not None or callable(dense) else tuple(map(re.compile, dense)),
         op=op,
         passes=backward_passes_per_step,
         predivide=float(gradient_predivide_factor),
@@ -339,7 +357,8 @@ def _dense_rule(dense: Any) -> DenseRule:
         return lambda name, parameter: bool(dense(name, parameter))
     if isinstance(dense, str) or not isinstance(dense, Iterable):
         raise TypeError(
-            f"dense={dense!r}: give a list of patterns for whole names, or a callable (name, parameter) -> bool"
+            f"dense={dense!r}: give a list of patterns for whole names, a callable (name, parameter) -> bool, or "
+            f"{partial.NAME!r}"
         )
     patterns = [re.compile(pattern) for pattern in dense]
     return lambda name, parameter: any(pattern.fullmatch(name) for pattern in patterns)

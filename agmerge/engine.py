@@ -103,13 +103,10 @@ class Engine:
             self.shard = self.nodes.shard
 
     def _members(self) -> list[Member]:
-        """Who takes part now, each with its lane. A rule of the script's own is asked once, here."""
-        members = []
-        for member in self.members.active():
-            if member.parameter.numel():
-                sparse = self.config.sparse(member.name, member.parameter)
-                members.append(replace(member, sparse=sparse, density=self.config.density_of(member.name, sparse)))
-                self.config.check(members[-1])
+        """Who takes part now, each with its lane."""
+        members = self.config.lanes(member for member in self.members.active() if member.parameter.numel())
+        for member in members:
+            self.config.check(member)
         return members
 
     def _open(self) -> Session:
@@ -122,6 +119,7 @@ class Engine:
             self._used = self.used()
             self.parked = {key: view.clone() for key, view in self.state().items()}
         members = self._members()
+        self.config = self.config.opened(members, tells=self.comm.rank == 0)
         session, self.steps = open_session(
             self.comm, self.config, members, order, self.steps, self._used, self._recorded, self.nodes
         )
@@ -149,6 +147,8 @@ class Engine:
         """Go on with another compressor from the next step on, residuals and plan as they are. Collective."""
         self.check_idle("set_compressor()")
         nodes.check(config)
+        if config.partial is not None:
+            config = replace(config, partial=self.config.partial)  # what has a residual by now stays sparse
         before, self.config = self.config, config
         try:
             facts = [*config.facts(), *model_facts(self._members(), config)]
@@ -158,6 +158,10 @@ class Engine:
         except BaseException:
             self.config = before
             raise
+        self._reopen()
+
+    def _reopen(self) -> None:
+        """Agree anew in the next step, with all that is kept as it is."""
         self.resume({key: view.clone() for key, view in self.state().items()}, self.steps, self.used(), self.plan())
 
     def state(self) -> State:
@@ -237,9 +241,11 @@ class Engine:
         if self.config.check_every and self.steps % self.config.check_every == 0:
             sentinel.check(self.comm, self.members, self.steps, self.config.timeout)
         with self._breaking():
-            plan = None if self._stale else self.adaptation.after_step(self._clock)
-            if plan is not None:
-                self._follow(plan)
+            if not self._stale:
+                plan = self.adaptation.after_step(self._clock)
+                if plan is not None:
+                    self._follow(plan)
+                self._settle()
         self._durations.append(time.perf_counter())
         if advise.active() and len(self._durations) > advise.STEPS:
             self._advise()
@@ -266,6 +272,13 @@ class Engine:
             self.config.sparsifier.retain(self.session.keys())
         if self.stats.proof is not None:
             self.stats.proof.reset()  # its rows are those of the merge buffers there were
+
+    def _settle(self) -> None:
+        """Go on with the cut of dense="partial" that the adaptation has found, once it has: see settle()."""
+        assert self.session is not None
+        before, self.config = self.config.partial, self.session.config
+        if before is not None and self.config.partial is not None and before.most != self.config.partial.most:
+            self._reopen()
 
     def measured(self) -> planning.Measurements | None:
         """What the plan in use was made from."""

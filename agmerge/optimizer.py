@@ -62,7 +62,8 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
     * ``memory``: ``"residual"`` keeps what is not sent (the default where anything is dropped), ``"none"`` drops it,
       ``"dgc"`` (the default of ``"dgc"``) applies momentum before selection: the optimizer must not apply it again.
     * ``dense``: which parameters are always sent whole: patterns for whole names, or a callable
-      ``(name, parameter) -> bool``; default: fewer than two dimensions or than 1024 elements.
+      ``(name, parameter) -> bool``; default: fewer than two dimensions or than 1024 elements. ``"partial"``: the small
+      layers beside these, up to a size that is chosen so that the volume stays (docs/compressors.md).
     * ``merging``: a planner's name or object, a :class:`merging.Plan`, or the path of a saved one. ``"dear"``, with
       ``model=``, applies updates in the next forward (docs/dear.md); :meth:`flush` before you read parameters.
     * ``wire``: how selected values travel, ``"auto"`` (the gradient's dtype), ``"fp32"``, ``"fp16"``, ``"bf16"`` or

@@ -127,6 +127,13 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ),
     ({"dense": "0.weight"}, TypeError, ["dense='0.weight'", "list of patterns"]),
     ({"dense": 5}, TypeError, ["dense=5"]),
+    *(
+        ({"dense": "partial", "compression": name}, ValueError, ["dense='partial'", name, "nothing to choose"])
+        for name in ("none", "fp16", "bf16")
+    ),
+    ({"dense": "partial", "density": {".*": 0.1}}, ValueError, ["dense='partial'", "density={", "one number"]),
+    ({"dense": "partial", "density": "importance"}, ValueError, ["dense='partial'", "'importance'", "one number"]),
+    ({"dense": "partial", "warmup": lambda step: 0.1}, ValueError, ["dense='partial'", "warmup", "'dgc' or a number"]),
 ]
 
 

@@ -1,0 +1,88 @@
+"""Models of which a few layers fit into half of a tenth, and what the tests of dense="partial" ask of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from support import digest, seeded, wrap
+from torch import nn
+
+import agmerge
+from agmerge.probing import Found
+from agmerge.session import Session
+from merging import Curve, partial
+
+SIZES = [(32, 32), (32, 48), (48, 64), (64, 256), (256, 256), (256, 10)]  # 1024 and 1536 elements may go dense
+DENSITY = 0.1
+
+
+def chain() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(*size, bias=False) for size in SIZES))
+
+
+def with_biases() -> nn.Sequential:
+    return nn.Sequential(*(layer for size in SIZES for layer in (nn.Linear(*size), nn.Tanh())))
+
+
+def convolutions() -> nn.Sequential:
+    """1152 elements may go dense; behind the classifier nothing is flat by chance."""
+    return nn.Sequential(
+        nn.Unflatten(1, (8, 2, 2)), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 64, 3, padding=1),
+        nn.BatchNorm2d(64), nn.Flatten(), nn.Linear(256, 200), nn.Linear(200, 10),
+    )  # fmt: skip
+
+
+MODEL, BUILDERS = seeded(chain), [chain, with_biases, convolutions]
+
+
+def backward(model: nn.Module, rank: int, step: int) -> None:
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(100 * step + rank))
+    model(x).square().mean().backward()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: Iterable[int]) -> list[str]:
+    seen = []
+    for step in steps:
+        optimizer.zero_grad()
+        backward(model, rank, step)
+        optimizer.step()
+        seen.append(digest(model))
+    return seen
+
+
+def wrapped(model: nn.Module, lr: float = 0.01, **options: Any) -> agmerge.DistributedOptimizer:
+    options = {"compression": "topk", "density": DENSITY, "dense": "partial", **options}
+    return wrap(model, torch.optim.SGD(model.parameters(), lr=lr), **options)
+
+
+def cut(optimizer: agmerge.DistributedOptimizer) -> tuple[int | None, bool]:
+    rule = optimizer._engine.config.partial
+    assert rule is not None
+    return rule.most, rule.settled
+
+
+def sparse(optimizer: agmerge.DistributedOptimizer) -> set[str]:
+    session = optimizer._engine.session
+    assert session is not None
+    return {slot.name for slot in session.layout.slots if slot.lane.sparse}
+
+
+def choosing(chosen: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The cut that rank 0 finds, in place of one by times; how often it was asked."""
+    asked: list[int] = []
+
+    def choose(*arguments: Any) -> int:
+        asked.append(arguments[5])
+        return chosen
+
+    monkeypatch.setattr(partial, "choose", choose)
+    return asked
+
+
+def costing(selecting: float) -> Callable[[Session, int], Found]:
+    """A probe that finds a second for an element of load, and so many for one that is selected from."""
+    line = Curve((0, 1000), (0.0, 1000.0))
+    return lambda session, step: Found(Curve((0, 1000), (0.0, selecting * 1000.0)), line, None)

@@ -1,0 +1,61 @@
+"""Dense segments ride in the sparse message or go by an all-reduce of their own: the result is the same elementwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import agreed, gradients, loss_of, mlp, on_ranks, residuals, seeded, wrap
+from torch import Tensor, nn
+
+from agmerge import routing
+from agmerge.exchanges import DenseExchange
+
+MODEL = seeded(mlp)
+RIDES, WALKS = 10**9, -1  # bytes that may ride
+
+
+def updates(size: int, most: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[dict[str, Tensor]]:
+    """Every rank's updates and residuals of a few steps without learning, so that all steps are comparable."""
+    monkeypatch.setattr(routing, "RIDE", most)
+
+    def body(rank: int, model: nn.Module) -> tuple[bool, dict[str, Tensor]]:
+        optimizer = wrap(
+            model, torch.optim.SGD(model.parameters(), lr=0.0), compression="topk", density=0.1, **options
+        )
+        found: dict[str, Tensor] = {}
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.synchronize()
+            found |= {f"{step} {name}": one for name, one in gradients(model).items() if one is not None}
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        session = optimizer._engine.session
+        assert session is not None
+        alone = any(isinstance(route.exchange, DenseExchange) for buffer in session.buffers for route in buffer)
+        return alone, found | residuals(optimizer)
+
+    found = on_ranks(size, MODEL, body)
+    assert agreed([alone for alone, _ in found]) is (most == WALKS)
+    return [one for _, one in found]
+
+
+@pytest.mark.parametrize("sparsify", ["ahead", "behind"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_riding_or_not_the_update_of_every_element_is_the_same(
+    size: int, sparsify: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, as long as 1/W is exact: riding ones are scaled before they are added, the others after it. The sum
+    of those that do not ride is in rank order, for a native one may add in any."""
+    riding = updates(size, RIDES, monkeypatch, sparsify=sparsify)
+    alone = updates(size, WALKS, monkeypatch, sparsify=sparsify, dense_sum="ordered" if size > 2 else "native")
+    for one, other in zip(riding, alone, strict=True):
+        assert one.keys() == other.keys() and len(one) > 4 * 6
+        for name, value in one.items():
+            if size == 3 and name[0].isdigit() and " " in name:
+                torch.testing.assert_close(value, other[name], rtol=1e-6, atol=1e-7)
+            else:
+                assert torch.equal(value, other[name]), name
+            assert value.any() or "weight" not in name
