@@ -257,8 +257,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"k {args.k:,} of {numel:,}; words, largest of all ranks and {args.steps} steps")
     print(f"the model's crossover: oktopk moves less than sparse from {crossover(args.k, args.density)} ranks on")
     print(
-        "| gradients | ranks | bound | sent | received | / bound | bytes / kept | histogram | control | kept / k | sparse "
-        "| all / sparse |\n|---|" + "---:|" * 11
+        "| gradients | ranks | bound | sent | received | / bound | bytes / kept | histogram | control | kept / k "
+        "| sparse | all / sparse |\n|---|" + "---:|" * 11
     )
     rows = []
     for case in args.cases:
@@ -268,7 +268,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             limit = bound(args.k, workers)
             print(
                 f"| {case} | {workers} | {limit:,.0f} | {ours.sent:,.0f} | {ours.received:,.0f} "
-                f"| {ours.payload / limit:.3f} | {4 * ours.payload / ours.elements:.2f} | {ours.histogram:,.0f} | {ours.control:,.0f} "
+                f"| {ours.payload / limit:.3f} | {4 * ours.payload / ours.elements:.2f} "
+                f"| {ours.histogram:,.0f} | {ours.control:,.0f} "
                 f"| {ours.elements / args.k:.3f} | {theirs.total:,.0f} | {ours.total / theirs.total:.3f} |",
                 flush=True,
             )

@@ -26,7 +26,7 @@ _DIGITS, _BASE = 4, 8  # of a checksum, one-hot
 
 @dataclass
 class _State:
-    """Of each load: ``votes``: whether its mask is voted on; ``masks``: int32 or int64, once all ranks agree on them."""
+    """By load: ``votes``: whether its mask is voted on; ``masks``: int32 or int64, once all ranks agree on them."""
 
     votes: list[bool]
     papers: ballots.Papers | None = None

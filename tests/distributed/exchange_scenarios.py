@@ -43,7 +43,7 @@ def workers_a_node(name: str, size: int) -> Iterator[None]:
 
 
 def trained(name: str, model: nn.Module) -> dict[str, Any]:
-    """Digests and this rank's losses step by step; ``worst``: updates against the mean of gradients less final residuals."""
+    """Digests and this rank's losses, step by step; ``worst``: updates against mean gradients less final residuals."""
     x, y, _, _ = load()
     inner = sgd(model, lr=0.1)
     optimizer = agmerge.DistributedOptimizer(inner, model.named_parameters(), **COMMON, **EXCHANGES[name])
