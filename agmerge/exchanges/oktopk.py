@@ -3,7 +3,8 @@
 Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022, Algorithm 1: what ranks
 select is cut by regions of the vector, each of which one rank adds up (split and reduce); the k largest of the sum
 are handed round (balance and all-gather). That is at most ``6 k (W-1)/W`` words a rank, whatever W is; an all-gather
-of everything that is selected is ``2 k (W-1)``.
+of everything that is selected is ``2 k (W-1)``. Both with plain indices; here they are packed
+(:mod:`agmerge.exchanges.parcels`).
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class OkTopkExchange(LockstepExchange):
     are kept depends neither on how regions are cut nor on timing.
 
     ``start`` sends a header with the control numbers and a sample of the offer. How long later messages are is known
-    only when all headers are there, so they follow in ``wait``. Better than ``sparse`` for large k on five or six ranks
-    or more; where a call is dear and k is small, its six or seven calls cost more than they save.
+    only when all headers are there, so they follow in ``wait``. Better than ``sparse`` for large k on four ranks or
+    more; where a call is dear and k is small, its six or seven calls cost more than they save.
     """
 
     rides = mixes = False
