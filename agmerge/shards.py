@@ -16,6 +16,7 @@ import torch
 from agmerge.arena import Arena, view
 from agmerge.backends import Handle
 from agmerge.exchanges.dense import decode, encode
+from agmerge.exchanges.summing import in_rank_order
 from agmerge.layout import Lane, Layout, Segment, Slot
 from agmerge.nodes import Nodes
 from agmerge.wire import Control
@@ -154,7 +155,7 @@ class Shards:
             message.handle.wait(self.timeout)
             message.handle = None
             if message.received is not None:
-                _add_in_order(message.received.view(self.nodes.places, -1), message.mine)
+                message.mine.copy_(in_rank_order(message.received.view(self.nodes.places, -1)))
             said.append(decode(message.mine[message.tail :].tolist(), control, message.name))
         return control.merged(said)
 
@@ -180,12 +181,3 @@ class Shards:
 
 def _memory(lane: Lane, length: int) -> torch.Tensor:
     return torch.zeros(length, dtype=lane.dtype, device=lane.device)
-
-
-def _add_in_order(rows: torch.Tensor, out: torch.Tensor) -> None:
-    """The sum of ``rows``, first to last, 16 bits in float32 and rounded once."""
-    narrow = rows.dtype in (torch.float16, torch.bfloat16)
-    total = rows[0].to(torch.float32 if narrow else rows.dtype, copy=True)
-    for row in rows[1:]:
-        total += row
-    out.copy_(total)

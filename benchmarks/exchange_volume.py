@@ -6,9 +6,9 @@ Ranks are threads of one in-memory group; gradients are drawn, and each rank sel
 plus residual, exchanges them with ``oktopk``, and then with ``sparse``, for a few steps. A word is four bytes; what a
 rank keeps for itself does not count. Collectives count as their usual algorithms move data: an all-gather of n words
 sends and receives ``n (W-1)``, an all-reduce ``2 n (W-1)/W``, an all-to-all what it is given for others. Payload is
-pairs of index and value; the padding of the last all-gather, the histogram and control (headers, counts) stand
+pairs of index and value, with the padding of the last all-gather; the histogram and control (headers, counts) stand
 beside it. Figures are of the worst rank in the worst step, and the bound is ``6 k (W-1)/W`` (Li and Hoefler, PPoPP
-2022).
+2022): words of plain indices and values, without padding.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from agmerge.backends.local import LocalBackend
 from agmerge.exchanges import Commit, Exchange, Load, SparseExchange
 from agmerge.exchanges.histogram import BINS
 from agmerge.exchanges.oktopk import OkTopkExchange
+from agmerge.exchanges.parcels import Form
 from agmerge.exchanges.regions import number
 from agmerge.layout import Lane, Layout, Segment
 from agmerge.ops import Average
@@ -50,9 +51,8 @@ CPU = torch.device("cpu")
 class Volume:
     """Words of one rank in one step, or of several the largest."""
 
-    sent: float  # payload
-    received: float  # payload
-    padding: float
+    sent: float  # payload, padding included
+    received: float  # payload, padding included
     histogram: float
     control: float
     elements: int  # kept
@@ -65,7 +65,7 @@ class Volume:
     @property
     def total(self) -> float:
         """Everything that the busier direction of a link carries."""
-        return self.payload + self.padding + self.histogram + self.control
+        return self.payload + self.histogram + self.control
 
 
 class Counting(LocalBackend):
@@ -160,11 +160,14 @@ def bound(k: int, workers: int) -> float:
 def model(k: int, workers: int, density: float = 0.1) -> tuple[float, float]:
     """Words of a step with ``oktopk``, at most, and with ``sparse``: what the crossover is predicted from.
 
-    How long the indices of ``sparse`` are depends on the density; ``oktopk`` sends them in 32 bits.
+    How long indices are depends on the density. At most three times, a rank sends and receives a W-th of k for every
+    other rank, wherever it lies in the vector.
     """
-    whole = Format([_segment(round(k / density))], [k])
+    segment = _segment(round(k / density))
+    whole = Format([segment], [k])
+    part = Form(range(segment.length), -(-k // workers), torch.float32).size / 4
     side = (whole.words + 1 + number(k) + workers + 3) * (workers - 1) + 2 * BINS * (workers - 1) / workers
-    return bound(k, workers) + side, whole.size / 4 * (workers - 1)
+    return 3 * part * (workers - 1) + side, whole.size / 4 * (workers - 1)
 
 
 def crossover(k: int, density: float = 0.1) -> int | None:
@@ -221,13 +224,10 @@ def _made(kind: type[Exchange], comm: Backend, taken: Commit) -> Exchange:
 
 def _volume(comm: Counting, k: int, kept: int, whole: bool) -> Volume:
     if whole:  # one message
-        return Volume(float(comm.sent[""]), float(comm.received[""]), 0.0, 0.0, 0.0, kept)
-    # Everybody but the rank itself has the rest of what is kept; more than the mean part is padding.
-    needed = 2.0 * kept * (comm.size - 1) / comm.size
-    padding = max(0.0, comm.sent["kept"] - needed)
-    sent, received = (sum(way[what] for what in PAYLOAD) - padding for way in (comm.sent, comm.received))
+        return Volume(float(comm.sent[""]), float(comm.received[""]), 0.0, 0.0, kept)
+    sent, received = (float(sum(way[what] for what in PAYLOAD)) for way in (comm.sent, comm.received))
     control = sum(words for what, words in comm.sent.items() if what not in (*PAYLOAD, "histogram"))
-    return Volume(sent, received, padding, float(comm.sent["histogram"]), float(control), kept)
+    return Volume(sent, received, float(comm.sent["histogram"]), float(control), kept)
 
 
 # -- report -----------------------------------------------------------------------------------------------------
@@ -257,8 +257,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"k {args.k:,} of {numel:,}; words, largest of all ranks and {args.steps} steps")
     print(f"the model's crossover: oktopk moves less than sparse from {crossover(args.k, args.density)} ranks on")
     print(
-        "| gradients | ranks | bound | sent | received | / bound | padding | histogram | control | kept / k | sparse "
-        "| all / sparse |\n|---|" + "---:|" * 11
+        "| gradients | ranks | bound | sent | received | / bound | bytes / kept | histogram | control | kept / k "
+        "| sparse | all / sparse |\n|---|" + "---:|" * 11
     )
     rows = []
     for case in args.cases:
@@ -268,7 +268,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             limit = bound(args.k, workers)
             print(
                 f"| {case} | {workers} | {limit:,.0f} | {ours.sent:,.0f} | {ours.received:,.0f} "
-                f"| {ours.payload / limit:.3f} | {ours.padding:,.0f} | {ours.histogram:,.0f} | {ours.control:,.0f} "
+                f"| {ours.payload / limit:.3f} | {4 * ours.payload / ours.elements:.2f} "
+                f"| {ours.histogram:,.0f} | {ours.control:,.0f} "
                 f"| {ours.elements / args.k:.3f} | {theirs.total:,.0f} | {ours.total / theirs.total:.3f} |",
                 flush=True,
             )

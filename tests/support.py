@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,6 +20,8 @@ from torch.nn import functional as F
 import agmerge
 import merging
 from agmerge import testing
+from agmerge.layout import Segment
+from agmerge.session import Session
 
 torch.set_num_threads(1)  # ranks are threads or processes already
 
@@ -117,6 +120,30 @@ def agreed(found: list[T]) -> T:
 def residuals(optimizer: agmerge.DistributedOptimizer) -> dict[str, Tensor]:
     """This rank's residuals by name, as a checkpoint would hold them."""
     return dict(optimizer.state_dict()["agmerge"]["residuals"])
+
+
+class Sent:
+    """What every rank commits as sent: ``of[rank][name]``, the latest since somebody cleared it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.of: dict[int, dict[str, Tensor]] = {}
+        original = Session.commit
+
+        def commit(session: Session, segment: Segment, indices: Tensor | None, sent: Tensor) -> None:
+            full = torch.zeros(segment.length, dtype=segment.lane.storage)
+            if indices is None:
+                full += sent
+            else:
+                full.index_add_(0, indices, sent.to(full.dtype))
+            mine = self.of.setdefault(session.comm.rank, {})
+            for slot in segment.slots:
+                start, stop = segment.inside(slot)  # perhaps not all of the tensor: another message has the rest
+                whole = mine.setdefault(slot.name, torch.zeros(slot.shape, dtype=full.dtype))
+                at = slot.offset - segment.start
+                whole.view(-1)[start:stop] = full[at + start : at + stop]
+            original(session, segment, indices, sent)
+
+        monkeypatch.setattr(Session, "commit", commit)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from agmerge.codecs import bits
 
 GRAIN = 16  # bytes; parts of a message start on such a boundary
+_LOWS = (8, 16, 24, 2, 4, 6, 10, 12, 14, 18, 20, 22, 26, 28, 30)  # whole bytes first: they are cheaper
 
 
 class IndexCodec(ABC):
@@ -149,14 +150,28 @@ def candidates(length: int, capacity: int) -> Iterator[IndexCodec]:
     """All codecs for such a vector, the cheapest to write and read first."""
     yield Int32(length, capacity)
     yield Bitmap(length, capacity)
-    for low in sorted(range(2, 31, 2), key=lambda low: low % 8 != 0):  # whole bytes first
+    for low in _LOWS:
         yield Blocks(length, capacity, low)
 
 
 @lru_cache(maxsize=4096)
-def smallest(length: int, capacity: int) -> IndexCodec:
-    """The codec of the smallest message; of several, the cheapest."""
-    return min(candidates(length, capacity), key=lambda codec: -(-codec.size // GRAIN))
+def smallest(length: int, capacity: int, grain: int = GRAIN) -> IndexCodec:
+    """The codec of the smallest message where parts are multiples of ``grain`` bytes; of several, the cheapest."""
+    plain, bitmap = -(-4 * capacity // grain), -(-bits.bytes_of(length, 1) // grain)
+    # Blocks of about as many elements as there are for each index; others are larger, whatever is rounded up.
+    middle = (length // max(capacity, 1)).bit_length()
+    near = [low for low in _LOWS if abs(low - middle) <= 4] or [_LOWS[-1]]
+    sizes = [-(-_bytes_of_blocks(length, capacity, low) // grain) for low in near]
+    size, low = min(sizes), near[sizes.index(min(sizes))]
+    if plain <= min(bitmap, size):
+        return Int32(length, capacity)
+    return Bitmap(length, capacity) if bitmap <= size else Blocks(length, capacity, low)
+
+
+def _bytes_of_blocks(length: int, capacity: int, low: int) -> int:
+    """The size of :class:`Blocks`, without making one."""
+    planes = sum(bits.bytes_of(capacity, width) for width in (16, 8, 4, 2) if low & width)
+    return planes + bits.bytes_of(capacity + (max(length - 1, 0) >> low), 1)
 
 
 def _live(indices: Tensor, count: Tensor) -> Tensor:

@@ -7,9 +7,15 @@ bytes of a vote do not grow with the number of ranks. (SCAPE, arXiv 2607.01678, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-EMPTY = -1  # a slot of a ballot that names nothing
+from agmerge.codecs import smallest
+from agmerge.codecs.indices import in_order
+from agmerge.exchanges import seals
+
+_GRAIN = 4  # bytes; everything on a paper starts on such a boundary
 
 
 def share_of(rank: int, workers: int, step: int) -> int:
@@ -45,16 +51,57 @@ def ballot(work: torch.Tensor, offered: torch.Tensor, share: int, workers: int, 
     return mine
 
 
-def stuffed(ballots: torch.Tensor, length: int, step: int) -> int | None:
-    """The first rank whose ballot names what it may not; ``ballots``: int32 (W, slots) of a vector of ``length``."""
-    workers = ballots.shape[0]
-    shares = (torch.arange(workers, device=ballots.device) + step) % workers
-    allowed = (ballots >= 0) & (ballots < length) & (ballots % workers == shares[:, None])
-    wrong = ~(allowed | (ballots == EMPTY)).all(dim=1)
-    return int(wrong.nonzero()[0]) if wrong.any() else None
+class Papers:
+    """The ballots of one rank in ``size`` bytes: ``checksum | counts | ballots``, each in the smallest index codec.
+
+    Vectors have ``lengths``, ballots ``slots``. What stands there is a place in the share, so nobody can name what is
+    another's to judge.
+    """
+
+    def __init__(self, lengths: Sequence[int], slots: Sequence[int], workers: int) -> None:
+        self.lengths, self.slots, self.workers = lengths, slots, workers
+        pairs = zip(lengths, slots, strict=True)
+        self.codecs = [smallest(-(-length // workers), count, _GRAIN) for length, count in pairs]
+        self.parts, end = [], seals.HEAD + 4 * len(slots)
+        self.counts = slice(seals.HEAD, end)
+        for codec, count in zip(self.codecs, slots, strict=True):
+            size = codec.size if count else 0
+            self.parts.append(slice(end, end + size))
+            end += -(-size // _GRAIN) * _GRAIN
+        self.size = end
+
+    def write(self, named: Sequence[torch.Tensor], share: int, out: torch.Tensor, sealed: bool) -> None:
+        """Fill ``out``, uint8[size], with what a rank names of each vector: int64, of its share, in no order."""
+        counts = []
+        for codec, part, length, some in zip(self.codecs, self.parts, self.lengths, named, strict=True):
+            places = ((some - share) // self.workers).sort().values.to(torch.int32)
+            valid = bool(in_order(places, self._held(length, share)))
+            counts.append(places.numel() if valid else -1)  # what somebody selected is not there: others must know
+            if part.stop > part.start:
+                room = places.new_zeros(codec.capacity)
+                room[: places.numel()] = places
+                codec.encode(room, max(counts[-1], 0), out[part])
+        out[self.counts].view(torch.int32).copy_(torch.tensor(counts, dtype=torch.int32))
+        seals.close(out, sealed)
+
+    def read(self, data: torch.Tensor, share: int, sealed: bool) -> list[torch.Tensor] | None:
+        """What the rank that judges ``share`` names of each vector, int64, ascending; None if ``data`` is damaged."""
+        counts = data[self.counts].view(torch.int32).tolist()
+        fits = all(0 <= count <= most for count, most in zip(counts, self.slots, strict=True))
+        if not fits or not seals.intact(data, sealed):
+            return None
+        named = []
+        for codec, part, length, count in zip(self.codecs, self.parts, self.lengths, counts, strict=True):
+            places, good = codec.decode(data[part], count)
+            if count and not bool(good & in_order(places, self._held(length, share))):
+                return None
+            named.append(places.long() * self.workers + share)
+        return named
+
+    def _held(self, length: int, share: int) -> int:
+        return len(range(share, length, self.workers))
 
 
-def counted(ballots: torch.Tensor) -> torch.Tensor:
-    """The mask: what all ballots name, int64, ascending, each once."""
-    named: torch.Tensor = torch.unique(ballots[ballots != EMPTY])
-    return named.long()
+def counted(ballots: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The mask: what all ballots name, int64, ascending."""
+    return torch.cat(list(ballots)).sort().values

@@ -11,7 +11,7 @@ import torch
 
 from agmerge.backends import Backend, Handle
 from agmerge.exchanges.base import Commit, Exchange, Pending
-from agmerge.exchanges.parcels import Parcel, size, views
+from agmerge.exchanges.parcels import Form, Parcel, read, write
 from agmerge.ops import ReduceOp
 from agmerge.wire import Control
 
@@ -33,10 +33,13 @@ class LockstepExchange(Exchange):
     The rest happens in ``wait``, where all messages under way advance together, phase by phase in the order in which
     they were started. That is the plan's, so all ranks make the same calls in the same order, whatever arrives when;
     and a step pays the latency of a phase once, and not once for each message.
+
+    ``payload``: whether checksums cover what later messages carry, beside the first one's header.
     """
 
-    def __init__(self, comm: Backend, op: ReduceOp, commit: Commit, timeout: float) -> None:
+    def __init__(self, comm: Backend, op: ReduceOp, commit: Commit, timeout: float, *, payload: bool = True) -> None:
         super().__init__(comm, op, commit, timeout)
+        self.payload = payload
         self._under_way: dict[str, Pending] = {}
 
     @abstractmethod
@@ -94,29 +97,39 @@ class LockstepExchange(Exchange):
         yield self.comm.all_reduce(numbers, f"{pending.name}/{what}")
         return numbers
 
-    def trade(self, pending: Pending, what: str, mine: Parcel, table: list[list[int]]) -> Phases[list[Parcel]]:
-        """Cut ``mine`` into ``table[own rank]`` and send piece r to rank r; the pieces that arrive, rank by rank."""
-        dtype, sent = mine.values.dtype, table[self.comm.rank]
-        arriving = [row[self.comm.rank] for row in table]
-        sizes, out_sizes = ([size(count, dtype) for count in counts] for counts in (sent, arriving))
+    def trade(
+        self, pending: Pending, what: str, mine: Parcel, table: list[list[int]], ranges: Sequence[Sequence[range]]
+    ) -> Phases[tuple[list[Parcel], int]]:
+        """Cut ``mine`` into ``table[own rank]`` pieces and send piece r to rank r; the pieces that arrive, by rank.
+
+        Also 1 + the first rank whose piece is damaged, or does not ascend in its range, ``ranges[from][to]``; else 0.
+        """
+        dtype, rank = mine.values.dtype, self.comm.rank
+        sent = [Form(*one, dtype) for one in zip(ranges[rank], table[rank], strict=True)]
+        arriving = [Form(one[rank], row[rank], dtype) for one, row in zip(ranges, table, strict=True)]
+        sizes, out_sizes = ([form.size for form in forms] for forms in (sent, arriving))
         message = self._bytes(pending, what, sum(sizes))
         received = self._bytes(pending, f"{what} received", sum(out_sizes))
-        for place, piece in zip(views(message, sent, dtype), mine.split(sent), strict=True):
-            place.copy_(piece)
+        write(sent, mine.split(table[rank]), message, self.payload, sound=True)
         pending.bytes += message.numel()
         yield self.comm.all_to_all(received, message, out_sizes, sizes, f"{pending.name}/{what}")
-        return views(received, arriving, dtype)
+        pieces, good = read(arriving, torch.split(received, out_sizes), self.payload)
+        return pieces, 0 if all(good) else 1 + good.index(False)
 
-    def spread(self, pending: Pending, what: str, mine: Parcel, held: Sequence[int]) -> Phases[list[Parcel]]:
-        """The pairs of all ranks, of which rank r has ``held[r]``; messages are as long as the longest."""
-        dtype, longest = mine.values.dtype, max(held)
-        message = self._bytes(pending, what, size(longest, dtype))
-        received = self._bytes(pending, f"{what} received", self.comm.size * message.numel())
-        views(message, [longest], dtype)[0].first(held[self.comm.rank]).copy_(mine)
+    def spread(
+        self, pending: Pending, what: str, mine: Parcel, held: Sequence[int], ranges: Sequence[range], sound: bool
+    ) -> Phases[tuple[list[Parcel], int]]:
+        """The pairs of all ranks, of which rank r has ``held[r]``, in ``ranges[r]``; messages are as long as the
+        longest. Also 1 + the first rank whose pairs are damaged or not ``sound`` on the rank itself; else 0."""
+        forms = [Form(*one, mine.values.dtype) for one in zip(ranges, held, strict=True)]
+        longest = max(form.size for form in forms)
+        message = self._bytes(pending, what, longest)
+        received = self._bytes(pending, f"{what} received", self.comm.size * longest)
+        write([forms[self.comm.rank]], [mine], message, self.payload, sound)
         pending.bytes += message.numel()
         yield self.comm.all_gather(received, message, f"{pending.name}/{what}")
-        parcels = views(received, [longest] * self.comm.size, dtype)
-        return [parcel.first(count) for parcel, count in zip(parcels, held, strict=True)]
+        parcels, good = read(forms, torch.split(received, [longest] * self.comm.size), self.payload)
+        return parcels, 0 if all(good) else 1 + good.index(False)
 
     def _bytes(self, pending: Pending, what: str, length: int) -> torch.Tensor:
         key: tuple[Any, ...] = (what, pending.name)

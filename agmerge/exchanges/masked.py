@@ -1,8 +1,8 @@
 """``masked``: one index set for all ranks, values by all-reduce.
 
-No rank sends indices of its own with its values, so what travels does not grow with the number of workers: about
-``4 k`` bytes of votes received and an all-reduce of k values, where an all-gather of index and value receives
-``8 k (W-1)``. Where the sparsifier draws the same coordinates on every rank by itself (randomk), there is no vote.
+No rank sends indices of its own with its values, so what travels does not grow with the number of workers: an
+index for each of k elements, in votes, and an all-reduce of k values, where an all-gather receives ``k (W-1)`` of
+both. Where the sparsifier draws the same coordinates on every rank by itself (randomk), there is no vote.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ _DIGITS, _BASE = 4, 8  # of a checksum, one-hot
 
 @dataclass
 class _State:
-    """``masks``: of each load, int32 or int64, once all ranks agree on them. ``votes``: slots of each load's ballot,
-    None where there is no vote about it.
-    """
+    """By load: ``votes``: whether its mask is voted on; ``masks``: int32 or int64, once all ranks agree on them."""
 
-    votes: list[int | None]
+    votes: list[bool]
+    papers: ballots.Papers | None = None
     layout: Format | None = None
     control: Control | None = None
     masks: list[torch.Tensor] = field(default_factory=list)
@@ -46,7 +45,7 @@ class MaskedExchange(Exchange):
     the control numbers. Otherwise ranks vote: each names k/W of the coordinates that are its to judge in this step
     (:mod:`agmerge.exchanges.ballots`). The mask has at most k elements and at least 0.8 k; where k is all of a
     segment, it is that, without a vote. A rank has sent its own values at the mask, and keeps all others. ``ordered``:
-    values are added in rank order.
+    values are added in rank order. ``payload``: whether a checksum covers votes, beside their header's.
 
     A mask by vote is nobody's own choice: with W ranks whose gradients have little in common it leaves about as much
     behind as an own choice of k/W would, with ranks that agree about as much as ``sparse`` does. And it takes two
@@ -56,10 +55,18 @@ class MaskedExchange(Exchange):
     rides = False  # a dense segment is an all-reduce already
 
     def __init__(
-        self, comm: Backend, op: ReduceOp, commit: Commit, timeout: float, *, drawn: bool = False, ordered: bool = False
+        self,
+        comm: Backend,
+        op: ReduceOp,
+        commit: Commit,
+        timeout: float,
+        *,
+        drawn: bool = False,
+        ordered: bool = False,
+        payload: bool = True,
     ) -> None:
         super().__init__(comm, op, commit, timeout)
-        self.drawn, self.ordered = drawn, ordered
+        self.drawn, self.ordered, self.payload = drawn, ordered, payload
         self._voting: dict[str, Pending] = {}  # messages whose votes are not counted yet, in the order of their starts
 
     def start(self, name: str, loads: Sequence[Load], offers: Sequence[Selection | None], control: Control) -> Pending:
@@ -69,25 +76,24 @@ class MaskedExchange(Exchange):
         whole = [offer.indices.numel() >= load.segment.numel for offer, load in zip(chosen, loads, strict=True)]
         if self.drawn or all(whole):
             return self._start_agreed(name, loads, chosen, whole, control)
-        votes = [
-            None if all_of_it else ballots.slots(offer.indices.numel(), self.comm.size)
-            for offer, all_of_it in zip(chosen, whole, strict=True)
-        ]
+        workers, device = self.comm.size, loads[0].work.device
+        budgets = [0 if all_of_it else offer.indices.numel() for offer, all_of_it in zip(chosen, whole, strict=True)]
+        slots = [ballots.slots(k, workers) for k in budgets]
+        papers = ballots.Papers([load.segment.length for load in loads], slots, workers)
         layout = Format([load.segment for load in loads], [0] * len(loads))  # a header; ballots follow
-        slots = [count or 0 for count in votes]
-        device, size = loads[0].work.device, layout.size + 4 * sum(slots)
+        size = layout.size + papers.size
         message = self.keep(("votes", name), size, torch.uint8, device)
-        received = self.keep(("all votes", name), size * self.comm.size, torch.uint8, device)
+        received = self.keep(("all votes", name), size * workers, torch.uint8, device)
         layout.write_header(message, control, [0] * len(loads))
-        papers = message[layout.size :].view(torch.int32).fill_(ballots.EMPTY)
-        share = ballots.share_of(self.comm.rank, self.comm.size, control.step)
-        for load, offer, paper, count in zip(loads, chosen, torch.split(papers, slots), votes, strict=True):
-            if count and not control.flags & RELAYOUT:
-                most = ballots.quota(offer.indices.numel(), self.comm.size, share)
-                named = ballots.ballot(load.work, offer.trimmed(), share, self.comm.size, most)
-                paper[: named.numel()] = named
+        share = ballots.share_of(self.comm.rank, workers, control.step)
+        named = [torch.empty(0, dtype=torch.int64, device=device)] * len(loads)
+        for i, (load, offer, k) in enumerate(zip(loads, chosen, budgets, strict=True)):
+            if k and not control.flags & RELAYOUT:
+                most = ballots.quota(k, workers, share)
+                named[i] = ballots.ballot(load.work, offer.trimmed(), share, workers, most)
+        papers.write(named, share, message[layout.size :], self.payload)
         handle = self.comm.all_gather(received, message, name)
-        state = _State(votes, layout=layout)
+        state = _State([not all_of_it for all_of_it in whole], papers, layout)
         self._voting.pop(name, None)  # of an attempt that came to nothing
         self._voting[name] = pending = Pending(name, loads, control, handle, size, 0, message, received, state)
         return pending
@@ -95,7 +101,7 @@ class MaskedExchange(Exchange):
     def _start_agreed(
         self, name: str, loads: Sequence[Load], offers: Sequence[Selection], whole: Sequence[bool], control: Control
     ) -> Pending:
-        state = _State([None] * len(loads))
+        state = _State([False] * len(loads))
         state.masks = [
             _all(load) if all_of_it else offer.indices
             for load, offer, all_of_it in zip(loads, offers, whole, strict=True)
@@ -130,23 +136,25 @@ class MaskedExchange(Exchange):
     def _count(self, pending: Pending) -> None:
         """All votes are in: the mask is known, values leave. If the round will be repeated, none do."""
         state: _State = pending.extra
-        assert state.layout is not None
+        assert state.layout is not None and state.papers is not None
         pending.handle.wait(self.timeout)
         messages = pending.received.view(self.comm.size, -1)
         state.control = state.layout.read_headers(messages, pending.control, pending.name)
         if state.control.flags & RELAYOUT:
             return
-        ballots_of_all = messages[:, state.layout.size :].contiguous().view(torch.int32)
-        papers = torch.split(ballots_of_all, [count or 0 for count in state.votes], dim=1)
-        for load, paper, count in zip(pending.loads, papers, state.votes, strict=True):
-            wrong = ballots.stuffed(paper, load.segment.length, pending.control.step)
-            if wrong is not None:
+        said = []
+        for rank, message in enumerate(messages):
+            share = ballots.share_of(rank, self.comm.size, pending.control.step)
+            named = state.papers.read(message[state.layout.size :], share, self.payload)
+            if named is None:
                 raise MessageError(
-                    f"{pending.name}: rank {wrong} votes for an element outside the vector, or for one that is not its "
-                    f"to judge in step {pending.control.step}"
+                    f"{pending.name}: what rank {rank} votes has changed on its way, or is not in the vector: look at "
+                    "the network and the memory of its machine; what a sparsifier selects must be in range"
                 )
-            state.masks.append(_all(load) if count is None else ballots.counted(paper))
-        self._send(f"{pending.name}/values", pending.loads, state, torch.empty(0, device=papers[0].device))
+            said.append(named)
+        for load, vote, of_all in zip(pending.loads, state.votes, zip(*said, strict=True), strict=True):
+            state.masks.append(ballots.counted(of_all) if vote else _all(load))
+        self._send(f"{pending.name}/values", pending.loads, state, torch.empty(0, device=messages.device))
         pending.bytes += sum(one.bytes for one in state.sums)
         pending.elements = sum(_real(load, mask) for load, mask in zip(pending.loads, state.masks, strict=True))
 

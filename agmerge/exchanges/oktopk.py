@@ -3,7 +3,8 @@
 Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022, Algorithm 1: what ranks
 select is cut by regions of the vector, each of which one rank adds up (split and reduce); the k largest of the sum
 are handed round (balance and all-gather). That is at most ``6 k (W-1)/W`` words a rank, whatever W is; an all-gather
-of everything that is selected is ``2 k (W-1)``.
+of everything that is selected is ``2 k (W-1)``. Both with plain indices; here they are packed
+(:mod:`agmerge.exchanges.parcels`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from agmerge.exchanges import histogram, regions
 from agmerge.exchanges.base import Load, Pending
 from agmerge.exchanges.lockstep import LockstepExchange, Phases, State
 from agmerge.exchanges.parcels import Parcel, joined
-from agmerge.exchanges.reduction import added, check_ascending, check_faults, first_outside, offered, within
+from agmerge.exchanges.reduction import added, check_faults, check_kept, offered, within
 from agmerge.wire import Control, Format
 from sparsifiers import Selection
 
@@ -46,8 +47,8 @@ class OkTopkExchange(LockstepExchange):
     are kept depends neither on how regions are cut nor on timing.
 
     ``start`` sends a header with the control numbers and a sample of the offer. How long later messages are is known
-    only when all headers are there, so they follow in ``wait``. Better than ``sparse`` for large k on five or six ranks
-    or more; where a call is dear and k is small, its six or seven calls cost more than they save.
+    only when all headers are there, so they follow in ``wait``. Better than ``sparse`` for large k on four ranks or
+    more; where a call is dear and k is small, its six or seven calls cost more than they save.
     """
 
     rides = mixes = False
@@ -92,10 +93,10 @@ class OkTopkExchange(LockstepExchange):
         # Split and reduce.
         cuts = regions.bounds(words[:, 1:], counts, length)
         table = yield from self.tell(pending, "counts", regions.split(state.offer.indices, cuts))
-        if [sum(row) for row in table] != counts:
+        if [sum(row) for row in table] != counts or min(map(min, table)) < 0:
             raise MessageError(f"{name}: ranks announce {counts} elements, and by region {table}")
-        pieces = yield from self.trade(pending, "pieces", state.offer, table)
-        fault = first_outside(pieces, cuts[rank], cuts[rank + 1])
+        parts = [range(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
+        pieces, fault = yield from self.trade(pending, "pieces", state.offer, table, [parts] * len(parts))
         mine = added(pieces, storage, self.scale)
 
         # One threshold for all.
@@ -113,10 +114,11 @@ class OkTopkExchange(LockstepExchange):
         held = [above + take for (above, _, _), take in zip(tallies, takes, strict=True)]
         equal = regions.shares(sum(held), self.comm.size)
         if max(held) > SLACK * equal[0]:
-            mine = joined((yield from self.trade(pending, "surplus", mine, regions.moves(held, equal))))
-            held = equal
-        kept = yield from self.spread(pending, "kept", mine, held)
-        check_ascending(name, kept, length)
+            table, ranges = regions.moves(held, equal), [[part] * len(parts) for part in parts]
+            pieces, fault = yield from self.trade(pending, "surplus", mine, table, ranges)
+            mine, held, parts = joined(pieces), equal, regions.covered(table, parts)
+        kept, fault = yield from self.spread(pending, "kept", mine, held, parts, sound=not fault)
+        check_kept(name, kept, fault)
         state.kept = joined(kept)
 
     def finish(self, pending: Pending) -> None:

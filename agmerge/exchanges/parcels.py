@@ -1,4 +1,9 @@
-"""Pairs of indices and values as bytes: ``indices int32[count] | values[count]``, each padded to eight bytes."""
+"""Pairs of indices and values as bytes: ``checksum | indices | values``, where both ends know the range and the count.
+
+Indices stand in the smallest codec for so many of a range, counted from its start. Values keep their dtype: which of
+them are kept, and so taken off a residual, is decided after they have been added up, and what a lossy codec rounds off
+then would be in nobody's residual.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,14 @@ from dataclasses import dataclass
 
 import torch
 
+from agmerge.codecs import IndexCodec, Int32, smallest
+from agmerge.codecs.indices import in_order
+from agmerge.exchanges import seals
+
 
 @dataclass(frozen=True)
 class Parcel:
-    """``indices`` int32[count] and ``values`` [count]; views, where the parcel is part of a message."""
+    """``indices`` int32[count] and ``values`` [count]."""
 
     indices: torch.Tensor
     values: torch.Tensor
@@ -28,32 +37,63 @@ class Parcel:
         parts = zip(torch.split(self.indices, list(counts)), torch.split(self.values, list(counts)), strict=True)
         return [Parcel(indices, values) for indices, values in parts]
 
-    def copy_(self, other: Parcel) -> None:
-        """Overwrite what the parcel holds."""
-        self.indices.copy_(other.indices)
-        self.values.copy_(other.values)
-
 
 def joined(parcels: Sequence[Parcel]) -> Parcel:
     """The pairs of all parcels, in order: a copy."""
     return Parcel(torch.cat([one.indices for one in parcels]), torch.cat([one.values for one in parcels]))
 
 
-def size(count: int, dtype: torch.dtype) -> int:
-    """The bytes of a parcel."""
-    return _padded(4 * count) + _padded(dtype.itemsize * count)
+class Form:
+    """How ``count`` pairs with ascending indices in ``where`` become ``size`` bytes; none take none."""
+
+    def __init__(self, where: range, count: int, dtype: torch.dtype) -> None:
+        self.where, self.count, self.dtype = where, count, dtype
+        grain = max(seals.HEAD, dtype.itemsize)  # everything starts where a value may
+        self.codec: IndexCodec = smallest(len(where), count, grain)
+        self.indices = slice(seals.HEAD, seals.HEAD + self.codec.size)
+        start = _aligned(self.indices.stop, grain)
+        self.values = slice(start, start + count * dtype.itemsize)
+        self.size = _aligned(self.values.stop, grain) if count else 0
 
 
-def views(message: torch.Tensor, counts: Sequence[int], dtype: torch.dtype) -> list[Parcel]:
-    """Parcels of ``counts`` pairs, one after the other in ``message``, uint8."""
-    found, start = [], 0
-    for count in counts:
-        middle = start + _padded(4 * count)
-        indices = message[start : start + 4 * count].view(torch.int32)
-        found.append(Parcel(indices, message[middle : middle + dtype.itemsize * count].view(dtype)))
-        start += size(count, dtype)
-    return found
+def write(forms: Sequence[Form], parcels: Sequence[Parcel], message: torch.Tensor, sealed: bool, sound: bool) -> None:
+    """Write parcels side by side into ``message``, uint8. ``sealed``: with checksums, where it is in the host's memory.
+
+    What does not fit its form, because of whatever somebody selected or said, or is not ``sound``, is written so that
+    :func:`read` finds that out wherever it is read: only there is it known by all ranks.
+    """
+    pairs = [(form, parcel) for form, parcel in zip(forms, parcels, strict=True) if form.count]
+    relative = [parcel.indices - form.where.start for form, parcel in pairs]
+    checks = [in_order(one, len(form.where)) for one, (form, _) in zip(relative, pairs, strict=True)]
+    good = torch.stack(checks).tolist() if checks else []  # one look at a device
+    start = 0
+    for (form, parcel), indices, right in zip(pairs, relative, good, strict=True):
+        out = message[start : start + form.size]
+        if right and sound:
+            form.codec.encode(indices, form.count, out[form.indices])
+        else:  # indices of -1; no marks
+            out[form.indices] = 255 if isinstance(form.codec, Int32) else 0
+        out[form.values].view(form.dtype).copy_(parcel.values)
+        seals.close(out, sealed)
+        start += form.size
 
 
-def _padded(length: int) -> int:
-    return -(-length // 8) * 8
+def read(forms: Sequence[Form], messages: Sequence[torch.Tensor], sealed: bool) -> tuple[list[Parcel], list[bool]]:
+    """The parcels at the beginning of each message, uint8, and which of them are what was written; of the others the
+    pairs may be any."""
+    found, checks = [], []
+    for form, message in zip(forms, messages, strict=True):
+        data = message[: form.size]
+        if form.count:
+            indices, good = form.codec.decode(data[form.indices], form.count)
+            good = good & in_order(indices, len(form.where)) & seals.intact(data, sealed)
+            found.append(Parcel(indices + form.where.start, data[form.values].view(form.dtype)))
+            checks.append(good)
+        else:
+            found.append(Parcel(data.new_empty(0, dtype=torch.int32), data.new_empty(0, dtype=form.dtype)))
+            checks.append(torch.ones((), dtype=torch.bool, device=data.device))
+    return found, torch.stack(checks).tolist()
+
+
+def _aligned(length: int, grain: int) -> int:
+    return -(-length // grain) * grain

@@ -58,35 +58,26 @@ def within(some: torch.Tensor, all_: torch.Tensor) -> torch.Tensor:
     return all_[places] == some
 
 
-def first_outside(pieces: Sequence[Parcel], start: int, stop: int) -> int:
-    """1 + the first rank whose piece has an index outside ``start`` to ``stop - 1``; 0 if none has."""
-    outside = torch.cat([(piece.indices < start) | (piece.indices >= stop) for piece in pieces])
-    if not bool(outside.any()):
-        return 0
-    parts = torch.split(outside, [piece.indices.numel() for piece in pieces])
-    return 1 + next(rank for rank, part in enumerate(parts) if bool(part.any()))
-
-
 def check_faults(name: str, faults: Sequence[int], cuts: Sequence[int]) -> None:
-    """Raise :class:`agmerge.MessageError` if a rank was sent what is not of its region; see `first_outside`."""
+    """Raise :class:`agmerge.MessageError` if a rank was sent a piece that is damaged: 1 + whose, by receiver."""
     for rank, fault in enumerate(faults):
         if fault:
             raise MessageError(
-                f"{name}: rank {fault - 1} sent indices to rank {rank} that are outside {cuts[rank]} to "
-                f"{cuts[rank + 1] - 1}; what a sparsifier selects must be ascending and in range"
+                f"{name}: what rank {fault - 1} sent to rank {rank} has changed on its way, or its indices do not "
+                f"ascend within {cuts[rank]} to {cuts[rank + 1] - 1}: look at the network and the memory of its "
+                "machine; what a sparsifier selects must be ascending and in range"
             )
 
 
-def check_ascending(name: str, kept: Sequence[Parcel], length: int) -> None:
-    """Raise :class:`agmerge.MessageError` if what ranks hand round does not ascend, one after another."""
+def check_kept(name: str, kept: Sequence[Parcel], fault: int) -> None:
+    """Raise :class:`agmerge.MessageError` if what ranks hand round is damaged (``fault``: 1 + whose), or does not
+    ascend from one to the next."""
     last = -1
     for rank, parcel in enumerate(kept):
         indices = parcel.indices
-        if not indices.numel():
-            continue
-        if int(indices[0]) <= last or int(indices[-1]) >= length or bool((indices[1:] <= indices[:-1]).any()):
+        if fault == rank + 1 or (indices.numel() and int(indices[0]) <= last):
             raise MessageError(
-                f"{name}: the result that rank {rank} handed round is damaged: its indices do not ascend within "
-                f"{last + 1} to {length - 1}"
+                f"{name}: the result that rank {rank} handed round is damaged: its checksum is wrong, or its indices "
+                f"do not ascend from {last + 1} on"
             )
-        last = int(indices[-1])
+        last = int(indices[-1]) if indices.numel() else last

@@ -73,3 +73,12 @@ def moves(held: Sequence[int], wanted: Sequence[int]) -> list[list[int]]:
         [max(0, min(starts[a + 1], goals[b + 1]) - max(starts[a], goals[b])) for b in range(len(wanted))]
         for a in range(len(held))
     ]
+
+
+def covered(table: Sequence[Sequence[int]], parts: Sequence[range]) -> list[range]:
+    """Where elements lie, by rank, after they have changed hands: ``table`` by `moves`, from regions ``parts``."""
+    found = []
+    for column in zip(*table, strict=True):
+        givers = [part for part, count in zip(parts, column, strict=True) if count]
+        found.append(range(givers[0].start, givers[-1].stop) if givers else range(0))
+    return found

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from agmerge.exchanges import summing
 from agmerge.exchanges.base import Load, Pending
 from agmerge.exchanges.dense import DenseExchange, decode, encode
 from agmerge.wire import Control
@@ -67,11 +68,8 @@ class ScatterExchange(DenseExchange):
         """Return when this rank's shard is there. What all ranks say travels in it."""
         pending.handle.wait(self.timeout)
         if self.ordered:
-            parts = pending.received.view(self.comm.size, -1)
-            total = parts[0].to(pending.loads[0].work.dtype, copy=True)
-            for part in parts[1:]:
-                total += part
-            pending.extra.copy_(total)
+            rows = pending.received.view(self.comm.size, -1)
+            pending.extra.copy_(summing.in_rank_order(rows, pending.loads[0].work.dtype))
         return decode(pending.extra[self._shard(pending) :].tolist(), pending.control, pending.name)
 
     def finish(self, pending: Pending) -> None:

@@ -39,10 +39,14 @@ def wait(comm: Backend, under_way: Sum, timeout: float, wide: torch.dtype | None
     under_way.handle.wait(timeout)
     if under_way.received is None:
         return
-    shards = under_way.received.view(comm.size, -1)
-    narrow = under_way.message.dtype in (torch.float16, torch.bfloat16)
-    total = shards[0].to(wide or (torch.float32 if narrow else under_way.message.dtype), copy=True)
-    for shard in shards[1:]:
-        total += shard
-    mine = total.to(under_way.message.dtype)
+    mine = in_rank_order(under_way.received.view(comm.size, -1), wide).to(under_way.message.dtype)
     comm.all_gather(under_way.message, mine, f"{under_way.name}/sum").wait(timeout)
+
+
+def in_rank_order(rows: torch.Tensor, wide: torch.dtype | None = None) -> torch.Tensor:
+    """The sum of ``rows``, (W, n), first to last, in ``wide`` (None: float32 for 16 bits, else their own dtype)."""
+    narrow = rows.dtype in (torch.float16, torch.bfloat16)
+    total = rows[0].to(wide or (torch.float32 if narrow else rows.dtype), copy=True)
+    for row in rows[1:]:
+        total += row
+    return total

@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 
 import sparsifiers
 from agmerge import runtime, testing
-from agmerge.backends.local import Call
 from agmerge.errors import MessageError
-from agmerge.exchanges import ballots
 from agmerge.exchanges.base import Load
 from agmerge.exchanges.dense import largest_summand
 from agmerge.exchanges.masked import MaskedExchange, checksum
@@ -31,57 +29,6 @@ FP32 = Lane(CPU, torch.float32, True)
 
 def masked(op: ReduceOp = Average, *, drawn: bool = False, ordered: bool = False) -> Make:
     return lambda record: MaskedExchange(runtime.world(), op, record, WAIT, drawn=drawn, ordered=ordered)
-
-
-# -- votes --------------------------------------------------------------------------------------------------
-
-
-@given(k=st.integers(0, 200), extra=st.integers(0, 200), workers=st.integers(1, 9), step=st.integers(0, 20))
-def test_shares_cover_everything_once_and_quotas_make_k(k: int, extra: int, workers: int, step: int) -> None:
-    length, shares = k + extra, [ballots.share_of(rank, workers, step) for rank in range(workers)]
-    assert sorted(shares) == list(range(workers))
-    quotas = [ballots.quota(k, workers, share) for share in shares]
-    assert sum(quotas) == k and max(quotas) <= ballots.slots(k, workers)
-    assert all(quota <= len(range(share, length, workers)) for quota, share in zip(quotas, shares, strict=True))
-
-
-@LIGHT
-@given(
-    length=st.integers(1, 300),
-    workers=st.integers(1, 6),
-    density=st.floats(0.01, 1.0),
-    offered=st.floats(0.0, 1.0),
-    seed=st.integers(0, 1000),
-)
-def test_a_ballot_is_of_its_share_and_0_8_full(
-    length: int, workers: int, density: float, offered: float, seed: int
-) -> None:
-    source = torch.Generator().manual_seed(seed)
-    work = torch.randn(length, generator=source)
-    chosen = torch.randperm(length, generator=source)[: round(offered * length)]
-    k, before = max(1, round(density * length)), work.clone()
-    for share in range(workers):
-        most = ballots.quota(k, workers, share)
-        named = ballots.ballot(work, chosen, share, workers, most)
-        assert len(named.unique()) == len(named) <= most and (named % workers == share).all()
-        assert 5 * len(named) >= 4 * most and bool((named >= 0).all() and (named < length).all())
-        first = [i for i in chosen.tolist() if i % workers == share]
-        inside, size_of = set(named.tolist()), work.abs()
-        if len(first) > most:
-            assert inside == set(sorted(first, key=lambda i: -float(size_of[i]))[:most])
-        else:
-            assert inside >= set(first)
-            others = [i for i in range(share, length, workers) if i not in first]
-            filled = sorted(inside - set(first), key=lambda i: -float(size_of[i]))
-            assert filled == sorted(others, key=lambda i: -float(size_of[i]))[: len(filled)]
-            assert not filled or 5 * len(first) < 4 * most
-    assert same(work, before)
-
-
-def test_every_rank_judges_every_coordinate_by_turns() -> None:
-    for workers in range(1, 7):
-        for rank in range(workers):
-            assert {ballots.share_of(rank, workers, step) for step in range(workers)} == set(range(workers))
 
 
 # -- sums ---------------------------------------------------------------------------------------------------
@@ -206,7 +153,7 @@ def test_bytes_do_not_grow_with_the_number_of_workers() -> None:
     headers = 64
     for size in (2, 4, 8):
         votes, values = bytes_of(size, drawn=False)
-        assert votes * size <= 4 * 1000 + size * headers + 4 * size
+        assert votes * size <= 1.3 * 1000 + size * (headers + 12)  # 1.5 % of the elements: 9 or 10 bits an index
         assert 0.8 * 4000 <= values <= 4000 + 4 * size
         assert bytes_of(size, drawn=True)[0] == 0
     tails = {bytes_of(size, drawn=True)[1] for size in (2, 4, 8)}
@@ -308,27 +255,6 @@ def test_ranks_at_different_places_are_told_so(drawn: bool, what: str) -> None:
     errors = testing.run(3, body, return_errors=True)
     assert [type(error) for error in errors] == [MessageError] * 3 and len({str(error) for error in errors}) == 1
     assert ("drew different coordinates" if what == "draw" else "do not belong together") in str(errors[0])
-
-
-@pytest.mark.parametrize("wrong", [-2, 64, 2**31 - 1, "other share"])
-@pytest.mark.parametrize("odd", [0, 2])
-def test_a_vote_that_is_not_the_ranks_to_give_names_the_rank(wrong: int | str, odd: int) -> None:
-    (segment,) = segments_of([(64, FP32)])
-    control = control_of(0, [segment])
-
-    def damage(call: Call) -> None:
-        if call.rank == odd and call.kind == "all_gather":
-            value = (odd + control.step + 1) % 3 if wrong == "other share" else wrong
-            call.tensor[-4:].view(torch.int32).fill_(value)
-
-    def body(rank: int) -> None:
-        load = Load(segment, torch.ones(64), torch.zeros(64))
-        here = masked()(lambda *_: None)
-        here.wait(here.start("b", [load], [draw_offer(64, 9, 0, False)], control))
-
-    errors = testing.run(3, body, return_errors=True, inject=damage)
-    assert [type(error) for error in errors] == [MessageError] * 3
-    assert len({str(error) for error in errors}) == 1 and f"rank {odd} votes" in str(errors[0])
 
 
 def test_a_checksum_tells_draws_apart() -> None:

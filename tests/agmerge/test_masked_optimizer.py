@@ -6,41 +6,28 @@ import copy
 
 import pytest
 import torch
-from support import AwkwardModel, agreed, awkward_batch, awkward_groups, digest, mlp, on_ranks, residuals, seeded, wrap
+from support import (
+    AwkwardModel,
+    Sent,
+    agreed,
+    awkward_batch,
+    awkward_groups,
+    digest,
+    mlp,
+    on_ranks,
+    residuals,
+    seeded,
+    wrap,
+)
 from support import train as plain
 from torch import Tensor
 
 import agmerge
 import merging
 from agmerge import testing
-from agmerge.layout import Segment
-from agmerge.session import Session
 
 MODEL, SMALL = seeded(AwkwardModel, 7), seeded(mlp, 3)
 THAW = 6
-
-
-class Sent:
-    """What every rank commits, by rank and parameter, since it was cleared; of a repeated step, the last attempt."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.of: dict[int, dict[str, Tensor]] = {}
-        original = Session.commit
-
-        def commit(session: Session, segment: Segment, indices: Tensor | None, sent: Tensor) -> None:
-            assert indices is not None or not segment.lane.sparse
-            full = torch.zeros(segment.length, dtype=segment.lane.storage)
-            if indices is None:
-                full += sent
-            else:
-                full.index_add_(0, indices, sent.to(full.dtype))
-            for slot in segment.slots:
-                start = slot.offset - segment.start
-                mine = self.of.setdefault(session.comm.rank, {})
-                mine[slot.name] = full[start : start + slot.numel].view(slot.shape)
-            original(session, segment, indices, sent)
-
-        monkeypatch.setattr(Session, "commit", commit)
 
 
 def wrapped(model: AwkwardModel, **options: object) -> agmerge.DistributedOptimizer:

@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from exchange_harness import CPU, control_of, draw_offer, draw_work, exchange, same, segments_of
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from test_oktopk import apart, draws, oktopk
 
 from agmerge import testing
@@ -16,6 +18,7 @@ from agmerge.errors import MessageError
 from agmerge.exchanges import Load, Pending
 from agmerge.layout import Lane
 from agmerge.wire import FIXED, MAGIC, OF_SECTION
+from sparsifiers import Selection
 
 FP32 = Lane(CPU, torch.float32, True)
 
@@ -156,8 +159,8 @@ HEADER = len(FIXED) + len(OF_SECTION) + 1  # fixed words, those of one section, 
         ("buffer 3", HEADER, 401, r"ranks announce \[.*401.*\] elements where 400 fit"),
         ("buffer 3", HEADER, -1, r"ranks announce \[.*-1.*\] elements where 400 fit"),
         ("buffer 3/counts", 1, 7, r"ranks announce \[400, 400, 400\] elements, and by region \[\["),
-        ("buffer 3/pieces", 0, -1, "rank {odd} sent indices to rank 0 that are outside 0 to"),
-        ("buffer 3/pieces", 1, 4000, "rank {odd} sent indices to rank 0 that are outside 0 to"),
+        ("buffer 3/pieces", 0, -1, "what rank {odd} sent to rank 0 has changed on its way"),
+        ("buffer 3/pieces", 1, 4000, "what rank {odd} sent to rank 0 has changed on its way"),
         ("buffer 3/kept", 3, 4032, "the result that rank {odd} handed round is damaged"),
         ("buffer 3/kept", 3, -1, "the result that rank {odd} handed round is damaged"),
     ],
@@ -168,6 +171,45 @@ def test_a_damaged_message_is_the_same_error_on_every_rank(
     (first, *_) = errors_of(damage(odd, name, word, value))
     with pytest.raises(MessageError, match="buffer 3: " + said.format(odd=odd)):
         raise first
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    what=st.sampled_from(["pieces", "surplus", "kept"]),
+    odd=st.integers(0, 2),
+    place=st.floats(0, 1),
+    flips=st.integers(1, 255),
+)
+def test_whatever_byte_changes_on_its_way_is_the_same_error_on_every_rank(
+    what: str, odd: int, place: float, flips: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agmerge.exchanges.oktopk.SLACK", 0.0)  # surplus always
+
+    def inject(call: Call) -> None:
+        if call.rank == odd and call.name == f"buffer 3/{what}":
+            # What is behind the shorter parcels of the last phase means nothing.
+            length = call.tensor.numel() // (2 if what == "kept" else 1)
+            call.tensor[round(place * (length - 1))] ^= flips
+
+    (first, *_) = errors_of(inject)
+    named = {"pieces": f"what rank {odd} sent to rank", "surplus": "the result that rank", "kept": f"that rank {odd} "}
+    assert named[what] in str(first)
+
+
+@pytest.mark.parametrize("wrong", [[5, 3, 9], [5, 5, 9], [3000, 5, 9], [5, 9, 4000]], ids=str)
+@pytest.mark.parametrize("odd", [0, 2])
+def test_what_a_sparsifier_may_not_select_is_the_same_error_on_every_rank(odd: int, wrong: list[int]) -> None:
+    (segment,) = segments_of([(3968, FP32)])
+
+    def body(rank: int) -> None:
+        load = Load(segment, torch.ones(4096), torch.full((segment.length,), torch.nan))
+        indices = torch.tensor(wrong if rank == odd else [1, 2, 3000], dtype=torch.int32)
+        here = oktopk()(lambda *_: None)
+        here.wait(here.start("buffer 3", [load], [Selection(indices, 3)], control_of(rank, [segment])))
+
+    found = testing.run(3, body, return_errors=True)
+    assert [type(error) for error in found] == [MessageError] * 3 and len({str(error) for error in found}) == 1
+    assert f"what rank {odd} sent to rank" in str(found[0]) or "elements, and by region" in str(found[0])
 
 
 def test_what_was_told_of_an_offer_is_only_about_speed() -> None:

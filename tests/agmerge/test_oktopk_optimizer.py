@@ -9,6 +9,7 @@ import torch
 from support import (
     AwkwardModel,
     Parts,
+    Sent,
     agreed,
     awkward_batch,
     awkward_groups,
@@ -31,7 +32,6 @@ from agmerge import testing
 from agmerge.backends.local import Call
 from agmerge.errors import MessageError
 from agmerge.probing import probe
-from agmerge.session import Session
 
 AWKWARD, PARTS, MODEL = seeded(AwkwardModel, 7), seeded(Parts), seeded(mlp)
 THAW = 6
@@ -47,25 +47,6 @@ def backward(model: AwkwardModel, rank: int, step: int) -> None:
     if step == THAW:
         model.unfreeze()
     model.loss(awkward_batch(rank, step), rank, step).backward()
-
-
-class Sent:
-    """What every rank commits as sent, by parameter, in the latest step."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.of: dict[int, dict[str, Tensor]] = {}
-        original = Session.commit
-
-        def commit(session: Session, segment: Any, indices: Tensor | None, sent: Tensor) -> None:
-            full = torch.zeros(segment.length, dtype=segment.lane.storage)
-            full.index_add_(0, indices, sent.to(full.dtype)) if indices is not None else full.add_(sent)
-            mine = self.of.setdefault(session.comm.rank, {})
-            for slot in segment.slots:
-                start = slot.offset - segment.start
-                mine[slot.name] = full[start : start + slot.numel].view(slot.shape)
-            original(session, segment, indices, sent)
-
-        monkeypatch.setattr(Session, "commit", commit)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -244,7 +225,7 @@ def test_a_damaged_message_is_the_same_error_on_every_rank() -> None:
 
     errors = on_ranks(3, MODEL, body, inject=inject, return_errors=True)
     assert [type(error) for error in errors] == [MessageError] * 3
-    assert len({str(error) for error in errors}) == 1 and "rank 0 sent indices to rank 1" in str(errors[0])
+    assert len({str(error) for error in errors}) == 1 and "what rank 0 sent to rank 1 has changed" in str(errors[0])
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agmerge.codecs import candidates, smallest
 from agmerge.errors import MessageError
 from agmerge.exchanges import histogram, parcels, reduction, regions
-from agmerge.exchanges.parcels import Parcel
+from agmerge.exchanges.parcels import Form, Parcel
 
 INF, NAN = torch.inf, torch.nan
 LIGHT = settings(deadline=None)
@@ -128,16 +129,94 @@ def test_ranks_keep_the_k_largest_together(rows: list[list[int]], k: int) -> Non
 # -- pairs --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_parcels_lie_side_by_side(dtype: torch.dtype) -> None:
-    counts = [3, 0, 1, 8]
-    message = torch.zeros(sum(parcels.size(count, dtype) for count in counts), dtype=torch.uint8)
-    whole = Parcel(torch.arange(12, dtype=torch.int32), torch.arange(12, dtype=dtype) / 2)
-    for place, piece in zip(parcels.views(message, counts, dtype), whole.split(counts), strict=True):
-        place.copy_(piece)
-    back = parcels.joined(parcels.views(message, counts, dtype))
-    assert torch.equal(back.indices, whole.indices) and torch.equal(back.values, whole.values)
-    assert message.numel() == sum(-(-4 * n // 8) * 8 + -(-dtype.itemsize * n // 8) * 8 for n in counts)
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def drawn_parcel(where: range, count: int, dtype: torch.dtype, seed: int) -> Parcel:
+    source = torch.Generator().manual_seed(seed)
+    indices = torch.randperm(len(where), generator=source)[:count].sort().values + where.start
+    return Parcel(indices.to(torch.int32), torch.randn(count, generator=source).to(dtype))
+
+
+def written(forms: list[Form], pieces: list[Parcel], sealed: bool, sound: bool = True) -> list[torch.Tensor]:
+    sizes = [form.size for form in forms]
+    message = torch.randint(0, 256, (sum(sizes),), dtype=torch.uint8)  # what happened to lie there
+    parcels.write(forms, pieces, message, sealed, sound)
+    return list(torch.split(message, sizes))
+
+
+@LIGHT
+@given(
+    st.lists(st.tuples(st.integers(0, 300), st.floats(0, 1)), min_size=1, max_size=6),
+    st.sampled_from([0, 5, 2**31 - 2000]),
+    st.sampled_from(DTYPES),
+    st.booleans(),
+    st.integers(0, 100),
+)
+def test_parcels_lie_side_by_side(
+    parts: list[tuple[int, float]], start: int, dtype: torch.dtype, sealed: bool, seed: int
+) -> None:
+    forms, pieces = [], []
+    for length, density in parts:
+        where = range(start, start + length)
+        forms.append(Form(where, round(density * length), dtype))
+        pieces.append(drawn_parcel(where, forms[-1].count, dtype, seed))
+    back, good = parcels.read(forms, written(forms, pieces, sealed), sealed)
+    assert all(good) and len(back) == len(pieces)
+    for one, two in zip(back, pieces, strict=True):
+        assert torch.equal(one.indices, two.indices) and one.indices.dtype == torch.int32
+        assert torch.equal(one.values, two.values) and one.values.dtype == dtype
+    assert all(form.size == 0 for form in forms if form.count == 0)
+
+
+@LIGHT
+@given(st.integers(0, 31), st.floats(0, 1), st.floats(0, 1), st.sampled_from([1, 4, 8, 16]))
+def test_the_smallest_codec_is_the_smallest(octave: int, part: float, density: float, grain: int) -> None:
+    length = min(int((1 + part) * 2**octave), 2**31 - 1)
+    for count in {round(density * length), round(density * min(length, 40)), round(length**density) % (length + 1)}:
+        best = min(-(-codec.size // grain) for codec in candidates(length, count))
+        assert -(-smallest(length, count, grain).size // grain) == best
+        form = Form(range(length), count, torch.float32)
+        assert form.size <= (4 + 8 * count if count else 0)  # and so never more than plain, the checksum apart
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize("where", [range(10, 50), range(10, 10**6)], ids=str)
+def test_what_does_not_fit_its_form_is_found_where_it_is_read(where: range, sealed: bool) -> None:
+    wrong = [[9], [where.stop], [-1], [2**31 - 1], [12, 11], [20, 20], [11, 12, where.stop], [9, *range(11, 40)]]
+    for indices in wrong:
+        forms = [Form(where, 2, torch.float32), Form(where, len(indices), torch.float32)]
+        pieces = [drawn_parcel(where, 2, torch.float32, 0), Parcel(torch.tensor(indices), torch.ones(len(indices)))]
+        assert parcels.read(forms, written(forms, pieces, sealed), sealed)[1] == [True, False], indices
+    for length, count in ((40, 40), (40, 1), (40, 20), (1, 1), (10**6, 1), (10**6, 999)):  # every codec
+        forms = [Form(range(length), count, torch.float32)]
+        pieces = [drawn_parcel(range(length), count, torch.float32, 0)]
+        assert parcels.read(forms, written(forms, pieces, sealed, sound=False), sealed)[1] == [False], (length, count)
+
+
+def test_a_table_that_says_more_than_there_is_room_for_is_found() -> None:
+    for length, count in ((0, 3), (2, 5), (8, 9)):
+        forms = [Form(range(length), count, torch.float32)]
+        pieces = [Parcel(torch.arange(count, dtype=torch.int32), torch.ones(count))]
+        assert parcels.read(forms, written(forms, pieces, True), True)[1] == [False]
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.integers(1, 5000), st.floats(0, 1), st.floats(0, 1), st.integers(1, 255), st.sampled_from(DTYPES), st.booleans()
+)
+def test_a_damaged_parcel_is_never_taken_for_another(
+    length: int, density: float, place: float, flips: int, dtype: torch.dtype, sealed: bool
+) -> None:
+    where = range(70, 70 + length)
+    form = Form(where, max(1, round(density * length)), dtype)
+    (data,) = written([form], [drawn_parcel(where, form.count, dtype, 0)], sealed)
+    data[round(place * (form.size - 1))] ^= flips
+    (found,), (good,) = parcels.read([form], [data], sealed)
+    if sealed:
+        assert not good
+    elif good:  # without a checksum, at least what comes of it is in range
+        assert found.indices.tolist() == sorted(set(found.indices.tolist()) & set(where))
 
 
 def test_within() -> None:
@@ -163,12 +242,18 @@ def test_added_goes_rank_by_rank() -> None:
     assert scaled.values.tolist() == [5e7, 3.5] and scaled.values.dtype == torch.float64
 
 
-def test_who_is_named_for_a_piece_outside_its_region() -> None:
-    pieces = [Parcel(torch.tensor(one, dtype=torch.int32), torch.zeros(len(one))) for one in ([3, 4], [], [3, 5], [2])]
-    assert reduction.first_outside(pieces, 2, 6) == 0
-    assert reduction.first_outside(pieces, 2, 5) == 3
-    assert reduction.first_outside(pieces, 3, 6) == 4
-    assert reduction.first_outside(pieces[:0] or pieces[1:2], 0, 0) == 0
+@LIGHT
+@given(COUNTS, st.integers(0, 50))
+def test_where_elements_lie_after_they_have_changed_hands(held: list[int], seed: int) -> None:
+    source, start, parts, pieces = np.random.default_rng(seed), 0, [], []
+    for count in held:
+        parts.append(range(start, start + count + int(source.integers(0, 40))))
+        pieces.append(drawn_parcel(parts[-1], count, torch.float32, seed).indices)
+        start = parts[-1].stop
+    wanted = regions.shares(sum(held), len(held))
+    covered = regions.covered(regions.moves(held, wanted), parts)
+    for mine, where in zip(torch.cat(pieces).split(wanted), covered, strict=True):
+        assert set(mine.tolist()) <= set(where) and (len(mine) or len(where) == 0)
 
 
 @LIGHT
@@ -180,14 +265,16 @@ def test_room_is_allotted_to_the_first(at_edge: list[int], room: int) -> None:
     assert all(takes[i] == 0 for i in range(short[0] + 1, len(takes))) if short else True
 
 
-@pytest.mark.parametrize("damaged", [[[0, 3], [3, 4]], [[0, 3], [2]], [[0, 9]], [[-1]], [[2, 2]], [[], [3], [], [1]]])
-def test_a_result_must_ascend(damaged: list[list[int]]) -> None:
+@pytest.mark.parametrize(
+    "damaged, fault, named", [([[0, 3], [2]], 0, 1), ([[], [3], [], [1]], 0, 3), ([[0], [4]], 2, 1)]
+)
+def test_a_result_must_ascend(damaged: list[list[int]], fault: int, named: int) -> None:
     def parcels_of(rows: list[list[int]]) -> list[Parcel]:
         return [Parcel(torch.tensor(row, dtype=torch.int32), torch.zeros(len(row))) for row in rows]
 
-    reduction.check_ascending("buffer 3", parcels_of([[0, 3], [], [4, 8]]), 9)
-    with pytest.raises(MessageError, match="buffer 3: the result that rank"):
-        reduction.check_ascending("buffer 3", parcels_of(damaged), 9)
+    reduction.check_kept("buffer 3", parcels_of([[0, 3], [], [4, 8]]), 0)
+    with pytest.raises(MessageError, match=f"buffer 3: the result that rank {named} handed round is damaged"):
+        reduction.check_kept("buffer 3", parcels_of(damaged), fault)
 
 
 def test_a_merge_buffer_that_int32_cannot_index_is_refused() -> None:

@@ -18,9 +18,10 @@ def test_volume_is_within_the_bound(case: str, workers: int) -> None:
     k = 20_000
     ours = volume.measure(OkTopkExchange, case, workers, k, 10 * k, steps=2)
     assert ours.payload <= 1.25 * volume.bound(k, workers)
+    # The bound has eight bytes a slot, and here indices take about one. Also at most the slack of the last all-gather.
+    assert ours.payload <= 0.65 * 1.125 * volume.bound(k, workers)
     assert ours.elements == k
-    # Beside the payload: at most the slack of the last all-gather, one histogram, and 0.4 KB a rank and call.
-    assert ours.padding <= 0.125 * volume.bound(k, workers) / 3 + 8 * workers
+    # Beside the payload: one histogram, and 0.4 KB a rank and call.
     assert ours.histogram == 2 * volume.BINS * (workers - 1) / workers
     assert ours.control <= 300 * (workers - 1)
     theirs = volume.measure(SparseExchange, case, workers, k, 10 * k, steps=1)
@@ -36,10 +37,12 @@ def test_sixteen_ranks_and_the_size_of_the_claim() -> None:
     assert ours.total < 0.25 * volume.model(k, 16)[1]
 
 
-def test_surplus_is_moved_where_the_result_lies_in_few_regions() -> None:
-    """Without it the last all-gather would be twice as long."""
-    ours = volume.measure(OkTopkExchange, "opposed", 4, 20_000, 200_000, steps=1)
-    assert ours.padding < 0.05 * volume.bound(20_000, 4) and ours.sent > 1.1 * volume.bound(20_000, 4) * 4 / 6
+def test_surplus_is_moved_where_the_result_lies_in_few_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it the last all-gather is twice as long."""
+    moved = volume.measure(OkTopkExchange, "opposed", 4, 20_000, 200_000, steps=1)
+    monkeypatch.setattr("agmerge.exchanges.oktopk.SLACK", 4.0)
+    padded = volume.measure(OkTopkExchange, "opposed", 4, 20_000, 200_000, steps=1)
+    assert moved.received < 0.8 * padded.received and moved.sent < 0.95 * padded.sent
 
 
 def test_the_model_is_never_below_what_is_measured() -> None:
@@ -49,7 +52,7 @@ def test_the_model_is_never_below_what_is_measured() -> None:
 
 
 def test_crossover() -> None:
-    assert [volume.crossover(k) for k in (10, 100, 1000, 10_000, 10**6)] == [None, None, 12, 6, 6]
+    assert [volume.crossover(k) for k in (10, 100, 1000, 10_000, 10**6)] == [None, None, 9, 4, 4]
 
 
 def test_the_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,12 +7,11 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from support import AwkwardModel, agreed, awkward_batch, awkward_groups, digest, on_ranks, residuals, seeded
+from support import AwkwardModel, Sent, agreed, awkward_batch, awkward_groups, digest, on_ranks, residuals, seeded
 from torch import Tensor
 
 import agmerge
 import merging
-from agmerge.session import Session
 
 STEPS, THAW = 50, 20
 LOSSY = ["topk", "fp16", "bf16"]
@@ -45,28 +44,6 @@ def train(model: AwkwardModel, optimizer: torch.optim.Optimizer, rank: int, step
 
 def largest(tensor: Tensor) -> float:
     return max(tensor.abs().flatten().tolist(), default=0.0)
-
-
-class Sent:
-    """What every rank commits as sent, by parameter, since the last ``clear``."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.of: dict[int, dict[str, Tensor]] = {}
-        original = Session.commit
-
-        def commit(session: Session, segment: object, indices: Tensor | None, sent: Tensor) -> None:
-            full = torch.zeros(segment.length, dtype=segment.lane.storage)
-            if indices is None:
-                full += sent
-            else:
-                full.index_add_(0, indices, sent.to(full.dtype))
-            mine = self.of.setdefault(session.comm.rank, {})
-            for slot in segment.slots:
-                start = slot.offset - segment.start
-                mine[slot.name] = full[start : start + slot.numel].view(slot.shape)
-            original(session, segment, indices, sent)
-
-        monkeypatch.setattr(Session, "commit", commit)
 
 
 @pytest.mark.parametrize("compression", ["topk", "none", "fp16", "bf16"])

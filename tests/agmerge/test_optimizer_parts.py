@@ -11,6 +11,7 @@ import pytest
 import torch
 from support import (
     AwkwardModel,
+    Sent,
     agreed,
     awkward_batch,
     awkward_groups,
@@ -26,7 +27,7 @@ from support import (
     wrap,
 )
 from test_optimizer_checkpoint import through_a_file
-from test_optimizer_planners import Sent, conserving
+from test_optimizer_planners import conserving
 from torch import nn
 
 import agmerge

@@ -13,6 +13,7 @@ import pytest
 import torch
 from support import (
     AwkwardModel,
+    Sent,
     agreed,
     awkward_batch,
     awkward_groups,
@@ -34,7 +35,6 @@ import merging
 from agmerge import adaptation, probing, testing
 from agmerge.adaptation import FIRST
 from agmerge.agreement import labelled
-from agmerge.layout import Segment
 from agmerge.session import Session
 from agmerge.wire import slot_bytes
 
@@ -43,30 +43,6 @@ AWKWARD = seeded(AwkwardModel, 7)
 NAMES = [name for name in merging.names() if name != "dear"]
 TIMED = [name for name in NAMES if merging.get(name).timed]
 Calls = list[tuple[str, str, int]]
-
-
-class Sent:
-    """What this rank committed as sent since the last ``clear``, by tensor."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.of: dict[int, dict[str, Tensor]] = {}
-        original = Session.commit
-
-        def commit(session: Session, segment: Segment, indices: Tensor | None, sent: Tensor) -> None:
-            full = torch.zeros(segment.length, dtype=segment.lane.storage)
-            if indices is None:
-                full += sent
-            else:
-                full.index_add_(0, indices, sent.to(full.dtype))
-            mine = self.of.setdefault(session.comm.rank, {})
-            for slot in segment.slots:
-                start, stop = segment.inside(slot)
-                whole = mine.setdefault(slot.name, torch.zeros(slot.shape, dtype=full.dtype))
-                at = slot.offset - segment.start
-                whole.view(-1)[start:stop] = full[at + start : at + stop]
-            original(session, segment, indices, sent)
-
-        monkeypatch.setattr(Session, "commit", commit)
 
 
 class Probes:

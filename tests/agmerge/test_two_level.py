@@ -8,6 +8,7 @@ import pytest
 import torch
 from support import (
     AwkwardModel,
+    Sent,
     agreed,
     awkward_batch,
     awkward_groups,
@@ -21,7 +22,6 @@ from support import (
     wrap,
 )
 from support import train as plain
-from test_masked_optimizer import Sent
 from torch import Tensor
 
 import agmerge

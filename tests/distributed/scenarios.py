@@ -20,6 +20,7 @@ import merging
 
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parents[2] / "examples")]
 from digits import DigitsCNN, load  # noqa: E402
+from exchange_scenarios import exchanges  # noqa: E402
 from support import (  # noqa: E402
     AwkwardModel,
     awkward_batch,
@@ -170,6 +171,9 @@ def planners() -> dict[str, dict[str, Any]]:
         seen[name] = {"digests": digests, "losses": losses, "plan": optimizer.plan.counts}
         optimizer.close()
     return seen
+
+
+scenario(exchanges)
 
 
 @scenario

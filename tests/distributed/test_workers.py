@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from exchange_scenarios import EXCHANGES, STEPS, in_memory
 from launching import HERE, LAUNCHERS, ROOT, by_hand, launch, missing, results, run, torchrun
 
 import merging
@@ -97,6 +98,22 @@ def test_every_planner_trains_the_digits_with_equal_replicas(found: Results) -> 
         assert len(set(seen["digests"])) == 20, name
         assert sum(seen["losses"][-4:]) < 0.95 * sum(seen["losses"][:4]), name
     assert len({tuple(seen["plan"]) for seen in ranks[0].values()}) > 2
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_every_exchange_trains_the_digits_and_loses_nothing(found: Results, name: str) -> None:
+    ranks = [seen[name] for seen in found["exchanges"]]
+    assert all(seen["digests"] == ranks[0]["digests"] for seen in ranks) and ranks[0]["buffers"] > 1
+    assert len(set(ranks[0]["digests"])) == STEPS
+    assert all(seen["worst"] < 1e-7 and seen["kept"] > 1e-3 for seen in ranks)
+    losses = [sum(step) for step in zip(*(seen["losses"] for seen in ranks), strict=True)]
+    assert sum(losses[-3:]) < 0.97 * sum(losses[:3])
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_every_exchange_trains_as_ranks_in_memory_do_to_the_bit(found: Results, name: str) -> None:
+    seen = found["exchanges"]
+    assert seen[0][name]["digests"] == in_memory(len(seen))[name][0]["digests"]
 
 
 def test_sparsified_ahead_and_added_in_order_the_plan_does_not_matter(found: Results) -> None:

@@ -1,0 +1,145 @@
+"""Votes of the masked exchange: who may name what, the bytes that bring it, and what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from exchange_harness import CPU, control_of, draw_offer, same, segments_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_masked import masked
+
+from agmerge import testing
+from agmerge.backends.local import Call
+from agmerge.errors import MessageError
+from agmerge.exchanges import ballots
+from agmerge.exchanges.base import Load
+from agmerge.layout import Lane
+from sparsifiers import Selection
+
+LIGHT = settings(deadline=None, max_examples=60)
+FP32 = Lane(CPU, torch.float32, True)
+
+
+@given(k=st.integers(0, 200), extra=st.integers(0, 200), workers=st.integers(1, 9), step=st.integers(0, 20))
+def test_shares_cover_everything_once_and_quotas_make_k(k: int, extra: int, workers: int, step: int) -> None:
+    length, shares = k + extra, [ballots.share_of(rank, workers, step) for rank in range(workers)]
+    assert sorted(shares) == list(range(workers))
+    quotas = [ballots.quota(k, workers, share) for share in shares]
+    assert sum(quotas) == k and max(quotas) <= ballots.slots(k, workers)
+    assert all(quota <= len(range(share, length, workers)) for quota, share in zip(quotas, shares, strict=True))
+
+
+@LIGHT
+@given(
+    length=st.integers(1, 300),
+    workers=st.integers(1, 6),
+    density=st.floats(0.01, 1.0),
+    offered=st.floats(0.0, 1.0),
+    seed=st.integers(0, 1000),
+)
+def test_a_ballot_is_of_its_share_and_0_8_full(
+    length: int, workers: int, density: float, offered: float, seed: int
+) -> None:
+    source = torch.Generator().manual_seed(seed)
+    work = torch.randn(length, generator=source)
+    chosen = torch.randperm(length, generator=source)[: round(offered * length)]
+    k, before = max(1, round(density * length)), work.clone()
+    for share in range(workers):
+        most = ballots.quota(k, workers, share)
+        named = ballots.ballot(work, chosen, share, workers, most)
+        assert len(named.unique()) == len(named) <= most and (named % workers == share).all()
+        assert 5 * len(named) >= 4 * most and bool((named >= 0).all() and (named < length).all())
+        first = [i for i in chosen.tolist() if i % workers == share]
+        inside, size_of = set(named.tolist()), work.abs()
+        if len(first) > most:
+            assert inside == set(sorted(first, key=lambda i: -float(size_of[i]))[:most])
+        else:
+            assert inside >= set(first)
+            others = [i for i in range(share, length, workers) if i not in first]
+            filled = sorted(inside - set(first), key=lambda i: -float(size_of[i]))
+            assert filled == sorted(others, key=lambda i: -float(size_of[i]))[: len(filled)]
+            assert not filled or 5 * len(first) < 4 * most
+    assert same(work, before)
+
+
+def test_every_rank_judges_every_coordinate_by_turns() -> None:
+    for workers in range(1, 7):
+        for rank in range(workers):
+            assert {ballots.share_of(rank, workers, step) for step in range(workers)} == set(range(workers))
+
+
+def told(odd: int, damage: Callable[[torch.Tensor], None] | None = None, offer: Selection | None = None) -> str:
+    """The one error that all of three ranks raise if what rank ``odd`` votes is damaged, or ``offer``."""
+    (segment,) = segments_of([(640, FP32)])
+
+    def inject(call: Call) -> None:
+        if damage is not None and call.rank == odd and call.kind == "all_gather":
+            damage(call.tensor[-papers_of(640, 90).size :])
+
+    def body(rank: int) -> None:
+        load = Load(segment, torch.ones(1000)[: segment.length], torch.zeros(segment.length))
+        here = masked()(lambda *_: None)
+        mine = draw_offer(640, 90, 0, False) if offer is None or rank != odd else offer
+        here.wait(here.start("b", [load], [mine], control_of(0, [segment])))
+
+    errors = testing.run(3, body, return_errors=True, inject=inject)
+    assert [type(error) for error in errors] == [MessageError] * 3
+    assert len({str(error) for error in errors}) == 1
+    return str(errors[0])
+
+
+def papers_of(length: int, k: int, workers: int = 3) -> ballots.Papers:
+    return ballots.Papers([length], [ballots.slots(k, workers)], workers)
+
+
+@LIGHT
+@given(odd=st.sampled_from([0, 2]), place=st.floats(0, 1), flips=st.integers(1, 255))
+def test_a_vote_that_has_changed_on_its_way_names_the_rank(odd: int, place: float, flips: int) -> None:
+    def damage(papers: torch.Tensor) -> None:
+        papers[round(place * (len(papers) - 1))] ^= flips
+
+    assert f"what rank {odd} votes has changed on its way" in told(odd, damage)
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+def test_a_selection_with_an_element_twice_names_the_rank(odd: int) -> None:
+    twice = Selection(torch.tensor([7, 8, 9] * 30, dtype=torch.int32), 90)
+    assert f"what rank {odd} votes" in told(odd, offer=twice)
+
+
+@LIGHT
+@given(
+    lengths=st.lists(st.integers(0, 400), min_size=1, max_size=4),
+    workers=st.integers(1, 6),
+    density=st.floats(0, 1),
+    seed=st.integers(0, 100),
+    sealed=st.booleans(),
+)
+def test_papers_bring_what_was_named(
+    lengths: list[int], workers: int, density: float, seed: int, sealed: bool
+) -> None:
+    source = torch.Generator().manual_seed(seed)
+    slots = [ballots.slots(round(density * length), workers) for length in lengths]
+    papers, seen = ballots.Papers(lengths, slots, workers), []
+    assert papers.size <= 4 + sum(4 + 4 * count for count in slots)  # an index takes four bytes at most
+    for share in range(workers):
+        named = []
+        for length, most in zip(lengths, slots, strict=True):
+            mine = torch.tensor(range(share, length, workers), dtype=torch.int64)
+            named.append(mine[torch.randperm(len(mine), generator=source)[: max(0, most - seed % 2)]])
+        data = torch.randint(0, 256, (papers.size,), dtype=torch.uint8)  # what happened to lie there
+        papers.write(named, share, data, sealed)
+        found = papers.read(data, share, sealed)
+        assert found is not None
+        assert all(torch.equal(one, two.sort().values) for one, two in zip(found, named, strict=True))
+        seen.append(found)
+        if not sealed:  # whatever arrives, nothing is named that is not there, or another's
+            data[int(torch.randint(0, papers.size, ()))] ^= 1 + seed
+            for one, length in zip(papers.read(data, share, False) or [], lengths, strict=False):
+                assert set(one.tolist()) <= set(range(share, length, workers)) and len(one.unique()) == len(one)
+    for of_all in zip(*seen, strict=True):
+        mask = ballots.counted(of_all)
+        assert torch.equal(mask, mask.unique()) and len(mask) == sum(map(len, of_all))
