@@ -60,9 +60,8 @@ class Sent:
                 full.index_add_(0, indices, sent.to(full.dtype))
             mine = self.of.setdefault(session.comm.rank, {})
             for slot in segment.slots:
-                start, stop = segment.inside(slot)
+                (start, stop), at = segment.inside(slot), slot.offset - segment.start
                 whole = mine.setdefault(slot.name, torch.zeros(slot.shape, dtype=full.dtype))
-                at = slot.offset - segment.start
                 whole.view(-1)[start:stop] = full[at + start : at + stop]
             original(session, segment, indices, sent)
 
