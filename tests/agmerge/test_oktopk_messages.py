@@ -173,6 +173,14 @@ def test_a_damaged_message_is_the_same_error_on_every_rank(
         raise first
 
 
+def test_counts_that_only_add_up_are_the_same_error_on_every_rank() -> None:
+    def inject(call: Call) -> None:
+        if call.rank == 1 and call.name == "buffer 3/counts":
+            call.tensor.add_(torch.tensor([-500, 500, 0], dtype=torch.int32))
+
+    assert "elements, and by region [[" in str(errors_of(inject)[0])
+
+
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     what=st.sampled_from(["pieces", "surplus", "kept"]),
