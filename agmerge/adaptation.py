@@ -154,7 +154,7 @@ class Adaptation:
             ready = self._told(self.averages.ready())[0].max(axis=0)
             self.averages.restart()
         if probing or self._latest is None:
-            sparsify, exchange, dense = probe(self.session, step)
+            sparsify, exchange, dense = probe(self.session, step, float(ready[-1]))
         else:
             sparsify, exchange, dense = self._latest.sparsify, self._latest.exchange, self._latest.dense
         config = self.session.config

@@ -38,8 +38,8 @@ class Found(NamedTuple):
     dense: Curve | None
 
 
-def probe(session: Session, step: int) -> Found:
-    """What selection and exchanges cost. Collective, between steps.
+def probe(session: Session, step: int, backward: float) -> Found:
+    """What selection and exchanges cost. ``backward``: seconds, this rank's. Collective, between steps.
 
     Runs of tensors of the largest lane, of sizes that double, are selected from and exchanged as in a step;
     nothing of it is written to a residual or an update. Selection is the mean of several calls with one key, since
@@ -51,26 +51,31 @@ def probe(session: Session, step: int) -> Found:
     segments = sizes(session.layout)
     choice: Curve | None = None
     if segments[0].lane.sparse and config.sparsifier is not None:
-        selections, travels = _measured(session, segments, sparse, step)
+        selections, travels = _measured(session, segments, sparse, step, backward)
         if config.exchange == AUTO or advise.active():
-            choice = Curve.fit(_measured(session, segments, dense, step)[1])
+            choice = Curve.fit(_measured(session, segments, dense, step, backward)[1])
         config.sparsifier.retain(session.keys())
         return Found(Curve.fit(selections, zero=True), Curve.fit(travels), choice)
-    return Found(None, Curve.fit(_measured(session, segments, dense, step)[1]), None)
+    return Found(None, Curve.fit(_measured(session, segments, dense, step, backward)[1]), None)
 
 
-def _measured(session: Session, segments: list[Segment], exchange: Exchange, step: int) -> tuple[Samples, Samples]:
+def _measured(
+    session: Session, segments: list[Segment], exchange: Exchange, step: int, backward: float
+) -> tuple[Samples, Samples]:
     """Seconds of selection by elements, and of the exchange by load, as far as there is time for them."""
     selections: Samples = {}
     travels: Samples = {}
-    spent, cost, before = 0.0, 0.0, 1
+    # One message to begin with: on a slow network the first size would take all the time there is.
+    first = _Trial(session, segments[0], exchange, step, backward)
+    cost, before = 2 * _agreed(session, first.exchange(1))[0], segments[0].numel
+    spent = cost
     for segment in segments:
         # Every rank has the same figures, so all of them stop at the same size.
         expected = cost * segment.numel / before
-        if spent + RUNS[0] * expected > SPEND:
+        if spent + RUNS[0] * expected > SPEND and travels:
             break
         runs = int(min(max(SPEND / SHARE / expected, RUNS[0]), RUNS[1])) if expected else RUNS[1]
-        trial = _Trial(session, segment, exchange, step)
+        trial = _Trial(session, segment, exchange, step, backward)
         select, travel = _agreed(session, trial.select(runs), trial.exchange(runs))
         travels.setdefault(trial.capacity if exchange.selects else segment.numel, []).append(travel)
         selections.setdefault(segment.numel, []).append(select)
@@ -95,8 +100,9 @@ def sizes(layout: Layout) -> list[Segment]:
 class _Trial:
     """One size: the same message again and again."""
 
-    def __init__(self, session: Session, segment: Segment, exchange: Exchange, step: int) -> None:
+    def __init__(self, session: Session, segment: Segment, exchange: Exchange, step: int, backward: float) -> None:
         self.session, self.segment, self.step, self._exchange = session, segment, step, exchange
+        self._busy = backward / 2  # seconds, about, that backward goes on after a message has left
         self.load = session.load(segment)
         self._shares_cores = segment.lane.device.type == "cpu" and exchange.polls
         self.offer = self._select()
@@ -115,7 +121,10 @@ class _Trial:
 
         def wait() -> None:
             # During backward the network's threads must share the cores: a message takes longer than on an idle host.
-            while self._shares_cores and not self._exchange.arrived(pending):
+            start = time.monotonic()
+            while self._shares_cores and time.monotonic() - start < self._busy:
+                if self._exchange.arrived(pending):
+                    break
                 torch.mm(BUSY, BUSY)
             self._exchange.wait(pending)
 

@@ -236,7 +236,7 @@ def test_probes_cost_the_same_calls_and_leave_nothing_behind(size: int) -> None:
         kept, before = residuals(optimizer), len(testing.calls())
         session = optimizer._engine.session
         assert session is not None
-        found = probe(session, 2)
+        found = probe(session, 2, 0.01)
         assert found.sparsify is not None and found.exchange(1000) > 0
         assert all(same_bits(value, kept[name]) for name, value in residuals(optimizer).items())
         calls = [(kind, name) for kind, name, _ in testing.calls()[before:]]
