@@ -37,6 +37,7 @@ from agmerge.stats import Stats
 from agmerge.trace import Trace, path_of
 from agmerge.two_level import round_for
 from agmerge.version import __version__
+from agmerge.wire import GOING, JOINED
 
 TOO_MANY = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). "
@@ -70,6 +71,7 @@ class Engine:
         self.parked: State = {}  # what is kept and has no place in the session
         self.paused = False  # no_sync()
         self.synchronized = False  # gradients are combined, step() has not been called
+        self.flag, self.said = GOING, 0  # what this rank says in its messages (JOINED: in join()); what all said last
         self._fired: dict[torch.Tensor, int] = {}  # backward passes since the last step
         self._ready: dict[torch.Tensor, None] = {}  # in readiness order
         self._round: Round | None = None
@@ -217,10 +219,11 @@ class Engine:
             with self._breaking():
                 round_ = self._attempt()
                 if round_ is None or not round_.complete(self._gradient):
-                    round_ = round_for(self._open(), self._clock, self.stats, dirty=False)
+                    round_ = round_for(self._open(), self._clock, self.stats, dirty=False, flags=self.flag)
                     if not round_.complete(self._gradient):
                         raise AGMergeError("parameters changed while ranks agreed on them; change them between steps")
                 self.averages.observe(round_.recorder)
+                self.said = round_.said
                 self._attach(round_.session)
             self.synchronized = True
 
@@ -234,7 +237,8 @@ class Engine:
         session = self.session
         self.stats.stepped(len(session.buffers), session.layout.numel, session.tensors.numel)
         self._clear()
-        if self.config.check_every and self.steps % self.config.check_every == 0:
+        due = self.config.check_every and self.steps % self.config.check_every == 0
+        if due and not self.said & JOINED:  # a rank that has joined may step otherwise, until all have
             sentinel.check(self.comm, self.members, self.steps, self.config.timeout)
         with self._breaking():
             plan = None if self._stale else self.adaptation.after_step(self._clock)
@@ -302,11 +306,11 @@ class Engine:
         """The round under way; None before the first agreement. It begins with the first tensor that is ready."""
         if self._round is None and self.session is not None:
             dirty = self._stale or self.members.snapshot() != self._snapshot
-            self._round = round_for(self.session, self._clock, self.stats, dirty=dirty)
+            self._round = round_for(self.session, self._clock, self.stats, dirty=dirty, flags=self.flag)
         return self._round
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        gradient = parameter.grad
+        gradient = None if self.flag == JOINED else parameter.grad
         if gradient is None or gradient.layout == torch.strided:
             return gradient
         if not self.config.sparse_as_dense:
@@ -335,6 +339,10 @@ class Engine:
                         f"parameter {member.name!r} was added or unfrozen during backward(), and its gradient was "
                         "not combined; do that between step() and the next backward()"
                     )
+
+    def discard(self) -> None:
+        """Forget the gradients of this step, combined or not. Residuals are as they were before it."""
+        self._clear()
 
     def _clear(self) -> None:
         self._fired, self._ready, self._round, self.synchronized = {}, {}, None, False

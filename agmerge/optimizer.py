@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import sparsifiers
-from agmerge import advise, checkpoint, dear, runtime
+from agmerge import advise, checkpoint, dear, joining, runtime
 from agmerge.compression import DENSITY
 from agmerge.config import IMPORTANCE, check_momentum, resolve
 from agmerge.errors import AGMergeError
@@ -280,9 +280,18 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         self._engine.reconfigure(config)
         self._arguments = arguments
 
-    def join(self) -> None:
-        """Refused: uneven data is not built yet."""
-        raise AGMergeError("join() is not built yet: give every rank the same number of batches")
+    def join(self) -> int:
+        """Called by a rank that has no batches left: take part without gradients until every rank has called it.
+
+        Returns the rank that joined last. Averages go on being over all ranks; what this rank has kept goes on being
+        sent. Steps are taken here as on the others, hooks of the optimizer's step included. Collective.
+        """
+        self._connect_once()
+        return joining.join(self._engine, self.optimizer, self._step_combined)
+
+    def _step_combined(self) -> None:
+        with self.skip_synchronize():
+            self.step()
 
     def close(self) -> None:
         """Take all hooks off. The inner optimizer and the model go on without this wrapper."""
