@@ -151,3 +151,16 @@ class TorchBackend(Backend):
 
     def _world_rank(self, rank: int) -> int:
         return int(self._dist.get_global_rank(self._group, rank))
+
+
+def saved_tensors(path: str | os.PathLike[str]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Names, shapes and dtypes of the tensors in a checkpoint of ``torch.distributed.checkpoint``."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    found = FileSystemReader(path).read_metadata().state_dict_metadata
+    return {
+        name: (tuple(about.size), about.properties.dtype)
+        for name, about in found.items()
+        if isinstance(about, TensorStorageMetadata)
+    }

@@ -233,7 +233,8 @@ def test_alone_and_outside_a_process_set_it_returns_at_once() -> None:
 
 def test_dear_is_refused() -> None:
     def body(rank: int, model: nn.Module) -> None:
-        optimizer = wrap(model, compression="none", exchange="auto", merging="dear", model=model)
+        options = {"compression": "none", "merging": "dear", "model": model}
+        optimizer = agmerge.DistributedOptimizer(sgd(model), model.named_parameters(), **options)
         with pytest.raises(ValueError, match=r"join\(\) with merging='dear' is not built yet"):
             optimizer.join()
 
