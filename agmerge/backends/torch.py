@@ -52,8 +52,8 @@ def open(env: Mapping[str, str], timeout: float) -> TorchBackend:
 def _of_this_attempt(dist: Any, env: Mapping[str, str], timeout: float) -> dict[str, Any]:
     """Where ranks find each other after torchrun has restarted them on this machine; nothing otherwise.
 
-    The agent's store outlives its workers, and torch gives each attempt the same keys in it: a worker would try to reach
-    one of the last attempt by its old address. (With several machines attempts are counted by each; set
+    The agent's store outlives its workers, and torch gives each attempt the same keys in it: a worker would try to
+    reach one of the last attempt by its old address. (With several machines attempts are counted by each; set
     ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` for torchrun there.)
     """
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
