@@ -11,6 +11,7 @@ from __future__ import annotations
 from agmerge import testing
 from agmerge.broadcasting import broadcast_optimizer_state, broadcast_parameters
 from agmerge.collectives import allgather, allreduce, barrier, broadcast, broadcast_object
+from agmerge.distributed_checkpoint import ResidualState
 from agmerge.errors import (
     AGMergeError,
     CollectiveTimeout,
@@ -19,6 +20,7 @@ from agmerge.errors import (
     PeerLost,
     RankMismatchError,
 )
+from agmerge.gathering import gather_state
 from agmerge.ops import Average, Compression, ReduceOp, Sum
 from agmerge.optimizer import DistributedOptimizer
 from agmerge.runtime import (
@@ -45,6 +47,7 @@ __all__ = [
     "PeerLost",
     "RankMismatchError",
     "ReduceOp",
+    "ResidualState",
     "Sum",
     "__version__",
     "allgather",
@@ -55,6 +58,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "gather_state",
     "init",
     "is_initialized",
     "ladder",

@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 import merging
-from agmerge.backends import horovod
+from agmerge.backends import Backend, horovod
 from agmerge.ops import Compression
 from merging import Measurements
 from merging.measured import step_end
@@ -44,6 +44,21 @@ class Row:
 def active() -> bool:
     """Whether this process runs under ``advise``."""
     return os.environ.get(_ON) == "1"
+
+
+def conclude(
+    comm: Backend, measured: Measurements, ended: Iterable[float], finish: float | None, timeout: float
+) -> None:
+    """Print what other strategies would cost, and end the script on every rank. Collective.
+
+    ``ended``: when the last steps did; ``finish``: when the exchange of a typical one does, None where unknown.
+    """
+    took = float(np.median(np.diff(list(ended))))
+    if comm.rank == 0 and finish is not None:
+        sys.stdout.write(text(compare(measured, took, finish), took) + "\n")
+        sys.stdout.flush()
+    comm.barrier("advise").wait(timeout)
+    raise SystemExit(0)
 
 
 def widened(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -29,12 +29,14 @@ def open_session(
     used: Set[str],
     recorded: merging.Plan | None,
     nodes: Nodes | None = None,
+    shares: dict[str, int] | None = None,
 ) -> tuple[Session, int]:
     """Agree on members, order and plan, and set up memory. Collective.
 
     ``order``: names in the order in which this rank saw them ready; tensors it did not see go last. ``steps``:
     committed exchanges so far. Rank 0's count, in both. ``used``: tensors that this rank knows to have had a
-    gradient; any rank's count. ``recorded``: a plan to go on with, if it still fits. Raises
+    gradient; any rank's count. ``recorded``: a plan to go on with, if it still fits. ``shares``: elements
+    to send by name, by importance, if that is known of every tensor; rank 0's count. Raises
     :class:`agmerge.RankMismatchError` on every rank if the models differ, and ``ValueError`` on every rank if
     the plan does not fit.
     """
@@ -44,7 +46,7 @@ def open_session(
     told: dict[str, Any] = {}
     if comm.rank == 0:
         try:
-            told = {"plan": _make_plan(config, members, order, recorded).dumps(), "steps": steps}
+            told = {"plan": _make_plan(config, members, order, recorded).dumps(), "steps": steps, "shares": shares}
         except Exception as error:  # a planner may be the script's own; the other ranks wait to hear of it
             told = {"problem": f"{type(error).__name__}: {error}"}
     told = share(comm, told, config.timeout)
@@ -53,6 +55,7 @@ def open_session(
     session = Session(comm, config, members, merging.Plan.loads(told["plan"]), nodes)
     mine = bytes(slot.name in used for slot in session.layout.slots)
     session.used = [any(ranks) for ranks in zip(*gather_bytes(comm, mine, "used", config.timeout), strict=True)]
+    session.give(told["shares"] or {})
     return session, told["steps"]
 
 

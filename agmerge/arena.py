@@ -62,6 +62,11 @@ class Arena:
         """What was accumulated and not sent, as of the last ``step()``."""
         return self._slabs[1 - self._turn] if self.memory.keeps else None
 
+    @property
+    def momentum(self) -> torch.Tensor:
+        """The momentum as of the last ``step()``, of a memory that has one."""
+        return self._momenta[1 - self._turn]
+
     def residual_of(self, slot: Slot) -> torch.Tensor | None:
         """The residual of one tensor, in its shape: a view."""
         return self._views[1 - self._turn][slot.index] if self.memory.keeps else None

@@ -54,9 +54,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     advice = "Build the same optimizer on every rank."
     agree(comm, facts, what="broadcast_optimizer_state", advice=advice, timeout=TIMEOUT)
 
-    tensors: list[torch.Tensor] = []
-    state = [_take_out(optimizer.state.get(p, {}), tensors) for p in parameters]
-    options = [_take_out(_options(group), tensors) for group in optimizer.param_groups]
+    (state, options), tensors = plain_state(optimizer)
     forms = [_form(tensor) for tensor in tensors]
     state, options, forms = broadcast_object((state, options, forms), root_rank, "broadcast_optimizer_state")
     root = comm.rank == root_rank
@@ -78,6 +76,14 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         for key in _options(group).keys() - entry.keys():
             del group[key]
         group.update(_put_back(entry, tensors))
+
+
+def plain_state(optimizer: torch.optim.Optimizer) -> tuple[Any, list[torch.Tensor]]:
+    """The optimizer's state and options, by the order of its parameters, and the tensors that belong in them."""
+    tensors: list[torch.Tensor] = []
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state = [_take_out(optimizer.state.get(p, {}), tensors) for p in parameters]
+    return (state, [_take_out(_options(group), tensors) for group in optimizer.param_groups]), tensors
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,6 +152,9 @@ class _Place:
 
     def __init__(self, index: int) -> None:
         self.index = index
+
+    def __repr__(self) -> str:
+        return f"tensor {self.index}"
 
 
 def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:

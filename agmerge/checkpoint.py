@@ -7,23 +7,27 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 import merging
-from agmerge import partial, runtime
+from agmerge import partial, resizing, runtime
 from agmerge.engine import Engine
 from agmerge.session import State
 from agmerge.shards import shard_shape
 
 SECTION = "agmerge"
 VERSION = 1
+RANKS = "ranks"  # of a consolidated checkpoint: every rank's section, rank by rank
 KINDS = {"residual": "residuals", "momentum": "momenta"}
 
 
 def save(engine: Engine) -> dict[str, Any]:
     """Residuals by name (copies), the plan, the step count, what ever had a gradient, and whose all this is.
 
+    ``window``: where a step has begun, how many backward passes each parameter has seen, and its gradient so far.
     With ``exchange="two-level"`` residuals are of this rank's shard of each tensor; ``shard`` says which.
     """
-    rank, size = _place(engine) or (0, 1)
+    rank, size = engine.origin or _place(engine) or (0, 1)
     plan, rule = engine.plan(), engine.config.partial
     return {
         "version": VERSION,
@@ -35,20 +39,27 @@ def save(engine: Engine) -> dict[str, Any]:
         "merging": engine.config.merging,
         "plan": plan.dumps() if plan else None,
         "partial": None if rule is None else (rule.most, rule.settled),
+        "shares": engine.shares_kept(),
         "compressor": (repr(engine.config.sparsifier), engine.config.sparsifier.state_dict())
         if engine.config.sparsifier is not None
         else None,
+        "window": {engine.members.name_of(p): (fired, _copy(p.grad)) for p, fired in engine.window().items()},
         **{plural: _named(engine, kind) for kind, plural in KINDS.items()},
     }
 
 
-def load(engine: Engine, section: Mapping[str, Any] | None) -> None:
-    """Take back what :func:`save` gave on this rank; anything else is dropped, with one warning.
+def load(engine: Engine, section: Mapping[str, Any] | None, *, own: bool = False) -> None:
+    """Take back what :func:`save` gave on this rank, or what all ranks gave, together; anything else is dropped.
 
-    Raises ``ValueError`` if a residual has another shape than its parameter.
+    That it is dropped is said by one warning. What ranks of another number have saved together is redistributed, see
+    :mod:`agmerge.resizing`. ``own``: this very process has saved it, as whichever rank it was. Raises ``ValueError`` if
+    a residual has another shape than its parameter.
     """
     state: State = {}
-    steps, used, plan = 0, [], None
+    steps, used, plan, shares, window = 0, [], None, None, {}
+    origin = None
+    if section is not None and RANKS in section:
+        section = _own_part(engine, section)
     if section is None:
         warnings.warn("the checkpoint has no residuals (it is a plain optimizer's): they start from zero", stacklevel=3)
     elif section["version"] != VERSION:
@@ -58,15 +69,17 @@ def load(engine: Engine, section: Mapping[str, Any] | None) -> None:
         if section["plan"] and section["merging"] == engine.config.merging:  # else the script asks for another
             plan = merging.Plan.loads(section["plan"])
         saved, owned = (section["rank"], section["size"]), section.get("shard")
-        rank, size = _place(engine) or saved
+        rank, size = saved if own else _place(engine) or saved
         if engine.comm is None:
-            engine.shard = owned  # unpickled: it knows its node when it connects
+            engine.shard, origin = owned, saved  # it knows its node when it connects
         if saved == (rank, size) and owned == engine.shard:
             for kind, plural in KINDS.items():
                 state |= {(kind, name): tensor.clone() for name, tensor in section.get(plural, {}).items()}
             sparsifier, kept = engine.config.sparsifier, section.get("compressor")
             if sparsifier is not None and kept is not None and kept[0] == repr(sparsifier):
                 sparsifier.load_state_dict(kept[1])
+                shares = section.get("shares")
+            window = section.get("window", {})
         else:
             warnings.warn(
                 f"the checkpoint's residuals are rank {saved[0]}'s of {saved[1]}{_part(owned)}, this is rank {rank} of "
@@ -86,10 +99,37 @@ def load(engine: Engine, section: Mapping[str, Any] | None) -> None:
     if section is not None:
         engine.config = replace(engine.config, partial=partial.resumed(engine.config.partial, section))
     engine.resume(state, steps, used, plan)
+    engine.shares, engine.origin = shares, origin
+    _reopen(engine, window)
+
+
+def _own_part(engine: Engine, section: Mapping[str, Any]) -> Mapping[str, Any]:
+    """This rank's part of a consolidated section."""
+    if section["version"] != VERSION:
+        return section
+    ranks: list[dict[str, Any]] = section[RANKS]
+    comm = engine.comm or runtime.world()
+    in_shards = engine.shard is not None or any(one.get("shard") is not None for one in ranks)
+    if len(ranks) == comm.size or in_shards:  # shards are not redistributed
+        return ranks[min(comm.rank, len(ranks) - 1)]
+    return resizing.redistributed(ranks, comm.rank, comm.size, engine.config.op)
+
+
+def _reopen(engine: Engine, window: Mapping[str, Any]) -> None:
+    """Go on in the step that had begun: its gradients are there again, and its backward passes are counted."""
+    for parameter in engine.members.name_all():
+        if engine.members.name_of(parameter) in window:
+            fired, gradient = window[engine.members.name_of(parameter)]
+            parameter.grad = None if gradient is None else gradient.clone().to(parameter.device)
+            engine.count(parameter, fired)
 
 
 def _named(engine: Engine, kind: str) -> dict[str, Any]:
     return {name: tensor.clone() for (one, name), tensor in engine.state().items() if one == kind}
+
+
+def _copy(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return None if gradient is None else gradient.detach().clone()
 
 
 def _place(engine: Engine) -> tuple[int, int] | None:

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 import merging as planning
-from agmerge import runtime
 from agmerge.adaptation import Adaptation
 from agmerge.averages import KEEP, Averages
 from agmerge.clock import Clock, Seconds
@@ -120,8 +119,6 @@ class DearEngine(Engine):
             )
         if not combine:
             raise ValueError(f"step() inside skip_synchronize(): {TOGETHER}")
-        if self.comm is None and not self.outside:  # unpickled or copied
-            self.connect(runtime.world())
         check_hooks(self._optimizer)
         if self.outside:
             return self._optimizer.step()

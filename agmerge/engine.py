@@ -8,7 +8,6 @@ it.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 import warnings
@@ -17,17 +16,16 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 import merging as planning
-from agmerge import advise, nodes, process_sets, sentinel
+from agmerge import advise, nodes, process_sets, runtime, sentinel
 from agmerge.adaptation import Adaptation
 from agmerge.agreement import open_session
 from agmerge.averages import Averages
 from agmerge.backends import Backend
 from agmerge.config import Config
-from agmerge.errors import AGMergeError
+from agmerge.errors import NO_GRADIENT, NO_SYNC_LATE, TOO_MANY, AGMergeError
 from agmerge.handshake import agree
 from agmerge.hooks import Hooks
 from agmerge.members import Member, Members
@@ -37,19 +35,7 @@ from agmerge.stats import Stats
 from agmerge.trace import Trace, path_of
 from agmerge.two_level import round_for
 from agmerge.version import __version__
-
-TOO_MANY = (
-    "Gradients were computed more than backward_passes_per_step times before call to step(). "
-    "Increase backward_passes_per_step to accumulate gradients locally."
-)
-NO_SYNC_LATE = (
-    "backward() inside no_sync() came after the backward() that completed this step: that gradient is on its way "
-    "and the new one would be lost. Accumulate first; the last backward() of a step is outside no_sync()."
-)
-NO_GRADIENT = (
-    "no rank had a gradient for any parameter so far. The optimizer may hold other parameters than the model "
-    "(load_state_dict(assign=True) replaces the model's)."
-)
+from agmerge.wire import GOING, JOINED
 
 
 class Engine:
@@ -58,6 +44,7 @@ class Engine:
     def __init__(self, members: Members, config: Config) -> None:
         self.members, self.config, self.passes = members, config, config.passes
         self.stats = Stats()
+        self.world: Backend | None = None  # from which it was connected
         self.comm: Backend | None = None
         self.outside = False  # of the process set: this rank steps by itself
         self.nodes: nodes.Nodes | None = None  # exchange="two-level"
@@ -68,8 +55,11 @@ class Engine:
         self.steps = 0  # committed exchanges; after load_state_dict() the checkpoint's
         self._clock = 0  # the same as of the last agreement, so equal on every rank: what messages say
         self.parked: State = {}  # what is kept and has no place in the session
+        self.origin: tuple[int, int] | None = None  # rank and size of the group that it is of, until it is fitted
+        self.shares: dict[str, int] | None = None  # from a checkpoint, for the next agreement
         self.paused = False  # no_sync()
         self.synchronized = False  # gradients are combined, step() has not been called
+        self.flag, self.said = GOING, 0  # what this rank says in its messages (JOINED: in join()); what all said last
         self._fired: dict[torch.Tensor, int] = {}  # backward passes since the last step
         self._ready: dict[torch.Tensor, None] = {}  # in readiness order
         self._round: Round | None = None
@@ -91,6 +81,7 @@ class Engine:
         """Take a communicator of its own and shake hands (G1). Collective."""
         facts = [("library version", __version__), *self.config.facts()]
         facts += model_facts(self._members(), self.config)
+        self.world = world
         self.comm = process_sets.communicator(world, self.config.process_set, self.config.timeout)
         self.outside = self.comm is None
         if self.comm is None:
@@ -121,9 +112,9 @@ class Engine:
         members = self._members()
         self.config = self.config.opened(members, tells=self.comm.rank == 0)
         session, self.steps = open_session(
-            self.comm, self.config, members, order, self.steps, self._used, self._recorded, self.nodes
+            self.comm, self.config, members, order, self.steps, self._used, self._recorded, self.nodes, self.shares
         )
-        self._clock, self._recorded = self.steps, None
+        self._clock, self._recorded, self.shares = self.steps, None, None
         session.take(self.parked)
         if self.config.sparsifier is not None:
             self.config.sparsifier.retain(session.keys())
@@ -140,8 +131,17 @@ class Engine:
         """Take what a checkpoint has kept; the next step agrees on it and moves it in."""
         self.check_idle("load_state_dict()")
         self.parked, self.steps, self._used, self._recorded = dict(state), steps, set(used), plan
+        self.shares = None
         self._clear()
         self._stale = self.session is not None
+
+    def leave(self) -> None:
+        """Forget the group, and how it broke. Residuals are parked as they were after the last step."""
+        if self.comm is not None:
+            self.origin = (self.comm.rank, self.comm.size)
+        self.parked = {key: view.clone() for key, view in self.state().items()}
+        self._used, self._recorded, self.shares, self.outside = self.used(), self.plan(), self.shares_kept(), False
+        self.comm = self.nodes = self.session = self.adaptation = self._round = self._broken = None
 
     def reconfigure(self, config: Config) -> None:
         """Go on with another compressor from the next step on, residuals and plan as they are. Collective."""
@@ -182,6 +182,21 @@ class Engine:
         current = self.session.used_names() if self.session is not None and not self._stale else set()
         return self._used | current
 
+    def shares_kept(self) -> dict[str, int] | None:
+        """How many elements of each tensor a step sends, by importance; None where that is not known."""
+        live = self.session if self.session is not None and not self._stale else None
+        return self.shares if live is None or self.shares is not None else live.shares_by_name()
+
+    def window(self) -> dict[torch.Tensor, int]:
+        """How many backward passes each parameter has seen in the step that has begun."""
+        return {} if self.synchronized else dict(self._fired)
+
+    def count(self, parameter: torch.Tensor, fired: int) -> None:
+        """``parameter`` has seen so many backward passes already; its gradient is there."""
+        self._fired[parameter] = fired
+        if fired == self.passes:
+            self._ready[parameter] = None
+
     # -- a step ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -221,10 +236,11 @@ class Engine:
             with self._breaking():
                 round_ = self._attempt()
                 if round_ is None or not round_.complete(self._gradient):
-                    round_ = round_for(self._open(), self._clock, self.stats, dirty=False)
+                    round_ = round_for(self._open(), self._clock, self.stats, dirty=False, flags=self.flag)
                     if not round_.complete(self._gradient):
                         raise AGMergeError("parameters changed while ranks agreed on them; change them between steps")
                 self.averages.observe(round_.recorder)
+                self.said = round_.said
                 self._attach(round_.session)
             self.synchronized = True
 
@@ -238,7 +254,8 @@ class Engine:
         session = self.session
         self.stats.stepped(len(session.buffers), session.layout.numel, session.tensors.numel)
         self._clear()
-        if self.config.check_every and self.steps % self.config.check_every == 0:
+        due = self.config.check_every and self.steps % self.config.check_every == 0
+        if due and not self.said & JOINED:  # a rank that has joined may step otherwise, until all have
             sentinel.check(self.comm, self.members, self.steps, self.config.timeout)
         with self._breaking():
             if not self._stale:
@@ -248,19 +265,9 @@ class Engine:
                 self._settle()
         self._durations.append(time.perf_counter())
         if advise.active() and len(self._durations) > advise.STEPS:
-            self._advise()
-
-    def _advise(self) -> None:
-        """Print what other strategies would cost, and end the script on every rank."""
-        assert self.comm is not None
-        typical, took = self.averages.typical(), np.median(np.diff(self._durations))
-        measured = self.measure()
-        if self.comm.rank == 0 and typical is not None:
-            rows = advise.compare(measured, float(took), typical.finish)
-            sys.stdout.write(advise.text(rows, float(took)) + "\n")
-            sys.stdout.flush()
-        self.comm.barrier("advise").wait(self.config.timeout)
-        raise SystemExit(0)
+            typical = self.averages.typical()
+            finish = None if typical is None else typical.finish
+            advise.conclude(self.comm, self.measure(), self._durations, finish, self.config.timeout)
 
     def _follow(self, plan: planning.Plan) -> None:
         """Another plan from the next step on. Residuals stay where they are."""
@@ -313,13 +320,13 @@ class Engine:
 
     def _attempt(self) -> Round | None:
         """The round under way; None before the first agreement. It begins with the first tensor that is ready."""
-        if self._round is None and self.session is not None:
+        if self._round is None and self.session is not None and runtime.current(self.world):
             dirty = self._stale or self.members.snapshot() != self._snapshot
-            self._round = round_for(self.session, self._clock, self.stats, dirty=dirty)
+            self._round = round_for(self.session, self._clock, self.stats, dirty=dirty, flags=self.flag)
         return self._round
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        gradient = parameter.grad
+        gradient = None if self.flag == JOINED else parameter.grad
         if gradient is None or gradient.layout == torch.strided:
             return gradient
         if not self.config.sparse_as_dense:
@@ -339,7 +346,7 @@ class Engine:
                 )
             if session.used[slot.index] or self.config.zero_unused:
                 parameter.grad = session.gradient(slot)
-        if not any(session.used):
+        if not any(session.used) and self.flag == GOING:
             warnings.warn(NO_GRADIENT, stacklevel=4)
         if self.members.snapshot() != self._snapshot:
             for member in self._members():
@@ -351,6 +358,8 @@ class Engine:
 
     def _clear(self) -> None:
         self._fired, self._ready, self._round, self.synchronized = {}, {}, None, False
+
+    discard = _clear  # for whoever calls step() instead of the script
 
     @contextmanager
     def _breaking(self) -> Iterator[None]:

@@ -2,6 +2,19 @@
 
 from __future__ import annotations
 
+TOO_MANY = (
+    "Gradients were computed more than backward_passes_per_step times before call to step(). "
+    "Increase backward_passes_per_step to accumulate gradients locally."
+)
+NO_SYNC_LATE = (
+    "backward() inside no_sync() came after the backward() that completed this step: that gradient is on its way "
+    "and the new one would be lost. Accumulate first; the last backward() of a step is outside no_sync()."
+)
+NO_GRADIENT = (
+    "no rank had a gradient for any parameter so far. The optimizer may hold other parameters than the model "
+    "(load_state_dict(assign=True) replaces the model's)."
+)
+
 
 class AGMergeError(RuntimeError):
     """Base of every error that is not a mistake in an argument."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import sparsifiers
-from agmerge import advise, checkpoint, dear, runtime
+from agmerge import advise, checkpoint, dear, elastic, joining, resizing, runtime
 from agmerge.compression import DENSITY
 from agmerge.config import IMPORTANCE, check_momentum, resolve
 from agmerge.errors import AGMergeError
@@ -107,7 +107,9 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         self._set_up(optimizer, named_parameters, arguments)
         try:
             runtime.adopt()
-            self._engine.connect(runtime.world())
+            elastic.prepare(DistributedOptimizer)
+            if not elastic.active():  # there newcomers are alone until all begin the next step
+                resizing.connect(self._engine)
         except BaseException:
             self._engine.close()
             raise
@@ -222,6 +224,7 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         A closure runs once, before the gradients are combined. Collective, unless in ``skip_synchronize()``.
         """
         if isinstance(self._engine, dear.DearEngine):
+            self._connect_once()
             return self._engine.step(closure, self._should_synchronize)
         if closure is not None and not self._should_synchronize:
             raise ValueError("step(closure) inside skip_synchronize(): the closure's gradients would not be combined")
@@ -281,17 +284,33 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         self._engine.reconfigure(config)
         self._arguments = arguments
 
-    def join(self) -> None:
-        """Refused: uneven data is not built yet."""
-        raise AGMergeError("join() is not built yet: give every rank the same number of batches")
+    def join(self) -> int:
+        """Called by a rank that has no batches left: take part without gradients until every rank has called it.
+
+        Returns the rank that joined last. Averages go on being over all ranks; what this rank has kept goes on being
+        sent. Steps are taken here as on the others, hooks of the optimizer's step included. Collective.
+        """
+        self._connect_once()
+        return joining.join(self._engine, self.optimizer, self._step_combined)
+
+    def _step_combined(self) -> None:
+        with self.skip_synchronize():
+            self.step()
+
+    def reset(self) -> None:
+        """Forget the group of workers; the next step connects to the one that there is then.
+
+        After ``agmerge.shutdown()`` and ``agmerge.init()`` this happens by itself. Residuals stay with this worker,
+        fitted to the new number (docs/checkpoints.md).
+        """
+        resizing.leave(self._engine)
 
     def close(self) -> None:
         """Take all hooks off. The inner optimizer and the model go on without this wrapper."""
         self._engine.close()
 
     def _connect_once(self) -> None:
-        if self._engine.comm is None and not self._engine.outside:  # unpickled or copied
-            self._engine.connect(runtime.world())
+        resizing.connect(self._engine)  # unpickled or copied, or the workers are others now
 
     # -- state ----------------------------------------------------------------------------------------------
 

@@ -24,11 +24,13 @@ class Round:
     """An attempt at step ``step`` in ``session``.
 
     ``dirty``: this rank's parameters are no longer those of the session. It sends what the plan asks for, but
-    empty, and says so in every message; then all ranks discard the attempt.
+    empty, and says so in every message; then all ranks discard the attempt. ``flags``: what else it says in every
+    message. ``said``: the flags of all ranks together, once the first merge buffer is there.
     """
 
-    def __init__(self, session: Session, step: int, stats: Stats, *, dirty: bool) -> None:
+    def __init__(self, session: Session, step: int, stats: Stats, *, dirty: bool, flags: int = 0) -> None:
         self.session, self.step, self.stats, self.dirty = session, step, stats, dirty
+        self.flags, self.said = flags, 0
         self._missing = list(session.plan.counts)  # tensors still to come, per merge buffer
         self._fed: dict[int, bool] = {}  # by slot: whether there was a gradient
         self._offers: dict[int, Selection] = {}  # by slot, of tensors that are sparsified ahead
@@ -105,7 +107,9 @@ class Round:
             self.recorder.mark(buffer)
             self._look()
             if buffer == 0:  # a flag is in all messages of its rank, so all ranks see it here
-                agreed = not any(control.flags & RELAYOUT for control in controls)
+                for control in controls:
+                    self.said |= control.flags
+                agreed = not self.said & RELAYOUT
             if agreed:
                 for (route, pending), control in zip(messages, controls, strict=True):
                     route.exchange.finish(pending)
@@ -121,7 +125,7 @@ class Round:
         loads = [self.session.load(segment) for segment in route.segments]
         offers = [self._offer(segment) if route.exchange.selects else None for segment in route.segments]
         used = tuple(self._fed[slot.index] for slot in route.slots)
-        flags = RELAYOUT if self.dirty else 0
+        flags = self.flags | (RELAYOUT if self.dirty else 0)
         control = Control(self.step, self.session.fingerprint, route.buffer, flags, used)
         pending = route.exchange.start(route.name, loads, offers, control)
         self._count(pending)

@@ -61,11 +61,12 @@ def init(backend: str | None = None) -> None:
             )
         return
     env = os.environ
-    if env.get("HOROVOD_ELASTIC") == "1":
-        raise AGMergeError(
-            "HOROVOD_ELASTIC=1: elastic training is not built yet; launch with a fixed number of workers"
-        )
     name = backend or detect(env)
+    if env.get("HOROVOD_ELASTIC") == "1" and name != "horovod":
+        raise AGMergeError(
+            f"HOROVOD_ELASTIC=1, but the backend is {name!r}: workers that come and go are Horovod's; leave "
+            "AGMERGE_BACKEND and backend= out, or launch with a fixed number of workers"
+        )
     if name not in BACKENDS:
         raise ValueError(f"unknown backend {name!r}; backends: {', '.join(BACKENDS)}")
     opened = _open(name, env)
@@ -118,7 +119,23 @@ def world() -> Backend:
     backend = bound() or _process
     if backend is None:
         raise AGMergeError("AGMerge has not been initialized; use agmerge.init().")
+    if backend is _process and backend.stale:
+        renew()
+        return world()
     return backend
+
+
+def renew() -> None:
+    """Take the workers that there are now: an elastic Horovod has initialised itself anew."""
+    global _process
+    if _process is not None:
+        _process = _process.renewed()
+
+
+def current(backend: Backend | None) -> bool:
+    """Whether ``backend`` is the group of now. A thread of autograd's own does not know of an in-memory group."""
+    here = bound() or _process
+    return backend is not None and not backend.stale and (here is backend or here is None)
 
 
 def is_initialized() -> bool:

@@ -184,10 +184,25 @@ class Session:
         }
 
     def take(self, parked: State) -> None:
-        """Move state in; what has no place here stays in ``parked``."""
+        """Move state in; what has no place here stays in ``parked``. Collective.
+
+        The momentum of averages is the same on every rank, and rank 0's counts: others may not have loaded it.
+        """
         for key, tensor in self.state().items():
             if key in parked:
                 tensor.copy_(parked.pop(key))
+        for number, arena in enumerate(self.arenas.values()):
+            if arena.memory.corrects and not arena.memory.keeps:
+                self.across.broadcast(arena.momentum, 0, f"momentum {number}").wait(self.config.timeout)
+
+    def give(self, shares: dict[str, int]) -> None:
+        """Take shares by importance as they were, if they are of all the tensors here."""
+        if self.energy is not None and all(slot.name in shares for slot in self.layout.slots):
+            self.energy, self.shares = None, tuple(shares[slot.name] for slot in self.layout.slots)
+
+    def shares_by_name(self) -> dict[str, int] | None:
+        """How many elements of each tensor to send, by importance, once that is known."""
+        return None if self.shares is None else {slot.name: self.shares[slot.index] for slot in self.layout.slots}
 
     def used_names(self) -> set[str]:
         """The tensors for which any rank has ever had a gradient."""

@@ -22,8 +22,8 @@ class TwoLevelRound(Round):
     A rank with another membership makes its whole node dirty: its gradients are in the node's sums.
     """
 
-    def __init__(self, session: Session, step: int, stats: Stats, *, dirty: bool) -> None:
-        super().__init__(session, step, stats, dirty=dirty)
+    def __init__(self, session: Session, step: int, stats: Stats, *, dirty: bool, flags: int = 0) -> None:
+        super().__init__(session, step, stats, dirty=dirty, flags=flags)
         assert session.shards is not None
         self._shards = session.shards
         self._summed: list[Control] = []  # by merge buffer: what this rank said when the node began to add it up
@@ -34,7 +34,7 @@ class TwoLevelRound(Round):
     def _advance(self, slot: Slot) -> None:
         while (buffer := len(self._summed)) < len(self._missing) and self._missing[buffer] == 0:
             used = tuple(self._fed[slot.index] for slot in self._slots(buffer))
-            flags = RELAYOUT if self.dirty else 0
+            flags = self.flags | (RELAYOUT if self.dirty else 0)
             control = Control(self.step, self.session.fingerprint, buffer, flags, used)
             self.recorder.mark(buffer)
             self.stats.sent(self._shards.start(buffer, control), 0)
@@ -51,6 +51,7 @@ class TwoLevelRound(Round):
         buffer = len(self._pending)
         control = self._shards.wait(buffer, self._summed[buffer])
         self.dirty = self.dirty or bool(control.flags & RELAYOUT)
+        self.flags |= control.flags & ~RELAYOUT  # between nodes it says what its node says
         for slot, used in zip(self._slots(buffer), control.used, strict=True):
             self._fed[slot.index] = used
             self._compensate(slot, self._shards.shard(slot) if used else None)
@@ -62,7 +63,7 @@ class TwoLevelRound(Round):
         return self.session.layout.slots[start:stop]
 
 
-def round_for(session: Session, step: int, stats: Stats, *, dirty: bool) -> Round:
+def round_for(session: Session, step: int, stats: Stats, *, dirty: bool, flags: int = 0) -> Round:
     """The attempt that the session's exchange asks for."""
     kind = Round if session.shards is None else TwoLevelRound
-    return kind(session, step, stats, dirty=dirty)
+    return kind(session, step, stats, dirty=dirty, flags=flags)

@@ -27,6 +27,8 @@ from sparsifiers import Selection
 
 MAGIC = 0x41474D32  # "AGM2": the last byte is the version of this format
 RELAYOUT = 1  # flag: this rank's membership, dtypes or devices have changed; discard this round and re-plan
+JOINED = 4  # flag: this rank has no batches left and takes part with what it kept
+GOING = 8  # flag: this rank has not joined
 FIXED = ("magic", "step", "plan", "buffer", "flags", "words", "size", "checksum", "payload")
 OF_SECTION = ("codecs", "length", "capacity", "count")
 _FLAGS, _WORDS, _SIZE, _CHECKSUM, _PAYLOAD = range(FIXED.index("flags"), len(FIXED))

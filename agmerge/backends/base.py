@@ -38,6 +38,15 @@ class Backend(ABC):
     local_rank: int
     local_size: int
 
+    @property
+    def stale(self) -> bool:
+        """Whether the group has been made anew behind our back, as an elastic Horovod does."""
+        return False
+
+    def renewed(self) -> Backend:
+        """The communicator of all workers as they are now. Not collective."""
+        return self
+
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, name: str) -> Handle:
         """Sum ``tensor`` (any shape, contiguous) over all ranks, in place."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from agmerge.backends import horovod_elastic
 from agmerge.backends.base import Backend, Handle
 from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost, RankMismatchError
 
@@ -87,7 +88,7 @@ def _translated(name: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        kind = RankMismatchError if "Mismatched" in str(error) else PeerLost
+        kind = RankMismatchError if "Mismatched" in str(error) else horovod_elastic.lost
         raise kind(f"{name}: {error}") from error
     except ValueError as error:
         if "same name as another tensor" not in str(error):
@@ -131,6 +132,14 @@ class HorovodBackend(Backend):
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
         self._children = 0
         self._of_sets: dict[int, int] = {}
+
+    @property
+    def stale(self) -> bool:
+        hvd = self._hvd
+        return bool(hvd.is_initialized() and self._set is None and (hvd.rank(), hvd.size()) != (self.rank, self.size))
+
+    def renewed(self) -> HorovodBackend:
+        return HorovodBackend(self._hvd, None, "agmerge", owned=self._owned)
 
     def over(self, process_set: Any) -> HorovodBackend | None:
         """A communicator over a process set that Horovod knows, None on ranks outside. Not collective."""

@@ -41,11 +41,29 @@ def open(env: Mapping[str, str], timeout: float) -> TorchBackend:
                 "launch the script with torchrun, or set them by hand"
             )
         os.environ.setdefault("MASTER_PORT", "29500")
-        dist.init_process_group(_kinds(dist), timeout=timedelta(seconds=timeout))
+        more = _of_this_attempt(dist, env, timeout)
+        dist.init_process_group(_kinds(dist), timeout=timedelta(seconds=timeout), **more)
     # A group of its own, also where the script has one: its calls cannot meet ours, and ours move tensors
     # of the CPU too where the script's group is NCCL alone.
     group = dist.new_group(backend=_kinds(dist), timeout=timedelta(seconds=timeout))
     return TorchBackend(dist, group, *_place(dist, env), owns_world=owns_world)
+
+
+def _of_this_attempt(dist: Any, env: Mapping[str, str], timeout: float) -> dict[str, Any]:
+    """Where ranks find each other after torchrun has restarted them on this machine; nothing otherwise.
+
+    The agent's store outlives its workers, and torch gives each attempt the same keys in it: a worker would try to
+    reach one of the last attempt by its old address. (With several machines attempts are counted by each; set
+    ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` for torchrun there.)
+    """
+    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    shared = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and env.get("GROUP_WORLD_SIZE") == "1"
+    if attempt == "0" or not shared:
+        return {}
+    port = int(env["MASTER_PORT"])
+    store = dist.TCPStore(env["MASTER_ADDR"], port, is_master=False, timeout=timedelta(seconds=timeout))
+    place = {"rank": int(env["RANK"]), "world_size": int(env["WORLD_SIZE"])}
+    return {"store": dist.PrefixStore(f"attempt {attempt}", store), **place}
 
 
 def _kinds(dist: Any) -> str:
@@ -151,3 +169,16 @@ class TorchBackend(Backend):
 
     def _world_rank(self, rank: int) -> int:
         return int(self._dist.get_global_rank(self._group, rank))
+
+
+def saved_tensors(path: str | os.PathLike[str]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Names, shapes and dtypes of the tensors in a checkpoint of ``torch.distributed.checkpoint``."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    found = FileSystemReader(path).read_metadata().state_dict_metadata
+    return {
+        name: (tuple(about.size), about.properties.dtype)
+        for name, about in found.items()
+        if isinstance(about, TensorStorageMetadata)
+    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import warnings
 from typing import Any
 
@@ -22,6 +21,7 @@ from support import (
     same_bits,
     seeded,
     sgd,
+    through_a_file,
     train,
     wrap,
 )
@@ -32,14 +32,6 @@ import merging
 
 MODEL = seeded(mlp)
 COMPRESSIONS = ["none", "topk", "fp16", "bf16"]
-
-
-def through_a_file(state: Any) -> Any:
-    """What a restart sees: nothing but tensors and plain values may be in it."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)

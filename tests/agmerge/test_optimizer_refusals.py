@@ -246,14 +246,6 @@ def test_density_may_stay_where_the_compressor_is_swapped_by_name() -> None:
     assert on_ranks(2, MODEL, lambda r, m: body(r, m, density=0.5)) == on_ranks(2, MODEL, body)
 
 
-def test_join_is_refused() -> None:
-    def body(rank: int, model: nn.Module) -> None:
-        with pytest.raises(agmerge.AGMergeError, match=r"join\(\) is not built yet"):
-            wrap(model).join()
-
-    on_ranks(1, MODEL, body)
-
-
 def test_before_init_it_says_what_to_do_and_leaves_no_hooks() -> None:
     model = copy.deepcopy(MODEL)
     with pytest.raises(agmerge.AGMergeError, match=r"use agmerge.init\(\)"):

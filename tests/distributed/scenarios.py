@@ -302,6 +302,19 @@ def recipes() -> dict[str, list[str]]:
 
 
 @scenario
+def uneven() -> dict[str, list[Any]]:
+    """Ranks join after 7 and 10 batches, sparse and dense: who was last, and the model then and after more steps."""
+    seen = {}
+    for compression in ("adtopk", "none"):
+        model = seeded(mlp, 14)
+        optimizer = wrapped(model, compression=compression, check_every=1)
+        steps_of(model, optimizer, range(7 if agmerge.rank() % 2 else 10))
+        seen[compression] = [optimizer.join(), digest(model), *steps_of(model, optimizer, range(20, 22))]
+        optimizer.close()
+    return seen
+
+
+@scenario
 def some_ranks() -> dict[str, list[str]]:
     """Merge buffers that the script lists, and process sets: the last rank alone, then all, then in two halves."""
     size, last = agmerge.size(), agmerge.size() - 1

@@ -156,6 +156,13 @@ def test_recipes_keep_replicas_equal(found: Results, recipe: str) -> None:
     assert all(seen == ranks[0] for seen in ranks) and len(set(ranks[0])) == len(ranks[0]) > 0
 
 
+@pytest.mark.parametrize("compression", ["adtopk", "none"])
+def test_ranks_with_fewer_batches_join(found: Results, compression: str) -> None:
+    ranks = [seen[compression] for seen in found["uneven"]]
+    assert all(seen == ranks[0] for seen in ranks) and ranks[0][0] == (len(ranks) - 1) // 2 * 2
+    assert len(set(ranks[0][1:])) == 3
+
+
 def test_process_sets_exchange_among_themselves(found: Results) -> None:
     seen = found["some_ranks"]
     size = len(seen)

@@ -1,0 +1,25 @@
+"""Where Horovod's elastic training meets ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agmerge.errors import PeerLost
+
+
+def register(kind: type[Any], handler: type[Any]) -> None:
+    """Let Horovod's ``TorchState`` handle objects of ``kind`` by ``handler(value)``, before its own handlers."""
+    from horovod.torch.elastic import state
+
+    registry = state.get_handler_registry()
+    if not any(one is kind for one, _ in registry):
+        state.set_handler_registry([(kind, handler), *registry])
+
+
+def lost(text: str) -> PeerLost:
+    """A :class:`agmerge.PeerLost` that ``hvd.elastic.run`` knows too: it restores, and goes on with who is left."""
+    from horovod.common.exceptions import HorovodInternalError
+
+    kind = type("PeerLost", (PeerLost, HorovodInternalError), {"__module__": PeerLost.__module__})
+    error: PeerLost = kind(text)
+    return error

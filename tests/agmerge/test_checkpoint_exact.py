@@ -1,0 +1,181 @@
+"""Forty steps, against twenty, a restart and twenty: the same bits on every rank, whatever compresses and keeps."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support import agreed, digest, loss_of, mlp, on_ranks, seeded, sgd, through_a_file, wrap
+from torch import nn
+
+import merging
+import sparsifiers
+
+MODEL = seeded(mlp)
+NAMES = tuple(name for name in sparsifiers.names())
+DGC = sparsifiers.memory("dgc", momentum=0.9)
+SMALL = merging.get("threshold", bytes=4096)
+CELLS: dict[str, dict[str, Any]] = {
+    **{name: {"compression": name, "memory": "residual"} for name in NAMES},
+    **{f"{name}, no memory": {"compression": name, "memory": "none"} for name in ("topk", "adtopk", "randomk")},
+    **{f"{name}, residualgtopk": {"compression": name, "memory": "residualgtopk"} for name in ("topk", "adtopk")},
+    **{f"{name}, dgc": {"compression": name, "memory": DGC} for name in ("dgc", "adtopk", "redsync")},
+    "dgc, nesterov": {"compression": "dgc", "memory": sparsifiers.memory("dgc", momentum=0.8, nesterov=True)},
+    **{one: {"compression": one} for one in ("none", "fp16", "bf16")},
+    "oktopk": {"compression": "topk", "exchange": "oktopk"},
+    "masked": {"compression": "topk", "exchange": "masked"},
+    "ahead": {"compression": "adtopk", "sparsify": "ahead"},
+    "int8": {"compression": "topk", "wire": "int8"},
+    "warm-up": {"compression": "topk", "warmup": 30},
+    "importance": {"compression": "topk", "density": "importance"},
+    "by pattern": {"compression": "topk", "density": {"0.weight": 0.1}},
+    "accumulation": {"compression": "topk", "backward_passes_per_step": 2},
+    "accumulation, dgc": {"compression": "dgc", "memory": DGC, "backward_passes_per_step": 2},
+    "accumulation, dense": {"compression": "none", "backward_passes_per_step": 2},
+}
+STEPS = 24
+
+
+def optimizers(inner: str, model: nn.Module, options: dict[str, Any]) -> torch.optim.Optimizer:
+    if inner == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    memory = options.get("memory")
+    corrects = isinstance(memory, sparsifiers.Memory) and memory.corrects
+    return sgd(model, lr=0.05, momentum=0.0 if corrects else 0.9, weight_decay=0.1)
+
+
+def go(model: nn.Module, optimizer: Any, rank: int, passes: range, every: int) -> list[str]:
+    """Backward passes, a step after every ``every`` of them; the model's digest after each pass."""
+    seen = []
+    for one in passes:
+        if one % every == 0:
+            optimizer.zero_grad()
+        loss_of(model, rank, one).backward()
+        if (one + 1) % every == 0:
+            optimizer.step()
+        seen.append(digest(model))
+    return seen
+
+
+@pytest.mark.parametrize("inner", ["sgd", "adamw"])
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_restart_changes_no_bit(cell: str, inner: str) -> None:
+    """Also in the middle of an accumulation, where the gradients so far belong to the checkpoint."""
+    options = {"merging": SMALL, "density": 0.05, **CELLS[cell]}
+    if inner == "adamw" and isinstance(options.get("memory"), sparsifiers.Memory):
+        options["memory"] = "residual"
+    every = options.get("backward_passes_per_step", 1)
+    half = STEPS // 2 + every - 1
+
+    def started(model: nn.Module) -> Any:
+        return wrap(model, optimizers(inner, model, options), **options)
+
+    def whole(rank: int, model: nn.Module) -> Any:
+        optimizer = started(model)
+        seen = go(model, optimizer, rank, range(half), every)
+        saved = through_a_file((model.state_dict(), optimizer.state_dict()))
+        return saved, seen + go(model, optimizer, rank, range(half, STEPS), every)
+
+    found = on_ranks(2, MODEL, whole)
+
+    def second(rank: int, model: nn.Module) -> list[str]:
+        optimizer = started(model)
+        model.load_state_dict(found[rank][0][0])
+        optimizer.load_state_dict(found[rank][0][1])
+        return go(model, optimizer, rank, range(half, STEPS), every)
+
+    agreed([seen for _, seen in found])
+    assert agreed(on_ranks(2, MODEL, second)) == found[0][1][half:]
+    assert len(set(found[0][1])) == STEPS // every + (every > 1)
+
+
+def test_between_the_last_backward_and_its_step() -> None:
+    """Messages are under way: the step is made again, from the gradients as this rank had them."""
+
+    def body(rank: int, model: nn.Module, restart: bool) -> str:
+        optimizer = wrap(model, compression="adtopk", merging=SMALL)
+        go(model, optimizer, rank, range(4), 1)
+        optimizer.zero_grad()
+        loss_of(model, rank, 4).backward()
+        if restart:
+            state = through_a_file(optimizer.state_dict())
+            model = copy.deepcopy(model)
+            model.zero_grad()
+            optimizer = wrap(model, compression="adtopk", merging=SMALL)
+            optimizer.load_state_dict(state)
+            with pytest.raises(AssertionError, match="zero_grad"):
+                optimizer.zero_grad()
+        optimizer.step()
+        return go(model, optimizer, rank, range(5, 8), 1)[-1]
+
+    assert agreed(on_ranks(2, MODEL, lambda r, m: body(r, m, True))) == agreed(
+        on_ranks(2, MODEL, lambda r, m: body(r, m, False))
+    )
+
+
+@pytest.mark.parametrize("compression", ["adtopk", "dgc", "none"])
+def test_after_a_plan_of_measured_times_that_was_recorded(compression: str) -> None:
+    """The script's planner goes by times; the restarted one replays the plan that was in use."""
+
+    def first(rank: int, model: nn.Module) -> Any:
+        planner = merging.get("agmerge", check_every=0)
+        optimizer = wrap(model, sgd(model, momentum=0.0), compression=compression, merging=planner, dense_sum="ordered")
+        go(model, optimizer, rank, range(14), 1)
+        saved = through_a_file((model.state_dict(), optimizer.state_dict())), optimizer.plan
+        return saved, go(model, optimizer, rank, range(14, 24), 1)
+
+    found = on_ranks(2, MODEL, first)
+
+    def second(rank: int, model: nn.Module) -> list[str]:
+        (states, plan), _ = found[rank]
+        optimizer = wrap(model, sgd(model, momentum=0.0), compression=compression, merging=plan, dense_sum="ordered")
+        model.load_state_dict(states[0])
+        optimizer.load_state_dict(states[1])
+        return go(model, optimizer, rank, range(14, 24), 1)
+
+    assert agreed(on_ranks(2, MODEL, second)) == found[0][1]
+
+
+def test_after_layers_were_unfrozen() -> None:
+    def started(model: nn.Module) -> Any:
+        return wrap(model, compression="dgc", memory="residual", merging=SMALL)
+
+    def first(rank: int, model: nn.Sequential) -> Any:
+        model[0].requires_grad_(False)
+        optimizer = started(model)
+        go(model, optimizer, rank, range(5), 1)
+        model[0].requires_grad_(True)
+        go(model, optimizer, rank, range(5, 10), 1)
+        saved = through_a_file((model.state_dict(), optimizer.state_dict()))
+        return saved, go(model, optimizer, rank, range(10, 20), 1)
+
+    found = on_ranks(2, MODEL, first)
+
+    def second(rank: int, model: nn.Module) -> list[str]:
+        optimizer = started(model)
+        model.load_state_dict(found[rank][0][0])
+        optimizer.load_state_dict(found[rank][0][1])
+        return go(model, optimizer, rank, range(10, 20), 1)
+
+    assert agreed(on_ranks(2, MODEL, second)) == found[0][1]
+
+
+def test_a_momentum_of_averages_that_only_rank_0_has_loaded_reaches_all() -> None:
+    """What is sent whole gets DGC's momentum on the average, on every rank: replicas would part without it."""
+
+    def body(rank: int, model: nn.Module) -> list[str]:
+        def started() -> Any:
+            return wrap(model, sgd(model, momentum=0.0), compression="dgc", memory=DGC)
+
+        optimizer = started()
+        go(model, optimizer, rank, range(5), 1)
+        state = through_a_file(optimizer.state_dict())
+        optimizer.close()
+        optimizer = started()
+        if rank == 0:
+            optimizer.load_state_dict(state)
+        return go(model, optimizer, rank, range(5, 8), 1)
+
+    agreed(on_ranks(2, MODEL, body))

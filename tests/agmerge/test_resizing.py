@@ -1,0 +1,225 @@
+"""Another number of workers: consolidated checkpoints, and groups that change while the optimizer lives."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from support import agreed, digest, loss_of, mlp, on_ranks, residuals, seeded, sgd, through_a_file, train, wrap
+from torch import Tensor, nn
+
+import agmerge
+import sparsifiers
+from agmerge import resizing, testing
+from agmerge.ops import Average, Sum
+
+MODEL = seeded(mlp)
+DGC = sparsifiers.memory("dgc", momentum=0.9)
+
+
+def plain(model: nn.Module) -> torch.optim.SGD:
+    return sgd(model, lr=0.05, momentum=0.0)
+
+
+def gathered(size: int, steps: int = 5, **options: Any) -> tuple[Any, list[dict[str, Any]]]:
+    """What rank 0 gets of all ranks, and what each of them saves by itself, after a few steps."""
+
+    def body(rank: int, model: nn.Module) -> Any:
+        optimizer = wrap(model, plain(model), **options)
+        train(model, optimizer, rank, range(steps))
+        return agmerge.gather_state(optimizer), optimizer.state_dict()["agmerge"]
+
+    found = on_ranks(size, MODEL, body)
+    assert all(whole is None for whole, _ in found[1:])
+    return through_a_file(found[0][0]), [section for _, section in found]
+
+
+def waiting(sections: list[dict[str, Any]], op: Any, kind: str = "residuals") -> dict[str, Tensor]:
+    """What is still to come of all ranks together, by name, as an update."""
+    weight = 1.0 / len(sections) if op is Average else 1.0
+    parts = {name: [one[kind][name] for one in sections if name in one[kind]] for name in sections[0][kind]}
+    return {name: torch.stack(tensors).double().sum(0) * weight for name, tensors in parts.items()}
+
+
+def loaded(whole: Any, size: int, **options: Any) -> list[dict[str, Any]]:
+    def body(rank: int, model: nn.Module) -> dict[str, Any]:
+        optimizer = wrap(model, plain(model), **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.load_state_dict(copy.deepcopy(whole))
+        section: dict[str, Any] = optimizer.state_dict()["agmerge"]
+        train(model, optimizer, rank, range(5, 8))
+        assert optimizer.state_dict()["agmerge"]["steps"] == 8
+        return section | {"digest": digest(model)}
+
+    sections = on_ranks(size, MODEL, body)
+    agreed([section.pop("digest") for section in sections])
+    return sections
+
+
+@pytest.mark.parametrize("op", [Average, Sum])
+@pytest.mark.parametrize("sizes", [(4, 2), (2, 4), (3, 2), (2, 3), (1, 3), (3, 1)])
+def test_what_is_still_to_come_stays_the_same(sizes: tuple[int, int], op: Any) -> None:
+    whole, before = gathered(sizes[0], compression="topk", op=op)
+    after = loaded(whole, sizes[1], compression="topk", op=op)
+    grown = sizes[1] % sizes[0] == 0 and (op is Sum or sizes == (2, 4))  # multiplied by a power of two, or not at all
+    for name, expected in waiting(before, op).items():
+        assert expected.abs().sum() > 0
+        assert torch.allclose(waiting(after, op)[name], expected, rtol=0, atol=0 if grown else 1e-7), name
+
+
+def test_it_arrives() -> None:
+    """With a dense exchange afterwards, the update of a step without gradients is what was waiting."""
+    whole, before = gathered(4, compression="topk")
+    expected = waiting(before, Average)
+
+    def body(rank: int, model: nn.Module) -> dict[str, Tensor]:
+        optimizer = wrap(model, plain(model), compression="topk", density=1.0)
+        optimizer.load_state_dict(copy.deepcopy(whole))
+        (0.0 * sum(p.sum() for p in model.parameters())).backward()
+        optimizer.step()
+        assert not any(one.any() for name, one in residuals(optimizer).items())
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    for found in on_ranks(2, MODEL, body):
+        for name, update in expected.items():
+            assert torch.allclose(found[name].double(), update, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("sizes", [(4, 2), (2, 4)])
+def test_momenta_of_a_ranks_own_gradients_likewise_and_of_averages_as_they_are(sizes: tuple[int, int]) -> None:
+    options: dict[str, Any] = {"compression": "dgc", "memory": DGC}
+    whole, before = gathered(sizes[0], **options)
+    after = loaded(whole, sizes[1], **options)
+    own = set(before[0]["residuals"])
+    assert own and set(before[0]["momenta"]) > own
+    for name, expected in waiting(before, Average, "momenta").items():
+        if name in own:
+            assert torch.allclose(waiting(after, Average, "momenta")[name], expected, rtol=1e-6, atol=1e-9)
+        else:
+            assert all(torch.equal(one["momenta"][name], before[0]["momenta"][name]) for one in after)
+
+
+def test_as_many_ranks_resume_from_one_file_to_the_bit() -> None:
+    def first(rank: int, model: nn.Module) -> Any:
+        optimizer = wrap(model, plain(model), compression="adtopk")
+        train(model, optimizer, rank, range(10))
+        whole = agmerge.gather_state(optimizer)
+        start = digest(model)
+        saved = copy.deepcopy(model.state_dict())
+        return through_a_file(whole), saved, start, train(model, optimizer, rank, range(10, 15))
+
+    found = on_ranks(3, MODEL, first)
+
+    def second(rank: int, model: nn.Module) -> list[str]:
+        optimizer = wrap(model, plain(model), compression="adtopk")
+        model.load_state_dict(found[0][1])
+        optimizer.load_state_dict(copy.deepcopy(found[0][0]))
+        return train(model, optimizer, rank, range(10, 15))
+
+    assert agreed(on_ranks(3, MODEL, second)) == found[0][3]
+
+
+def test_a_plain_optimizer_loads_it_and_large_states_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agmerge.gathering.CHUNK", 1000)
+    whole, sections = gathered(2, compression="topk")
+    for saved, section in zip(whole["agmerge"]["ranks"], sections, strict=True):
+        assert all(torch.equal(saved["residuals"][name], one) for name, one in section["residuals"].items())
+    plain(copy.deepcopy(MODEL)).load_state_dict({key: one for key, one in whole.items() if key != "agmerge"})
+
+
+def test_gradients_of_an_unfinished_accumulation_are_dropped_with_a_warning() -> None:
+    def body(rank: int, model: nn.Module) -> Any:
+        optimizer = wrap(model, compression="topk", backward_passes_per_step=2)
+        loss_of(model, rank, 0).backward()
+        return agmerge.gather_state(optimizer)
+
+    whole = through_a_file(on_ranks(2, MODEL, body)[0])
+    model = copy.deepcopy(MODEL)
+
+    def load(rank: int) -> None:
+        optimizer = wrap(model, compression="topk", backward_passes_per_step=2)
+        with pytest.warns(UserWarning, match="between two backward passes of one step"):
+            optimizer.load_state_dict(whole)
+        assert all(p.grad is None for p in model.parameters())
+
+    testing.run(1, load)
+
+
+def test_shards_of_another_number_of_ranks_are_dropped_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGMERGE_LOCAL_SIZE", "2")
+    whole, _ = gathered(4, compression="topk", exchange="two-level")
+
+    def body(rank: int, model: nn.Module) -> list[str]:
+        optimizer = wrap(model, plain(model), compression="topk", exchange="two-level")
+        optimizer.load_state_dict(copy.deepcopy(whole))
+        return train(model, optimizer, rank, range(2))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        agreed(on_ranks(2, MODEL, body))
+    assert len(caught) == 2 and all("they are dropped" in str(one.message) for one in caught)
+
+
+def test_a_process_set_is_refused() -> None:
+    def body(rank: int, model: nn.Module) -> None:
+        optimizer = wrap(model, process_set=[rank])
+        with pytest.raises(ValueError, match="process_set"):
+            agmerge.gather_state(optimizer)
+
+    on_ranks(2, MODEL, body)
+
+
+# -- the group changes while the optimizer lives ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["noticed", "told"])
+@pytest.mark.parametrize("sizes", [(4, 2), (2, 3), (3, 3)])
+def test_survivors_go_on_with_what_they_kept(sizes: tuple[int, int], told: bool) -> None:
+    before, now = sizes
+    models = [copy.deepcopy(MODEL) for _ in range(max(sizes))]
+    made: list[Any] = [None] * max(sizes)
+
+    def first(rank: int) -> None:
+        made[rank] = wrap(models[rank], plain(models[rank]), compression="topk", density=0.05)
+        train(models[rank], made[rank], rank, range(4))
+
+    testing.run(before, first)
+    for model in models[before:]:
+        model.load_state_dict(models[0].state_dict())
+    kept = [residuals(one) if one is not None else None for one in made[:now]]
+
+    def second(rank: int) -> Any:
+        model, optimizer = models[rank], made[rank]
+        if optimizer is None:  # a newcomer; its handshake is the survivors' too
+            optimizer = wrap(model, plain(model), compression="topk", density=0.05)
+        elif told:
+            optimizer.reset()
+            assert optimizer.state_dict()["agmerge"]["size"] == before
+        optimizer.zero_grad()
+        (0.0 * sum(p.sum() for p in model.parameters())).backward()
+        optimizer.step()
+        updates = {name: p.grad.clone().double() for name, p in model.named_parameters()}
+        left = residuals(optimizer)
+        train(model, optimizer, rank, range(4, 6))
+        return updates, left, digest(model), optimizer.state_dict()["agmerge"]["steps"]
+
+    found = testing.run(now, second)
+    agreed([seen for *_, seen, _ in found])
+    assert agreed([steps for *_, steps in found]) == 7
+    for name in kept[0]:
+        mass = sum(one[name].double() for one in kept if one is not None) / before
+        left = sum(one[name].double() for _, one, *_ in found) / now
+        assert mass.any() and found[0][0][name].any()
+        assert torch.allclose(found[0][0][name] + left, mass, rtol=0, atol=1e-7)
+
+
+def test_scaling_is_the_stated_rule() -> None:
+    assert resizing.factor(Average, 4, 2) == 0.5 and resizing.factor(Average, 2, 3) == 1.5
+    assert resizing.factor(Sum, 4, 2) == 1.0
+    state = {("residual", "a"): torch.ones(2), ("momentum", "a"): torch.ones(2), ("momentum", "b"): torch.ones(2)}
+    found = resizing.scaled(state, 2.0)
+    assert [float(tensor[0]) for tensor in found.values()] == [2.0, 2.0, 1.0]
