@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 import merging as planning
-from agmerge import advise, nodes, process_sets, sentinel
+from agmerge import advise, nodes, process_sets, sentinel, whereabouts
 from agmerge.adaptation import Adaptation
 from agmerge.agreement import open_session
 from agmerge.averages import Averages
@@ -184,6 +184,7 @@ class Engine:
     def on_gradient(self, parameter: torch.Tensor) -> None:
         """The hook: ``parameter.grad`` has been accumulated once more."""
         with self._lock:
+            whereabouts.here().move(self._clock, "is in a backward pass")
             if self.synchronized:
                 self._clear()  # synchronize() without step(): the update is discarded
             if self.paused:
@@ -214,6 +215,7 @@ class Engine:
             self._check_unbroken()
             if self.outside or self.synchronized:
                 return  # nothing new: a backward pass would have begun another round
+            whereabouts.here().move(self._clock, "is in step()")
             with self._breaking():
                 round_ = self._attempt()
                 if round_ is None or not round_.complete(self._gradient):
@@ -231,11 +233,13 @@ class Engine:
         assert self.session is not None and self.comm is not None and self.adaptation is not None
         self.session.swap()
         self.steps = self._clock = self._clock + 1
+        whereabouts.here().move(self._clock, "is in its script, before a backward pass")
         session = self.session
         self.stats.stepped(len(session.buffers), session.layout.numel, session.tensors.numel)
         self._clear()
         if self.config.check_every and self.steps % self.config.check_every == 0:
-            sentinel.check(self.comm, self.members, self.steps, self.config.timeout)
+            with self._breaking():
+                sentinel.check(self.comm, self.members, self.steps, self.config.timeout)
         with self._breaking():
             plan = None if self._stale else self.adaptation.after_step(self._clock)
             if plan is not None:
