@@ -16,6 +16,7 @@ from agmerge.errors import (
     CollectiveTimeout,
     DivergenceError,
     MessageError,
+    NoAnswer,
     PeerLost,
     RankMismatchError,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "DistributedOptimizer",
     "DivergenceError",
     "MessageError",
+    "NoAnswer",
     "PeerLost",
     "RankMismatchError",
     "ReduceOp",

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-PATIENCE = 0.75  # seconds for a connection, and again for the answer
+PATIENCE = 1.0  # seconds for a connection, and again for the answer
 LONGEST = 8192  # bytes of a line
 
 ENDED = "its process has ended"
@@ -51,7 +51,7 @@ class Listener:
 
     def _serve(self, connection: socket.socket) -> None:
         connection.settimeout(PATIENCE)
-        asked = json.loads(_line(connection))
+        asked = json.loads(_line(connection, PATIENCE))
         if hmac.compare_digest(str(asked["token"]), self._token):
             connection.sendall(json.dumps({**self._answer(asked), "token": self._token}).encode() + b"\n")
 
@@ -72,13 +72,15 @@ class Listener:
         self._socket.close()
 
 
-def ask(address: str, port: int, token: str, question: dict[str, Any]) -> dict[str, Any]:
-    """What is said there; :class:`Silence` if nothing is. Takes at most twice ``PATIENCE`` seconds."""
+def ask(
+    address: str, port: int, token: str, question: dict[str, Any], patience: float = PATIENCE
+) -> dict[str, Any]:
+    """What is said there; :class:`Silence` if nothing is. Takes at most twice ``patience`` seconds."""
     try:
-        with socket.create_connection((address, port), timeout=PATIENCE) as connection:
+        with socket.create_connection((address, port), timeout=patience) as connection:
             try:
                 connection.sendall(json.dumps({**question, "token": token}).encode() + b"\n")
-                reply = json.loads(_line(connection))
+                reply = json.loads(_line(connection, patience))
             except TimeoutError as error:
                 raise Silence(STUCK) from error
     except TimeoutError as error:
@@ -92,9 +94,9 @@ def ask(address: str, port: int, token: str, question: dict[str, Any]) -> dict[s
     return dict(reply)
 
 
-def _line(connection: socket.socket) -> bytes:
+def _line(connection: socket.socket, patience: float) -> bytes:
     """What was sent up to the end of the line. Raises ``ConnectionResetError`` if that never came."""
-    end, data = time.monotonic() + PATIENCE, b""
+    end, data = time.monotonic() + patience, b""
     while not data.endswith(b"\n"):
         if time.monotonic() > end:
             raise TimeoutError

@@ -25,6 +25,7 @@ from agmerge.listening import PATIENCE, STUCK, Listener, Silence, ask
 from agmerge.whereabouts import Place
 
 SHOWN = 8  # ranks that are described; more are only named
+FIRST = 10.0  # seconds for the first question of all, while others may still be importing
 TEXT = 1000  # characters of an error that is told
 
 _current: RollCall | None = None
@@ -71,7 +72,7 @@ class RollCall:
         why = self.peers[following].problem
         if not why:
             try:
-                self._ask(following, {})
+                self._ask(following, {}, FIRST)
             except Silence as silence:
                 peer = self.peers[following]
                 why = f"it could not be asked at {peer.address}, port {peer.port}, from the start ({silence})"
@@ -89,9 +90,9 @@ class RollCall:
         seconds = time.monotonic() - place.since
         return {"words": place.words(), "seconds": seconds, "call": place.call, "step": place.step}
 
-    def _ask(self, rank: int, says: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, rank: int, says: dict[str, Any], patience: float = PATIENCE) -> dict[str, Any]:
         peer = self.peers[rank]
-        return ask(peer.address, peer.port, peer.token, {"rank": self.rank, "says": says})
+        return ask(peer.address, peer.port, peer.token, {"rank": self.rank, "says": says}, patience)
 
     def tell(self, says: dict[str, Any], ranks: Sequence[int] = ()) -> dict[int, dict[str, Any] | Silence]:
         """Say something to ``ranks`` (none given: all), at once; what each answers, or what its silence means."""

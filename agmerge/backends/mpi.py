@@ -23,6 +23,7 @@ from agmerge.backends.base import Backend, Handle
 from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost
 
 PAUSE = 5e-5  # seconds between two looks at what is under way: costs little, and adds little to a message
+LAST_WORDS = 0.5  # seconds: the launcher drops what it has not passed on when a rank aborts
 LARGEST = 2**31 - 1  # elements, or bytes where bytes are moved, of one MPI call
 
 
@@ -58,6 +59,7 @@ def _abort_on_error(MPI: Any) -> None:
         before(kind, error, trace)
         sys.stderr.flush()
         if MPI.COMM_WORLD.Get_size() > 1 and not MPI.Is_finalized():
+            time.sleep(LAST_WORDS)
             MPI.COMM_WORLD.Abort(1)
 
     sys.excepthook = hook

@@ -1,7 +1,7 @@
 """Two workers, one of which fails. ``python faulty.py fault when step``.
 
-``fault``: ``kill exit raise sleep``, what rank 1 does; ``when``: ``before inside after`` its backward pass of step
-``step``. The deadline is ``AGMERGE_TIMEOUT``. The other rank's uncaught error is what the tests read.
+``fault``: ``kill exit raise sleep``, what rank 1 does; ``when``: ``before``, ``inside`` or ``after`` its backward pass
+of step ``step``. The uncaught error of the other rank, and what becomes of the processes, are what the tests look at.
 """
 
 from __future__ import annotations
@@ -17,13 +17,33 @@ from torch import Tensor, nn
 
 import agmerge
 
-VICTIM, STEPS = 1, 4
-SLEEP = 60.0  # seconds: longer than any launch may last
+FAILS, STEPS = 1, 4
+TIMEOUT = 5.0  # seconds: of every wait, once both have started
+SLEEP = 300.0  # seconds: longer than any launch may last
 
 
-def strike(fault: str) -> None:
-    """Fail in one of the ways."""
-    print(f"rank {agmerge.rank()} pid {os.getpid()}: {fault}", flush=True)
+class Plain(torch.optim.Optimizer):
+    """SGD without what torch.optim imports for its own: a launch is mostly imports."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.param_groups.append({"params": list(param_group["params"])})
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter -= 0.1 * parameter.grad
+
+
+def fail(fault: str) -> None:
+    """In one of the ways."""
+    print(f"the worker {os.getpid()} fails at {time.time():.3f}", flush=True)
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault == "exit":
@@ -43,25 +63,27 @@ class Inside(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        strike(ctx.fault)
+        fail(ctx.fault)
         return gradient, None
 
 
 def main(fault: str, when: str, at: int) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40))
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)  # imports much: before anybody waits
     agmerge.init()
-    optimizer = agmerge.DistributedOptimizer(inner, model.named_parameters(), merging="layerwise", exchange="sparse")
+    os.environ["AGMERGE_TIMEOUT"] = str(TIMEOUT)
+    model = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40))
+    optimizer = agmerge.DistributedOptimizer(
+        Plain(model.parameters()), model.named_parameters(), merging="layerwise", exchange="sparse"
+    )
     for step in range(STEPS):
-        now = when if agmerge.rank() == VICTIM and step == at else ""
+        now = when if agmerge.rank() == FAILS and step == at else ""
         if now == "before":
-            strike(fault)
+            fail(fault)
         optimizer.zero_grad()
         x = model[1](model[0](torch.randn(4, 40)))
         model[2](Inside.apply(x, fault) if now == "inside" else x).sum().backward()
         if now == "after":
-            strike(fault)
+            fail(fault)
         optimizer.step()
 
 
