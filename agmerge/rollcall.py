@@ -25,7 +25,7 @@ from agmerge.listening import PATIENCE, STUCK, Listener, Silence, ask
 from agmerge.whereabouts import Place
 
 SHOWN = 8  # ranks that are described; more are only named
-FIRST = 10.0  # seconds for the first question of all, while others may still be importing
+FIRST = 10.0  # seconds, for the first question of all: a machine that starts many processes is busy
 TEXT = 1000  # characters of an error that is told
 
 _current: RollCall | None = None
@@ -88,7 +88,8 @@ class RollCall:
     def _own(self) -> dict[str, Any]:
         place = self._place
         seconds = time.monotonic() - place.since
-        return {"words": place.words(), "seconds": seconds, "call": place.call, "step": place.step}
+        at = {"call": place.call, "step": place.step, "given_up": place.given_up}
+        return {"words": place.words(), "seconds": seconds, **at}
 
     def _ask(self, rank: int, says: dict[str, Any], patience: float = PATIENCE) -> dict[str, Any]:
         peer = self.peers[rank]
@@ -121,13 +122,14 @@ class RollCall:
         given_up = replace(self._place, doing=f"has given up waiting for {call}").words()
         missing: dict[int, str] = {}
         waiting: dict[int, str] = {}
-        for rank, answer in self.tell({**own, "words": given_up}, ranks).items():
+        for rank, answer in self.tell({**own, "words": given_up, "given_up": True}, ranks).items():
             last = self._told.get(rank)
             if isinstance(answer, Silence):
                 text = str(answer) if last is None else f"it {last['words']}; {answer}"
             else:
                 last, text = answer, f"it {answer['words']}, for {answer['seconds']:.1f} s"
-            there = last is not None and (last["call"], last["step"]) == (call, own["step"])
+            # Who has given up, wherever that was, was not the first to be missing.
+            there = last is not None and (last["given_up"] or (last["call"], last["step"]) == (call, own["step"]))
             (waiting if there else missing)[rank] = text
         unknown = {rank: peer.problem for rank, peer in enumerate(self.peers) if rank in (ranks or [rank])}
         unknown = {rank: why for rank, why in unknown.items() if why and rank != self.rank}
@@ -147,10 +149,11 @@ class RollCall:
 
     def raised(self, error: BaseException) -> None:
         """The script ends with ``error``: let those know that will wait in vain."""
+        if isinstance(error, NoAnswer):
+            return  # they were told when it gave up
         text = f"{type(error).__name__}: {error}"[:TEXT]
         self._place.doing, self._place.since, self._place.call = f"raised {text}", time.monotonic(), ""
-        if not isinstance(error, NoAnswer):  # else they were told when it gave up
-            self.tell({**self._own()})
+        self.tell(self._own())
 
     def close(self) -> None:
         """Listen no more."""

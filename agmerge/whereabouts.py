@@ -19,17 +19,19 @@ from agmerge.errors import AGMergeError, NoAnswer
 class Place:
     """What a rank does, in words, since when (monotonic seconds), in which step (committed exchanges so far).
 
-    ``call``: the collective that it waits for, or has given up waiting for; empty: none.
+    ``call``: the collective that it waits for, or waited for in vain (``given_up``); empty: none.
     """
 
     doing: str = "is in its script, before the first step"
     since: float = field(default_factory=time.monotonic)
     step: int | None = None
     call: str = ""
+    given_up: bool = False
 
     def move(self, step: int, doing: str) -> None:
         """It goes on with something else."""
-        self.doing, self.since, self.step, self.call = doing, time.monotonic(), step, ""
+        self.doing, self.since, self.step = doing, time.monotonic(), step
+        self.call, self.given_up = "", False
 
     def words(self) -> str:
         """For others to read."""
@@ -65,7 +67,7 @@ def waiting(call: str, ranks: Sequence[int]) -> Iterator[None]:
         yield
     except NoAnswer as error:
         explain(error, call, ranks)
-        place.doing, place.since = f"has given up waiting for {call}", time.monotonic()
+        place.doing, place.since, place.given_up = f"has given up waiting for {call}", time.monotonic(), True
         raise
     except AGMergeError as error:
         place.doing, place.since = f"has stopped at {call}: {type(error).__name__}", time.monotonic()

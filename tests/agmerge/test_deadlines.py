@@ -105,6 +105,18 @@ def test_a_place_goes_back_to_what_it_was_when_the_wait_is_over() -> None:
         assert (words, moved, call) == ("is in its script, before a backward pass (step 5)", 0.0, "")
 
 
+def test_a_collective_that_cannot_start_tells_the_same() -> None:
+    def body(rank: int) -> None:
+        whereabouts.here().move(7, "is in a backward pass")
+        with whereabouts.starting("buffer 1", [0]):
+            raise agmerge.PeerLost("buffer 1: shut down")
+
+    (error,) = testing.run(1, body, return_errors=True)
+    assert isinstance(error, agmerge.NoAnswer)
+    assert str(error) == "buffer 1: shut down (in step 7, after 0.0 s)"
+    assert (error.call, error.step, error.waited) == ("buffer 1", 7, 0.0)
+
+
 def test_a_call_that_has_no_deadline_of_its_own_is_given_one() -> None:
     assert deadline.bounded(lambda: 3, 60.0, "adding") == 3
     with pytest.raises(ZeroDivisionError):

@@ -140,6 +140,12 @@ def test_a_rank_whose_script_raised_says_what(still_there: bool) -> None:
     assert (ENDED in text) is not still_there
 
 
+def test_a_rank_that_has_given_up_elsewhere_is_not_missing_either() -> None:
+    place = Place("has given up waiting for buffer 2", step=STEP, call="buffer 2", given_up=True)
+    text, missing = called([place, Place()], nothing)
+    assert missing == (2,) and "Waiting too: rank 1" in text
+
+
 def test_a_rank_that_raises_for_want_of_another_tells_nothing_new() -> None:
     def change(calls: list[RollCall]) -> None:
         calls[1].call(CALL, (0,))

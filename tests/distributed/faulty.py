@@ -1,7 +1,7 @@
 """Two workers, one of which fails. ``python faulty.py fault when step``.
 
 ``fault``: ``kill exit raise sleep``, what rank 1 does; ``when``: ``before``, ``inside`` or ``after`` its backward pass
-of step ``step``. The uncaught error of the other rank, and what becomes of the processes, are what the tests look at.
+of step ``step``, or at the ``handshake`` before all steps. The uncaught error of the other rank, and what becomes of the processes, are what the tests look at.
 """
 
 from __future__ import annotations
@@ -72,6 +72,8 @@ def main(fault: str, when: str, at: int) -> None:
     agmerge.init()
     os.environ["AGMERGE_TIMEOUT"] = str(TIMEOUT)
     model = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40))
+    if when == "handshake" and agmerge.rank() == FAILS:
+        fail(fault)
     optimizer = agmerge.DistributedOptimizer(
         Plain(model.parameters()), model.named_parameters(), merging="layerwise", exchange="sparse"
     )

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from faulty import TIMEOUT
+from faulty import FAILS, TIMEOUT
 from launching import HERE, Ended, launch, missing, start_by_hand
 
 SCRIPT = HERE / "faulty.py"
@@ -51,7 +51,8 @@ COVER = [  # every fault under every launcher; any two values of a cell occur to
     for i, launcher in enumerate(LAUNCHERS)
     for j, fault in enumerate(FAULTS)
 ]
-SHORT = [*COVER, Cell(TORCHRUN, "sleep", "after", 0)]
+HANDSHAKES = [Cell(launcher, "sleep", "handshake", 0) for launcher in LAUNCHERS]
+SHORT = [*COVER, Cell(TORCHRUN, "sleep", "after", 0), HANDSHAKES[0]]
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ def _here(item: pytest.Item) -> bool:
 
 def cases() -> list[object]:
     """Those of ``make test``, and the others."""
-    rest = [cell for cell in ALL if cell not in SHORT]
+    rest = [cell for cell in [*ALL, *HANDSHAKES] if cell not in SHORT]
     return [*(pytest.param(cell, id=str(cell)) for cell in SHORT)] + [
         pytest.param(cell, id=str(cell), marks=pytest.mark.long) for cell in rest
     ]
@@ -177,11 +178,32 @@ def test_the_job_ends_and_names_the_rank_that_is_missing(cell: Cell, outcomes: O
     if error is not None:
         # What has been handed over before it failed may yet arrive; the first step begins with an agreement.
         at = [cell.step, cell.step + 1] if cell.when == "after" and cell.step else [cell.step]
-        assert any(f"(in step {step}, after " in error[0] for step in at), output
-        assert re.search(r": (buffer \d+|membership/digest): ", error[0]), output
+        if cell.when == "handshake":
+            assert "(in step" not in error[0] and ": sets/" in error[0], output
+        else:
+            assert any(f"(in step {step}, after " in error[0] for step in at), output
+            assert re.search(r": (buffer \d+|membership/digest): ", error[0]), output
     else:
         assert SAID.search(outcome.output), output
     assert outcome.left == [], output
+
+
+@pytest.mark.timeout(400)
+def test_every_survivor_names_the_same_rank() -> None:
+    workers = start_by_hand(3, SCRIPT, "kill", "before", "2")
+    try:
+        outputs = [worker.communicate(timeout=PATIENCE)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert workers[FAILS].returncode == -signal.SIGKILL
+    for rank in (0, 2):
+        assert workers[rank].returncode != 0
+        error = MISSING.search(outputs[rank])
+        assert error is not None, outputs[rank]
+        said = outputs[rank][error.end() :].split("Waiting too: ")
+        assert said[0].startswith("its process has ended") and "rank" not in said[0]
+        assert said[1].startswith(f"rank {2 - rank} ")
 
 
 def test_the_short_cells_cover_every_pair() -> None:
@@ -189,4 +211,4 @@ def test_the_short_cells_cover_every_pair() -> None:
     cells = [(cell.launcher, cell.fault, cell.when, cell.step) for cell in COVER]
     for a, b in itertools.combinations(range(4), 2):
         assert {(cell[a], cell[b]) for cell in cells} == set(itertools.product(values[a], values[b]))
-    assert set(SHORT) <= set(ALL) and len(set(ALL)) == len(ALL) == 120
+    assert set(SHORT) <= {*ALL, *HANDSHAKES} and len(set(ALL)) == len(ALL) == 120
