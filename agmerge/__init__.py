@@ -17,6 +17,7 @@ from agmerge.errors import (
     CollectiveTimeout,
     DivergenceError,
     MessageError,
+    NoAnswer,
     PeerLost,
     RankMismatchError,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "DistributedOptimizer",
     "DivergenceError",
     "MessageError",
+    "NoAnswer",
     "PeerLost",
     "RankMismatchError",
     "ReduceOp",

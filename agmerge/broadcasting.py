@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from agmerge import runtime
-from agmerge.collectives import TIMEOUT, as_bytes, broadcast_object, check_root, from_bytes
+from agmerge import deadline, runtime
+from agmerge.collectives import as_bytes, broadcast_object, check_root, from_bytes
 from agmerge.handshake import Fact, agree
 
 CHUNK = 64 * 2**20  # bytes of one message
@@ -33,7 +33,7 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0) -> None:
     facts: list[Fact] = [("root_rank", str(root_rank))]
     facts += [(name, f"{value.dtype} {list(value.shape)}") for name, value in tensors]
     advice = "Build the same model on every rank."
-    agree(comm, facts, what="broadcast_parameters", advice=advice, timeout=TIMEOUT)
+    agree(comm, facts, what="broadcast_parameters", advice=advice, timeout=deadline.default())
     _broadcast_tensors([value for _, value in tensors], root_rank, "broadcast_parameters")
 
 
@@ -52,7 +52,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     facts.append(("sizes of param_groups", str([len(group["params"]) for group in optimizer.param_groups])))
     facts += [(f"parameter {i}", f"{p.dtype} {list(p.shape)}") for i, p in enumerate(parameters)]
     advice = "Build the same optimizer on every rank."
-    agree(comm, facts, what="broadcast_optimizer_state", advice=advice, timeout=TIMEOUT)
+    agree(comm, facts, what="broadcast_optimizer_state", advice=advice, timeout=deadline.default())
 
     (state, options), tensors = plain_state(optimizer)
     forms = [_form(tensor) for tensor in tensors]
@@ -132,7 +132,7 @@ def _broadcast_chunk(tensors: list[torch.Tensor], size: int, root_rank: int, nam
     root = comm.rank == root_rank
     message = b"".join(as_bytes(tensor) for tensor in tensors) if root else bytes(size)
     buffer = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-    comm.broadcast(buffer, root_rank, name).wait(TIMEOUT)
+    comm.broadcast(buffer, root_rank, name).wait(deadline.default())
     if root:
         return
     data, start = buffer.numpy().tobytes(), 0

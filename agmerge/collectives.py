@@ -11,13 +11,11 @@ from typing import Any
 
 import torch
 
-from agmerge import runtime
+from agmerge import deadline, runtime
 from agmerge.backends import Backend
 from agmerge.errors import AGMergeError
 from agmerge.handshake import Fact, agree, broadcast_bytes, gather_texts
 from agmerge.ops import Average, ReduceOp
-
-TIMEOUT = runtime.INIT_TIMEOUT
 
 
 def allreduce(tensor: torch.Tensor, name: str | None = None, op: ReduceOp = Average) -> torch.Tensor:
@@ -32,7 +30,7 @@ def allreduce(tensor: torch.Tensor, name: str | None = None, op: ReduceOp = Aver
         raise ValueError(f"{label}: a tensor of bool has no sum; convert it to the integers that you mean")
     _agree(comm, "allreduce", label, [("op", op.value), ("tensor", _describe(tensor))])
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
-    comm.all_reduce(result, label).wait(TIMEOUT)
+    comm.all_reduce(result, label).wait(deadline.default())
     if op is Average:
         if result.is_floating_point() or result.is_complex():
             result.mul_(op.scale(comm.size))
@@ -49,7 +47,7 @@ def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
     trailing = list(tensor.shape[1:])
     _agree(comm, "allgather", label, [("dtype", str(tensor.dtype)), ("trailing dimensions", str(trailing))])
     rows = len(tensor).to_bytes(8, "little")  # of no elements each, nothing else tells how many
-    texts = gather_texts(comm, rows + as_bytes(tensor), label, TIMEOUT)
+    texts = gather_texts(comm, rows + as_bytes(tensor), label, deadline.default())
     counts = [int.from_bytes(text[:8], "little") for text in texts]
     parts = [from_bytes(text[8:], tensor.dtype) for text in texts]
     shaped = [part.reshape(count, *trailing) for part, count in zip(parts, counts, strict=True)]
@@ -62,7 +60,7 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> 
     check_root(comm, root_rank)
     _agree(comm, "broadcast", label, [("root_rank", str(root_rank)), ("tensor", _describe(tensor))])
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
-    comm.broadcast(result, root_rank, label).wait(TIMEOUT)
+    comm.broadcast(result, root_rank, label).wait(deadline.default())
     return result
 
 
@@ -77,7 +75,7 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
             data = pickle.dumps(obj)
         except Exception as error:
             problem = error  # the others wait: nothing (no pickle is that short) tells them
-    received = broadcast_bytes(comm, data, root_rank, label, TIMEOUT)
+    received = broadcast_bytes(comm, data, root_rank, label, deadline.default())
     if not received:
         raise AGMergeError(f"{label}: what rank {root_rank} gave does not pickle") from problem
     return obj if comm.rank == root_rank else pickle.loads(received)
@@ -109,7 +107,7 @@ def from_bytes(data: bytes, dtype: torch.dtype) -> torch.Tensor:
 def _agree(comm: Backend, call: str, label: str, facts: list[Fact]) -> None:
     facts = [("call", call), ("name", label), *facts]
     advice = "Every rank must make the same call."
-    agree(comm, facts, what="collective", advice=advice, timeout=TIMEOUT, name=label)
+    agree(comm, facts, what="collective", advice=advice, timeout=deadline.default(), name=label)
 
 
 def _label(name: str | None, call: str) -> str:

@@ -16,7 +16,7 @@ import torch
 
 import merging
 import sparsifiers
-from agmerge import partial, process_sets
+from agmerge import deadline, partial, process_sets
 from agmerge import warmup as schedules
 from agmerge.backends import horovod
 from agmerge.codecs import VALUES
@@ -179,7 +179,7 @@ def resolve(
     backward_passes_per_step: Any,
     gradient_predivide_factor: float,
     sparse_as_dense: bool,
-    timeout: float,
+    timeout: float | None,
     check_every: int,
     unused: str,
     groups: Any,
@@ -204,6 +204,7 @@ def resolve(
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if not gradient_predivide_factor > 0:
         raise ValueError(f"gradient_predivide_factor must be > 0, not {gradient_predivide_factor!r}")
+    timeout = deadline.default() if timeout is None else timeout
     if not 0 < timeout < float("inf"):
         raise ValueError(f"timeout must be a number of seconds > 0, not {timeout!r}")
     if not isinstance(check_every, int) or check_every < 0:

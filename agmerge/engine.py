@@ -7,7 +7,6 @@ it.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import warnings
@@ -19,7 +18,7 @@ from dataclasses import replace
 import torch
 
 import merging as planning
-from agmerge import advise, nodes, process_sets, runtime, sentinel
+from agmerge import advise, nodes, process_sets, runtime, sentinel, whereabouts
 from agmerge.adaptation import Adaptation
 from agmerge.agreement import open_session
 from agmerge.averages import Averages
@@ -32,7 +31,7 @@ from agmerge.members import Member, Members
 from agmerge.round import Round
 from agmerge.session import Session, State, model_facts
 from agmerge.stats import Stats
-from agmerge.trace import Trace, path_of
+from agmerge.trace import Trace
 from agmerge.two_level import round_for
 from agmerge.version import __version__
 from agmerge.wire import GOING, JOINED
@@ -121,7 +120,7 @@ class Engine:
         self._hooks.attach(member.parameter for member in members)
         self.session, self._snapshot, self._stale = session, self.members.snapshot(), False
         self.averages.forget()
-        self._tell(self.averages.trace)
+        self.tell(self.averages.trace)
         self.adaptation = Adaptation(session, self.averages)
         if self.stats.proof is not None:
             self.stats.proof.reset()  # its rows are those of the merge buffers there were
@@ -203,6 +202,7 @@ class Engine:
     def on_gradient(self, parameter: torch.Tensor) -> None:
         """The hook: ``parameter.grad`` has been accumulated once more."""
         with self._lock:
+            whereabouts.here().move(self._clock, "is in a backward pass")
             if self.synchronized:
                 self._clear()  # synchronize() without step(): the update is discarded
             if self.paused:
@@ -233,6 +233,7 @@ class Engine:
             self._check_unbroken()
             if self.outside or self.synchronized:
                 return  # nothing new: a backward pass would have begun another round
+            whereabouts.here().move(self._clock, "is in step()")
             with self._breaking():
                 round_ = self._attempt()
                 if round_ is None or not round_.complete(self._gradient):
@@ -251,12 +252,14 @@ class Engine:
         assert self.session is not None and self.comm is not None and self.adaptation is not None
         self.session.swap()
         self.steps = self._clock = self._clock + 1
+        whereabouts.here().move(self._clock, "is in its script, before a backward pass")
         session = self.session
         self.stats.stepped(len(session.buffers), session.layout.numel, session.tensors.numel)
         self._clear()
         due = self.config.check_every and self.steps % self.config.check_every == 0
         if due and not self.said & JOINED:  # a rank that has joined may step otherwise, until all have
-            sentinel.check(self.comm, self.members, self.steps, self.config.timeout)
+            with self._breaking():
+                sentinel.check(self.comm, self.members, self.steps, self.config.timeout)
         with self._breaking():
             if not self._stale:
                 plan = self.adaptation.after_step(self._clock)
@@ -274,7 +277,7 @@ class Engine:
         assert self.session is not None
         self.averages.forget()
         self.session.follow(plan)
-        self._tell(self.averages.trace)
+        self.tell(self.averages.trace)
         if self.config.sparsifier is not None:
             self.config.sparsifier.retain(self.session.keys())
         if self.stats.proof is not None:
@@ -298,23 +301,8 @@ class Engine:
         with self._breaking():
             return self.adaptation.measure(self._clock)
 
-    @contextmanager
-    def traced(self, path: str | os.PathLike[str]) -> Iterator[None]:
-        """Record the steps inside, and write them to a file of this rank's."""
-        if self.averages.trace is not None:
-            raise AGMergeError("trace(): a trace is being recorded already; end that one first")
-        rank, size = (self.comm.rank, self.comm.size) if self.comm is not None else (0, 1)
-        self.averages.settle()
-        trace = self.averages.trace = Trace(rank, f"rank {rank}")
-        self._tell(trace)
-        try:
-            yield
-        finally:
-            self.averages.settle()
-            self.averages.trace = None
-            trace.save(path_of(path, rank, size))
-
-    def _tell(self, trace: Trace | None) -> None:
+    def tell(self, trace: Trace | None) -> None:
+        """Say to a trace whose times it is given from now on."""
         if trace is not None and self.session is not None:
             trace.follow([slot.name for slot in self.session.layout.slots], self.session.plan.counts)
 

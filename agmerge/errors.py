@@ -24,11 +24,24 @@ class RankMismatchError(AGMergeError):
     """Ranks disagree on something that must be the same on all of them. Raised on every rank."""
 
 
-class CollectiveTimeout(AGMergeError):
+class NoAnswer(AGMergeError):
+    """A collective did not end, because a rank is missing from it.
+
+    ``call``: its name, such as ``"buffer 3"``. ``step``: committed exchanges so far; None outside of steps.
+    ``waited``: seconds. ``missing``: the ranks that are not known to have come as far; empty if none is known.
+    """
+
+    call: str = ""
+    step: int | None = None
+    waited: float = 0.0
+    missing: tuple[int, ...] = ()
+
+
+class CollectiveTimeout(NoAnswer):
     """A collective did not end within its deadline."""
 
 
-class PeerLost(AGMergeError):
+class PeerLost(NoAnswer):
     """Another rank has left, so a collective can never end."""
 
 

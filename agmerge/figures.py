@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from agmerge import report
 from agmerge.adaptation import FIRST
 from agmerge.engine import Engine
 from agmerge.errors import AGMergeError
+from agmerge.tracing import traced
 from sparsifiers.proof import Proof
 
 
@@ -87,8 +87,6 @@ class Figures:
         assert plan is not None
         return report.merge_buffers(self._engine.session, self._engine.measured(), self._engine.averages.typical())
 
-    @contextmanager
-    def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
+    def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
         """Write a Chrome trace of the steps inside, to open in Perfetto; one file a rank (``trace.rank0.json``)."""
-        with self._engine.traced(path):
-            yield
+        return traced(self._engine, path)

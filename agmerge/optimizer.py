@@ -69,7 +69,8 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
     * ``wire``: how selected values travel, ``"auto"`` (the gradient's dtype), ``"fp32"``, ``"fp16"``, ``"bf16"`` or
       ``"int8"``; ``wire_check``: whether checksums cover the ``"payload"`` or the ``"header"`` alone (docs/wire.md).
     * ``dense_sum``: ``"ordered"`` adds in rank order whatever the plan; ``"native"`` as the backend does.
-    * ``timeout``: seconds, for every wait. ``check_every``: compare replicas every so many steps (0: never).
+    * ``timeout``: seconds, for every wait (None: ``AGMERGE_TIMEOUT`` of the environment, else 300).
+      ``check_every``: compare replicas every so many steps (0: never).
     * ``unused``: ``"none"`` leaves ``p.grad`` None where no rank ever had a gradient, ``"zero"`` is Horovod's way.
     """
 
@@ -98,7 +99,7 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         dense_sum: str = "native",
         scaler: Any = None,
         nonfinite: str | None = None,
-        timeout: float = 300.0,
+        timeout: float | None = None,
         check_every: int = 0,
         unused: str = "none",
         model: torch.nn.Module | None = None,

@@ -6,13 +6,13 @@ import os
 import threading
 from collections.abc import Mapping
 
+from agmerge import deadline, leaving, rollcall, whereabouts
 from agmerge.backends import Backend, horovod, local, mpi
 from agmerge.backends import torch as torch_backend
 from agmerge.errors import AGMergeError
 
 BACKENDS = ("horovod", "torch", "mpi", "local")
 _SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")  # what launchers say
-INIT_TIMEOUT = 300.0
 
 _process: Backend | None = None
 _thread = threading.local()
@@ -69,7 +69,12 @@ def init(backend: str | None = None) -> None:
         )
     if name not in BACKENDS:
         raise ValueError(f"unknown backend {name!r}; backends: {', '.join(BACKENDS)}")
-    opened = _open(name, env)
+    timeout = deadline.default()
+    try:
+        opened = _open(name, env, timeout)
+    finally:
+        if name != "local":
+            leaving.prepare()
     launched = next((key for key in _SIZES if int(env.get(key) or 1) > 1), None)
     if name != "local" and launched is not None and opened.size == 1:
         # Going on would train as many unrelated models as there are workers.
@@ -77,6 +82,8 @@ def init(backend: str | None = None) -> None:
             f"the launcher has started {env[launched]} workers ({launched}), but the {name} backend sees one: it was "
             "built for another launcher. `python -m agmerge doctor` says which launchers work here"
         )
+    if name != "local" and opened.size > 1:
+        rollcall.open(opened, timeout)
     _process = opened
 
 
@@ -86,13 +93,13 @@ def adopt() -> None:
         init()
 
 
-def _open(name: str, env: Mapping[str, str]) -> Backend:
+def _open(name: str, env: Mapping[str, str], timeout: float) -> Backend:
     if name == "horovod":
-        return horovod.open(env, INIT_TIMEOUT)
+        return horovod.open(env, timeout)
     if name == "torch":
-        return torch_backend.open(env, INIT_TIMEOUT)
+        return torch_backend.open(env, timeout)
     if name == "mpi":
-        return mpi.open(env, INIT_TIMEOUT)
+        return mpi.open(env, timeout)
     return local.open()
 
 
@@ -100,6 +107,7 @@ def shutdown() -> None:
     """Leave the group. Nothing but :func:`init` may be called afterwards."""
     global _process
     if _process is not None and bound() is None:
+        rollcall.close()
         _process.close()
         _process = None
 
@@ -107,6 +115,7 @@ def shutdown() -> None:
 def bind(backend: Backend | None) -> None:
     """Make ``backend`` this thread's own (None: the process's again). For in-memory groups."""
     _thread.backend = backend
+    whereabouts.separate(backend is not None)
 
 
 def bound() -> Backend | None:

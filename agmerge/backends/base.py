@@ -12,21 +12,31 @@ from collections.abc import Sequence
 
 import torch
 
+from agmerge import whereabouts
+
 
 class Handle(ABC):
-    """A collective under way."""
+    """The collective ``name`` under way, among ``ranks`` of the world (empty: all)."""
+
+    def __init__(self, name: str, ranks: Sequence[int] = ()) -> None:
+        self._name, self._ranks = name, ranks
 
     @abstractmethod
     def done(self) -> bool:
         """Whether ``wait`` would return at once."""
 
-    @abstractmethod
     def wait(self, timeout: float) -> None:
         """Return when the result is in place.
 
         ``timeout`` is in seconds. Raises :class:`agmerge.CollectiveTimeout` when it has passed and
-        :class:`agmerge.PeerLost` when another rank is known to have left.
+        :class:`agmerge.PeerLost` when another rank is known to have left. Both say what is known of the others.
         """
+        with whereabouts.waiting(self._name, self._ranks):
+            self._wait(timeout)
+
+    @abstractmethod
+    def _wait(self, timeout: float) -> None:
+        """As ``wait``, with errors that say what this backend knows."""
 
 
 class Backend(ABC):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from agmerge import deadline, whereabouts
 from agmerge.backends import horovod_elastic
 from agmerge.backends.base import Backend, Handle
 from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost, RankMismatchError
@@ -78,7 +79,7 @@ def open(env: Mapping[str, str], timeout: float) -> HorovodBackend:
     if owned:
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
-        hvd.init()
+        deadline.bounded(hvd.init, timeout, "init()")
     return HorovodBackend(hvd, None, "agmerge", owned=owned)
 
 
@@ -99,14 +100,15 @@ def _translated(name: str) -> Iterator[None]:
 class HorovodHandle(Handle):
     """A handle of Horovod's. ``place`` puts the result where it belongs, once."""
 
-    def __init__(self, hvd: Any, handle: int, name: str, place: Callable[[Any], object]) -> None:
-        self._hvd, self._handle, self._name, self._place = hvd, handle, name, place
+    def __init__(self, hvd: Any, handle: int, name: str, ranks: Sequence[int], place: Callable[[Any], object]) -> None:
+        super().__init__(name, ranks)
+        self._hvd, self._handle, self._place = hvd, handle, place
         self._waited = False
 
     def done(self) -> bool:
         return self._waited or bool(self._hvd.poll(self._handle))
 
-    def wait(self, timeout: float) -> None:
+    def _wait(self, timeout: float) -> None:
         deadline, pause = time.monotonic() + timeout, SHORTEST
         while not self.done():
             if time.monotonic() > deadline:
@@ -158,9 +160,9 @@ class HorovodBackend(Backend):
     def _start(
         self, name: str, place: Callable[[Any], object], call: Callable[..., int], *given: Any, **how: Any
     ) -> Handle:
-        with _translated(name):
+        with whereabouts.starting(name, self._ranks), _translated(name):
             handle = call(*given, **how, **self._options(name))
-        return HorovodHandle(self._hvd, handle, name, place)
+        return HorovodHandle(self._hvd, handle, name, self._ranks, place)
 
     def all_reduce(self, tensor: torch.Tensor, name: str) -> Handle:
         sent = tensor.float() if tensor.dtype == torch.bfloat16 else tensor  # Horovod does not know bfloat16
@@ -205,7 +207,7 @@ class HorovodBackend(Backend):
 
     def subgroup(self, ranks: Sequence[int], label: str, timeout: float) -> HorovodBackend | None:
         prefix, members = self._child(), [self._ranks[rank] for rank in ranks]
-        process_set = self._process_set(members)
+        process_set = deadline.bounded(lambda: self._process_set(members), timeout, label)
         return HorovodBackend(self._hvd, process_set, prefix) if self.rank in ranks else None
 
     def _process_set(self, members: list[int]) -> Any:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from agmerge.backends.base import Backend, Handle
-from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost, RankMismatchError
+from agmerge.errors import AGMergeError, CollectiveTimeout, NoAnswer, PeerLost, RankMismatchError
 
 
 @dataclass(frozen=True)
@@ -95,23 +95,24 @@ class LocalHandle(Handle):
     """Waits for the last rank to arrive, then puts the result in place."""
 
     def __init__(self, backend: LocalBackend, op: _Op, name: str, deliver: Callable[[_Op], None]) -> None:
-        self._backend, self._op, self._name, self._deliver = backend, op, name, deliver
+        super().__init__(name, backend.ranks)
+        self._backend, self._op, self._deliver = backend, op, deliver
         self._delivered = False
 
     def done(self) -> bool:
         return self._op.complete
 
-    def wait(self, timeout: float) -> None:
+    def _wait(self, timeout: float) -> None:
         group, deadline = self._backend.group, time.monotonic() + timeout
         with group.changed:
             while not self._op.complete:
                 missing = [rank for rank in self._backend.ranks if rank not in self._op.inputs]
                 late = f"{self._name}: no answer from ranks {missing} within {timeout:g} s"
                 gone = [f"rank {rank} {group.left[rank]}" for rank in missing if rank in group.left]
-                if gone:
-                    raise PeerLost(f"{self._name}: {'; '.join(gone)}")
-                if not group.changed.wait(max(0.0, deadline - time.monotonic())) and not self._op.complete:
-                    raise CollectiveTimeout(late)
+                error: NoAnswer = PeerLost(f"{self._name}: {'; '.join(gone)}") if gone else CollectiveTimeout(late)
+                error.missing = tuple(missing)
+                if gone or not group.changed.wait(max(0.0, deadline - time.monotonic())) and not self._op.complete:
+                    raise error
         if self._op.error is not None:
             # Each rank raises one of its own: a traceback belongs to one thread.
             raise type(self._op.error)(*self._op.error.args)

@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 
+from agmerge import deadline
 from agmerge.backends.base import Backend, Handle
 from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost
 
 PAUSE = 5e-5  # seconds between two looks at what is under way: costs little, and adds little to a message
+LAST_WORDS = 0.5  # seconds: the launcher drops what it has not passed on when a rank aborts
 LARGEST = 2**31 - 1  # elements, or bytes where bytes are moved, of one MPI call
 
 
@@ -33,7 +35,8 @@ def launched(env: Mapping[str, str]) -> bool:
 def open(env: Mapping[str, str], timeout: float) -> MpiBackend:
     """Join ``COMM_WORLD``; MPI is initialised here if it was not."""
     try:
-        from mpi4py import MPI
+        with deadline.or_die(timeout, "mpi4py.MPI" not in sys.modules):
+            from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise AGMergeError(
             f"the mpi backend needs mpi4py and an MPI library ({error}); `python -m agmerge doctor` says how to "
@@ -43,9 +46,9 @@ def open(env: Mapping[str, str], timeout: float) -> MpiBackend:
         raise AGMergeError("the mpi backend needs MPI_THREAD_SERIALIZED; leave mpi4py.rc.thread_level as it is")
     _abort_on_error(MPI)
     progress = Progress()
-    world = progress.call(MPI.COMM_WORLD.Dup)
-    node = progress.call(lambda: world.Split_type(MPI.COMM_TYPE_SHARED))
-    return MpiBackend(MPI, progress, world, node.Get_rank(), node.Get_size())
+    world = progress.call(MPI.COMM_WORLD.Dup, timeout, "init()")
+    node = progress.call(lambda: world.Split_type(MPI.COMM_TYPE_SHARED), timeout, "init()")
+    return MpiBackend(MPI, progress, world, range(world.Get_size()), node.Get_rank(), node.Get_size())
 
 
 def _abort_on_error(MPI: Any) -> None:
@@ -56,6 +59,7 @@ def _abort_on_error(MPI: Any) -> None:
         before(kind, error, trace)
         sys.stderr.flush()
         if MPI.COMM_WORLD.Get_size() > 1 and not MPI.Is_finalized():
+            time.sleep(LAST_WORDS)
             MPI.COMM_WORLD.Abort(1)
 
     sys.excepthook = hook
@@ -101,13 +105,10 @@ class Progress:
         self._wake.set()
         return call
 
-    def call(self, make: Callable[[], Any]) -> Any:
-        """The result of ``make()``, which may block."""
+    def call(self, make: Callable[[], Any], timeout: float, what: str) -> Any:
+        """The result of ``make()``, which may block: :class:`agmerge.CollectiveTimeout` after ``timeout`` s."""
         found: list[Any] = []
-        call = self.start(lambda: found.append(make()))
-        call.ended.wait()
-        if call.error is not None:
-            raise AGMergeError(f"MPI: {call.error}") from call.error
+        MpiHandle(self.start(lambda: found.append(make())), what, ()).wait(timeout)
         return found[0]
 
     def end(self) -> None:
@@ -133,13 +134,14 @@ class Progress:
 class MpiHandle(Handle):
     """A call under way. Keeps its tensors alive through ``make``."""
 
-    def __init__(self, call: Call, name: str) -> None:
-        self._call, self._name = call, name
+    def __init__(self, call: Call, name: str, ranks: Sequence[int]) -> None:
+        super().__init__(name, ranks)
+        self._call = call
 
     def done(self) -> bool:
         return self._call.ended.is_set()
 
-    def wait(self, timeout: float) -> None:
+    def _wait(self, timeout: float) -> None:
         if not self._call.ended.wait(timeout):
             raise CollectiveTimeout(f"{self._name}: no answer from all ranks within {timeout:g} s")
         if self._call.error is not None:
@@ -151,13 +153,15 @@ class MpiBackend(Backend):
 
     name = "mpi"
 
-    def __init__(self, MPI: Any, progress: Progress, comm: Any, local_rank: int, local_size: int) -> None:
-        self._mpi, self._progress, self._comm = MPI, progress, comm
+    def __init__(
+        self, MPI: Any, progress: Progress, comm: Any, ranks: Sequence[int], local_rank: int, local_size: int
+    ) -> None:
+        self._mpi, self._progress, self._comm, self._ranks = MPI, progress, comm, list(ranks)
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.local_rank, self.local_size = local_rank, local_size
 
     def _start(self, name: str, make: Callable[[], Any]) -> Handle:
-        return MpiHandle(self._progress.start(make), name)
+        return MpiHandle(self._progress.start(make), name, self._ranks)
 
     def all_reduce(self, tensor: torch.Tensor, name: str) -> Handle:
         numbers, op = self._numbers(tensor, name)
@@ -192,15 +196,18 @@ class MpiBackend(Backend):
         return self._start(name, self._comm.Ibarrier)
 
     def duplicate(self, label: str, timeout: float) -> MpiBackend:
-        comm = self._progress.call(self._comm.Dup)
-        return MpiBackend(self._mpi, self._progress, comm, self.local_rank, self.local_size)
+        comm = self._progress.call(self._comm.Dup, timeout, label)
+        return MpiBackend(self._mpi, self._progress, comm, self._ranks, self.local_rank, self.local_size)
 
     def subgroup(self, ranks: Sequence[int], label: str, timeout: float) -> MpiBackend | None:
         member = self.rank in ranks
         color = 0 if member else self._mpi.UNDEFINED
         key = list(ranks).index(self.rank) if member else 0
-        comm = self._progress.call(lambda: self._comm.Split(color, key))
-        return MpiBackend(self._mpi, self._progress, comm, self.local_rank, self.local_size) if member else None
+        comm = self._progress.call(lambda: self._comm.Split(color, key), timeout, label)
+        if not member:
+            return None
+        of_world = [self._ranks[rank] for rank in ranks]
+        return MpiBackend(self._mpi, self._progress, comm, of_world, self.local_rank, self.local_size)
 
     def close(self) -> None:
         """Nothing: freeing a communicator is collective, and MPI_Finalize frees them all."""

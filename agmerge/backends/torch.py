@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 
+from agmerge import whereabouts
 from agmerge.backends.base import Backend, Handle
 from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost
 
@@ -81,25 +83,31 @@ def _place(dist: Any, env: Mapping[str, str]) -> tuple[int, int]:
     return same.index(rank), len(same)
 
 
+@contextmanager
+def _translated(name: str, within: str = "") -> Iterator[None]:
+    """The errors of torch.distributed as ours, also those of the calls that only hand a tensor in."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if "imed out" in text or "imeout" in text:
+            raise CollectiveTimeout(f"{name}: no answer from all ranks{within} ({text})") from error
+        raise PeerLost(f"{name}: the connection to another rank broke ({text})") from error
+
+
 class TorchHandle(Handle):
     """A ``torch.distributed.Work``, with our errors. Keeps its tensors alive until it has been waited for."""
 
-    def __init__(self, work: Any, name: str, *tensors: torch.Tensor) -> None:
-        self._work, self._name, self._tensors = work, name, tensors
+    def __init__(self, work: Any, name: str, ranks: Sequence[int], *tensors: torch.Tensor) -> None:
+        super().__init__(name, ranks)
+        self._work, self._tensors = work, tensors
 
     def done(self) -> bool:
         return bool(self._work.is_completed())
 
-    def wait(self, timeout: float) -> None:
-        try:
+    def _wait(self, timeout: float) -> None:
+        with _translated(self._name, f" within {timeout:g} s"):
             self._work.wait(timedelta(seconds=timeout))
-        except RuntimeError as error:
-            text = str(error)
-            if "imed out" in text or "imeout" in text:
-                raise CollectiveTimeout(
-                    f"{self._name}: no answer from all ranks within {timeout:g} s ({text})"
-                ) from error
-            raise PeerLost(f"{self._name}: the connection to another rank broke ({text})") from error
         self._tensors = ()
 
 
@@ -113,14 +121,20 @@ class TorchBackend(Backend):
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.local_rank, self.local_size = local_rank, local_size
         # torch 2.13 has new names for the two collectives on one tensor and warns at the old ones.
+        self._ranks = [self._world_rank(rank) for rank in range(self.size)]
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+    def _start(self, name: str, call: Callable[..., Any], *given: Any, tensors: Sequence[torch.Tensor]) -> Handle:
+        with whereabouts.starting(name, self._ranks), _translated(name):
+            work = call(*given, group=self._group, async_op=True)
+        return TorchHandle(work, name, self._ranks, *tensors)
+
     def all_reduce(self, tensor: torch.Tensor, name: str) -> Handle:
-        return TorchHandle(self._dist.all_reduce(tensor, group=self._group, async_op=True), name, tensor)
+        return self._start(name, self._dist.all_reduce, tensor, tensors=[tensor])
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
-        return TorchHandle(self._gather(out, tensor, group=self._group, async_op=True), name, out, tensor)
+        return self._start(name, self._gather, out, tensor, tensors=[out, tensor])
 
     def all_to_all(
         self,
@@ -130,17 +144,14 @@ class TorchBackend(Backend):
         splits: Sequence[int],
         name: str,
     ) -> Handle:
-        work = self._dist.all_to_all_single(
-            out, tensor, list(out_splits), list(splits), group=self._group, async_op=True
-        )
-        return TorchHandle(work, name, out, tensor)
+        call, lengths = self._dist.all_to_all_single, [list(out_splits), list(splits)]
+        return self._start(name, call, out, tensor, *lengths, tensors=[out, tensor])
 
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
-        return TorchHandle(self._scatter(out, tensor, group=self._group, async_op=True), name, out, tensor)
+        return self._start(name, self._scatter, out, tensor, tensors=[out, tensor])
 
     def broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Handle:
-        work = self._dist.broadcast(tensor, self._world_rank(root), group=self._group, async_op=True)
-        return TorchHandle(work, name, tensor)
+        return self._start(name, self._dist.broadcast, tensor, self._ranks[root], tensors=[tensor])
 
     def barrier(self, name: str) -> Handle:
         # NCCL's barrier would pick a device by itself; a sum of one element on the CPU cannot go wrong.

@@ -80,12 +80,13 @@ def missing(launcher: str) -> str:
     return "" if shutil.which(program, path=_path()) else f"no {program}; `make test` installs it"
 
 
-def launch(launcher: str, workers: int, script: Path, *arguments: str, timeout: float) -> Ended:
+def launch(launcher: str, workers: int, script: Path, *arguments: str, timeout: float, **more: str) -> Ended:
     """``workers`` workers on this machine, started by ``launcher``."""
     command = LAUNCHERS[launcher][0].format(n=workers).split()
     at = command.index("python")
     command[at] = sys.executable
-    more = {"AGMERGE_BACKEND": "mpi"} if launcher == "mpirun, mpi4py" else {}
+    if launcher == "mpirun, mpi4py":
+        more["AGMERGE_BACKEND"] = "mpi"
     return run([*command, str(script), *arguments], timeout, PATH=_path(), **more)
 
 
@@ -99,24 +100,29 @@ def torchrun(workers: int, script: Path, *arguments: str, timeout: float) -> End
     return launch("torchrun", workers, script, *arguments, timeout=timeout)
 
 
-def by_hand(workers: int, script: Path, *arguments: str, timeout: float) -> list[Ended]:
-    """Workers without a launcher, by ``RANK``, ``WORLD_SIZE`` and ``MASTER_ADDR``, as a job script would."""
+def start_by_hand(workers: int, script: Path, *arguments: str, **more: str) -> list[subprocess.Popen[str]]:
+    """Workers without a launcher, under way."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    processes = [
+    common = {"WORLD_SIZE": str(workers), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **more}
+    return [
         subprocess.Popen(
             [sys.executable, str(script), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=environment(RANK=str(r), WORLD_SIZE=str(workers), MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
+            env=environment(RANK=str(r), **common),
             cwd=ROOT,
         )
         for r in range(workers)
     ]
+
+
+def by_hand(workers: int, script: Path, *arguments: str, timeout: float) -> list[Ended]:
+    """Workers without a launcher, by ``RANK``, ``WORLD_SIZE`` and ``MASTER_ADDR``, as a job script would."""
     ended = []
-    for process in processes:
+    for process in start_by_hand(workers, script, *arguments):
         try:
             output, _ = process.communicate(timeout=timeout)
             ended.append(Ended(process.returncode, output))

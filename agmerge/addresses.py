@@ -1,0 +1,62 @@
+"""An address of this machine at which the other ranks can reach it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+
+INTERFACES = ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")  # where the user has said which one to take
+MASTERS = ("MASTER_ADDR", "HOROVOD_GLOO_RENDEZVOUS_ADDR")  # where launchers say who can be reached by all
+ANYWHERE = "192.0.2.1"  # set aside for documentation (RFC 5737): nothing is sent to it, only the route counts
+
+
+def network() -> str:
+    """What tells two network stacks apart: ranks that say the same reach each other at 127.0.0.1."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def reachable(hosts: Sequence[str], env: Mapping[str, str]) -> str:
+    """The address to listen at for ranks elsewhere; ``hosts``: names of theirs. Raises ``OSError`` if there is none."""
+    for address in _candidates(hosts, env):
+        if address and not address.startswith("127.") and address not in ("::1", "0.0.0.0"):
+            return address
+    raise OSError("this machine has no address but its own loopback")
+
+
+def _candidates(hosts: Sequence[str], env: Mapping[str, str]) -> Iterator[str]:
+    for name in (env[key] for key in INTERFACES if env.get(key)):
+        yield of_interface(name.split(",")[0])
+    for host in [*(env[key] for key in MASTERS if env.get(key)), *hosts, ANYWHERE]:
+        yield towards(host)
+    for _, name in socket.if_nameindex():  # no route leads there, but neighbours may
+        yield of_interface(name)
+
+
+def towards(host: str) -> str:
+    """The address from which this machine talks to ``host``; empty if it cannot. Sends nothing."""
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def of_interface(name: str) -> str:
+    """The IPv4 address of a network interface of Linux; empty if it has none."""
+    try:
+        import fcntl
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            packed = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name[:15].encode()))  # SIOCGIFADDR
+        return socket.inet_ntoa(packed[20:24])
+    except (ImportError, OSError):
+        return ""

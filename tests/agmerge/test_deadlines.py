@@ -1,0 +1,172 @@
+"""Where the deadline of a wait comes from, and what the error of a wait that failed knows."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from support import mlp, on_ranks, seeded, train, wrap
+from torch import nn
+
+import agmerge
+from agmerge import deadline, testing, whereabouts
+
+MODEL = seeded(mlp)
+
+
+def test_the_default_is_five_minutes_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AGMERGE_TIMEOUT", raising=False)
+    assert deadline.default() == 300.0
+    monkeypatch.setenv("AGMERGE_TIMEOUT", "2.5")
+    assert deadline.default() == 2.5
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "inf", "nan", "soon"])
+def test_a_default_that_is_no_time_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("AGMERGE_TIMEOUT", text)
+    with pytest.raises(ValueError, match=f"AGMERGE_TIMEOUT='{text}'"):
+        wrap(seeded(mlp))
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda model: train(model, wrap(model), 0, [0]),
+        lambda model: agmerge.barrier(),
+        lambda model: agmerge.allreduce(torch.ones(1)),
+        lambda model: agmerge.broadcast_object({}),
+        lambda model: agmerge.broadcast_parameters(model.named_parameters()),
+    ],
+    ids=["optimizer", "barrier", "allreduce", "broadcast_object", "broadcast_parameters"],
+)
+def test_the_environment_bounds_every_wait(monkeypatch: pytest.MonkeyPatch, wait: Any) -> None:
+    monkeypatch.setenv("AGMERGE_TIMEOUT", "0.2")
+
+    told = threading.Event()
+
+    def body(rank: int, model: nn.Module) -> None:
+        if rank == 1:
+            told.wait(60)
+            return
+        try:
+            wait(model)
+        finally:
+            told.set()
+
+    error = on_ranks(2, MODEL, body, return_errors=True)[0]
+    assert isinstance(error, agmerge.CollectiveTimeout)
+    assert "within 0.2 s" in str(error) and error.missing == (1,)
+    assert error.step is None and error.waited >= 0.2
+
+
+def test_an_argument_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGMERGE_TIMEOUT", "0.001")
+    slow = testing.jitter(0, 0.05)
+    on_ranks(2, MODEL, lambda rank, model: train(model, wrap(model, timeout=60.0), rank, range(2)), inject=slow)
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_the_error_knows_buffer_step_and_rank(at: int) -> None:
+    errors: list[agmerge.CollectiveTimeout] = []
+    told = threading.Barrier(3)  # nobody leaves before all have been told: that would be another error
+
+    def body(rank: int, model: nn.Module) -> None:
+        optimizer = wrap(model, timeout=5.0)
+        train(model, optimizer, rank, range(at))
+        if rank != 2:
+            with pytest.raises(agmerge.CollectiveTimeout) as raised:
+                train(model, optimizer, rank, [at])
+            errors.append(raised.value)
+        told.wait(60)
+
+    on_ranks(3, MODEL, body)
+    for error in errors:
+        call = "buffer 0" if at else "membership/digest"  # the first step begins with an agreement
+        assert (error.call, error.step) == (call, at)
+        assert 2 in error.missing  # and the other one, where the machine is busy
+        text = f"{call}: no answer from ranks {list(error.missing)} within 5 s (in step {at}, after "
+        assert str(error).startswith(text) and error.waited >= 5.0
+
+
+def test_a_place_goes_back_to_what_it_was_when_the_wait_is_over() -> None:
+    def body(rank: int) -> tuple[str, float, str]:
+        place = whereabouts.here()
+        place.move(5, "is in its script, before a backward pass")
+        since = place.since
+        agmerge.barrier()
+        return place.words(), place.since - since, place.call
+
+    for words, moved, call in testing.run(2, body):
+        assert (words, moved, call) == ("is in its script, before a backward pass (step 5)", 0.0, "")
+
+
+def test_a_collective_that_cannot_start_tells_the_same() -> None:
+    def body(rank: int) -> None:
+        whereabouts.here().move(7, "is in a backward pass")
+        with whereabouts.starting("buffer 1", [0]):
+            raise agmerge.PeerLost("buffer 1: shut down")
+
+    (error,) = testing.run(1, body, return_errors=True)
+    assert isinstance(error, agmerge.NoAnswer)
+    assert str(error) == "buffer 1: shut down (in step 7, after 0.0 s)"
+    assert (error.call, error.step, error.waited) == ("buffer 1", 7, 0.0)
+
+
+def test_a_call_that_has_no_deadline_of_its_own_is_given_one() -> None:
+    assert deadline.bounded(lambda: 3, 60.0, "adding") == 3
+    with pytest.raises(ZeroDivisionError):
+        deadline.bounded(lambda: 1 // 0, 60.0, "dividing")
+    before = whereabouts.lost
+    try:
+        with pytest.raises(agmerge.CollectiveTimeout, match="sleeping: no answer from all ranks within 0.1 s"):
+            deadline.bounded(lambda: time.sleep(2), 0.1, "sleeping")
+        assert whereabouts.lost
+    finally:
+        whereabouts.lost = before
+
+
+HANGS = """
+import ctypes, sys, time
+from agmerge import deadline
+with deadline.or_die(0.5, sys.argv[1] == "armed"):
+    ctypes.PyDLL(None).sleep(2)  # lets no other thread run
+"""
+
+
+@pytest.mark.parametrize(("armed", "code"), [("armed", 1), ("not", 0)])
+def test_a_call_that_lets_no_other_thread_run_ends_the_process(armed: str, code: int) -> None:
+    ended = subprocess.run([sys.executable, "-c", HANGS, armed], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == code
+    assert ("Timeout (0:00:00.5" in ended.stderr) is (code == 1)
+
+
+LEAVES = """
+import atexit, ctypes, sys, time
+import agmerge
+from agmerge import leaving, whereabouts
+if sys.argv[1] == "in python":
+    atexit.register(time.sleep, 60)
+else:
+    ctypes.CDLL(None).atexit(ctypes.CDLL(None).pause)  # as a destructor of a library would
+leaving.GRACE = 1
+leaving.prepare()
+whereabouts.lost = sys.argv[2] == "lost"
+if not whereabouts.lost:
+    atexit.register(lambda: __import__("os")._exit(7))
+"""
+
+
+@pytest.mark.parametrize(("where", "state", "codes"), [("in python", "lost", [1]), ("in c", "lost", [1, -14])])
+def test_a_process_that_has_lost_a_rank_ends_whatever_hangs(where: str, state: str, codes: list[int]) -> None:
+    ended = subprocess.run([sys.executable, "-c", LEAVES, where, state], capture_output=True, text=True, timeout=100)
+    assert ended.returncode in codes, ended.stderr
+
+
+def test_a_process_that_has_lost_none_is_left_alone() -> None:
+    ended = subprocess.run([sys.executable, "-c", LEAVES, "in python", "fine"], capture_output=True, timeout=100)
+    assert ended.returncode == 7

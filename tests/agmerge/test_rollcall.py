@@ -1,0 +1,265 @@
+"""What a rank is told of those that it misses: one test for each kind of answer, and for each kind of silence."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from agmerge import addresses, listening, rollcall, runtime, testing, whereabouts
+from agmerge.backends.local import Group, LocalBackend
+from agmerge.errors import CollectiveTimeout
+from agmerge.listening import CUT, ENDED, STUCK
+from agmerge.rollcall import RollCall
+from agmerge.whereabouts import Place
+
+WAIT = 20.0
+CALL, STEP = "buffer 3", 12
+
+
+def waits() -> Place:
+    return Place(f"waits for {CALL}", step=STEP, call=CALL)
+
+
+def called(places: list[Place], change: Callable[[list[RollCall]], None], ranks: tuple[int, ...] = ()) -> Any:
+    """The roll call of rank 0, which waits, when the others are at ``places`` and ``change`` has happened."""
+    everybody = [waits(), *places]
+    calls = testing.run(len(everybody), lambda rank: RollCall(runtime.world(), WAIT, everybody[rank]))
+    try:
+        change(calls)
+        return calls[0].call(CALL, ranks)
+    finally:
+        for one in calls:
+            one.close()
+
+
+def nothing(calls: list[RollCall]) -> None:
+    """As it is."""
+
+
+def test_ranks_that_wait_for_the_same_are_not_missing() -> None:
+    text, missing = called([waits(), waits()], nothing)
+    assert missing == ()
+    assert text.startswith("Waiting too: rank 1 (host ") and f"; rank 2 (host {socket.gethostname()}, pid " in text
+    assert "it waits for buffer 3 (step 12), for 0." in text
+    assert text.endswith("Nobody is missing: the network or the backend is stuck.")
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        (Place(), "it is in its script, before the first step, for "),
+        (Place("is in a backward pass", step=11), "it is in a backward pass (step 11), for "),
+        (Place("waits for buffer 3", step=11, call=CALL), "it waits for buffer 3 (step 11), for "),
+        (Place("waits for buffer 2", step=STEP, call="buffer 2"), "it waits for buffer 2 (step 12), for "),
+        (Place("is in its script, before a backward pass", step=0), "before a backward pass (step 0), for "),
+    ],
+)
+def test_a_rank_that_is_elsewhere_says_where(place: Place, words: str) -> None:
+    text, missing = called([waits(), place], nothing)
+    assert missing == (2,)
+    first, second = text.split(" Waiting too: ")
+    assert first.startswith("Missing: rank 2 (host ") and words in first
+    assert second.startswith("rank 1 (host ")
+
+
+def test_a_rank_says_for_how_long() -> None:
+    place = Place("is in a backward pass", step=11)
+    place.since -= 30.0
+    text, _ = called([place], nothing)
+    assert "for 30." in text
+
+
+def test_a_process_that_has_ended_is_known_to_have() -> None:
+    text, missing = called([waits(), waits()], lambda calls: calls[2].close())
+    assert missing == (2,)
+    assert f"pid {os.getpid()}): {ENDED}. Waiting too: rank 1" in text
+
+
+def test_a_port_that_is_anothers_now_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(calls: list[RollCall]) -> None:
+        calls[0].peers[1] = rollcall.replace(calls[0].peers[1], token="of before")
+
+    text, missing = called([waits()], change)
+    assert missing == (1,) and ENDED in text
+
+
+def test_a_process_that_is_stopped_is_told_from_one_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+
+    def change(calls: list[RollCall]) -> None:
+        assert calls[1]._listener is not None
+        monkeypatch.setattr(calls[1]._listener, "_answer", lambda asked: go_on.wait(WAIT) and {})
+
+    text, missing = called([Place()], change)
+    go_on.set()
+    assert missing == (1,) and STUCK in text
+
+
+def test_a_host_that_does_not_answer_is_told_from_one_that_refuses() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, socket.socket() as a, socket.socket() as b:
+        for waiting in (a, b):  # nobody takes them off the queue, and there is no place for another
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+
+        def change(calls: list[RollCall]) -> None:
+            calls[0].peers[1] = rollcall.replace(calls[0].peers[1], port=full.getsockname()[1])
+
+        text, missing = called([waits()], change)
+    assert missing == (1,) and CUT in text
+
+
+def test_a_rank_that_has_given_up_is_not_the_one_that_is_missing() -> None:
+    def change(calls: list[RollCall]) -> None:
+        calls[2].close()
+        text, missing = calls[1].call(CALL, ())
+        assert missing == (2,) and "Waiting too: rank 0" in text
+        calls[1].close()
+
+    text, missing = called([waits(), Place()], change)
+    assert missing == (2,)
+    first, second = text.split(" Waiting too: ")
+    assert ENDED in first and "given up" not in first
+    assert f"it has given up waiting for buffer 3 (step 12); {ENDED}" in second
+
+
+@pytest.mark.parametrize("still_there", [True, False])
+def test_a_rank_whose_script_raised_says_what(still_there: bool) -> None:
+    def change(calls: list[RollCall]) -> None:
+        calls[1].raised(FloatingPointError("of its own"))
+        if not still_there:
+            calls[1].close()
+
+    text, missing = called([Place("is in a backward pass", step=STEP)], change)
+    assert missing == (1,)
+    assert "it raised FloatingPointError: of its own (step 12)" in text
+    assert (ENDED in text) is not still_there
+
+
+def test_a_rank_that_has_given_up_elsewhere_is_not_missing_either() -> None:
+    place = Place("has given up waiting for buffer 2", step=STEP, call="buffer 2", given_up=True)
+    text, missing = called([place, Place()], nothing)
+    assert missing == (2,) and "Waiting too: rank 1" in text
+
+
+def test_a_rank_that_raises_for_want_of_another_tells_nothing_new() -> None:
+    def change(calls: list[RollCall]) -> None:
+        calls[1].call(CALL, (0,))
+        calls[1].raised(CollectiveTimeout("buffer 3: no answer"))
+        calls[1].close()
+
+    text, missing = called([waits()], change)
+    assert missing == () and "it has given up waiting for buffer 3 (step 12)" in text
+
+
+def test_a_machine_without_an_address_is_not_known_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(hosts: object, env: object) -> str:
+        raise OSError("no address")
+
+    names = iter("abc")
+    monkeypatch.setattr(addresses, "network", lambda: next(names))  # three machines
+    monkeypatch.setattr(addresses, "reachable", none)
+    text, missing = called([waits(), waits()], nothing)
+    assert missing == ()
+    assert text.startswith("Not known: rank 1 (host ") and "it has no port to be asked at (no address)" in text
+    assert "Nobody is missing" not in text
+
+
+def test_what_cannot_be_reached_from_the_start_is_not_said_to_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(listening.Listener, "port", closed.getsockname()[1], raising=False)
+        original = rollcall.RollCall._listen
+
+        def elsewhere(self: RollCall, address: str | None, hosts: list[str]) -> rollcall.Peer:
+            return rollcall.replace(original(self, address, hosts), port=closed.getsockname()[1])
+
+        monkeypatch.setattr(rollcall.RollCall, "_listen", elsewhere)
+        text, missing = called([waits(), waits()], nothing)
+    assert missing == ()
+    assert text.startswith("Not known: rank 1") and "could not be asked at 127.0.0.1" in text and ENDED in text
+
+
+def test_only_the_ranks_of_the_collective_are_asked() -> None:
+    text, missing = called([Place(), waits()], lambda calls: calls[1].close(), ranks=(0, 2))
+    assert missing == () and "rank 1" not in text and text.startswith("Waiting too: rank 2")
+
+
+def test_of_many_missing_ranks_the_first_are_described_and_all_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollcall, "SHOWN", 2)
+    text, missing = called([Place() for _ in range(5)], nothing)
+    assert missing == (1, 2, 3, 4, 5)
+    assert text.count("(host") == 2 and text.endswith("and ranks 3, 4, 5.")
+
+
+def test_strangers_are_not_answered_and_do_no_harm() -> None:
+    def change(calls: list[RollCall]) -> None:
+        peer = calls[1].peers[1]
+        for line in (b"GET / HTTP/1.0\r\n\r\n", b'{"token": "?", "rank": 0}\n', b"[]\n", b'{"token": 3}\n', b""):
+            with socket.create_connection((peer.address, peer.port), timeout=WAIT) as stranger:
+                stranger.sendall(line)
+                stranger.shutdown(socket.SHUT_WR)
+                assert stranger.recv(100) == b""
+
+    assert called([waits()], change)[1] == ()
+
+
+def world_of_one() -> LocalBackend:
+    return LocalBackend(Group(1), [0], 0)
+
+
+def test_a_forked_child_does_not_keep_the_port_open() -> None:
+    rollcall.open(world_of_one(), WAIT)
+    assert rollcall._current is not None
+    peer = rollcall._current.peers[0]
+    question = (peer.address, peer.port, peer.token, {"rank": 0})
+    leave, left = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(left)
+        os.read(leave, 1)  # until the parent closes its end
+        os._exit(0)
+    try:
+        assert listening.ask(*question)["words"]
+        rollcall.close()
+        with pytest.raises(listening.Silence, match=ENDED):
+            listening.ask(*question)
+    finally:
+        rollcall.close()
+        os.close(left)
+        os.close(leave)
+        os.waitpid(child, 0)
+
+
+def test_opening_another_world_closes_the_first() -> None:
+    before = threading.active_count()
+    for _ in range(3):
+        rollcall.open(world_of_one(), WAIT)
+        assert threading.active_count() == before + 1
+        assert whereabouts.ask is not None
+    rollcall.close()
+    assert threading.active_count() == before and whereabouts.ask is None
+
+
+def test_an_address_for_others_is_never_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"10.0.0.1": "10.0.0.7", "node-2": "127.0.1.1", "lo": "127.0.0.1", "eth1": "10.9.9.9"}
+    monkeypatch.setattr(addresses, "towards", lambda host: found.get(host, ""))
+    monkeypatch.setattr(addresses, "of_interface", lambda name: found.get(name, ""))
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth1")])
+    assert addresses.reachable(["node-2"], {"MASTER_ADDR": "10.0.0.1"}) == "10.0.0.7"
+    assert addresses.reachable(["node-2"], {"MASTER_ADDR": "10.0.0.1", "GLOO_SOCKET_IFNAME": "eth1"}) == "10.9.9.9"
+    assert addresses.reachable(["node-2"], {}) == "10.9.9.9"
+    del found["eth1"]
+    with pytest.raises(OSError, match="no address but its own loopback"):
+        addresses.reachable(["node-2"], {})
+
+
+def test_this_machine_talks_to_itself_by_way_of_its_loopback() -> None:
+    assert addresses.towards("127.0.0.1") == "127.0.0.1"
+    assert addresses.towards("no such host.") == ""
+    assert addresses.of_interface("lo") in ("127.0.0.1", "")
+    assert addresses.of_interface("no such one") == ""
