@@ -247,11 +247,11 @@ SPARSE: dict[str, type[Exchange]] = {  # of the sparse lane, by name
 def exchanges(comm: Backend, config: Config, commit: Commit) -> tuple[Exchange, DenseExchange]:
     """The exchanges of the sparse and of the dense lane."""
     kind: type[Any] = SPARSE[config.exchange]
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = {"payload": config.checks_payload}
     if kind is MaskedExchange:
-        more = {"drawn": isinstance(config.sparsifier, RandomK), "ordered": config.ordered}
+        more |= {"drawn": isinstance(config.sparsifier, RandomK), "ordered": config.ordered}
     elif kind is SparseExchange:
-        more = {"wire": config.wire, "payload": config.checks_payload}
+        more |= {"wire": config.wire}
     return kind(comm, config.op, commit, config.timeout, **more), DenseExchange(
         comm,
         config.op,

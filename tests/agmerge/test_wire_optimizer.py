@@ -47,3 +47,17 @@ def test_smaller_values_are_smaller_messages_and_other_bits() -> None:
 def test_the_check_changes_no_bit_and_no_size() -> None:
     (header, sent), (payload, all_sent) = (run(3, wire_check=check) for check in ("header", "payload"))
     assert header == payload and sent["bytes_sent"] == all_sent["bytes_sent"]
+
+
+@pytest.mark.parametrize("exchange", ["sparse", "oktopk", "masked"])
+@pytest.mark.parametrize("check", ["header", "payload"])
+def test_every_sparse_exchange_is_told_what_to_check(exchange: str, check: str) -> None:
+    def body(rank: int, model: nn.Module) -> None:
+        optimizer = wrap(model, compression="topk", exchange=exchange, wire_check=check)
+        train(model, optimizer, rank, range(1))
+        session = optimizer._engine.session
+        assert session is not None
+        chosen, _ = session.exchanges()
+        assert chosen.payload == (check == "payload")  # type: ignore[attr-defined]
+
+    on_ranks(2, MODEL, body)
