@@ -16,6 +16,7 @@ from agmerge.errors import (
     CollectiveTimeout,
     DivergenceError,
     MessageError,
+    NonFiniteError,
     PeerLost,
     RankMismatchError,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "DistributedOptimizer",
     "DivergenceError",
     "MessageError",
+    "NonFiniteError",
     "PeerLost",
     "RankMismatchError",
     "ReduceOp",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import merging
-from agmerge import runtime
+from agmerge import nonfinite, runtime
 from agmerge.engine import Engine
 from agmerge.session import State
 from agmerge.shards import shard_shape
@@ -43,7 +43,7 @@ def save(engine: Engine) -> dict[str, Any]:
 def load(engine: Engine, section: Mapping[str, Any] | None) -> None:
     """Take back what :func:`save` gave on this rank; anything else is dropped, with one warning.
 
-    Raises ``ValueError`` if a residual has another shape than its parameter.
+    Raises ``ValueError`` if a residual has another shape than its parameter, or is not finite.
     """
     state: State = {}
     steps, used, plan = 0, [], None
@@ -72,6 +72,7 @@ def load(engine: Engine, section: Mapping[str, Any] | None) -> None:
                 "saved",
                 stacklevel=3,
             )
+    nonfinite.refuse(state)
     shapes = {member.name: member.shape for member in engine.members.active()}
     if engine.shard is not None:
         shapes = {name: shard_shape(shape, engine.shard[1]) for name, shape in shapes.items()}
