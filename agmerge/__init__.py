@@ -18,6 +18,7 @@ from agmerge.errors import (
     DivergenceError,
     MessageError,
     NoAnswer,
+    NonFiniteError,
     PeerLost,
     RankMismatchError,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "DivergenceError",
     "MessageError",
     "NoAnswer",
+    "NonFiniteError",
     "PeerLost",
     "RankMismatchError",
     "ReduceOp",

@@ -80,12 +80,27 @@ class Arena:
             found["momentum"] = self._momentum_views[1 - self._turn][slot.index]
         return found
 
-    def compensate(self, slot: Slot, gradient: torch.Tensor | None) -> None:
-        """Write the tensor's part of ``work`` from its residual and ``gradient`` (None: it has none)."""
+    def work_of(self, slot: Slot) -> torch.Tensor:
+        """The tensor's part of ``work``, in its shape: a view."""
+        return self._views[self._turn][slot.index]
+
+    def clean(self, slot: Slot | None = None) -> None:
+        """Make zero what is not finite of the next residual and momentum (of one tensor; None: of all)."""
+        kept = [self._slabs[self._turn]] if slot is None else [self._views[self._turn][slot.index]]
+        if self.memory.corrects:
+            momenta = self._momenta[self._turn]
+            kept.append(momenta if slot is None else self._momentum_views[self._turn][slot.index])
+        for tensor in kept:
+            torch.nan_to_num_(tensor, 0.0, 0.0, 0.0)
+
+    def compensate(self, slot: Slot, gradient: torch.Tensor | None) -> bool | None:
+        """Write the tensor's part of ``work`` from its residual and ``gradient`` (None: it has none).
+
+        Returns whether all of it is finite, if the memory knows, else None.
+        """
         # The momentum of what is sent whole takes the average: see `correct`.
         momentum = self._momentum_of(slot) if self.memory.corrects and self.memory.keeps else None
-        work = self._views[self._turn][slot.index]
-        self.memory.compensate(work, self.residual_of(slot), gradient, momentum, self._size)
+        return self.memory.compensate(self.work_of(slot), self.residual_of(slot), gradient, momentum, self._size)
 
     def commit(self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor) -> None:
         """Take off what was sent of ``segment``; nothing to do for a memory that keeps nothing."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import merging
-from agmerge import partial, resizing, runtime
+from agmerge import nonfinite, partial, resizing, runtime
 from agmerge.engine import Engine
 from agmerge.session import State
 from agmerge.shards import shard_shape
@@ -53,7 +53,7 @@ def load(engine: Engine, section: Mapping[str, Any] | None, *, own: bool = False
 
     That it is dropped is said by one warning. What ranks of another number have saved together is redistributed, see
     :mod:`agmerge.resizing`. ``own``: this very process has saved it, as whichever rank it was. Raises ``ValueError`` if
-    a residual has another shape than its parameter.
+    a residual has another shape than its parameter, or is not finite.
     """
     state: State = {}
     steps, used, plan, shares, window = 0, [], None, None, {}
@@ -87,6 +87,7 @@ def load(engine: Engine, section: Mapping[str, Any] | None, *, own: bool = False
                 "saved",
                 stacklevel=3,
             )
+    nonfinite.refuse(state)
     shapes = {member.name: member.shape for member in engine.members.active()}
     if engine.shard is not None:
         shapes = {name: shard_shape(shape, engine.shard[1]) for name, shape in shapes.items()}

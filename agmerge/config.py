@@ -1,7 +1,6 @@
 """The arguments of :class:`agmerge.DistributedOptimizer`, checked and resolved.
 
-Mistakes, combinations without meaning and arguments that are not built yet are refused here; nothing is
-accepted and ignored.
+Mistakes and combinations without meaning are refused here; nothing is accepted and ignored.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 
 import merging
 import sparsifiers
-from agmerge import deadline, partial, process_sets
+from agmerge import deadline, partial, process_sets, scaling
 from agmerge import warmup as schedules
 from agmerge.backends import horovod
 from agmerge.codecs import VALUES
@@ -25,6 +24,7 @@ from agmerge.groups import Groups
 from agmerge.groups import checked as checked_groups
 from agmerge.handshake import Fact
 from agmerge.members import Member
+from agmerge.nonfinite import POLICIES, RAISE, SKIP
 from agmerge.ops import Average, ReduceOp
 from agmerge.parts import refused
 from agmerge.routing import AHEAD
@@ -69,6 +69,8 @@ class Config:
     timeout: float
     check_every: int
     zero_unused: bool
+    nonfinite: str  # what becomes of a step in which a rank has a gradient that is infinite or NaN
+    scaled: bool  # by an attached GradScaler
     model: torch.nn.Module | None  # merging="dear": whose forward takes the updates
 
     def lanes(self, members: Iterable[Member]) -> list[Member]:
@@ -160,6 +162,8 @@ class Config:
             ("dense_sum", "ordered" if self.ordered else "native"),
             ("check_every", str(self.check_every)),
             ("unused", "zero" if self.zero_unused else "none"),
+            ("nonfinite", self.nonfinite),
+            ("scaler", "attached" if self.scaled else "None"),
         ]
 
 
@@ -187,16 +191,19 @@ def resolve(
     process_set: Any,
     warmup: Any,
     model: Any,
-    **later: Any,
+    scaler: Any,
+    nonfinite: Any,
 ) -> Config:
     """Check every argument; raises ``ValueError`` or ``TypeError`` that says which and why."""
-    _refuse_later(later)
     _choice("sparsify", sparsify, ("auto", "ahead", "behind"))
     _choice("exchange", exchange, EXCHANGES, hint=_DENSE_HINT)
     _choice("wire", wire, WIRES)
     _choice("wire_check", wire_check, ("payload", "header"), later=("none",))
     _choice("dense_sum", dense_sum, ("native", "ordered"))
     _choice("unused", unused, ("none", "zero"))
+    scaled = scaling.enabled(scaler)
+    nonfinite = (SKIP if scaled else RAISE) if nonfinite is None else nonfinite
+    _choice("nonfinite", nonfinite, POLICIES)
     op = _reduction(op)
     if not isinstance(backward_passes_per_step, int) or backward_passes_per_step <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
@@ -252,17 +259,13 @@ def resolve(
         timeout=float(timeout),
         check_every=check_every,
         zero_unused=unused == "zero",
-        model=_model(model, planner, sparsifier),
+        nonfinite=nonfinite,
+        scaled=scaled,
+        model=_model(model, planner, sparsifier, scaled),
     )
 
 
 _DENSE_HINT = {"dense": "a dense exchange sends every element; ask for it with compression='none'"}
-
-
-def _refuse_later(arguments: dict[str, Any]) -> None:
-    for name, value in arguments.items():
-        if value is not None and value != 0:
-            raise ValueError(f"{name}={value!r}: this argument is not built yet; leave it out")
 
 
 def _choice(
@@ -328,7 +331,7 @@ def _planner(given: Any, sparsify: str, exchange: str) -> tuple[merging.Planner 
 
 
 def _model(
-    model: Any, planner: merging.Planner | None, sparsifier: sparsifiers.Sparsifier | None
+    model: Any, planner: merging.Planner | None, sparsifier: sparsifiers.Sparsifier | None, scaled: bool
 ) -> torch.nn.Module | None:
     """The model of ``merging="dear"``, which needs one; no other merging takes one."""
     dear = isinstance(planner, DeAR)
@@ -338,6 +341,11 @@ def _model(
         raise ValueError("model= is taken by merging='dear' alone; a use with others is not built yet, leave it out")
     if dear and model is None:
         raise ValueError("merging='dear' applies updates in the next forward: pass model=, the module that you call")
+    if dear and scaled:
+        raise ValueError(
+            "merging='dear' has its updates in the next forward only, where scaler.step() cannot see them: train "
+            "in bfloat16, without scaler=, or use another merging"
+        )
     if dear and sparsifier is not None:
         raise ValueError(
             f"merging='dear' halves an all-reduce, and what {sparsifier!r} selects travels by all-gather: pass "

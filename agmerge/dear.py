@@ -126,6 +126,9 @@ class DearEngine(Engine):
             self._check_unbroken()
             self.flush()
             super().synchronize()
+            if self.skipped:
+                self._clear()
+                return None
             with torch.no_grad(), self._breaking():
                 assert self.session is not None
                 self._updates = Updates(self._optimizer, self.session, self._exchange, self.config.zero_unused)

@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 
 import merging as planning
-from agmerge import advise, nodes, process_sets, runtime, sentinel, whereabouts
+from agmerge import advise, nodes, process_sets, runtime, sentinel, verdict, whereabouts
 from agmerge.adaptation import Adaptation
 from agmerge.agreement import open_session
 from agmerge.averages import Averages
@@ -29,6 +29,7 @@ from agmerge.handshake import agree
 from agmerge.hooks import Hooks
 from agmerge.members import Member, Members
 from agmerge.round import Round
+from agmerge.scaling import Scaling
 from agmerge.session import Session, State, model_facts
 from agmerge.stats import Stats
 from agmerge.trace import Trace
@@ -59,6 +60,8 @@ class Engine:
         self.paused = False  # no_sync()
         self.synchronized = False  # gradients are combined, step() has not been called
         self.flag, self.said = GOING, 0  # what this rank says in its messages (JOINED: in join()); what all said last
+        self.skipped = False  # ... and come to nothing: the inner optimizer must not step
+        self.scaling = Scaling(None)
         self._fired: dict[torch.Tensor, int] = {}  # backward passes since the last step
         self._ready: dict[torch.Tensor, None] = {}  # in readiness order
         self._round: Round | None = None
@@ -242,12 +245,17 @@ class Engine:
                         raise AGMergeError("parameters changed while ranks agreed on them; change them between steps")
                 self.averages.observe(round_.recorder)
                 self.said = round_.said
-                self._attach(round_.session)
+                error = verdict.judge(round_, self._attach)
+                self.skipped = round_.nonfinite
+            if error is not None:
+                self._clear()  # nothing is broken: all ranks are at the same place
+                raise error
             self.synchronized = True
 
     def end_step(self) -> None:
         """The inner optimizer has stepped: the residuals change places."""
-        if self.outside:
+        if self.outside or self.skipped:
+            self._clear()
             return
         assert self.session is not None and self.comm is not None and self.adaptation is not None
         self.session.swap()
@@ -315,14 +323,14 @@ class Engine:
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         gradient = None if self.flag == JOINED else parameter.grad
-        if gradient is None or gradient.layout == torch.strided:
-            return gradient
-        if not self.config.sparse_as_dense:
-            raise ValueError(
-                f"parameter {self.members.name_of(parameter)!r} has a gradient of layout {gradient.layout}; "
-                "pass sparse_as_dense=True, or build the embedding with sparse=False"
-            )
-        return gradient.to_dense()
+        if gradient is not None and gradient.layout != torch.strided:
+            if not self.config.sparse_as_dense:
+                raise ValueError(
+                    f"parameter {self.members.name_of(parameter)!r} has a gradient of layout {gradient.layout}; "
+                    "pass sparse_as_dense=True, or build the embedding with sparse=False"
+                )
+            parameter.grad = gradient = gradient.to_dense()
+        return self.scaling.divided(parameter, gradient)
 
     def _attach(self, session: Session) -> None:
         """Make the updates the gradients; none may reach the inner optimizer that was not combined (G3)."""
@@ -334,8 +342,9 @@ class Engine:
                 )
             if session.used[slot.index] or self.config.zero_unused:
                 parameter.grad = session.gradient(slot)
+        self.scaling.multiply(session.parameters)
         if not any(session.used) and self.flag == GOING:
-            warnings.warn(NO_GRADIENT, stacklevel=4)
+            warnings.warn(NO_GRADIENT, stacklevel=5)
         if self.members.snapshot() != self._snapshot:
             for member in self._members():
                 if member.parameter not in session.slot_of and member.parameter.grad is not None:
@@ -345,7 +354,8 @@ class Engine:
                     )
 
     def _clear(self) -> None:
-        self._fired, self._ready, self._round, self.synchronized = {}, {}, None, False
+        self._fired, self._ready, self._round, self.synchronized, self.skipped = {}, {}, None, False, False
+        self.scaling.clear()
 
     discard = _clear  # for whoever calls step() instead of the script
 

@@ -49,5 +49,9 @@ class MessageError(AGMergeError):
     """A message that arrived is damaged, or belongs to another step, plan or buffer."""
 
 
+class NonFiniteError(AGMergeError):
+    """A gradient is infinite or NaN. Raised on every rank; nothing of the step is kept, and the next one works."""
+
+
 class DivergenceError(AGMergeError):
     """Replicas that must be equal to the bit are not."""

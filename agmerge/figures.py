@@ -35,13 +35,15 @@ class Figures:
         ``bytes_sent``: handed to collectives for gradients, headers and padding included; ``wire``: the same bytes
         by codecs of indices and values, ``header``, and ``plain``, without codecs. ``bytes_dense``: what a
         dense float32 all-reduce would be handed. ``elements_sent``: dense lane included. ``density``: elements
-        sent / elements. ``exposed_seconds``: waiting for messages in ``synchronize()``.
+        sent / elements. ``steps_skipped``: see ``nonfinite``; what they sent is counted. ``exposed_seconds``: waiting
+        for messages in ``synchronize()``.
         """
         stats = self._engine.stats
         self._engine.averages.settle()
         norms = [float(torch.linalg.vector_norm(r.double())) for r in self._engine.residuals().values()]
         return {
             "steps": self._engine.steps,
+            "steps_skipped": stats.steps_skipped,
             "buffers": stats.buffers,
             "bytes_sent": stats.bytes_sent,
             "wire": dict(stats.wire),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import sparsifiers
-from agmerge import advise, checkpoint, dear, elastic, joining, resizing, runtime
+from agmerge import advise, checkpoint, dear, elastic, joining, resizing, runtime, scaling
 from agmerge.compression import DENSITY
 from agmerge.config import IMPORTANCE, check_momentum, resolve
 from agmerge.errors import AGMergeError
@@ -28,6 +28,10 @@ ZERO_GRAD = (
     "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
     "optimizer.synchronize(). This is prohibited as it can cause a race condition."
 )
+NOT_COMBINED = (
+    "step() inside skip_synchronize(), but the gradients have not been combined: call synchronize() after "
+    "the last backward(), or step() outside"
+)
 
 _OWN = ("self", "__class__", "optimizer", "named_parameters")  # what is no option
 
@@ -39,7 +43,7 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
     everything this class does not know goes to it. Collective: every rank constructs it with the same model and
     the same arguments, else all of them raise :class:`agmerge.RankMismatchError`.
 
-    Arguments, in the order of Horovod's. Those that are missing here are not built yet, and refused:
+    Arguments, in the order of Horovod's:
 
     * ``optimizer``: any ``torch.optim.Optimizer`` whose ``step`` needs no closure (LBFGS is refused).
     * ``named_parameters``: ``model.named_parameters()``; names travel in errors and checkpoints.
@@ -69,6 +73,10 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
     * ``wire``: how selected values travel, ``"auto"`` (the gradient's dtype), ``"fp32"``, ``"fp16"``, ``"bf16"`` or
       ``"int8"``; ``wire_check``: whether checksums cover the ``"payload"`` or the ``"header"`` alone (docs/wire.md).
     * ``dense_sum``: ``"ordered"`` adds in rank order whatever the plan; ``"native"`` as the backend does.
+    * ``scaler``: the ``torch.amp.GradScaler`` in use (or :meth:`attach_scaler`); residuals are kept without its scale.
+    * ``nonfinite``: a gradient that is infinite or NaN on any rank is ``"raise"``, the same
+      :class:`agmerge.NonFiniteError` on all (the default); ``"skip"``, a step that none of them makes (the default with
+      a scaler); or ``"allow"``: sent, and never kept. docs/guarantees.md.
     * ``timeout``: seconds, for every wait (None: ``AGMERGE_TIMEOUT`` of the environment, else 300).
       ``check_every``: compare replicas every so many steps (0: never).
     * ``unused``: ``"none"`` leaves ``p.grad`` None where no rank ever had a gradient, ``"zero"`` is Horovod's way.
@@ -124,6 +132,7 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         config = resolve(**advise.widened(arguments))
         check_momentum(optimizer, config)
         self._engine = dear.engine_for(optimizer, named, config)
+        self._take_scaler()
 
     # -- what is the inner optimizer's ----------------------------------------------------------------------
 
@@ -145,10 +154,9 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # GradScaler.step() reads this first. Without it, scaled gradients would be stepped with.
-        raise AGMergeError(
-            "GradScaler.step(): the scaler was not attached, and scaler= is not built yet; train in bfloat16, "
-            "which needs no scaler, or with GradScaler(enabled=False)"
-        )
+        if self._engine.scaling.scaler is None:
+            raise AGMergeError(scaling.NOT_ATTACHED)
+        return False  # whatever the inner optimizer does: unscaling is the scaler's
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not set up yet: while unpickling
@@ -227,6 +235,7 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         if isinstance(self._engine, dear.DearEngine):
             self._connect_once()
             return self._engine.step(closure, self._should_synchronize)
+        self._engine.scaling.check_step(self, closure)
         if closure is not None and not self._should_synchronize:
             raise ValueError("step(closure) inside skip_synchronize(): the closure's gradients would not be combined")
         loss = None
@@ -234,15 +243,12 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._should_synchronize:
-            if self._engine.synchronized:
+            if self._engine.synchronized and not self._engine.scaling.combined:
                 warnings.warn(TWICE, stacklevel=2)
             self.synchronize()
         elif not self._engine.synchronized and not self._engine.outside:
-            raise AGMergeError(
-                "step() inside skip_synchronize(), but the gradients have not been combined: call synchronize() after "
-                "the last backward(), or step() outside"
-            )
-        inner = self.optimizer.step()
+            raise AGMergeError(NOT_COMBINED)
+        inner = None if self._engine.skipped else self.optimizer.step()
         self._engine.end_step()
         return loss if closure is not None else inner
 
@@ -285,6 +291,33 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         self._engine.reconfigure(config)
         self._arguments = arguments
 
+    def attach_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """Work with ``scaler`` from the next step on, as ``scaler=`` does from the first. Collective, between steps."""
+        self._engine.check_idle("attach_scaler()")
+        arguments = {**self._arguments, "scaler": scaler}
+        config = resolve(**arguments)
+        scaling.check(self._engine.members, config.scaled)
+        scaling.adopt(self._engine, replace(self._engine.config, nonfinite=config.nonfinite, scaled=config.scaled))
+        self._arguments = arguments
+        self._take_scaler()
+
+    def _take_scaler(self) -> None:
+        scaler = self._arguments["scaler"] if self._engine.config.scaled else None
+        scaling.check(self._engine.members, scaler is not None)
+        if scaler is not self._engine.scaling.scaler:
+            self._engine.scaling = scaling.Scaling(scaler)
+            if scaler is not None:
+                scaler.unscale_ = scaling.Unscale(scaler, self)
+
+    def _combine_for(self, scaler: torch.amp.GradScaler) -> None:
+        """The scaler is about to unscale the gradients, and to look for infinities among them."""
+        engine = self._engine
+        if scaler is engine.scaling.scaler and not engine.synchronized and not engine.outside:
+            if not self._should_synchronize:
+                raise AGMergeError(NOT_COMBINED)
+            self.synchronize()
+            engine.scaling.combined = True
+
     def join(self) -> int:
         """Called by a rank that has no batches left: take part without gradients until every rank has called it.
 
@@ -295,8 +328,13 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         return joining.join(self._engine, self.optimizer, self._step_combined)
 
     def _step_combined(self) -> None:
+        scaler = self._engine.scaling.scaler
         with self.skip_synchronize():
-            self.step()
+            if scaler is None:
+                self.step()
+            else:  # as the scripts of the ranks that go on do
+                scaler.step(self)
+                scaler.update()
 
     def reset(self) -> None:
         """Forget the group of workers; the next step connects to the one that there is then.

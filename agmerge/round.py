@@ -12,11 +12,12 @@ import torch
 
 from agmerge.exchanges import Pending
 from agmerge.layout import Segment, Slot
+from agmerge.nonfinite import Watch
 from agmerge.recorder import Recorder
 from agmerge.routing import Route, key
 from agmerge.session import Session
 from agmerge.stats import Stats
-from agmerge.wire import RELAYOUT, Control
+from agmerge.wire import NONFINITE, RELAYOUT, Control
 from sparsifiers import Selection
 
 
@@ -38,6 +39,11 @@ class Round:
         self._counted: dict[int, tuple[int, int]] = {}  # bytes and elements of each message that are in the totals
         self._arrived = 0  # merge buffers whose messages are known to be here
         self.recorder = Recorder(session.clock, len(session.layout.slots), len(session.buffers))
+        self.watch = self._of_work = Watch(session.config.nonfinite)
+        self.nonfinite = False  # a rank has found a gradient that is not finite: nothing of this may be kept
+        self._used_before = list(session.used)
+        sparsifier = session.config.sparsifier
+        self._known = sparsifier.snapshot() if sparsifier is not None else {}
 
     def feed(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """The gradient of one tensor is ready (None: it has none); send what is now complete."""
@@ -67,8 +73,8 @@ class Round:
 
     def _compensate(self, slot: Slot, gradient: torch.Tensor | None) -> None:
         if not self.dirty:
-            self.session.arenas[slot.lane].compensate(slot, gradient)
-            if self.session.energy is not None and slot.lane.sparse:
+            taken = self._of_work.compensate(self.session.arenas[slot.lane], slot, gradient)
+            if taken and self.session.energy is not None and slot.lane.sparse:
                 self.session.energy.add(slot, gradient)
 
     def _select_alone(self, slot: Slot) -> None:
@@ -110,23 +116,37 @@ class Round:
                 for control in controls:
                     self.said |= control.flags
                 agreed = not self.said & RELAYOUT
+            for control in controls:
+                self.nonfinite |= bool(control.flags & NONFINITE)
             if agreed:
                 for (route, pending), control in zip(messages, controls, strict=True):
-                    route.exchange.finish(pending)
+                    if not self.nonfinite:
+                        route.exchange.finish(pending)
                     for slot, used in zip(route.slots, control.used, strict=True):
                         self.session.used[slot.index] |= used
             self.recorder.mark(buffer)
             self._look()
-        if agreed:
+        if agreed and not self.nonfinite:
             self.stats.sent(self.session.correct(), 0)
+            self._of_work.clean(self.session.arenas)
         return agreed
+
+    def withdraw(self) -> None:
+        """If the attempt comes to nothing, leave nothing of it but the updates."""
+        if self.nonfinite:
+            self.session.used = self._used_before
+            if self.session.config.sparsifier is not None:
+                self.session.config.sparsifier.load_state_dict(self._known)
+
+    def _control(self, buffer: int, used: tuple[bool, ...], device: torch.device) -> Control:
+        flags = self.flags | (RELAYOUT if self.dirty else 0) | (NONFINITE if self.watch.found else 0)
+        return Control(self.step, self.session.fingerprint, buffer, flags, used, self.watch.alarm(device))
 
     def _start(self, route: Route) -> Pending:
         loads = [self.session.load(segment) for segment in route.segments]
         offers = [self._offer(segment) if route.exchange.selects else None for segment in route.segments]
         used = tuple(self._fed[slot.index] for slot in route.slots)
-        flags = self.flags | (RELAYOUT if self.dirty else 0)
-        control = Control(self.step, self.session.fingerprint, route.buffer, flags, used)
+        control = self._control(route.buffer, used, loads[0].work.device)
         pending = route.exchange.start(route.name, loads, offers, control)
         self._count(pending)
         return pending
@@ -155,4 +175,5 @@ class Round:
         chosen = sparsifier.select(work, k=k, key=key(segment), step=self.step, shapes=shapes)
         if self.stats.proof is not None:
             self.stats.proof.observe(key(segment), work, chosen, shapes)
-        return chosen
+        # A mask is for all ranks alike: what one of them would add is not sent.
+        return chosen if self.session.config.exchange == "masked" else self._of_work.offered(segment, work, chosen)

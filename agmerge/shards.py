@@ -15,7 +15,7 @@ import torch
 
 from agmerge.arena import Arena, view
 from agmerge.backends import Handle
-from agmerge.exchanges.dense import decode, encode
+from agmerge.exchanges.dense import decode, encode, tail_of
 from agmerge.exchanges.summing import in_rank_order
 from agmerge.layout import Lane, Layout, Segment, Slot
 from agmerge.nodes import Nodes
@@ -131,9 +131,9 @@ class Shards:
 
     def start(self, buffer: int, control: Control) -> int:
         """Add up a merge buffer in the node; returns bytes handed over. ``control``: of all its tensors."""
-        size, numbers = 0, encode(control)
+        size = 0
         for message in self._messages[buffer]:
-            message.rows[:, message.tail :] = torch.tensor(numbers, dtype=message.rows.dtype)
+            message.rows[:, message.tail :] = tail_of(control, message.rows.dtype, message.rows.device)
             inside, flat, width = self.nodes.inside, message.rows.view(-1), message.mine.numel()
             if message.received is None:
                 message.handle = inside.reduce_scatter(message.mine, flat, message.name)

@@ -14,6 +14,8 @@ class Stats:
     """Running totals of one rank. Bytes are what it hands to collectives for gradients."""
 
     steps: int = 0
+    steps_skipped: int = 0
+    skipped_in_a_row: int = 0
     buffers: int = 0
     bytes_sent: int = 0
     bytes_dense: int = 0
@@ -32,7 +34,15 @@ class Stats:
         """A step in ``buffers`` merge buffers has ended. ``elements``: that this rank selects from; ``tensors``: of all
         gradients, which is as many unless ranks have shards."""
         self.steps += 1
+        self.skipped_in_a_row = 0
         self.buffers = buffers
+        self.elements += elements
+        self.bytes_dense += 4 * tensors
+
+    def skipped(self, elements: int, tensors: int) -> None:
+        """A step came to nothing, after its messages had left."""
+        self.steps_skipped += 1
+        self.skipped_in_a_row += 1
         self.elements += elements
         self.bytes_dense += 4 * tensors
 

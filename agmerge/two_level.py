@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from agmerge.layout import Slot
+from agmerge.nonfinite import ALLOW, Watch
 from agmerge.round import Round
 from agmerge.session import Session
 from agmerge.stats import Stats
-from agmerge.wire import RELAYOUT, Control
+from agmerge.wire import NONFINITE, RELAYOUT, Control
 
 
 class TwoLevelRound(Round):
@@ -19,23 +20,26 @@ class TwoLevelRound(Round):
     that comes and, at last, waited for, in plan order on each of the two communicators. What is not overlapped: the
     updates of a node's shards are handed round once all of them are there.
 
-    A rank with another membership makes its whole node dirty: its gradients are in the node's sums.
+    A rank with another membership makes its whole node dirty: its gradients are in the node's sums. One that has found
+    what is not finite tells its node, and each rank of that the other nodes.
     """
 
     def __init__(self, session: Session, step: int, stats: Stats, *, dirty: bool, flags: int = 0) -> None:
         super().__init__(session, step, stats, dirty=dirty, flags=flags)
         assert session.shards is not None
         self._shards = session.shards
+        # What a node's sum makes of finite gradients its ranks cannot tell each other any more: it is sent, not kept.
+        self._of_work = Watch(ALLOW, forces=session.config.nonfinite == ALLOW)
         self._summed: list[Control] = []  # by merge buffer: what this rank said when the node began to add it up
 
     def _take(self, slot: Slot, gradient: torch.Tensor | None) -> None:
-        self._shards.put(slot, None if self.dirty else gradient)
+        good = gradient is None or self.watch.policy == ALLOW or not self.watch.look(slot, gradient)
+        self._shards.put(slot, gradient if good and not self.dirty else None)
 
     def _advance(self, slot: Slot) -> None:
         while (buffer := len(self._summed)) < len(self._missing) and self._missing[buffer] == 0:
             used = tuple(self._fed[slot.index] for slot in self._slots(buffer))
-            flags = self.flags | (RELAYOUT if self.dirty else 0)
-            control = Control(self.step, self.session.fingerprint, buffer, flags, used)
+            control = self._control(buffer, used, self.session.layout.slots[0].lane.device)
             self.recorder.mark(buffer)
             self.stats.sent(self._shards.start(buffer, control), 0)
             self._summed.append(control)
@@ -51,7 +55,8 @@ class TwoLevelRound(Round):
         buffer = len(self._pending)
         control = self._shards.wait(buffer, self._summed[buffer])
         self.dirty = self.dirty or bool(control.flags & RELAYOUT)
-        self.flags |= control.flags & ~RELAYOUT  # between nodes it says what its node says
+        self.flags |= control.flags & ~(RELAYOUT | NONFINITE)  # between nodes it says what its node says
+        self.watch.told = self.watch.told or bool(control.flags & NONFINITE)
         for slot, used in zip(self._slots(buffer), control.used, strict=True):
             self._fed[slot.index] = used
             self._compensate(slot, self._shards.shard(slot) if used else None)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -27,6 +27,7 @@ from sparsifiers import Selection
 
 MAGIC = 0x41474D32  # "AGM2": the last byte is the version of this format
 RELAYOUT = 1  # flag: this rank's membership, dtypes or devices have changed; discard this round and re-plan
+NONFINITE = 2  # flag: this rank has a gradient that is infinite or NaN; this step comes to nothing
 JOINED = 4  # flag: this rank has no batches left and takes part with what it kept
 GOING = 8  # flag: this rank has not joined
 FIXED = ("magic", "step", "plan", "buffer", "flags", "words", "size", "checksum", "payload")
@@ -43,7 +44,8 @@ class Control:
     """What travels with every message beside gradients.
 
     ``plan``: fingerprint of the plan in use, 31 bits. ``used``: for each tensor of the message, in order,
-    whether this rank (after merging: any rank) had a gradient for it in this step.
+    whether this rank (after merging: any rank) had a gradient for it in this step. ``alarm``: bool, 0-dim, on the
+    device of the message: whether it is to have the flag :data:`NONFINITE`, which the host does not know yet.
     """
 
     step: int
@@ -51,6 +53,7 @@ class Control:
     buffer: int
     flags: int
     used: tuple[bool, ...]
+    alarm: torch.Tensor | None = field(default=None, compare=False)
 
     def merged(self, others: Sequence[Control]) -> Control:
         """Flags and used bits OR-ed over ranks."""
@@ -132,6 +135,8 @@ class Format:
         header = message[: 4 * self.words].view(torch.int32)
         header.copy_(torch.tensor(words, dtype=torch.int32))
         if not on_host:
+            if control.alarm is not None:
+                header[_FLAGS] += NONFINITE * control.alarm
             for place, count in enumerate(counts, start=1):
                 if isinstance(count, torch.Tensor):
                     header[_FIRST + _EACH * place - 1].copy_(count)

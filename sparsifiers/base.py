@@ -121,6 +121,10 @@ class Sparsifier(ABC):
         """What must survive a restart for the next selections to be the same; empty if stateless."""
         return {}
 
+    def snapshot(self) -> Mapping[str, object]:
+        """The same for a moment, in this process: what `load_state_dict` takes back. Waits for no device."""
+        return self.state_dict()
+
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore what `state_dict` returned. ValueError if it belongs to another kind of sparsifier."""
         if state:

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-INTERFACE = 1  # of kernel.c; a library that was built from another version is not used
+INTERFACE = 2  # of kernel.c; a library that was built from another version is not used
 ROOM = 1 << 17  # slots of scratch that `rows_top` may take at any size
 PANEL = 64  # columns that are searched together at least: four cache lines of each row
 BLOCK = 1024  # elements that `scan` reads between two looks at the room that is left
@@ -188,18 +188,19 @@ def _columns_top(table: Keys, mask: int, quotas: NDArray[np.int64], room: int) -
 # -- tensors --------------------------------------------------------------------------------------------------------
 
 
-def add(work: Tensor, residual: Tensor, gradient: Tensor) -> bool:
-    """work = residual + gradient, past the caches, bit for bit as torch.add; False if that is for torch to do.
+def add(work: Tensor, residual: Tensor, gradient: Tensor) -> bool | None:
+    """work = residual + gradient, past the caches, bit for bit as torch.add; None if that is for torch to do.
 
-    Shapes are equal, and work shares no storage with the others. Several threads of torch are faster than this one.
+    Returns whether all of work is finite, which costs nothing in the same pass. Shapes are equal, and work shares no
+    storage with the others. Several threads of torch are faster than this one.
     """
     kind = KINDS.get(gradient.dtype)
     if kind is None or work.numel() < STREAMED or torch.get_num_threads() > 1:
-        return False
+        return None
     if not (_plain(work) and _plain(residual) and _plain(gradient, gradient.dtype)):
-        return False
-    done = _loaded().kernel_add(work.data_ptr(), residual.data_ptr(), gradient.data_ptr(), work.numel(), kind)
-    return bool(done == 0)
+        return None
+    found = _loaded().kernel_add(work.data_ptr(), residual.data_ptr(), gradient.data_ptr(), work.numel(), kind)
+    return None if found < 0 else found == 0
 
 
 def commit(work: Tensor, indices: Tensor, sent: Tensor) -> bool:

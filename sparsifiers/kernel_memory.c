@@ -50,15 +50,28 @@ INLINE float bfloat16_at(const void *gradient, int64_t i)
     return value;
 }
 
-INLINE void add_body(float *work, const float *residual, const void *gradient, int64_t i, int64_t n, int kind)
+/* Whether a float is infinite or NaN: all bits of its exponent are set. */
+INLINE int endless(float value)
 {
-    for (; i < n; i++)
-        work[i] = residual[i] + (kind == FLOAT32 ? ((const float *)gradient)[i] : bfloat16_at(gradient, i));
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return (bits & 0x7f800000) == 0x7f800000;
 }
 
-static void add_any(float *work, const float *residual, const void *gradient, int64_t n, int kind)
+/* All of these return whether a sum is not finite. */
+INLINE int add_body(float *work, const float *residual, const void *gradient, int64_t i, int64_t n, int kind)
 {
-    add_body(work, residual, gradient, 0, n, kind);
+    int found = 0;
+    for (; i < n; i++) {
+        work[i] = residual[i] + (kind == FLOAT32 ? ((const float *)gradient)[i] : bfloat16_at(gradient, i));
+        found |= endless(work[i]);
+    }
+    return found;
+}
+
+static int add_any(float *work, const float *residual, const void *gradient, int64_t n, int kind)
+{
+    return add_body(work, residual, gradient, 0, n, kind);
 }
 
 #if X86
@@ -85,11 +98,14 @@ AVX512 static inline __m512 sixteen(const void *gradient, int64_t i, int kind)
 }
 
 /* Up to where `work` is aligned, and what is left at the end. */
-AVX2 static void add_few(float *work, const float *residual, const void *gradient, int64_t i, int64_t n, int kind)
+AVX2 static int add_few(float *work, const float *residual, const void *gradient, int64_t i, int64_t n, int kind)
 {
-    for (; kind == FLOAT16 && i < n; i++)
+    int found = 0;
+    for (; kind == FLOAT16 && i < n; i++) {
         work[i] = residual[i] + _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(((const uint16_t *)gradient)[i])));
-    add_body(work, residual, gradient, i, n, kind);
+        found |= endless(work[i]);
+    }
+    return found | add_body(work, residual, gradient, i, n, kind);
 }
 
 static int64_t until_aligned(const float *work, int64_t n)
@@ -98,35 +114,47 @@ static int64_t until_aligned(const float *work, int64_t n)
     return elements < n ? elements : n;
 }
 
-AVX2 static void add_avx2(float *work, const float *residual, const void *gradient, int64_t n, int kind)
+AVX2 static int add_avx2(float *work, const float *residual, const void *gradient, int64_t n, int kind)
 {
     int64_t i = until_aligned(work, n);
-    add_few(work, residual, gradient, 0, i, kind);
-    for (; i + 8 <= n; i += 8)
-        _mm256_stream_ps(work + i, _mm256_add_ps(_mm256_loadu_ps(residual + i), eight(gradient, i, kind)));
-    add_few(work, residual, gradient, i, n, kind);
+    int found = add_few(work, residual, gradient, 0, i, kind);
+    __m256 unordered = _mm256_setzero_ps();
+    for (; i + 8 <= n; i += 8) {
+        __m256 sum = _mm256_add_ps(_mm256_loadu_ps(residual + i), eight(gradient, i, kind));
+        __m256 nothing = _mm256_sub_ps(sum, sum); /* of what is not finite: NaN */
+        unordered = _mm256_or_ps(unordered, _mm256_cmp_ps(nothing, nothing, _CMP_UNORD_Q));
+        _mm256_stream_ps(work + i, sum);
+    }
+    found |= _mm256_movemask_ps(unordered) | add_few(work, residual, gradient, i, n, kind);
     _mm_sfence();
+    return found;
 }
 
-AVX512 static void add_avx512(float *work, const float *residual, const void *gradient, int64_t n, int kind)
+enum { NOT_FINITE = 0x99 }; /* fpclass: quiet NaN 0x01, inf 0x08, -inf 0x10, signalling NaN 0x80 */
+
+AVX512 static int add_avx512(float *work, const float *residual, const void *gradient, int64_t n, int kind)
 {
     int64_t i = until_aligned(work, n);
-    add_few(work, residual, gradient, 0, i, kind);
-    for (; i + 16 <= n; i += 16)
-        _mm512_stream_ps(work + i, _mm512_add_ps(_mm512_loadu_ps(residual + i), sixteen(gradient, i, kind)));
-    add_few(work, residual, gradient, i, n, kind);
+    int found = add_few(work, residual, gradient, 0, i, kind);
+    for (; i + 16 <= n; i += 16) {
+        __m512 sum = _mm512_add_ps(_mm512_loadu_ps(residual + i), sixteen(gradient, i, kind));
+        found |= _mm512_fpclass_ps_mask(sum, NOT_FINITE);
+        _mm512_stream_ps(work + i, sum);
+    }
+    found |= add_few(work, residual, gradient, i, n, kind);
     _mm_sfence();
+    return found;
 }
 #endif
 
-DISPATCH(void, add, (float *work, const float *residual, const void *gradient, int64_t n, int kind),
+DISPATCH(int, add, (float *work, const float *residual, const void *gradient, int64_t n, int kind),
          (work, residual, gradient, n, kind))
 
-/* work = residual + gradient; 0, or -1 if that kind of gradient cannot be read at this level. */
+/* work = residual + gradient; 1 if anything in work is then not finite, else 0; -1, with nothing done, if that kind of
+   gradient cannot be read at this level. */
 EXPORT int kernel_add(float *work, const float *residual, const void *gradient, int64_t n, int kind)
 {
     if (kind == FLOAT16 && kernel_level == 0)
         return -1;
-    add(work, residual, gradient, n, kind);
-    return 0;
+    return add(work, residual, gradient, n, kind) != 0;
 }

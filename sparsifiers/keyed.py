@@ -37,6 +37,9 @@ class Keyed(Sparsifier):
         }
         return {self.name: plain}
 
+    def snapshot(self) -> Mapping[str, object]:
+        return {self.name: dict(self._kept)}
+
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore what `state_dict` returned; an empty mapping is a cold start."""
         kept = state.get(self.name, {})

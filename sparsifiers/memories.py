@@ -42,25 +42,27 @@ class Memory(ABC):
         gradient: Tensor | None,
         momentum: Momentum | None = None,
         size: int = 1,
-    ) -> None:
+    ) -> bool | None:
         """Write `work` from one tensor's residual and gradient; neither of these is changed.
 
         All have the same shape and may have any strides. residual has the dtype of work, shares no storage
         with it, and is None exactly if the memory keeps nothing. gradient has the dtype of work or a narrower
         one; None means that the tensor got no gradient in this step. momentum is None exactly if the memory
         has none. size: the number of workers. Nothing of the tensor's size is allocated.
+
+        Returns whether all of work is finite, if it is known without another look at it, else None.
         """
         self._check(work, residual, gradient)
         if (self.corrects and self.keeps) is (momentum is None):
             raise ValueError(f"{self}: momentum must be {'given' if self.corrects else 'None: this memory has none'}")
         with torch.no_grad():  # a hook under create_graph=True sees gradients that require grad
-            self._compensate(work, residual, gradient, momentum, size)
+            return self._compensate(work, residual, gradient, momentum, size)
 
     @abstractmethod
     def _compensate(
         self, work: Tensor, residual: Tensor | None, gradient: Tensor | None, momentum: Momentum | None, size: int
-    ) -> None:
-        """Write `work`; the arguments were checked."""
+    ) -> bool | None:
+        """Write `work`; the arguments were checked. Returns whether all of it is finite; None: not looked at."""
 
     def mask(self, momentum: Tensor, indices: Tensor, sent: Tensor) -> None:
         """`sent` has been taken off the residual at `indices`; an index may come again with 0."""
@@ -140,18 +142,19 @@ class Residual(Memory):
 
     def _compensate(
         self, work: Tensor, residual: Tensor | None, gradient: Tensor | None, momentum: Momentum | None, size: int
-    ) -> None:
+    ) -> bool | None:
         assert residual is not None  # checked; narrows the type
         if gradient is None:
             work.copy_(residual)
-        elif kernel.add(work, residual, gradient):
-            return
+        elif (finite := kernel.add(work, residual, gradient)) is not None:
+            return finite
         elif gradient.dtype == work.dtype or work.device.type != "cpu":
             torch.add(residual, gradient, out=work)
         else:
             # On the CPU torch.add would first widen the gradient into a temporary. The bits are the same:
             # widening is exact and addition commutes.
             work.copy_(gradient).add_(residual)
+        return None
 
 
 class ResidualGTopK(Residual):

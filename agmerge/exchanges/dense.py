@@ -17,7 +17,7 @@ from agmerge.errors import MessageError
 from agmerge.exchanges import summing
 from agmerge.exchanges.base import Commit, Exchange, Load, Pending
 from agmerge.ops import ReduceOp
-from agmerge.wire import Control
+from agmerge.wire import NONFINITE, Control
 from sparsifiers import Selection
 
 _HOT = 8  # positions of a one-hot number
@@ -53,9 +53,9 @@ class DenseExchange(Exchange):
 
     def start(self, name: str, loads: Sequence[Load], offers: Sequence[Selection | None], control: Control) -> Pending:
         dtype = self.cast or loads[0].update.dtype
-        tail = encode(control)
+        tail = tail_of(control, dtype, loads[0].work.device)
         elements = sum(load.segment.length for load in loads)
-        length = elements + len(tail)
+        length = elements + tail.numel()
         length += -length % self.comm.size  # whole shards
         message = self.keep(("message", name), length, dtype, loads[0].work.device)
         for load, payload in _parts(message, loads):
@@ -63,7 +63,7 @@ class DenseExchange(Exchange):
             if self.keeps:
                 # Before it leaves: the message is summed in place.
                 self.commit(load.segment, None, self._sent(load, payload))
-        message[elements : elements + len(tail)] = torch.tensor(tail, dtype=dtype)
+        message[elements : elements + tail.numel()] = tail
         received = self.keep(("received", name), length, dtype, message.device) if self.ordered else None
         total = summing.start(self.comm, message, received, name)
         sent = sum(load.segment.numel for load in loads)
@@ -130,6 +130,14 @@ def encode(control: Control) -> list[float]:
     for bit in range(_FLAGS):
         tail[2 * _HOT + bit] = float(control.flags >> bit & 1)
     return tail + [float(used) for used in control.used]
+
+
+def tail_of(control: Control, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The same on a device, 1-D, with what only the device knows."""
+    tail = torch.tensor(encode(control), dtype=dtype).to(device)
+    if control.alarm is not None:
+        tail[2 * _HOT + NONFINITE.bit_length() - 1] = control.alarm
+    return tail
 
 
 def decode(tail: Sequence[float], mine: Control, name: str) -> Control:

@@ -16,7 +16,7 @@ from agmerge.backends import Backend
 from agmerge.errors import MessageError
 from agmerge.exchanges import ballots, summing
 from agmerge.exchanges.base import Commit, Exchange, Load, Pending
-from agmerge.exchanges.dense import decode, encode, largest_summand
+from agmerge.exchanges.dense import decode, largest_summand, tail_of
 from agmerge.ops import ReduceOp
 from agmerge.wire import RELAYOUT, Control, Format
 from sparsifiers import Selection
@@ -107,7 +107,7 @@ class MaskedExchange(Exchange):
             for load, offer, all_of_it in zip(loads, offers, whole, strict=True)
         ]
         digits = checksum(state.masks)
-        self._send(name, loads, state, torch.cat([digits, torch.tensor(encode(control), device=digits.device)]))
+        self._send(name, loads, state, torch.cat([digits, tail_of(control, torch.float32, digits.device)]))
         first = state.sums[0]
         elements = sum(_real(load, mask) for load, mask in zip(loads, state.masks, strict=True))
         size = sum(one.bytes for one in state.sums)

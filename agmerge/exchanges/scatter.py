@@ -15,7 +15,7 @@ import torch
 
 from agmerge.exchanges import summing
 from agmerge.exchanges.base import Load, Pending
-from agmerge.exchanges.dense import DenseExchange, decode, encode
+from agmerge.exchanges.dense import DenseExchange, decode, tail_of
 from agmerge.wire import Control
 from sparsifiers import Selection
 
@@ -34,14 +34,15 @@ class ScatterExchange(DenseExchange):
 
     def start(self, name: str, loads: Sequence[Load], offers: Sequence[Selection | None], control: Control) -> Pending:
         (load,) = loads
+        self._scattered = []  # what an attempt that came to nothing has left
         dtype, device, workers = self.cast or load.update.dtype, load.work.device, self.comm.size
-        tail = encode(control)
+        tail = tail_of(control, dtype, device)
         shard = -(-load.segment.length // workers)
-        width = shard + len(tail)
+        width = shard + tail.numel()
         message = self.keep(("message", name), workers * width, dtype, device)
         rows = message.view(workers, width)
         self._fill(load, rows[:, :shard])
-        rows[:, shard:] = torch.tensor(tail, dtype=dtype)
+        rows[:, shard:] = tail
         mine = self.keep(("shard", name), width, dtype, device)
         if self.ordered:
             received = self.keep(("received", name), workers * width, dtype, device)

@@ -253,13 +253,29 @@ def test_add_is_torchs(level: int, dtype: torch.dtype, same_bits: SameBits) -> N
             gradient = values(n, "specials", seed=2).to(dtype)
             work = torch.full((n + shift + 1,), 7.0)
             part = work[shift:-1]
-            done = kernel.add(part, residual, gradient)
-            assert done is (level > 0 or dtype != torch.float16)
-            if done:
+            finite = kernel.add(part, residual, gradient)
+            assert (finite is not None) is (level > 0 or dtype != torch.float16)
+            if finite is not None:
                 expected = torch.add(residual, gradient)
+                assert finite == expected.isfinite().all()
                 assert torch.equal(part.isnan(), expected.isnan())  # which NaN it is is nobody's concern
                 assert same_bits(part.nan_to_num(nan=1.0), expected.nan_to_num(nan=1.0))
                 assert (work[:shift] == 7.0).all() and work[-1] == 7.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.usefixtures("one_thread")
+def test_add_says_whether_all_of_it_is_finite(level: int, dtype: torch.dtype) -> None:
+    n = 70  # some before, some in, some after what is written sixteen at a time
+    work, residual, gradient = torch.zeros(n + 1)[1:], torch.full((n,), 3e38), torch.ones(n).to(dtype)
+    whole = kernel.add(work, residual, gradient)
+    assert whole is (None if dtype == torch.float16 and not level else True)  # largest sums, but finite ones
+    for value in (torch.nan, torch.inf, -torch.inf):
+        for place in range(n):
+            broken = gradient.index_fill(0, torch.tensor([place]), value)
+            assert kernel.add(work, residual, broken) is (None if whole is None else False)
+    if dtype != torch.float16:
+        assert kernel.add(work, residual, residual.to(dtype)) is False  # an overflow
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -268,8 +284,8 @@ def test_add_in_two_dimensions_and_what_is_left_to_torch() -> None:
     assert kernel.add(work, residual, gradient)
     assert torch.equal(work, residual + gradient)
     for other in (gradient.double(), gradient.t().contiguous().t(), torch._neg_view(gradient), gradient.to("meta")):
-        assert not kernel.add(work, residual, other)
-    assert not kernel.add(work.double(), residual.double(), gradient.double())
+        assert kernel.add(work, residual, other) is None
+    assert kernel.add(work.double(), residual.double(), gradient.double()) is None
     sparsifiers.memory("residual").compensate(work, residual, torch._neg_view(gradient))
     assert torch.equal(work, residual - gradient)
 
@@ -328,8 +344,9 @@ def test_a_library_that_is_not_ours_is_not_loaded(tmp_path: Path, monkeypatch: p
     suffix = kernel.EXTENSION_SUFFIXES[0]
     (tmp_path / f"_kernel{suffix}").write_bytes(b"no library")
     assert kernel.load(tmp_path) is None
+    version = kernel.INTERFACE
     monkeypatch.setattr(kernel, "INTERFACE", -1)
     assert kernel.load(Path(kernel.__file__).parent) is None
     monkeypatch.setattr(kernel, "_SIGNATURES", {"kernel_of_the_future": (None, "")})
-    monkeypatch.setattr(kernel, "INTERFACE", 1)
+    monkeypatch.setattr(kernel, "INTERFACE", version)
     assert kernel.load(Path(kernel.__file__).parent) is None
