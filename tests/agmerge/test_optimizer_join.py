@@ -239,3 +239,21 @@ def test_dear_is_refused() -> None:
             optimizer.join()
 
     on_ranks(2, MODEL, body)
+
+
+@pytest.mark.parametrize("way", ["sparse", "dense"])
+def test_a_rank_that_has_joined_steps_through_the_scaler_as_the_others_do(way: str) -> None:
+    def body(rank: int, model: nn.Module, scale: float | None) -> str:
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, growth_interval=2, enabled=scale is not None)
+        optimizer = wrap(model, sgd(model), scaler=scaler, **{**SMALL, **WAYS[way]})
+        for step in range(3 + 4 * rank):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, rank, step)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert optimizer.join() == 1
+        assert scale is None or scaler.get_scale() == scale * 2**3  # seven steps, on both
+        return digest(model)
+
+    plain = agreed(on_ranks(2, MODEL, lambda rank, model: body(rank, model, None)))
+    assert agreed(on_ranks(2, MODEL, lambda rank, model: body(rank, model, 1024.0))) == plain
