@@ -1,8 +1,8 @@
 """Two workers, one of which fails. ``python faulty.py fault when step``.
 
 ``fault``: ``kill exit raise sleep``, what rank 1 does; ``when``: ``before``, ``inside`` or ``after`` its backward pass
-of step ``step``, or at the ``handshake`` before all steps. The uncaught error of the other rank, and what becomes of the
-processes, are what the tests look at.
+of step ``step``, or at the ``handshake`` before all steps. The uncaught error of the other rank, and what becomes of
+the processes, are what the tests look at.
 """
 
 from __future__ import annotations
