@@ -190,8 +190,8 @@ class Engine:
         return self.shares if live is None or self.shares is not None else live.shares_by_name()
 
     def window(self) -> dict[torch.Tensor, int]:
-        """How many backward passes each parameter has seen in the step that has begun."""
-        return {} if self.synchronized else dict(self._fired)
+        """How many backward passes each parameter has seen in the step that has begun; one that broke starts again."""
+        return {} if self.synchronized or self._broken is not None else dict(self._fired)
 
     def count(self, parameter: torch.Tensor, fired: int) -> None:
         """``parameter`` has seen so many backward passes already; its gradient is there."""
