@@ -85,4 +85,4 @@ def choosing(chosen: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def costing(selecting: float) -> Callable[[Session, int], Found]:
     """A probe that finds a second for an element of load, and so many for one that is selected from."""
     line = Curve((0, 1000), (0.0, 1000.0))
-    return lambda session, step: Found(Curve((0, 1000), (0.0, selecting * 1000.0)), line, None)
+    return lambda session, step, backward: Found(Curve((0, 1000), (0.0, selecting * 1000.0)), line, None)
