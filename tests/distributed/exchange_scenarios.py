@@ -21,7 +21,7 @@ from agmerge.shards import collect
 
 STEPS = 10
 # Sums in rank order everywhere, so that the bits are those of any other group of as many ranks.
-COMMON: dict[str, Any] = {"density": 0.1, "dense_sum": "ordered", "merging": merging.get("threshold", bytes=65536)}
+COMMON: dict[str, Any] = {"density": 0.2, "dense_sum": "ordered", "merging": merging.get("threshold", bytes=65536)}
 EXCHANGES: dict[str, dict[str, Any]] = {
     "oktopk": {"exchange": "oktopk", "compression": "topk"},
     "masked, by vote": {"exchange": "masked", "compression": "topk"},
@@ -45,7 +45,7 @@ def workers_a_node(name: str, size: int) -> Iterator[None]:
 def trained(name: str, model: nn.Module) -> dict[str, Any]:
     """Digests and this rank's losses, step by step; ``worst``: updates against mean gradients less final residuals."""
     x, y, _, _ = load()
-    inner = sgd(model, lr=0.1)
+    inner = sgd(model, lr=0.2)
     optimizer = agmerge.DistributedOptimizer(inner, model.named_parameters(), **COMMON, **EXCHANGES[name])
     given = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
     taken = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]

@@ -107,7 +107,7 @@ def test_every_exchange_trains_the_digits_and_loses_nothing(found: Results, name
     assert len(set(ranks[0]["digests"])) == STEPS
     assert all(seen["worst"] < 1e-7 and seen["kept"] > 1e-3 for seen in ranks)
     losses = [sum(step) for step in zip(*(seen["losses"] for seen in ranks), strict=True)]
-    assert sum(losses[-3:]) < 0.97 * sum(losses[:3])
+    assert sum(losses[-3:]) < 0.98 * sum(losses[:3])
 
 
 @pytest.mark.parametrize("name", EXCHANGES)
