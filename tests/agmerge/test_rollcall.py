@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +22,7 @@ from agmerge.listening import CUT, ENDED, STUCK
 from agmerge.rollcall import RollCall
 from agmerge.whereabouts import Place
 
+ROOT = Path(__file__).parents[2]
 WAIT = 20.0
 CALL, STEP = "buffer 3", 12
 
@@ -80,12 +86,22 @@ def test_a_process_that_has_ended_is_known_to_have() -> None:
     assert f"pid {os.getpid()}): {ENDED}. Waiting too: rank 1" in text
 
 
-def test_a_port_that_is_anothers_now_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def change(calls: list[RollCall]) -> None:
-        calls[0].peers[1] = rollcall.replace(calls[0].peers[1], token="of before")
+def test_a_port_that_is_anothers_now_is_no_answer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
 
-    text, missing = called([waits()], change)
-    assert missing == (1,) and ENDED in text
+        def serve() -> None:
+            connection, _ = other.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b'{"words": "is a web server", "call": "", "step": null}\n')
+
+        threading.Thread(target=serve, daemon=True).start()
+
+        def change(calls: list[RollCall]) -> None:
+            calls[0].peers[1] = rollcall.replace(calls[0].peers[1], port=other.getsockname()[1])
+
+        text, missing = called([waits()], change)
+    assert missing == (1,) and ENDED in text and "web server" not in text
 
 
 def test_a_process_that_is_stopped_is_told_from_one_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,27 +228,30 @@ def world_of_one() -> LocalBackend:
     return LocalBackend(Group(1), [0], 0)
 
 
-def test_a_forked_child_does_not_keep_the_port_open() -> None:
-    rollcall.open(world_of_one(), WAIT)
-    assert rollcall._current is not None
-    peer = rollcall._current.peers[0]
-    question = (peer.address, peer.port, peer.token, {"rank": 0})
-    leave, left = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(left)
-        os.read(leave, 1)  # until the parent closes its end
-        os._exit(0)
-    try:
-        assert listening.ask(*question)["words"]
-        rollcall.close()
+KILLED = """
+import json, os, sys
+from agmerge import rollcall
+from agmerge.backends.local import open
+rollcall.open(open(), 60.0)
+peer = rollcall._current.peers[0]
+if os.fork() == 0:  # as a DataLoader's worker
+    sys.stdin.read()  # until the test closes it
+    os._exit(0)
+print(json.dumps([peer.address, peer.port, peer.token]), flush=True)
+os.wait()
+"""
+
+
+def test_a_forked_child_does_not_keep_the_port_of_a_process_that_was_killed() -> None:
+    command = [sys.executable, "-c", KILLED]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdin is not None and process.stdout is not None
+        address, port, token = json.loads(process.stdout.readline())
+        assert listening.ask(address, port, token, {"rank": 0})["words"]
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(60)
         with pytest.raises(listening.Silence, match=ENDED):
-            listening.ask(*question)
-    finally:
-        rollcall.close()
-        os.close(left)
-        os.close(leave)
-        os.waitpid(child, 0)
+            listening.ask(address, port, token, {"rank": 0})
 
 
 def test_opening_another_world_closes_the_first() -> None:
