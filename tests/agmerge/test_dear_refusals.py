@@ -32,7 +32,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"memory": "dgc"}, ValueError, ["memory='dgc'"]),
     ({"groups": 2}, ValueError, ["groups", "one of them"]),
     ({"num_groups": 2}, ValueError, ["groups", "one of them"]),
-    ({"scaler": object()}, ValueError, ["scaler="]),
+    ({"scaler": torch.amp.GradScaler("cpu")}, ValueError, ["merging='dear'", "scaler="]),
 ]
 
 
