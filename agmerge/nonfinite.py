@@ -81,8 +81,8 @@ class Watch:
             return True
         if self.policy == ALLOW:
             self._slots.append(slot)
-        else:
-            arena.compensate(slot, None)
+            return True
+        arena.compensate(slot, None)
         return False
 
     # -- "allow" --------------------------------------------------------------------------------------------------
