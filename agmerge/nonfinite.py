@@ -71,8 +71,8 @@ class Watch:
     def compensate(self, arena: Arena, slot: Slot, gradient: torch.Tensor | None) -> bool:
         """Write the tensor's part of ``work``; whether the gradient was taken, as far as the host knows.
 
-        One that is not finite is left out, or sums with it: no sparsifier and no codec has to do with it, and the
-        attempt comes to nothing. With the policy "allow" it is taken.
+        One that is not finite, or whose sum is not, is left out again: the attempt comes to nothing, and figures,
+        sparsifiers and codecs have nothing to do with it. With the policy "allow" it is taken.
         """
         finite = arena.compensate(slot, gradient)
         if gradient is None or (self.policy == ALLOW and not arena.memory.keeps):
@@ -81,8 +81,8 @@ class Watch:
             return True
         if self.policy == ALLOW:
             self._slots.append(slot)
-        else:
-            arena.compensate(slot, None)
+            return True
+        arena.compensate(slot, None)
         return False
 
     # -- "allow" --------------------------------------------------------------------------------------------------

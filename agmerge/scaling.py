@@ -86,7 +86,6 @@ class Scaling:
         if state["stage"] is not OptState.UNSCALED:
             raise AGMergeError(NOT_BY_SCALER)
 
-
     def _scale(self) -> torch.Tensor | None:
         return None if self.scaler is None else self.scaler._get_scale_async()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -137,6 +138,10 @@ def test_with_every_exchange_on_four_ranks(policy: str, exchange: str) -> None:
 def test_updates_that_belong_to_the_next_forward(policy: str) -> None:
     def body(rank: int, model: nn.Module) -> str:
         optimizer = dear(model, nonfinite=policy)
+        made = []
+        for step in range(12):  # from then on there are several merge buffers
+            backward(model, optimizer, rank, step)
+            optimizer.step()
         for step, (name, value) in enumerate(CELLS):
             before = digest(model)
             broken(model, optimizer, rank, 100, name, value)
@@ -149,9 +154,14 @@ def test_updates_that_belong_to_the_next_forward(policy: str) -> None:
                     optimizer.step()
             optimizer.flush()
             assert digest(model) == before
+            earlier = len(testing.calls())
             backward(model, optimizer, rank, step)
             optimizer.step()
+            made.append([call[:2] for call in testing.calls()[earlier:]])
         optimizer.flush()
+        for calls in made:  # nothing that the bad step has left goes out
+            halves = [sum(kind == half for kind, _ in calls) for half in ("reduce_scatter", "all_gather")]
+            assert halves[0] == halves[1] > 1
         assert digest(model) != before
         return digest(model)
 
@@ -187,6 +197,18 @@ def test_a_tensor_that_only_a_skipped_step_used_stays_unused() -> None:
     on_ranks(2, seeded(Parts), body)
 
 
+def test_figures_of_selections_survive() -> None:
+    def body(rank: int, model: nn.Module) -> None:
+        optimizer = several(model, nonfinite=SKIP)
+        optimizer.measure_selection()
+        for step in range(3):
+            broken(model, optimizer, rank, step, "2.weight", torch.nan if step == 1 else 0.0)
+            optimizer.step()
+        assert all(math.isfinite(value) for value in optimizer.stats()["selection"].values() if value is not None)
+
+    on_ranks(2, MODEL, body)
+
+
 def test_a_closure_still_gives_its_loss() -> None:
     def body(rank: int, model: nn.Module) -> bool:
         optimizer = several(model, nonfinite=SKIP)
@@ -213,7 +235,9 @@ def test_skipping_for_ever_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPa
                 backward(model, optimizer, rank, 5)  # then it counts anew
                 optimizer.step()
         broken(model, optimizer, rank, 9, "0.weight", torch.nan)
-        with pytest.raises(agmerge.NonFiniteError, match=r"3 steps in a row .*rank 1: '0.weight'") as raised:
+        with pytest.raises(
+            agmerge.NonFiniteError, match=r"3 steps in a row were skipped.*rank 1: '0.weight'"
+        ) as raised:
             optimizer.step()
         backward(model, optimizer, rank, 6)
         optimizer.step()
@@ -362,5 +386,3 @@ def test_a_checkpoint_that_is_broken_is_an_error(kind: str) -> None:
         assert everything(model, optimizer) == before
 
     on_ranks(2, MODEL, body)
-
-
