@@ -260,6 +260,8 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         """As the inner optimizer's; an error while gradients are on their way."""
         if self._engine.unfinished:
             raise AssertionError(ZERO_GRAD)
+        if self._engine.synchronized:
+            self._engine.discard()  # else a rank whose next step has no backward pass would not exchange anything
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
