@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 import merging
+import sparsifiers
 from agmerge import nonfinite, partial, resizing, runtime
+from agmerge.config import Config
 from agmerge.engine import Engine
 from agmerge.session import State
 from agmerge.shards import shard_shape
@@ -102,6 +104,13 @@ def load(engine: Engine, section: Mapping[str, Any] | None, *, own: bool = False
     engine.resume(state, steps, used, plan)
     engine.shares, engine.origin = shares, origin
     _reopen(engine, window)
+
+
+def keeping(engine: Engine, config: Config, memory: Any) -> Config:
+    """``config`` with a memory for what ``engine`` has not sent yet, where the script names none (``memory`` None)."""
+    if memory is None and not config.memory.keeps and engine.residuals():
+        return replace(config, memory=sparsifiers.memory("residual"))
+    return config
 
 
 def _own_part(engine: Engine, section: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import agreed, digest, loss_of, mlp, on_ranks, seeded, sgd, through_a_file, wrap
+from support import agreed, digest, loss_of, mlp, on_ranks, residuals, seeded, sgd, through_a_file, wrap
 from torch import nn
 
 import merging
@@ -113,6 +113,28 @@ def test_between_the_last_backward_and_its_step() -> None:
     assert agreed(on_ranks(2, MODEL, lambda r, m: body(r, m, True))) == agreed(
         on_ranks(2, MODEL, lambda r, m: body(r, m, False))
     )
+
+
+def test_what_is_still_to_be_sent_is_sent_by_a_compressor_that_drops_nothing() -> None:
+    """Also where it is a checkpoint that brings it."""
+
+    def body(rank: int, model: nn.Module, way: str) -> str:
+        optimizer = wrap(model, compression="topk", merging=SMALL)
+        go(model, optimizer, rank, range(4), 1)
+        optimizer.set_compressor("none")
+        if way != "goes on":
+            state = through_a_file(optimizer.state_dict())
+            optimizer.close()
+            optimizer = wrap(model, compression="none", merging=SMALL)
+            optimizer.load_state_dict(state)
+            if way == "copied":
+                model, optimizer = copy.deepcopy((model, optimizer))
+        go(model, optimizer, rank, range(4, 6), 1)
+        assert not any(residual.any() for residual in residuals(optimizer).values())
+        return digest(model)
+
+    seen = [agreed(on_ranks(2, MODEL, lambda r, m, w=way: body(r, m, w))) for way in ("goes on", "restarts", "copied")]
+    assert seen[0] == seen[1] == seen[2]
 
 
 @pytest.mark.parametrize("compression", ["adtopk", "dgc", "none"])

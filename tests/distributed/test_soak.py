@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from support import Parts, agreed, seeded
 
 from agmerge import testing
 
+SILENT = pytest.mark.filterwarnings("ignore:no rank had a gradient")
 MOST = 20 << 20  # bytes that a process may grow by, once a quarter is done
 
 
@@ -32,7 +34,9 @@ def in_memory(steps: int) -> list[list[dict[str, Any]]]:
 
 def survives(folder: Path, steps: int, timeout: float) -> None:
     """Real workers see what the in-memory group does, and hold no more at the end than after a quarter."""
-    real, expected = launched(folder, steps, timeout), in_memory(steps)
+    with ThreadPoolExecutor(1) as beside:
+        launch = beside.submit(launched, folder, steps, timeout)
+        expected, real = in_memory(steps), launch.result()
     for rank in range(RANKS):
         for look, (found, wanted) in enumerate(zip(real[rank]["seen"], expected[rank], strict=True)):
             assert found == wanted, f"rank {rank}, step {EVERY * (look + 1)}"
@@ -50,12 +54,13 @@ def survives(folder: Path, steps: int, timeout: float) -> None:
 
 
 @pytest.mark.timeout(300)
+@SILENT
 def test_two_thousand_steps_of_everything(tmp_path: Path) -> None:
     survives(tmp_path, 2000, timeout=240)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3000)
-@pytest.mark.filterwarnings("ignore:no rank had a gradient")
+@SILENT
 def test_twenty_thousand_steps_of_everything(tmp_path: Path) -> None:
     survives(tmp_path, 20000, timeout=2400)
