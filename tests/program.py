@@ -39,7 +39,7 @@ PLAIN, LOOK, FILL, TWICE, MORE, DROP, LATE, IDLE = HABITS = (
 class Train:
     """A step. ``use``: the layers of :data:`LAYERS` that each rank's loss depends on; ``habits``: by rank.
 
-    ``ending``: step; clip in between; discard the update after synchronize(); break: a NaN on rank ``bad``, so all skip.
+    ``ending``: step; clip before it; discard the update after synchronize(); break: a NaN on rank ``bad``, so all skip.
     ``restart``: with several backward passes, between the first and the second.
     """
 

@@ -10,6 +10,7 @@ import torch
 from support import agreed, digest, loss_of, mlp, on_ranks, residuals, seeded, sgd, through_a_file, wrap
 from torch import nn
 
+import agmerge
 import merging
 import sparsifiers
 
@@ -135,6 +136,29 @@ def test_what_is_still_to_be_sent_is_sent_by_a_compressor_that_drops_nothing() -
 
     seen = [agreed(on_ranks(2, MODEL, lambda r, m, w=way: body(r, m, w))) for way in ("goes on", "restarts", "copied")]
     assert seen[0] == seen[1] == seen[2]
+
+
+def test_only_one_rank_brings_something_to_a_compressor_that_drops_nothing() -> None:
+    """Messages are the same with and without a memory, so ranks need not agree on it when they meet again."""
+
+    def first(rank: int, model: nn.Module) -> Any:
+        optimizer = wrap(model, compression="topk", merging=SMALL)
+        go(model, optimizer, rank, range(4), 1)
+        return through_a_file(optimizer.state_dict())
+
+    saved = on_ranks(2, MODEL, first)[0]
+
+    def body(rank: int, model: nn.Module) -> list[str]:
+        optimizer = wrap(model, compression="none", merging=SMALL)
+        if rank == 0:
+            optimizer.load_state_dict(saved)
+        agmerge.broadcast_optimizer_state(optimizer, root_rank=0)
+        optimizer.reset()
+        seen = go(model, optimizer, rank, range(4, 7), 1)
+        assert not any(residual.any() for residual in residuals(optimizer).values())
+        return seen
+
+    agreed(on_ranks(2, MODEL, body))
 
 
 @pytest.mark.parametrize("compression", ["adtopk", "dgc", "none"])
