@@ -45,7 +45,7 @@ def save(engine: Engine) -> dict[str, Any]:
         "compressor": (repr(engine.config.sparsifier), engine.config.sparsifier.state_dict())
         if engine.config.sparsifier is not None
         else None,
-        "window": {engine.members.name_of(p): (fired, _copy(p.grad)) for p, fired in engine.window().items()},
+        "window": _window(engine),
         **{plural: _named(engine, kind) for kind, plural in KINDS.items()},
     }
 
@@ -123,6 +123,16 @@ def _own_part(engine: Engine, section: Mapping[str, Any]) -> Mapping[str, Any]:
     if len(ranks) == comm.size or in_shards:  # shards are not redistributed
         return ranks[min(comm.rank, len(ranks) - 1)]
     return resizing.redistributed(ranks, comm.rank, comm.size, engine.config.op)
+
+
+def _window(engine: Engine) -> dict[str, Any]:
+    """What the step that has begun would send: also gradients of no_sync(), and of what no hook watches yet."""
+    counted = engine.window()
+    return {
+        engine.members.name_of(p): (counted.get(p, 0), _copy(p.grad))
+        for p in (engine.members.name_all() if counted else [])
+        if p in counted or (p.requires_grad and p.grad is not None)
+    }
 
 
 def _reopen(engine: Engine, window: Mapping[str, Any]) -> None:
