@@ -229,7 +229,7 @@ class Training(RuleBasedStateMachine):
 SILENT = pytest.mark.filterwarnings("ignore:no rank had a gradient", "ignore:agmerge sends gradients dense")
 # Shrinking would take minutes, and a test ends after two: the long profile does it.
 QUICK = settings(
-    max_examples=100,
+    max_examples=60,
     stateful_step_count=15,
     deadline=None,
     suppress_health_check=list(HealthCheck),
