@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 import merging
+import sparsifiers
 from agmerge import nonfinite, partial, resizing, runtime
+from agmerge.config import Config
 from agmerge.engine import Engine
 from agmerge.session import State
 from agmerge.shards import shard_shape
@@ -43,7 +45,7 @@ def save(engine: Engine) -> dict[str, Any]:
         "compressor": (repr(engine.config.sparsifier), engine.config.sparsifier.state_dict())
         if engine.config.sparsifier is not None
         else None,
-        "window": {engine.members.name_of(p): (fired, _copy(p.grad)) for p, fired in engine.window().items()},
+        "window": _window(engine),
         **{plural: _named(engine, kind) for kind, plural in KINDS.items()},
     }
 
@@ -104,6 +106,13 @@ def load(engine: Engine, section: Mapping[str, Any] | None, *, own: bool = False
     _reopen(engine, window)
 
 
+def keeping(engine: Engine, config: Config, memory: Any) -> Config:
+    """``config`` with a memory for what ``engine`` has not sent yet, where the script names none (``memory`` None)."""
+    if memory is None and not config.memory.keeps and engine.residuals():
+        return replace(config, memory=sparsifiers.memory("residual"))
+    return config
+
+
 def _own_part(engine: Engine, section: Mapping[str, Any]) -> Mapping[str, Any]:
     """This rank's part of a consolidated section."""
     if section["version"] != VERSION:
@@ -114,6 +123,16 @@ def _own_part(engine: Engine, section: Mapping[str, Any]) -> Mapping[str, Any]:
     if len(ranks) == comm.size or in_shards:  # shards are not redistributed
         return ranks[min(comm.rank, len(ranks) - 1)]
     return resizing.redistributed(ranks, comm.rank, comm.size, engine.config.op)
+
+
+def _window(engine: Engine) -> dict[str, Any]:
+    """What the step that has begun would send: also gradients of no_sync(), and of what no hook watches yet."""
+    counted = engine.window()
+    return {
+        engine.members.name_of(p): (counted.get(p, 0), _copy(p.grad))
+        for p in (engine.members.name_all() if counted else [])
+        if p in counted or (p.requires_grad and p.grad is not None)
+    }
 
 
 def _reopen(engine: Engine, window: Mapping[str, Any]) -> None:

@@ -148,7 +148,8 @@ class Config:
             ("density by importance", str(self.importance)),
             ("dense='partial'", str(self.partial)),
             ("options", repr(self.sparsifier)),
-            ("memory", repr(self.memory)),
+            # "none" has one on those ranks that have loaded what is still to be sent; messages are the same.
+            ("memory", repr(self.memory) if self.sparsifier or self.cast or self.memory.corrects else "None"),
             ("warmup", self.warmup.text if self.warmup is not None else "None"),
             ("merging", self.merging),
             ("sparsify", self.sparsify),

@@ -260,6 +260,8 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         """As the inner optimizer's; an error while gradients are on their way."""
         if self._engine.unfinished:
             raise AssertionError(ZERO_GRAD)
+        if self._engine.synchronized:
+            self._engine.discard()  # else a rank whose next step has no backward pass would not exchange anything
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -286,9 +288,7 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         arguments |= {"memory": memory, "warmup": warmup}
         config = resolve(**arguments)
         check_momentum(self.optimizer, config)
-        if not config.memory.keeps and memory is None and self._engine.residuals():
-            config = replace(config, memory=sparsifiers.memory("residual"))
-        self._engine.reconfigure(config)
+        self._engine.reconfigure(checkpoint.keeping(self._engine, config, memory))
         self._arguments = arguments
 
     def attach_scaler(self, scaler: torch.amp.GradScaler) -> None:
@@ -362,6 +362,7 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         """Load what :meth:`state_dict` gave here, or a plain optimizer's (residuals are then zero, with a warning)."""
         inner = {key: value for key, value in state_dict.items() if key != checkpoint.SECTION}
         checkpoint.load(self._engine, state_dict.get(checkpoint.SECTION))
+        self._engine.config = checkpoint.keeping(self._engine, self._engine.config, self._arguments["memory"])
         self.optimizer.load_state_dict(inner)
 
 
@@ -388,4 +389,5 @@ def _restore(
     self = DistributedOptimizer.__new__(DistributedOptimizer)
     self._set_up(optimizer, named, arguments)
     checkpoint.load(self._engine, section)
+    self._engine.config = checkpoint.keeping(self._engine, self._engine.config, arguments["memory"])
     return self

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from support import agreed, digest, loss_of, mlp, on_ranks, seeded, sgd, through_a_file, wrap
+from support import Parts, agreed, digest, loss_of, mlp, on_ranks, residuals, seeded, sgd, through_a_file, wrap
 from torch import nn
 
+import agmerge
 import merging
 import sparsifiers
 
@@ -113,6 +114,77 @@ def test_between_the_last_backward_and_its_step() -> None:
     assert agreed(on_ranks(2, MODEL, lambda r, m: body(r, m, True))) == agreed(
         on_ranks(2, MODEL, lambda r, m: body(r, m, False))
     )
+
+
+@pytest.mark.parametrize("what", ["unfrozen", "no_sync"])
+def test_an_accumulation_holds_gradients_that_no_hook_has_counted(what: str) -> None:
+    """Of a layer that was unfrozen since the last agreement, and of one that only a pass in no_sync() has used."""
+
+    def body(rank: int, model: Parts, restart: bool) -> str:
+        model.a.requires_grad_(what != "unfrozen")
+        optimizer = wrap(model, compression="topk", merging=SMALL, backward_passes_per_step=2)
+        model.a.requires_grad_(True)
+        if what == "no_sync":
+            with optimizer.no_sync():
+                model.loss(rank, 0, "a").backward()
+        model.loss(rank, 1, "b" if what == "no_sync" else "ab").backward()
+        if restart:
+            state = through_a_file(optimizer.state_dict())
+            optimizer.close()
+            model.zero_grad()
+            optimizer = wrap(model, compression="topk", merging=SMALL, backward_passes_per_step=2)
+            optimizer.load_state_dict(state)
+        model.loss(rank, 2, "b").backward()
+        optimizer.step()
+        return digest([*model.parameters(), *(kept for _, kept in sorted(residuals(optimizer).items()))])
+
+    model = seeded(Parts)
+    assert on_ranks(2, model, lambda r, m: body(r, m, True)) == on_ranks(2, model, lambda r, m: body(r, m, False))
+
+
+def test_what_is_still_to_be_sent_is_sent_by_a_compressor_that_drops_nothing() -> None:
+    """Also where it is a checkpoint that brings it."""
+
+    def body(rank: int, model: nn.Module, way: str) -> str:
+        optimizer = wrap(model, compression="topk", merging=SMALL)
+        go(model, optimizer, rank, range(4), 1)
+        optimizer.set_compressor("none")
+        if way != "goes on":
+            state = through_a_file(optimizer.state_dict())
+            optimizer.close()
+            optimizer = wrap(model, compression="none", merging=SMALL)
+            optimizer.load_state_dict(state)
+            if way == "copied":
+                model, optimizer = copy.deepcopy((model, optimizer))
+        go(model, optimizer, rank, range(4, 6), 1)
+        assert not any(residual.any() for residual in residuals(optimizer).values())
+        return digest(model)
+
+    seen = [agreed(on_ranks(2, MODEL, lambda r, m, w=way: body(r, m, w))) for way in ("goes on", "restarts", "copied")]
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_only_one_rank_brings_something_to_a_compressor_that_drops_nothing() -> None:
+    """Messages are the same with and without a memory, so ranks need not agree on it when they meet again."""
+
+    def first(rank: int, model: nn.Module) -> Any:
+        optimizer = wrap(model, compression="topk", merging=SMALL)
+        go(model, optimizer, rank, range(4), 1)
+        return through_a_file(optimizer.state_dict())
+
+    saved = on_ranks(2, MODEL, first)[0]
+
+    def body(rank: int, model: nn.Module) -> list[str]:
+        optimizer = wrap(model, compression="none", merging=SMALL)
+        if rank == 0:
+            optimizer.load_state_dict(saved)
+        agmerge.broadcast_optimizer_state(optimizer, root_rank=0)
+        optimizer.reset()
+        seen = go(model, optimizer, rank, range(4, 7), 1)
+        assert not any(residual.any() for residual in residuals(optimizer).values())
+        return seen
+
+    agreed(on_ranks(2, MODEL, body))
 
 
 @pytest.mark.parametrize("compression", ["adtopk", "dgc", "none"])

@@ -162,6 +162,25 @@ def test_synchronize_without_step_leaves_no_trace(compression: str, start: int) 
     assert with_it == without
 
 
+def test_a_rank_without_a_backward_pass_forgets_a_discarded_update_too() -> None:
+    """Else it would step with nothing and exchange nothing, while the others wait for it."""
+
+    def body(rank: int, model: nn.Module) -> list[str]:
+        optimizer = wrap(model, compression="topk", timeout=10.0)
+        train(model, optimizer, rank, range(1))
+        optimizer.zero_grad()
+        loss_of(model, rank, 1).backward()
+        optimizer.synchronize()
+        optimizer.zero_grad()
+        if rank == 0:
+            loss_of(model, rank, 2).backward()
+        optimizer.step()
+        assert optimizer.stats()["steps"] == 2
+        return train(model, optimizer, rank, range(3, 5))
+
+    agreed(on_ranks(2, MODEL, body))
+
+
 @pytest.mark.parametrize("start", [0, 2], ids=["first step", "later step"])
 def test_zero_grad_while_gradients_travel_is_an_error_that_changes_nothing(start: int) -> None:
     def body(rank: int, model: nn.Module, stray: bool) -> list[str]:
