@@ -49,11 +49,12 @@ train: $(BASE) $(NEEDS_$(LAUNCHER))
 	    examples/train_digits.py --compression $(COMPRESSION) --density $(DENSITY) \
 	    --exchange $(EXCHANGE) $(if $(EPOCHS),--epochs $(EPOCHS)) $(ARGS)
 
-test: $(TEST) $(HOROVOD)
-	AGMERGE_TEST_ALL_LAUNCHERS=1 $(RUN) -m pytest -m "not long" $(ARGS)
+# Two files at a time in processes of their own; real workers, which take all cores, one launch after the other.
+test test-all: $(TEST) $(HOROVOD)
+	$(RUN) -m pytest $(SELECT) -n 2 --dist loadfile --ignore tests/distributed $(ARGS)
+	AGMERGE_TEST_ALL_LAUNCHERS=1 $(RUN) -m pytest $(SELECT) tests/distributed $(ARGS)
 
-test-all: $(TEST) $(HOROVOD)
-	AGMERGE_TEST_ALL_LAUNCHERS=1 $(RUN) -m pytest $(ARGS)
+test: SELECT := -m "not long"
 
 lint: $(TEST)
 	$(RUN) -m ruff check .

@@ -17,7 +17,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent.parent)]  # tests/ has folders of these names
 from support import digest, loss_of, mlp, seeded, sgd  # noqa: E402
 
 import agmerge  # noqa: E402

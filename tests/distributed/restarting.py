@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent.parent)]  # tests/ has folders of these names
 from support import mlp, seeded, sgd, train, wrap  # noqa: E402
 
 import agmerge  # noqa: E402
