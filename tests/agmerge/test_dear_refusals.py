@@ -36,7 +36,9 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize("options, kind, words", REFUSED, ids=[str(next(iter(r[0].items()))) for r in REFUSED])
+@pytest.mark.parametrize(
+    "options, kind, words", REFUSED, ids=[str(next(iter(r[0].items()))).split(" at 0x")[0] for r in REFUSED]
+)
 def test_arguments(options: dict[str, Any], kind: type[Exception], words: list[str]) -> None:
     model = seeded(mlp)
     given = {"compression": "none", "merging": "dear", "model": model, **options}

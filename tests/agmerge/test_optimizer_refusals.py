@@ -139,7 +139,10 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
 @pytest.mark.parametrize(
     ("arguments", "kind", "words"),
     REFUSED,
-    ids=[", ".join(f"{k}={v!r}".split("(")[0][:40] for k, v in arguments.items()) for arguments, _, _ in REFUSED],
+    ids=[
+        ", ".join(f"{k}={v!r}".split("(")[0].split(" at 0x")[0][:40] for k, v in arguments.items())
+        for arguments, _, _ in REFUSED
+    ],
 )
 def test_refused_arguments_say_why(arguments: dict[str, Any], kind: type[Exception], words: list[str]) -> None:
     def body(rank: int, model: nn.Module) -> None:
