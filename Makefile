@@ -50,9 +50,10 @@ train: $(BASE) $(NEEDS_$(LAUNCHER))
 	    --exchange $(EXCHANGE) $(if $(EPOCHS),--epochs $(EPOCHS)) $(ARGS)
 
 # Two files at a time in processes of their own; real workers, which take all cores, one launch after the other.
+# ARGS may leave one of the two nothing to run, which is pytest's status 5.
 test test-all: $(TEST) $(HOROVOD)
-	$(RUN) -m pytest $(SELECT) -n 2 --dist loadfile --ignore tests/distributed $(ARGS)
-	AGMERGE_TEST_ALL_LAUNCHERS=1 $(RUN) -m pytest $(SELECT) tests/distributed $(ARGS)
+	$(RUN) -m pytest $(SELECT) -n 2 --dist loadfile --ignore tests/distributed $(ARGS) || [ $$? -eq 5 ]
+	AGMERGE_TEST_ALL_LAUNCHERS=1 $(RUN) -m pytest $(SELECT) tests/distributed $(ARGS) || [ $$? -eq 5 ]
 
 test: SELECT := -m "not long"
 
