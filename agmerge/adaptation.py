@@ -20,9 +20,8 @@ from agmerge.averages import Averages
 from agmerge.clock import Seconds
 from agmerge.config import AUTO
 from agmerge.energy import Energies, left_behind
-from agmerge.exchanges import SparseExchange
 from agmerge.handshake import gather_bytes
-from agmerge.probing import probe
+from agmerge.probing import Found, probe
 from agmerge.routing import AHEAD
 from agmerge.session import SPARSE, Session
 from agmerge.settling import settle
@@ -51,6 +50,7 @@ class Adaptation:
         self._usual = 1.0  # seconds of exchanges, measured / predicted, right after the plan was made
         self._seen: list[int] = []  # findings of the looks since then
         self._trial: Trial | None = None
+        self._said = False
 
     def after_step(self, step: int) -> merging.Plan | None:
         """A new plan, now and then. ``step``: the one to come. Collective at steps that all ranks count alike."""
@@ -76,25 +76,17 @@ class Adaptation:
         return self._plan(planner, self._measure(step, ready.max(axis=0), probing=finding == PROBE))
 
     def _first(self, planner: merging.Planner, step: int) -> merging.Plan | None:
-        """The first plan; where that compresses by choice, an all-dense one is tried beside it. Collective."""
+        """The first plan. Collective."""
         before, latest = self.session.plan, self._measure(step)
         rule = self.session.config.partial
         if rule is not None and not rule.settled:
             fixed = None if self.session.config.groups is None else Fixed(counts=before.counts)
             if settle(self.session, fixed or planner, latest):
                 return None  # the session ends here; the next one measures and plans
-        chosen = self._plan(planner, latest) or before
-        assert self.measured is not None
-        if self.measured.dense is not None:
-            rival = all_dense(planner, self.measured)
-            if all(chosen.dense):
-                self._say(f"predicted to end after {1e3 * finish(chosen, self.measured):.3g} ms")
-            elif finish(rival, self.measured) < DOUBTFUL * finish(chosen, self.measured):
-                self._trial = Trial(chosen, rival)
-        return chosen if chosen != before else None
+        return self._plan(planner, latest)
 
     def _tried(self, trial: Trial) -> merging.Plan | None:
-        """The trial's next plan, and in the end the faster one, by the slowest rank. Collective at the end."""
+        """The trial's next plan, and in the end the fastest one, by the slowest rank. Collective at the end."""
         following = trial.after_step()
         if not trial.over:
             return following
@@ -102,13 +94,15 @@ class Adaptation:
         seconds = self._told(np.array(trial.seconds()))[0].max(axis=0)
         chosen = trial.plans[self._agree(int(seconds.argmin()))]
         if all(chosen.dense):
-            self._say(f"{1e3 * seconds[1]:.3g} ms a step, compressed {1e3 * seconds[0]:.3g} ms")
+            compressed = min(took for took, plan in zip(seconds, trial.plans, strict=True) if not all(plan.dense))
+            self._say(f"{1e3 * seconds.min():.3g} ms a step, compressed {1e3 * compressed:.3g} ms")
         self.averages.restart()
         self._steps = FIRST
         return chosen if chosen != self.session.plan else None
 
     def _say(self, figures: str) -> None:
-        if self.session.comm.rank == 0:
+        if self.session.comm.rank == 0 and not self._said:
+            self._said = True
             warnings.warn(
                 f"agmerge sends gradients dense, which is faster on this machine and network: {figures}. Nothing is "
                 "compressed; exchange='sparse' compresses always",
@@ -154,15 +148,16 @@ class Adaptation:
             ready = self._told(self.averages.ready())[0].max(axis=0)
             self.averages.restart()
         if probing or self._latest is None:
-            sparsify, exchange, dense = probe(self.session, step, float(ready[-1]))
+            typical = self.averages.typical()
+            finish = self._told(np.array([0.0 if typical is None else typical.finish]))[0].max()
+            found = probe(self.session, step, float(ready[-1]), float(finish))
         else:
-            sparsify, exchange, dense = self._latest.sparsify, self._latest.exchange, self._latest.dense
+            was = self._latest
+            found = Found(was.sparsify, was.exchange, was.dense, was.message)
         config = self.session.config
         return Measurements(
             profile=profile(self.session, ready, step, self._noise()),
-            sparsify=sparsify,
-            exchange=exchange,
-            dense=dense,
+            **found._asdict(),
             modes=config.modes,
             workers=self.session.comm.size,
             facts=(
@@ -214,34 +209,55 @@ class Adaptation:
         return int(told)
 
     def _plan(self, planner: merging.Planner, latest: Measurements) -> merging.Plan | None:
-        """Rank 0 plans; the plan, and what it was made from, travel, and every rank checks them. Collective."""
+        """Rank 0 plans; the plan, what it was made from, and its rivals travel, and every rank checks them. Collective.
+
+        Where merge buffers go dense or sparse by choice, a new plan has to show what it promises, see ``rivals``.
+        """
         comm, timeout, plan = self.session.comm, self.session.config.timeout, self.session.plan
         told: dict[str, Any] = {}
         if comm.rank == 0:
             try:
-                told = {"plan": self._better(planner, latest).dumps(), "measured": latest.dumps()}
+                chosen = self._better(planner, latest)
+                tried = [chosen, *self._rivals(planner, latest, chosen)]
+                told = {"plans": [one.dumps() for one in tried], "measured": latest.dumps()}
             except Exception as error:  # the others wait for word: whatever it is, they get it
                 told = {"problem": f"{planner!r}: {error}"}
         told = share(comm, told, timeout)
         names = [slot.name for slot in self.session.layout.slots]
-        check(comm, told.get("problem") or misfit(merging.Plan.loads(told["plan"]), names), timeout)
-        chosen, self._latest, self._seen = merging.Plan.loads(told["plan"]), Measurements.loads(told["measured"]), []
+        plans = [merging.Plan.loads(text) for text in told.get("plans", ())]
+        check(comm, told.get("problem") or next(filter(None, (misfit(one, names) for one in plans)), ""), timeout)
+        chosen, self._latest, self._seen = plans[0], Measurements.loads(told["measured"]), []
+        if len(plans) > 1:
+            self._trial = Trial(*plans)
+        elif all(chosen.dense) and self._chooses:
+            self._say(f"predicted to end after {1e3 * finish(chosen, self._latest):.3g} ms")
         if self.measured is None or chosen != plan:
             self.measured = self._latest
         return chosen if chosen != plan else None
 
     def _better(self, planner: merging.Planner, latest: Measurements) -> merging.Plan:
         """The planner's plan, or after the first one the plan in use, unless a new one gains enough."""
-        if self.session.config.groups is not None:
-            planner = Fixed(counts=self.session.plan.counts)
-        plan, mode = merging.best(planner, latest)
-        most = getattr(planner, "parts", 1) if SPARSE[self.session.config.exchange] is SparseExchange else 1
-        plan = merging.divide(plan, latest.profile, latest.costs, mode, most) if most > 1 else plan
-        chosen, current = labelled(plan, mode), self.session.plan
+        chosen, current = self._planned(planner, latest), self.session.plan
         gain = getattr(planner, "gain", 0.0)
         if self.measured is not None and finish(current, latest) <= finish(chosen, latest) * (1 + gain):
             return current
         return chosen
+
+    def _planned(self, planner: merging.Planner, latest: Measurements) -> merging.Plan:
+        if self.session.config.groups is not None:
+            planner = Fixed(counts=self.session.plan.counts)
+        plan, mode = merging.best(planner, latest)
+        most = getattr(planner, "parts", 1) if SPARSE[self.session.config.exchange].divides else 1
+        return labelled(merging.divide(plan, latest.profile, latest.costs, mode, most) if most > 1 else plan, mode)
+
+    def _rivals(self, planner: merging.Planner, latest: Measurements, chosen: merging.Plan) -> list[merging.Plan]:
+        """What is tried beside a new plan: all dense and all compressed, if predicted to end not much later."""
+        if latest.dense is None or (self.measured is not None and chosen == self.session.plan):
+            return []
+        fixed = None if self.session.config.groups is None else Fixed(counts=self.session.plan.counts)
+        others = [all_dense(fixed or planner, latest), self._planned(planner, replace(latest, dense=None))]
+        bound = DOUBTFUL * finish(chosen, latest)
+        return [one for one in others if one != chosen and finish(one, latest) < bound]
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)

@@ -37,7 +37,7 @@ class ResidualState:
         self, optimizer: DistributedOptimizer, saved: str | os.PathLike[str] | None = None, name: str = "optimizer"
     ) -> None:
         config = optimizer._engine.config
-        if config.process_set.ranks or config.process_set.horovod is not None:
+        if config.process_set.members:
             raise ValueError("ResidualState is of all workers, and process_set= names some: save state_dict() by rank")
         if "/" in name:
             raise ValueError(f"ResidualState: name={name!r} must not contain '/'")

@@ -211,6 +211,7 @@ class Engine:
             if self.paused:
                 if parameter in self._ready:
                     raise AssertionError(f"{NO_SYNC_LATE} Parameter: {self.members.name_of(parameter)!r}.")
+                self._fired.setdefault(parameter, 0)  # a step has begun: what it has so far belongs in a checkpoint
                 return
             self._check_unbroken()
             fired = self._fired.get(parameter, 0) + 1
@@ -377,7 +378,7 @@ class Engine:
 
     def check_idle(self, what: str) -> None:
         """Raise unless ``what`` may happen now: no backward pass waits for its ``synchronize()``."""
-        if self._fired and not self.synchronized:
+        if any(self._fired.values()) and not self.synchronized:
             raise AGMergeError(f"{what} was called between backward() and step(); call it after step()")
 
     def reset_counters(self, passes: int) -> None:

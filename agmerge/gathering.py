@@ -23,7 +23,7 @@ def gather_state(optimizer: DistributedOptimizer) -> dict[str, Any] | None:
     ``ValueError`` with ``process_set=``: its ranks are not the world's.
     """
     config, engine = optimizer._engine.config, optimizer._engine
-    if config.process_set.ranks or config.process_set.horovod is not None:
+    if config.process_set.members:
         raise ValueError("gather_state() is of all workers, and process_set= names some: save state_dict() by rank")
     state, comm = optimizer.state_dict(), engine.comm or runtime.world()
     parts = _gather(comm, _packed(state[checkpoint.SECTION]), config.timeout)

@@ -81,6 +81,5 @@ def _level(engine: Engine, optimizer: torch.optim.Optimizer, last: int) -> None:
 
 
 def _world_rank(engine: Engine, rank: int) -> int:
-    chosen = engine.config.process_set
-    ranks = list(chosen.horovod.ranks) if chosen.horovod is not None else list(chosen.ranks)
+    ranks = engine.config.process_set.members
     return ranks[rank] if ranks else rank

@@ -12,7 +12,7 @@ import torch
 
 from agmerge import advise
 from agmerge.config import AUTO
-from agmerge.exchanges import Exchange
+from agmerge.exchanges import Exchange, Load, Pending
 from agmerge.handshake import gather_bytes
 from agmerge.layout import Layout, Segment
 from agmerge.session import Session
@@ -21,49 +21,60 @@ from merging import Curve
 from sparsifiers import Selection
 
 SPEND = 3.0  # seconds, about, for all probes together
+WORTH = 3.0  # steps' worth of time that may be spent if that is more: whole messages are timed on slow networks too
 GROWTH = 2.0  # of the sizes, at least
 RUNS = (2, 12)  # least and most, of one size
 SHARE = 6  # so many sizes share that time
 
 BUSY = torch.ones(128, 128)  # a tenth of a millisecond of work
+MANY, BETWEEN, ROUNDS = 8, 20, 7  # small messages in a row, work between two of them, and how often that is timed
 
 Samples = dict[int, list[float]]
 
 
 class Found(NamedTuple):
-    """Curves: of selection (None where nothing is selected), the exchange, and a dense one where that is a choice."""
+    """Curves: of selection (None where nothing is selected), the exchange, a dense one where that is a choice, and
+    what a message takes of the processor, by elements sent (None: nothing that is known)."""
 
     sparsify: Curve | None
     exchange: Curve
     dense: Curve | None
+    message: Curve | None = None
 
 
-def probe(session: Session, step: int, backward: float) -> Found:
-    """What selection and exchanges cost. ``backward``: seconds, this rank's. Collective, between steps.
+def probe(session: Session, step: int, backward: float, finish: float = 0.0) -> Found:
+    """What selection and exchanges cost. Collective, between steps.
 
+    ``backward``: its seconds on this rank. ``finish``: seconds of a step's exchange, the same on all ranks.
     Runs of tensors of the largest lane, of sizes that double, are selected from and exchanged as in a step;
-    nothing of it is written to a residual or an update. Selection is the mean of several calls with one key, since
-    thresholds may be reused; an exchange is the median from the moment its message is packed. Both are the maximum
-    over ranks. When sizes become too dear, the rest follows the slope.
+    nothing of it is written to a residual or an update. Selection and packing are means of several calls with one
+    key, since thresholds may be reused; an exchange is the median from the moment its message is packed. All are the
+    maximum over ranks. When sizes become too dear, the rest follows the slope. What small messages take of the
+    processor beside that, its share of the network's threads for one, is part of ``message``.
     """
-    config = session.config
+    config, spend = session.config, max(SPEND, WORTH * finish)
     sparse, dense = session.exchanges()
     segments = sizes(session.layout)
     choice: Curve | None = None
     if segments[0].lane.sparse and config.sparsifier is not None:
-        selections, travels = _measured(session, segments, sparse, step, backward)
+        selections, packs, travels = _measured(session, segments, sparse, step, backward, spend)
+        beside = _beside(_Trial(session, segments[0], sparse, step, backward), selections, packs)
         if config.exchange == AUTO or advise.active():
-            choice = Curve.fit(_measured(session, segments, dense, step, backward)[1])
+            choice = Curve.fit(_measured(session, segments, dense, step, backward, spend)[2])
         config.sparsifier.retain(session.keys())
-        return Found(Curve.fit(selections, zero=True), Curve.fit(travels), choice)
-    return Found(None, Curve.fit(_measured(session, segments, dense, step, backward)[1]), None)
+        message = Curve.fit({load: [one + beside for one in runs] for load, runs in packs.items()})
+        return Found(Curve.fit(selections, zero=True), Curve.fit(travels), choice, message)
+    selections, packs, travels = _measured(session, segments, dense, step, backward, spend)
+    beside = _beside(_Trial(session, segments[0], dense, step, backward), selections, packs)
+    return Found(None, Curve.fit(travels), None, Curve((0,), (beside,)))
 
 
 def _measured(
-    session: Session, segments: list[Segment], exchange: Exchange, step: int, backward: float
-) -> tuple[Samples, Samples]:
-    """Seconds of selection by elements, and of the exchange by load, as far as there is time for them."""
+    session: Session, segments: list[Segment], exchange: Exchange, step: int, backward: float, spend: float
+) -> tuple[Samples, Samples, Samples]:
+    """Seconds of selection by elements, of packing and of the exchange by load, as far as there is time for them."""
     selections: Samples = {}
+    packs: Samples = {}
     travels: Samples = {}
     # One message to begin with: on a slow network the first size would take all the time there is.
     first = _Trial(session, segments[0], exchange, step, backward)
@@ -72,16 +83,28 @@ def _measured(
     for segment in segments:
         # Every rank has the same figures, so all of them stop at the same size.
         expected = cost * segment.numel / before
-        if spent + RUNS[0] * expected > SPEND and travels:
+        if spent + RUNS[0] * expected > spend and travels:
             break
-        runs = int(min(max(SPEND / SHARE / expected, RUNS[0]), RUNS[1])) if expected else RUNS[1]
+        runs = int(min(max(spend / SHARE / expected, RUNS[0]), RUNS[1])) if expected else RUNS[1]
         trial = _Trial(session, segment, exchange, step, backward)
-        select, travel = _agreed(session, trial.select(runs), trial.exchange(runs))
-        travels.setdefault(trial.capacity if exchange.selects else segment.numel, []).append(travel)
+        select, pack, travel = _agreed(session, *trial.select(runs), trial.exchange(runs))
+        load = trial.capacity if exchange.selects else segment.numel
+        travels.setdefault(load, []).append(travel)
+        packs.setdefault(load, []).append(pack)
         selections.setdefault(segment.numel, []).append(select)
-        cost, before = select + 2 * travel, segment.numel  # selecting, a message is sent as well
+        cost, before = select + pack + 2 * travel, segment.numel  # selecting, a message is sent as well
         spent += runs * cost
-    return selections, travels
+    return selections, packs, travels
+
+
+def _beside(trial: _Trial, selections: Samples, packs: Samples) -> float:
+    """Seconds that a small message takes of the processor beside selection and packing, the maximum over ranks:
+    how much longer the same work takes when messages leave in between and arrive."""
+    if not trial.on_host:  # a device computes while the host waits and packs
+        return 0.0
+    extra = statistics.median(trial.burst(MANY) - trial.burst(0) for _ in range(ROUNDS)) / MANY
+    known = min(selections[min(selections)]) + min(packs[min(packs)])
+    return max(0.0, _agreed(trial.session, extra)[0] - known)
 
 
 def sizes(layout: Layout) -> list[Segment]:
@@ -104,7 +127,8 @@ class _Trial:
         self.session, self.segment, self.step, self._exchange = session, segment, step, exchange
         self._busy = backward / 2  # seconds, about, that backward goes on after a message has left
         self.load = session.load(segment)
-        self._shares_cores = segment.lane.device.type == "cpu" and exchange.polls
+        self.on_host = segment.lane.device.type == "cpu"
+        self._shares_cores = self.on_host and exchange.polls
         self.offer = self._select()
         self.capacity = 0 if self.offer is None else self.offer.indices.numel()
 
@@ -115,9 +139,12 @@ class _Trial:
         work, k, shapes = self.session.vector(self.segment, self.step)
         return sparsifier.select(work, k=k, key=f"probe of {self.segment.numel}", step=self.step, shapes=shapes)
 
-    def _send(self) -> Callable[[], object]:
+    def _start(self, load: Load, name: str) -> Pending:
         control = Control(self.step, self.session.fingerprint, 0, 0, (False,) * len(self.segment.slots))
-        pending = self._exchange.start("probe", [self.load], [self.offer], control)
+        return self._exchange.start(name, [load], [self.offer], control)
+
+    def _send(self) -> Callable[[], object]:
+        pending = self._start(self.load, "probe")
 
         def wait() -> None:
             # During backward the network's threads must share the cores: a message takes longer than on an idle host.
@@ -130,16 +157,33 @@ class _Trial:
 
         return wait
 
-    def select(self, runs: int) -> float:
-        """Seconds to select and pack, the mean."""
-        took = 0.0
+    def select(self, runs: int) -> tuple[float, float]:
+        """Seconds to select, and to pack and start, means."""
+        selecting = packing = 0.0
         for _ in range(runs):
             begin = self._now()
             self.offer = self._select()
+            selected = self._now()
             wait = self._send()
-            took += self._now() - begin
+            selecting, packing = selecting + selected - begin, packing + self._now() - selected
             wait()
-        return took / runs
+        return selecting / runs, packing / runs
+
+    def burst(self, messages: int) -> float:
+        """Seconds of an amount of work with so many messages under way, all of them received."""
+        scratch = Load(self.segment, self.load.work, torch.empty_like(self.load.update))
+        under_way = []
+        begin = self._now()
+        for number in range(MANY):
+            if number < messages:
+                self.offer = self._select()
+                under_way.append(self._start(scratch, f"probe {number}"))
+            for _ in range(BETWEEN):
+                torch.mm(BUSY, BUSY)
+        for pending in under_way:
+            self._exchange.wait(pending)
+            self._exchange.finish(pending)
+        return self._now() - begin
 
     def exchange(self, runs: int) -> float:
         """Seconds from the packed message to its arrival, the median; dense, packing counts too."""

@@ -19,6 +19,11 @@ class ProcessSet:
     ranks: tuple[int, ...] = ()
     horovod: Any = None
 
+    @property
+    def members(self) -> list[int]:
+        """Ranks of the world, in the order of their ranks here; empty: all."""
+        return list(self.ranks if self.horovod is None else self.horovod.ranks)
+
 
 def checked(given: Any) -> ProcessSet:
     """None, a process set of Horovod's, or ranks. ``TypeError`` or ``ValueError`` for anything else."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from agmerge.exchanges import Exchange
-from agmerge.layout import Layout, Segment, Slot
+from agmerge.layout import Lane, Layout, Segment, Slot
 
 # Bytes that riding dense segments may add to what a rank receives: about what an all-reduce of their own costs
 # to start (0.5 ms at 1 Gbit/s): a rule, not a measurement.
@@ -71,11 +71,11 @@ def routes(segments: Sequence[Segment], size: int, *, ride: bool = True) -> list
     return messages
 
 
-def whole(segments: Sequence[Segment]) -> list[list[Segment]]:
-    """The same for a merge buffer that goes dense: one message per device and dtype."""
-    messages: dict[tuple[object, object], list[Segment]] = {}
+def alike(segments: Sequence[Segment], key: Callable[[Lane], Hashable]) -> list[list[Segment]]:
+    """A message for the segments whose lanes have the same key."""
+    messages: dict[Hashable, list[Segment]] = {}
     for segment in segments:
-        messages.setdefault((segment.lane.device, segment.lane.dtype), []).append(segment)
+        messages.setdefault(key(segment.lane), []).append(segment)
     return list(messages.values())
 
 

@@ -55,6 +55,7 @@ class Scaling:
     def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
         self.scaler, self.combined = scaler, False
         self._divided: set[int] = set()  # by identity of the parameter: an attempt that is repeated comes by again
+        self._inverses: dict[torch.device, torch.Tensor] = {}
 
     def divided(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """The gradient without the scale, in place, once a step. Waits for no device."""
@@ -62,8 +63,9 @@ class Scaling:
         if gradient is None or scale is None or id(parameter) in self._divided:
             return gradient
         self._divided.add(id(parameter))
-        inverse = scale.double().reciprocal().float()  # as GradScaler.unscale_ does
-        return gradient.mul_(inverse.to(gradient.device))
+        if gradient.device not in self._inverses:  # as GradScaler.unscale_ does; the scale changes between steps
+            self._inverses[gradient.device] = scale.double().reciprocal().float().to(gradient.device)
+        return gradient.mul_(self._inverses[gradient.device])
 
     def multiply(self, parameters: Iterable[torch.Tensor]) -> None:
         """Give the scale back to the updates that are ``p.grad`` now."""
@@ -74,7 +76,7 @@ class Scaling:
 
     def clear(self) -> None:
         """A step has ended, or comes to nothing."""
-        self._divided, self.combined = set(), False
+        self._divided, self._inverses, self.combined = set(), {}, False
 
     def check_step(self, optimizer: torch.optim.Optimizer, closure: Any) -> None:
         """Raise unless ``optimizer`` steps because the scaler, if there is one, says so."""

@@ -27,7 +27,7 @@ from agmerge.layout import Lane, Layout, Segment, Slot
 from agmerge.members import Member
 from agmerge.nodes import Nodes
 from agmerge.parts import divided
-from agmerge.routing import AHEAD, Route, routes, title, whole
+from agmerge.routing import AHEAD, Route, alike, routes, title
 from agmerge.shards import Shards, sharded
 from sparsifiers.randomk import RandomK
 
@@ -86,9 +86,12 @@ class Session:
         kinds = zip(plan.bounds, plan.labels, plan.dense, plan.parts, strict=True)
         for index, (bounds, label, goes_dense, parts) in enumerate(kinds):
             found = routing.segments(self.layout, *bounds, label == AHEAD and not goes_dense)
-            groups = whole(found) if goes_dense else routes(found, self.across.size, ride=ride)
-            if not sparse.mixes and not goes_dense:
-                groups = by_lane(found)
+            if goes_dense:
+                groups = alike(found, lambda lane: (lane.device, lane.dtype))
+            elif sparse.mixes:
+                groups = routes(found, self.across.size, ride=ride)
+            else:
+                groups = alike(found, lambda lane: lane)
             if parts > 1:
                 groups = [message for group in groups for message in divided(group, parts)]
             self.buffers.append(
@@ -227,12 +230,6 @@ class Session:
 def selects(group: Sequence[Segment], goes_dense: bool) -> bool:
     """Whether a message of a merge buffer carries what a sparsifier selects."""
     return group[0].lane.sparse and not goes_dense
-
-
-def by_lane(segments: Sequence[Segment]) -> list[list[Segment]]:
-    """A message for every lane of a merge buffer."""
-    lanes = dict.fromkeys(segment.lane for segment in segments)
-    return [[segment for segment in segments if segment.lane == lane] for lane in lanes]
 
 
 SPARSE: dict[str, type[Exchange]] = {  # of the sparse lane, by name

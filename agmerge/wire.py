@@ -12,13 +12,14 @@ is how many these are, ``size`` the bytes of the message. ``checksum`` covers th
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from agmerge.checksum import checksum
 from agmerge.codecs import IndexCodec, ValueCodec, smallest, value_codec
+from agmerge.codecs.bits import aligned
 from agmerge.codecs.indices import GRAIN, in_order
 from agmerge.errors import MessageError
 from agmerge.handshake import Fact, first_difference
@@ -97,7 +98,7 @@ class Format:
     def __init__(self, segments: Sequence[Segment], capacities: Sequence[int | None], wire: str = "auto") -> None:
         self.tensors = sum(len(segment.slots) for segment in segments)
         self.words = _FIRST + _EACH * len(segments) + -(-self.tensors // 31)
-        end = _align(4 * self.words)
+        end = aligned(4 * self.words, GRAIN)
         sections = []
         for segment, capacity in zip(segments, capacities, strict=True):
             if capacity is None:
@@ -106,10 +107,10 @@ class Format:
             else:
                 index, value = smallest(segment.length, capacity), value_codec(wire, segment.lane.dtype)
                 indices = slice(end, end + index.size)
-                start = _align(indices.stop)
+                start = aligned(indices.stop, GRAIN)
                 where = slice(start, start + value.size(capacity))
                 sections.append(Section(segment, capacity, indices, where, index, value))
-            end = _align(where.stop)
+            end = aligned(where.stop, GRAIN)
         self.sections, self.size = tuple(sections), end
 
     def by_codec(self) -> dict[str, int]:
@@ -153,7 +154,7 @@ class Format:
             message[4 * _PAYLOAD : 4 * _PAYLOAD + 4].view(torch.int32).fill_(self._payload_sum(message))
 
     def _payload_sum(self, message: torch.Tensor) -> int:
-        return _signed(zlib.crc32(message[4 * self.words : self.size].numpy().data))
+        return checksum(message[4 * self.words : self.size].numpy().data)
 
     # -- reading --------------------------------------------------------------------------------------------
 
@@ -275,19 +276,11 @@ def _refuse_damaged(name: str, ranks: list[int]) -> None:
 def _header_sum(words: Sequence[int]) -> int:
     """CRC-32 of a header without its checksums."""
     covered = [*words[:_CHECKSUM], *words[_PAYLOAD + 1 :]]
-    return _signed(zlib.crc32(struct.pack(f"<{len(covered)}i", *covered)))
-
-
-def _signed(word: int) -> int:
-    return word - (word >> 31 << 32)
+    return checksum(struct.pack(f"<{len(covered)}i", *covered))
 
 
 def _facts(section: Section) -> list[int]:
     return [section.codecs, section.segment.length, section.capacity or 0]
-
-
-def _align(position: int) -> int:
-    return -(-position // GRAIN) * GRAIN
 
 
 def _bits(flags: Sequence[bool]) -> list[int]:

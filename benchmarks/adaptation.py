@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import statistics
 import sys
 import time
@@ -22,6 +21,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
+from told import tell, told
+
 BEFORE, AFTER, FRESH, BLOCK = 60, 100, 12, 8  # steps
 
 
@@ -29,7 +30,7 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="a change of the network's rate during training")
     parser.add_argument("--model", default="mlp", help="mlp, or one of examples/models.py")
-    parser.add_argument("--batch", type=int, default=384)
+    parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--density", type=float, default=0.05)
     parser.add_argument("--fast", default="1gbit")
     parser.add_argument("--slow", default="100mbit")
@@ -76,14 +77,14 @@ class Training:
 
 
 def _mlp(batch: int) -> Any:
-    """Eight linear layers, a million parameters: backward takes about as long as its message on a slow link."""
+    """Sixteen linear layers, four million parameters: backward takes about as long as its message on a slow link."""
     import models
     import torch
     from torch import nn
 
-    layers = [layer for _ in range(8) for layer in (nn.Linear(360, 360), nn.ReLU())]
-    model = nn.Sequential(*layers, nn.Linear(360, models.CLASSES))
-    return models.Workload(model, torch.randn(batch, 360), torch.randint(models.CLASSES, (batch,)), "samples")
+    layers = [layer for _ in range(16) for layer in (nn.Linear(512, 512), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Linear(512, models.CLASSES))
+    return models.Workload(model, torch.randn(batch, 512), torch.randint(models.CLASSES, (batch,)), "samples")
 
 
 def worker(args: argparse.Namespace) -> None:
@@ -124,7 +125,7 @@ def worker(args: argparse.Namespace) -> None:
     if agmerge.rank() == 0:
         counts = {name: plan.counts for name, plan in plans.items()}
         modes = {name: plan.labels[0] or "behind" for name, plan in plans.items()}
-        print("FOUND " + json.dumps({"changed": changed, "plans": counts, "modes": modes, "took": took}), flush=True)
+        tell({"changed": changed, "plans": counts, "modes": modes, "took": took})
     agmerge.shutdown()
 
 
@@ -146,7 +147,7 @@ def main() -> None:
         network.shape(args.slow)
         signal.unlink(missing_ok=True)
         output = network.wait(started, timeout=1200)[0]
-    found = json.loads(next(line[6:] for line in output.splitlines() if line.startswith("FOUND ")))
+    found = told(output)[0]
     print(f"{args.model}, density {args.density}, {args.fast} to {args.slow}: changed after {found['changed']} steps")
     for name, counts in found["plans"].items():
         median = 1e3 * statistics.median(found["took"][name])

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 from contenders import MOMENTUM, PLANNED, SELECTED, corrected
+from told import tell, told
 
 BATCH, LENGTH, VOCABULARY, RATE = 4, 64, 8192, 0.1
 EVERY, NEAR = 50, 1.02
@@ -111,7 +112,7 @@ def worker(args: argparse.Namespace) -> None:
     if agmerge.rank() == 0:
         stats = optimizer.stats()
         sent = stats["bytes_sent"] / stats["steps"]
-        print("FOUND " + json.dumps({"curve": curve, "bytes": sent, "workers": agmerge.size()}), flush=True)
+        tell({"curve": curve, "bytes": sent, "workers": agmerge.size()})
     agmerge.shutdown()
 
 
@@ -131,7 +132,7 @@ def curves(args: argparse.Namespace) -> dict[str, Any]:
                 command = [sys.executable, "-W", "ignore", __file__, "--worker", name, "--out", str(args.out.resolve())]
                 command += ["--steps", str(args.steps), "--most", str(args.most)]
                 output = network.run(command, timeout=7200)[0]
-            known[key] = json.loads(next(line[6:] for line in output.splitlines() if line.startswith("FOUND ")))
+            known[key] = told(output)[0]
             file.write_text(json.dumps(known), encoding="utf-8")
             print(f"{key}: {known[key]['curve'][-1][1]:.3f} after {time.time() - start:.0f} s", flush=True)
     return {key.split(",")[0]: value for key, value in known.items() if key.endswith(f" {args.steps} steps")}

@@ -7,7 +7,8 @@
 Each cell is one launch that trains every strategy in turn, a block of steps each, so that all see the same machine.
 A finished cell is a line of ``--out`` and is not run again. The best fixed choice is chosen on the odd blocks and
 judged on the even ones; ratios are of medians, by block; intervals are bootstrapped over blocks; A/A is dense against
-a second dense run of the same launch. Needs root (network namespaces).
+a second dense run of the same launch. A cell takes ``--blocks``, and more until both intervals of auto are at most
+``--width`` wide, or ``--seconds`` are over. Needs root (network namespaces).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 from intervals import interval
+from told import tell, told
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "dense": {"compression": "none"},
@@ -35,7 +37,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "auto": {"compression": "topk", "exchange": "auto", "density": 0.01},
 }
 FIXED = ("dense", "fp16", "sparse 1 %")
-SETTLE = 40  # steps before the first block: measuring, planning, the trial
+SETTLE = 50  # steps before the first block: measuring, planning, the trial
+WARM = 12  # the same of those that plan nothing
+PLANNED = ("sparse 1 %", "auto")
+MOST, LOOK = 10, 20  # steps of a block; blocks between looks at the intervals
+BLOCK = 0.25  # seconds, about, of a block: a slow strategy takes fewer steps, at least one
 
 
 def arguments() -> argparse.Namespace:
@@ -45,7 +51,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit", "none"])
     parser.add_argument("--models", nargs="+", default=["mlp", "cnn"])
     parser.add_argument("--blocks", type=int, default=40)
-    parser.add_argument("--steps", type=int, default=5, help="of a block")
+    parser.add_argument("--width", type=float, default=0.1, help="of an interval, beyond which more blocks are run")
+    parser.add_argument("--seconds", type=float, default=300.0, help="after which a cell has blocks enough")
     parser.add_argument("--out", type=Path, default=Path("runs/never_slower.jsonl"))
     parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument("--worker", metavar="MODEL", help=argparse.SUPPRESS)
@@ -93,39 +100,60 @@ def worker(args: argparse.Namespace) -> None:
         return step, optimizer
 
     steppers = {name: stepper(options) for name, options in STRATEGIES.items()}
-    for step, _ in steppers.values():
-        for _ in range(SETTLE):
-            step()
+    def agreed(mine: float) -> float:
+        return float(agmerge.allreduce(torch.tensor([mine], dtype=torch.float64)))
+
+    steps = {}
+    for name, (step, _) in steppers.items():
+        for _ in range(SETTLE if name in PLANNED else WARM):
+            last = step()
+        steps[name] = max(1, min(MOST, round(BLOCK / agreed(last))))
     took: dict[str, list[float]] = {name: [] for name in steppers}
-    for block in range(args.blocks):
+    start, block = time.perf_counter(), 0
+    while block < args.blocks or (agreed(time.perf_counter() - start) < args.seconds and not narrow(took, args.width)):
         order = list(steppers)
         random.Random(block).shuffle(order)  # the same on all ranks
         for name in order:
             agmerge.barrier()
-            mine = statistics.median(steppers[name][0]() for _ in range(args.steps))
-            took[name].append(float(agmerge.allreduce(torch.tensor([mine], dtype=torch.float64))))
+            mine = statistics.median(steppers[name][0]() for _ in range(steps[name]))
+            took[name].append(agreed(mine))
+        block += 1
     if agmerge.rank() == 0:
         plan = steppers["auto"][1].plan
-        print("FOUND " + json.dumps({"took": took, "dense": sum(plan.dense), "buffers": len(plan.counts)}), flush=True)
+        tell({"took": took, "dense": sum(plan.dense), "buffers": len(plan.counts)})
     agmerge.shutdown()
+
+
+def best_of(took: dict[str, list[float]]) -> str:
+    """The fixed choice that is the fastest on the odd blocks."""
+    return min(FIXED, key=lambda name: statistics.median(took[name][1::2]))
+
+
+def ratio(took: dict[str, list[float]], name: str, against: str) -> tuple[float, float, float]:
+    """The median and the interval of the ratio on the even blocks."""
+    return interval([a / b for a, b in zip(took[name][::2], took[against][::2], strict=True)])
+
+
+def narrow(took: dict[str, list[float]], width: float) -> bool:
+    """Whether both intervals of auto are: looked at now and then, the same on all ranks."""
+    if len(took["auto"]) % LOOK:
+        return False
+    found = [ratio(took, "auto", against) for against in ("dense", best_of(took))]
+    return all(high - low <= width for _, low, high in found)
 
 
 def row(cell: dict[str, Any]) -> str:
     """One line of the report."""
     took = cell["took"]
-    odd = {name: statistics.median(times[1::2]) for name, times in took.items()}
-    best = min(FIXED, key=odd.__getitem__)
-
-    def ratios(name: str, against: str) -> list[float]:
-        return [a / b for a, b in zip(took[name][::2], took[against][::2], strict=True)]
-
+    best = best_of(took)
     parts = [f"{cell['workers']} | {cell['rate']} | {cell['model']}"]
     parts += [f"{1e3 * statistics.median(took[name]):.1f}" for name in (*FIXED, "auto")]
     parts.append(f"{cell['dense']} of {cell['buffers']}")
     for name, against in (("auto", "dense"), ("auto", best), ("dense again", "dense")):
-        middle, low, high = interval(ratios(name, against))
+        middle, low, high = ratio(took, name, against)
         title = f"{best}: " if against == best and name == "auto" and against != "dense" else ""
         parts.append(f"{title}{middle:.3f} ({low:.3f} to {high:.3f})")
+    parts.append(str(len(took["auto"])))
     return "| " + " | ".join(parts) + " |"
 
 
@@ -147,17 +175,17 @@ def main() -> None:
             continue
         with Network(workers, None if rate == "none" else rate) as network:
             command = [sys.executable, "-W", "ignore", __file__, "--worker", model]
-            command += ["--blocks", str(args.blocks), "--steps", str(args.steps)]
+            command += ["--blocks", str(args.blocks), "--width", str(args.width), "--seconds", str(args.seconds)]
             output = network.run(command, timeout=1800)[0]
-        found = json.loads(next(line[6:] for line in output.splitlines() if line.startswith("FOUND ")))
+        found = told(output)[0]
         cells.append({"workers": workers, "rate": rate, "model": model, **found})
         args.out.parent.mkdir(parents=True, exist_ok=True)
         with args.out.open("a", encoding="utf-8") as out:
             out.write(json.dumps(cells[-1]) + "\n")
         print(row(cells[-1]), flush=True)
     heads = ("workers", "rate", "model", *(f"{name}, ms" for name in (*FIXED, "auto")), "dense merge buffers of auto")
-    print("| " + " | ".join((*heads, "auto / dense", "auto / best fixed", "A/A")) + " |")
-    print("|" + "---|" * (len(heads) + 3))
+    print("| " + " | ".join((*heads, "auto / dense", "auto / best fixed", "A/A", "blocks")) + " |")
+    print("|" + "---|" * (len(heads) + 4))
     for cell in cells:
         print(row(cell))
 

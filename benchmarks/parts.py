@@ -11,7 +11,6 @@ blocks side by side. Needs root (network namespaces).
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from told import tell, told
 
 PARTS, BLOCK, WIDTH, BATCH = (1, 2, 4), 6, 256, 32
 
@@ -86,7 +87,7 @@ def worker(args: argparse.Namespace) -> None:
         for parts, run in runs.items():
             took[parts].append(steps(*run))
     if agmerge.rank() == 0:
-        print("FOUND " + json.dumps(took), flush=True)
+        tell(took)
     agmerge.shutdown()
 
 
@@ -102,7 +103,7 @@ def main() -> None:
         command = [sys.executable, "-W", "ignore", __file__, "--worker", "--rows", str(args.rows)]
         command += ["--density", str(args.density), "--blocks", str(args.blocks)]
         output = network.run(command, timeout=600)[0]
-    found = json.loads(next(line[6:] for line in output.splitlines() if line.startswith("FOUND ")))
+    found = told(output)[0]
     print(f"{args.rows * WIDTH / 1e6:.1f} million elements, density {args.density}, {args.rate}")
     for parts, took in found.items():
         ratios = sorted(a / b for a, b in zip(took, found["1"], strict=True))

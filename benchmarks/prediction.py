@@ -20,6 +20,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
+from told import tell, told
+
 PLANNERS = ("layerwise", "single", "count", "threshold", "mgwfbp", "agmerge")
 SETTINGS = (("none", "auto"), ("topk", "behind"), ("topk", "ahead"))
 BATCH = {"gpt2": 2, "resnet50": 2, "cnn": 8}
@@ -88,7 +90,7 @@ def worker(args: argparse.Namespace) -> None:
                 "measured": mean,
             }
             if agmerge.rank() == 0:
-                print("FOUND " + json.dumps(found), flush=True)
+                tell(found)
     agmerge.shutdown()
 
 
@@ -107,19 +109,17 @@ def main() -> None:
             with Network(2, rate) as network:
                 command = [sys.executable, "-W", "ignore", __file__, "--worker", model, "--steps", str(args.steps)]
                 output = network.run([*command, "--density", str(args.density)], timeout=1800)[0]
-            for line in output.splitlines():
-                if line.startswith("FOUND "):
-                    found = {"model": model, "rate": rate, **json.loads(line[6:])}
-                    with args.out.open("a", encoding="utf-8") as out:
-                        out.write(json.dumps(found) + "\n")
-                    error = found["predicted"] / found["measured"] - 1
-                    errors.append(abs(error))
-                    print(
-                        f"{model:9} {rate:8} {found['compression']:5} {found['sparsify']:7} {found['planner']:10}"
-                        f" {found['buffers']:4} merge buffers  predicted {1e3 * found['predicted']:8.1f} ms"
-                        f"  measured {1e3 * found['measured']:8.1f} ms  {100 * error:+6.1f} %",
-                        flush=True,
-                    )
+            for found in told(output):
+                with args.out.open("a", encoding="utf-8") as out:
+                    out.write(json.dumps({"model": model, "rate": rate, **found}) + "\n")
+                error = found["predicted"] / found["measured"] - 1
+                errors.append(abs(error))
+                print(
+                    f"{model:9} {rate:8} {found['compression']:5} {found['sparsify']:7} {found['planner']:10}"
+                    f" {found['buffers']:4} merge buffers  predicted {1e3 * found['predicted']:8.1f} ms"
+                    f"  measured {1e3 * found['measured']:8.1f} ms  {100 * error:+6.1f} %",
+                    flush=True,
+                )
     worst = 100 * max(errors)
     print(f"error: median {100 * statistics.median(errors):.1f} %, worst {worst:.1f} %, {len(errors)} plans")
 

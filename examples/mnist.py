@@ -22,6 +22,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 import agmerge as hvd  # the migrated line; it was: import horovod.torch as hvd
 
+HALF = {"cuda": torch.float16, "cpu": torch.bfloat16}  # what a device computes with in mixed precision
+
 
 def arguments(argv: Sequence[str] | None = None) -> Namespace:
     """The command line: Horovod's flags, then ours."""
@@ -37,7 +39,7 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     add("--seed", type=int, default=42)
     add("--log-interval", type=int, default=10, help="batches between two lines of output")
     add("--fp16-allreduce", action="store_true", help="exchange gradients in 16 bits; the same as --compression fp16")
-    add("--use-mixed-precision", action="store_true", help="refused, until GradScaler is supported")
+    add("--use-mixed-precision", action="store_true", help="compute in 16 bits, with a GradScaler")
     add("--use-adasum", action="store_true", help="refused")
     add("--gradient-predivide-factor", type=float, default=1.0, help="divide by it before the sum, multiply after it")
     add("--compression", help="a sparsifier's name, fp16, bf16, or none (the default, as in Horovod's script)")
@@ -45,8 +47,6 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     args = parser.parse_args(argv)
     if args.use_adasum:
         parser.error("--use-adasum: agmerge does not combine gradients by Adasum; leave it out to average them")
-    if args.use_mixed_precision:
-        parser.error("--use-mixed-precision: it needs GradScaler, whose support is not built yet; leave it out")
     if args.fp16_allreduce and args.compression not in (None, "fp16"):
         parser.error(f"--fp16-allreduce and --compression {args.compression} contradict each other; give one")
     return args
@@ -71,17 +71,20 @@ def train(
     optimizer: torch.optim.Optimizer,
     loader: DataLoader[tuple[Tensor, ...]],
     device: torch.device,
+    scaler: torch.amp.GradScaler,
 ) -> None:
-    """One epoch."""
+    """One epoch. A ``scaler`` that is not enabled changes nothing."""
     model.train()
     loader.sampler.set_epoch(epoch)  # another order in every epoch
     images = len(loader.sampler)
     for index, (data, target) in enumerate(loader):
         data, target = data.to(device), target.to(device)
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(data), target)
-        loss.backward()
-        optimizer.step()
+        with torch.autocast(device.type, HALF[device.type], enabled=scaler.is_enabled()):
+            loss = F.cross_entropy(model(data), target)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
         if index % args.log_interval == 0 and hvd.rank() == 0:
             done, share = index * args.batch_size, index / len(loader)
             print(f"Train Epoch: {epoch} [{done}/{images} ({share:.0%})]\tLoss: {loss.item():.6f}", flush=True)
@@ -125,6 +128,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr * hvd.size(), momentum=args.momentum)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    scaler = torch.amp.GradScaler(device.type, enabled=args.use_mixed_precision)
     optimizer = hvd.DistributedOptimizer(
         optimizer,
         named_parameters=model.named_parameters(),
@@ -132,9 +136,10 @@ def main() -> None:
         op=hvd.Average,
         gradient_predivide_factor=args.gradient_predivide_factor,
         density=args.density,
+        scaler=scaler,
     )
     for epoch in range(1, args.epochs + 1):
-        train(epoch, args, model, optimizer, train_loader, device)
+        train(epoch, args, model, optimizer, train_loader, device, scaler)
         test(model, test_loader, device)
     hvd.shutdown()
 

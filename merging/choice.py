@@ -32,18 +32,19 @@ def choose_dense(plan: Plan, profile: Profile, costs: Costs, mode: str) -> Plan:
     if costs.dense is None:
         return bare
     selection = costs.sparsify(profile.work)
+    message = costs.message or (lambda elements: 0.0)
     states: list[State] = [(0.0, 0.0, ())]
     for start, stop in plan.bounds:
         run = slice(start, stop)
         backward = float(profile.backward[run].sum())
-        selects = 0.0
+        load, selects = int(profile.load[run].sum()), 0.0
         if mode == "ahead":
             selects = float(selection[run].sum())
         elif mode == "behind":
             selects = costs.sparsify(int(profile.work[run].sum()))
         options = (
-            (False, backward + selects, costs.exchange(int(profile.load[run].sum()))),
-            (True, backward, costs.dense(int(profile.numel[run].sum()))),
+            (False, backward + selects + message(load), costs.exchange(load)),
+            (True, backward + message(0), costs.dense(int(profile.numel[run].sum()))),
         )
         states = unbeaten(
             [

@@ -54,6 +54,9 @@ class Costs:
         is the start-up, the alpha of the alpha-beta model.
     dense: seconds of a dense exchange of that many elements (sums of `Profile.numel`), or None where
         no merge buffer may go dense. A dense merge buffer costs no sparsify.
+    message: seconds for which a message of that many elements (sums of `Profile.load`) keeps the processor from
+        backward, beside selection: encoding, starting, and what the network's threads take. None: nothing.
+        A dense merge buffer costs message(0), as packing is part of `dense`.
 
     Each maps a number or a numpy array of element counts to seconds, elementwise, never decreasing; this
     is tried once, at powers of two up to 2**31. Raises TypeError for what cannot be called, ValueError for
@@ -63,16 +66,20 @@ class Costs:
     sparsify: Cost
     exchange: Cost
     dense: Cost | None
+    message: Cost | None
 
     def __init__(
         self,
         sparsify: Callable[[Any], Any],
         exchange: Callable[[Any], Any],
         dense: Callable[[Any], Any] | None = None,
+        *,
+        message: Callable[[Any], Any] | None = None,
     ) -> None:
         object.__setattr__(self, "sparsify", _tried("sparsify", sparsify))
         object.__setattr__(self, "exchange", _tried("exchange", exchange))
         object.__setattr__(self, "dense", None if dense is None else _tried("dense", dense))
+        object.__setattr__(self, "message", None if message is None else _tried("message", message))
         at_zero = self.sparsify(0)
         if at_zero != 0:
             raise ValueError(f"costs.sparsify(0) is {at_zero}: an exempt tensor costs no selection, return 0")

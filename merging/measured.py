@@ -18,6 +18,7 @@ from merging.profile import Profile
 from merging.timeline import MODES, check_mode, predict
 
 _KIND = "merging.Measurements"
+CURVES = ("sparsify", "exchange", "dense", "message")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,7 @@ class Measurements:
         nothing is selected.
     exchange: the cost of an exchange of so many elements of load.
     dense: the cost of a dense exchange, or None where no merge buffer may go dense.
+    message: what a message takes of the processor, as in `Costs`, or None: nothing.
     modes: the modes that the training may use, those preferred first: "dense", "ahead", "behind", "dear".
     workers: how many ranks the exchanges were measured with.
     facts: what else the measurements hold for (backend, compressor, density), pairs of text in alphabetical
@@ -45,10 +47,11 @@ class Measurements:
     modes: tuple[str, ...]
     workers: int
     facts: tuple[tuple[str, str], ...] = ()
+    message: Curve | None = None
 
     def __post_init__(self) -> None:
         _expect("profile", self.profile, Profile)
-        for what in ("sparsify", "exchange", "dense"):
+        for what in CURVES:
             if what == "exchange" or getattr(self, what) is not None:
                 _expect(what, getattr(self, what), Curve)
         if isinstance(self.modes, str):
@@ -68,11 +71,12 @@ class Measurements:
     @property
     def costs(self) -> Costs:
         """The curves as `Costs`; without `sparsify`, selection takes no time."""
-        return Costs(_nothing if self.sparsify is None else self.sparsify, self.exchange, self.dense)
+        sparsify = _nothing if self.sparsify is None else self.sparsify
+        return Costs(sparsify, self.exchange, self.dense, message=self.message)
 
     def dumps(self) -> str:
         """Return the measurements as canonical JSON: equal ones give equal text, on every rank and machine."""
-        curves = {what: _plain(getattr(self, what)) for what in ("sparsify", "exchange", "dense")}
+        curves = {what: _plain(getattr(self, what)) for what in CURVES}
         rest = {"modes": self.modes, "workers": self.workers, "facts": self.facts}
         return storage.seal(_KIND, {"profile": self.profile.plain(), **curves, **rest})
 
@@ -134,10 +138,9 @@ def forward_after(measurements: Measurements) -> float:
     return float(forward.sum()) if "dear" in measurements.modes and forward is not None else 0.0
 
 
-def _build(*, profile: Any, sparsify: Any, exchange: Any, dense: Any, **rest: Any) -> Measurements:
-    curves = [None if curve is None else Curve(**curve) for curve in (sparsify, exchange, dense)]
-    chosen: dict[str, Any] = dict(zip(("sparsify", "exchange", "dense"), curves, strict=True))
-    return Measurements(profile=Profile(**profile), **chosen, **rest)
+def _build(*, profile: Any, **rest: Any) -> Measurements:
+    curves = {what: None if rest.get(what) is None else Curve(**rest[what]) for what in CURVES}
+    return Measurements(**{**rest, "profile": Profile(**profile), **curves})
 
 
 def _plain(curve: Curve | None) -> dict[str, Any] | None:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from merging.measured import Measurements, best, step_end
 from merging.planner import Planner
@@ -97,5 +96,4 @@ def _thinned(cuts: Sequence[int]) -> list[int]:
     """Return at most MOST of the cuts, both ends among them."""
     if len(cuts) <= MOST:
         return list(cuts)
-    places: ArrayLike = np.linspace(0, len(cuts) - 1, MOST).astype(int)
-    return [cuts[place] for place in np.asarray(places).tolist()]
+    return [cuts[int(place)] for place in np.linspace(0, len(cuts) - 1, MOST)]

@@ -22,7 +22,7 @@ class Option:
     """One way to send a merge buffer. [j, i] is about the merge buffer of the tensors i to j, i <= j.
 
     clock: which row of `Tables.steps` the compute clock follows inside the merge buffer.
-    select: seconds of selection after the last tensor, or None where there is none.
+    select: seconds of the processor after the last tensor, for selection and the message, or None for nothing.
     channel: seconds of the exchange; infinite for i > j and for 2**31 elements or more.
     dense: whether the merge buffer goes dense.
     """
@@ -61,22 +61,25 @@ def tables(profile: Profile, costs: Costs, mode: str) -> Tables:
     wire = None if costs.dense is None else _table(costs.dense, profile.numel, barred)
     no, yes = np.zeros((1, 1), bool), np.ones((1, 1), bool)
     plain = profile.backward[None, :]
-    if mode == "dense":
+    message = start = None
+    if costs.message is not None:
+        message = _table(costs.message, profile.load, barred, outside=0.0)
+        start = np.broadcast_to(np.full((1, 1), costs.message(0)), (n, n))
+    if mode == "dense" and message is None:
         if wire is None:
             return Tables(plain, (Option(0, None, sparse, np.broadcast_to(no, (n, n))),), True)
         return Tables(plain, (Option(0, None, np.minimum(sparse, wire), wire < sparse),), True)
-    select = None
-    ahead = plain
-    if mode == "ahead":
-        ahead = plain + costs.sparsify(profile.work)
-    else:
-        select = _table(costs.sparsify, profile.work, barred, outside=0.0)
+    select = message
+    if mode == "behind":
+        selection = _table(costs.sparsify, profile.work, barred, outside=0.0)
+        select = selection if message is None else selection + message
+    ahead = plain + costs.sparsify(profile.work) if mode == "ahead" else plain
     options = [Option(0, select, sparse, np.broadcast_to(no, (n, n)))]
     steps = ahead
     if wire is not None:
         steps = np.concatenate([ahead, plain]) if mode == "ahead" else plain
-        options.append(Option(len(steps) - 1, None, wire, np.broadcast_to(yes, (n, n))))
-    return Tables(steps, tuple(options), mode == "ahead" and wire is None)
+        options.append(Option(len(steps) - 1, start, wire, np.broadcast_to(yes, (n, n))))
+    return Tables(steps, tuple(options), mode == "ahead" and wire is None and message is None)
 
 
 def _sums(values: Elements) -> Elements:

@@ -51,21 +51,21 @@ def predict(plan: Plan, profile: Profile, costs: Costs, mode: str) -> Timeline:
         dense     t += b_i             for each tensor i
         ahead     t += b_i + S(work_i) for each tensor i: selection runs in the stream of backward
         behind    t += b_i             for each tensor i, then t += S(sum of work over G)
-        all       E = max(E, t) + C(sum of load over G)
+        all       t += M(sum of load over G) where there is costs.message; E = max(E, t) + C(sum of load over G)
 
     In modes "ahead" and "behind" a merge buffer with `plan.parts` P > 1 is selected and sent in as many parts, the next
     being selected while the one before travels; its span is from the first part's being ready to the last one's end.
     Work and load are rounded up to whole elements. One that is sent ahead is of one tensor: of several, each has been
     selected from when the merge buffer is complete. One without work has one part.
 
-        parts     P times: t += S(work / P), E = max(E, t) + C(load / P)    after b_i for each tensor i
+        parts     P times: t += S(work / P) + M(load / P), E = max(E, t) + C(load / P)    after b_i for each tensor i
 
     Mode "dear" is dense with C in two halves. The reduce-scatters go as above; when the last has ended, the
     all-gathers follow each other, last merge buffer first, for that is the order of forward, whose clock is u:
 
         dear      A = A + C / 2 ; u = max(u, A) + sum of forward over G    with A = u = E at first
 
-    A merge buffer with `plan.dense` set costs no S, and costs.dense(sum of numel over G) instead of C.
+    A merge buffer with `plan.dense` set costs no S, M(0), and costs.dense(sum of numel over G) instead of C.
     Raises ValueError for an unknown mode, a plan that does not fit the profile, a dense merge buffer
     without costs.dense, several tensors ahead in parts, and mode "dear" without profile.forward.
     """
@@ -128,7 +128,7 @@ def _parts(plan: Plan, profile: Profile, mode: str) -> Elements:
 
 
 def _selection(plan: Plan, profile: Profile, costs: Costs, mode: str, parts: Elements) -> tuple[Reals, Reals]:
-    """Return seconds of selection after each tensor, shape (n,), and for each part of a merge buffer, shape (m,)."""
+    """Return seconds of the processor: after each tensor, shape (n,), for each part of a merge buffer, shape (m,)."""
     tensors: Reals = np.zeros(len(profile))
     buffers: Reals = np.zeros(len(plan.counts))
     if mode in ("ahead", "behind"):
@@ -139,6 +139,9 @@ def _selection(plan: Plan, profile: Profile, costs: Costs, mode: str, parts: Ele
             tensors = np.where(np.repeat(early, plan.counts), costs.sparsify(profile.work), 0.0)
         if late.any():
             buffers = np.where(late, costs.sparsify(-(-_totals(profile.work, plan) // parts)), 0.0)
+    if costs.message is not None:
+        load = np.where(plan.dense, 0, -(-_totals(profile.load, plan) // parts))
+        buffers = buffers + costs.message(load)
     return tensors, buffers
 
 

@@ -52,6 +52,8 @@ def _follow(profile: Profile, costs: Costs, mode: str, until: int | None) -> tup
     """
     n = len(profile)
     work, load, numel = (_upto(values) for values in (profile.work, profile.load, profile.numel))
+    message = costs.message or (lambda elements: 0.0 * elements)
+    begin = float(message(0))
     backward = profile.backward.tolist()
     each = costs.sparsify(profile.work).tolist() if mode == "ahead" else [0.0] * n
     start = np.zeros(n, np.int64)  # of the open merge buffer
@@ -62,12 +64,13 @@ def _follow(profile: Profile, costs: Costs, mode: str, until: int | None) -> tup
         select += each[j]
         if mode == "behind":
             select[: j + 1] = costs.sparsify(work[j + 1] - work[start[: j + 1]])
-        due = clock[: j + 1] + select[: j + 1] >= channel[: j + 1]
+        due = clock[: j + 1] + select[: j + 1] + message(load[j + 1] - load[start[: j + 1]]) >= channel[: j + 1]
         due[j:] = True
         lane = np.arange(n) if j == n - 1 else np.flatnonzero(due)
         first, free = start[lane], channel[lane]
         ways = (False,) if until is None else (True,) if j < until else (False, True)
-        ready = np.stack([clock[lane] + (0.0 if dense else select[lane]) for dense in ways])
+        sparse = select[lane] + message(load[j + 1] - load[first])
+        ready = np.stack([clock[lane] + (begin if dense else sparse) for dense in ways])
         ends = np.maximum(free, ready)
         for row, dense in zip(ends, ways, strict=True):
             if dense and costs.dense is not None:

@@ -54,12 +54,23 @@ def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
     return F.cross_entropy(model(x.to(next(model.parameters()).dtype)).float(), y)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: Iterable[int]) -> list[str]:
+def backward(model: nn.Module, rank: int, step: int) -> None:
+    """The gradients of a rank's batch."""
+    loss_of(model, rank, step).backward()
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rank: int,
+    steps: Iterable[int],
+    backward: Callable[[Any, int, int], None] = backward,
+) -> list[str]:
     """Plain steps; the model's digest after each."""
     seen = []
     for step in steps:
         optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
+        backward(model, rank, step)
         optimizer.step()
         seen.append(digest(model))
     return seen

@@ -42,7 +42,6 @@ def test_horovods_flags_have_horovods_defaults(script: str) -> None:
     "script, line, words",
     [
         ("mnist", "--use-adasum", "does not combine gradients by Adasum"),
-        ("mnist", "--use-mixed-precision", "GradScaler, whose support is not built yet"),
         ("mnist", "--fp16-allreduce --compression topk", "contradict"),
         ("synthetic_benchmark", "--use-adasum", "does not combine gradients by Adasum"),
         ("synthetic_benchmark", "--fp16-allreduce --compression topk", "contradict"),

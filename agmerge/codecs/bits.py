@@ -17,6 +17,11 @@ def bytes_of(count: int, width: int) -> int:
     return -(-count * width // 8)
 
 
+def aligned(size: int, grain: int) -> int:
+    """``size``, rounded up to a multiple of ``grain``."""
+    return -(-size // grain) * grain
+
+
 def pack(values: Tensor, width: int, out: Tensor) -> None:
     """Write the low ``width`` bits (1, 2, 4, 8 or 16) of ``values``, int32[m], into ``out``, uint8; the rest is 0."""
     count = values.numel()

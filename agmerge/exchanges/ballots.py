@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from agmerge.codecs import smallest
+from agmerge.codecs.bits import aligned
 from agmerge.codecs.indices import in_order
 from agmerge.exchanges import seals
 
@@ -67,7 +68,7 @@ class Papers:
         for codec, count in zip(self.codecs, slots, strict=True):
             size = codec.size if count else 0
             self.parts.append(slice(end, end + size))
-            end += -(-size // _GRAIN) * _GRAIN
+            end += aligned(size, _GRAIN)
         self.size = end
 
     def write(self, named: Sequence[torch.Tensor], share: int, out: torch.Tensor, sealed: bool) -> None:

@@ -64,6 +64,7 @@ class Exchange(ABC):
     selects: ClassVar[bool] = True
     rides: ClassVar[bool] = True
     mixes: ClassVar[bool] = True  # whether a message may have segments of several lanes
+    divides: ClassVar[bool] = False  # whether a merge buffer in several messages overlaps their ways
 
     def __init__(self, comm: Backend, op: ReduceOp, commit: Commit, timeout: float) -> None:
         self.comm, self.scale, self.commit, self.timeout = comm, op.scale(comm.size), commit, timeout

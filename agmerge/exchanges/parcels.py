@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from agmerge.codecs import IndexCodec, Int32, smallest
+from agmerge.codecs.bits import aligned
 from agmerge.codecs.indices import in_order
 from agmerge.exchanges import seals
 
@@ -51,9 +52,9 @@ class Form:
         grain = max(seals.HEAD, dtype.itemsize)  # everything starts where a value may
         self.codec: IndexCodec = smallest(len(where), count, grain)
         self.indices = slice(seals.HEAD, seals.HEAD + self.codec.size)
-        start = _aligned(self.indices.stop, grain)
+        start = aligned(self.indices.stop, grain)
         self.values = slice(start, start + count * dtype.itemsize)
-        self.size = _aligned(self.values.stop, grain) if count else 0
+        self.size = aligned(self.values.stop, grain) if count else 0
 
 
 def write(forms: Sequence[Form], parcels: Sequence[Parcel], message: torch.Tensor, sealed: bool, sound: bool) -> None:
@@ -93,7 +94,3 @@ def read(forms: Sequence[Form], messages: Sequence[torch.Tensor], sealed: bool) 
             found.append(Parcel(data.new_empty(0, dtype=torch.int32), data.new_empty(0, dtype=form.dtype)))
             checks.append(torch.ones((), dtype=torch.bool, device=data.device))
     return found, torch.stack(checks).tolist()
-
-
-def _aligned(length: int, grain: int) -> int:
-    return -(-length // grain) * grain

@@ -26,6 +26,8 @@ class SparseExchange(Exchange):
     ``wire``: the value codec of sparse sections. ``payload``: whether a checksum covers them, beside the header's.
     """
 
+    divides = True
+
     def __init__(
         self,
         comm: Backend,

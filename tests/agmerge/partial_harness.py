@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import support
 import torch
-from support import digest, seeded, wrap
+from support import seeded, wrap
 from torch import nn
 
 import agmerge
 from agmerge.probing import Found
-from agmerge.session import Session
 from merging import Curve, partial
 
 SIZES = [(32, 32), (32, 48), (48, 64), (64, 256), (256, 256), (256, 10)]  # 1024 and 1536 elements may go dense
@@ -43,14 +44,7 @@ def backward(model: nn.Module, rank: int, step: int) -> None:
     model(x).square().mean().backward()
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: Iterable[int]) -> list[str]:
-    seen = []
-    for step in steps:
-        optimizer.zero_grad()
-        backward(model, rank, step)
-        optimizer.step()
-        seen.append(digest(model))
-    return seen
+train = functools.partial(support.train, backward=backward)
 
 
 def wrapped(model: nn.Module, lr: float = 0.01, **options: Any) -> agmerge.DistributedOptimizer:
@@ -82,7 +76,7 @@ def choosing(chosen: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return asked
 
 
-def costing(selecting: float) -> Callable[[Session, int], Found]:
+def costing(selecting: float) -> Callable[..., Found]:
     """A probe that finds a second for an element of load, and so many for one that is selected from."""
     line = Curve((0, 1000), (0.0, 1000.0))
-    return lambda session, step, backward: Found(Curve((0, 1000), (0.0, selecting * 1000.0)), line, None)
+    return lambda *_: Found(Curve((0, 1000), (0.0, selecting * 1000.0)), line, None)

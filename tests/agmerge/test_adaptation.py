@@ -68,7 +68,7 @@ class World:
                 seconds = world.travel(self.look) * world.told(runtime.world().rank)
                 return np.full(len(self.steps[-1].handed), seconds)
 
-        def probe(session: Session, step: int, backward: float) -> Found:
+        def probe(session: Session, step: int, backward: float, finish: float = 0.0) -> Found:
             start = world.start(len(world.probes)) * 1.0
             session.comm.barrier("probe").wait(10)  # every rank reads the number before rank 0 counts
             if session.comm.rank == 0:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+import functools
 
 import pytest
+import support
 import torch
-from support import AwkwardModel, Sent, agreed, awkward_batch, awkward_groups, digest, on_ranks, residuals, seeded
+from support import AwkwardModel, Sent, agreed, awkward_batch, awkward_groups, on_ranks, residuals, seeded
 from torch import Tensor
 
 import agmerge
@@ -32,14 +33,7 @@ def backward(model: AwkwardModel, rank: int, step: int) -> None:
     model.loss(awkward_batch(rank, step), rank, step).backward()
 
 
-def train(model: AwkwardModel, optimizer: torch.optim.Optimizer, rank: int, steps: Iterable[int]) -> list[str]:
-    seen = []
-    for step in steps:
-        optimizer.zero_grad()
-        backward(model, rank, step)
-        optimizer.step()
-        seen.append(digest(model))
-    return seen
+train = functools.partial(support.train, backward=backward)
 
 
 def largest(tensor: Tensor) -> float:

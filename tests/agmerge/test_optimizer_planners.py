@@ -51,9 +51,9 @@ class Probes:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
 
-        def probe(session: Session, step: int, backward: float) -> Any:
+        def probe(session: Session, step: int, backward: float, finish: float = 0.0) -> Any:
             self.count += 1
-            return probing.probe(session, step, backward)
+            return probing.probe(session, step, backward, finish)
 
         monkeypatch.setattr(adaptation, "probe", probe)
 

@@ -121,14 +121,16 @@ def test_ranks_find_and_call_the_same_though_their_clocks_differ(
     size: int, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Ticking(monkeypatch, lambda rank: 1e-3 * (1 + rank))
-    (sparsify, exchange, _), calls = agreed(probed(size, TALL, **CASES[case]))
+    (sparsify, exchange, _, message), calls = agreed(probed(size, TALL, **CASES[case]))
     slowest = 1e-3 * size
     assert exchange.seconds == pytest.approx([slowest] * len(exchange.seconds))
     if sparsify is None:
         assert CASES[case]["compression"] in ("none", "fp16") or "dense" in CASES[case]
     else:
         assert sparsify(0) == 0.0 and sparsify.seconds[1:] == pytest.approx([slowest] * (len(sparsify.seconds) - 1))
-    assert {name for _, name, _ in calls} <= {"probe", "probe/sum", "probe/seconds"}
+        assert message is not None and message.seconds == pytest.approx([slowest] * len(message.seconds))  # to pack
+    small = {f"probe {number}{part}" for number in range(probing.MANY) for part in ("", "/sum")}
+    assert {name for _, name, _ in calls} <= {"probe", "probe/sum", "probe/seconds", *small}
     messages = [size for _, name, size in calls if name == "probe"]
     assert messages == sorted(messages) and len(set(messages)) >= 2  # several sizes
 
@@ -136,23 +138,29 @@ def test_ranks_find_and_call_the_same_though_their_clocks_differ(
 def test_what_is_found_is_the_maximum_over_ranks_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 selects slowly, rank 1 sends slowly."""
     trial = probing._Trial
-    original = {"select": trial.select, "exchange": trial.exchange}
+    original = {"select": trial.select, "exchange": trial.exchange, "burst": trial.burst}
     seconds = {"select": [3e-6, 1e-6], "exchange": [1e-6, 5e-6]}
 
-    def timed(what: str) -> Callable[[Any, int], float]:
-        def measure(self: Any, runs: int) -> float:
+    def timed(what: str) -> Callable[[Any, int], Any]:
+        def measure(self: Any, runs: int) -> Any:
             original[what](self, runs)
-            return seconds[what][runtime.world().rank] * float(self.segment.numel)
+            rank = runtime.world().rank
+            if what == "burst":  # 5 or 7 ms a message, of which selection and packing are 4
+                return 1.0 + runs * (5e-3 + 2e-3 * rank)
+            took = seconds[what][rank] * float(self.segment.numel)
+            return took if what == "exchange" else (took, took / 3)
 
         return measure
 
     for what in original:
         monkeypatch.setattr(trial, what, timed(what))
-    (sparsify, exchange, _), _ = agreed(probed(2, TALL, compression="topk", density=0.125))
-    assert sparsify is not None
+    (sparsify, exchange, _, message), _ = agreed(probed(2, TALL, compression="topk", density=0.125))
+    assert sparsify is not None and message is not None
     numels = [1024, 3072, 1024 + 3072 + 96 * 96]
     assert [sparsify(numel) for numel in numels] == pytest.approx([3e-6 * numel for numel in numels])
     assert [exchange(numel // 8) for numel in numels] == pytest.approx([5e-6 * numel for numel in numels])
+    beside = 7e-3 - 4e-6 * 1024
+    assert [message(numel // 8) for numel in numels] == pytest.approx([beside + 1e-6 * numel for numel in numels])
 
 
 def test_a_size_that_is_too_dear_is_the_end_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +169,7 @@ def test_a_size_that_is_too_dear_is_the_end_on_every_rank(monkeypatch: pytest.Mo
     for cost in (1e-6, SPEND / 8, SPEND):
         # Only rank 1 is that slow.
         Ticking(monkeypatch, lambda rank, cost=cost: cost / 2 * rank)  # type: ignore[misc]
-        (_, exchange, _), calls = agreed(probed(2, TALL, compression="topk"))
+        (_, exchange, _, _), calls = agreed(probed(2, TALL, compression="topk"))
         points[cost] = (len(exchange.elements), sum(name == "probe" for _, name, _ in calls))
     most, least = RUNS[1], RUNS[0]
     # One message to begin with; then one in each run of selection, and one in each of the exchange.
@@ -172,7 +180,7 @@ def test_a_size_that_is_too_dear_is_the_end_on_every_rank(monkeypatch: pytest.Mo
 
 def test_dear_sizes_are_run_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     Ticking(monkeypatch, lambda rank: SPEND / 100)
-    ((_, exchange, _), calls), *_ = probed(2, TALL, compression="topk")
+    ((_, exchange, _, _), calls), *_ = probed(2, TALL, compression="topk")
     runs = [size for _, name, size in calls if name == "probe"]
     by_size = [runs.count(size) // 2 for size in sorted(set(runs))]
     # 0.06 s a run are expected at first; it takes 0.09, so three times that for the next: half a second a size.

@@ -25,7 +25,7 @@ def test_public_names_and_signatures() -> None:
 
     keywords = "forward=None, work=None, load=None, noise=None"
     assert arguments(merging.Profile) == f"(names, numel, backward, *, {keywords})"
-    assert arguments(merging.Costs) == "(sparsify, exchange, dense=None)"
+    assert arguments(merging.Costs) == "(sparsify, exchange, dense=None, *, message=None)"
     assert arguments(merging.predict) == "(plan, profile, costs, mode)"
     assert arguments(merging.Planner.plan) == "(self, profile, costs, mode='dense')"
     assert arguments(merging.Curve) == "(elements, seconds)"

@@ -21,7 +21,7 @@ from merging.tables import tables
 EXACT = merging.get("exact")
 
 
-def instance(rng: random.Random, n: int, dense: bool) -> tuple[Profile, Costs]:
+def instance(rng: random.Random, n: int, dense: bool, message: bool = False) -> tuple[Profile, Costs]:
     """Sizes and times over three decades, with zeros; linear, piecewise linear, or stepped and superlinear costs."""
     numel = [rng.choice([1, 5, 20, 100]) * rng.randint(1, 9) for _ in range(n)]
     backward = [rng.choice([0.0, 1.0, 3.3, 10.0]) * rng.random() for _ in range(n)]
@@ -42,7 +42,11 @@ def instance(rng: random.Random, n: int, dense: bool) -> tuple[Profile, Costs]:
             ),
         ]
     )
-    return model, Costs(sparsify, exchange, (lambda x: 2 * start + other * x) if dense else None)
+    wire_dense = (lambda x: 2 * start + other * x) if dense else None
+    if not message:
+        return model, Costs(sparsify, exchange, wire_dense)
+    begin, each = rng.choice([0.0, 0.5, 3.0]), rng.choice([0.0, 0.01])
+    return model, Costs(sparsify, exchange, wire_dense, message=lambda x: begin + each * x)
 
 
 def brute(model: Profile, costs: Costs, mode: str) -> tuple[float, int]:
@@ -56,6 +60,12 @@ def brute(model: Profile, costs: Costs, mode: str) -> tuple[float, int]:
 
     wire, select = pairs(costs.exchange, "load"), pairs(costs.sparsify, "work")
     dense = None if costs.dense is None else pairs(costs.dense, "numel")
+    if costs.message is not None:
+        says = pairs(costs.message, "load")
+        select = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(select, says, strict=True)]
+        if mode != "behind":
+            select = says
+    begin = 0.0 if costs.message is None else costs.message(0)
     plain = model.backward.tolist()
     ahead = (model.backward + costs.sparsify(model.work)).tolist() if mode == "ahead" else plain
     best = (float("inf"), 0)
@@ -71,30 +81,33 @@ def brute(model: Profile, costs: Costs, mode: str) -> tuple[float, int]:
         for stop in range(start + 1, n + 1):
             sparse_clock += ahead[stop - 1]
             dense_clock += plain[stop - 1]
-            ready = sparse_clock + (select[start][stop] if mode == "behind" else 0.0)
+            late = mode == "behind" or costs.message is not None
+            ready = sparse_clock + (select[start][stop] if late else 0.0)
             extend(stop, ready, max(free, ready) + wire[start][stop], buffers + 1)
             if dense is not None:
-                extend(stop, dense_clock, max(free, dense_clock) + dense[start][stop], buffers + 1)
+                ready = dense_clock + begin
+                extend(stop, ready, max(free, ready) + dense[start][stop], buffers + 1)
 
     extend(0, 0.0, 0.0, 0)
     return best
 
 
+@pytest.mark.parametrize("message", [False, True], ids=["", "message"])
 @pytest.mark.parametrize("dense", [False, True], ids=["sparse", "choice"])
 @pytest.mark.parametrize("mode", MODES)
-def test_equals_brute_force_to_the_bit(mode: str, dense: bool) -> None:
-    rng = random.Random(f"{mode}{dense}")
+def test_equals_brute_force_to_the_bit(mode: str, dense: bool, message: bool) -> None:
+    rng = random.Random(f"{mode}{dense}{message or ''}")
     for case in range(1100):
-        model, costs = instance(rng, 10 if case >= 1000 else rng.randint(1, 8), dense)
+        model, costs = instance(rng, 10 if case >= 1000 else rng.randint(1, 8), dense, message)
         plan = EXACT.plan(model, costs, mode)
         assert (predict(plan, model, costs, mode).finish, len(plan.counts)) == brute(model, costs, mode), case
         assert costs.dense is not None or not any(plan.dense)
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.integers(0, 2**32), st.integers(1, 60), st.sampled_from(MODES), st.booleans())
-def test_no_other_planner_beats_it(seed: int, n: int, mode: str, dense: bool) -> None:
-    model, costs = instance(random.Random(seed), n, dense)
+@given(st.integers(0, 2**32), st.integers(1, 60), st.sampled_from(MODES), st.booleans(), st.booleans())
+def test_no_other_planner_beats_it(seed: int, n: int, mode: str, dense: bool, message: bool) -> None:
+    model, costs = instance(random.Random(seed), n, dense, message)
     plan = EXACT.plan(model, costs, mode)
     best = predict(plan, model, costs, mode).finish
     assert EXACT.plan(model, costs, mode).digest() == plan.digest()
