@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -26,8 +27,10 @@ GROWTH = 2.0  # of the sizes, at least
 RUNS = (2, 12)  # least and most, of one size
 SHARE = 6  # so many sizes share that time
 
-BUSY = torch.ones(128, 128)  # a tenth of a millisecond of work
-MANY, BETWEEN, ROUNDS = 8, 20, 7  # small messages in a row, work between two of them, and how often that is timed
+BUSY = torch.ones(128, 128)  # a piece of work: a tenth of a millisecond, more or less
+PIECE = 1e-5  # seconds: no processor does it sooner
+MANY, ROUNDS = 8, 7  # small messages in a row, and how often that is timed
+BETWEEN = (2e-3, 0.05)  # seconds of work from one of them to the next, least and most
 
 Samples = dict[int, list[float]]
 
@@ -58,14 +61,14 @@ def probe(session: Session, step: int, backward: float, finish: float = 0.0) -> 
     choice: Curve | None = None
     if segments[0].lane.sparse and config.sparsifier is not None:
         selections, packs, travels = _measured(session, segments, sparse, step, backward, spend)
-        beside = _beside(_Trial(session, segments[0], sparse, step, backward), selections, packs)
+        beside = _beside(_Trial(session, segments[0], sparse, step, backward), selections, packs, travels)
         if config.exchange == AUTO or advise.active():
             choice = Curve.fit(_measured(session, segments, dense, step, backward, spend)[2])
         config.sparsifier.retain(session.keys())
         message = Curve.fit({load: [one + beside for one in runs] for load, runs in packs.items()})
         return Found(Curve.fit(selections, zero=True), Curve.fit(travels), choice, message)
     selections, packs, travels = _measured(session, segments, dense, step, backward, spend)
-    beside = _beside(_Trial(session, segments[0], dense, step, backward), selections, packs)
+    beside = _beside(_Trial(session, segments[0], dense, step, backward), selections, packs, travels)
     return Found(None, Curve.fit(travels), None, Curve((0,), (beside,)))
 
 
@@ -97,12 +100,19 @@ def _measured(
     return selections, packs, travels
 
 
-def _beside(trial: _Trial, selections: Samples, packs: Samples) -> float:
+def _beside(trial: _Trial, selections: Samples, packs: Samples, travels: Samples) -> float:
     """Seconds that a small message takes of the processor beside selection and packing, the maximum over ranks:
-    how much longer the same work takes when messages leave in between and arrive."""
-    if not trial.on_host:  # a device computes while the host waits and packs
+    how much longer the same work takes when messages leave in between and arrive.
+
+    The work hides their way through the network; where that is long, nothing else about a message matters.
+    """
+    between = max(BETWEEN[0], 1.5 * min(travels[min(travels)]))
+    if not trial.on_host or between > BETWEEN[1]:  # a device computes while the host waits and packs
         return 0.0
-    extra = statistics.median(trial.burst(MANY) - trial.burst(0) for _ in range(ROUNDS)) / MANY
+    pieces = math.ceil(between / max(trial.work(10) / 10, PIECE))
+    both = [(trial.burst(MANY, pieces), trial.burst(0, pieces)) for _ in range(ROUNDS)]
+    longer, shorter = (min(times) for times in zip(*both, strict=True))  # least: what else runs here is no message
+    extra = (longer - shorter) / MANY
     known = min(selections[min(selections)]) + min(packs[min(packs)])
     return max(0.0, _agreed(trial.session, extra)[0] - known)
 
@@ -169,8 +179,15 @@ class _Trial:
             wait()
         return selecting / runs, packing / runs
 
-    def burst(self, messages: int) -> float:
-        """Seconds of an amount of work with so many messages under way, all of them received."""
+    def work(self, pieces: int) -> float:
+        """Seconds of so many pieces of work."""
+        begin = self._now()
+        for _ in range(pieces):
+            torch.mm(BUSY, BUSY)
+        return self._now() - begin
+
+    def burst(self, messages: int, pieces: int) -> float:
+        """Seconds of work, so much for each of ``MANY`` messages, with this many under way and all of them received."""
         scratch = Load(self.segment, self.load.work, torch.empty_like(self.load.update))
         under_way = []
         begin = self._now()
@@ -178,8 +195,7 @@ class _Trial:
             if number < messages:
                 self.offer = self._select()
                 under_way.append(self._start(scratch, f"probe {number}"))
-            for _ in range(BETWEEN):
-                torch.mm(BUSY, BUSY)
+            self.work(pieces)
         for pending in under_way:
             self._exchange.wait(pending)
             self._exchange.finish(pending)

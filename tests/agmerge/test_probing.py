@@ -139,11 +139,12 @@ def test_what_is_found_is_the_maximum_over_ranks_of_each(monkeypatch: pytest.Mon
     """Rank 0 selects slowly, rank 1 sends slowly."""
     trial = probing._Trial
     original = {"select": trial.select, "exchange": trial.exchange, "burst": trial.burst}
+    monkeypatch.setattr(probing, "BETWEEN", (1e-3, 100.0))  # sizes take seconds here
     seconds = {"select": [3e-6, 1e-6], "exchange": [1e-6, 5e-6]}
 
     def timed(what: str) -> Callable[[Any, int], Any]:
-        def measure(self: Any, runs: int) -> Any:
-            original[what](self, runs)
+        def measure(self: Any, runs: int, *more: int) -> Any:
+            original[what](self, runs, *more)
             rank = runtime.world().rank
             if what == "burst":  # 5 or 7 ms a message, of which selection and packing are 4
                 return 1.0 + runs * (5e-3 + 2e-3 * rank)
