@@ -2,6 +2,7 @@
 # make train LAUNCHER=horovodrun   (or mpirun; torchrun is the default) set up Horovod and MPI too
 # make test        set up .venv with Horovod and MPI, then run the tests (ARGS goes to pytest)
 # make test-all    the tests that take minutes too
+# make bench       step times beside other libraries on slow networks (root; an hour; ARGS="--rates 200mbit --models gpt2")
 # make lint        ruff and mypy
 # make clean       remove .venv, build products and caches; runs/ and the user's cache of Horovod wheels stay
 
@@ -39,7 +40,7 @@ NEEDS_mpirun := $(HOROVOD)
 
 # Two pips must not write into one .venv.
 .NOTPARALLEL:
-.PHONY: help train test test-all lint clean
+.PHONY: help train test test-all bench lint clean
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
 
@@ -56,6 +57,9 @@ test test-all: $(TEST) $(HOROVOD)
 	AGMERGE_TEST_ALL_LAUNCHERS=1 $(RUN) -m pytest $(SELECT) tests/distributed $(ARGS) || [ $$? -eq 5 ]
 
 test: SELECT := -m "not long"
+
+bench: $(TEST) $(HOROVOD)
+	OMP_NUM_THREADS=1 $(RUN) benchmarks/step_time.py $(ARGS)
 
 lint: $(TEST)
 	$(RUN) -m ruff check .

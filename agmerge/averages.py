@@ -47,9 +47,14 @@ class Averages:
         self.steps, self._before = [], None
 
     def ready(self) -> Seconds:
-        """When each tensor was ready, seconds since the first, (n,): medians, never falling in the plan's order."""
-        self.settle()
-        return np.asarray(np.maximum.accumulate(np.median([times.ready for times in self.steps], axis=0)))
+        """When each tensor was ready, seconds since the first, (n,): medians, never falling in the plan's order.
+
+        Of the last average where this one has no step yet. ``LookupError`` where there was none at all.
+        """
+        typical = self.typical()
+        if typical is None:
+            raise LookupError("no step has been averaged")
+        return np.asarray(np.maximum.accumulate(typical.ready))
 
     def travel(self) -> Seconds:
         """Seconds of each merge buffer's exchange, (m,): medians."""

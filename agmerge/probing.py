@@ -64,9 +64,11 @@ def probe(session: Session, step: int, backward: float, finish: float = 0.0) -> 
         beside = _beside(_Trial(session, segments[0], sparse, step, backward), selections, packs, travels)
         if config.exchange == AUTO or advise.active():
             choice = Curve.fit(_measured(session, segments, dense, step, backward, spend)[2])
-        config.sparsifier.retain(session.keys())
         message = Curve.fit({load: [one + beside for one in runs] for load, runs in packs.items()})
-        return Found(Curve.fit(selections, zero=True), Curve.fit(travels), choice, message)
+        apart = _apart(session, segments[-1], sparse, step)
+        config.sparsifier.retain(session.keys())
+        sparsify = Curve.fit({size: [one + apart for one in runs] for size, runs in selections.items()}, zero=True)
+        return Found(sparsify, Curve.fit(travels), choice, message)
     selections, packs, travels = _measured(session, segments, dense, step, backward, spend)
     beside = _beside(_Trial(session, segments[0], dense, step, backward), selections, packs, travels)
     return Found(None, Curve.fit(travels), None, Curve((0,), (beside,)))
@@ -117,6 +119,28 @@ def _beside(trial: _Trial, selections: Samples, packs: Samples, travels: Samples
     return max(0.0, _agreed(trial.session, extra)[0] - known)
 
 
+def _apart(session: Session, segment: Segment, exchange: Exchange, step: int) -> float:
+    """Seconds to pack what was selected from one more vector into the same message, the maximum over ranks."""
+    slots = segment.slots[:MANY]
+    several = [Segment(segment.lane, (slot,)) for slot in slots]
+    packs = []
+    for segments in ([Segment(segment.lane, slots)], several):
+        trials = [_Trial(session, one, exchange, step, 0.0) for one in segments]
+        loads, offers = [one.load for one in trials], [one.offer for one in trials]
+        packs.append([_packed(trials[0], loads, offers, len(slots)) for _ in range(RUNS[1])])
+    more = statistics.median(packs[1]) - statistics.median(packs[0])
+    return max(0.0, _agreed(session, more)[0]) / max(1, len(slots) - 1)
+
+
+def _packed(trial: _Trial, loads: list[Load], offers: list[Selection | None], tensors: int) -> float:
+    """Seconds to pack and start one message of several loads."""
+    begin = trial.now()
+    pending = trial.start("probe of several", loads, offers, tensors)
+    took = trial.now() - begin
+    trial.wait(pending)
+    return took
+
+
 def sizes(layout: Layout) -> list[Segment]:
     """Runs of tensors of the largest lane, sparse if there is one: from its smallest tensor to all of them."""
     lane = max(layout.lengths, key=lambda lane: (lane.sparse, layout.lengths[lane]))
@@ -149,12 +173,17 @@ class _Trial:
         work, k, shapes = self.session.vector(self.segment, self.step)
         return sparsifier.select(work, k=k, key=f"probe of {self.segment.numel}", step=self.step, shapes=shapes)
 
-    def _start(self, load: Load, name: str) -> Pending:
-        control = Control(self.step, self.session.fingerprint, 0, 0, (False,) * len(self.segment.slots))
-        return self._exchange.start(name, [load], [self.offer], control)
+    def start(self, name: str, loads: list[Load], offers: list[Selection | None], tensors: int) -> Pending:
+        """Send one message of this step."""
+        control = Control(self.step, self.session.fingerprint, 0, 0, (False,) * tensors)
+        return self._exchange.start(name, loads, offers, control)
+
+    def wait(self, pending: Pending) -> None:
+        """Receive it."""
+        self._exchange.wait(pending)
 
     def _send(self) -> Callable[[], object]:
-        pending = self._start(self.load, "probe")
+        pending = self.start("probe", [self.load], [self.offer], len(self.segment.slots))
 
         def wait() -> None:
             # During backward the network's threads must share the cores: a message takes longer than on an idle host.
@@ -171,48 +200,49 @@ class _Trial:
         """Seconds to select, and to pack and start, means."""
         selecting = packing = 0.0
         for _ in range(runs):
-            begin = self._now()
+            begin = self.now()
             self.offer = self._select()
-            selected = self._now()
+            selected = self.now()
             wait = self._send()
-            selecting, packing = selecting + selected - begin, packing + self._now() - selected
+            selecting, packing = selecting + selected - begin, packing + self.now() - selected
             wait()
         return selecting / runs, packing / runs
 
     def work(self, pieces: int) -> float:
         """Seconds of so many pieces of work."""
-        begin = self._now()
+        begin = self.now()
         for _ in range(pieces):
             torch.mm(BUSY, BUSY)
-        return self._now() - begin
+        return self.now() - begin
 
     def burst(self, messages: int, pieces: int) -> float:
         """Seconds of work, so much for each of ``MANY`` messages, with this many under way and all of them received."""
         scratch = Load(self.segment, self.load.work, torch.empty_like(self.load.update))
         under_way = []
-        begin = self._now()
+        begin = self.now()
         for number in range(MANY):
             if number < messages:
                 self.offer = self._select()
-                under_way.append(self._start(scratch, f"probe {number}"))
+                under_way.append(self.start(f"probe {number}", [scratch], [self.offer], len(self.segment.slots)))
             self.work(pieces)
         for pending in under_way:
             self._exchange.wait(pending)
             self._exchange.finish(pending)
-        return self._now() - begin
+        return self.now() - begin
 
     def exchange(self, runs: int) -> float:
         """Seconds from the packed message to its arrival, the median; dense, packing counts too."""
         took = []
         for _ in range(runs):
-            begin = self._now()
+            begin = self.now()
             wait = self._send()
-            begin = self._now() if self.offer is not None else begin
+            begin = self.now() if self.offer is not None else begin
             wait()
-            took.append(self._now() - begin)
+            took.append(self.now() - begin)
         return statistics.median(took)
 
-    def _now(self) -> float:
+    def now(self) -> float:
+        """Seconds, when all devices have got there."""
         device = self.segment.lane.device
         if device.type not in ("cpu", "meta"):
             torch.accelerator.synchronize(device)  # between steps: nothing else runs

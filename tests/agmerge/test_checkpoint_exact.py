@@ -116,25 +116,28 @@ def test_between_the_last_backward_and_its_step() -> None:
     )
 
 
-@pytest.mark.parametrize("what", ["unfrozen", "no_sync"])
+@pytest.mark.parametrize("what", ["unfrozen", "no_sync", "no_sync alone"])
 def test_an_accumulation_holds_gradients_that_no_hook_has_counted(what: str) -> None:
-    """Of a layer that was unfrozen since the last agreement, and of one that only a pass in no_sync() has used."""
+    """Of a layer that was unfrozen since the last agreement, and of what only a pass in no_sync() has used."""
 
     def body(rank: int, model: Parts, restart: bool) -> str:
         model.a.requires_grad_(what != "unfrozen")
         optimizer = wrap(model, compression="topk", merging=SMALL, backward_passes_per_step=2)
         model.a.requires_grad_(True)
-        if what == "no_sync":
+        passes = [(1, "ab" if what == "unfrozen" else "b"), (2, "b")]
+        if what != "unfrozen":
             with optimizer.no_sync():
-                model.loss(rank, 0, "a").backward()
-        model.loss(rank, 1, "b" if what == "no_sync" else "ab").backward()
+                model.loss(rank, 0, "a" if what == "no_sync" else "ab").backward()
+        if what != "no_sync alone":
+            model.loss(rank, *passes.pop(0)).backward()
         if restart:
             state = through_a_file(optimizer.state_dict())
             optimizer.close()
             model.zero_grad()
             optimizer = wrap(model, compression="topk", merging=SMALL, backward_passes_per_step=2)
             optimizer.load_state_dict(state)
-        model.loss(rank, 2, "b").backward()
+        for one in passes:
+            model.loss(rank, *one).backward()
         optimizer.step()
         return digest([*model.parameters(), *(kept for _, kept in sorted(residuals(optimizer).items()))])
 

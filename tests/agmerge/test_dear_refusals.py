@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import loss_of, mlp, on_ranks, seeded, sgd
+from support import digest, loss_of, mlp, on_ranks, seeded, sgd
 from test_dear import MODEL, dear
 from torch import nn
 
@@ -121,9 +121,12 @@ def test_sparse_gradients_need_their_own_argument_and_are_right_with_it() -> Non
 def test_flush_of_any_other_merging_does_nothing() -> None:
     def body(rank: int, model: nn.Module) -> None:
         optimizer = agmerge.DistributedOptimizer(sgd(model), model.named_parameters())
-        loss_of(model, rank, 0).backward()
-        optimizer.flush()
-        optimizer.step()
-        optimizer.flush()
+        seen = [digest(model)]
+        for call in (optimizer.flush, optimizer.step, optimizer.flush):
+            if call == optimizer.step:
+                loss_of(model, rank, 0).backward()
+            call()
+            seen.append(digest(model))
+        assert seen[0] == seen[1] != seen[2] == seen[3]
 
     on_ranks(2, MODEL, body)

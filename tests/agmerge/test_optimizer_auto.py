@@ -138,6 +138,26 @@ def test_near_the_trade_off_both_are_tried_and_the_faster_stays(slower: int, mon
     assert seen == [False] * trial.STEPS + [True] * trial.STEPS + [slower == 0]
 
 
+def test_a_dense_plan_that_only_looks_faster_is_given_up_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predicted to end a little sooner than what compresses everything, which is tried all the same."""
+    monkeypatch.setattr(adaptation, "probe", costing(2e-8, 1e-9))
+    monkeypatch.setattr(trial.Trial, "seconds", lambda one: [2.0, 1.0])
+
+    def body(rank: int, model: nn.Module) -> list[bool]:
+        optimizer = wrap(model, compression="topk", density=0.1, merging="agmerge", exchange="auto")
+        seen = []
+        for step in range(FIRST + 2 * trial.STEPS + 1):
+            train(model, optimizer, rank, range(step, step + 1))
+            assert optimizer.plan is not None
+            seen.append(all(optimizer.plan.dense))
+        return seen[FIRST - 1 :]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        seen = agreed(on_ranks(2, MODEL, body))
+    assert seen == [True] * trial.STEPS + [False] * (trial.STEPS + 2)
+
+
 def test_a_dense_plan_that_is_far_behind_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adaptation, "probe", costing(1e-6, 1.0))
 

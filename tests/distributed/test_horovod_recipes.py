@@ -161,10 +161,11 @@ def test_the_synthetic_benchmark_prints_horovods_lines_and_writes_all_figures(tm
     assert expected.items() <= found["settings"].items()
 
 
-def test_the_mnist_example_learns_and_prints_horovods_lines() -> None:
+@pytest.mark.parametrize("more", ["--gradient-predivide-factor 2", "--use-mixed-precision"])
+def test_the_mnist_example_learns_and_prints_horovods_lines(more: str) -> None:
     launcher = "horovodrun, Gloo"
     need(launcher)
-    options = "--epochs 2 --lr 0.1 --log-interval 50 --no-cuda --compression topk --gradient-predivide-factor 2"
+    options = f"--epochs 2 --lr 0.1 --log-interval 50 --no-cuda --compression topk {more}"
     ended = launch(launcher, WORKERS, ROOT / "examples" / "mnist.py", *options.split(), timeout=100)
     assert ended.code == 0, ended.output[-3000:]
     output = ended.output.replace("[0]<stdout>:", "")  # horovodrun says which worker wrote a line

@@ -32,6 +32,7 @@ def measured(seed: int = 0, n: int = 12, **changes: Any) -> Measurements:
         "sparsify": select,
         "exchange": wire,
         "dense": wire.scaled(1.3),
+        "message": wire.scaled(0.2),
         "modes": ("ahead", "behind"),
         "workers": 4,
         "facts": {"density": "0.01", "backend": "torch", "compressor": "ädtopk"},
@@ -63,6 +64,8 @@ def test_damage_is_seen(tmp_path: Path) -> None:
     for change in ({"workers": 0}, {"extra": 1}, {"exchange": None}, {"exchange": {"elements": [1], "seconds": []}}):
         with pytest.raises(ValueError, match="intact, but says something invalid"):
             Measurements.loads(merging.storage.seal("merging.Measurements", {**body, **change}))
+    earlier = {k: v for k, v in body.items() if k != "message"}  # a file from before there was one
+    assert Measurements.loads(merging.storage.seal("merging.Measurements", earlier)) == measured(message=None)
     del body["modes"]
     with pytest.raises(ValueError, match="intact, but says something invalid"):
         Measurements.loads(merging.storage.seal("merging.Measurements", body))
@@ -94,6 +97,8 @@ def test_costs_are_the_curves() -> None:
     given = measured()
     assert given.costs.exchange.function == given.exchange and given.costs.dense is not None
     assert measured(dense=None).costs.dense is None
+    assert given.costs.message is not None and given.costs.message(10) == given.message(10)
+    assert measured(message=None).costs.message is None
     assert measured(sparsify=None).costs.sparsify(np.array([0, 5])).tolist() == [0.0, 0.0]
     assert measured().costs == measured().costs
 
@@ -120,9 +125,8 @@ def test_best_is_the_earliest_mode_and_of_equals_the_first() -> None:
 def test_best_with_dear_compares_whole_steps() -> None:
     """The finish of mode dear includes forward, so that of the others must."""
     profile = Profile(["a", "b"], [10, 10], [1.0, 1.0], forward=[1.0, 1.0])
-    given = measured(
-        profile=profile, sparsify=None, exchange=Curve((0, 10), (0.0, 2.0)), dense=None, modes=("dense", "dear")
-    )
+    curves: dict[str, Any] = {"sparsify": None, "exchange": Curve((0, 10), (0.0, 2.0)), "dense": None, "message": None}
+    given = measured(profile=profile, modes=("dense", "dear"), **curves)
     planner = merging.get("dear", bytes=0)
     # Dense: exchanges to 3 and 5, then forward. Dear: halves to 2 and 3, gathers to 4 and 5, forward from 4 on.
     plan, mode = best(planner, given)
