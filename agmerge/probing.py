@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from agmerge import advise
 from agmerge.config import AUTO
-from agmerge.exchanges import Exchange, Load, Pending
+from agmerge.exchanges import Exchange, Load
 from agmerge.handshake import gather_bytes
 from agmerge.layout import Layout, Segment
+from agmerge.rehearsal import MANY, Rehearsal
 from agmerge.session import Session
-from agmerge.wire import Control
 from merging import Curve
 from sparsifiers import Selection
 
@@ -27,9 +24,8 @@ GROWTH = 2.0  # of the sizes, at least
 RUNS = (2, 12)  # least and most, of one size
 SHARE = 6  # so many sizes share that time
 
-BUSY = torch.ones(128, 128)  # a piece of work: a tenth of a millisecond, more or less
-PIECE = 1e-5  # seconds: no processor does it sooner
-MANY, ROUNDS = 8, 7  # small messages in a row, and how often that is timed
+PIECE = 1e-5  # seconds: no processor does a piece of work sooner
+ROUNDS = 7  # so often are small messages in a row timed
 BETWEEN = (2e-3, 0.05)  # seconds of work from one of them to the next, least and most
 
 Samples = dict[int, list[float]]
@@ -61,7 +57,7 @@ def probe(session: Session, step: int, backward: float, finish: float = 0.0) -> 
     choice: Curve | None = None
     if segments[0].lane.sparse and config.sparsifier is not None:
         selections, packs, travels = _measured(session, segments, sparse, step, backward, spend)
-        beside = _beside(_Trial(session, segments[0], sparse, step, backward), selections, packs, travels)
+        beside = _beside(Rehearsal(session, segments[0], sparse, step, backward), selections, packs, travels)
         if config.exchange == AUTO or advise.active():
             choice = Curve.fit(_measured(session, segments, dense, step, backward, spend)[2])
         message = Curve.fit({load: [one + beside for one in runs] for load, runs in packs.items()})
@@ -70,7 +66,7 @@ def probe(session: Session, step: int, backward: float, finish: float = 0.0) -> 
         sparsify = Curve.fit({size: [one + apart for one in runs] for size, runs in selections.items()}, zero=True)
         return Found(sparsify, Curve.fit(travels), choice, message)
     selections, packs, travels = _measured(session, segments, dense, step, backward, spend)
-    beside = _beside(_Trial(session, segments[0], dense, step, backward), selections, packs, travels)
+    beside = _beside(Rehearsal(session, segments[0], dense, step, backward), selections, packs, travels)
     return Found(None, Curve.fit(travels), None, Curve((0,), (beside,)))
 
 
@@ -82,7 +78,7 @@ def _measured(
     packs: Samples = {}
     travels: Samples = {}
     # One message to begin with: on a slow network the first size would take all the time there is.
-    first = _Trial(session, segments[0], exchange, step, backward)
+    first = Rehearsal(session, segments[0], exchange, step, backward)
     cost, before = 2 * _agreed(session, first.exchange(1))[0], segments[0].numel
     spent = cost
     for segment in segments:
@@ -91,7 +87,7 @@ def _measured(
         if spent + RUNS[0] * expected > spend and travels:
             break
         runs = int(min(max(spend / SHARE / expected, RUNS[0]), RUNS[1])) if expected else RUNS[1]
-        trial = _Trial(session, segment, exchange, step, backward)
+        trial = Rehearsal(session, segment, exchange, step, backward)
         select, pack, travel = _agreed(session, *trial.select(runs), trial.exchange(runs))
         load = trial.capacity if exchange.selects else segment.numel
         travels.setdefault(load, []).append(travel)
@@ -102,7 +98,7 @@ def _measured(
     return selections, packs, travels
 
 
-def _beside(trial: _Trial, selections: Samples, packs: Samples, travels: Samples) -> float:
+def _beside(trial: Rehearsal, selections: Samples, packs: Samples, travels: Samples) -> float:
     """Seconds that a small message takes of the processor beside selection and packing, the maximum over ranks:
     how much longer the same work takes when messages leave in between and arrive.
 
@@ -125,14 +121,14 @@ def _apart(session: Session, segment: Segment, exchange: Exchange, step: int) ->
     several = [Segment(segment.lane, (slot,)) for slot in slots]
     packs = []
     for segments in ([Segment(segment.lane, slots)], several):
-        trials = [_Trial(session, one, exchange, step, 0.0) for one in segments]
+        trials = [Rehearsal(session, one, exchange, step, 0.0) for one in segments]
         loads, offers = [one.load for one in trials], [one.offer for one in trials]
         packs.append([_packed(trials[0], loads, offers, len(slots)) for _ in range(RUNS[1])])
     more = statistics.median(packs[1]) - statistics.median(packs[0])
     return max(0.0, _agreed(session, more)[0]) / max(1, len(slots) - 1)
 
 
-def _packed(trial: _Trial, loads: list[Load], offers: list[Selection | None], tensors: int) -> float:
+def _packed(trial: Rehearsal, loads: list[Load], offers: list[Selection | None], tensors: int) -> float:
     """Seconds to pack and start one message of several loads."""
     begin = trial.now()
     pending = trial.start("probe of several", loads, offers, tensors)
@@ -152,101 +148,6 @@ def sizes(layout: Layout) -> list[Segment]:
         if run.numel <= whole.numel / GROWTH**0.5 and (not chosen or GROWTH * chosen[-1].numel <= run.numel):
             chosen.append(run)
     return [*chosen, whole]
-
-
-class _Trial:
-    """One size: the same message again and again."""
-
-    def __init__(self, session: Session, segment: Segment, exchange: Exchange, step: int, backward: float) -> None:
-        self.session, self.segment, self.step, self._exchange = session, segment, step, exchange
-        self._busy = backward / 2  # seconds, about, that backward goes on after a message has left
-        self.load = session.load(segment)
-        self.on_host = segment.lane.device.type == "cpu"
-        self._shares_cores = self.on_host and exchange.polls
-        self.offer = self._select()
-        self.capacity = 0 if self.offer is None else self.offer.indices.numel()
-
-    def _select(self) -> Selection | None:
-        sparsifier = self.session.config.sparsifier
-        if sparsifier is None or not self._exchange.selects:
-            return None
-        work, k, shapes = self.session.vector(self.segment, self.step)
-        return sparsifier.select(work, k=k, key=f"probe of {self.segment.numel}", step=self.step, shapes=shapes)
-
-    def start(self, name: str, loads: list[Load], offers: list[Selection | None], tensors: int) -> Pending:
-        """Send one message of this step."""
-        control = Control(self.step, self.session.fingerprint, 0, 0, (False,) * tensors)
-        return self._exchange.start(name, loads, offers, control)
-
-    def wait(self, pending: Pending) -> None:
-        """Receive it."""
-        self._exchange.wait(pending)
-
-    def _send(self) -> Callable[[], object]:
-        pending = self.start("probe", [self.load], [self.offer], len(self.segment.slots))
-
-        def wait() -> None:
-            # During backward the network's threads must share the cores: a message takes longer than on an idle host.
-            start = time.monotonic()
-            while self._shares_cores and time.monotonic() - start < self._busy:
-                if self._exchange.arrived(pending):
-                    break
-                torch.mm(BUSY, BUSY)
-            self._exchange.wait(pending)
-
-        return wait
-
-    def select(self, runs: int) -> tuple[float, float]:
-        """Seconds to select, and to pack and start, means."""
-        selecting = packing = 0.0
-        for _ in range(runs):
-            begin = self.now()
-            self.offer = self._select()
-            selected = self.now()
-            wait = self._send()
-            selecting, packing = selecting + selected - begin, packing + self.now() - selected
-            wait()
-        return selecting / runs, packing / runs
-
-    def work(self, pieces: int) -> float:
-        """Seconds of so many pieces of work."""
-        begin = self.now()
-        for _ in range(pieces):
-            torch.mm(BUSY, BUSY)
-        return self.now() - begin
-
-    def burst(self, messages: int, pieces: int) -> float:
-        """Seconds of work, so much for each of ``MANY`` messages, with this many under way and all of them received."""
-        scratch = Load(self.segment, self.load.work, torch.empty_like(self.load.update))
-        under_way = []
-        begin = self.now()
-        for number in range(MANY):
-            if number < messages:
-                self.offer = self._select()
-                under_way.append(self.start(f"probe {number}", [scratch], [self.offer], len(self.segment.slots)))
-            self.work(pieces)
-        for pending in under_way:
-            self._exchange.wait(pending)
-            self._exchange.finish(pending)
-        return self.now() - begin
-
-    def exchange(self, runs: int) -> float:
-        """Seconds from the packed message to its arrival, the median; dense, packing counts too."""
-        took = []
-        for _ in range(runs):
-            begin = self.now()
-            wait = self._send()
-            begin = self.now() if self.offer is not None else begin
-            wait()
-            took.append(self.now() - begin)
-        return statistics.median(took)
-
-    def now(self) -> float:
-        """Seconds, when all devices have got there."""
-        device = self.segment.lane.device
-        if device.type not in ("cpu", "meta"):
-            torch.accelerator.synchronize(device)  # between steps: nothing else runs
-        return time.perf_counter()
 
 
 def _agreed(session: Session, *seconds: float) -> list[float]:

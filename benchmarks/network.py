@@ -91,7 +91,7 @@ class Spaces(ABC):
 
     @abstractmethod
     def space(self, worker: int) -> str:
-        """The namespace of a worker."""
+        """The namespace of a worker; empty: none."""
 
     def start(self, command: Sequence[str], port: int = PORT, **more: str) -> list[subprocess.Popen[str]]:
         """Start ``command`` once per worker, with torchrun's variables and one thread each."""
@@ -114,7 +114,7 @@ class Spaces(ABC):
         kept = {key: value for key, value in os.environ.items() if not key.startswith(OF_LAUNCHERS)}
         kept |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": self.interface, **environment}
         pipe: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        inside = ["ip", "netns", "exec", self.space(worker), *command]
+        inside = [*_within(self.space(worker)), *command]
         here = Path(__file__).resolve().parents[1]
         self._running.append(subprocess.Popen(inside, env=kept, cwd=here, start_new_session=True, **pipe))
         return self._running[-1]
@@ -203,6 +203,27 @@ class Loopback(Spaces):
         self.rate = rate
 
 
+class Machine(Spaces):
+    """The machine as it is, without a namespace and without a limit: for where there can be none."""
+
+    def __enter__(self) -> Any:
+        self.shape(self.rate)
+        return self
+
+    def space(self, worker: int) -> str:
+        return ""
+
+    def _build(self) -> None:
+        pass
+
+    def shape(self, rate: str | None) -> None:
+        if rate is not None:
+            raise RuntimeError(f"no rate of {rate} here: {usable()}")
+
+    def close(self) -> None:
+        self._kill()
+
+
 def _shape(space: str, device: str, rate: str | None, bucket: int) -> None:
     with contextlib.suppress(subprocess.CalledProcessError):
         _inside(space, "tc", "qdisc", "del", "dev", device, "root")
@@ -238,4 +259,8 @@ def _call(*command: str) -> str:
 
 
 def _inside(space: str, *command: str) -> str:
-    return _call("ip", "netns", "exec", space, *command)
+    return _call(*_within(space), *command)
+
+
+def _within(space: str) -> tuple[str, ...]:
+    return ("ip", "netns", "exec", space) if space else ()

@@ -16,7 +16,7 @@ from support import WIDTH, agreed, digest, gradients, mlp, on_ranks, same_bits, 
 from torch import Tensor, nn
 
 import agmerge
-from agmerge import probing, runtime, testing
+from agmerge import probing, rehearsal, runtime, testing
 from agmerge.layout import Lane, Layout
 from agmerge.probing import GROWTH, RUNS, SHARE, SPEND, Found, probe, sizes
 from agmerge.session import Session
@@ -62,7 +62,7 @@ class Ticking:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tick: Callable[[int], float]) -> None:
         self._tick, self._here = tick, threading.local()
-        monkeypatch.setattr(probing, "time", SimpleNamespace(perf_counter=self._now, monotonic=time.monotonic))
+        monkeypatch.setattr(rehearsal, "time", SimpleNamespace(perf_counter=self._now, monotonic=time.monotonic))
 
     def _now(self) -> float:
         self._here.now = getattr(self._here, "now", 0.0) + self._tick(runtime.world().rank)
@@ -129,7 +129,7 @@ def test_ranks_find_and_call_the_same_though_their_clocks_differ(
     else:
         assert sparsify(0) == 0.0 and sparsify.seconds[1:] == pytest.approx([slowest] * (len(sparsify.seconds) - 1))
         assert message is not None and message.seconds == pytest.approx([slowest] * len(message.seconds))  # to pack
-    names = ["probe", "probe of several", *(f"probe {number}" for number in range(probing.MANY))]
+    names = ["probe", "probe of several", *(f"probe {number}" for number in range(rehearsal.MANY))]
     known = {name + part for name in names for part in ("", "/sum")} | {"probe/seconds"}
     assert {name for _, name, _ in calls} <= known
     messages = [size for _, name, size in calls if name == "probe"]
@@ -138,7 +138,7 @@ def test_ranks_find_and_call_the_same_though_their_clocks_differ(
 
 def test_what_is_found_is_the_maximum_over_ranks_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 selects slowly, rank 1 sends slowly."""
-    trial = probing._Trial
+    trial = probing.Rehearsal
     original = {"select": trial.select, "exchange": trial.exchange, "burst": trial.burst}
     monkeypatch.setattr(probing, "BETWEEN", (1e-3, 100.0))  # sizes take seconds here
     monkeypatch.setattr(probing, "_apart", lambda *_: 0.0)
