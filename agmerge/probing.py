@@ -25,8 +25,8 @@ RUNS = (2, 12)  # least and most, of one size
 SHARE = 6  # so many sizes share that time
 
 PIECE = 1e-5  # seconds: no processor does a piece of work sooner
-ROUNDS = 7  # so often are small messages in a row timed
-BETWEEN = (2e-3, 0.05)  # seconds of work from one of them to the next, least and most
+ROUNDS = (2, 7)  # so often are small messages in a row timed, least and most
+BETWEEN = (1e-3, 0.05)  # seconds of work from one of them to the next, least and most
 
 Samples = dict[int, list[float]]
 
@@ -108,7 +108,8 @@ def _beside(trial: Rehearsal, selections: Samples, packs: Samples, travels: Samp
     if not trial.on_host or between > BETWEEN[1]:  # a device computes while the host waits and packs
         return 0.0
     pieces = math.ceil(between / max(trial.work(10) / 10, PIECE))
-    both = [(trial.burst(MANY, pieces), trial.burst(0, pieces)) for _ in range(ROUNDS)]
+    rounds = int(min(max(SPEND / 2 / (2 * MANY * between), ROUNDS[0]), ROUNDS[1]))
+    both = [(trial.burst(MANY, pieces), trial.burst(0, pieces)) for _ in range(rounds)]
     longer, shorter = (min(times) for times in zip(*both, strict=True))  # least: what else runs here is no message
     extra = (longer - shorter) / MANY
     known = min(selections[min(selections)]) + min(packs[min(packs)])
@@ -117,7 +118,7 @@ def _beside(trial: Rehearsal, selections: Samples, packs: Samples, travels: Samp
 
 def _apart(session: Session, segment: Segment, exchange: Exchange, step: int) -> float:
     """Seconds to pack what was selected from one more vector into the same message, the maximum over ranks."""
-    slots = segment.slots[:MANY]
+    slots = segment.slots[: MANY // 2]
     several = [Segment(segment.lane, (slot,)) for slot in slots]
     packs = []
     for segments in ([Segment(segment.lane, slots)], several):

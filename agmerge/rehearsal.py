@@ -15,7 +15,7 @@ from agmerge.wire import Control
 from sparsifiers import Selection
 
 BUSY = torch.ones(128, 128)  # a piece of work: a tenth of a millisecond, more or less
-MANY = 8  # small messages in a row
+MANY = 16  # small messages in a row
 
 
 class Rehearsal:

@@ -34,7 +34,7 @@ DENSE = ("Horovod", "Horovod fp16", "agmerge dense", "DDP")
 TIMED = ("floor", *DENSE, *PLANNED, *SELECTED)
 
 
-def arguments() -> argparse.Namespace:
+def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="seconds and bytes to a validation loss")
     parser.add_argument("--steps", type=int, default=1000)
@@ -46,7 +46,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument("--picture", type=Path, metavar="FOLDER")
     parser.add_argument("--worker", metavar="COMPRESSION", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return parser.parse_args(line)
 
 
 def tokens(folder: Path) -> Any:
@@ -223,18 +223,21 @@ def picture(found: dict[str, Any], times: dict[str, Any], folder: Path) -> None:
     figure.savefig(folder / "converge.svg")
 
 
+def summary(args: argparse.Namespace) -> str:
+    """All tables, of what is measured now where it is missing; draws the picture."""
+    found, times = curves(args), timed(args)
+    if args.picture:
+        picture(found, times, args.picture)
+    return "\n".join(table(found, times, rate) for rate in times)
+
+
 def main() -> None:
     """Measure what is missing, then report."""
     args = arguments()
     if args.worker:
         worker(args)
         os._exit(0)
-    found = curves(args)
-    times = timed(args)
-    for rate in times:
-        print(table(found, times, rate))
-    if args.picture:
-        picture(found, times, args.picture)
+    print(summary(args))
 
 
 if __name__ == "__main__":

@@ -37,6 +37,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "auto": {"compression": "topk", "exchange": "auto", "density": 0.01},
 }
 FIXED = ("dense", "fp16", "sparse 1 %")
+COLUMNS = ("workers", "rate", "model", *(f"{name}, ms" for name in (*FIXED, "auto")), "dense merge buffers of auto")
+COLUMNS += ("auto / dense", "auto / best fixed", "A/A", "blocks")
+HEAD = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}"
 SETTLE = 50  # steps before the first block: measuring, planning, the trial
 WARM = 12  # the same of those that plan nothing
 PLANNED = ("sparse 1 %", "auto")
@@ -183,9 +186,7 @@ def main() -> None:
         with args.out.open("a", encoding="utf-8") as out:
             out.write(json.dumps(cells[-1]) + "\n")
         print(row(cells[-1]), flush=True)
-    heads = ("workers", "rate", "model", *(f"{name}, ms" for name in (*FIXED, "auto")), "dense merge buffers of auto")
-    print("| " + " | ".join((*heads, "auto / dense", "auto / best fixed", "A/A", "blocks")) + " |")
-    print("|" + "---|" * (len(heads) + 4))
+    print(HEAD)
     for cell in cells:
         print(row(cell))
 
