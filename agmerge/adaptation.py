@@ -29,6 +29,7 @@ from agmerge.trial import Trial
 from agmerge.wire import slot_bytes
 from merging import Measurements
 from merging.importance import loads
+from merging.measured import sent_whole
 
 FIRST = 10  # steps that are measured before the first plan
 STEADY = (0.8, 1.25)  # an exchange within these, of what it took after the plan was made, is as it was
@@ -284,10 +285,8 @@ def finish(plan: merging.Plan, measured: Measurements) -> float:
 
 def all_dense(planner: merging.Planner, measured: Measurements) -> merging.Plan:
     """The planner's plan if everything went dense."""
-    assert measured.dense is not None
-    costs = merging.Costs(lambda elements: 0.0 * elements, measured.dense)
-    profile = merging.Profile(**{**measured.profile.plain(), "load": measured.profile.numel})
-    plan = planner.plan(profile, costs, "dense")
+    whole = sent_whole(measured)
+    plan = planner.plan(whole.profile, whole.costs, "dense")
     return replace(labelled(plan, "behind"), dense=(True,) * len(plan.counts))
 
 

@@ -20,7 +20,7 @@ import merging
 from agmerge.backends import Backend, horovod
 from agmerge.ops import Compression
 from merging import Measurements
-from merging.measured import step_end
+from merging.measured import sent_whole, step_end
 from sparsifiers import budget
 
 DENSITIES = (0.1, 0.01, 0.001)
@@ -84,15 +84,7 @@ def compare(measured: Measurements, step: float, finish: float) -> tuple[Row, ..
     rest = max(0.0, step - finish)
     candidates: list[tuple[str, Measurements]] = []
     if measured.dense is not None:
-        whole = replace(
-            measured,
-            profile=merging.Profile(**{**measured.profile.plain(), "load": measured.profile.numel}),
-            sparsify=None,
-            exchange=measured.dense,
-            dense=None,
-            modes=("dense",),
-        )
-        candidates.append(("dense", whole))
+        candidates.append(("dense", sent_whole(measured)))
         for density in DENSITIES:
             candidates.append((f"sparse, density {density:g}", replace(at(measured, density), dense=None)))
             candidates.append((f"auto, density {density:g}", at(measured, density)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from merging import storage
@@ -120,6 +120,26 @@ def best(planner: Planner, measurements: Measurements) -> tuple[Plan, str]:
             f" {', '.join(measurements.modes)}: choose another planner or mode"
         )
     return found[1], found[2]
+
+
+def sent_whole(measurements: Measurements) -> Measurements:
+    """Return the measurements as they would be if nothing were selected and everything sent by the dense exchange.
+
+    A load is then a tensor's elements, and a message takes what one takes to start. Raises ValueError without a dense
+    curve.
+    """
+    if measurements.dense is None:
+        raise ValueError("measurements: nothing is known of a dense exchange: measure with exchange='auto'")
+    start = None if measurements.message is None else Curve((0,), (measurements.message(0),))
+    return replace(
+        measurements,
+        profile=Profile(**{**measurements.profile.plain(), "load": measurements.profile.numel}),
+        sparsify=None,
+        exchange=measurements.dense,
+        dense=None,
+        modes=("dense",),
+        message=start,
+    )
 
 
 def step_end(plan: Plan, measurements: Measurements, mode: str) -> float:

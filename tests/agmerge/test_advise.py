@@ -16,7 +16,7 @@ from agmerge import advise
 from merging import Curve, Measurements
 
 
-def measured(sparse: float, dense: float | None) -> Measurements:
+def measured(sparse: float, dense: float | None, message: Curve | None = None) -> Measurements:
     """Four tensors, the last one exempt; these seconds an element of load and of numel."""
     names, numel = ["a", "b", "c", "d"], [40_000, 40_000, 40_000, 100]
     work, load = [40_000, 40_000, 40_000, 0], [400, 400, 400, 50]
@@ -28,11 +28,14 @@ def measured(sparse: float, dense: float | None) -> Measurements:
         dense=None if dense is None else Curve((0, 1_000_000), (1e-4, 1e-4 + dense * 1e6)),
         modes=("behind", "ahead"),
         workers=2,
+        message=message,
     )
 
 
-def test_rows_are_sorted_and_auto_is_never_behind_its_parts() -> None:
-    rows = advise.compare(measured(2e-6, 1e-6), 0.1, 0.08)
+@pytest.mark.parametrize("message", [None, Curve((0, 1000), (1e-3, 1.0))], ids=["", "dear messages"])
+def test_rows_are_sorted_and_auto_is_never_behind_its_parts(message: Curve | None) -> None:
+    """Also where what a message takes grows with what is selected, of which dense ones have nothing."""
+    rows = advise.compare(measured(2e-6, 1e-6, message), 0.1, 0.08)
     assert [row.step for row in rows] == sorted(row.step for row in rows)
     by_name = {row.strategy: row for row in rows}
     assert len(by_name) == 1 + 2 * len(advise.DENSITIES)

@@ -300,7 +300,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, planner: Any, **options: Any) -> tu
     """The plan after the first measurements, where selecting takes long; and the columns of its report."""
     monkeypatch.setattr("merging.parts.SMALLEST", 64)
     found = Found(Curve((0, 3072), (0.0, 50.0)), Curve((0, 700), (0.1, 50.0)), None)
-    monkeypatch.setattr(adaptation, "probe", lambda session, step, backward: found)
+    monkeypatch.setattr(adaptation, "probe", lambda *_: found)
 
     def body(rank: int, model: nn.Module) -> tuple[Plan, list[str], list[str]]:
         optimizer = wrap(model, merging=planner, **{"compression": "topk", "sparsify": "behind", **options})

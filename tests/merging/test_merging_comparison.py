@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import xml.etree.ElementTree as ElementTree
+from typing import Any
 
 import pytest
 from test_merging_measured import measured
@@ -62,7 +63,8 @@ def test_exposed_time_is_what_nothing_hides() -> None:
 
 def test_nothing_takes_no_time_and_divides_by_nothing() -> None:
     free = Curve((0,), (0.0,))
-    given = measured(profile=Profile(["a"], [1], [0.0]), sparsify=None, exchange=free, dense=None, modes=("dense",))
+    nothing: dict[str, Any] = {"sparsify": None, "exchange": free, "dense": None, "message": None}
+    given = measured(profile=Profile(["a"], [1], [0.0]), modes=("dense",), **nothing)
     rows = compare(given)
     assert {(row.finish, row.ratio, row.exposed) for row in rows} == {(0.0, 1.0, 0.0)}
     assert [row.planner for row in rows] == [name for name in merging.names() if "dense" in merging.get(name).modes]
