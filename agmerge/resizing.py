@@ -78,6 +78,7 @@ def connect(engine: Engine) -> None:
     if engine.comm is not None or engine.outside:
         return
     shard = engine.shard
+    runtime.listen()
     engine.connect(world)
     origin, engine.origin = engine.origin, None
     if origin is None or engine.comm is None or not engine.parked:

@@ -177,6 +177,11 @@ def open(world: Backend, timeout: float) -> None:
     whereabouts.ask = _current.call
 
 
+def is_open() -> bool:
+    """Whether this process listens."""
+    return _current is not None
+
+
 def close() -> None:
     """Neither listen nor ask any more."""
     global _current

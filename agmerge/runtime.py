@@ -62,7 +62,7 @@ def init(backend: str | None = None) -> None:
         return
     env = os.environ
     name = backend or detect(env)
-    if env.get("HOROVOD_ELASTIC") == "1" and name != "horovod":
+    if _elastic(env) and name != "horovod":
         raise AGMergeError(
             f"HOROVOD_ELASTIC=1, but the backend is {name!r}: workers that come and go are Horovod's; leave "
             "AGMERGE_BACKEND and backend= out, or launch with a fixed number of workers"
@@ -82,9 +82,23 @@ def init(backend: str | None = None) -> None:
             f"the launcher has started {env[launched]} workers ({launched}), but the {name} backend sees one: it was "
             "built for another launcher. `python -m agmerge doctor` says which launchers work here"
         )
-    if name != "local" and opened.size > 1:
+    if name != "local" and opened.size > 1 and not _elastic(env):
         rollcall.open(opened, timeout)
     _process = opened
+
+
+def listen() -> None:
+    """Open the roll call of the workers that there are now, if this has not happened. Collective.
+
+    In an elastic job it waits for the first step: newcomers are alone until all begin one.
+    """
+    here = None if bound() is not None else _process
+    if _elastic(os.environ) and here is not None and here.size > 1 and not rollcall.is_open():
+        rollcall.open(here, deadline.default())
+
+
+def _elastic(env: Mapping[str, str]) -> bool:
+    return env.get("HOROVOD_ELASTIC") == "1"
 
 
 def adopt() -> None:
@@ -138,6 +152,7 @@ def renew() -> None:
     """Take the workers that there are now: an elastic Horovod has initialised itself anew."""
     global _process
     if _process is not None:
+        rollcall.close()  # its ranks are other workers' now
         _process = _process.renewed()
 
 
