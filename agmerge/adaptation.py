@@ -78,11 +78,10 @@ class Adaptation:
 
     def _first(self, planner: merging.Planner, step: int) -> merging.Plan | None:
         """The first plan. Collective."""
-        before, latest = self.session.plan, self._measure(step)
+        latest = self._measure(step)
         rule = self.session.config.partial
         if rule is not None and not rule.settled:
-            fixed = None if self.session.config.groups is None else Fixed(counts=before.counts)
-            if settle(self.session, fixed or planner, latest):
+            if settle(self.session, self._by_groups(planner), latest):
                 return None  # the session ends here; the next one measures and plans
         return self._plan(planner, latest)
 
@@ -212,7 +211,7 @@ class Adaptation:
     def _plan(self, planner: merging.Planner, latest: Measurements) -> merging.Plan | None:
         """Rank 0 plans; the plan, what it was made from, and its rivals travel, and every rank checks them. Collective.
 
-        Where merge buffers go dense or sparse by choice, a new plan has to show what it promises, see ``rivals``.
+        Where merge buffers go dense or sparse by choice, a new plan has to show what it promises, see ``_rivals``.
         """
         comm, timeout, plan = self.session.comm, self.session.config.timeout, self.session.plan
         told: dict[str, Any] = {}
@@ -244,9 +243,12 @@ class Adaptation:
             return current
         return chosen
 
+    def _by_groups(self, planner: merging.Planner) -> merging.Planner:
+        """The planner, unless the script's groups say which tensors share a message."""
+        return planner if self.session.config.groups is None else Fixed(counts=self.session.plan.counts)
+
     def _planned(self, planner: merging.Planner, latest: Measurements) -> merging.Plan:
-        if self.session.config.groups is not None:
-            planner = Fixed(counts=self.session.plan.counts)
+        planner = self._by_groups(planner)
         plan, mode = merging.best(planner, latest)
         most = getattr(planner, "parts", 1) if SPARSE[self.session.config.exchange].divides else 1
         return labelled(merging.divide(plan, latest.profile, latest.costs, mode, most) if most > 1 else plan, mode)
@@ -255,8 +257,7 @@ class Adaptation:
         """What is tried beside a new plan: all dense and all compressed, if predicted to end not much later."""
         if latest.dense is None or (self.measured is not None and chosen == self.session.plan):
             return []
-        fixed = None if self.session.config.groups is None else Fixed(counts=self.session.plan.counts)
-        others = [all_dense(fixed or planner, latest), self._planned(planner, replace(latest, dense=None))]
+        others = [all_dense(self._by_groups(planner), latest), self._planned(planner, replace(latest, dense=None))]
         bound = DOUBTFUL * finish(chosen, latest)
         return [one for one in others if one != chosen and finish(one, latest) < bound]
 

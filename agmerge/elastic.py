@@ -8,7 +8,6 @@ from zero.
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
 
 import torch
@@ -18,14 +17,9 @@ from agmerge.backends import horovod_elastic
 from agmerge.broadcasting import broadcast_optimizer_state
 
 
-def active() -> bool:
-    """Whether this process was launched to be joined and left by others."""
-    return os.environ.get("HOROVOD_ELASTIC") == "1"
-
-
 def prepare(kind: type[torch.optim.Optimizer]) -> None:
     """Let ``TorchState(optimizer=...)`` take optimizers of ``kind`` as :class:`Kept` does, where it is needed."""
-    if active():
+    if runtime.elastic():
         horovod_elastic.register(kind, Kept)
 
 

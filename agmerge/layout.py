@@ -9,6 +9,8 @@ from functools import cached_property
 
 import torch
 
+from agmerge.codecs.bits import aligned
+
 # Elements. 64 bytes of a 2-byte dtype, so that a tensor never shares a cache line with its neighbour.
 ALIGNMENT = 32
 
@@ -108,7 +110,7 @@ class Segment:
 
 def padded(numel: int) -> int:
     """``numel`` rounded up to whole alignment units."""
-    return -(-numel // ALIGNMENT) * ALIGNMENT
+    return aligned(numel, ALIGNMENT)
 
 
 def _piece(shape: tuple[int, ...], start: int, stop: int) -> tuple[int, ...]:

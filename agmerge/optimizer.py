@@ -117,7 +117,7 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         try:
             runtime.adopt()
             elastic.prepare(DistributedOptimizer)
-            if not elastic.active():  # there newcomers are alone until all begin the next step
+            if not runtime.elastic():  # there newcomers are alone until all begin the next step
                 resizing.connect(self._engine)
         except BaseException:
             self._engine.close()

@@ -62,7 +62,7 @@ def init(backend: str | None = None) -> None:
         return
     env = os.environ
     name = backend or detect(env)
-    if _elastic(env) and name != "horovod":
+    if elastic() and name != "horovod":
         raise AGMergeError(
             f"HOROVOD_ELASTIC=1, but the backend is {name!r}: workers that come and go are Horovod's; leave "
             "AGMERGE_BACKEND and backend= out, or launch with a fixed number of workers"
@@ -82,7 +82,7 @@ def init(backend: str | None = None) -> None:
             f"the launcher has started {env[launched]} workers ({launched}), but the {name} backend sees one: it was "
             "built for another launcher. `python -m agmerge doctor` says which launchers work here"
         )
-    if name != "local" and opened.size > 1 and not _elastic(env):
+    if name != "local" and opened.size > 1 and not elastic():
         rollcall.open(opened, timeout)
     _process = opened
 
@@ -93,12 +93,13 @@ def listen() -> None:
     In an elastic job it waits for the first step: newcomers are alone until all begin one.
     """
     here = None if bound() is not None else _process
-    if _elastic(os.environ) and here is not None and here.size > 1 and not rollcall.is_open():
+    if elastic() and here is not None and here.size > 1 and not rollcall.is_open():
         rollcall.open(here, deadline.default())
 
 
-def _elastic(env: Mapping[str, str]) -> bool:
-    return env.get("HOROVOD_ELASTIC") == "1"
+def elastic() -> bool:
+    """Whether this process was launched to be joined and left by others."""
+    return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
 def adopt() -> None:
