@@ -50,7 +50,7 @@ HOROVOD = ["cloudpickle", "psutil", "pyyaml", "packaging", "cffi>=1.4"]
 # installation warns, and the package works, only slower.
 KERNEL = Extension(
     "sparsifiers._kernel",
-    [f"sparsifiers/kernel{part}.c" for part in ("", "_memory", "_rows", "_columns", "_module")],
+    [f"sparsifiers/kernel{part}.c" for part in ("", "_memory", "_rows", "_columns", "_message", "_module")],
     depends=["sparsifiers/kernel.h"],
     extra_compile_args=[] if sys.platform == "win32" else ["-O3", "-std=c11", "-fvisibility=hidden"],
     optional=True,

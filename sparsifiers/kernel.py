@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-INTERFACE = 2  # of kernel.c; a library that was built from another version is not used
+INTERFACE = 3  # of kernel.c; a library that was built from another version is not used
 ROOM = 1 << 17  # slots of scratch that `rows_top` may take at any size
 PANEL = 64  # columns that are searched together at least: four cache lines of each row
 BLOCK = 1024  # elements that `scan` reads between two looks at the room that is left
@@ -28,7 +28,7 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 Keys = NDArray[np.int32]
 
-_SIGNATURES: dict[str, tuple[Any, str]] = {  # result and arguments: p a pointer, l an int64_t, i an int
+_SIGNATURES: dict[str, tuple[Any, str]] = {  # result and arguments: p a pointer, l an int64_t, i an int, f a float
     "kernel_set_level": (ctypes.c_int, "i"),
     "kernel_scan": (ctypes.c_int64, "plliipplp"),
     "kernel_cut": (ctypes.c_int32, "ppllp"),
@@ -36,11 +36,14 @@ _SIGNATURES: dict[str, tuple[Any, str]] = {  # result and arguments: p a pointer
     "kernel_sample": (None, "pllip"),
     "kernel_commit": (ctypes.c_int, "plppl"),
     "kernel_add": (ctypes.c_int, "pppli"),
+    "kernel_blocks_encode": (ctypes.c_int, "pllilp"),
+    "kernel_blocks_decode": (ctypes.c_int, "pllilp"),
+    "kernel_scatter": (ctypes.c_int, "plpplf"),
     "kernel_rows": (None, "pllippp"),
     "kernel_columns_scratch": (ctypes.c_int64, "lllll"),
     "kernel_columns": (ctypes.c_int, "plllipllpp"),
 }
-_ARGUMENTS = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int32}
+_ARGUMENTS = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
 
 
 def load(folder: Path) -> ctypes.CDLL | None:
@@ -215,6 +218,37 @@ def commit(work: Tensor, indices: Tensor, sent: Tensor) -> bool:
         return False
     if _loaded().kernel_commit(work.data_ptr(), work.numel(), indices.data_ptr(), sent.data_ptr(), count):
         raise IndexError(f"an index to commit is outside [0, {work.numel()})")
+    return True
+
+
+def blocks_encode(indices: Tensor, count: int, capacity: int, low: int, last: int, out: Tensor) -> bool:
+    """Write the first `count` indices as the codec Blocks does; False if it must do so itself."""
+    if not (_plain(indices, torch.int32) and _plain(out, torch.uint8)):
+        return False
+    return not _loaded().kernel_blocks_encode(indices.data_ptr(), count, capacity, low, last, out.data_ptr())
+
+
+def blocks_decode(data: Tensor, count: int, capacity: int, low: int, last: int) -> tuple[Tensor, bool] | None:
+    """The first `count` indices that Blocks has written, and whether they can be; None if it must read them itself."""
+    if not _plain(data, torch.uint8):
+        return None
+    indices = torch.empty(count, dtype=torch.int32)
+    good = _loaded().kernel_blocks_decode(data.data_ptr(), count, capacity, low, last, indices.data_ptr())
+    return indices, bool(good)
+
+
+def scatter(total: Tensor, indices: Tensor, values: Tensor, scale: float) -> bool:
+    """total[indices] += values * scale, all 1-D; False, with nothing done, if torch must do it.
+
+    IndexError, with nothing done, for an index outside [0, len(total)).
+    """
+    if not (_plain(total) and _plain(indices, torch.int32) and _plain(values)):
+        return False
+    count = indices.numel()
+    if _loaded().kernel_scatter(
+        total.data_ptr(), total.numel(), indices.data_ptr(), values.data_ptr(), count, scale
+    ):
+        raise IndexError(f"an index to add at is outside [0, {total.numel()})")
     return True
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from agmerge.codecs import bits
+from sparsifiers import kernel
 
 GRAIN = 16  # bytes; parts of a message start on such a boundary
 _LOWS = (8, 16, 24, 2, 4, 6, 10, 12, 14, 18, 20, 22, 26, 28, 30)  # whole bytes first: they are cheaper
@@ -111,6 +112,8 @@ class Blocks(IndexCodec):
 
     def encode(self, indices: Tensor, count: int | Tensor, out: Tensor) -> None:
         if not isinstance(count, Tensor):
+            if kernel.blocks_encode(indices, count, self.capacity, self.low, self.last, out):
+                return
             indices = indices[:count]
         slots = torch.arange(indices.numel(), dtype=torch.int32, device=indices.device)
         places = (indices >> self.low).add_(slots)
@@ -123,6 +126,10 @@ class Blocks(IndexCodec):
         bits.mark(places, out[self._unary])
 
     def decode(self, data: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        compiled = kernel.blocks_decode(data, count, self.capacity, self.low, self.last)
+        if compiled is not None:
+            indices, right = compiled
+            return indices, torch.tensor(right)
         places, total = bits.marked(data[self._unary], count)
         block = places.sub_(torch.arange(count, dtype=torch.int32, device=data.device))
         good = total == count

@@ -15,7 +15,7 @@ from agmerge.errors import MessageError
 from agmerge.exchanges.base import Commit, Exchange, Load, Pending
 from agmerge.ops import ReduceOp
 from agmerge.wire import Control, Format, Section
-from sparsifiers import Selection
+from sparsifiers import Selection, kernel
 
 Part = tuple[torch.Tensor, torch.Tensor]  # indices and values of one rank
 
@@ -86,8 +86,9 @@ class SparseExchange(Exchange):
             else:
                 total.zero_()
                 for indices, values in sparse:
-                    # Unique within a rank: the same sum in any order the device takes.
-                    total.index_add_(0, indices, values.mul_(self.scale))
+                    if not kernel.scatter(total, indices, values, self.scale):
+                        # Unique within a rank: the same sum in any order the device takes.
+                        total.index_add_(0, indices, values.mul_(self.scale))
             if total is not load.update:
                 load.update.copy_(total)
 
