@@ -201,13 +201,13 @@ class Engine:
 
     # -- a step ---------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def on_gradient(self, parameter: torch.Tensor) -> None:
-        """The hook: ``parameter.grad`` has been accumulated once more."""
+        """The hook: ``parameter.grad`` has been accumulated once more. It is called for every tensor: keep it short."""
         with self._lock:
-            whereabouts.here().move(self._clock, "is in a backward pass")
             if self.synchronized:
                 self._clear()  # synchronize() without step(): the update is discarded
+            if not self._fired:
+                whereabouts.here().move(self._clock, "is in a backward pass")
             if self.paused:
                 if parameter in self._ready:
                     raise AssertionError(f"{NO_SYNC_LATE} Parameter: {self.members.name_of(parameter)!r}.")
@@ -227,8 +227,11 @@ class Engine:
                 round_ = self._attempt()
                 # One that was unfrozen during backward() has no place: _attach() will say so.
                 if round_ is not None and not round_.dirty and parameter in round_.session.slot_of:
-                    with self._breaking():
+                    try:
                         round_.feed(parameter, self._gradient(parameter))
+                    except BaseException as error:  # as _breaking() does, without a generator a tensor
+                        self._broken = error
+                        raise
 
     @torch.no_grad()
     def synchronize(self) -> None:

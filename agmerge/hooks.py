@@ -15,7 +15,7 @@ class Listener(Protocol):
     """Who wants to know of gradients."""
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
-        """``parameter.grad`` has been accumulated once more."""
+        """``parameter.grad`` has been accumulated once more. Gradients are not recorded."""
 
 
 # Which hooks a parameter has. Not an attribute of the parameter: that would travel with torch.save(model).
@@ -63,7 +63,12 @@ class Hooks:
 def _hook(listener: weakref.ref[Listener]) -> Callable[[torch.Tensor], None]:
     def hook(parameter: torch.Tensor) -> None:
         here = listener()
-        if here is not None:
+        if here is None:
+            return
+        if torch.is_grad_enabled():  # under create_graph=True; elsewhere its context would be half the cost of a hook
+            with torch.no_grad():
+                here.on_gradient(parameter)
+        else:
             here.on_gradient(parameter)
 
     return hook

@@ -73,7 +73,7 @@ class Round:
 
     def _compensate(self, slot: Slot, gradient: torch.Tensor | None) -> None:
         if not self.dirty:
-            taken = self._of_work.compensate(self.session.arenas[slot.lane], slot, gradient)
+            taken = self._of_work.compensate(self.session.arena_of[slot.index], slot, gradient)
             if taken and self.session.energy is not None and slot.lane.sparse:
                 self.session.energy.add(slot, gradient)
 
@@ -92,9 +92,10 @@ class Round:
 
     def _look(self) -> None:
         """See what has arrived: without it, nothing would be known of exchanges that backward hides."""
-        while self._arrived < len(self._pending) and all(
-            route.exchange.arrived(pending) for route, pending in self._pending[self._arrived]
-        ):
+        while self._arrived < len(self._pending):
+            for route, pending in self._pending[self._arrived]:
+                if not route.exchange.arrived(pending):
+                    return
             self.recorder.arrived()
             self._arrived += 1
 

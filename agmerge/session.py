@@ -67,6 +67,7 @@ class Session:
             self.shards = Shards(nodes, self.tensors, self.layout, config.timeout, ordered=config.ordered)
         self.slot_of = dict(zip(self.parameters, self.layout.slots, strict=True))
         self.arenas = {lane: self._arena(lane, length) for lane, length in self.layout.lengths.items()}
+        self.arena_of = [self.arenas[slot.lane] for slot in self.layout.slots]
         self.clock = clock_for(lane.device for lane in self.arenas)
         self.used = [False] * len(ordered)
         self.shares: tuple[int, ...] | None = None  # by slot: elements to send, by importance, once that is known

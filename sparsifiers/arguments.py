@@ -112,6 +112,8 @@ def check_request(
 
 
 def _integer(owner: object, key: str, name: str, value: int) -> int:
+    if type(value) is int:  # nearly always; the look at Integral costs as much as twenty of these
+        return value
     # A tensor is refused on purpose: reading one that lives on a device would synchronise.
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{_where(owner, key)}: {name} must be an int, not {value!r}")

@@ -55,6 +55,8 @@ class Memory(ABC):
         self._check(work, residual, gradient)
         if (self.corrects and self.keeps) is (momentum is None):
             raise ValueError(f"{self}: momentum must be {'given' if self.corrects else 'None: this memory has none'}")
+        if not torch.is_grad_enabled():
+            return self._compensate(work, residual, gradient, momentum, size)
         with torch.no_grad():  # a hook under create_graph=True sees gradients that require grad
             return self._compensate(work, residual, gradient, momentum, size)
 
@@ -103,7 +105,8 @@ class Memory(ABC):
             raise ValueError(
                 f"{self}: gradient has layout {gradient.layout}; make it dense first (sparse_as_dense=True)"
             )
-        if gradient.shape != work.shape or torch.promote_types(work.dtype, gradient.dtype) != work.dtype:
+        same = gradient.dtype == work.dtype or torch.promote_types(work.dtype, gradient.dtype) == work.dtype
+        if not same or gradient.shape != work.shape:
             raise ValueError(
                 f"{self}: gradient is {_form(gradient)}, but work is {_form(work)}; "
                 f"shapes must be equal and work must hold every value of the gradient"
