@@ -7,7 +7,7 @@ may have left by then: :mod:`agmerge.verdict` waits for all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,6 +84,17 @@ class Watch:
             return True
         arena.compensate(slot, None)
         return False
+
+    def take(self, arena: Arena, taken: Sequence[tuple[Slot, torch.Tensor]]) -> None:
+        """:meth:`compensate` for gradients, on the host, of an arena that keeps nothing: one call, one look at all."""
+        torch._foreach_copy_([arena.work_of(slot) for slot, _ in taken], [gradient for _, gradient in taken])
+        start, stop = min(slot.offset for slot, _ in taken), max(slot.end for slot, _ in taken)
+        # What lies between them is of the same merge buffer, and finite, or padding.
+        if self.policy == ALLOW or is_finite(arena.work[start:stop]):
+            return
+        for slot, _ in taken:
+            if self.look(slot, arena.work_of(slot)):
+                arena.compensate(slot, None)
 
     # -- "allow" --------------------------------------------------------------------------------------------------
 

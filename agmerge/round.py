@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from agmerge.exchanges import Pending
-from agmerge.layout import Segment, Slot
+from agmerge.layout import Lane, Segment, Slot
 from agmerge.nonfinite import Watch
 from agmerge.recorder import Recorder
 from agmerge.routing import Route, key
@@ -34,6 +34,7 @@ class Round:
         self.flags, self.said = flags, 0
         self._missing = list(session.plan.counts)  # tensors still to come, per merge buffer
         self._fed: dict[int, bool] = {}  # by slot: whether there was a gradient
+        self._small: dict[int, list[tuple[Slot, torch.Tensor]]] = {}  # by merge buffer: not yet in `work`
         self._offers: dict[int, Selection] = {}  # by slot, of tensors that are sparsified ahead
         self._pending: list[list[tuple[Route, Pending]]] = []  # per merge buffer under way
         self._counted: dict[int, tuple[int, int]] = {}  # bytes and elements of each message that are in the totals
@@ -72,10 +73,22 @@ class Round:
         """Every tensor has come: leave no message that has not been started."""
 
     def _compensate(self, slot: Slot, gradient: torch.Tensor | None) -> None:
-        if not self.dirty:
-            taken = self._of_work.compensate(self.session.arena_of[slot.index], slot, gradient)
-            if taken and self.session.energy is not None and slot.lane.sparse:
-                self.session.energy.add(slot, gradient)
+        if self.dirty:
+            return
+        if gradient is not None and slot.index in self.session.small:
+            self._small.setdefault(self.session.buffer_of[slot.index], []).append((slot, gradient))
+            return
+        taken = self._of_work.compensate(self.session.arena_of[slot.index], slot, gradient)
+        if taken and self.session.energy is not None and slot.lane.sparse:
+            self.session.energy.add(slot, gradient)
+
+    def _catch_up(self, buffer: int) -> None:
+        """Put all small tensors of a merge buffer that are sent whole into their arenas together."""
+        by_arena: dict[Lane, list[tuple[Slot, torch.Tensor]]] = {}
+        for slot, gradient in self._small.pop(buffer, ()):
+            by_arena.setdefault(slot.lane, []).append((slot, gradient))
+        for lane, taken in by_arena.items():
+            self._of_work.take(self.session.arenas[lane], taken)
 
     def _select_alone(self, slot: Slot) -> None:
         alone = self.session.alone.get(slot.index)
@@ -84,6 +97,7 @@ class Round:
 
     def _send(self, buffer: int) -> None:
         """One message after the other: the next is selected and encoded while the one before travels."""
+        self._catch_up(buffer)
         first, *others = self.session.buffers[buffer]
         messages = [(first, self._start(first))]
         self.recorder.mark(buffer)

@@ -29,8 +29,10 @@ from agmerge.nodes import Nodes
 from agmerge.parts import divided
 from agmerge.routing import AHEAD, Route, alike, routes, title
 from agmerge.shards import Shards, sharded
+from sparsifiers.memories import NoMemory
 from sparsifiers.randomk import RandomK
 
+SMALL = 1 << 14  # elements up to which a tensor that is sent whole waits for its merge buffer
 State = dict[tuple[str, str], torch.Tensor]  # by kind ("residual", "momentum") and name of the tensor
 
 
@@ -68,6 +70,13 @@ class Session:
         self.slot_of = dict(zip(self.parameters, self.layout.slots, strict=True))
         self.arenas = {lane: self._arena(lane, length) for lane, length in self.layout.lengths.items()}
         self.arena_of = [self.arenas[slot.lane] for slot in self.layout.slots]
+        # Slots that wait until their merge buffer is complete, and are copied together: a call each would cost more.
+        self.small = {
+            slot.index
+            for slot in self.layout.slots
+            if not slot.lane.sparse and slot.numel <= SMALL and slot.lane.device.type == "cpu"
+            if isinstance(self.arenas[slot.lane].memory, NoMemory)
+        }
         self.clock = clock_for(lane.device for lane in self.arenas)
         self.used = [False] * len(ordered)
         self.shares: tuple[int, ...] | None = None  # by slot: elements to send, by importance, once that is known

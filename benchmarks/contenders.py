@@ -51,7 +51,7 @@ CONTENDERS: dict[str, Contender] = {
     "agmerge topk fp16": ours(compression="topk", exchange="sparse", wire="fp16"),
     "agmerge dgc int8": ours(compression="dgc", exchange="sparse", wire="int8"),
     "agmerge topk on Horovod": ours(compression="topk", exchange="sparse", horovod=True),
-    "agmerge dense": ours(compression="none", warm=12),
+    "agmerge dense": ours(compression="none", merging="threshold", warm=4),
     "Horovod": Contender("horovod", horovod=True),
     "Horovod fp16": Contender("horovod", (("fp16", True),), horovod=True),
     "DDP": Contender("ddp"),

@@ -5,7 +5,8 @@
 
 The model is the GPT-2 of step_time.py, the data the source text of Python's standard library in 8192 byte pairs, the
 last tenth held out; SGD with momentum, a one-cycle rate, two workers, the same batches for all. The target is the
-validation loss of dense after ``--steps`` steps times 1.02. A curve does not depend on the network, so it is measured
+validation loss of dense after ``--steps`` steps times 1.02; a curve goes on until it is there, for ``--most`` times
+as many steps at most. A curve does not depend on the network, so it is measured
 once per sparsifier, on no slow link, and the step times of ``step_time.py`` turn steps into seconds. Planners share
 the curve of ``topk``: a plan decides which elements compete for a place, not how many are sent.
 """
@@ -38,7 +39,7 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="seconds and bytes to a validation loss")
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--most", type=float, default=1.5, help="times those steps, for what is slower to learn")
+    parser.add_argument("--most", type=float, default=1.3, help="times those steps, for what is slower to learn")
     parser.add_argument("--rates", nargs="*", default=["200mbit", "1gbit"])
     parser.add_argument("--curves", nargs="+", default=["dense", *(name.split(",")[0] for name in SELECTED)])
     parser.add_argument("--out", type=Path, default=Path("runs/converge"), help="a folder")
@@ -46,6 +47,7 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument("--picture", type=Path, metavar="FOLDER")
     parser.add_argument("--worker", metavar="COMPRESSION", help=argparse.SUPPRESS)
+    parser.add_argument("--target", type=float, default=0.0, help=argparse.SUPPRESS)
     return parser.parse_args(line)
 
 
@@ -102,6 +104,8 @@ def worker(args: argparse.Namespace) -> None:
         if step % EVERY == 0:
             with torch.no_grad():
                 curve.append((step, statistics.fmean(loss(rows).item() for rows in held_out.split(16))))
+            if step >= args.steps and curve[-1][1] <= args.target:
+                break  # the same on all ranks: their replicas are
         generator = torch.Generator().manual_seed(step)
         starts = torch.randint(cut - LENGTH, (BATCH,), generator=generator)[agmerge.rank() :: agmerge.size()]
         optimizer.zero_grad()
@@ -131,6 +135,9 @@ def curves(args: argparse.Namespace) -> dict[str, Any]:
             with Loopback(2) as network:
                 command = [sys.executable, "-W", "ignore", __file__, "--worker", name, "--out", str(args.out.resolve())]
                 command += ["--steps", str(args.steps), "--most", str(args.most)]
+                dense = known.get(f"dense, {args.steps} steps")
+                if dense:
+                    command += ["--target", str(NEAR * dense["curve"][-1][1])]
                 output = network.run(command, timeout=7200)[0]
             known[key] = told(output)[0]
             file.write_text(json.dumps(known), encoding="utf-8")
@@ -149,7 +156,7 @@ def timed(args: argparse.Namespace) -> dict[str, Any]:
     for rate in args.rates if not args.report else []:
         if rate not in known:
             with Loopback(2, rate) as network, Stage(network) as stage:
-                more = argparse.Namespace(blocks=args.blocks, steps=3, seconds=30.0)
+                more = argparse.Namespace(blocks=args.blocks, steps=3, seconds=10.0, width=1.0)
                 known[rate] = step_time.measure(stage, list(TIMED), "gpt2", {}, more)
             file.write_text(json.dumps(known), encoding="utf-8")
     return known

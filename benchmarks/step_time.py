@@ -6,11 +6,13 @@
     python benchmarks/step_time.py --report                      # only read what has been measured
 
 A cell is a model, a rate and a number of workers on this machine. Its contenders are started once, each a job of its
-own, and take blocks of steps in turn while the others are frozen: ``--blocks`` of them, or as many as fit
-into ``--seconds``. ``/ floor`` is the ratio of medians in the same round to a job that trains alone and gathers eight
-bytes a step, with its bootstrap interval over rounds; "floor again" is a second such job, the A/A. Bytes are what left
-the network interfaces, per step and worker. All workers share one namespace whose ``lo`` has the rate, both ways;
-where there can be none, only unshaped cells are run, on the machine as it is.
+own, and take blocks of steps in turn, every round in another order, while the others are frozen. One that takes at most
+twice as long as the floor takes ``--blocks`` of them, and up to twice as many until its interval is ``--width`` wide; a
+slower one as many as fit into ``--seconds``. ``/ floor`` is the ratio of medians in the same round to a job that trains
+alone and gathers eight bytes a step, with its bootstrap interval over rounds; "floor again" is a second such job, the
+A/A. Bytes are what left the network interfaces, per step and worker. Peers take part where all contenders do. All
+workers share one namespace whose ``lo`` has the rate, both ways; where there can be none, only unshaped cells are run,
+on the machine as it is.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import random
 import statistics
 import sys
 import time
@@ -37,7 +40,12 @@ CELLS = [
     *[(model, rate, 2) for model in ("resnet50", "cnn") for rate in ("200mbit", "1gbit", "none")],
     *[("gpt2", rate, 4) for rate in ("200mbit", "1gbit", "none")],
 ]
-MOST = 0.25  # of the seconds of a contender, that one block may take: slower ones take fewer steps a block
+# Where not all contenders take part.
+LIGHT = ("no exchange", FLOOR, "agmerge", "agmerge topk", "agmerge topk fp16", "Horovod", "Horovod fp16", "DDP",
+         "DDP PowerSGD", f"{FLOOR} again")  # fmt: skip
+WHOLE = [("gpt2", rate, 2) for rate in ("200mbit", "1gbit")]
+MOST = 0.25  # of the seconds of a slow contender, that one block may take: it takes fewer steps a block
+NEAR = 2.0  # times the floor
 
 
 def arguments() -> argparse.Namespace:
@@ -50,7 +58,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--peer", nargs="+", default=[], metavar="NAME=FILE", help="see contenders.py")
     parser.add_argument("--blocks", type=int, default=40)
     parser.add_argument("--steps", type=int, default=3, help="of a block")
-    parser.add_argument("--seconds", type=float, default=45.0, help="for the blocks of one contender")
+    parser.add_argument("--seconds", type=float, default=10.0, help="for the blocks of one that is slow")
+    parser.add_argument("--width", type=float, default=0.10, help="of the interval of one that is near the floor")
     parser.add_argument("--out", type=Path, default=Path("runs/step_time.jsonl"), help="one line a cell")
     parser.add_argument("--report", action="store_true", help="measure nothing")
     return parser.parse_args()
@@ -80,12 +89,18 @@ def measure(stage: Stage, names: list[str], model: str, peers: dict[str, str], a
         found[name] = {"seconds": [], "bytes": [], "rounds": []}
     left = dict.fromkeys(jobs, args.seconds)
     typical: dict[str, float] = {}
-    for number in range(args.blocks):
-        for name, job in jobs.items():
-            expected = typical.get(name, 0.0)
-            steps = max(1, min(args.steps, int(MOST * args.seconds / expected) if expected else 1))
-            if left[name] < expected * steps:
-                continue
+    for number in range(2 * args.blocks):
+        near = [name for name, took in typical.items() if took <= NEAR * typical.get(FLOOR, 0.0)]
+        turns = list(jobs)
+        if number >= args.blocks:
+            wide = [name for name in near if high_less_low(found, name) > args.width]
+            turns = [FLOOR, *wide] if wide else []
+        for name in random.Random(number).sample(turns, len(turns)):
+            job, expected, steps = jobs[name], typical.get(name, 0.0), args.steps if name in near else 1
+            if name not in near:
+                if left[name] < expected:
+                    continue
+                steps = max(1, min(args.steps, int(MOST * args.seconds / expected))) if expected else 1
             before, start = stage.network.sent(), time.perf_counter()
             told = job.block(steps)
             left[name] -= time.perf_counter() - start
@@ -100,10 +115,25 @@ def measure(stage: Stage, names: list[str], model: str, peers: dict[str, str], a
     return found
 
 
+def ratios(found: dict[str, Any], name: str) -> list[float]:
+    """A contender's blocks over the floor's in the same rounds."""
+    floor = dict(zip(found[FLOOR]["rounds"], found[FLOOR]["seconds"], strict=True)) if FLOOR in found else {}
+    pairs = zip(found[name]["rounds"], found[name]["seconds"], strict=True)
+    return [seconds / floor[number] for number, seconds in pairs if number in floor]
+
+
+def high_less_low(found: dict[str, Any], name: str) -> float:
+    """How wide the interval of the ratio is; 0 where there is none."""
+    here = ratios(found, name)
+    if not here:
+        return 0.0
+    _, low, high = interval(here)
+    return high - low
+
+
 def table(cell: dict[str, Any]) -> str:
     """One cell, as text."""
     found = cell["found"]
-    floor = dict(zip(found[FLOOR]["rounds"], found[FLOOR]["seconds"], strict=True)) if FLOOR in found else {}
     alone = statistics.median(found["no exchange"]["seconds"]) if "no exchange" in found else None
     rate = "unshaped" if cell["rate"] == "none" else cell["rate"]
     lines = [f"**{cell['model']}, {cell['workers']} workers, {rate}** ({cell['date']})", ""]
@@ -112,13 +142,12 @@ def table(cell: dict[str, Any]) -> str:
         if not one["seconds"]:
             continue
         typical = statistics.median(one["seconds"])
-        pairs = zip(one["rounds"], one["seconds"], strict=True)
-        ratios = [seconds / floor[number] for number, seconds in pairs if number in floor]
-        middle, low, high = interval(ratios) if ratios else (float("nan"),) * 3
+        here = ratios(found, name)
+        middle, low, high = interval(here) if here else (float("nan"),) * 3
         waits = "" if alone is None else f"{1e3 * (typical - alone):.0f}"
         size = f"{statistics.median(one['bytes']) / 1e6:.2f}"
         ratio = f"{middle:.2f} ({low:.2f} to {high:.2f})"
-        lines.append(f"| {name} | {1e3 * typical:.0f} | {ratio} | {waits} | {size} | {len(ratios)} |")
+        lines.append(f"| {name} | {1e3 * typical:.0f} | {ratio} | {waits} | {size} | {len(here)} |")
     return "\n".join([*lines, ""])
 
 
@@ -141,11 +170,12 @@ def main() -> None:
     if why and not args.report:
         print(f"no shaped network here: {why}. Run as root on Linux for the others; unshaped cells follow", flush=True)
         wanted, kind = [cell for cell in wanted if cell[1] == "none"], Machine
-    names = args.contenders or [*CONTENDERS, f"{FLOOR} again", *peers]
     for model, rate, workers in wanted if not args.report else []:
         if (model, rate, workers) in known:
             continue
         print(f"{model}, {workers} workers, {rate}", flush=True)
+        whole = [*CONTENDERS, f"{FLOOR} again", *peers] if (model, rate, workers) in WHOLE else LIGHT
+        names = args.contenders or list(whole)
         with kind(workers, None if rate == "none" else rate) as network, Stage(network) as stage:
             found = measure(stage, names, model, peers, args)
         date = time.strftime("%Y-%m-%d")

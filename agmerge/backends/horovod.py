@@ -20,8 +20,9 @@ from agmerge.backends.base import Backend, Handle
 from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost, RankMismatchError
 
 # Set before hvd.init() unless the user has set them. Merging is ours: Horovod's own fusion depends on timing,
-# and so do the bits it gives; its cycle is how long a message may lie before it leaves.
-SETTINGS = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_CYCLE_TIME": "0.1", "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+# and so do the bits it gives. A message lies for half a cycle (milliseconds) before it leaves, but in each cycle all
+# workers wake and talk: where every core trains, short ones cost more than they save (docs/results.md).
+SETTINGS = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_CYCLE_TIME": "5", "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
 SHORTEST, LONGEST = 2e-5, 1e-3  # seconds between two looks at a handle
 
 

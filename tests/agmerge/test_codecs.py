@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from agmerge.codecs import Bitmap, Blocks, IndexCodec, Int32, bits, candidates, smallest
 from agmerge.codecs.indices import GRAIN, in_order
+from sparsifiers import kernel
 
 MANY = settings(deadline=None, max_examples=150)
 
@@ -103,6 +105,43 @@ def test_no_bytes_are_a_crash(drawn: tuple[int, torch.Tensor, int], seed: int, h
         if bool(good) and bool(in_order(got, length)):
             held = got.tolist()
             assert held == sorted(set(held)) and (not held or (held[0] >= 0 and held[-1] < length))
+
+
+@pytest.mark.skipif(not kernel.available(), reason="the compiled loops were not built")
+@MANY
+@given(selections(), st.integers(0, 2**32), st.integers(0, 3))
+def test_the_compiled_loops_do_what_torch_does(drawn: tuple[int, torch.Tensor, int], seed: int, flips: int) -> None:
+    """The same bytes; and of any bytes, the same indices or the same refusal."""
+    length, indices, count = drawn
+    source = np.random.default_rng(seed)
+    for codec in codecs_for(length, len(indices)):
+        written, found = [], []
+        for compiled in (True, False):
+            with pytest.MonkeyPatch.context() as patch:
+                if not compiled:
+                    patch.setattr(kernel, "library", None)
+                written.append(dirty(codec.size))
+                codec.encode(indices, count, written[-1][: codec.size])
+        assert torch.equal(*written), codec.name
+        data = written[0][: codec.size]
+        for _ in range(flips if codec.size else 0):
+            data[int(source.integers(codec.size))] ^= 1 << int(source.integers(8))
+        for compiled in (True, False):
+            with pytest.MonkeyPatch.context() as patch:
+                if not compiled:
+                    patch.setattr(kernel, "library", None)
+                got, good = codec.decode(data, count)
+                found.append(got.tolist() if bool(good & in_order(got, length)) else None)
+        assert found[0] == found[1], codec.name
+
+
+def test_an_index_in_no_block_is_not_written_outside_the_message() -> None:
+    codec = Blocks(1000, 8, 4)
+    for bad in (-1, 1008, 2**31 - 1):
+        out = dirty(codec.size)
+        with contextlib.suppress(IndexError):
+            codec.encode(torch.tensor([0, 1, 2, 3, 4, 5, 6, bad], dtype=torch.int32), 8, out[: codec.size])
+        assert (out[codec.size :] == 0xA5).all()
 
 
 @pytest.mark.parametrize("density, most", [(0.1, 0.70), (0.01, 1.08), (0.001, 1.50), (0.0001, 1.94)])

@@ -350,3 +350,29 @@ def test_a_library_that_is_not_ours_is_not_loaded(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(kernel, "_SIGNATURES", {"kernel_of_the_future": (None, "")})
     monkeypatch.setattr(kernel, "INTERFACE", version)
     assert kernel.load(Path(kernel.__file__).parent) is None
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5, 1 / 3])
+def test_parts_are_added_up_as_torch_does(level: int, scale: float, same_bits: SameBits) -> None:
+    for n in (1, 5, 100, 5000):
+        indices = torch.randperm(n, generator=torch.Generator().manual_seed(n))[: max(1, n // 3)].to(torch.int32)
+        total, sent = values(n, "specials"), values(n, "normal", 1)[: len(indices)]
+        expected = total.clone().index_add_(0, indices, sent * scale)
+        assert kernel.scatter(total, indices, sent, scale)
+        assert same_bits(total, expected)
+
+
+@pytest.mark.parametrize("bad", [-1, 8, 2**31 - 1])
+def test_nothing_is_added_outside(bad: int) -> None:
+    total = torch.zeros(8)
+    with pytest.raises(IndexError, match=r"outside \[0, 8\)"):
+        kernel.scatter(total, torch.tensor([0, bad], dtype=torch.int32), torch.ones(2), 1.0)
+    assert not total.any()
+
+
+def test_what_the_loops_cannot_add_is_left_to_torch() -> None:
+    total, indices = torch.zeros(8), torch.arange(2, dtype=torch.int32)
+    assert not kernel.scatter(total.double(), indices, torch.ones(2), 1.0)
+    assert not kernel.scatter(total, indices.long(), torch.ones(2), 1.0)
+    assert not kernel.scatter(total[::2], indices, torch.ones(2), 1.0)
+    assert not total.any()
