@@ -216,11 +216,7 @@ class Engine:
             self._check_unbroken()
             fired = self._fired.get(parameter, 0) + 1
             if fired > self.passes:
-                raise AssertionError(
-                    f"{TOO_MANY} Parameter {self.members.name_of(parameter)!r} got gradient number {fired}; "
-                    f"backward_passes_per_step is {self.passes}. Likely causes: a second backward() without "
-                    "step(), or one part of the model checkpointed twice with use_reentrant=True."
-                )
+                raise AssertionError(TOO_MANY.format(self.members.name_of(parameter), fired, self.passes))
             self._fired[parameter] = fired
             if fired == self.passes:
                 self._ready[parameter] = None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 TOO_MANY = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). "
-    "Increase backward_passes_per_step to accumulate gradients locally."
+    "Increase backward_passes_per_step to accumulate gradients locally. Parameter {!r} got gradient number {}; "
+    "backward_passes_per_step is {}. Likely causes: a second backward() without step(), or one part of the model "
+    "checkpointed twice with use_reentrant=True."
 )
 NO_SYNC_LATE = (
     "backward() inside no_sync() came after the backward() that completed this step: that gradient is on its way "
