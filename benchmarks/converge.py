@@ -32,7 +32,8 @@ from told import tell, told
 BATCH, LENGTH, VOCABULARY, RATE = 4, 64, 8192, 0.1
 EVERY, NEAR = 50, 1.02
 DENSE = ("Horovod", "Horovod fp16", "agmerge dense", "DDP")
-TIMED = ("floor", *DENSE, *PLANNED, *SELECTED)
+TIMED = (*DENSE, *PLANNED, *SELECTED)
+TOGETHER = 6  # contenders that are started at once: their two workers take up to two gigabytes
 
 
 def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
@@ -42,6 +43,7 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--most", type=float, default=1.3, help="times those steps, for what is slower to learn")
     parser.add_argument("--rates", nargs="*", default=["200mbit", "1gbit"])
     parser.add_argument("--curves", nargs="+", default=["dense", *(name.split(",")[0] for name in SELECTED)])
+    parser.add_argument("--timed", nargs="+", default=list(TIMED), help="contenders whose steps are timed")
     parser.add_argument("--out", type=Path, default=Path("runs/converge"), help="a folder")
     parser.add_argument("--blocks", type=int, default=20)
     parser.add_argument("--report", action="store_true", help="measure nothing")
@@ -153,11 +155,13 @@ def timed(args: argparse.Namespace) -> dict[str, Any]:
 
     file = args.out / "times.json"
     known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    more = argparse.Namespace(blocks=args.blocks, steps=3, seconds=10.0, width=1.0)
     for rate in args.rates if not args.report else []:
-        if rate not in known:
+        here = known.setdefault(rate, {})
+        missing = [name for name in args.timed if name not in here]
+        for start in range(0, len(missing), TOGETHER):
             with Loopback(2, rate) as network, Stage(network) as stage:
-                more = argparse.Namespace(blocks=args.blocks, steps=3, seconds=10.0, width=1.0)
-                known[rate] = step_time.measure(stage, list(TIMED), "gpt2", {}, more)
+                here |= step_time.measure(stage, ["floor", *missing[start : start + TOGETHER]], "gpt2", {}, more)
             file.write_text(json.dumps(known), encoding="utf-8")
     return known
 
@@ -191,7 +195,7 @@ def table(found: dict[str, Any], times: dict[str, Any], rate: str) -> str:
         return None if steps is None else steps * statistics.median(times[rate][name]["seconds"])
 
     base = seconds("Horovod") if "Horovod" in times[rate] else None
-    for name in TIMED[1:]:
+    for name in TIMED:
         if name not in times[rate] or not times[rate][name]["seconds"] or curve_of(name) not in found:
             continue
         steps, took = reached(found[curve_of(name)]["curve"], target), seconds(name)
