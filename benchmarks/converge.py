@@ -32,7 +32,7 @@ from told import tell, told
 BATCH, LENGTH, VOCABULARY, RATE = 4, 64, 8192, 0.1
 EVERY, NEAR = 50, 1.02
 DENSE = ("Horovod", "Horovod fp16", "agmerge dense", "DDP")
-TIMED = (*DENSE, *PLANNED, *SELECTED)
+TIMED = tuple(dict.fromkeys((*DENSE, *PLANNED, *SELECTED)))
 TOGETHER = 6  # contenders that are started at once: their two workers take up to two gigabytes
 
 
