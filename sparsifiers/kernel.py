@@ -223,14 +223,14 @@ def commit(work: Tensor, indices: Tensor, sent: Tensor) -> bool:
 
 def blocks_encode(indices: Tensor, count: int, capacity: int, low: int, last: int, out: Tensor) -> bool:
     """Write the first `count` indices as the codec Blocks does; False if it must do so itself."""
-    if not (_plain(indices, torch.int32) and _plain(out, torch.uint8)):
+    if not (0 <= count <= min(indices.numel(), capacity) and _plain(indices, torch.int32) and _plain(out, torch.uint8)):
         return False
     return not _loaded().kernel_blocks_encode(indices.data_ptr(), count, capacity, low, last, out.data_ptr())
 
 
 def blocks_decode(data: Tensor, count: int, capacity: int, low: int, last: int) -> tuple[Tensor, bool] | None:
     """The first `count` indices that Blocks has written, and whether they can be; None if it must read them itself."""
-    if not _plain(data, torch.uint8):
+    if not (0 <= count <= capacity and _plain(data, torch.uint8)):
         return None
     indices = torch.empty(count, dtype=torch.int32)
     good = _loaded().kernel_blocks_decode(data.data_ptr(), count, capacity, low, last, indices.data_ptr())
@@ -242,9 +242,9 @@ def scatter(total: Tensor, indices: Tensor, values: Tensor, scale: float) -> boo
 
     IndexError, with nothing done, for an index outside [0, len(total)).
     """
-    if not (_plain(total) and _plain(indices, torch.int32) and _plain(values)):
-        return False
     count = indices.numel()
+    if values.numel() != count or not (_plain(total) and _plain(indices, torch.int32) and _plain(values)):
+        return False
     if _loaded().kernel_scatter(
         total.data_ptr(), total.numel(), indices.data_ptr(), values.data_ptr(), count, scale
     ):

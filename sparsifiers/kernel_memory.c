@@ -1,4 +1,4 @@
-/* The memory's loops over float32: commit and compensate. See kernel.c for what holds of all. */
+/* Loops over float32 at indices, commit and scatter, and the memory's compensate. See kernel.c for what holds of all. */
 
 #include "kernel.h"
 
@@ -34,6 +34,22 @@ EXPORT int kernel_commit(float *work, int64_t n, const int32_t *indices, const f
     }
     for (; i < count; i++)
         work[indices[i]] -= sent[i];
+    return 0;
+}
+
+/* total[indices] += values * scale, one by one, each rounded twice; 0, or -1 without doing anything if an index is
+   outside [0, n). */
+EXPORT int kernel_scatter(float *total, int64_t n, const int32_t *indices, const float *values, int64_t count,
+                          float scale)
+{
+    if (count > 0 && largest_index(indices, count) >= (uint64_t)n)
+        return -1;
+    for (int64_t i = 0; i < count; i++) {
+        if (i + LOOK_AHEAD < count)
+            PREFETCH_TO_WRITE(total + indices[i + LOOK_AHEAD]);
+        float part = values[i] * scale;
+        total[indices[i]] += part;
+    }
     return 0;
 }
 

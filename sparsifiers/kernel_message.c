@@ -1,11 +1,9 @@
-/* What a message is made of, and what is made of it: the codec `Blocks` of agmerge/codecs/indices.py, and the sum of
-   what ranks have sent. See kernel.c for what holds of all. */
+/* What a message is made of: the codec `Blocks` of agmerge/codecs/indices.py. See kernel.c for what holds of all. */
 
 #include "kernel.h"
 
 #include <string.h>
 
-enum { LOOK_AHEAD = 48 }; /* elements that are fetched ahead */
 static const int WIDTHS[] = {16, 8, 4, 2};
 
 static int64_t bytes_of(int64_t count, int width) { return (count * width + 7) / 8; }
@@ -139,25 +137,4 @@ EXPORT int kernel_blocks_decode(const uint8_t *data, int64_t count, int64_t capa
         shift += WIDTHS[plane];
     }
     return found == count && block <= last;
-}
-
-/* -- the sum -------------------------------------------------------------------------------------------------- */
-
-/* total[indices] += values * scale, one after the other, each rounded twice; 0, or -1 without doing anything if an index
-   is outside [0, n). */
-EXPORT int kernel_scatter(float *total, int64_t n, const int32_t *indices, const float *values, int64_t count,
-                          float scale)
-{
-    uint32_t largest = 0; /* as unsigned numbers, a negative index is too large */
-    for (int64_t i = 0; i < count; i++)
-        largest = (uint32_t)indices[i] > largest ? (uint32_t)indices[i] : largest;
-    if (count > 0 && largest >= (uint64_t)n)
-        return -1;
-    for (int64_t i = 0; i < count; i++) {
-        if (i + LOOK_AHEAD < count)
-            PREFETCH_TO_WRITE(total + indices[i + LOOK_AHEAD]);
-        float part = values[i] * scale;
-        total[indices[i]] += part;
-    }
-    return 0;
 }
