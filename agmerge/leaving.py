@@ -1,8 +1,8 @@
 """The end of a process whose exchange is broken: never a wait for ranks that do not come.
 
 At their end Gloo, MPI and Horovod wait for their threads, and those for the other ranks. Once a wait has failed
-here, the process gets a few seconds to end by itself; then it is ended, with status 1 or, where no thread may exit
-any more, by SIGALRM.
+here, or the script has ended with an error, the process gets a few seconds to end by itself; then it is ended, with
+status 1 or, where no thread may exit any more, by SIGALRM.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from agmerge import rollcall, whereabouts
 GRACE = 4  # seconds from the end of the script to the end of the process
 
 _prepared = False
+_raised = False  # the script has ended with an error, and there are other ranks
 
 
 def prepare() -> None:
@@ -35,7 +36,7 @@ def prepare() -> None:
 
 
 def _leave() -> None:
-    if whereabouts.lost:
+    if whereabouts.lost or _raised:
         faulthandler.dump_traceback_later(GRACE, exit=True, file=os.open(os.devnull, os.O_WRONLY))
         if hasattr(signal, "SIGALRM"):
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -47,6 +48,8 @@ def _tell_of_errors() -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        global _raised
+        _raised = rollcall.is_open()
         rollcall.raised(error)
         before(kind, error, trace)
 

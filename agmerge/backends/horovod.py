@@ -105,6 +105,7 @@ class HorovodHandle(Handle):
         super().__init__(name, ranks)
         self._hvd, self._handle, self._place = hvd, handle, place
         self._waited = False
+        self._views = _views(hvd, handle)
 
     def done(self) -> bool:
         return self._waited or bool(self._hvd.poll(self._handle))
@@ -121,6 +122,7 @@ class HorovodHandle(Handle):
         self._waited = True
         with _translated(self._name):
             self._place(self._hvd.synchronize(self._handle))
+        self._views = []
 
 
 class HorovodBackend(Backend):
@@ -167,7 +169,7 @@ class HorovodBackend(Backend):
 
     def all_reduce(self, tensor: torch.Tensor, name: str) -> Handle:
         sent = tensor.float() if tensor.dtype == torch.bfloat16 else tensor  # Horovod does not know bfloat16
-        sent = torch.view_as_real(sent) if sent.is_complex() else sent
+        sent = (torch.view_as_real(sent) if sent.is_complex() else sent).detach()
 
         def place(result: torch.Tensor) -> None:
             if sent.data_ptr() != tensor.data_ptr():
@@ -194,7 +196,7 @@ class HorovodBackend(Backend):
         return self._start(name, place, self._hvd.alltoall_async, _bytes(tensor), splits=lengths)
 
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
-        sent = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+        sent = tensor.float() if tensor.dtype == torch.bfloat16 else tensor.detach()
         return self._start(name, out.copy_, self._hvd.reducescatter_async, sent, op=self._hvd.Sum)
 
     def broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Handle:
@@ -234,7 +236,19 @@ class HorovodBackend(Backend):
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor: any dtype travels, also those that Horovod does not know."""
-    return tensor.detach().view(-1).view(torch.uint8)
+    return tensor.view(-1).view(torch.uint8).detach()
+
+
+def _views(hvd: Any, handle: int) -> list[torch.Tensor]:
+    """Views of the tensors of a call: while they live, no thread of Horovod's lets go of the last reference in C++.
+
+    Else it needs Python's lock for that, which delays its cycle. And when Horovod shuts down because another rank has
+    left, it lets go of all tensors under a lock that the start of a call waits for, with Python's in its hands: both
+    then wait for ever. (A view refers to its base; what is handed to Horovod is therefore no view itself.)
+    """
+    known = getattr(hvd.mpi_ops, "_handle_map", {}).get(handle, ())
+    tensors = [tensor for one in known for tensor in (one if isinstance(one, tuple) else (one,))]
+    return [tensor.view_as(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)]
 
 
 def _first(result: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -96,11 +97,18 @@ def _translated(name: str, within: str = "") -> Iterator[None]:
 
 
 class TorchHandle(Handle):
-    """A ``torch.distributed.Work``, with our errors. Keeps its tensors alive until it has been waited for."""
+    """A ``torch.distributed.Work``, with our errors. Keeps its tensors alive until it has been waited for.
 
-    def __init__(self, work: Any, name: str, ranks: Sequence[int], *tensors: torch.Tensor) -> None:
+    ``finished`` gets the work then. Gloo's threads let go of theirs a little after it is done; were theirs the last
+    reference, they would need Python's lock to free its tensors: next messages wait for that, and where the
+    interpreter is just ending, so does the process, or it aborts.
+    """
+
+    def __init__(
+        self, work: Any, name: str, ranks: Sequence[int], finished: list[Any], *tensors: torch.Tensor
+    ) -> None:
         super().__init__(name, ranks)
-        self._work, self._tensors = work, tensors
+        self._work, self._finished, self._tensors = work, finished, tensors
 
     def done(self) -> bool:
         return bool(self._work.is_completed())
@@ -109,6 +117,7 @@ class TorchHandle(Handle):
         with _translated(self._name, f" within {timeout:g} s"):
             self._work.wait(timedelta(seconds=timeout))
         self._tensors = ()
+        self._finished.append(self._work)
 
 
 class TorchBackend(Backend):
@@ -124,11 +133,14 @@ class TorchBackend(Backend):
         self._ranks = [self._world_rank(rank) for rank in range(self.size)]
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        self._finished: list[Any] = []  # works, up to the next start
+        self._children: weakref.WeakSet[TorchBackend] = weakref.WeakSet()
 
     def _start(self, name: str, call: Callable[..., Any], *given: Any, tensors: Sequence[torch.Tensor]) -> Handle:
         with whereabouts.starting(name, self._ranks), _translated(name):
+            self._finished.clear()
             work = call(*given, group=self._group, async_op=True)
-        return TorchHandle(work, name, self._ranks, *tensors)
+        return TorchHandle(work, name, self._ranks, self._finished, *tensors)
 
     def all_reduce(self, tensor: torch.Tensor, name: str) -> Handle:
         return self._start(name, self._dist.all_reduce, tensor, tensors=[tensor])
@@ -171,9 +183,14 @@ class TorchBackend(Backend):
         )
         if self.rank not in ranks:
             return None
-        return TorchBackend(self._dist, group, self.local_rank, self.local_size)
+        child = TorchBackend(self._dist, group, self.local_rank, self.local_size)
+        self._children.add(child)
+        return child
 
     def close(self) -> None:
+        for child in self._children:
+            child.close()
+        self._finished.clear()
         if self._dist.is_initialized() and self._group is not None:
             self._dist.destroy_process_group(None if self._owns_world else self._group)
         self._group = None

@@ -8,8 +8,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # its functions keep the group that there is when it is imported, and optimizers import it
 
 import agmerge
+
+
+def threads() -> int:
+    """How many threads of Gloo's this process has."""
+    return sum("gloo" in name.read_text() for name in Path("/proc/self/task").glob("*/comm"))
+
 
 dist.init_process_group("gloo")
 agmerge.init()
@@ -26,4 +33,4 @@ agmerge.shutdown()
 total = torch.ones(1)
 dist.all_reduce(total)  # the script's own group still works
 dist.destroy_process_group()
-(Path(sys.argv[1]) / f"borrowed.{rank}.json").write_text(json.dumps([name, total.item()]))
+(Path(sys.argv[1]) / f"borrowed.{rank}.json").write_text(json.dumps([name, total.item(), threads()]))

@@ -212,3 +212,16 @@ def test_the_short_cells_cover_every_pair() -> None:
     for a, b in itertools.combinations(range(4), 2):
         assert {(cell[a], cell[b]) for cell in cells} == set(itertools.product(values[a], values[b]))
     assert set(SHORT) <= {*ALL, *HANDSHAKES} and len(set(ALL)) == len(ALL) == 120
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("launcher", ["mpirun", HOROVODRUN])
+@pytest.mark.parametrize("busy", ["starting", "stuck"])
+def test_who_ends_does_not_wait_for_who_is_busy(launcher: str, busy: str) -> None:
+    """Horovod's threads need Python's lock to free tensors, and hold locks of its own then."""
+    if missing(launcher):
+        pytest.skip(missing(launcher))
+    ended = launch(launcher, 2, HERE / "ending.py", busy, timeout=60)
+    assert ended.code not in (0, None), ended.output[-3000:]
+    said = "PeerLost" if busy == "starting" else "of its own"
+    assert said in ended.output, ended.output[-3000:]

@@ -210,7 +210,7 @@ def test_a_rank_that_never_answers_is_not_waited_for_for_ever() -> None:
 def test_a_script_keeps_its_own_process_group(tmp_path: Path) -> None:
     for ended in by_hand(2, HERE / "borrowing.py", str(tmp_path), timeout=60):
         assert ended.code == 0, ended.output[-3000:]
-    assert results(tmp_path, 2)["borrowed"] == [["torch", 2.0], ["torch", 2.0]]
+    assert results(tmp_path, 2)["borrowed"] == [["torch", 2.0, 0], ["torch", 2.0, 0]]
 
 
 def test_the_main_job_reaches_its_accuracy(tmp_path: Path) -> None:
