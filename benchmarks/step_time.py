@@ -10,9 +10,10 @@ own, and take blocks of steps in turn, every round in another order, while the o
 twice as long as the floor takes ``--blocks`` of them, and up to twice as many until its interval is ``--width`` wide; a
 slower one as many as fit into ``--seconds``. ``/ floor`` is the ratio of medians in the same round to a job that trains
 alone and gathers eight bytes a step, with its bootstrap interval over rounds; "floor again" is a second such job, the
-A/A. Bytes are what left the network interfaces, per step and worker. Peers take part where all contenders do. All
-workers share one namespace whose ``lo`` has the rate, both ways; where there can be none, only unshaped cells are run,
-on the machine as it is.
+A/A. Where all would be more processes than memory holds, they come in groups, each beside a floor of its own. Bytes are
+what left the network interfaces, per step and worker. Peers take part where all contenders do. All workers share one
+namespace whose ``lo`` has the rate, both ways; where there can be none, only unshaped cells are run, on the machine as
+it is.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ LIGHT = ("no exchange", FLOOR, "agmerge", "agmerge topk", "agmerge topk fp16", "
 WHOLE = [("gpt2", rate, 2) for rate in ("200mbit", "1gbit")]
 MOST = 0.25  # of the seconds of a slow contender, that one block may take: it takes fewer steps a block
 NEAR = 2.0  # times the floor
+TOGETHER = 20  # processes, of 0.6 to 1 GB
 
 
 def arguments() -> argparse.Namespace:
@@ -77,8 +79,29 @@ def command(stage: Stage, name: str, model: str, peers: dict[str, str]) -> Job:
     return stage.start(name, line, launcher, PATH=f"{tool.parent}:/usr/sbin:/usr/bin:/sbin:/bin", **HVD)
 
 
+def groups(names: list[str], workers: int) -> list[list[str]]:
+    """The contenders that are started together, each time with the floor."""
+    others, size = [name for name in names if name != FLOOR], max(1, TOGETHER // workers - 1)
+    count = -(-len(others) // size)
+    return [[FLOOR, *others[number::count]] for number in range(count)] or [[FLOOR]]
+
+
+def joined(parts: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
+    """What groups have found, as if it were one: their rounds follow each other."""
+    found: dict[str, Any] = {}
+    first = 0
+    for part in parts:
+        for name, one in part.items():
+            known = found.setdefault(name, {**one, "seconds": [], "bytes": [], "rounds": []})
+            known["seconds"] += one["seconds"]
+            known["bytes"] += one["bytes"]
+            known["rounds"] += [first + number for number in one["rounds"]]
+        first += 1 + max(number for one in part.values() for number in one["rounds"])
+    return {name: found[name] for name in names if name in found}
+
+
 def measure(stage: Stage, names: list[str], model: str, peers: dict[str, str], args: argparse.Namespace) -> Any:
-    """Start all contenders, and let them take turns. What was found, by contender."""
+    """Start contenders, and let them take turns. What was found, by contender."""
     jobs, found = {}, {}
     for name in names:
         try:
@@ -176,8 +199,11 @@ def main() -> None:
         print(f"{model}, {workers} workers, {rate}", flush=True)
         whole = [*CONTENDERS, f"{FLOOR} again", *peers] if (model, rate, workers) in WHOLE else LIGHT
         names = args.contenders or list(whole)
-        with kind(workers, None if rate == "none" else rate) as network, Stage(network) as stage:
-            found = measure(stage, names, model, peers, args)
+        parts = []
+        for group in groups(names, workers):
+            with kind(workers, None if rate == "none" else rate) as network, Stage(network) as stage:
+                parts.append(measure(stage, group, model, peers, args))
+        found = joined(parts, names)
         date = time.strftime("%Y-%m-%d")
         cells.append({"model": model, "rate": rate, "workers": workers, "date": date, "found": found})
         args.out.parent.mkdir(parents=True, exist_ok=True)
