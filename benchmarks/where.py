@@ -1,0 +1,163 @@
+"""Where a step's time goes, over one that exchanges eight bytes: the work of this library, function by function.
+
+    python benchmarks/where.py                       # GPT-2, topk at 1 %, 200 Mbit/s, two workers
+    python benchmarks/where.py --rate 1gbit --options "compression='dgc', wire='fp16'"
+
+One process a worker trains two copies of the model in turn, one alone with an eight-byte all-gather a step, one with
+this library. Clocks around functions count what is spent in each but not in those inside it, on rank 0, in medians of
+steps. What the clocks do not see is the last row: backward and update with other data in the caches, and the network's
+threads on the same cores. The clocks themselves cost about a microsecond a call. Needs root (network namespaces).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from jobs import KEEP
+from network import Loopback
+
+STEPS, BLOCK, WARM = 120, 4, 60
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="where a step's time goes")
+    parser.add_argument("--model", default="gpt2", choices=("gpt2", "resnet50", "cnn"))
+    parser.add_argument("--rate", default="200mbit", help="as tc writes it, or none")
+    parser.add_argument("--options", default="compression='topk', exchange='sparse'", help="of DistributedOptimizer")
+    return parser.parse_args()
+
+
+class Clocks:
+    """Seconds in functions, without those in watched functions that they call."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = defaultdict(float)
+        self._inside: list[float] = []
+
+    def watch(self, owner: Any, name: str, row: str) -> None:
+        """Count ``owner.name`` in ``row``."""
+        call = getattr(owner, name)
+
+        @functools.wraps(call)
+        def timed(*given: Any, **more: Any) -> Any:
+            self._inside.append(0.0)
+            start = time.perf_counter()
+            try:
+                return call(*given, **more)
+            finally:
+                took = time.perf_counter() - start
+                self.spent[row] += took - self._inside.pop()
+                if self._inside:
+                    self._inside[-1] += took
+
+        setattr(owner, name, timed)
+
+
+def watched() -> Clocks:
+    """Clocks on what one step consists of."""
+    from agmerge.backends.base import Handle
+    from agmerge.backends.torch import TorchBackend
+    from agmerge.engine import Engine
+    from agmerge.exchanges import SparseExchange
+    from agmerge.nonfinite import Watch
+    from agmerge.round import Round
+
+    clocks = Clocks()
+    for owner, name, row in (
+        (Engine, "on_gradient", "hooks: their own work"),
+        (Watch, "compensate", "hooks: residual + gradient"),
+        (Watch, "take", "hooks: residual + gradient"),
+        (Round, "_select", "select"),
+        (SparseExchange, "start", "message: gather, encode, commit, checksum"),
+        (TorchBackend, "all_gather", "message: hand over"),
+        (Engine, "synchronize", "step(): its own work"),
+        (Engine, "end_step", "step(): its own work"),
+        (Handle, "wait", "step(): wait for messages"),
+        (SparseExchange, "wait", "step(): check messages"),
+        (SparseExchange, "finish", "step(): decode, zero, add up"),
+    ):
+        clocks.watch(owner, name, row)
+    return clocks
+
+
+def worker(args: argparse.Namespace) -> None:
+    """One rank: both in turn; rank 0 prints the table."""
+    import contenders
+    import torch
+    import torch.distributed as dist
+
+    import agmerge
+
+    torch.set_num_threads(1)
+    agmerge.init("torch")
+    clocks, options = watched(), eval(f"dict({args.options})")  # what the user has typed, for this process
+    mine, everyone = torch.zeros(8, dtype=torch.uint8), torch.zeros(8 * agmerge.size(), dtype=torch.uint8)
+
+    def trained(**options: Any) -> Callable[[], None]:
+        work = contenders.workload(args.model)
+        inner = torch.optim.SGD(work.model.parameters(), lr=1e-3, momentum=contenders.MOMENTUM)
+        optimizer: Any = inner
+        if options:
+            options = contenders.corrected(inner, options)
+            optimizer = agmerge.DistributedOptimizer(inner, work.model.named_parameters(), **options)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            work.loss().backward()
+            if not options:
+                dist.all_gather_into_tensor(everyone, mine)
+            optimizer.step()
+
+        for _ in range(WARM):
+            step()
+        return step
+
+    floor, ours = trained(), trained(**options)
+    took: dict[Any, list[float]] = {floor: [], ours: []}
+    rows: dict[str, list[float]] = defaultdict(list)
+    for number in range(2 * STEPS // BLOCK):
+        step = (floor, ours)[number % 2]
+        dist.barrier()
+        for index in range(BLOCK):
+            clocks.spent.clear()
+            start = time.perf_counter()
+            step()
+            if index:  # the first finds the caches as the other has left them
+                took[step].append(time.perf_counter() - start)
+            for row in clocks.spent if step is ours and index else ():
+                rows[row].append(clocks.spent[row])
+    if agmerge.rank() == 0:
+        before, after = (1e3 * statistics.median(took[step]) for step in (floor, ours))
+        found = {row: 1e3 * statistics.median(seconds) for row, seconds in rows.items()}
+        print(f"{args.model}, {args.rate}, {args.options}\n\n| | ms |\n|---|---|\n| floor | {before:.1f} |")
+        for row, spent in found.items():
+            print(f"| {row} | {spent:.1f} |")
+        print(f"| everything else | {after - before - sum(found.values()):.1f} |\n| a step | {after:.1f} |")
+    agmerge.shutdown()
+
+
+def main() -> None:
+    """Start two workers on a shaped link."""
+    args = arguments()
+    if "RANK" in os.environ:
+        worker(args)
+        return
+    with Loopback(2, None if args.rate == "none" else args.rate) as network:
+        command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), *sys.argv[1:]]
+        print(network.run(command, timeout=600, **KEEP)[0], end="")
+
+
+if __name__ == "__main__":
+    main()
