@@ -4,9 +4,10 @@
     python benchmarks/where.py --rate 1gbit --options "compression='dgc', wire='fp16'"
 
 One process a worker trains two copies of the model in turn, one alone with an eight-byte all-gather a step, one with
-this library. Clocks around functions count what is spent in each but not in those inside it, on rank 0, in medians of
-steps. What the clocks do not see is the last row: backward and update with other data in the caches, and the network's
-threads on the same cores. The clocks themselves cost about a microsecond a call. Needs root (network namespaces).
+this library. Clocks around functions count what is spent in each but not in those inside it: means of both ranks'
+medians. What the clocks do not see is the last row but one: backward and update with other data in the caches, and the
+network's threads on the same cores. The clocks themselves cost about a microsecond a call. Needs root (network
+namespaces).
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def watched() -> Clocks:
 
 
 def worker(args: argparse.Namespace) -> None:
-    """One rank: both in turn; rank 0 prints the table."""
+    """One rank: both in turn; rank 0 prints the table of both."""
     import contenders
     import torch
     import torch.distributed as dist
@@ -138,13 +139,17 @@ def worker(args: argparse.Namespace) -> None:
                 took[step].append(time.perf_counter() - start)
             for row in clocks.spent if step is ours and index else ():
                 rows[row].append(clocks.spent[row])
+    told: list[dict[str, float]] = [{} for _ in range(agmerge.size())]
+    named = {"floor": took[floor], **rows, "a step": took[ours]}
+    dist.all_gather_object(told, {row: 1e3 * statistics.median(seconds) for row, seconds in named.items()})
+    found = {row: statistics.fmean(one.get(row, 0.0) for one in told) for row in named}
     if agmerge.rank() == 0:
-        before, after = (1e3 * statistics.median(took[step]) for step in (floor, ours))
-        found = {row: 1e3 * statistics.median(seconds) for row, seconds in rows.items()}
-        print(f"{args.model}, {args.rate}, {args.options}\n\n| | ms |\n|---|---|\n| floor | {before:.1f} |")
+        rest = 2 * found["a step"] - sum(found.values())
+        print(f"{args.model}, {args.rate}, {args.options}\n\n| | ms |\n|---|---|")
         for row, spent in found.items():
+            if row == "a step":
+                print(f"| everything else | {rest:.1f} |")
             print(f"| {row} | {spent:.1f} |")
-        print(f"| everything else | {after - before - sum(found.values()):.1f} |\n| a step | {after:.1f} |")
     agmerge.shutdown()
 
 
