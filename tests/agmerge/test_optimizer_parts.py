@@ -298,8 +298,9 @@ def test_a_planner_that_asks_for_parts_ahead_gets_one_message() -> None:
 
 def planned(monkeypatch: pytest.MonkeyPatch, planner: Any, **options: Any) -> tuple[Plan, list[str]]:
     """The plan after the first measurements, where selecting takes long; and the columns of its report."""
-    monkeypatch.setattr("merging.parts.SMALLEST", 64)
-    found = Found(Curve((0, 3072), (0.0, 50.0)), Curve((0, 700), (0.1, 500.0)), None)
+    monkeypatch.setattr("merging.parts.SMALLEST", 64)  # the model is small, and so is what it can gain
+    monkeypatch.setattr("merging.parts.GAIN", 0.01)
+    found = Found(Curve((0, 3072), (0.0, 50.0)), Curve((0, 700), (0.1, 50.0)), None)
     monkeypatch.setattr(adaptation, "probe", lambda *_: found)
 
     def body(rank: int, model: nn.Module) -> tuple[Plan, list[str], list[str]]:
