@@ -14,6 +14,7 @@ import os
 import platform
 import statistics
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +98,9 @@ def text(runs: Path, pictures: Path) -> str:
         parts += ["### Where compression loses", "\n".join(losses(cells))]
         parts += ["### The simulation against these", scale.check(runs / "step_time.jsonl")]
     known = converge.arguments(["--report", "--out", str(runs / "converge"), "--picture", str(pictures)])
-    if (runs / "converge" / "times.json").exists():
-        parts += ["## Time to accuracy", "`python benchmarks/converge.py`", converge.summary(known)]
+    if (times := runs / "converge" / "times.json").exists():
+        day = time.strftime("%Y-%m-%d", time.localtime(times.stat().st_mtime))
+        parts += ["## Time to accuracy", f"`python benchmarks/converge.py` ({day})", converge.summary(known)]
         parts.append("![loss by seconds](pictures/converge.svg)")
     if matrix:
         rows = [never_slower.HEAD, *(never_slower.row(cell) for cell in matrix)]
