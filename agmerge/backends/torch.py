@@ -188,7 +188,7 @@ class TorchBackend(Backend):
         return child
 
     def close(self) -> None:
-        for child in self._children:
+        for child in () if whereabouts.lost else self._children:  # to close what a rank is missing from is to wait
             child.close()
         self._finished.clear()
         if self._dist.is_initialized() and self._group is not None:
