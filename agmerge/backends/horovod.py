@@ -242,13 +242,14 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def _views(hvd: Any, handle: int) -> list[torch.Tensor]:
     """Views of the tensors of a call: while they live, no thread of Horovod's lets go of the last reference in C++.
 
-    Else it needs Python's lock for that, which delays its cycle. And when Horovod shuts down because another rank has
-    left, it lets go of all tensors under a lock that the start of a call waits for, with Python's in its hands: both
-    then wait for ever. (A view refers to its base; what is handed to Horovod is therefore no view itself.)
+    Else it needs Python's lock for that. When Horovod shuts down because another rank has left, it lets go of all
+    tensors under a lock that the start of a call waits for, with Python's in its hands: both then wait for ever. (A
+    view refers to its base; what is handed to Horovod is therefore no view itself. These views are of nothing: the
+    call has begun, and a thread of Horovod's may be setting the shape of its output at this very moment.)
     """
     known = getattr(hvd.mpi_ops, "_handle_map", {}).get(handle, ())
     tensors = [tensor for one in known for tensor in (one if isinstance(one, tuple) else (one,))]
-    return [tensor.view_as(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    return [tensor.as_strided((0,), (1,), 0) for tensor in tensors if isinstance(tensor, torch.Tensor)]
 
 
 def _first(result: Any) -> Any:
