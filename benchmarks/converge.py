@@ -26,15 +26,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
+import step_time
 from contenders import MOMENTUM, PLANNED, SELECTED, corrected
 from told import tell, told
 
 BATCH, LENGTH, VOCABULARY, RATE = 4, 64, 8192, 0.1
 EVERY, NEAR = 50, 1.02
-NEAR_FLOOR = 2.0  # times the floor: what is slower waits for the network
 DENSE = ("Horovod", "Horovod fp16", "agmerge dense", "DDP")
 TIMED = tuple(dict.fromkeys((*DENSE, *PLANNED, *SELECTED)))
-TOGETHER = 6  # contenders that are started at once: their two workers take up to two gigabytes
 
 
 def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
@@ -150,7 +149,6 @@ def curves(args: argparse.Namespace) -> dict[str, Any]:
 
 def timed(args: argparse.Namespace) -> dict[str, Any]:
     """The step times that are missing are measured; all that there are, by rate and contender."""
-    import step_time
     from jobs import Stage
     from network import Loopback
 
@@ -160,10 +158,10 @@ def timed(args: argparse.Namespace) -> dict[str, Any]:
     for rate in args.rates if not args.report else []:
         here = known.setdefault(rate, {})
         missing = [name for name in args.timed if name not in here]
-        for start in range(0, len(missing), TOGETHER):
+        for group in step_time.groups(missing, 2) if missing else ():
             with Loopback(2, rate) as network, Stage(network) as stage:
-                found = step_time.measure(stage, ["floor", *missing[start : start + TOGETHER]], "gpt2", {}, more)
-            floor = statistics.median(found["floor"]["seconds"])
+                found = step_time.measure(stage, group, "gpt2", {}, more)
+            floor = statistics.median(found[step_time.FLOOR]["seconds"])
             here |= {name: {**one, "floor": floor} for name, one in found.items()}
             file.write_text(json.dumps(known), encoding="utf-8")
     return known
@@ -173,7 +171,7 @@ def each(here: dict[str, Any], name: str) -> float:
     """Seconds a step. Groups of contenders see a machine that is not always as fast: they are told by their floors."""
     took = statistics.median(here[name]["seconds"])
     floor = here[name].get("floor", took)
-    if took > NEAR_FLOOR * floor or floor == took:
+    if took > step_time.NEAR * floor or floor == took:
         return took  # the network's time, which does not depend on that
     return took / floor * statistics.median(one["floor"] for one in here.values() if "floor" in one)
 

@@ -24,12 +24,14 @@ import converge
 import never_slower
 import scale
 import step_time
+from jobs import KEEP
 
 OURS = "agmerge"  # what names of this library's contenders begin with
-STEPS = """`make bench`: all contenders of a cell in one run, by turns; see benchmarks/step_time.py. "floor" waits for
-eight bytes of the others in every step, and sends nothing else. For all alike, glibc keeps freed memory and takes huge
-pages (`MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_MMAP_MAX_=0 GLIBC_TUNABLES=glibc.malloc.hugetlb=1`): without it, steps
-of the same job differ by a tenth from process to process, whatever library it uses."""
+KEPT = " ".join(f"{key}={value}" for key, value in KEEP.items())
+STEPS = f"""`make bench`: all contenders of a cell by turns, in groups where memory asks for that, each beside its own
+floor; see benchmarks/step_time.py. "floor" waits for eight bytes of the others in every step, and sends nothing
+else. For all alike, glibc keeps freed memory and takes huge pages (`{KEPT}`):
+without it, steps of the same job differ by a tenth from process to process, whatever library it uses."""
 RIVALS = ("Horovod", "Horovod fp16", "DDP", "DDP PowerSGD", "agmerge dense")
 
 

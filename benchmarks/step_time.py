@@ -96,8 +96,8 @@ def joined(parts: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
             known["seconds"] += one["seconds"]
             known["bytes"] += one["bytes"]
             known["rounds"] += [first + number for number in one["rounds"]]
-        first += 1 + max(number for one in part.values() for number in one["rounds"])
-    return {name: found[name] for name in names if name in found}
+        first += 1 + max((number for one in part.values() for number in one["rounds"]), default=0)
+    return {name: found[name] for name in dict.fromkeys([*names, FLOOR]) if name in found}
 
 
 def measure(stage: Stage, names: list[str], model: str, peers: dict[str, str], args: argparse.Namespace) -> Any:

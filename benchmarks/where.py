@@ -6,7 +6,7 @@
 One process a worker trains two copies of the model in turn, one alone with an eight-byte all-gather a step, one with
 this library. Clocks around functions count what is spent in each but not in those inside it: means of both ranks'
 medians. What the clocks do not see is the last row but one: backward and update with other data in the caches, and the
-network's threads on the same cores. The clocks themselves cost about a microsecond a call. Needs root (network
+network's threads on the same cores; with another exchange than the sparse one, that exchange too. Needs root (network
 namespaces).
 """
 
@@ -99,33 +99,18 @@ def worker(args: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    import agmerge
-
     torch.set_num_threads(1)
-    agmerge.init("torch")
     clocks, options = watched(), eval(f"dict({args.options})")  # what the user has typed, for this process
-    mine, everyone = torch.zeros(8, dtype=torch.uint8), torch.zeros(8 * agmerge.size(), dtype=torch.uint8)
 
-    def trained(**options: Any) -> Callable[[], None]:
+    def warm(kind: Callable[..., Any], **options: Any) -> Callable[[], None]:
         work = contenders.workload(args.model)
         inner = torch.optim.SGD(work.model.parameters(), lr=1e-3, momentum=contenders.MOMENTUM)
-        optimizer: Any = inner
-        if options:
-            options = contenders.corrected(inner, options)
-            optimizer = agmerge.DistributedOptimizer(inner, work.model.named_parameters(), **options)
-
-        def step() -> None:
-            optimizer.zero_grad()
-            work.loss().backward()
-            if not options:
-                dist.all_gather_into_tensor(everyone, mine)
-            optimizer.step()
-
+        _, step, _ = kind(work, inner, **options)
         for _ in range(WARM):
             step()
-        return step
+        return step  # type: ignore[no-any-return]
 
-    floor, ours = trained(), trained(**options)
+    floor, ours = warm(contenders.floor), warm(contenders.agmerge, **options)
     took: dict[Any, list[float]] = {floor: [], ours: []}
     rows: dict[str, list[float]] = defaultdict(list)
     for number in range(2 * STEPS // BLOCK):
@@ -139,18 +124,17 @@ def worker(args: argparse.Namespace) -> None:
                 took[step].append(time.perf_counter() - start)
             for row in clocks.spent if step is ours and index else ():
                 rows[row].append(clocks.spent[row])
-    told: list[dict[str, float]] = [{} for _ in range(agmerge.size())]
+    told: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
     named = {"floor": took[floor], **rows, "a step": took[ours]}
     dist.all_gather_object(told, {row: 1e3 * statistics.median(seconds) for row, seconds in named.items()})
     found = {row: statistics.fmean(one.get(row, 0.0) for one in told) for row in named}
-    if agmerge.rank() == 0:
+    if dist.get_rank() == 0:
         rest = 2 * found["a step"] - sum(found.values())
         print(f"{args.model}, {args.rate}, {args.options}\n\n| | ms |\n|---|---|")
         for row, spent in found.items():
             if row == "a step":
                 print(f"| everything else | {rest:.1f} |")
             print(f"| {row} | {spent:.1f} |")
-    agmerge.shutdown()
 
 
 def main() -> None:

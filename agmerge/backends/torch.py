@@ -100,8 +100,8 @@ class TorchHandle(Handle):
     """A ``torch.distributed.Work``, with our errors. Keeps its tensors alive until it has been waited for.
 
     ``finished`` gets the work then. Gloo's threads let go of theirs a little after it is done; were theirs the last
-    reference, they would need Python's lock to free its tensors: next messages wait for that, and where the
-    interpreter is just ending, so does the process, or it aborts.
+    reference, they would need Python's lock to free its tensors, and a process whose interpreter is just ending
+    aborts.
     """
 
     def __init__(
