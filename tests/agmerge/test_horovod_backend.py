@@ -1,13 +1,17 @@
-"""A handle of Horovod's, with a stand-in for Horovod: tests/distributed has the real one."""
+"""The backend of Horovod, with a stand-in for Horovod: tests/distributed has the real one."""
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from types import SimpleNamespace
 
+import pytest
 import torch
 
-from agmerge.backends.horovod import HorovodHandle
+from agmerge.backends import horovod
+from agmerge.backends.horovod import SETTINGS, HorovodHandle
 
 
 def test_a_call_may_set_the_shape_of_its_output_while_its_handle_is_made() -> None:
@@ -43,3 +47,20 @@ def test_a_handle_refers_to_the_tensors_of_its_call_in_c_until_it_has_been_waite
     assert [tensor._use_count() for tensor in (given, output)] == [count + 1 for count in alone]
     handle.wait(1)
     assert [tensor._use_count() for tensor in (given, output)] == alone
+
+
+def test_init_sets_what_the_user_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, str | None] = {}
+
+    def init() -> None:
+        seen.update({name: os.environ.get(name) for name in SETTINGS})
+
+    hvd = SimpleNamespace(is_initialized=lambda: False, init=init)
+    for name in ("rank", "size", "local_rank", "local_size"):
+        setattr(hvd, name, lambda name=name: int("size" in name))
+    monkeypatch.setitem(sys.modules, "horovod", SimpleNamespace(torch=hvd))
+    monkeypatch.setitem(sys.modules, "horovod.torch", hvd)
+    monkeypatch.setattr(os, "environ", {"HOROVOD_CYCLE_TIME": "20"})
+    horovod.open({}, timeout=10)
+    assert seen == {**SETTINGS, "HOROVOD_CYCLE_TIME": "20"}
+    assert seen["OMPI_MCA_mpi_yield_when_idle"] == "1"
