@@ -21,14 +21,8 @@ from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost, RankMismat
 
 # Set before hvd.init() unless the user has set them. Merging is ours: Horovod's own fusion depends on timing,
 # and so do the bits it gives. A message lies for half a cycle (milliseconds) before it leaves, but in each cycle all
-# workers wake and talk: where every core trains, short ones cost more than they save (docs/migrate.md). For the same
-# reason a thread that waits in Open MPI is to let others have its core; other libraries do not know that name.
-SETTINGS = {
-    "HOROVOD_FUSION_THRESHOLD": "0",
-    "HOROVOD_CYCLE_TIME": "5",
-    "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
-    "OMPI_MCA_mpi_yield_when_idle": "1",
-}
+# workers wake and talk: where every core trains, short ones cost more than they save (docs/migrate.md).
+SETTINGS = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_CYCLE_TIME": "5", "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
 SHORTEST, LONGEST = 2e-5, 1e-3  # seconds between two looks at a handle
 
 

@@ -63,4 +63,3 @@ def test_init_sets_what_the_user_has_not(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(os, "environ", {"HOROVOD_CYCLE_TIME": "20"})
     horovod.open({}, timeout=10)
     assert seen == {**SETTINGS, "HOROVOD_CYCLE_TIME": "20"}
-    assert seen["OMPI_MCA_mpi_yield_when_idle"] == "1"

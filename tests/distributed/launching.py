@@ -30,13 +30,11 @@ class Ended:
 def environment(**more: str) -> dict[str, str]:
     """This process's environment without anything a launcher may have left, and one thread a worker.
 
-    Horovod's cycle is short: tests send thousands of small messages, one after the other. Some scripts initialise
-    Horovod themselves: without yielding, its threads wait in MPI for what they keep off the cores.
+    Horovod's cycle is short: tests send thousands of small messages, one after the other.
     """
     dropped = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "HOROVOD", "AGMERGE", "TORCHELASTIC")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(dropped)}
-    ours = {"OMP_NUM_THREADS": "1", "HOROVOD_CYCLE_TIME": "0.1", "OMPI_MCA_mpi_yield_when_idle": "1"}
-    return {**kept, **ours, **more}
+    return {**kept, "OMP_NUM_THREADS": "1", "HOROVOD_CYCLE_TIME": "0.1", **more}
 
 
 def run(command: Sequence[str], timeout: float, **more: str) -> Ended:
