@@ -169,9 +169,8 @@ def timed(args: argparse.Namespace) -> dict[str, Any]:
 
 def each(here: dict[str, Any], name: str) -> float:
     """Seconds a step. Groups of contenders see a machine that is not always as fast: they are told by their floors."""
-    took = statistics.median(here[name]["seconds"])
-    floor = here[name].get("floor", took)
-    if took > step_time.NEAR * floor or floor == took:
+    took, floor = statistics.median(here[name]["seconds"]), here[name].get("floor")
+    if floor is None or took > step_time.NEAR * floor:
         return took  # the network's time, which does not depend on that
     return took / floor * statistics.median(one["floor"] for one in here.values() if "floor" in one)
 

@@ -9,8 +9,8 @@ from agmerge import probing
 
 @pytest.fixture(autouse=True)
 def probes_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How much longer work takes beside messages is asked once, not seven times: no test looks at the answer.
+    """How much longer work takes beside messages is timed once, not up to seven times: no test counts how often.
 
-    Threads that share Python's lock are slow to hand it over, so the answers took longer than what is tested.
+    Between threads that share Python's lock that takes longer than all else a test does.
     """
     monkeypatch.setattr(probing, "ROUNDS", (1, 1))
