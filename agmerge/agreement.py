@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import merging
 from agmerge.backends import Backend
 from agmerge.config import AUTO, Config
-from agmerge.handshake import agree, broadcast_bytes, gather_bytes
+from agmerge.handshake import agree, broadcast_bytes
 from agmerge.members import Member
 from agmerge.nodes import Nodes
 from agmerge.parts import refused
@@ -26,7 +26,6 @@ def open_session(
     members: Sequence[Member],
     order: Iterable[str],
     steps: int,
-    used: Set[str],
     recorded: merging.Plan | None,
     nodes: Nodes | None = None,
     shares: dict[str, int] | None = None,
@@ -34,9 +33,8 @@ def open_session(
     """Agree on members, order and plan, and set up memory. Collective.
 
     ``order``: names in the order in which this rank saw them ready; tensors it did not see go last. ``steps``:
-    committed exchanges so far. Rank 0's count, in both. ``used``: tensors that this rank knows to have had a
-    gradient; any rank's count. ``recorded``: a plan to go on with, if it still fits. ``shares``: elements
-    to send by name, by importance, if that is known of every tensor; rank 0's count. Raises
+    committed exchanges so far. Rank 0's count, in both. ``recorded``: a plan to go on with, if it still fits.
+    ``shares``: elements to send by name, by importance, if that is known of every tensor; rank 0's count. Raises
     :class:`agmerge.RankMismatchError` on every rank if the models differ, and ``ValueError`` on every rank if
     the plan does not fit.
     """
@@ -53,8 +51,6 @@ def open_session(
     problem = told.get("problem") or misfit(merging.Plan.loads(told["plan"]), [member.name for member in members])
     check(comm, problem, config.timeout)
     session = Session(comm, config, members, merging.Plan.loads(told["plan"]), nodes)
-    mine = bytes(slot.name in used for slot in session.layout.slots)
-    session.used = [any(ranks) for ranks in zip(*gather_bytes(comm, mine, "used", config.timeout), strict=True)]
     session.give(told["shares"] or {})
     return session, told["steps"]
 

@@ -2,12 +2,13 @@
 
 A hook writes ``work = residual + gradient``; a commit takes off what was sent; in ``step()`` the slabs
 change places, so that ``work`` is the next residual. Until then the residual is untouched, to the bit,
-whatever happens.
+whatever happens. The update has a slab of its own where something is kept; until the exchange has ended, this
+rank's gradients rest there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -29,12 +30,24 @@ def commit(work: torch.Tensor, indices: torch.Tensor | None, sent: torch.Tensor)
         work.index_add_(0, indices, sent, alpha=-1)
 
 
+def rest(home: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Copy a gradient that was compensated to ``home``, where its update will be written, and return that.
+
+    The gradient's own memory is then free for those that follow in the same backward pass. Returns the gradient itself
+    where it lies there already, or where this would be no plain copy of elements.
+    """
+    plain = type(gradient) is torch.Tensor and gradient.dtype == home.dtype and gradient.is_contiguous()
+    if not plain or gradient.requires_grad or gradient.data_ptr() == home.data_ptr():
+        return gradient
+    return home.copy_(gradient)
+
+
 class Arena:
     """Flat storage of one lane, 1-D of ``length`` elements each.
 
     ``residual`` (None for a memory that keeps nothing) and ``work`` have the lane's storage dtype, and so has the
     momentum of a memory that has one; ``update`` has the gradient's own: a parameter's ``grad`` becomes a view of it.
-    ``size``: the number of workers.
+    Where nothing is kept and the dtypes are the same, ``update`` is ``work``. ``size``: the number of workers.
     """
 
     def __init__(self, lane: Lane, length: int, slots: Sequence[Slot], memory: Memory, size: int = 1) -> None:
@@ -49,8 +62,10 @@ class Arena:
         self._views = [{slot.index: view(one, slot) for slot in slots} for one in self._slabs]
         self._momentum_views = [{slot.index: view(one, slot) for slot in slots} for one in self._momenta]
         self._turn = 0
-        self.update = torch.zeros(length, dtype=lane.dtype, device=lane.device)
-        self.gradients = {slot.index: view(self.update, slot) for slot in slots}
+        self.in_place = not memory.keeps and lane.dtype == lane.storage
+        self.update = first if self.in_place else torch.zeros(length, dtype=lane.dtype, device=lane.device)
+        # `.data`: each with a version of its own, which tells whether a script has written to it.
+        self.gradients = {slot.index: view(self.update, slot).data for slot in slots}
 
     @property
     def work(self) -> torch.Tensor:
@@ -86,7 +101,9 @@ class Arena:
 
     def clean(self, slot: Slot | None = None) -> None:
         """Make zero what is not finite of the next residual and momentum (of one tensor; None: of all)."""
-        kept = [self._slabs[self._turn]] if slot is None else [self._views[self._turn][slot.index]]
+        kept = []
+        if self.memory.keeps:
+            kept.append(self._slabs[self._turn] if slot is None else self._views[self._turn][slot.index])
         if self.memory.corrects:
             momenta = self._momenta[self._turn]
             kept.append(momenta if slot is None else self._momentum_views[self._turn][slot.index])
@@ -102,18 +119,36 @@ class Arena:
         momentum = self._momentum_of(slot) if self.memory.corrects and self.memory.keeps else None
         return self.memory.compensate(self.work_of(slot), self.residual_of(slot), gradient, momentum, self._size)
 
-    def commit(self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor) -> None:
-        """Take off what was sent of ``segment``; nothing to do for a memory that keeps nothing."""
-        part = slice(segment.start, segment.stop)
-        if self.memory.keeps:
-            commit(self.work[part], indices, sent)
-            if self.memory.corrects and indices is not None:
-                self.memory.mask(self._momenta[self._turn][part], indices, sent)
+    def rest(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
+        """Return what ``p.grad`` should be until the exchange has ended: see :func:`rest`."""
+        home = self.gradients[slot.index]
+        if not self.in_place:
+            return rest(home, gradient)
+        # One that was accumulated into the last update: the sum over the ranks is about to be written there.
+        return gradient.clone() if gradient.data_ptr() == home.data_ptr() else gradient
 
-    def correct(self) -> None:
-        """Every message has arrived: apply the momentum of what is sent whole to its average."""
+    def commit(self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor | None) -> None:
+        """Take off what was sent of ``segment`` (None: all of it). Nothing to do for a memory that keeps nothing."""
+        part = slice(segment.start, segment.stop)
+        if not self.memory.keeps:
+            return
+        if sent is None:
+            self.work[part].zero_()
+        else:
+            commit(self.work[part], indices, sent)
+        if self.memory.corrects and indices is not None and sent is not None:
+            self.memory.mask(self._momenta[self._turn][part], indices, sent)
+
+    def correct(self, unused: Iterable[Slot] = ()) -> None:
+        """Every message has arrived: apply the momentum of what is sent whole to its average.
+
+        ``unused``: tensors that no rank had a gradient for; their momentum stays as it was.
+        """
         if self.memory.corrects and not self.memory.keeps:
             self.memory.correct(self.update, Momentum(self._momenta[1 - self._turn], self._momenta[self._turn]))
+            for slot in unused:
+                momentum = self._momentum_of(slot)
+                momentum.after.copy_(momentum.before)
 
     def swap(self) -> None:
         """Make what is left in ``work`` the residual. Called in ``step()`` and nowhere else."""

@@ -24,7 +24,7 @@ KINDS = {"residual": "residuals", "momentum": "momenta"}
 
 
 def save(engine: Engine) -> dict[str, Any]:
-    """Residuals by name (copies), the plan, the step count, what ever had a gradient, and whose all this is.
+    """Residuals by name (copies), the plan, the step count, and whose all this is.
 
     ``window``: where a step has begun, how many backward passes each parameter has seen, and its gradient so far.
     With ``exchange="two-level"`` residuals are of this rank's shard of each tensor; ``shard`` says which.
@@ -37,7 +37,6 @@ def save(engine: Engine) -> dict[str, Any]:
         "size": size,
         "shard": engine.shard,
         "steps": engine.steps,
-        "used": sorted(engine.used()),
         "merging": engine.config.merging,
         "plan": plan.dumps() if plan else None,
         "partial": None if rule is None else (rule.most, rule.settled),
@@ -58,7 +57,7 @@ def load(engine: Engine, section: Mapping[str, Any] | None, *, own: bool = False
     a residual has another shape than its parameter, or is not finite.
     """
     state: State = {}
-    steps, used, plan, shares, window = 0, [], None, None, {}
+    steps, plan, shares, window = 0, None, None, {}
     origin = None
     if section is not None and RANKS in section:
         section = _own_part(engine, section)
@@ -67,7 +66,7 @@ def load(engine: Engine, section: Mapping[str, Any] | None, *, own: bool = False
     elif section["version"] != VERSION:
         raise ValueError(f"the checkpoint's agmerge section has version {section['version']}, this library {VERSION}")
     else:
-        steps, used = section["steps"], section["used"]
+        steps = section["steps"]
         if section["plan"] and section["merging"] == engine.config.merging:  # else the script asks for another
             plan = merging.Plan.loads(section["plan"])
         saved, owned = (section["rank"], section["size"]), section.get("shard")
@@ -101,7 +100,7 @@ def load(engine: Engine, section: Mapping[str, Any] | None, *, own: bool = False
             )
     if section is not None:
         engine.config = replace(engine.config, partial=partial.resumed(engine.config.partial, section))
-    engine.resume(state, steps, used, plan)
+    engine.resume(state, steps, plan)
     engine.shares, engine.origin = shares, origin
     _reopen(engine, window)
 

@@ -27,6 +27,7 @@ from agmerge.engine import Engine
 from agmerge.errors import AGMergeError
 from agmerge.exchanges.scatter import ScatterExchange
 from agmerge.members import Members
+from agmerge.round import Round
 from agmerge.session import Session
 
 STALE = (
@@ -48,10 +49,13 @@ class DearEngine(Engine):
     it does not hold, and for hooks on ``optimizer.step()``.
     """
 
+    remedy = TOGETHER[0].upper() + TOGETHER[1:]
+
     def __init__(self, members: Members, config: Config, optimizer: torch.optim.Optimizer) -> None:
         assert config.model is not None
         self.model, self._optimizer = config.model, optimizer
         self._updates: Updates | None = None  # of the last step, as far as they are not applied
+        self._used: list[bool] = []  # by slot, whether a rank had a gradient in the step that ends
         self._times: ForwardTimes | None = None  # of the session
         self._modules = ModuleHooks(self)
         check_hooks(optimizer)
@@ -131,22 +135,25 @@ class DearEngine(Engine):
                 return None
             with torch.no_grad(), self._breaking():
                 assert self.session is not None
-                self._updates = Updates(self._optimizer, self.session, self._exchange, self.config.zero_unused)
+                self._updates = Updates(
+                    self._optimizer, self.session, self._exchange, self._used, self.config.zero_unused
+                )
             self.end_step()
         return None
 
-    def _attach(self, session: Session) -> None:
+    def _attach(self, attempt: Round) -> None:
         # The updates are not there yet, and p.grad stays the script's own; the checks are the same.
-        gradients = [parameter.grad for parameter in session.parameters]
+        gradients = [parameter.grad for parameter in attempt.session.parameters]
+        self._used = attempt.used
         try:
-            super()._attach(session)
+            super()._attach(attempt)
         finally:
-            for parameter, gradient in zip(session.parameters, gradients, strict=True):
+            for parameter, gradient in zip(attempt.session.parameters, gradients, strict=True):
                 parameter.grad = gradient
 
     def end_step(self) -> None:
         check_every = self.config.check_every
-        if check_every and (self._clock + 1) % check_every == 0:
+        if check_every and (self._clock + 1) % check_every == 0:  # the first comparison is of what training starts from
             self.flush()
         super().end_step()
         if self._times is not None:

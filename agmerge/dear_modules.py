@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
@@ -130,21 +130,33 @@ class ModuleHooks:
 class Updates:
     """The updates of a step: combined gradients on their way, and the hyper-parameters as of that step.
 
-    Starts the all-gathers of ``exchange``. Parameters of the session that no rank ever had a gradient for have no
-    update, unless ``zero_unused``. ``p.grad`` is the script's own before and after.
+    Starts the all-gathers of ``exchange``. ``used``: by slot, whether a rank had a gradient in this step. Parameters
+    that none had one for have an update only where something of earlier steps was sent, or with ``zero_unused``.
+    ``p.grad`` is the script's own before and after.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, session: Session, exchange: ScatterExchange, zero_unused: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        session: Session,
+        exchange: ScatterExchange,
+        used: Sequence[bool],
+        zero_unused: bool,
     ) -> None:
         self._optimizer, self._session, self._exchange = optimizer, session, exchange
         self._groups = [_snapshot(group) for group in optimizer.param_groups]
         self._group_of: dict[torch.Tensor, int] = {}  # of what is not applied, in the optimizer's order
+        self._left_over: set[torch.Tensor] = set()  # of these, what no rank used in this step
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 slot = session.slot_of.get(parameter)
-                if slot is not None and (session.used[slot.index] or zero_unused):
+                if slot is None:
+                    continue
+                if used[slot.index] or zero_unused:
                     self._group_of[parameter] = number
+                elif session.arena_of[slot.index].memory.keeps:  # it is seen when it is there
+                    self._group_of[parameter] = number
+                    self._left_over.add(parameter)
         self._arriving: dict[int, Pending] = {  # by slot
             slot.index: pending for pending in exchange.gather() for slot in pending.loads[0].segment.slots
         }
@@ -177,7 +189,10 @@ class Updates:
         for parameter in parameters:
             if parameter in self._group_of:
                 self._check_same(parameter)
-                groups.setdefault(self._group_of.pop(parameter), []).append(parameter)
+                group = self._group_of.pop(parameter)
+                left_over = parameter in self._left_over
+                if not left_over or self._session.moves(self._session.slot_of[parameter]):
+                    groups.setdefault(group, []).append(parameter)
         if groups:
             self._step([{**self._groups[number], "params": chosen} for number, chosen in groups.items()])
 

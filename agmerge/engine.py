@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -24,9 +24,9 @@ from agmerge.agreement import open_session
 from agmerge.averages import Averages
 from agmerge.backends import Backend
 from agmerge.config import Config
-from agmerge.errors import NO_GRADIENT, NO_SYNC_LATE, TOO_MANY, AGMergeError
+from agmerge.errors import NO_GRADIENT, NO_SYNC_LATE, SYNCHRONIZE, TOO_MANY, AGMergeError
 from agmerge.handshake import agree
-from agmerge.hooks import Hooks
+from agmerge.hooks import HandedOver, Hooks
 from agmerge.members import Member, Members
 from agmerge.round import Round
 from agmerge.scaling import Scaling
@@ -40,6 +40,8 @@ from agmerge.wire import GOING, JOINED
 
 class Engine:
     """Counts backward passes, keeps the session, and guards against calls out of turn."""
+
+    remedy = SYNCHRONIZE  # for a script that changes gradients
 
     def __init__(self, members: Members, config: Config) -> None:
         self.members, self.config, self.passes = members, config, config.passes
@@ -55,7 +57,7 @@ class Engine:
         self.steps = 0  # committed exchanges; after load_state_dict() the checkpoint's
         self._clock = 0  # the same as of the last agreement, so equal on every rank: what messages say
         self.parked: State = {}  # what is kept and has no place in the session
-        self.origin: tuple[int, int] | None = None  # rank and size of the group that it is of, until it is fitted
+        self.origin: tuple[int, int] | None = None  # rank and size of the group that it is of
         self.shares: dict[str, int] | None = None  # from a checkpoint, for the next agreement
         self.paused = False  # no_sync()
         self.synchronized = False  # gradients are combined, step() has not been called
@@ -63,9 +65,9 @@ class Engine:
         self.skipped = False  # ... and come to nothing: the inner optimizer must not step
         self.scaling = Scaling(None)
         self._fired: dict[torch.Tensor, int] = {}  # backward passes since the last step
-        self._ready: dict[torch.Tensor, None] = {}  # in readiness order
+        self._ready = HandedOver()
         self._round: Round | None = None
-        self._used: set[str] = set()  # tensors that ever had a gradient, as of the last agreement or checkpoint
+        self._compared = False  # replicas, after the first step among these workers
         self._recorded: planning.Plan | None = None  # from a checkpoint, for the next agreement
         self._stale = False  # the session's residuals are not the ones to go on with
         self._durations: deque[float] = deque(maxlen=advise.STEPS + 1)  # when the last steps ended
@@ -109,30 +111,24 @@ class Engine:
         if self.session is not None:
             names = [slot.name for slot in self.session.layout.slots]
             order = [*names, *order]  # the agreed order stands; newcomers follow as they were seen
-            self._used = self.used()
             self.parked = {key: view.clone() for key, view in self.state().items()}
         members = self._members()
         self.config = self.config.opened(members, tells=self.comm.rank == 0)
         session, self.steps = open_session(
-            self.comm, self.config, members, order, self.steps, self._used, self._recorded, self.nodes, self.shares
+            self.comm, self.config, members, order, self.steps, self._recorded, self.nodes, self.shares
         )
         self._clock, self._recorded, self.shares = self.steps, None, None
         session.take(self.parked)
-        if self.config.sparsifier is not None:
-            self.config.sparsifier.retain(session.keys())
         self._hooks.attach(member.parameter for member in members)
         self.session, self._snapshot, self._stale = session, self.members.snapshot(), False
-        self.averages.forget()
-        self.tell(self.averages.trace)
+        self._forget(session)
         self.adaptation = Adaptation(session, self.averages)
-        if self.stats.proof is not None:
-            self.stats.proof.reset()  # its rows are those of the merge buffers there were
         return session
 
-    def resume(self, state: State, steps: int, used: Iterable[str], plan: planning.Plan | None) -> None:
+    def resume(self, state: State, steps: int, plan: planning.Plan | None) -> None:
         """Take what a checkpoint has kept; the next step agrees on it and moves it in."""
         self.check_idle("load_state_dict()")
-        self.parked, self.steps, self._used, self._recorded = dict(state), steps, set(used), plan
+        self.parked, self.steps, self._recorded = dict(state), steps, plan
         self.shares = None
         self._clear()
         self._stale = self.session is not None
@@ -142,7 +138,7 @@ class Engine:
         if self.comm is not None:
             self.origin = (self.comm.rank, self.comm.size)
         self.parked = {key: view.clone() for key, view in self.state().items()}
-        self._used, self._recorded, self.shares, self.outside = self.used(), self.plan(), self.shares_kept(), False
+        self._recorded, self.shares, self.outside, self._compared = self.plan(), self.shares_kept(), False, False
         self.comm = self.nodes = self.session = self.adaptation = self._round = self._broken = None
 
     def reconfigure(self, config: Config) -> None:
@@ -164,7 +160,7 @@ class Engine:
 
     def _reopen(self) -> None:
         """Agree anew in the next step, with all that is kept as it is."""
-        self.resume({key: view.clone() for key, view in self.state().items()}, self.steps, self.used(), self.plan())
+        self.resume({key: view.clone() for key, view in self.state().items()}, self.steps, self.plan())
 
     def state(self) -> State:
         """What this rank keeps from step to step."""
@@ -179,11 +175,6 @@ class Engine:
         """The plan in use, or to be used; None before the first agreement."""
         return self.session.plan if self.session is not None and not self._stale else self._recorded
 
-    def used(self) -> set[str]:
-        """The tensors for which any rank has ever had a gradient, by name."""
-        current = self.session.used_names() if self.session is not None and not self._stale else set()
-        return self._used | current
-
     def shares_kept(self) -> dict[str, int] | None:
         """How many elements of each tensor a step sends, by importance; None where that is not known."""
         live = self.session if self.session is not None and not self._stale else None
@@ -197,7 +188,7 @@ class Engine:
         """``parameter`` has seen so many backward passes already; its gradient is there."""
         self._fired[parameter] = fired
         if fired == self.passes:
-            self._ready[parameter] = None
+            self._ready.add(parameter)
 
     # -- a step ---------------------------------------------------------------------------------------------
 
@@ -210,16 +201,17 @@ class Engine:
                 whereabouts.here().move(self._clock, "is in a backward pass")
             if self.paused:
                 if parameter in self._ready:
+                    self._ready.overrun = True
                     raise AssertionError(f"{NO_SYNC_LATE} Parameter: {self.members.name_of(parameter)!r}.")
                 self._fired.setdefault(parameter, 0)  # a step has begun: what it has so far belongs in a checkpoint
                 return
             self._check_unbroken()
             fired = self._fired.get(parameter, 0) + 1
             if fired > self.passes:
+                self._ready.overrun = True
                 raise AssertionError(TOO_MANY.format(self.members.name_of(parameter), fired, self.passes))
             self._fired[parameter] = fired
             if fired == self.passes:
-                self._ready[parameter] = None
                 round_ = self._attempt()
                 # One that was unfrozen during backward() has no place: _attach() will say so.
                 if round_ is not None and not round_.dirty and parameter in round_.session.slot_of:
@@ -228,6 +220,7 @@ class Engine:
                     except BaseException as error:  # as _breaking() does, without a generator a tensor
                         self._broken = error
                         raise
+                self._ready.add(parameter)
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -237,6 +230,7 @@ class Engine:
             if self.outside or self.synchronized:
                 return  # nothing new: a backward pass would have begun another round
             whereabouts.here().move(self._clock, "is in step()")
+            changed = self._ready.error(self.members, self.steps, self.remedy)
             with self._breaking():
                 round_ = self._attempt()
                 if round_ is None or not round_.complete(self._gradient):
@@ -245,7 +239,7 @@ class Engine:
                         raise AGMergeError("parameters changed while ranks agreed on them; change them between steps")
                 self.averages.observe(round_.recorder)
                 self.said = round_.said
-                error = verdict.judge(round_, self._attach)
+                error = verdict.judge(round_, self._attach) or changed
                 self.skipped = round_.nonfinite
             if error is not None:
                 self._clear()  # nothing is broken: all ranks are at the same place
@@ -264,10 +258,11 @@ class Engine:
         session = self.session
         self.stats.stepped(len(session.buffers), session.layout.numel, session.tensors.numel)
         self._clear()
-        due = self.config.check_every and self.steps % self.config.check_every == 0
+        due = not self._compared or (self.config.check_every and self.steps % self.config.check_every == 0)
         if due and not self.said & JOINED:  # a rank that has joined may step otherwise, until all have
             with self._breaking():
                 sentinel.check(self.comm, self.members, self.steps, self.config.timeout)
+            self._compared = True
         with self._breaking():
             if not self._stale:
                 plan = self.adaptation.after_step(self._clock)
@@ -283,13 +278,17 @@ class Engine:
     def _follow(self, plan: planning.Plan) -> None:
         """Another plan from the next step on. Residuals stay where they are."""
         assert self.session is not None
-        self.averages.forget()
         self.session.follow(plan)
+        self._forget(self.session)
+
+    def _forget(self, session: Session) -> None:
+        """Drop what was measured, or kept by sparsifiers, of the merge buffers that there were."""
+        self.averages.forget()
         self.tell(self.averages.trace)
         if self.config.sparsifier is not None:
-            self.config.sparsifier.retain(self.session.keys())
+            self.config.sparsifier.retain(session.keys())
         if self.stats.proof is not None:
-            self.stats.proof.reset()  # its rows are those of the merge buffers there were
+            self.stats.proof.reset()
 
     def _settle(self) -> None:
         """Go on with the cut of dense="partial" that the adaptation has found, once it has: see settle()."""
@@ -322,28 +321,23 @@ class Engine:
         return self._round
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        gradient = None if self.flag == JOINED else parameter.grad
-        if gradient is not None and gradient.layout != torch.strided:
-            if not self.config.sparse_as_dense:
-                raise ValueError(
-                    f"parameter {self.members.name_of(parameter)!r} has a gradient of layout {gradient.layout}; "
-                    "pass sparse_as_dense=True, or build the embedding with sparse=False"
-                )
-            parameter.grad = gradient = gradient.to_dense()
-        return self.scaling.divided(parameter, gradient)
+        if self.flag != JOINED and parameter.grad is not None and parameter.grad.layout != torch.strided:
+            self.members.make_dense(parameter, self.config.sparse_as_dense)
+        return self.scaling.divided(parameter, None if self.flag == JOINED else parameter.grad)
 
-    def _attach(self, session: Session) -> None:
+    def _attach(self, attempt: Round) -> None:
         """Make the updates the gradients; none may reach the inner optimizer that was not combined (G3)."""
+        session = attempt.session
         for slot, parameter in zip(session.layout.slots, session.parameters, strict=True):
             if parameter.dtype != slot.lane.dtype or parameter.device != slot.lane.device:
                 raise AGMergeError(
                     f"parameter {slot.name!r} changed from {slot.lane.dtype} on {slot.lane.device} to "
                     f"{parameter.dtype} on {parameter.device} between backward() and step(); change it between steps"
                 )
-            if session.used[slot.index] or self.config.zero_unused:
-                parameter.grad = session.gradient(slot)
+            used = self.config.zero_unused or attempt.used[slot.index] or attempt.left_over(slot)
+            parameter.grad = session.gradient(slot) if used else None
         self.scaling.multiply(session.parameters)
-        if not any(session.used) and self.flag == GOING:
+        if not any(attempt.used) and self.flag == GOING:
             warnings.warn(NO_GRADIENT, stacklevel=5)
         if self.members.snapshot() != self._snapshot:
             for member in self._members():
@@ -354,7 +348,7 @@ class Engine:
                     )
 
     def _clear(self) -> None:
-        self._fired, self._ready, self._round, self.synchronized, self.skipped = {}, {}, None, False, False
+        self._fired, self._ready, self._round, self.synchronized, self.skipped = {}, HandedOver(), None, False, False
         self.scaling.clear()
 
     discard = _clear  # for whoever calls step() instead of the script
@@ -373,7 +367,16 @@ class Engine:
     @property
     def unfinished(self) -> bool:
         """Whether gradients are on their way."""
-        return bool(self._ready) and not self.synchronized
+        return len(self._ready) > 0 and not self.synchronized
+
+    def abandon(self) -> bool:
+        """End the exchange of gradients that a refused pass has changed; whether none is left then. Collective."""
+        if self._ready.overrun and not self.synchronized:
+            try:
+                Engine.synchronize(self)
+            except AGMergeError:  # it says what the refused pass has changed
+                self._check_unbroken()
+        return not self.unfinished
 
     def check_idle(self, what: str) -> None:
         """Raise unless ``what`` may happen now: no backward pass waits for its ``synchronize()``."""
@@ -381,7 +384,6 @@ class Engine:
             raise AGMergeError(f"{what} was called between backward() and step(); call it after step()")
 
     def reset_counters(self, passes: int) -> None:
-        """Start counting backward passes anew."""
         self.check_idle("set_backward_passes_per_step()")
         self.passes = passes
 

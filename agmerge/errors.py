@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 TOO_MANY = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). "
     "Increase backward_passes_per_step to accumulate gradients locally. Parameter {!r} got gradient number {}; "
-    "backward_passes_per_step is {}. Likely causes: a second backward() without step(), or one part of the model "
-    "checkpointed twice with use_reentrant=True."
+    "backward_passes_per_step is {}. Increase it only if every step() follows so many backward passes of this "
+    "optimizer's own loss. A loss of another optimizer that runs through these parameters, as a GAN's generator loss "
+    "runs through its discriminator, belongs inside `with optimizer.no_sync():` of this one. A part of the model that "
+    "is checkpointed twice needs use_reentrant=False. zero_grad() goes on without the gradients of this step."
+)
+CHANGED = (
+    "step {}: the gradient of {} was changed between backward() and step(). It was handed over during backward(), so "
+    "the change would be without effect; no step was made, and parameters are as before it. {} Not your script? A "
+    "DistributedDataParallel around the model writes gradients too: take it off."
+)
+SYNCHRONIZE = (
+    "Combine first, then clip, mask or scale what is stepped with: optimizer.synchronize(); <the change>; "
+    "with optimizer.skip_synchronize(): optimizer.step(). To drop gradients: optimizer.synchronize(), then "
+    "optimizer.zero_grad()."
 )
 NO_SYNC_LATE = (
     "backward() inside no_sync() came after the backward() that completed this step: that gradient is on its way "
-    "and the new one would be lost. Accumulate first; the last backward() of a step is outside no_sync()."
+    "and the new one would be lost. Accumulate first; the last backward() of a step is outside no_sync(). zero_grad() goes "
+    "on without the gradients of this step."
 )
 NO_GRADIENT = (
-    "no rank had a gradient for any parameter so far. The optimizer may hold other parameters than the model "
+    "no rank had a gradient for any parameter in this step. The optimizer may hold other parameters than the model "
     "(load_state_dict(assign=True) replaces the model's)."
 )
+
+
+NAMED = 5  # parameters that an error names
+
+
+def and_more(names: Sequence[str]) -> str:
+    """The first of ``names``, quoted, and how many there are besides."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(map(repr, names[:NAMED])) + more
 
 
 class AGMergeError(RuntimeError):

@@ -1,14 +1,17 @@
-"""Post-accumulate hooks: one a parameter, gone when their engine is."""
+"""Post-accumulate hooks, one a parameter, gone when their engine is; and what becomes of what they have seen."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from agmerge.errors import CHANGED, AGMergeError, and_more
+from agmerge.members import Members
 
 
 class Listener(Protocol):
@@ -58,6 +61,42 @@ class Hooks:
             handle.remove()
             _owners.pop(parameter, None)
         self._handles = WeakTensorKeyDictionary()
+
+
+class HandedOver:
+    """The parameters whose gradients are handed over, in readiness order, with each gradient as backward left it.
+
+    ``overrun``: a backward pass too many has been refused, and it has changed some of them.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[torch.Tensor, tuple[torch.Tensor | None, int]] = {}
+        self.overrun = False
+
+    def add(self, parameter: torch.Tensor) -> None:
+        """Remember ``parameter.grad`` and its version."""
+        self._seen[parameter] = (parameter.grad, _version(parameter.grad))
+
+    def error(self, members: Members, step: int, remedy: str) -> AGMergeError | None:
+        """Return the error of a script that has replaced, removed or written to a gradient since, if it has."""
+        found = {p for p, before in self._seen.items() if p.grad is not before[0] or _version(p.grad) != before[1]}
+        if not found:
+            return None
+        names = [members.name_of(parameter) for parameter in members.name_all() if parameter in found]
+        return AGMergeError(CHANGED.format(step, and_more(names), remedy))
+
+    def __contains__(self, parameter: torch.Tensor) -> bool:
+        return parameter in self._seen
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._seen)
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+
+def _version(gradient: torch.Tensor | None) -> int:
+    return 0 if gradient is None else gradient._version
 
 
 def _hook(listener: weakref.ref[Listener]) -> Callable[[torch.Tensor], None]:

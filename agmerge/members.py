@@ -90,6 +90,17 @@ class Members:
         """The name under which ``parameter`` travels."""
         return self._names[parameter]
 
+    def make_dense(self, parameter: torch.Tensor, allowed: bool) -> None:
+        """Replace a gradient of sparse layout by a dense one. ``ValueError`` where that is not ``allowed``."""
+        assert parameter.grad is not None
+        if not allowed:
+            raise ValueError(
+                f"parameter {self.name_of(parameter)!r} has a gradient of layout {parameter.grad.layout}; pass "
+                "sparse_as_dense=True (SparseAdam, an optimizer for sparse gradients alone, then refuses them), or "
+                "build the embedding with sparse=False"
+            )
+        parameter.grad = parameter.grad.to_dense()
+
     def active(self) -> list[Member]:
         """The parameters that need a gradient now, in the order of the groups."""
         return [

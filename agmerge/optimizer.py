@@ -257,8 +257,11 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         dear.flush(self._engine)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the inner optimizer's; an error while gradients are on their way."""
-        if self._engine.unfinished:
+        """As the inner optimizer's; an error while gradients are on their way.
+
+        After a backward pass too many was refused, it drops the gradients of the step: then it is collective.
+        """
+        if self._engine.unfinished and not self._engine.abandon():
             raise AssertionError(ZERO_GRAD)
         if self._engine.synchronized:
             self._engine.discard()  # else a rank whose next step has no backward pass would not exchange anything

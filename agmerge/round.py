@@ -26,12 +26,14 @@ class Round:
 
     ``dirty``: this rank's parameters are no longer those of the session. It sends what the plan asks for, but
     empty, and says so in every message; then all ranks discard the attempt. ``flags``: what else it says in every
-    message. ``said``: the flags of all ranks together, once the first merge buffer is there.
+    message. ``said``: the flags of all ranks together, once the first merge buffer is there. ``used``: by slot, whether
+    any rank has a gradient in this step, once all of them are there.
     """
 
     def __init__(self, session: Session, step: int, stats: Stats, *, dirty: bool, flags: int = 0) -> None:
         self.session, self.step, self.stats, self.dirty = session, step, stats, dirty
         self.flags, self.said = flags, 0
+        self.used = [False] * len(session.layout.slots)
         self._missing = list(session.plan.counts)  # tensors still to come, per merge buffer
         self._fed: dict[int, bool] = {}  # by slot: whether there was a gradient
         self._small: dict[int, list[tuple[Slot, torch.Tensor]]] = {}  # by merge buffer: not yet in `work`
@@ -42,7 +44,6 @@ class Round:
         self.recorder = Recorder(session.clock, len(session.layout.slots), len(session.buffers))
         self.watch = self._of_work = Watch(session.config.nonfinite)
         self.nonfinite = False  # a rank has found a gradient that is not finite: nothing of this may be kept
-        self._used_before = list(session.used)
         sparsifier = session.config.sparsifier
         self._known = sparsifier.snapshot() if sparsifier is not None else {}
 
@@ -51,6 +52,10 @@ class Round:
         self.recorder.begin()
         slot = self.session.slot_of[parameter]
         self._take(slot, gradient)
+        if gradient is not None and not self.dirty:
+            resting = self.session.rest(slot, gradient)
+            if resting is not gradient:
+                parameter.grad = resting
         self._fed[slot.index] = gradient is not None
         self.recorder.ready(slot.index)
         self._missing[self.session.buffer_of[slot.index]] -= 1
@@ -138,20 +143,22 @@ class Round:
                     if not self.nonfinite:
                         route.exchange.finish(pending)
                     for slot, used in zip(route.slots, control.used, strict=True):
-                        self.session.used[slot.index] |= used
+                        self.used[slot.index] |= used
             self.recorder.mark(buffer)
             self._look()
         if agreed and not self.nonfinite:
-            self.stats.sent(self.session.correct(), 0)
+            self.stats.sent(self.session.correct(self.used), 0)
             self._of_work.clean(self.session.arenas)
         return agreed
 
+    def left_over(self, slot: Slot) -> bool:
+        """Whether a tensor that no rank used has an update all the same: see :meth:`Session.moves`."""
+        return not self.nonfinite and self.session.moves(slot)
+
     def withdraw(self) -> None:
         """If the attempt comes to nothing, leave nothing of it but the updates."""
-        if self.nonfinite:
-            self.session.used = self._used_before
-            if self.session.config.sparsifier is not None:
-                self.session.config.sparsifier.load_state_dict(self._known)
+        if self.nonfinite and self.session.config.sparsifier is not None:
+            self.session.config.sparsifier.load_state_dict(self._known)
 
     def _control(self, buffer: int, used: tuple[bool, ...], device: torch.device) -> Control:
         flags = self.flags | (RELAYOUT if self.dirty else 0) | (NONFINITE if self.watch.found else 0)

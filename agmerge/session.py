@@ -16,7 +16,7 @@ import torch
 import merging
 import sparsifiers
 from agmerge import routing
-from agmerge.arena import Arena
+from agmerge.arena import Arena, rest
 from agmerge.backends import Backend
 from agmerge.clock import clock_for
 from agmerge.config import AUTO, Config
@@ -78,7 +78,6 @@ class Session:
             if isinstance(self.arenas[slot.lane].memory, NoMemory)
         }
         self.clock = clock_for(lane.device for lane in self.arenas)
-        self.used = [False] * len(ordered)
         self.shares: tuple[int, ...] | None = None  # by slot: elements to send, by importance, once that is known
         self.energy = Energy() if config.importance and config.sparsifier is not None else None
         self._copies: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
@@ -137,7 +136,7 @@ class Session:
             one.scale = self.config.op.scale(self.comm.size)  # a node's sum counts for all of its ranks
         return made
 
-    def commit(self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor) -> None:
+    def commit(self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor | None) -> None:
         self.arenas[segment.lane].commit(segment, indices, sent)
 
     def load(self, segment: Segment) -> Load:
@@ -173,14 +172,29 @@ class Session:
         # Everything, padding too: else it could be chosen in place of an element.
         return work, segment.length if k == segment.numel else k, shapes
 
+    def rest(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
+        """Return what ``p.grad`` should be once its gradient was handed over, until the exchange has ended."""
+        if not self.parameters[slot.index].is_contiguous() or self.config.model is not None:
+            return gradient  # see `gradient`; with merging="dear" it stays the script's own
+        if self.shards is not None:
+            return rest(self.shards.gradients[slot.index], gradient)
+        return self.arena_of[slot.index].rest(slot, gradient)
+
+    def moves(self, slot: Slot) -> bool:
+        """Whether something of earlier steps was sent, so that a tensor has an update that no rank used in this one."""
+        return self.arena_of[slot.index].memory.keeps and bool(self._whole(slot).any())
+
+    def _whole(self, slot: Slot) -> torch.Tensor:
+        gradients = self.arenas[slot.lane].gradients if self.shards is None else self.shards.gradients
+        return gradients[slot.index]
+
     def gradient(self, slot: Slot) -> torch.Tensor:
         """The tensor's part of the update, in the strides of its parameter: what ``p.grad`` becomes.
 
         A view of the arena; for a parameter that is not in C order (channels_last) a copy, always the same one:
         fused optimizers read flat memory, so strides must agree.
         """
-        gradients = self.arenas[slot.lane].gradients if self.shards is None else self.shards.gradients
-        update, parameter = gradients[slot.index], self.parameters[slot.index]
+        update, parameter = self._whole(slot), self.parameters[slot.index]
         if parameter.is_contiguous():
             return update
         key = (slot.index, parameter.stride())
@@ -217,18 +231,14 @@ class Session:
         """How many elements of each tensor to send, by importance, once that is known."""
         return None if self.shares is None else {slot.name: self.shares[slot.index] for slot in self.layout.slots}
 
-    def used_names(self) -> set[str]:
-        """The tensors for which any rank has ever had a gradient."""
-        return {slot.name for slot in self.layout.slots if self.used[slot.index]}
-
     def keys(self) -> set[str]:
         """Owners of sparsifier state."""
         return {routing.key(part) for buffer in self.buffers for route in buffer for part in route.segments}
 
-    def correct(self) -> int:
-        """Every update is there; returns the bytes that go round in the node then."""
-        for arena in self.arenas.values():
-            arena.correct()
+    def correct(self, used: Sequence[bool]) -> int:
+        """Every update is there; returns the bytes that go round in the node then. ``used``: by slot, by any rank."""
+        for lane, arena in self.arenas.items():
+            arena.correct(slot for slot in self.layout.slots if slot.lane == lane and not used[slot.index])
         return 0 if self.shards is None else self.shards.hand_round(self.arenas)
 
     def swap(self) -> None:

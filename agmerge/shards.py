@@ -87,7 +87,8 @@ class Shards:
     def __init__(self, nodes: Nodes, whole: Layout, parts: Layout, timeout: float, *, ordered: bool) -> None:
         self.nodes, self.whole, self.parts, self.timeout, self.ordered = nodes, whole, parts, timeout, ordered
         updates = {lane: _memory(lane, length) for lane, length in whole.lengths.items()}
-        self.gradients = {slot.index: view(updates[slot.lane], slot) for slot in whole.slots}  # whole updates
+        # Whole updates, each with a version of its own: see Arena.
+        self.gradients = {slot.index: view(updates[slot.lane], slot).data for slot in whole.slots}
         self._collected = {lane: _memory(lane, nodes.places * length) for lane, length in parts.lengths.items()}
         self._messages: list[list[_Message]] = []
         self._tensors: list[list[int]] = []  # by merge buffer: slots, in the order of their used bits

@@ -10,17 +10,15 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from agmerge.errors import NonFiniteError
+from agmerge.errors import NonFiniteError, and_more
 from agmerge.handshake import gather_texts
 from agmerge.nonfinite import SKIP
 from agmerge.round import Round
-from agmerge.session import Session
 
 MOST_IN_A_ROW = 100  # skipped steps: a scaler halves its scale at each, and has found the right one long before
-NAMED = 5  # parameters that an error names for each rank
 
 
-def judge(attempt: Round, attach: Callable[[Session], None]) -> NonFiniteError | None:
+def judge(attempt: Round, attach: Callable[[Round], None]) -> NonFiniteError | None:
     """What becomes of an attempt whose messages are all here: ``attach`` makes its updates the gradients.
 
     Where a rank has found something, the attempt is withdrawn: all updates are infinite, or there is an error, for the
@@ -28,7 +26,7 @@ def judge(attempt: Round, attach: Callable[[Session], None]) -> NonFiniteError |
     """
     error = _verdict(attempt) if attempt.nonfinite else None
     if error is None:
-        attach(attempt.session)
+        attach(attempt)
     attempt.withdraw()
     return error
 
@@ -62,6 +60,5 @@ def _told(found: Iterable[list[str]]) -> str:
     parts = []
     for rank, names in enumerate(found):
         if names:
-            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-            parts.append(f"rank {rank}: {', '.join(map(repr, names[:NAMED]))}{more}")
+            parts.append(f"rank {rank}: {and_more(names)}")
     return "; ".join(parts)

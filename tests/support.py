@@ -141,7 +141,8 @@ class Sent:
         self.of: dict[int, dict[str, Tensor]] = {}
         original = Session.commit
 
-        def commit(session: Session, segment: Segment, indices: Tensor | None, sent: Tensor) -> None:
+        def commit(session: Session, segment: Segment, indices: Tensor | None, sent: Tensor | None) -> None:
+            assert sent is not None  # segments that are summed where they lie are larger than any here
             full = torch.zeros(segment.length, dtype=segment.lane.storage)
             if indices is None:
                 full += sent

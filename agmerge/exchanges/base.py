@@ -21,8 +21,8 @@ from agmerge.ops import ReduceOp
 from agmerge.wire import Control
 from sparsifiers import Selection
 
-# (segment, indices or None for all of it, sent): take `sent` off the segment's work.
-Commit = Callable[[Segment, "torch.Tensor | None", torch.Tensor], None]
+# (segment, indices or None for all of it, sent): take `sent` (None: all there is, as it is) off the segment's work.
+Commit = Callable[[Segment, "torch.Tensor | None", "torch.Tensor | None"], None]
 
 
 @dataclass(frozen=True)

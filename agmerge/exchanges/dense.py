@@ -2,7 +2,8 @@
 
 The all-reduce has no room for a header, so control travels as a few numbers behind the gradients that mean
 the same after summing: a flag is raised if the sum is not zero, and step and buffer are one-hot, so that
-ranks that are not at the same place show up as two hot positions.
+ranks that are not at the same place show up as two hot positions. Large segments are summed where they lie, by an
+all-reduce of their own: a copy would cost as much memory as the gradients.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from agmerge.ops import ReduceOp
 from agmerge.wire import NONFINITE, Control
 from sparsifiers import Selection
 
+LARGE = 1 << 18  # elements from which on a segment is not copied: the all-reduce of 1 MB takes longer than one more
 _HOT = 8  # positions of a one-hot number
 _FLAGS = 8
 
@@ -54,20 +56,31 @@ class DenseExchange(Exchange):
     def start(self, name: str, loads: Sequence[Load], offers: Sequence[Selection | None], control: Control) -> Pending:
         dtype = self.cast or loads[0].update.dtype
         tail = tail_of(control, dtype, loads[0].work.device)
-        elements = sum(load.segment.length for load in loads)
+        large = [load for load in loads if self._stays(load)]
+        packed = [load for load in loads if not self._stays(load)]
+        elements = sum(load.segment.length for load in packed)
         length = elements + tail.numel()
         length += -length % self.comm.size  # whole shards
         message = self.keep(("message", name), length, dtype, loads[0].work.device)
-        for load, payload in _parts(message, loads):
+        for load, payload in _parts(message, packed):
             self._pack(load, payload)
             if self.keeps:
                 # Before it leaves: the message is summed in place.
                 self.commit(load.segment, None, self._sent(load, payload))
         message[elements : elements + tail.numel()] = tail
         received = self.keep(("received", name), length, dtype, message.device) if self.ordered else None
-        total = summing.start(self.comm, message, received, name)
+        sums = [
+            summing.start(self.comm, load.work, None, f"{name}/whole {number}") for number, load in enumerate(large)
+        ]
+        sums.append(summing.start(self.comm, message, received, name))
         sent = sum(load.segment.numel for load in loads)
-        return Pending(name, loads, control, total.handle, total.bytes, sent, message, message, total)
+        size = sum(one.bytes for one in sums)
+        return Pending(name, loads, control, sums[0].handle, size, sent, message, message, sums)
+
+    def _stays(self, load: Load) -> bool:
+        """Whether a segment is summed where it lies: it is large, and what travels is exactly its work."""
+        exact = self.cast is None and self.predivide == 1.0 and load.work.dtype == load.update.dtype
+        return exact and not self.ordered and load.segment.length >= LARGE
 
     def _pack(self, load: Load, payload: torch.Tensor) -> None:
         """``work / predivide`` in the dtype of the wire; a cast to float16 saturates, also when summed."""
@@ -91,17 +104,25 @@ class DenseExchange(Exchange):
         return not self.ordered  # in rank order, the shards are still to be gathered
 
     def wait(self, pending: Pending) -> Control:
-        summing.wait(self.comm, pending.extra, self.timeout, pending.loads[0].work.dtype)
-        tail = pending.message[sum(load.segment.length for load in pending.loads) :].tolist()
-        return decode(tail, pending.control, pending.name)
+        for one in pending.extra:
+            summing.wait(self.comm, one, self.timeout, pending.loads[0].work.dtype)
+        packed = sum(load.segment.length for load in pending.loads if not self._stays(load))
+        return decode(pending.message[packed:].tolist(), pending.control, pending.name)
 
     def finish(self, pending: Pending) -> None:
         factor = self.scale * self.predivide
-        for load, total in _parts(pending.message, pending.loads):
+        for load, total in self._totals(pending):
             if total.dtype == load.update.dtype:
                 torch.mul(total, factor, out=load.update)  # one pass
             else:
                 load.update.copy_(total).mul_(factor)  # widened first: the product is not rounded to the wire's dtype
+            if self.keeps and total is load.work:
+                self.commit(load.segment, None, None)  # all of it was sent
+
+    def _totals(self, pending: Pending) -> Iterator[tuple[Load, torch.Tensor]]:
+        """Each load with its sum over the ranks."""
+        yield from ((load, load.work) for load in pending.loads if self._stays(load))
+        yield from _parts(pending.message, [load for load in pending.loads if not self._stays(load)])
 
 
 def _parts(message: torch.Tensor, loads: Sequence[Load]) -> Iterator[tuple[Load, torch.Tensor]]:

@@ -53,6 +53,9 @@ class ScatterExchange(DenseExchange):
         size = (message.numel() + shard) * message.element_size()
         return Pending(name, loads, control, handle, size, load.segment.numel, message, received, mine)
 
+    def _stays(self, load: Load) -> bool:
+        return False  # shards have control numbers behind each of them
+
     def _fill(self, load: Load, rows: torch.Tensor) -> None:
         """Write ``work`` into the shards, (W, shard); commit it, if anything is kept."""
         if not self.keeps:

@@ -68,7 +68,7 @@ def everything(model: nn.Module, optimizer: Any) -> list[Any]:
     tensors = [*model.parameters(), *own.pop("residuals").values(), *own.pop("momenta").values()]
     for one in state.pop("state").values():
         tensors += [value for value in one.values() if isinstance(value, torch.Tensor)]
-    return [digest(tensors), own, optimizer.stats()["steps"], optimizer._engine.session.used]
+    return [digest(tensors), own, optimizer.stats()["steps"]]
 
 
 def finite(optimizer: agmerge.DistributedOptimizer) -> bool:
