@@ -109,8 +109,7 @@ class Engine:
         assert self.comm is not None
         order = [self.members.name_of(parameter) for parameter in self._ready]
         if self.session is not None:
-            names = [slot.name for slot in self.session.layout.slots]
-            order = [*names, *order]  # the agreed order stands; newcomers follow as they were seen
+            order = [*(slot.name for slot in self.session.layout.slots), *order]  # newcomers follow
             self.parked = {key: view.clone() for key, view in self.state().items()}
         members = self._members()
         self.config = self.config.opened(members, tells=self.comm.rank == 0)
@@ -303,13 +302,13 @@ class Engine:
 
     def measure(self) -> planning.Measurements:
         """Measure costs now, for reports; the plan stays. Collective."""
+        self.check_idle("measure()")
         if self.adaptation is None or self._stale or not self.averages.typical():
             raise AGMergeError("measure() needs a step to measure: call it after step()")
         with self._breaking():
             return self.adaptation.measure(self._clock)
 
     def tell(self, trace: Trace | None) -> None:
-        """Say to a trace whose times it is given from now on."""
         if trace is not None and self.session is not None:
             trace.follow([slot.name for slot in self.session.layout.slots], self.session.plan.counts)
 

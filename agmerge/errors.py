@@ -24,8 +24,8 @@ SYNCHRONIZE = (
 )
 NO_SYNC_LATE = (
     "backward() inside no_sync() came after the backward() that completed this step: that gradient is on its way "
-    "and the new one would be lost. Accumulate first; the last backward() of a step is outside no_sync(). zero_grad() goes "
-    "on without the gradients of this step."
+    "and the new one would be lost. Accumulate first; the last backward() of a step is outside no_sync(). "
+    "zero_grad() goes on without the gradients of this step."
 )
 NO_GRADIENT = (
     "no rank had a gradient for any parameter in this step. The optimizer may hold other parameters than the model "

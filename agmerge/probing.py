@@ -58,10 +58,10 @@ def probe(session: Session, step: int, backward: float, finish: float = 0.0) -> 
     if segments[0].lane.sparse and config.sparsifier is not None:
         selections, packs, travels = _measured(session, segments, sparse, step, backward, spend)
         beside = _beside(Rehearsal(session, segments[0], sparse, step, backward), selections, packs, travels)
-        if config.exchange == AUTO or advise.active():
-            choice = Curve.fit(_measured(session, segments, dense, step, backward, spend)[2])
         message = Curve.fit({load: [one + beside for one in runs] for load, runs in packs.items()})
         apart = _apart(session, segments[-1], sparse, step)
+        if config.exchange == AUTO or advise.active():  # the last one: it leaves nothing to select from
+            choice = Curve.fit(_measured(session, segments, dense, step, backward, spend)[2])
         config.sparsifier.retain(session.keys())
         sparsify = Curve.fit({size: [one + apart for one in runs] for size, runs in selections.items()}, zero=True)
         return Found(sparsify, Curve.fit(travels), choice, message)

@@ -24,7 +24,7 @@ class Rehearsal:
     def __init__(self, session: Session, segment: Segment, exchange: Exchange, step: int, backward: float) -> None:
         self.session, self.segment, self.step, self._exchange = session, segment, step, exchange
         self._busy = backward / 2  # seconds, about, that backward goes on after a message has left
-        self.load = session.load(segment)
+        self.load = session.load(segment) if exchange.selects else _zeros(session.load(segment))
         self.on_host = segment.lane.device.type == "cpu"
         self._shares_cores = self.on_host and exchange.polls
         self.offer = self._select()
@@ -111,3 +111,10 @@ class Rehearsal:
         if device.type not in ("cpu", "meta"):
             torch.accelerator.synchronize(device)  # between steps: nothing else runs
         return time.perf_counter()
+
+
+def _zeros(load: Load) -> Load:
+    """Return a load that may be summed where it lies, again and again: between steps ``work`` is nobody's, unless the
+    last update is in it."""
+    shared = load.work.data_ptr() == load.update.data_ptr()
+    return Load(load.segment, torch.zeros_like(load.work) if shared else load.work.zero_(), load.update)

@@ -376,3 +376,19 @@ def test_an_index_out_of_range_names_the_rank_that_sent_it(wrong: int, odd: int)
     assert [type(error) for error in errors] == [MessageError] * 3
     (text,) = {str(error) for error in errors}
     assert text.startswith(f"buffer 3: the indices that rank {odd} sent are not ascending within 0 to 63")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_large_segment_is_summed_where_it_lies(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside it, in the message of the control numbers, travels what is small."""
+    monkeypatch.setattr("agmerge.exchanges.dense.LARGE", 1000)
+    segments = segments_of([(1500, Lane(CPU, torch.float32, True)), (40, Lane(CPU, torch.float32, False))])
+
+    def work(rank: int, index: int) -> torch.Tensor:
+        return draw_work(segments[index], 10 * rank + index, 1.0)
+
+    seen = exchange(size, dense(Average), segments, work)
+    for index in range(2):
+        total = sum((work(rank, index).double() for rank in range(size)), torch.zeros(segments[index].length))
+        bound = sum((work(rank, index).double().abs() for rank in range(size)), torch.zeros(()))
+        assert ((seen[0].update[index].double() - total / size).abs() <= 1e-6 * bound).all()

@@ -228,7 +228,7 @@ def generator() -> nn.Module:
 
 
 def adversaries(rank: int, model: Any, steps: int, shield: bool) -> tuple[str, str]:
-    """The loop of PyTorch's DCGAN example. ``shield``: keep the generator's loss out of the discriminator's gradients."""
+    """The loop of PyTorch's DCGAN example. ``shield``: the generator's loss stays out of the other's gradients."""
     g = wrap(model["g"], sgd(model["g"], lr=0.02))
     d = wrap(model["d"], sgd(model["d"], lr=0.02), backward_passes_per_step=2)
     source, said = torch.Generator().manual_seed(rank), ""
