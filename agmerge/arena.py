@@ -8,12 +8,17 @@ rank's gradients rest there.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 
 from agmerge.layout import Lane, Segment, Slot
 from sparsifiers import Memory, Momentum, kernel
+
+LINE = 64  # bytes
 
 
 def commit(work: torch.Tensor, indices: torch.Tensor | None, sent: torch.Tensor) -> None:
@@ -28,6 +33,31 @@ def commit(work: torch.Tensor, indices: torch.Tensor | None, sent: torch.Tensor)
     sent = sent.to(work.dtype)
     if not kernel.commit(work, indices, sent):
         work.index_add_(0, indices, sent, alpha=-1)
+
+
+def zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a 1-D tensor of zeros on a cache line's boundary. On the host it takes memory as it is written to.
+
+    ``torch.zeros`` writes all of it at once, when all gradients of the first step are still there.
+    """
+    if device.type != "cpu":
+        return torch.zeros(length, dtype=dtype, device=device)
+    size = length * dtype.itemsize
+    raw = torch.from_numpy(np.zeros(size + LINE, dtype=np.uint8))  # of calloc's
+    start = -raw.data_ptr() % LINE
+    return raw[start : start + size].view(dtype)
+
+
+def trim() -> None:
+    """Hand memory that was freed back to the system. Does nothing where the C library is not glibc.
+
+    glibc keeps what was freed between two allocations that are in use: as much as all gradients, after a step that has
+    copied them one by one to where their updates will be.
+    """
+    if sys.platform == "linux":
+        give = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if give is not None:
+            give(ctypes.c_size_t(0))
 
 
 def rest(home: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -54,7 +84,7 @@ class Arena:
         self.lane, self.memory, self._size = lane, memory, size
 
         def slab() -> torch.Tensor:
-            return torch.zeros(length, dtype=lane.storage, device=lane.device)
+            return zeros(length, lane.storage, lane.device)
 
         first = slab()
         self._slabs = [first, slab() if memory.keeps else first]
@@ -63,7 +93,7 @@ class Arena:
         self._momentum_views = [{slot.index: view(one, slot) for slot in slots} for one in self._momenta]
         self._turn = 0
         self.in_place = not memory.keeps and lane.dtype == lane.storage
-        self.update = first if self.in_place else torch.zeros(length, dtype=lane.dtype, device=lane.device)
+        self.update = first if self.in_place else zeros(length, lane.dtype, lane.device)
         # `.data`: each with a version of its own, which tells whether a script has written to it.
         self.gradients = {slot.index: view(self.update, slot).data for slot in slots}
 

@@ -16,7 +16,7 @@ import torch
 import merging
 import sparsifiers
 from agmerge import routing
-from agmerge.arena import Arena, rest
+from agmerge.arena import Arena, rest, trim
 from agmerge.backends import Backend
 from agmerge.clock import clock_for
 from agmerge.config import AUTO, Config
@@ -80,6 +80,7 @@ class Session:
         self.clock = clock_for(lane.device for lane in self.arenas)
         self.shares: tuple[int, ...] | None = None  # by slot: elements to send, by importance, once that is known
         self.energy = Energy() if config.importance and config.sparsifier is not None else None
+        self._stepped = False
         self._copies: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
         self.follow(plan)
 
@@ -245,6 +246,9 @@ class Session:
         """End of a step: what was not sent becomes the residual."""
         for arena in self.arenas.values():
             arena.swap()
+        if not self._stepped:  # all gradients of the first step were there before the first one could be let go
+            self._stepped = True
+            trim()
 
 
 def selects(group: Sequence[Segment], goes_dense: bool) -> bool:
