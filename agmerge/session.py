@@ -80,7 +80,7 @@ class Session:
         self.clock = clock_for(lane.device for lane in self.arenas)
         self.shares: tuple[int, ...] | None = None  # by slot: elements to send, by importance, once that is known
         self.energy = Energy() if config.importance and config.sparsifier is not None else None
-        self._stepped = False
+        self._untrimmed = 2  # steps
         self._copies: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
         self.follow(plan)
 
@@ -246,8 +246,8 @@ class Session:
         """End of a step: what was not sent becomes the residual."""
         for arena in self.arenas.values():
             arena.swap()
-        if not self._stepped:  # all gradients of the first step were there before the first one could be let go
-            self._stepped = True
+        if self._untrimmed:  # in the first step all gradients are there before any can be let go; the second one's
+            self._untrimmed -= 1  # go one by one, but out of what the first has left in pieces
             trim()
 
 
