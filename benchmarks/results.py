@@ -31,7 +31,8 @@ KEPT = " ".join(f"{key}={value}" for key, value in KEEP.items())
 STEPS = f"""`make bench`: all contenders of a cell by turns, in groups where memory asks for that, each beside its own
 floor; see benchmarks/step_time.py. A link is full duplex, as a port of a switch is, or both directions share its rate,
 so that an exchange between two workers takes twice as long there (`python benchmarks/links.py` measures it).
-"floor" waits for eight bytes of the others in every step, and sends nothing else. For all alike, glibc keeps freed memory and takes huge pages (`{KEPT}`):
+"floor" waits for eight bytes of the others in every step, and sends nothing else.
+For all alike, glibc keeps freed memory and takes huge pages (`{KEPT}`):
 without it, steps of the same job differ by a tenth from process to process, whatever library it uses."""
 RIVALS = ("Horovod", "Horovod fp16", "DDP", "DDP PowerSGD", "agmerge dense")
 
