@@ -212,11 +212,12 @@ class Loopback(Spaces):
 
 LINKS: dict[str, type[Spaces]] = {"duplex": Network, "shared": Loopback}
 SAID = {"duplex": "full duplex", "shared": "both directions share it"}
+UNSHAPED = {"duplex": "unshaped, a port each", "shared": "unshaped, one loopback"}
 
 
 def named(rate: str, link: str) -> str:
     """A link in words, for a table's title: ``200mbit, full duplex``."""
-    return f"{'unshaped' if rate == 'none' else rate}, {SAID[link]}"
+    return UNSHAPED[link] if rate == "none" else f"{rate}, {SAID[link]}"
 
 
 class Machine(Spaces):

@@ -33,7 +33,7 @@ def test_every_table_says_which_link_it_is_of(more: dict[str, str], words: str, 
 def test_a_link_is_full_duplex_unless_it_is_asked_for_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["step_time.py"])
     assert LINKS[step_time.arguments().link] is Network and LINKS["shared"] is Loopback
-    assert named("none", "duplex") == "unshaped, full duplex"
+    assert named("none", "duplex") == "unshaped, a port each"
 
 
 def test_horovods_workers_get_the_variables_that_horovodrun_gives() -> None:
