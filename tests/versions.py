@@ -24,9 +24,7 @@ TOOLS = ("pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "scikit-learn>
 # What touches torch in ways of its own: hooks, dtypes, optimizers, state, scalers, threads, modules, compiled loops.
 COVER = (
     "tests/agmerge/test_arena.py",
-    "tests/agmerge/test_codecs.py",
     "tests/agmerge/test_dear_modules.py",
-    "tests/agmerge/test_exchanges.py",
     "tests/agmerge/test_hybrid.py",
     "tests/agmerge/test_optimizer_accumulation.py",
     "tests/agmerge/test_optimizer_awkward.py",
@@ -39,7 +37,6 @@ COVER = (
     "tests/merging/test_merging_planners.py",
     "tests/sparsifiers/test_kernel.py",
     "tests/sparsifiers/test_memories.py",
-    "tests/sparsifiers/test_topk.py",
 )
 
 
@@ -65,14 +62,12 @@ def folder(args: argparse.Namespace) -> Iterator[Path]:
         yield place
 
 
-def run(command: Sequence[str | Path], place: Path, timeout: float = 1800.0) -> str:
-    """The end of what ``command`` prints. Ends this script where it fails. No package of the checkout is in its way."""
+def run(command: Sequence[str | Path], place: Path, timeout: float = 1800.0) -> None:
+    """Ends this script where ``command`` fails. It finds the package that is installed, none of a checkout."""
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    done = subprocess.run([*map(str, command)], cwd=place, env=env, timeout=timeout, check=False, **pipe)
+    done = subprocess.run([*map(str, command)], cwd=place, env=env, timeout=timeout, check=False)
     if done.returncode:
-        raise SystemExit(f"{' '.join(map(str, command))} ended with {done.returncode}:\n{done.stdout[-8000:]}")
-    return done.stdout[-300:].strip()
+        raise SystemExit(f"{' '.join(map(str, command))} ended with {done.returncode}")
 
 
 def main() -> None:
@@ -88,9 +83,9 @@ def main() -> None:
         run([*pip, "--force-reinstall", "--no-deps", ROOT], place)
         about = "import sys, torch, numpy, agmerge; from sparsifiers import kernel; print(sys.version.split()[0], "
         about += "torch.__version__, numpy.__version__, kernel.available(), agmerge.__file__)"
-        print(run([python, "-c", about], place), flush=True)
+        run([python, "-c", about], place)
         tests = ["-p", "no:cacheprovider", "-q", "-m", "not long", *(ROOT / one for one in COVER)]
-        print(run([python, "-m", "pytest", "-c", ROOT / "pyproject.toml", *tests], place), flush=True)
+        run([python, "-m", "pytest", "-c", ROOT / "pyproject.toml", *tests], place)
         launch = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
         job = [ROOT / "examples" / "train_digits.py", "--epochs", "3", "--log-dir", place, "--json", place / "out.json"]
         run([*launch, *job], place, timeout=300.0)
