@@ -1,4 +1,4 @@
-# make train       set up .venv, then train on the digits; NP=4 COMPRESSION=none EPOCHS=5 ARGS="--seed 1" ...
+# make train       set up .venv, then train on the digits; NP=4 COMPRESSION=none MERGING=dear EPOCHS=5 ARGS="--seed 1" ...
 # make train LAUNCHER=horovodrun   (or mpirun; torchrun is the default) set up Horovod and MPI too
 # make test        set up .venv with Horovod and MPI, then run the tests (ARGS goes to pytest)
 # make test-all    the tests that take minutes too
@@ -8,9 +8,11 @@
 
 PYTHON ?= python3
 NP ?= 2
-COMPRESSION ?= adtopk
-DENSITY ?= 0.01
-EXCHANGE ?= sparse
+# What is empty is left to the example, and by the example to the library.
+COMPRESSION ?=
+DENSITY ?=
+EXCHANGE ?=
+MERGING ?=
 EPOCHS ?=
 ARGS ?=
 LAUNCHER ?= torchrun
@@ -38,6 +40,8 @@ LAUNCH_mpirun = $(IN_VENV) $(VENV)/bin/mpirun --allow-run-as-root --oversubscrib
 NEEDS_horovodrun := $(HOROVOD)
 NEEDS_mpirun := $(HOROVOD)
 
+flag = $(if $(2),--$(1) $(2))
+
 # Two pips must not write into one .venv.
 .NOTPARALLEL:
 .PHONY: help train test test-all bench lint clean
@@ -47,8 +51,8 @@ help:
 train: $(BASE) $(NEEDS_$(LAUNCHER))
 	$(if $(LAUNCH_$(LAUNCHER)),,$(error LAUNCHER=$(LAUNCHER): choose torchrun, horovodrun or mpirun))
 	OMP_NUM_THREADS=1 $(LAUNCH_$(LAUNCHER)) \
-	    examples/train_digits.py --compression $(COMPRESSION) --density $(DENSITY) \
-	    --exchange $(EXCHANGE) $(if $(EPOCHS),--epochs $(EPOCHS)) $(ARGS)
+	    examples/train_digits.py $(call flag,compression,$(COMPRESSION)) $(call flag,density,$(DENSITY)) \
+	    $(call flag,exchange,$(EXCHANGE)) $(call flag,merging,$(MERGING)) $(call flag,epochs,$(EPOCHS)) $(ARGS)
 
 # Two files at a time in processes of their own; real workers, which take all cores, one launch after the other.
 # ARGS may leave one of the two nothing to run, which is pytest's status 5.

@@ -64,11 +64,12 @@ setup(
     long_description_content_type="text/markdown",
     license_expression="Apache-2.0",
     license_files=["LICENSE"],
+    # Both ends were run, by tests/versions.py: Python 3.10, torch 2.4.0, numpy 1.26.4; Python 3.13, torch 2.15.0.
     python_requires=">=3.10",
     packages=find_packages(include=[pattern for name in PACKAGES for pattern in (name, f"{name}.*")]),
     ext_modules=[KERNEL],
     package_data={name: ["py.typed"] for name in PACKAGES},
-    install_requires=["torch>=2.4", "numpy>=1.26"],
+    install_requires=["torch>=2.4", "numpy>=1.26.4"],
     extras_require={
         "examples": EXAMPLES,
         "mpi": MPI,

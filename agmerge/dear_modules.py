@@ -20,6 +20,10 @@ from agmerge.session import Session
 
 Parameters = tuple[torch.Tensor, ...]
 
+# Their forward may read parameters of children that it does not call. Of an encoder layer's fast path that was so
+# until torch 2.5; since then it is not taken where there are hooks.
+_OLD = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 5)
+_FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer) if _OLD else (nn.MultiheadAttention,)
 _PLAIN = (bool, int, float, str, tuple, type(None))  # values of a group that compare with ==
 
 
@@ -27,7 +31,8 @@ def readers(model: nn.Module) -> dict[nn.Module, Parameters]:
     """The parameters that each module's forward reads by itself; modules that read none are left out.
 
     A tied parameter has several readers. What a module without a forward holds (``ParameterList``, ``ModuleDict``) is
-    read by the module around it, and ``MultiheadAttention`` reads its projection's parameters itself.
+    read by the module around it, and ``MultiheadAttention`` reads its projection's parameters itself, as an encoder
+    layer of an old torch does those of all its children.
     """
     found = {module: tuple(dict.fromkeys(_read(module))) for module in model.modules() if not _passive(module)}
     return {module: parameters for module, parameters in found.items() if parameters}
@@ -53,7 +58,7 @@ def check_readers(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def _read(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from (parameter for parameter in module._parameters.values() if parameter is not None)
     for child in module.children():
-        if _passive(child) or isinstance(module, nn.MultiheadAttention):
+        if _passive(child) or isinstance(module, _FUSED):
             yield from _read(child)
 
 

@@ -29,6 +29,15 @@ class Figures:
             raise AGMergeError("there is no plan yet: ranks agree on one in the first step")
         return self._engine.session.plan
 
+    @property
+    def settings(self) -> dict[str, str]:
+        """What ranks must agree on, by name and as text: the compressor, memory, planner that the arguments came to.
+
+        ``"density"`` is the compressor's own target, ``"merging"`` a planner with its options, ``"plan"`` and a digest,
+        or ``"groups"``.
+        """
+        return dict(self._engine.config.facts())
+
     def stats(self) -> dict[str, Any]:
         """Totals since construction, of this rank; ``buffers`` and ``residual_norm`` (of the L2 norm) as of now.
 

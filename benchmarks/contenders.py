@@ -1,6 +1,6 @@
 """What takes part in ``step_time.py``: how each library trains one step. One process is one worker.
 
-    python benchmarks/contenders.py CONTENDER MODEL      # started by step_time.py, under the contender's launcher
+    python benchmarks/contenders.py CONTENDER MODEL      # started by step_time.py, once per worker
 
 A peer that is not installed from a package index is a Python file of the user's with a function
 ``prepare(model, optimizer) -> step``, where ``step(loss)`` trains one step and ``loss()`` computes the loss of a batch.
@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 MOMENTUM = 0.9
 FOR_EVER = datetime.timedelta(days=1)  # a frozen job must not time out
-HVD = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "86400", "HOROVOD_STALL_CHECK_DISABLE": "1"}
 Step = Callable[[], None]
 Figures = Callable[[], Mapping[str, Any]]
 
@@ -201,11 +200,14 @@ def main(name: str, model: str) -> None:
     import warnings
 
     import jobs
+    import rendezvous
     import torch
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     chosen = KNOWN.get(name) or Contender("peer", (("file", name),), horovod=True)
+    if chosen.horovod:
+        os.environ.update(rendezvous.own(os.environ))
     work = workload(model)
     optimizer = torch.optim.SGD(work.model.parameters(), lr=1e-3, momentum=MOMENTUM)
     rank, step, figures = globals()[chosen.kind](work, optimizer, **dict(chosen.options))

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 import step_time
 from contenders import MOMENTUM, PLANNED, SELECTED, corrected
+from network import LINKS, named
 from told import tell, told
 
 BATCH, LENGTH, VOCABULARY, RATE = 4, 64, 8192, 0.1
@@ -42,6 +43,7 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--most", type=float, default=1.3, help="times those steps, for what is slower to learn")
     parser.add_argument("--rates", nargs="*", default=["200mbit", "1gbit"])
+    parser.add_argument("--link", choices=LINKS, default="duplex", help="what has the rate, see network.py")
     parser.add_argument("--curves", nargs="+", default=["dense", *(name.split(",")[0] for name in SELECTED)])
     parser.add_argument("--timed", nargs="+", default=list(TIMED), help="contenders whose steps are timed")
     parser.add_argument("--out", type=Path, default=Path("runs/converge"), help="a folder")
@@ -148,18 +150,18 @@ def curves(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def timed(args: argparse.Namespace) -> dict[str, Any]:
-    """The step times that are missing are measured; all that there are, by rate and contender."""
+    """The step times that are missing are measured; all that there are, by link (in words) and contender."""
     from jobs import Stage
-    from network import Loopback
 
     file = args.out / "times.json"
     known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    known = {key if "," in key else named(key, "shared"): here for key, here in known.items()}  # before links had names
     more = argparse.Namespace(blocks=args.blocks, steps=3, seconds=10.0, width=1.0)
     for rate in args.rates if not args.report else []:
-        here = known.setdefault(rate, {})
+        here = known.setdefault(named(rate, args.link), {})
         missing = [name for name in args.timed if name not in here]
         for group in step_time.groups(missing, 2) if missing else ():
-            with Loopback(2, rate) as network, Stage(network) as stage:
+            with LINKS[args.link](2, rate) as network, Stage(network) as stage:
                 found = step_time.measure(stage, group, "gpt2", {}, more)
             floor = statistics.median(found[step_time.FLOOR]["seconds"])
             here |= {name: {**one, "floor": floor} for name, one in found.items()}
@@ -188,12 +190,12 @@ def curve_of(name: str) -> str:
     return "dense" if name in DENSE else name.split(",")[0]
 
 
-def table(found: dict[str, Any], times: dict[str, Any], rate: str) -> str:
+def table(found: dict[str, Any], times: dict[str, Any], link: str) -> str:
     """Seconds and bytes to the target, for every contender on a link."""
     dense = found["dense"]["curve"]
     target = NEAR * dense[-1][1]
     lines = [
-        f"**{rate}**: {dense[0][1]:.2f} nats a token at first, dense ends at {dense[-1][1]:.2f}, target {target:.2f}",
+        f"**{link}**: {dense[0][1]:.2f} nats a token at first, dense ends at {dense[-1][1]:.2f}, target {target:.2f}",
         "",
         "| | steps | s a step | seconds | against Horovod | MB a worker |",
         "|---|---|---|---|---|---|",
@@ -201,26 +203,26 @@ def table(found: dict[str, Any], times: dict[str, Any], rate: str) -> str:
 
     def seconds(name: str) -> float | None:
         steps = reached(found[curve_of(name)]["curve"], target)
-        return None if steps is None else steps * each(times[rate], name)
+        return None if steps is None else steps * each(times[link], name)
 
-    base = seconds("Horovod") if "Horovod" in times[rate] else None
+    base = seconds("Horovod") if "Horovod" in times[link] else None
     for name in TIMED:
-        if name not in times[rate] or not times[rate][name]["seconds"] or curve_of(name) not in found:
+        if name not in times[link] or not times[link][name]["seconds"] or curve_of(name) not in found:
             continue
         steps, took = reached(found[curve_of(name)]["curve"], target), seconds(name)
-        one = each(times[rate], name)
+        one = each(times[link], name)
         if steps is None or took is None:
             last = found[curve_of(name)]["curve"][-1]
             lines.append(f"| {name} | more than {last[0]} ({last[1]:.2f}) | {one:.3f} | - | - | - |")
             continue
-        sent = steps * statistics.median(times[rate][name]["bytes"]) / 1e6
+        sent = steps * statistics.median(times[link][name]["bytes"]) / 1e6
         gain = f"{base / took:.1f}x" if base else "-"
         lines.append(f"| {name} | {steps:.0f} | {one:.3f} | {took:.0f} | {gain} | {sent:.0f} |")
     return "\n".join([*lines, ""])
 
 
 def picture(found: dict[str, Any], times: dict[str, Any], folder: Path) -> None:
-    """Loss against seconds, a panel for each rate."""
+    """Loss against seconds, a panel for each link."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -228,12 +230,12 @@ def picture(found: dict[str, Any], times: dict[str, Any], folder: Path) -> None:
 
     figure, axes = plt.subplots(1, len(times), figsize=(6 * len(times), 4), squeeze=False)
     shown = ("Horovod", "Horovod fp16", *SELECTED)
-    for panel, (rate, here) in zip(axes[0], times.items(), strict=True):
+    for panel, (link, here) in zip(axes[0], times.items(), strict=True):
         for name in shown:
             if name in here and here[name]["seconds"] and curve_of(name) in found:
                 points, took = found[curve_of(name)]["curve"], each(here, name)
                 panel.semilogx([max(step, 1) * took for step, _ in points], [loss for _, loss in points], label=name)
-        panel.set_title(rate)
+        panel.set_title(link)
         panel.set_xlabel("seconds")
     axes[0][0].set_ylabel("validation loss, nats a token")
     axes[0][0].legend(fontsize=7)
@@ -247,7 +249,7 @@ def summary(args: argparse.Namespace) -> str:
     found, times = curves(args), timed(args)
     if args.picture:
         picture(found, times, args.picture)
-    return "\n".join(table(found, times, rate) for rate in times)
+    return "\n".join(table(found, times, link) for link in times)
 
 
 def main() -> None:

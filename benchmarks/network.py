@@ -4,10 +4,11 @@
         outputs = network.run([sys.executable, "worker.py"], timeout=300)
         network.shape("100mbit")           # at any time, also while workers run
 
-``Network``: a namespace per worker; every link is shaped in both directions by a token bucket (tc-tbf), so the rate is
-that of a full-duplex port of a switch. ``Loopback``: one namespace for all workers, whose ``lo`` has the rate; both
-directions share it, and any launcher runs inside. Needs root, ``ip`` and ``tc``; delays are not added (netem is a
-module that many kernels lack).
+``Network``, the link "duplex": a namespace per worker; every link is shaped in both directions by a token bucket of its
+own (tc-tbf), so the rate is that of a full-duplex port of a switch, which is what a user has. ``Loopback``, the link
+"shared": one namespace for all workers, whose ``lo`` has the rate; both directions of all of them share it, so that two
+workers who send at once take twice as long. Needs root, ``ip`` and ``tc``; delays are not added (netem is a module that
+many kernels lack).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -27,6 +29,7 @@ from types import TracebackType
 from typing import Any
 
 PORT = 29577
+ETC = Path("/etc/netns")  # where `ip netns exec` looks for a namespace's own files of /etc
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "HOROVOD", "AGMERGE", "TORCHELASTIC")
 
@@ -180,6 +183,10 @@ class Network(Spaces):
             _inside(space, "ip", "addr", "add", f"10.213.7.{number + 1}/24", "dev", "net0")
             _inside(space, "ip", "link", "set", "net0", "up")
             _inside(space, "ip", "link", "set", "lo", "up")
+            # Horovod's process sets listen where the host's own name leads to, which must not be lo.
+            hosts = ETC / space / "hosts"
+            hosts.parent.mkdir(parents=True, exist_ok=True)
+            hosts.write_text(f"127.0.0.1 localhost\n10.213.7.{number + 1} {socket.gethostname()}\n", encoding="ascii")
 
     def shape(self, rate: str | None) -> None:
         for number in range(self.workers):
@@ -201,6 +208,16 @@ class Loopback(Spaces):
     def shape(self, rate: str | None) -> None:
         _shape(self.space(0), "lo", rate, 256 * 1024)
         self.rate = rate
+
+
+LINKS: dict[str, type[Spaces]] = {"duplex": Network, "shared": Loopback}
+SAID = {"duplex": "full duplex", "shared": "both directions share it"}
+UNSHAPED = {"duplex": "unshaped, a port each", "shared": "unshaped, one loopback"}
+
+
+def named(rate: str, link: str) -> str:
+    """A link in words, for a table's title: ``200mbit, full duplex``."""
+    return UNSHAPED[link] if rate == "none" else f"{rate}, {SAID[link]}"
 
 
 class Machine(Spaces):
@@ -252,6 +269,7 @@ def _remove(name: str) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
     subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    shutil.rmtree(ETC / name, ignore_errors=True)
 
 
 def _call(*command: str) -> str:

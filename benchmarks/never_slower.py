@@ -181,12 +181,12 @@ def main() -> None:
             command += ["--blocks", str(args.blocks), "--width", str(args.width), "--seconds", str(args.seconds)]
             output = network.run(command, timeout=1800)[0]
         found = told(output)[0]
-        cells.append({"workers": workers, "rate": rate, "model": model, **found})
+        cells.append({"workers": workers, "rate": rate, "link": "duplex", "model": model, **found})
         args.out.parent.mkdir(parents=True, exist_ok=True)
         with args.out.open("a", encoding="utf-8") as out:
             out.write(json.dumps(cells[-1]) + "\n")
         print(row(cells[-1]), flush=True)
-    print(HEAD)
+    print(f"every worker at a full-duplex link of its own\n\n{HEAD}")
     for cell in cells:
         print(row(cell))
 

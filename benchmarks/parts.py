@@ -97,14 +97,14 @@ def main() -> None:
     if args.worker:
         worker(args)
         return
-    from network import Network
+    from network import Network, named
 
     with Network(2, args.rate) as network:
         command = [sys.executable, "-W", "ignore", __file__, "--worker", "--rows", str(args.rows)]
         command += ["--density", str(args.density), "--blocks", str(args.blocks)]
         output = network.run(command, timeout=600)[0]
     found = told(output)[0]
-    print(f"{args.rows * WIDTH / 1e6:.1f} million elements, density {args.density}, {args.rate}")
+    print(f"{args.rows * WIDTH / 1e6:.1f} million elements, density {args.density}, {named(args.rate, 'duplex')}")
     for parts, took in found.items():
         ratios = sorted(a / b for a, b in zip(took, found["1"], strict=True))
         ratio = f"median {statistics.median(ratios):.3f}, {ratios[0]:.3f} to {ratios[-1]:.3f}"

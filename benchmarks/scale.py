@@ -26,6 +26,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import shapes
+import step_time
+from network import named
 
 import merging
 
@@ -214,10 +216,10 @@ def picture(rows: list[dict[str, Any]], folder: Path) -> None:
 
 
 def check(path: Path) -> str:
-    """The model with this machine's compute, beside what ``step_time.py`` measured: one shared loopback."""
-    lines = ["| model | rate | workers | strategy | predicted, ms | measured, ms | |", "|---|---|---|---|---|---|---|"]
+    """The model with this machine's compute, beside what ``step_time.py`` measured."""
+    lines = ["| model | link | workers | strategy | predicted, ms | measured, ms | |", "|---|---|---|---|---|---|---|"]
     strategies = {"agmerge dense": "dense", "Horovod": "dense", "Horovod fp16": "fp16", "agmerge topk": "sparse 1 %"}
-    for cell in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+    for cell in step_time.cells_of(path):
         found, rate = cell["found"], cell["rate"]
         if rate == "none" or cell["model"] not in shapes.MEASURED:
             continue
@@ -226,13 +228,15 @@ def check(path: Path) -> str:
         alone = statistics.median(found["floor"]["seconds"])
         share = np.array(sizes) / sum(sizes) * alone
         tensors = merging.Profile([f"t{i}" for i in range(len(sizes))], sizes, share * 2 / 3)
-        network = Network(cell["workers"], 5e-4, 8 / bits * cell["workers"])  # all share the loopback
+        sharing = cell["workers"] if cell["link"] == "shared" else 1
+        network = Network(cell["workers"], 5e-4, 8 / bits * sharing)
         for name, strategy in strategies.items():
             if name in found and found[name]["seconds"]:
                 predicted = step(STRATEGIES[strategy], network, alone / 3, tensors)
                 measured = statistics.median(found[name]["seconds"])
                 error = f"{100 * (predicted / measured - 1):+.0f} %"
-                row = f"{cell['model']} | {rate} | {cell['workers']} | {name} | {1e3 * predicted:.0f}"
+                link = named(rate, cell["link"])
+                row = f"{cell['model']} | {link} | {cell['workers']} | {name} | {1e3 * predicted:.0f}"
                 lines.append(f"| {row} | {1e3 * measured:.0f} | {error} |")
     return "\n".join(lines)
 

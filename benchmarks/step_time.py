@@ -2,18 +2,19 @@
 
     make bench                                                   # all cells, an hour at most; finished ones are kept
     python benchmarks/step_time.py --models gpt2 --rates 200mbit --workers 2
+    python benchmarks/step_time.py --link shared                 # both directions of all workers share the rate
     python benchmarks/step_time.py --peer grace=grace_peer.py    # a library that is brought along, see contenders.py
     python benchmarks/step_time.py --report                      # only read what has been measured
 
-A cell is a model, a rate and a number of workers on this machine. Its contenders are started once, each a job of its
-own, and take blocks of steps in turn, every round in another order, while the others are frozen. One that takes at most
-twice as long as the floor takes ``--blocks`` of them, and up to twice as many until its interval is ``--width`` wide; a
-slower one as many as fit into ``--seconds``. ``/ floor`` is the ratio of medians in the same round to a job that trains
-alone and gathers eight bytes a step, with its bootstrap interval over rounds; "floor again" is a second such job, the
-A/A. Where all would be more processes than memory holds, they come in groups, each beside a floor of its own. Bytes are
-what left the network interfaces, per step and worker. Peers take part where all contenders do. All workers share one
-namespace whose ``lo`` has the rate, both ways; where there can be none, only unshaped cells are run, on the machine as
-it is.
+A cell is a model, a rate, a link and a number of workers on this machine. Its contenders are started once, each a job
+of its own, and take blocks of steps in turn, every round in another order, while the others are frozen. One that takes
+at most twice as long as the floor takes ``--blocks`` of them, and up to twice as many until its interval is ``--width``
+wide; a slower one as many as fit into ``--seconds``. ``/ floor`` is the ratio of medians in the same round to a job
+that trains alone and gathers eight bytes a step, with its bootstrap interval over rounds; "floor again" is a second
+such job, the A/A. Where all would be more processes than memory holds, they come in groups, each beside a floor of its
+own. Bytes are what left the network interfaces, per step and worker. Peers take part where all contenders do. ``--link
+duplex``: every worker is at a full-duplex port with the rate, as at a switch; ``shared``: on one medium, see
+network.py. Where there can be no namespaces, only unshaped cells are run, on the machine as it is.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from contenders import CONTENDERS, HVD, KNOWN, Contender
+import rendezvous
+from contenders import CONTENDERS, KNOWN, Contender
 from intervals import interval
 from jobs import Job, Stage
-from network import Loopback, Machine, Spaces, usable
+from network import LINKS, Machine, named, usable
 
 FLOOR = "floor"
 CELLS = [
@@ -56,6 +58,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=("gpt2", "resnet50", "cnn"))
     parser.add_argument("--rates", nargs="+", help="as tc writes them, or none")
     parser.add_argument("--workers", type=int, nargs="+")
+    parser.add_argument("--link", choices=LINKS, default="duplex", help="what has the rate, see network.py")
     parser.add_argument("--contenders", nargs="+", help=f"of {', '.join(CONTENDERS)}; the default is all")
     parser.add_argument("--peer", nargs="+", default=[], metavar="NAME=FILE", help="see contenders.py")
     parser.add_argument("--blocks", type=int, default=40)
@@ -68,15 +71,19 @@ def arguments() -> argparse.Namespace:
 
 
 def command(stage: Stage, name: str, model: str, peers: dict[str, str]) -> Job:
-    """Start a contender under its launcher."""
+    """Start a contender."""
     one = KNOWN.get(name.removesuffix(" again")) or Contender("peer", horovod=True)
     script = str(Path(__file__).with_name("contenders.py"))
     line = [sys.executable, "-W", "ignore", script, peers.get(name, name.removesuffix(" again")), model]
     if not one.horovod:
         return stage.start(name, line)
-    tool = Path(sys.executable).with_name("horovodrun")
-    launcher = [str(tool), "--gloo", "-np", str(stage.network.workers), "--network-interfaces", "lo"]
-    return stage.start(name, line, launcher, PATH=f"{tool.parent}:/usr/sbin:/usr/bin:/sbin:/bin", **HVD)
+    network = stage.network
+    server = network.launch([sys.executable, rendezvous.__file__, str(network.workers)], {})
+    assert server.stdout is not None
+    port = server.stdout.readline()
+    if not port.strip().isdigit():
+        raise RuntimeError(f"{name}: {port}{server.communicate()[0]}")
+    return stage.start(name, line, **rendezvous.variables(network.address, int(port), network.interface))
 
 
 def groups(names: list[str], workers: int) -> list[list[str]]:
@@ -154,12 +161,22 @@ def high_less_low(found: dict[str, Any], name: str) -> float:
     return high - low
 
 
+def cells_of(path: Path) -> list[dict[str, Any]]:
+    """What is in a file of results, a cell a line; none if it is not there. Before links had names they were shared."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [{"link": "shared", **json.loads(line)} for line in lines]
+
+
+def titled(cell: dict[str, Any]) -> str:
+    """What a cell is of, in words."""
+    return f"{cell['model']}, {cell['workers']} workers, {named(cell['rate'], cell['link'])}"
+
+
 def table(cell: dict[str, Any]) -> str:
     """One cell, as text."""
     found = cell["found"]
     alone = statistics.median(found["no exchange"]["seconds"]) if "no exchange" in found else None
-    rate = "unshaped" if cell["rate"] == "none" else cell["rate"]
-    lines = [f"**{cell['model']}, {cell['workers']} workers, {rate}** ({cell['date']})", ""]
+    lines = [f"**{titled(cell)}** ({cell['date']})", ""]
     lines += ["| | ms a step | / floor | communication, ms | MB a step | blocks |", "|---|---|---|---|---|---|"]
     for name, one in found.items():
         if not one["seconds"]:
@@ -178,9 +195,8 @@ def main() -> None:
     """Measure the cells that are missing, then print all."""
     args = arguments()
     peers = dict(one.split("=", 1) for one in args.peer)
-    lines = args.out.read_text(encoding="utf-8").splitlines() if args.out.exists() else []
-    cells = [json.loads(line) for line in lines]
-    known = {(cell["model"], cell["rate"], cell["workers"]) for cell in cells}
+    cells = cells_of(args.out)
+    known = {(cell["model"], cell["rate"], cell["workers"], cell["link"]) for cell in cells}
     wanted = [
         cell
         for cell in CELLS
@@ -189,14 +205,14 @@ def main() -> None:
         and (not args.workers or cell[2] in args.workers)
     ]
     why = usable()
-    kind: type[Spaces] = Loopback
+    link, kind = args.link, LINKS[args.link]
     if why and not args.report:
         print(f"no shaped network here: {why}. Run as root on Linux for the others; unshaped cells follow", flush=True)
-        wanted, kind = [cell for cell in wanted if cell[1] == "none"], Machine
+        wanted, link, kind = [cell for cell in wanted if cell[1] == "none"], "shared", Machine
     for model, rate, workers in wanted if not args.report else []:
-        if (model, rate, workers) in known:
+        if (model, rate, workers, link) in known:
             continue
-        print(f"{model}, {workers} workers, {rate}", flush=True)
+        print(titled({"model": model, "workers": workers, "rate": rate, "link": link}), flush=True)
         whole = [*CONTENDERS, f"{FLOOR} again", *peers] if (model, rate, workers) in WHOLE else LIGHT
         names = args.contenders or list(whole)
         parts = []
@@ -205,7 +221,8 @@ def main() -> None:
                 parts.append(measure(stage, group, model, peers, args))
         found = joined(parts, names)
         date = time.strftime("%Y-%m-%d")
-        cells.append({"model": model, "rate": rate, "workers": workers, "date": date, "found": found})
+        where = {"model": model, "rate": rate, "link": link, "workers": workers}
+        cells.append({**where, "date": date, "found": found})
         args.out.parent.mkdir(parents=True, exist_ok=True)
         with args.out.open("a", encoding="utf-8") as out:
             out.write(json.dumps(cells[-1]) + "\n")

@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from jobs import KEEP
-from network import Loopback
+from network import LINKS, named
 
 STEPS, BLOCK, WARM = 120, 4, 60
 
@@ -36,6 +36,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="where a step's time goes")
     parser.add_argument("--model", default="gpt2", choices=("gpt2", "resnet50", "cnn"))
     parser.add_argument("--rate", default="200mbit", help="as tc writes it, or none")
+    parser.add_argument("--link", choices=LINKS, default="duplex", help="what has the rate, see network.py")
     parser.add_argument("--options", default="compression='topk', exchange='sparse'", help="of DistributedOptimizer")
     return parser.parse_args()
 
@@ -125,12 +126,12 @@ def worker(args: argparse.Namespace) -> None:
             for row in clocks.spent if step is ours and index else ():
                 rows[row].append(clocks.spent[row])
     told: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
-    named = {"floor": took[floor], **rows, "a step": took[ours]}
-    dist.all_gather_object(told, {row: 1e3 * statistics.median(seconds) for row, seconds in named.items()})
-    found = {row: statistics.fmean(one.get(row, 0.0) for one in told) for row in named}
+    medians = {"floor": took[floor], **rows, "a step": took[ours]}
+    dist.all_gather_object(told, {row: 1e3 * statistics.median(seconds) for row, seconds in medians.items()})
+    found = {row: statistics.fmean(one.get(row, 0.0) for one in told) for row in medians}
     if dist.get_rank() == 0:
         rest = 2 * found["a step"] - sum(found.values())
-        print(f"{args.model}, {args.rate}, {args.options}\n\n| | ms |\n|---|---|")
+        print(f"{args.model}, {named(args.rate, args.link)}, {args.options}\n\n| | ms |\n|---|---|")
         for row, spent in found.items():
             if row == "a step":
                 print(f"| everything else | {rest:.1f} |")
@@ -143,7 +144,7 @@ def main() -> None:
     if "RANK" in os.environ:
         worker(args)
         return
-    with Loopback(2, None if args.rate == "none" else args.rate) as network:
+    with LINKS[args.link](2, None if args.rate == "none" else args.rate) as network:
         command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), *sys.argv[1:]]
         print(network.run(command, timeout=600, **KEEP)[0], end="")
 

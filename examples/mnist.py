@@ -1,10 +1,12 @@
-"""Horovod's MNIST example with one line changed, on digits that need no download.
+"""Horovod's MNIST example with one line changed: its flags, its structure and its lines of output.
 
-The images are the 1797 of 8 x 8 pixels that come with scikit-learn, instead of MNIST's; the flags, the structure
-and the lines of output are those of Horovod's script. ``--compression topk --density 0.01`` is what this library adds.
+``--compression topk --density 0.01`` is what this library adds. Nothing is downloaded: ``--data-dir`` is a folder with
+MNIST's four files as they are published (``train-images-idx3-ubyte.gz`` and so on, gzipped or not); without it the
+images are the 1797 of 8 x 8 pixels that come with scikit-learn.
 
-    horovodrun -np 2 python examples/mnist.py --compression topk
+    horovodrun -np 2 python examples/mnist.py --compression topk --data-dir ~/mnist
     python -m torch.distributed.run --standalone --nproc_per_node=2 examples/mnist.py
+    python examples/mnist.py                             # alone
 """
 
 from __future__ import annotations
@@ -12,9 +14,11 @@ from __future__ import annotations
 import argparse
 from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
 
+import idx
 import torch
-from digits import DigitsCNN, load
+from digits import Data, DigitsCNN, load
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -29,8 +33,8 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     """The command line: Horovod's flags, then ours."""
     parser = argparse.ArgumentParser(description="Digits, trained by several workers")
     add = parser.add_argument
-    # A quarter of Horovod's 64: there are 40 times fewer images, and ten epochs should be enough steps.
-    add("--batch-size", type=int, default=16, help="training images per worker and step")
+    add("--data-dir", type=Path, help="a folder with MNIST's four idx files; without it: scikit-learn's digits")
+    add("--batch-size", type=int, help="training images per worker and step; without it: 64, of the digits 16")
     add("--test-batch-size", type=int, default=1000, help="test images per batch")
     add("--epochs", type=int, default=10)
     add("--lr", type=float, default=0.01, help="for one worker; it grows with their number")
@@ -43,18 +47,37 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     add("--use-adasum", action="store_true", help="refused")
     add("--gradient-predivide-factor", type=float, default=1.0, help="divide by it before the sum, multiply after it")
     add("--compression", help="a sparsifier's name, fp16, bf16, or none (the default, as in Horovod's script)")
-    add("--density", type=float, default=0.01, help="elements sent / elements, for a sparsifier")
+    add("--density", type=float, help="elements sent / elements, for a sparsifier; without it the library's, 0.01")
     args = parser.parse_args(argv)
     if args.use_adasum:
         parser.error("--use-adasum: agmerge does not combine gradients by Adasum; leave it out to average them")
     if args.fp16_allreduce and args.compression not in (None, "fp16"):
         parser.error(f"--fp16-allreduce and --compression {args.compression} contradict each other; give one")
+    if args.batch_size is None:
+        # A quarter of Horovod's: there are 40 times fewer images, and ten epochs should be enough steps.
+        args.batch_size = 64 if args.data_dir else 16
     return args
 
 
-def loaders(args: Namespace) -> tuple[DataLoader[tuple[Tensor, ...]], DataLoader[tuple[Tensor, ...]]]:
+def data(folder: Path | None) -> Data:
+    """(train_x, train_y, test_x, test_y): MNIST's from ``folder``, or the digits.
+
+    Images are [n, 1, side, side], standardised by the mean and deviation of those for training. Raises ``OSError`` or
+    ``ValueError`` for files that are missing or broken.
+    """
+    if folder is None:
+        return load()
+    train_x, train_y, test_x, test_y = (torch.tensor(part) for part in idx.load(folder))
+    if train_x.shape[1] != train_x.shape[2]:
+        raise ValueError(f"{folder}: images of {train_x.shape[1]} x {train_x.shape[2]} pixels are not square")
+    mean, deviation = train_x.float().mean(), train_x.float().std()
+    train_x, test_x = ((x.float()[:, None] - mean) / deviation for x in (train_x, test_x))
+    return train_x, train_y.long(), test_x, test_y.long()
+
+
+def loaders(args: Namespace, found: Data) -> tuple[DataLoader[tuple[Tensor, ...]], DataLoader[tuple[Tensor, ...]]]:
     """Training and test images; each worker's sampler gives it a part of its own."""
-    train_x, train_y, test_x, test_y = load()
+    train_x, train_y, test_x, test_y = found
 
     def loader(x: Tensor, y: Tensor, batch_size: int) -> DataLoader[tuple[Tensor, ...]]:
         images = TensorDataset(x, y)
@@ -115,6 +138,10 @@ def test(model: nn.Module, loader: DataLoader[tuple[Tensor, ...]], device: torch
 def main() -> None:
     """Train, with a test after every epoch."""
     args = arguments()
+    try:
+        images = data(args.data_dir)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"--data-dir: {error}") from None
     hvd.init()
     torch.manual_seed(args.seed)
     cuda = not args.no_cuda and torch.cuda.is_available()
@@ -122,8 +149,10 @@ def main() -> None:
     if cuda:
         torch.cuda.set_device(device)
         torch.cuda.manual_seed(args.seed)
-    train_loader, test_loader = loaders(args)
-    model = DigitsCNN().to(device)
+    if args.data_dir is None and hvd.rank() == 0:
+        print("Images: scikit-learn's digits, 8 x 8 pixels; --data-dir takes MNIST's own files", flush=True)
+    train_loader, test_loader = loaders(args, images)
+    model = DigitsCNN(side=images[0].shape[-1]).to(device)
 
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr * hvd.size(), momentum=args.momentum)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -135,8 +164,8 @@ def main() -> None:
         compression=hvd.Compression.fp16 if args.fp16_allreduce else args.compression or hvd.Compression.none,
         op=hvd.Average,
         gradient_predivide_factor=args.gradient_predivide_factor,
-        density=args.density,
         scaler=scaler,
+        **({} if args.density is None else {"density": args.density}),
     )
     for epoch in range(1, args.epochs + 1):
         train(epoch, args, model, optimizer, train_loader, device, scaler)

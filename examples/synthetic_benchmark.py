@@ -12,21 +12,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from launchers import launcher
 from models import Workload, build
+from options import add_options, described, given, planned
 
 import agmerge as hvd
 
 TOTALS = ("bytes_sent", "bytes_dense", "elements_sent", "exposed_seconds")
-LAUNCHERS = {"HOROVOD_RANK": "horovodrun", "TORCHELASTIC_RUN_ID": "torchrun", "OMPI_COMM_WORLD_RANK": "mpirun"}
 
 
 def arguments(argv: Sequence[str] | None = None) -> Namespace:
@@ -42,10 +42,7 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     add("--no-cuda", action="store_true", help="train on the CPU")
     add("--use-adasum", action="store_true", help="refused")
     add("--image-size", type=_count, default=224, help="pixels, both ways")
-    add("--compression", help="a sparsifier's name, fp16, bf16, or none (the default, as in Horovod's script)")
-    add("--density", type=float, default=0.01, help="elements sent / elements, for a sparsifier")
-    add("--exchange", default="sparse", help="how messages are combined, for a sparsifier")
-    add("--merging", default="threshold", help="which gradients share a message: a planner's name, or a saved plan")
+    add_options(parser, "none, as in Horovod's script")
     add("--backward-passes-per-step", type=_count, default=1, help="batches per exchange (rounds up)")
     add("--json", type=Path, metavar="PATH", help="write all figures there, too")
     args = parser.parse_args(argv)
@@ -54,6 +51,7 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     if args.fp16_allreduce and args.compression not in (None, "fp16"):
         parser.error(f"--fp16-allreduce and --compression {args.compression} contradict each other; give one")
     args.compression = "fp16" if args.fp16_allreduce else args.compression or "none"
+    args.merging = args.merging or "threshold"  # a plan that no measurement changes
     return args
 
 
@@ -70,23 +68,18 @@ def log(line: str) -> None:
         print(line, flush=True)
 
 
-def launcher(env: Mapping[str, str] = os.environ) -> str:
-    """What has started this worker, by the variables that it leaves."""
-    return next((name for key, name in LAUNCHERS.items() if key in env), "none known")
-
-
 def wrapped(args: Namespace, work: Workload) -> Any:
     """Plain SGD, distributed; all workers start from worker 0's parameters."""
     scale = hvd.size() * args.backward_passes_per_step
     optimizer = torch.optim.SGD(work.model.parameters(), lr=0.01 * scale)
+    options = given(args, work.model)
+    if args.fp16_allreduce:
+        options["compression"] = hvd.Compression.fp16
     optimizer = hvd.DistributedOptimizer(
         optimizer,
         named_parameters=work.model.named_parameters(),
-        compression=hvd.Compression.fp16 if args.fp16_allreduce else args.compression,
         backward_passes_per_step=args.backward_passes_per_step,
-        density=args.density,
-        exchange=args.exchange,
-        merging=args.merging,
+        **options,
     )
     hvd.broadcast_parameters(work.model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
@@ -111,9 +104,8 @@ def stepper(work: Workload, optimizer: Any, passes: int) -> Callable[[int], floa
     return train
 
 
-def benchmark(args: Namespace, work: Workload, device: str) -> dict[str, Any]:
+def benchmark(args: Namespace, work: Workload, optimizer: Any, device: str) -> dict[str, Any]:
     """Train and measure; returns all figures."""
-    optimizer = wrapped(args, work)
     passes = args.backward_passes_per_step
     train = stepper(work, optimizer, passes)
     warmup = -(-args.num_warmup_batches // passes)
@@ -129,9 +121,10 @@ def benchmark(args: Namespace, work: Workload, device: str) -> dict[str, Any]:
         log(f"Iter #{number}: {rates[-1]:.1f} {work.unit}/sec per {device}")
     after = optimizer.stats()
 
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+    told = {**given(args, work.model), **{key: value for key, value in vars(args).items() if value is not None}}
     return {
-        "settings": settings,
+        "settings": {key: str(value) if key == "json" else value for key, value in told.items()},
+        "agreed": optimizer.settings,
         "launcher": launcher(),
         "backend": hvd.backend_name(),
         "workers": hvd.size(),
@@ -149,15 +142,14 @@ def benchmark(args: Namespace, work: Workload, device: str) -> dict[str, Any]:
 
 def report(figures: dict[str, Any]) -> None:
     """Horovod's last two lines, and then ours."""
-    f, settings = figures, figures["settings"]
+    f = figures
     unit, device, workers = f["unit"], f["device"], f["workers"]
     log(f"{unit[0].upper()}{unit[1:]} per {device}: {f['mean']:.1f} +-{f['interval']:.1f}")
     log(f"Total {unit} on {workers} {device}(s): {workers * f['mean']:.1f} +-{workers * f['interval']:.1f}")
 
-    sparse = settings["compression"] not in ("none", "fp16", "bf16")
-    how = f", density {settings['density']:g}, {settings['exchange']} exchange" if sparse else ""
     sent, dense = f["bytes_sent"] / f["steps"], f["bytes_dense"] / f["steps"]
-    log(f"Compression: {settings['compression']}{how}, merge buffers: {f['buffers']} ({settings['merging']})")
+    log(f"Compression: {described(f['agreed'])}")
+    log(f"Plan: {planned(f['agreed'], f['buffers'])}")
     log(f"Bytes sent per step and worker: {sent:.0f} (dense {dense:.0f}, {dense / max(sent, 1):.1f}x)")
     log(f"Exposed seconds per step: {f['exposed_seconds'] / f['steps']:.6f}")
     log(f"Backend: {f['backend']}, launcher: {f['launcher']}")
@@ -177,10 +169,14 @@ def main() -> None:
     except ValueError as error:
         raise SystemExit(f"--model: {error}") from None
     kind = "GPU" if cuda else "CPU"
+    try:
+        optimizer = wrapped(args, work)
+    except (TypeError, ValueError) as error:  # options that do not go together
+        raise SystemExit(f"synthetic_benchmark.py: {error}") from None
     log(f"Model: {args.model}")
     log(f"Batch size: {args.batch_size}")
     log(f"Number of {kind}s: {hvd.size()}")
-    figures = benchmark(args, work, kind)
+    figures = benchmark(args, work, optimizer, kind)
     report(figures)
     if args.json is not None and hvd.rank() == 0:
         args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from digits import Data, DigitsCNN, load, shard
+from options import add_options, described, given, planned
 from tensorboardX import SummaryWriter
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -27,8 +28,6 @@ from tqdm import tqdm
 
 import agmerge
 import sparsifiers
-
-CASTS = ("none", "fp16", "bf16")  # these send every element; density and exchange are for sparsifiers
 
 Report = Callable[[int, dict[str, float]], None]
 
@@ -43,17 +42,14 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     add("--momentum", type=float, default=0.9)
     add("--wd", type=float, default=5e-4, help="weight decay")
     add("--seed", type=int, default=0, help="of the weights and of the images' order")
-    add("--compression", default="adtopk", help=f"a sparsifier's name, or one of {', '.join(CASTS)}")
-    add("--density", type=float, default=0.01, help="elements sent / elements, for a sparsifier")
-    add("--exchange", default="sparse", help="how messages are combined, for a sparsifier")
+    add_options(parser)
     add("--log-dir", type=Path, default=Path("runs"), help="where TensorBoard finds the scalars")
     add("--json", type=Path, metavar="FILE", help="write the results there, too")
     return parser.parse_args(argv)
 
 
-def train(args: Namespace, model: nn.Module, data: Data, report: Report | None = None) -> dict[str, Any]:
-    """Train ``model`` on this worker's part of the images; returns what the run measured."""
-    train_x, train_y, test_x, test_y = data
+def wrapped(args: Namespace, model: nn.Module) -> agmerge.DistributedOptimizer:
+    """SGD, distributed; all workers start from worker 0's parameters."""
     # DGC applies momentum before it selects, so that none is lost on the way; SGD must not apply it again.
     corrected = args.compression == "dgc"
     optimizer = torch.optim.SGD(
@@ -64,14 +60,17 @@ def train(args: Namespace, model: nn.Module, data: Data, report: Report | None =
     )
     agmerge.broadcast_parameters(model.state_dict(), root_rank=0)
     agmerge.broadcast_optimizer_state(optimizer, root_rank=0)
-    optimizer = agmerge.DistributedOptimizer(
+    return agmerge.DistributedOptimizer(
         optimizer,
         named_parameters=model.named_parameters(),
-        compression=args.compression,
-        density=args.density,
-        exchange=args.exchange,
         memory=sparsifiers.memory("dgc", momentum=args.momentum) if corrected else None,
+        **given(args, model),
     )
+
+
+def train(args: Namespace, model: nn.Module, optimizer: Any, data: Data, report: Report | None) -> dict[str, Any]:
+    """Train ``model`` on this worker's part of the images; returns what the run measured."""
+    train_x, train_y, test_x, test_y = data
     epochs = [
         shard(len(train_x), args.batch_size, agmerge.rank(), agmerge.size(), seed=10_000 * args.seed + epoch)
         for epoch in range(args.epochs)
@@ -108,7 +107,8 @@ def train(args: Namespace, model: nn.Module, data: Data, report: Report | None =
     return {
         "workers": agmerge.size(),
         "backend": agmerge.backend_name(),
-        "compression": args.compression,
+        "settings": optimizer.settings,
+        "buffers": stats["buffers"],
         **scalars,
         "seconds_per_step": statistics.median(seconds),
         "replicas_equal": replicas_equal(model),
@@ -134,7 +134,7 @@ def replicas_equal(model: nn.Module) -> bool:
 
 def progress(args: Namespace) -> Report:
     """A bar and TensorBoard scalars, for the one worker that shows them."""
-    name = f"digits-{args.compression}-{agmerge.size()}w-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = f"digits-{args.compression or 'default'}-{agmerge.size()}w-{time.strftime('%Y%m%d-%H%M%S')}"
     writer = SummaryWriter(str(args.log_dir / name))
     bar = tqdm(total=args.epochs, unit="epoch")
 
@@ -150,14 +150,14 @@ def progress(args: Namespace) -> Report:
     return report
 
 
-def table(args: Namespace, results: dict[str, Any]) -> str:
+def table(results: dict[str, Any]) -> str:
     """The results, for people."""
     r = results
-    how = "" if r["compression"] in CASTS else f", density {args.density:.4g}, {args.exchange} exchange"
     sent, dense = r["bytes_sent"], r["bytes_dense"]
     rows = {
         "workers": f"{r['workers']} ({r['backend']} backend)",
-        "compressor": r["compression"] + how,
+        "compressor": described(r["settings"]),
+        "plan": planned(r["settings"], r["buffers"]),
         "test accuracy": f"{r['accuracy']:.2%}",
         "elements sent": f"{r['density']:.2%} of all, small tensors included",
         "bytes sent": f"{sent / 1e6:.2f} MB per worker; dense {dense / 1e6:.2f} MB ({dense / sent:.1f}x)",
@@ -174,9 +174,14 @@ def main() -> None:
     agmerge.init()
     torch.manual_seed(args.seed)
     first = agmerge.rank() == 0
-    results = train(args, DigitsCNN(), load(), progress(args) if first else None)
+    model = DigitsCNN()
+    try:
+        optimizer = wrapped(args, model)
+    except (TypeError, ValueError) as error:  # options that do not go together
+        raise SystemExit(f"train_digits.py: {error}") from None
+    results = train(args, model, optimizer, load(), progress(args) if first else None)
     if first:
-        print(table(args, results))
+        print(table(results))
         if args.json is not None:
             args.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     agmerge.shutdown()

@@ -1,14 +1,31 @@
-"""The examples' command lines and models; ``tests/distributed`` runs the scripts."""
+"""The examples' command lines, models and images; ``tests/distributed`` runs the scripts under launchers."""
 
 from __future__ import annotations
 
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import digits
+import idx
+import launchers
 import mnist
 import models
+import numpy as np
+import options
 import pytest
 import synthetic_benchmark
 import torch
+import train_digits
+
+import agmerge
+import merging
+from agmerge.testing import run
 
 SCRIPTS = {"mnist": mnist.arguments, "synthetic_benchmark": synthetic_benchmark.arguments}
+ROOT = Path(__file__).resolve().parents[1]
 HOROVODS = {  # flag, and what it is without one
     "mnist": {
         "test_batch_size": 1000,
@@ -33,7 +50,7 @@ HOROVODS = {  # flag, and what it is without one
 }
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", HOROVODS)
 def test_horovods_flags_have_horovods_defaults(script: str) -> None:
     assert HOROVODS[script].items() <= vars(SCRIPTS[script]([])).items()
 
@@ -64,16 +81,207 @@ def test_the_benchmark_is_dense_as_horovods_unless_told(line: str, compression: 
 
 
 @pytest.mark.parametrize(
-    "env, launcher",
+    "env, above, launcher",
     [
-        ({}, "none known"),
-        ({"OMPI_COMM_WORLD_RANK": "0"}, "mpirun"),
-        ({"HOROVOD_RANK": "0", "OMPI_COMM_WORLD_RANK": "0"}, "horovodrun"),
-        ({"TORCHELASTIC_RUN_ID": "none"}, "torchrun"),
+        ({}, ["bash"], "alone"),
+        ({"RANK": "0"}, ["bash"], "by hand"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, ["mpirun -np 2 -mca btl ^openib python a.py", "bash"], "mpirun"),
+        (
+            {"OMPI_COMM_WORLD_RANK": "0"},
+            ["prterun", "/bin/sh -c mpirun --tag-output -np 2 -mca btl ^openib -x PATH python a.py"],
+            "horovodrun",
+        ),
+        ({"PMI_RANK": "0"}, ["mpiexec"], "mpirun"),
+        ({"HOROVOD_RANK": "0", "RANK": "0"}, ["python"], "horovodrun"),
+        ({"TORCHELASTIC_RUN_ID": "none", "RANK": "0"}, ["python"], "torchrun"),
     ],
 )
-def test_the_launcher_is_known_by_its_variables(env: dict[str, str], launcher: str) -> None:
-    assert synthetic_benchmark.launcher(env) == launcher
+def test_the_launcher_is_known(env: dict[str, str], above: list[str], launcher: str) -> None:
+    assert launchers.launcher(env, above) == launcher
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="commands are read from /proc")
+def test_a_process_knows_the_commands_above_it() -> None:
+    code = "import launchers; print(*launchers.ancestors(), sep='\\n')"
+    line = ["/bin/sh", "-c", '"$@"; exit $?', "a name", sys.executable, "-c", code]
+    done = subprocess.run(line, cwd=ROOT / "examples", capture_output=True, text=True, timeout=100, check=True)
+    found = done.stdout.splitlines()
+    assert found[0].startswith('/bin/sh -c "$@"; exit $? a name') and len(found) > 1
+
+
+# -- the optimizer's options -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "line, expected",
+    [
+        ("", {"exchange": "sparse"}),
+        ("--compression topk --density 0.1", {"compression": "topk", "density": 0.1, "exchange": "sparse"}),
+        ("--compression none", {"compression": "none"}),
+        ("--merging agtf --exchange auto", {"merging": "agtf", "exchange": "auto"}),
+        ("--merging dear", {"merging": "dear", "model": "the model", "compression": "none"}),
+        ("--merging dear --compression fp16", {"merging": "dear", "model": "the model", "compression": "fp16"}),
+        # What does not go together is for the library to refuse.
+        (
+            "--merging dear --compression topk",
+            {"merging": "dear", "model": "the model", "compression": "topk", "exchange": "sparse"},
+        ),
+        ("--compression none --density 0.5", {"compression": "none", "density": 0.5}),
+    ],
+)
+def test_only_what_was_asked_for_is_passed_on(line: str, expected: dict[str, object]) -> None:
+    assert options.given(train_digits.arguments(line.split()), "the model") == expected
+
+
+@pytest.fixture(scope="module")
+def few() -> digits.Data:
+    """So few images that an epoch of two workers is two steps."""
+    torch.set_num_threads(1)
+    x, y, test_x, test_y = digits.load()
+    return x[:64], y[:64], test_x[:20], test_y[:20]
+
+
+@pytest.mark.parametrize("name", merging.names())
+def test_the_main_job_takes_every_planner_and_names_it(name: str, few: digits.Data) -> None:
+    args = train_digits.arguments(["--merging", name, "--epochs", "2"])
+    models = [digits.DigitsCNN() for _ in range(2)]
+
+    def body(rank: int) -> dict[str, object]:
+        return train_digits.train(args, models[rank], train_digits.wrapped(args, models[rank]), few, None)
+
+    found = run(2, body)[0]
+    assert found["replicas_equal"]
+    shown = train_digits.table(found)
+    assert f"plan              {name}, " in shown and "merge buffer" in shown
+    assert ("none" if name == "dear" else "density 0.01, sparse exchange") in shown
+
+
+def test_dear_with_a_sparsifier_ends_with_the_librarys_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", "train_digits.py --merging dear --compression topk".split())
+    with pytest.raises(SystemExit, match="merging='dear' halves an all-reduce.*pass compression='none'"):
+        train_digits.main()
+    agmerge.shutdown()
+
+
+@pytest.mark.parametrize("more", ["--merging dear", "--compression topk", "--compression topk --merging agtf"])
+def test_the_benchmark_runs_alone_with_any_planner(
+    more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "figures.json"
+    line = "benchmark --no-cuda --model cnn --image-size 8 --batch-size 2 --num-warmup-batches 1"
+    line += f" --num-batches-per-iter 1 --num-iters 2 --json {out} {more}"
+    monkeypatch.setattr(sys, "argv", line.split())
+    synthetic_benchmark.main()
+    planner = more.split()[-1] if "merging" in more else "threshold"
+    assert f"Plan: {planner}, 1 merge buffer\n" in capsys.readouterr().out
+    assert json.loads(out.read_text())["settings"]["merging"] == planner
+
+
+def test_make_train_passes_on_what_it_was_given_and_nothing_else() -> None:
+    def told(*more: str) -> str:
+        command = ["make", "-n", f"PYTHON={sys.executable}", "train", *more]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+        return " ".join(done.stdout.partition("examples/train_digits.py")[2].replace("\\\n", " ").split())
+
+    assert told() == ""
+    assert told("MERGING=dear", "COMPRESSION=bf16", "EPOCHS=3") == "--compression bf16 --merging dear --epochs 3"
+    assert told("DENSITY=0.1", "EXCHANGE=auto", "ARGS=--seed 1") == "--density 0.1 --exchange auto --seed 1"
+
+
+# -- MNIST's own files -----------------------------------------------------------------------------------------
+
+SIDE = 6
+
+
+def packed(values: np.ndarray) -> bytes:
+    """An idx file of bytes."""
+    head = bytes((0, 0, 8, values.ndim)) + b"".join(size.to_bytes(4, "big") for size in values.shape)
+    return head + values.astype(np.uint8).tobytes()
+
+
+def written(folder: Path, mark: str = "-", gzipped: bool = False) -> dict[str, np.ndarray]:
+    """Four files in ``folder``, and what is in them by part of the name."""
+    source, found = np.random.default_rng(0), {}
+    for part, count in (("train", 40), ("t10k", 10)):
+        for kind, shape in (("images", (count, SIDE, SIDE)), ("labels", (count,))):
+            values = source.integers(0, 256 if kind == "images" else 10, shape)
+            content = packed(values)
+            name = f"{part}-{kind}{mark}idx{values.ndim}-ubyte" + (".gz" if gzipped else "")
+            (folder / name).write_bytes(gzip.compress(content) if gzipped else content)
+            found[f"{part}-{kind}"] = values
+    return found
+
+
+@pytest.mark.parametrize("mark", "-.")
+@pytest.mark.parametrize("gzipped", [False, True])
+def test_mnists_files_are_read_as_they_come(tmp_path: Path, mark: str, gzipped: bool) -> None:
+    expected = written(tmp_path, mark, gzipped)
+    for got, values in zip(idx.load(tmp_path), expected.values(), strict=True):
+        assert got.dtype == np.uint8 and np.array_equal(got, values)
+
+
+def test_images_are_standardised_by_those_for_training(tmp_path: Path) -> None:
+    expected = written(tmp_path)
+    train_x, train_y, test_x, test_y = mnist.data(tmp_path)
+    assert train_x.shape == (40, 1, SIDE, SIDE) and test_x.shape == (10, 1, SIDE, SIDE)
+    assert abs(train_x.mean()) < 1e-5 and abs(train_x.std() - 1) < 1e-5
+    pixels = expected["train-images"]
+    again = (expected["t10k-images"] - pixels.mean()) / pixels.std(ddof=1)
+    assert np.allclose(test_x[:, 0].numpy(), again, atol=1e-5)
+    assert train_y.tolist() == expected["train-labels"].tolist() and test_y.dtype == torch.int64
+
+
+HEAD = bytes((0, 0, 8, 3))  # of images
+LABELS = gzip.compress(packed(np.zeros(40)))
+BROKEN = {  # file, its content, and the words of the error
+    "labels for images": ("train-images-idx3-ubyte", packed(np.zeros(40)), "begins with 00 00 08 01, .* 00 00 08 03"),
+    "a web page": ("train-images-idx3-ubyte", b"<html>", "begins with 3c 68 74 6d"),
+    "empty": ("t10k-labels-idx1-ubyte", b"", "begins with nothing"),
+    "floats": ("train-images-idx3-ubyte", bytes((0, 0, 13, 3)) + bytes(12), "begins with 00 00 0d 03"),
+    "half a header": ("train-images-idx3-ubyte", HEAD + bytes(5), "ends inside its header, after 9 of 16 bytes"),
+    "cut off": ("train-images-idx3-ubyte", packed(np.zeros((40, 6, 6)))[:-1], r"cut off: .*6, 6\), 1440 bytes.*1439"),
+    "too long": ("train-labels-idx1-ubyte", packed(np.zeros(40)) + b"x", "is too long.*40 bytes, and 41 follow"),
+    "a gzip cut off": ("train-labels-idx1-ubyte", LABELS[:-6], "gzip file is broken or cut"),
+    "a gzip of noise": ("train-labels-idx1-ubyte", b"\x1f\x8b\x08" + bytes(range(40)), "gzip file is broken or cut"),
+    "fewer labels": ("train-labels-idx1-ubyte", packed(np.zeros(39)), "40 images in the train set, but 39 labels"),
+    "another size": ("t10k-images-idx3-ubyte", packed(np.zeros((10, 6, 7))), "differ in size: 6 x 6 and 6 x 7"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_file_is_named_with_what_is_wrong(case: str, tmp_path: Path) -> None:
+    name, content, words = BROKEN[case]
+    written(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=words) as error:
+        idx.load(tmp_path)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_a_missing_file_is_told_with_the_names_that_were_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path)
+    (tmp_path / "t10k-labels-idx1-ubyte").unlink()
+    monkeypatch.setattr(sys, "argv", ["mnist.py", "--data-dir", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        mnist.main()
+    stem = "t10k-labels"
+    names = f"{stem}-idx1-ubyte, {stem}-idx1-ubyte.gz, {stem}.idx1-ubyte, {stem}.idx1-ubyte.gz"
+    assert str(ended.value) == f"--data-dir: {tmp_path} has none of {names}"
+
+
+def test_the_mnist_example_trains_alone_on_either_images_and_says_which(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path)
+    for more, batch, told in ((["--data-dir", str(tmp_path)], 40, 0), ([], 1437, 1)):
+        monkeypatch.setattr(sys, "argv", ["mnist.py", "--no-cuda", "--epochs", "1", "--compression", "topk", *more])
+        mnist.main()
+        out = capsys.readouterr().out
+        assert f"Train Epoch: 1 [0/{batch} (0%)]" in out and "Test set: Average loss: " in out
+        assert out.count("Images: scikit-learn's digits") == told
+    assert mnist.arguments([]).batch_size == 16 and mnist.arguments(["--data-dir", "x"]).batch_size == 64
 
 
 @pytest.mark.parametrize(

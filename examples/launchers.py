@@ -1,0 +1,42 @@
+"""What has started a worker: the standard library alone is asked."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+LAUNCHERS = {
+    "HOROVOD_RANK": "horovodrun",
+    "TORCHELASTIC_RUN_ID": "torchrun",
+    "OMPI_COMM_WORLD_RANK": "mpirun",
+    "PMI_RANK": "mpirun",
+    "PMIX_RANK": "mpirun",
+    "RANK": "by hand",
+}
+HOROVODS = ("--tag-output", "^openib")  # what horovodrun gives to the mpirun that it turns into
+
+
+def launcher(env: Mapping[str, str] = os.environ, above: Iterable[str] | None = None) -> str:
+    """What has started this worker, by the variables that it leaves; nothing: it is alone.
+
+    horovodrun over MPI leaves mpirun's only, and turns into it: it is told by ``above``, the commands that this process
+    descends from.
+    """
+    name = next((name for key, name in LAUNCHERS.items() if key in env), "alone")
+    if name == "mpirun":
+        commands = ancestors() if above is None else above
+        if any(all(word in command for word in HOROVODS) for command in commands):
+            return "horovodrun"
+    return name
+
+
+def ancestors() -> Iterator[str]:
+    """The commands that this process descends from, the nearest first (Linux; elsewhere none)."""
+    process = os.getppid()
+    with contextlib.suppress(OSError):
+        while process > 1:
+            here = Path("/proc") / str(process)
+            yield (here / "cmdline").read_text(errors="replace").replace("\0", " ").strip()
+            process = int((here / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
