@@ -7,12 +7,12 @@ whatever happens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from agmerge.layout import Lane, Segment, Slot
-from sparsifiers import Memory, Momentum, kernel
+from sparsifiers import Memory, Momentum, Rate, kernel
 
 
 def commit(work: torch.Tensor, indices: torch.Tensor | None, sent: torch.Tensor) -> None:
@@ -34,11 +34,20 @@ class Arena:
 
     ``residual`` (None for a memory that keeps nothing) and ``work`` have the lane's storage dtype, and so has the
     momentum of a memory that has one; ``update`` has the gradient's own: a parameter's ``grad`` becomes a view of it.
-    ``size``: the number of workers.
+    ``size``: the number of workers. ``rate``: what the optimizer says of a tensor's momentum; None: nothing.
     """
 
-    def __init__(self, lane: Lane, length: int, slots: Sequence[Slot], memory: Memory, size: int = 1) -> None:
+    def __init__(
+        self,
+        lane: Lane,
+        length: int,
+        slots: Sequence[Slot],
+        memory: Memory,
+        size: int = 1,
+        rate: Callable[[Slot], Rate] | None = None,
+    ) -> None:
         self.lane, self.memory, self._size = lane, memory, size
+        self._slots, self._rate = slots, rate
 
         def slab() -> torch.Tensor:
             return torch.zeros(length, dtype=lane.storage, device=lane.device)
@@ -113,14 +122,21 @@ class Arena:
     def correct(self) -> None:
         """Every message has arrived: apply the momentum of what is sent whole to its average."""
         if self.memory.corrects and not self.memory.keeps:
-            self.memory.correct(self.update, Momentum(self._momenta[1 - self._turn], self._momenta[self._turn]))
+            rates = {self._rate(slot) for slot in self._slots} if self._rate is not None else {None}
+            if len(rates) == 1:
+                before, after = self._momenta[1 - self._turn], self._momenta[self._turn]
+                self.memory.correct(self.update, Momentum(before, after, *rates))
+                return
+            for slot in self._slots:
+                self.memory.correct(self.gradients[slot.index], self._momentum_of(slot))
 
     def swap(self) -> None:
         """Make what is left in ``work`` the residual. Called in ``step()`` and nowhere else."""
         self._turn = 1 - self._turn
 
     def _momentum_of(self, slot: Slot) -> Momentum:
-        return Momentum(*(self._momentum_views[turn][slot.index] for turn in (1 - self._turn, self._turn)))
+        before, after = (self._momentum_views[turn][slot.index] for turn in (1 - self._turn, self._turn))
+        return Momentum(before, after, None if self._rate is None else self._rate(slot))
 
 
 def view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
