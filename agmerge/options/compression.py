@@ -71,7 +71,7 @@ def check_meaning(compression: Any, given: Mapping[str, Any]) -> None:
             about = "how much a sparsifier selects of which parameter"
         elif name == "exchange" and value in _SELECTING:
             about = "how ranks combine what a sparsifier selects"
-        elif value is usual or (isinstance(value, str) and value == usual):
+        elif value is usual or (isinstance(value, str) and value in (usual, "partial")):  # that has its own words
             continue
         raise ValueError(
             f"{name}={value!r} is about {about}, and compression={compression!r} sends every element: leave {name} "
