@@ -75,7 +75,8 @@ def check_meaning(compression: Any, given: Mapping[str, Any]) -> None:
             continue
         raise ValueError(
             f"{name}={value!r} is about {about}, and compression={compression!r} sends every element: leave {name} "
-            "out, or give a sparsifier's name as compression"
+            "out, or give a sparsifier's name as compression (to send everything at first: a sparsifier, and then "
+            "set_compressor())"
         )
 
 

@@ -1,4 +1,4 @@
-"""What ``compression="auto"``, the default, stands for; and swapping a compressor by name, with nothing else changed."""
+"""What ``compression="auto"``, the default, stands for; and swapping a compressor by name and nothing else."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("kind", [{}, {"foreach": True}, {"fused": True}, {"nesterov": True}, {"weight_decay": 0.1}])
-@pytest.mark.parametrize("options", [{"compression": "dgc"}, {"compression": "topk", "memory": "dgc"}, {"density": 0.05}])
+@pytest.mark.parametrize("options", [{}, {"compression": "topk", "memory": "dgc"}, {"density": 0.05}])
 def test_swapping_in_dgc_is_one_word(kind: dict[str, Any], options: dict[str, Any]) -> None:
     """To the bit what SGD without momentum gives, and a memory that is told the momentum."""
     nesterov = kind.get("nesterov", False)
@@ -167,7 +167,10 @@ def test_hooks_of_the_step_and_errors_in_it_see_and_leave_the_momentum_of_the_sc
         seen: list[tuple[str, float, bool]] = []
 
         def look(name: str) -> Callable[..., None]:
-            return lambda optimizer, *_: seen.append((name, *map(optimizer.param_groups[0].get, ("momentum", "nesterov"))))
+            def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+                seen.append((name, *map(optimizer.param_groups[0].get, ("momentum", "nesterov"))))
+
+            return hook
 
         inner.register_step_pre_hook(look("early"))
         inner.register_step_post_hook(look("late"))
@@ -281,8 +284,6 @@ def test_a_resumed_run_has_the_same_bits_and_its_groups_say_what_they_said(how: 
 
 def test_a_checkpoint_from_when_the_memory_had_to_be_told_goes_on() -> None:
     """Its groups have no momentum, so the memory's own applies, and one rank says so; also in a script of today."""
-    told: list[Any] = []
-
     def body(rank: int, model: nn.Module) -> list[str]:
         memory = sparsifiers.memory("dgc", momentum=0.9)
         others = [copy.deepcopy(model) for _ in range(2)]
@@ -336,11 +337,11 @@ class Named(torch.optim.SGD):
 def test_momentum_that_is_not_that_of_sgd_is_not_taken() -> None:
     def body(rank: int, model: nn.Module) -> None:
         for make in (torch.optim.RMSprop, LARS):
-            with pytest.raises(ValueError, match=f"of {make.__name__} has momentum=0.9 too: only that of torch.optim.SGD"):
+            with pytest.raises(ValueError, match=f"of {make.__name__} has momentum=0.9 too: only that of torch"):
                 wrap(model, make(model.parameters(), lr=0.1, momentum=0.9), compression="dgc")
         for options in ({"dampening": 0.5}, {"dampening": 1.0}):
             with pytest.raises(ValueError, match="group 0 has dampening="):
-                wrap(model, sgd(model).__class__(model.parameters(), lr=0.1, momentum=0.9, **options), compression="dgc")
+                wrap(model, plain(model, momentum=0.9, **options), compression="dgc")
         optimizer = wrap(model, Named(model.parameters(), lr=0.1, momentum=0.9), compression="dgc")
         train(model, optimizer, rank, range(2))
         optimizer.param_groups[0]["dampening"] = 0.5
@@ -368,7 +369,7 @@ def test_a_momentum_that_comes_late_is_not_applied_twice() -> None:
 
 def test_ranks_that_differ_in_who_applies_momentum_are_told() -> None:
     def body(rank: int, model: nn.Module) -> None:
-        with pytest.raises(agmerge.RankMismatchError, match="momentum before selection: the optimizer's on rank 0; the"):
+        with pytest.raises(agmerge.RankMismatchError, match="momentum before selection: the optimizer's on rank 0"):
             wrap(model, sgd(model, momentum=0.0 if rank else 0.9), compression="dgc")
 
     on_ranks(2, MODEL, body)
