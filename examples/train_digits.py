@@ -26,7 +26,6 @@ from torch.optim.lr_scheduler import OneCycleLR
 from tqdm import tqdm
 
 import agmerge
-import sparsifiers
 
 CASTS = ("none", "fp16", "bf16")  # these send every element; density and exchange are for sparsifiers
 
@@ -43,7 +42,7 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     add("--momentum", type=float, default=0.9)
     add("--wd", type=float, default=5e-4, help="weight decay")
     add("--seed", type=int, default=0, help="of the weights and of the images' order")
-    add("--compression", default="adtopk", help=f"a sparsifier's name, or one of {', '.join(CASTS)}")
+    add("--compression", default="auto", help=f"a sparsifier's name, or one of {', '.join(CASTS)}")
     add("--density", type=float, default=0.01, help="elements sent / elements, for a sparsifier")
     add("--exchange", default="sparse", help="how messages are combined, for a sparsifier")
     add("--log-dir", type=Path, default=Path("runs"), help="where TensorBoard finds the scalars")
@@ -54,12 +53,10 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
 def train(args: Namespace, model: nn.Module, data: Data, report: Report | None = None) -> dict[str, Any]:
     """Train ``model`` on this worker's part of the images; returns what the run measured."""
     train_x, train_y, test_x, test_y = data
-    # DGC applies momentum before it selects, so that none is lost on the way; SGD must not apply it again.
-    corrected = args.compression == "dgc"
     optimizer = torch.optim.SGD(
         model.parameters(),
         lr=args.base_lr * math.sqrt(agmerge.size()),
-        momentum=0.0 if corrected else args.momentum,
+        momentum=args.momentum,
         weight_decay=args.wd,
     )
     agmerge.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -70,7 +67,6 @@ def train(args: Namespace, model: nn.Module, data: Data, report: Report | None =
         compression=args.compression,
         density=args.density,
         exchange=args.exchange,
-        memory=sparsifiers.memory("dgc", momentum=args.momentum) if corrected else None,
     )
     epochs = [
         shard(len(train_x), args.batch_size, agmerge.rank(), agmerge.size(), seed=10_000 * args.seed + epoch)
@@ -108,7 +104,7 @@ def train(args: Namespace, model: nn.Module, data: Data, report: Report | None =
     return {
         "workers": agmerge.size(),
         "backend": agmerge.backend_name(),
-        "compression": args.compression,
+        "compression": optimizer.stats()["compressor"],
         **scalars,
         "seconds_per_step": statistics.median(seconds),
         "replicas_equal": replicas_equal(model),

@@ -21,6 +21,10 @@ from sparsifiers import Rate
 
 Groups = Sequence[Mapping[str, Any]]
 
+GONE = (
+    "no group of {optimizer} has a momentum any more, and memory {memory!r} follows them: none is applied. If the "
+    "groups are those of a checkpoint of SGD(momentum=0), give them the momentum again"
+)
 SHARDS = (
     "momentum buffers of {optimizer} are of whole tensors, and with exchange='two-level' a rank has shards of them: "
     "momentum starts from zero"
@@ -89,7 +93,7 @@ def rates(
             f"then applies the optimizer's, or make it SGD(momentum=0)"
         )
     _check_dampening(groups)
-    if memory.options().get("nesterov") and not all(groups[number]["nesterov"] for number in moving):
+    if memory.options().get("nesterov") and not all(groups[number].get("nesterov") for number in moving):
         raise ValueError(f"{said}, without nesterov: say it in one place, SGD(nesterov=True)")
     return Rates(optimizer)
 
@@ -113,6 +117,8 @@ def withheld(engine: Any, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         yield
         return
     _check_dampening(optimizer.param_groups)
+    if engine.comm.rank == 0 and not any(group["momentum"] for group in optimizer.param_groups):
+        warnings.warn(GONE.format(memory=memory.name, optimizer=type(optimizer).__name__), stacklevel=4)
     hidden: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def hide(*_: Any) -> None:

@@ -70,6 +70,18 @@ def test_swapping_in_dgc_is_one_word(kind: dict[str, Any], options: dict[str, An
     assert one == two
 
 
+@pytest.mark.parametrize("exchange", ["two-level", "oktopk", "masked"])
+def test_it_does_not_depend_on_the_exchange(exchange: str) -> None:
+    def body(rank: int, model: nn.Module, momentum: float, memory: Any) -> list[str]:
+        inner = torch.optim.SGD(model.parameters(), lr=LR, momentum=momentum)
+        optimizer = wrap(model, inner, compression="dgc", density=0.05, exchange=exchange, memory=memory)
+        return train(model, optimizer, rank, range(4))
+
+    told = sparsifiers.memory("dgc", momentum=0.9)
+    one, two = (on_ranks(2, MODEL, lambda r, m, g=g: body(r, m, *g)) for g in ((0.9, None), (0.0, told)))
+    assert agreed(one) == agreed(two)
+
+
 @pytest.mark.parametrize("name", [*sparsifiers.names(), "none", "fp16", "bf16", "auto", "TopK", "SIDCo_E", "BF16"])
 def test_the_ten_lines_work_with_every_name_and_nothing_else_changed(name: str) -> None:
     def body(rank: int, model: nn.Module) -> tuple[list[str], int]:
@@ -373,6 +385,24 @@ def test_ranks_that_differ_in_who_applies_momentum_are_told() -> None:
             wrap(model, sgd(model, momentum=0.0 if rank else 0.9), compression="dgc")
 
     on_ranks(2, MODEL, body)
+
+
+def test_a_momentum_that_goes_is_gone_and_one_rank_says_so() -> None:
+    """As a loader that writes into the groups leaves it, or a schedule that means it."""
+
+    def body(rank: int, model: nn.Module) -> tuple[str, str]:
+        other = copy.deepcopy(model)
+        optimizer = wrap(model, sgd(model), **{**EXACT, "compression": "topk"})
+        optimizer.param_groups[0]["momentum"] = 0.0
+        train(model, optimizer, rank, range(3))
+        train(other, wrap(other, sgd(other, momentum=0.0), compression="topk", density=1.0), rank, range(3))
+        return digest(model), digest(other)
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        one, other = agreed(on_ranks(2, MODEL, body))
+    assert one == other
+    assert len([one for one in told if "no group of SGD has a momentum any more" in str(one.message)]) == 1
 
 
 def test_who_steps_by_itself_applies_its_momentum_itself() -> None:

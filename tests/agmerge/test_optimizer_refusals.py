@@ -209,6 +209,14 @@ def test_the_arguments_horovod_has_come_in_its_order() -> None:
     assert expected.items() <= dict(facts).items()
 
 
+@pytest.mark.parametrize("name", ["Adasum", "Min", "Max", "Product"])
+def test_other_reductions_of_horovods_say_what_there_is(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"agmerge has no {name}: .*agmerge.Average or agmerge.Sum"):
+        getattr(agmerge, name)
+    with pytest.raises(AttributeError, match="module 'agmerge' has no attribute 'Averag'"):
+        getattr(agmerge, "Averag")  # noqa: B009
+
+
 class NeedsClosure(torch.optim.Optimizer):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
