@@ -82,7 +82,7 @@ def test_it_does_not_depend_on_the_exchange(exchange: str) -> None:
     assert agreed(one) == agreed(two)
 
 
-@pytest.mark.parametrize("name", [*sparsifiers.names(), "none", "fp16", "bf16", "auto", "TopK", "SIDCo_E", "BF16"])
+@pytest.mark.parametrize("name", [*sparsifiers.names(), "none", "fp16", "bf16", "Auto", "TopK", "SIDCo_E", "BF16"])
 def test_the_ten_lines_work_with_every_name_and_nothing_else_changed(name: str) -> None:
     def body(rank: int, model: nn.Module) -> tuple[list[str], int]:
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
