@@ -142,6 +142,12 @@ class Config:
         return f"plan {self.plan.digest()}" if self.plan else repr(self.planner)
 
     @property
+    def _momentum(self) -> str:
+        if self.rates is not None:
+            return "the optimizer's"
+        return "the memory's" if self.memory.corrects else "None"
+
+    @property
     def compressor(self) -> str:
         """Its canonical name."""
         cast = next(name for name, dtype in CASTS.items() if dtype == self.cast)
@@ -157,7 +163,7 @@ class Config:
             ("options", repr(self.sparsifier)),
             # "none" has one on those ranks that have loaded what is still to be sent; messages are the same.
             ("memory", repr(self.memory) if self.sparsifier or self.cast or self.memory.corrects else "None"),
-            ("momentum before selection", "the optimizer's" if self.rates is not None else "the memory's"),
+            ("momentum before selection", self._momentum),
             ("warmup", self.warmup.text if self.warmup is not None else "None"),
             ("merging", self.merging),
             ("sparsify", self.sparsify),
