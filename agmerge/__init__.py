@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from agmerge import testing
 from agmerge.broadcasting import broadcast_optimizer_state, broadcast_parameters
 from agmerge.collectives import allgather, allreduce, barrier, broadcast, broadcast_object
@@ -73,3 +75,10 @@ __all__ = [
     "size",
     "testing",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name in ("Adasum", "Max", "Min", "Product"):
+            raise AttributeError(f"agmerge has no {name}: gradients are combined by op=agmerge.Average or agmerge.Sum")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,17 +17,17 @@ from typing import Any
 import numpy as np
 
 import merging
-from agmerge.backends import Backend, horovod
-from agmerge.ops import Compression
+from agmerge.backends import Backend
+from agmerge.options.compression import cast_name
 from merging import Measurements
 from merging.measured import sent_whole, step_end
 from sparsifiers import budget
+from sparsifiers.registry import spelling
 
 DENSITIES = (0.1, 0.01, 0.001)
 WORTH = 0.03  # a gain below this share of the step is not worth compressing for
 STEPS = 12  # trained before the table is printed
 _ON = "AGMERGE_ADVISE"
-_WHOLE = ("none", "fp16", "bf16")
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,12 @@ def conclude(
 def widened(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the optimizer; under ``advise``, so that there is something to compare.
 
-    A script that sends everything is measured with the default sparsifier for these few steps.
+    A script that sends everything is measured with exact top-k for these few steps.
     """
-    if not active() or arguments["merging"] == "dear":
+    if not active() or (isinstance(arguments["merging"], str) and spelling(arguments["merging"]) == "dear"):
         return arguments
-    compression = arguments["compression"]
-    sends_all = isinstance(compression, Compression) or compression in _WHOLE or horovod.compression(compression)
-    instead = {"compression": "adtopk", "memory": "residual"} if sends_all else {}
+    sends_all = cast_name(arguments["compression"]) is not None
+    instead = {"compression": "topk", "memory": "residual"} if sends_all else {}
     return {**arguments, **instead, "exchange": "auto"}
 
 

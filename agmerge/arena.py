@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
 
 from agmerge.layout import Lane, Segment, Slot
-from sparsifiers import Memory, Momentum, kernel
+from sparsifiers import Memory, Momentum, Rate, kernel
 
 LINE = 64  # bytes
 
@@ -78,10 +78,20 @@ class Arena:
     ``residual`` (None for a memory that keeps nothing) and ``work`` have the lane's storage dtype, and so has the
     momentum of a memory that has one; ``update`` has the gradient's own: a parameter's ``grad`` becomes a view of it.
     Where nothing is kept and the dtypes are the same, ``update`` is ``work``. ``size``: the number of workers.
+    ``rate``: what the optimizer says of a tensor's momentum; None: nothing.
     """
 
-    def __init__(self, lane: Lane, length: int, slots: Sequence[Slot], memory: Memory, size: int = 1) -> None:
+    def __init__(
+        self,
+        lane: Lane,
+        length: int,
+        slots: Sequence[Slot],
+        memory: Memory,
+        size: int = 1,
+        rate: Callable[[Slot], Rate] | None = None,
+    ) -> None:
         self.lane, self.memory, self._size = lane, memory, size
+        self._slots, self._rate = slots, rate
 
         def slab() -> torch.Tensor:
             return zeros(length, lane.storage, lane.device)
@@ -175,7 +185,13 @@ class Arena:
         ``unused``: tensors that no rank had a gradient for; their momentum stays as it was.
         """
         if self.memory.corrects and not self.memory.keeps:
-            self.memory.correct(self.update, Momentum(self._momenta[1 - self._turn], self._momenta[self._turn]))
+            rates = {self._rate(slot) for slot in self._slots} if self._rate is not None else {None}
+            if len(rates) == 1:
+                before, after = self._momenta[1 - self._turn], self._momenta[self._turn]
+                self.memory.correct(self.update, Momentum(before, after, *rates))
+            else:
+                for slot in self._slots:
+                    self.memory.correct(self.gradients[slot.index], self._momentum_of(slot))
             for slot in unused:
                 momentum = self._momentum_of(slot)
                 momentum.after.copy_(momentum.before)
@@ -185,7 +201,8 @@ class Arena:
         self._turn = 1 - self._turn
 
     def _momentum_of(self, slot: Slot) -> Momentum:
-        return Momentum(*(self._momentum_views[turn][slot.index] for turn in (1 - self._turn, self._turn)))
+        before, after = (self._momentum_views[turn][slot.index] for turn in (1 - self._turn, self._turn))
+        return Momentum(before, after, None if self._rate is None else self._rate(slot))
 
 
 def view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:

@@ -82,8 +82,9 @@ def load(engine: Engine, section: Mapping[str, Any] | None, *, own: bool = False
                 shares = section.get("shares")
             window = section.get("window", {})
         else:
+            what = "residuals and momenta" if section.get("momenta") else "residuals"
             warnings.warn(
-                f"the checkpoint's residuals are rank {saved[0]}'s of {saved[1]}{_part(owned)}, this is rank {rank} of "
+                f"the checkpoint's {what} are rank {saved[0]}'s of {saved[1]}{_part(owned)}, this is rank {rank} of "
                 f"{size}{_part(engine.shard)}: they are dropped and start from zero. Load the file that this rank has "
                 "saved",
                 stacklevel=3,

@@ -19,13 +19,14 @@ from agmerge import deadline, partial, process_sets, scaling
 from agmerge import warmup as schedules
 from agmerge.backends import horovod
 from agmerge.codecs import VALUES
-from agmerge.compression import CASTS, DENSITY, compressor_of, densities_of, memory_for
 from agmerge.groups import Groups
 from agmerge.groups import checked as checked_groups
 from agmerge.handshake import Fact
 from agmerge.members import Member
 from agmerge.nonfinite import POLICIES, RAISE, SKIP
 from agmerge.ops import Average, ReduceOp
+from agmerge.options import momentum
+from agmerge.options.compression import CASTS, DENSITY, compressor_of, densities_of, memory_for
 from agmerge.parts import refused
 from agmerge.routing import AHEAD
 from merging.dear import DeAR
@@ -72,6 +73,7 @@ class Config:
     nonfinite: str  # what becomes of a step in which a rank has a gradient that is infinite or NaN
     scaled: bool  # by an attached GradScaler
     model: torch.nn.Module | None  # merging="dear": whose forward takes the updates
+    rates: momentum.Rates | None = None  # where the memory takes the optimizer's momentum from, if it does
 
     def lanes(self, members: Iterable[Member]) -> list[Member]:
         """The members, each with its lane. A rule of the script's own is asked once, here."""
@@ -139,17 +141,29 @@ class Config:
             return "groups"  # which: said tensor by tensor
         return f"plan {self.plan.digest()}" if self.plan else repr(self.planner)
 
+    @property
+    def _momentum(self) -> str:
+        if self.rates is not None:
+            return "the optimizer's"
+        return "the memory's" if self.memory.corrects else "None"
+
+    @property
+    def compressor(self) -> str:
+        """Its canonical name."""
+        cast = next(name for name, dtype in CASTS.items() if dtype == self.cast)
+        return self.sparsifier.name if self.sparsifier is not None else cast
+
     def facts(self) -> list[Fact]:
         """What must be the same on every rank. ``backward_passes_per_step`` too: it decides what a step is."""
-        cast = next(name for name, dtype in CASTS.items() if dtype == self.cast)
         return [
-            ("compression", self.sparsifier.name if self.sparsifier else cast),
+            ("compression", self.compressor),
             ("density", str(self.sparsifier.density if self.sparsifier else 1.0)),
             ("density by importance", str(self.importance)),
             ("dense='partial'", str(self.partial)),
             ("options", repr(self.sparsifier)),
             # "none" has one on those ranks that have loaded what is still to be sent; messages are the same.
             ("memory", repr(self.memory) if self.sparsifier or self.cast or self.memory.corrects else "None"),
+            ("momentum before selection", self._momentum),
             ("warmup", self.warmup.text if self.warmup is not None else "None"),
             ("merging", self.merging),
             ("sparsify", self.sparsify),
@@ -206,8 +220,7 @@ def resolve(
     nonfinite = (SKIP if scaled else RAISE) if nonfinite is None else nonfinite
     _choice("nonfinite", nonfinite, POLICIES)
     op = _reduction(op)
-    if not isinstance(backward_passes_per_step, int) or backward_passes_per_step <= 0:
-        raise ValueError("backward_passes_per_step must be > 0")
+    check_passes(backward_passes_per_step)
     if gradient_predivide_factor != 1.0 and op is not Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if not gradient_predivide_factor > 0:
@@ -287,25 +300,23 @@ def _reduction(op: Any) -> ReduceOp:
         return op
     if name in ("average", "sum"):
         return ReduceOp(name)
-    raise ValueError(f"op must be agmerge.Average or agmerge.Sum, not {name or repr(op)}")
+    raise ValueError(
+        f"op must be agmerge.Average or agmerge.Sum, not {name or repr(op)}: what is not sent now is sent later, "
+        "and with minima, maxima, products or Adasum that would be another update"
+    )
 
 
-def check_momentum(optimizer: torch.optim.Optimizer, config: Config) -> None:
-    """Raise ``ValueError`` where both the memory and the optimizer would apply momentum."""
-    if not config.memory.corrects:
-        return
-    for number, group in enumerate(optimizer.param_groups):
-        if group.get("momentum"):
-            raise ValueError(
-                f"{config.memory} applies momentum before selection, and group {number} of {type(optimizer).__name__} "
-                f"has momentum={group['momentum']} too: make it SGD(momentum=0) and give the momentum to the memory, "
-                "memory=sparsifiers.memory('dgc', momentum=0.9), or pass memory='residual'"
-            )
-        if "betas" in group:
-            raise ValueError(
-                f"{config.memory} applies momentum before selection, and {type(optimizer).__name__} has its own "
-                f"(betas, group {number}): pass memory='residual'"
-            )
+def check_passes(passes: Any) -> None:
+    """Raise ``ValueError`` unless this is a number of backward passes that a step may have."""
+    if not isinstance(passes, int) or isinstance(passes, bool):
+        raise ValueError(f"backward_passes_per_step must be a whole number > 0, not {passes!r}")
+    if passes <= 0:
+        raise ValueError("backward_passes_per_step must be > 0")
+
+
+def followed(config: Config, optimizer: torch.optim.Optimizer, groups: Any = None) -> Config:
+    """``config`` as it is with this optimizer: see :func:`agmerge.options.momentum.rates`, and what that raises."""
+    return replace(config, rates=momentum.rates(optimizer, config.memory, groups))
 
 
 def _planner(given: Any, sparsify: str, exchange: str) -> tuple[merging.Planner | None, merging.Plan | None]:

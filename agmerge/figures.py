@@ -45,7 +45,7 @@ class Figures:
         by codecs of indices and values, ``header``, and ``plain``, without codecs. ``bytes_dense``: what a
         dense float32 all-reduce would be handed. ``elements_sent``: dense lane included. ``density``: elements
         sent / elements. ``steps_skipped``: see ``nonfinite``; what they sent is counted. ``exposed_seconds``: waiting
-        for messages in ``synchronize()``.
+        for messages in ``synchronize()``. ``compressor``: in use now, by its canonical name.
         """
         stats = self._engine.stats
         self._engine.averages.settle()
@@ -53,6 +53,7 @@ class Figures:
         return {
             "steps": self._engine.steps,
             "steps_skipped": stats.steps_skipped,
+            "compressor": self._engine.config.compressor,
             "buffers": stats.buffers,
             "bytes_sent": stats.bytes_sent,
             "wire": dict(stats.wire),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,11 +12,14 @@ import torch
 
 import sparsifiers
 from agmerge import advise, checkpoint, dear, elastic, joining, resizing, runtime, scaling
-from agmerge.compression import DENSITY
-from agmerge.config import IMPORTANCE, check_momentum, resolve
+from agmerge.config import IMPORTANCE, check_passes, followed, resolve
 from agmerge.errors import AGMergeError
 from agmerge.figures import Figures
 from agmerge.ops import Average, ReduceOp
+from agmerge.options import compression as compressors
+from agmerge.options import momentum, telling
+from agmerge.options.compression import DENSITY
+from agmerge.options.wrapped import check_optimizer
 
 TWICE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
@@ -47,7 +49,8 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
 
     * ``optimizer``: any ``torch.optim.Optimizer`` whose ``step`` needs no closure (LBFGS is refused).
     * ``named_parameters``: ``model.named_parameters()``; names travel in errors and checkpoints.
-    * ``compression``: a sparsifier's name or object, ``"none" | "fp16" | "bf16"``, or ``Compression.*``.
+    * ``compression``: a sparsifier's name or object, ``"none" | "fp16" | "bf16"``, ``Compression.*``, or ``"auto"``:
+      ``"dgc"`` where an SGD has momentum and no weight decay, else ``"topk"``; ``stats()["compressor"]`` says which.
     * ``backward_passes_per_step``: gradients of so many passes are summed locally, not averaged.
     * ``op``: ``Average`` or ``Sum``. ``gradient_predivide_factor``: f; dense sums are of ``g / f`` and multiplied
       by f afterwards, against overflow (sparse values are scaled before they are added anyway).
@@ -60,11 +63,11 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
       gradients in the first steps. ``warmup``: ``"dgc"`` (its paper's ladder, 200 steps a rung), a number of steps
       (geometric, from 25 %), or ``callable(step) -> density``; :func:`agmerge.ladder`: the paper's, steps of yours.
     * ``exchange``: how messages are combined: ``"sparse"``, or ``"auto"``, which measures the first steps and sends
-      dense what is faster so; ``"oktopk"``, ``"masked"``, ``"two-level"``: docs/exchanges.md. It, ``density`` and
-      ``warmup`` are about what a sparsifier selects from, so they mean nothing to ``"none" | "fp16" | "bf16"``, which
-      send every element (``"two-level"``: by way of their node).
+      dense what is faster so; ``"oktopk"``, ``"masked"``, ``"two-level"``: docs/exchanges.md. To ``"none" | "fp16" |
+      "bf16"``, which send every element, a number as ``density`` and ``"sparse"`` say nothing and may stay where they
+      are swapped in; other arguments about what a sparsifier selects are refused with them.
     * ``memory``: ``"residual"`` keeps what is not sent (the default where anything is dropped), ``"none"`` drops it,
-      ``"dgc"`` (the default of ``"dgc"``) applies momentum before selection: the optimizer must not apply it again.
+      ``"dgc"`` (the default of ``"dgc"``) applies the momentum of an SGD's groups before selection, instead of the SGD.
     * ``dense``: which parameters are always sent whole: patterns for whole names, or a callable
       ``(name, parameter) -> bool``; default: fewer than two dimensions or than 1024 elements. ``"partial"``: the small
       layers beside these, up to a size that is chosen so that the volume stays (docs/compressors.md).
@@ -86,7 +89,7 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         self,
         optimizer: torch.optim.Optimizer,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-        compression: Any = "adtopk",
+        compression: Any = "auto",
         backward_passes_per_step: int = 1,
         op: ReduceOp = Average,
         gradient_predivide_factor: float = 1.0,
@@ -113,24 +116,26 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         model: torch.nn.Module | None = None,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in _OWN}
+        compressors.check_meaning(compression, arguments)
         self._set_up(optimizer, named_parameters, arguments)
         try:
             runtime.adopt()
             elastic.prepare(DistributedOptimizer)
             if not runtime.elastic():  # there newcomers are alone until all begin the next step
                 resizing.connect(self._engine)
+            telling.tell(self._engine, optimizer, None)
         except BaseException:
             self._engine.close()
             raise
 
     def _set_up(self, optimizer: torch.optim.Optimizer, named: Any, arguments: dict[str, Any]) -> None:
         # Not super().__init__(): the groups, the state and the hooks are the inner optimizer's.
-        _check_optimizer(optimizer)
+        check_optimizer(optimizer)
         self.optimizer = optimizer
-        self._arguments = arguments
+        compression = compressors.chosen(arguments["compression"], optimizer, arguments["memory"])
+        self._arguments = arguments = {**arguments, "compression": compression}
         self._should_synchronize = True
-        config = resolve(**advise.widened(arguments))
-        check_momentum(optimizer, config)
+        config = followed(resolve(**advise.widened(arguments)), optimizer)
         self._engine = dear.engine_for(optimizer, named, config)
         self._take_scaler()
 
@@ -207,6 +212,7 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Wait until every ``p.grad`` is the combined update. For clipping between ``backward`` and ``step``."""
         self._connect_once()
+        momentum.take_over(self._engine, self.optimizer)
         self._engine.synchronize()
 
     @contextmanager
@@ -248,7 +254,8 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
             self.synchronize()
         elif not self._engine.synchronized and not self._engine.outside:
             raise AGMergeError(NOT_COMBINED)
-        inner = None if self._engine.skipped else self.optimizer.step()
+        with momentum.withheld(self._engine, self.optimizer):
+            inner = None if self._engine.skipped else self.optimizer.step()
         self._engine.end_step()
         return loss if closure is not None else inner
 
@@ -269,8 +276,7 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Sum so many backward passes from the next step on. The same on every rank."""
-        if not isinstance(passes, int) or passes <= 0:
-            raise ValueError("backward_passes_per_step must be > 0")
+        check_passes(passes)
         self._engine.reset_counters(passes)
 
     def set_compressor(
@@ -280,8 +286,10 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
 
         Arguments as at construction; ``density`` None: as before; ``options``: of the sparsifier. What was not sent
         is sent by the new compressor; with one that drops nothing, all of it in the next step. A momentum that the
-        new memory does not have is kept, and saved, until one takes it up.
+        new memory does not have is kept, and saved, until one takes it up; an SGD's own then begins at zero.
         """
+        compression = compressors.chosen(compression, self.optimizer, memory)
+        compressors.check_meaning(compression, {"density": density, "warmup": warmup})
         density = self._arguments["density"] if density is None else density
         if options:
             compression = sparsifiers.get(compression, DENSITY if density == IMPORTANCE else density, **options)
@@ -289,10 +297,10 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
             density = compression.density
         arguments = {**self._arguments, "compression": compression, "density": density}
         arguments |= {"memory": memory, "warmup": warmup}
-        config = resolve(**arguments)
-        check_momentum(self.optimizer, config)
+        config, before = followed(resolve(**arguments), self.optimizer), self._engine.config
         self._engine.reconfigure(checkpoint.keeping(self._engine, config, memory))
         self._arguments = arguments
+        telling.tell(self._engine, self.optimizer, before)
 
     def attach_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """Work with ``scaler`` from the next step on, as ``scaler=`` does from the first. Collective, between steps."""
@@ -364,22 +372,13 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` gave here, or a plain optimizer's (residuals are then zero, with a warning)."""
         inner = {key: value for key, value in state_dict.items() if key != checkpoint.SECTION}
+        before = self._engine.config
+        rates = followed(before, self.optimizer, inner["param_groups"]).rates
         checkpoint.load(self._engine, state_dict.get(checkpoint.SECTION))
-        self._engine.config = checkpoint.keeping(self._engine, self._engine.config, self._arguments["memory"])
+        config = replace(self._engine.config, rates=rates)
+        self._engine.config = checkpoint.keeping(self._engine, config, self._arguments["memory"])
         self.optimizer.load_state_dict(inner)
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer, DistributedOptimizer):
-        raise TypeError("this optimizer is a DistributedOptimizer already; wrap the plain one, once")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if isinstance(optimizer, torch.optim.LBFGS) or (closure and closure.default is inspect.Parameter.empty):
-        raise ValueError(
-            f"{type(optimizer).__name__} calls a closure by itself, several times a step; its gradients cannot be "
-            "combined between the calls. Use an optimizer whose step() needs no closure"
-        )
+        telling.tell(self._engine, self.optimizer, before)
 
 
 def _restore(

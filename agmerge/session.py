@@ -123,7 +123,9 @@ class Session:
 
     def _arena(self, lane: Lane, length: int) -> Arena:
         slots = [slot for slot in self.layout.slots if slot.lane == lane]
-        return Arena(lane, length, slots, self.config.memory_of(lane.sparse), self.comm.size)
+        rates = self.config.rates
+        rate = None if rates is None else rates.by_slot(self.parameters)
+        return Arena(lane, length, slots, self.config.memory_of(lane.sparse), self.comm.size, rate)
 
     @property
     def across(self) -> Backend:

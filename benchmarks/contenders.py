@@ -78,17 +78,6 @@ def workload(model: str) -> Any:
     return work
 
 
-def corrected(optimizer: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options; for dgc, whose memory applies the momentum, it is taken off the optimizer."""
-    import sparsifiers
-
-    if options.get("compression") != "dgc":
-        return dict(options)
-    for group in optimizer.param_groups:
-        group["momentum"] = 0.0
-    return {**options, "memory": sparsifiers.memory("dgc", momentum=MOMENTUM)}
-
-
 def _nothing() -> Mapping[str, Any]:
     return {}
 
@@ -134,7 +123,7 @@ def agmerge(work: Any, optimizer: Any, **options: Any) -> tuple[int, Step, Figur
 
     library.init("horovod" if "HOROVOD_RANK" in os.environ else "torch")
     named = list(work.model.named_parameters())
-    wrapped = library.DistributedOptimizer(optimizer, named, timeout=86400.0, **corrected(optimizer, options))
+    wrapped = library.DistributedOptimizer(optimizer, named, timeout=86400.0, **options)
 
     def step() -> None:
         wrapped.zero_grad()

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 import step_time
-from contenders import MOMENTUM, PLANNED, SELECTED, corrected
+from contenders import MOMENTUM, PLANNED, SELECTED
 from network import LINKS, named
 from told import tell, told
 
@@ -93,7 +93,6 @@ def worker(args: argparse.Namespace) -> None:
     options: dict[str, Any] = {"compression": "none" if args.worker == "dense" else args.worker}
     if args.worker != "dense":
         options["exchange"] = "sparse"
-    options = corrected(inner, options)
     optimizer = agmerge.DistributedOptimizer(inner, work.model.named_parameters(), **options)
     total = int(args.steps * (1.0 if args.worker == "dense" else args.most))
     # What takes longer follows the same rate at the same step, then the last one.

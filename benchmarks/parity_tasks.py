@@ -24,7 +24,6 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import agmerge
 import agmerge.testing
-import sparsifiers
 from agmerge.config import is_small
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
@@ -209,7 +208,7 @@ def local_update(parameters: Sequence[Tensor], betas: tuple[float, float], eps: 
 
 
 def inner_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer as a script would make it, without the momentum that is applied before the exchange."""
+    """The optimizer as a script would make it."""
     recipe, parameters = case.recipe(), list(model.parameters())
     lr, decay = recipe["lr"], recipe["decay"]
     if case.remedy == "momentum":
@@ -221,13 +220,7 @@ def inner_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     if case.optimizer == "adamw":
         betas = (0.0 if case.remedy == "momentum" else BETAS[0], BETAS[1])
         return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=EPS, weight_decay=decay)
-    momentum = 0.0 if case.memory == "dgc" else MOMENTUM
-    return torch.optim.SGD(parameters, lr=lr, momentum=momentum, weight_decay=decay)
-
-
-def memory_of(case: Case) -> sparsifiers.Memory:
-    """The memory that the case names."""
-    return sparsifiers.memory(case.memory, **({"momentum": MOMENTUM} if case.memory == "dgc" else {}))
+    return torch.optim.SGD(parameters, lr=lr, momentum=MOMENTUM, weight_decay=decay)
 
 
 def wrapped(case: Case, model: nn.Module) -> agmerge.DistributedOptimizer:
@@ -237,7 +230,7 @@ def wrapped(case: Case, model: nn.Module) -> agmerge.DistributedOptimizer:
         named_parameters=model.named_parameters(),
         compression=case.compressor,
         density=case.density,
-        memory=memory_of(case),
+        memory=case.memory,
         exchange="sparse",
     )
 

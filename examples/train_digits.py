@@ -27,7 +27,6 @@ from torch.optim.lr_scheduler import OneCycleLR
 from tqdm import tqdm
 
 import agmerge
-import sparsifiers
 
 Report = Callable[[int, dict[str, float]], None]
 
@@ -50,12 +49,10 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
 
 def wrapped(args: Namespace, model: nn.Module) -> agmerge.DistributedOptimizer:
     """SGD, distributed; all workers start from worker 0's parameters."""
-    # DGC applies momentum before it selects, so that none is lost on the way; SGD must not apply it again.
-    corrected = args.compression == "dgc"
     optimizer = torch.optim.SGD(
         model.parameters(),
         lr=args.base_lr * math.sqrt(agmerge.size()),
-        momentum=0.0 if corrected else args.momentum,
+        momentum=args.momentum,
         weight_decay=args.wd,
     )
     agmerge.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -63,7 +60,6 @@ def wrapped(args: Namespace, model: nn.Module) -> agmerge.DistributedOptimizer:
     return agmerge.DistributedOptimizer(
         optimizer,
         named_parameters=model.named_parameters(),
-        memory=sparsifiers.memory("dgc", momentum=args.momentum) if corrected else None,
         **given(args, model),
     )
 

@@ -1,4 +1,4 @@
-"""Planners by their canonical names."""
+"""Planners by their canonical names, and by those of papers and their code."""
 
 from __future__ import annotations
 
@@ -23,6 +23,14 @@ from merging.threshold import Threshold
 _ALL = (Layerwise, Single, Count, Threshold, Horovod, MGWFBP, OMGS, DeAR, FGBuff, AGMerge, AGTF, Exact)
 _PLANNERS: dict[str, type[Planner]] = {planner.name: planner for planner in _ALL}
 
+_ALIASES = {
+    "wfbp": "layerwise",
+    "syncea": "single",
+    "synceasgd": "single",
+    "omgssgd": "omgs",
+    "agtfsgd": "agtf",
+}
+
 
 def names() -> tuple[str, ...]:
     """Return the canonical names of all planners."""
@@ -32,12 +40,14 @@ def names() -> tuple[str, ...]:
 def get(name: str, /, **options: Any) -> Planner:
     """Return the planner called `name`, with its own defaults for the options left out.
 
+    Case, hyphens, underscores and blanks do not tell names apart; aliases ("wfbp", "SyncEA") are accepted, not listed.
     Raises ValueError for an unknown name, TypeError for an unknown option; each lists what there is. A
     planner refuses a wrong option value with either.
     """
-    planner = _PLANNERS.get(name)
+    spelt = "".join(letter for letter in str(name).casefold() if letter not in "-_ ")
+    planner = _PLANNERS.get(_ALIASES.get(spelt, spelt))
     if planner is None:
-        near = get_close_matches(str(name), _PLANNERS, n=1)
+        near = get_close_matches(str(name).casefold(), [*_PLANNERS, *_ALIASES], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"there is no planner {name!r}{hint} (there are {', '.join(_PLANNERS)})")
     accepted = sorted(field.name for field in fields(planner))

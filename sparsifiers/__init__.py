@@ -15,6 +15,18 @@ from __future__ import annotations
 from sparsifiers.arguments import Request, budget
 from sparsifiers.base import Selection, Sparsifier
 from sparsifiers.catalogue import get, memory, names, register
-from sparsifiers.memories import Memory, Momentum
+from sparsifiers.memories import Memory, Momentum, Rate
 
-__all__ = ["Memory", "Momentum", "Request", "Selection", "Sparsifier", "budget", "get", "memory", "names", "register"]
+__all__ = [
+    "Memory",
+    "Momentum",
+    "Rate",
+    "Request",
+    "Selection",
+    "Sparsifier",
+    "budget",
+    "get",
+    "memory",
+    "names",
+    "register",
+]

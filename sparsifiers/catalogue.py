@@ -23,14 +23,15 @@ _sparsifiers: Registry[Sparsifier] = Registry(
     aliases={
         "tradtopk": "topk",
         "globaltopk": "topk",
+        "eftopk": "topk",
+        "topkef": "topk",
         "adtopk-i": "adtopk",
         "allchanneltopk": "adtopk-row",
         "adtopk-f": "adtopk-fill",
         "gaussian": "gaussiank",
-        "redsynctrim": "redsync-trim",
+        "dgcsampling": "dgc",
         "sidco": "sidco-e",
         "sidcoexp": "sidco-e",
-        "sidcogp": "sidco-gp",
         "sidcogam": "sidco-gamma",
     },
 )
@@ -61,7 +62,7 @@ def names() -> tuple[str, ...]:
 
 
 def get(name: str, density: float = 0.01, **options: object) -> Sparsifier:
-    """Make a sparsifier by canonical name or alias.
+    """Make a sparsifier by canonical name or alias, in any case, with or without hyphens and underscores.
 
     ValueError for an unknown name or a density outside (0, 1]; TypeError for an option it does not have.
     """

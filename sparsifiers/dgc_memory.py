@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsifiers.memories import Memory, Momentum, NoMemory
+from sparsifiers.memories import Memory, Momentum, NoMemory, Rate
+
+MOMENTUM = 0.9  # where neither the memory nor the optimizer says one
 
 
 class DGCMemory(Memory):
@@ -15,11 +17,13 @@ class DGCMemory(Memory):
     appendix D; nesterov: u = m (u + g), v = v + u + g), selection reads v, and where a coordinate was sent u and v
     are cleared (masking, section 3.3). Tensors that are sent whole get the same momentum once, on the average.
 
-    The wrapped optimizer must not apply momentum again: SGD(momentum=0). Its weight decay then has no momentum either.
-    With masking=False and density 1 the training is that of SGD with momentum m.
+    The wrapped optimizer must not apply momentum again: the core sees to it for SGD's, and its weight decay then has no
+    momentum either. With masking=False and density 1 the training is that of SGD with momentum m.
 
-    momentum: m in [0, 1). clipping: bound of the norm of a tensor's gradient summed over all workers; each worker
-    clips its own to clipping * W**-0.5 before it is accumulated (section 3.2); None: no clipping.
+    momentum: m in [0, 1); None: what the optimizer says in each step, tensor by tensor, `nesterov` included, and 0.9
+    where it says none (in Nesterov's form, where m changes, the factor of the step before counts once more). clipping:
+    bound of the norm of a tensor's gradient summed over all workers; each worker clips its own to clipping * W**-0.5
+    before it is accumulated (section 3.2); None: no clipping.
     """
 
     name = "dgc"
@@ -27,13 +31,18 @@ class DGCMemory(Memory):
     corrects = True
 
     def __init__(
-        self, momentum: float = 0.9, nesterov: bool = False, masking: bool = True, clipping: float | None = None
+        self,
+        momentum: float | None = None,
+        nesterov: bool = False,
+        masking: bool = True,
+        clipping: float | None = None,
     ) -> None:
-        if not 0.0 <= momentum < 1.0:
+        if momentum is not None and not 0.0 <= momentum < 1.0:
             raise ValueError(f"memory 'dgc': momentum must lie in [0, 1), but is {momentum!r}")
         if clipping is not None and not 0.0 < clipping < float("inf"):
             raise ValueError(f"memory 'dgc': clipping must be a norm > 0 or None, but is {clipping!r}")
-        self.momentum, self.nesterov, self.masking = float(momentum), bool(nesterov), bool(masking)
+        self.momentum, self.follows = None if momentum is None else float(momentum), momentum is None
+        self.nesterov, self.masking = bool(nesterov), bool(masking)
         self.clipping = None if clipping is None else float(clipping)
 
     def options(self) -> dict[str, object]:
@@ -56,17 +65,20 @@ class DGCMemory(Memory):
         if self.clipping is not None:
             norm = torch.linalg.vector_norm(work)
             work.mul_((self.clipping * size**-0.5 / norm).clamp_(max=1.0).nan_to_num_(nan=1.0))
-        self._advance(work, momentum)
-        if self.nesterov:
+        if self._advance(work, momentum):
             work.add_(momentum.after).add_(residual)
         else:
             torch.add(residual, momentum.after, out=work)
 
-    def _advance(self, gradient: Tensor, momentum: Momentum) -> None:
-        if self.nesterov:
-            torch.add(momentum.before, gradient, out=momentum.after).mul_(self.momentum)
+    def _advance(self, gradient: Tensor, momentum: Momentum) -> bool:
+        """Write the momentum of this step; whether it is in Nesterov's form."""
+        own = Rate(MOMENTUM if self.momentum is None else self.momentum, self.nesterov)
+        factor, nesterov = own if momentum.rate is None else momentum.rate
+        if nesterov:
+            torch.add(momentum.before, gradient, out=momentum.after).mul_(factor)
         else:
-            torch.mul(momentum.before, self.momentum, out=momentum.after).add_(gradient)
+            torch.mul(momentum.before, factor, out=momentum.after).add_(gradient)
+        return nesterov
 
     def mask(self, momentum: Tensor, indices: Tensor, sent: Tensor) -> None:
         if self.masking:
@@ -86,8 +98,7 @@ class _MomentumOfAverage(NoMemory):
         self._memory = memory
 
     def correct(self, update: Tensor, momentum: Momentum) -> None:
-        self._memory._advance(update.to(momentum.after.dtype), momentum)
-        if self._memory.nesterov:
+        if self._memory._advance(update.to(momentum.after.dtype), momentum):
             update.add_(momentum.after)
         else:
             update.copy_(momentum.after)

@@ -16,11 +16,22 @@ from sparsifiers import kernel
 from sparsifiers.canonical import canonical
 
 
+class Rate(NamedTuple):
+    """What an optimizer says of a tensor's momentum: its factor, and whether Nesterov's form is asked for."""
+
+    momentum: float
+    nesterov: bool = False
+
+
 class Momentum(NamedTuple):
-    """The momentum of a tensor, as of the last step and as of this one. `after` is written, `before` is not."""
+    """The momentum of a tensor, as of the last step and as of this one. `after` is written, `before` is not.
+
+    rate: for a memory that follows the optimizer's, in this step; None: the memory's own.
+    """
 
     before: Tensor
     after: Tensor
+    rate: Rate | None = None
 
 
 class Memory(ABC):
@@ -28,12 +39,14 @@ class Memory(ABC):
 
     keeps: True if what is not sent must be kept as the residual; False if it is dropped. corrects: True if
     it has a momentum too, of the residual's shape and dtype: `compensate` applies it where the memory keeps
-    a residual, else `correct` does.
+    a residual, else `correct` does. follows: True if it takes the momentum of an optimizer that has one from
+    `Momentum.rate`.
     """
 
     name: str
     keeps: bool
     corrects: bool = False
+    follows: bool = False
 
     def compensate(
         self,

@@ -10,11 +10,16 @@ from typing import Generic, TypeVar
 Made = TypeVar("Made")
 
 
+def spelling(name: str) -> str:
+    """What spellings of one name have in common: case, hyphens, underscores and blanks do not tell names apart."""
+    return "".join(letter for letter in name.casefold() if letter not in "-_ ")
+
+
 class Registry(Generic[Made]):
     """Makes objects of one kind from a name, positional arguments and named options.
 
     kind: what errors call them. base: the class that every factory must return an instance of. aliases: other
-    names for the canonical ones; accepted, not listed.
+    names for the canonical ones; accepted, not listed. Names are accepted in any spelling, see `spelling`.
     """
 
     def __init__(self, kind: str, base: type, aliases: Mapping[str, str] | None = None) -> None:
@@ -33,7 +38,7 @@ class Registry(Generic[Made]):
             raise TypeError(f"a {self._kind}'s name must be a non-empty string, not {name!r}")
         if not callable(factory):
             raise TypeError(f"the factory of {self._kind} {name!r} must be callable, not {factory!r}")
-        if name in self._factories or name in self._aliases:
+        if self._canonical(name) is not None:
             raise ValueError(f"the {self._kind} name {name!r} is taken; choose one besides {self._known()}")
         self._factories[name] = factory
 
@@ -41,11 +46,12 @@ class Registry(Generic[Made]):
         """factory(*arguments, **options). ValueError for an unknown name, TypeError for an unknown option."""
         if not isinstance(name, str):
             raise TypeError(f"a {self._kind} is named by a string, not {name!r}; known: {self._known()}")
-        factory = self._factories.get(self._aliases.get(name, name))
-        if factory is None:
-            near = get_close_matches(name.lower(), [*self._factories, *self._aliases], n=1)
+        known = self._canonical(name)
+        if known is None:
+            near = get_close_matches(name.casefold(), [*self._factories, *self._aliases], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"unknown {self._kind} {name!r}; known: {self._known()}{hint}")
+        factory = self._factories[known]
         self._check_options(name, factory, len(arguments), options)
         made = factory(*arguments, **options)
         if not isinstance(made, self._base):
@@ -53,6 +59,11 @@ class Registry(Generic[Made]):
                 f"the factory of {self._kind} {name!r} returned {made!r}, which is no {self._base.__name__}"
             )
         return made
+
+    def _canonical(self, name: str) -> str | None:
+        """The canonical name, from any spelling of it or of an alias; None: there is none."""
+        aliases = {spelling(alias): known for alias, known in self._aliases.items()}
+        return {**aliases, **{spelling(known): known for known in self._factories}}.get(spelling(name))
 
     def _known(self) -> str:
         return ", ".join(self._factories)

@@ -113,8 +113,8 @@ def test_the_number_of_passes_cannot_change_within_a_step() -> None:
         accumulate(model, rank, range(1))
         with pytest.raises(agmerge.AGMergeError, match=r"set_backward_passes_per_step\(\) was called between"):
             optimizer.set_backward_passes_per_step(3)
-        for passes in (0, -1, 1.5):
-            with pytest.raises(ValueError, match="backward_passes_per_step must be > 0"):
+        for passes, words in ((0, "> 0"), (-1, "> 0"), (1.5, "a whole number > 0, not 1.5")):
+            with pytest.raises(ValueError, match=f"backward_passes_per_step must be {words}"):
                 optimizer.set_backward_passes_per_step(passes)  # type: ignore[arg-type]
         accumulate(model, rank, range(1, 2))
         optimizer.step()

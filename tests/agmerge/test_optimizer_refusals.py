@@ -41,7 +41,10 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"merging": merging.Plan((6,), dense=(True,)), "exchange": "sparse"}, ValueError, ["dense merge", "'auto'"]),
     ({"merging": merging.Plan((6,), labels=("int8",))}, ValueError, ["labels", "'ahead'"]),
     # unknown
-    ({"compression": "tokp"}, ValueError, ["tokp", "topk", "none", "fp16", "bf16"]),
+    ({"compression": "tokp"}, ValueError, ["tokp", "did you mean 'topk'", "auto", "none", "fp16", "bf16"]),
+    ({"compression": "fp32"}, ValueError, ["fp32", "did you mean 'none'"]),
+    ({"compression": "float16"}, ValueError, ["float16", "did you mean 'fp16'"]),
+    ({"compression": "powersgd"}, ValueError, ["powersgd", "topk", "auto", "none"]),
     ({"compression": None}, TypeError, ["compression=None", "topk", "Compression.none"]),
     ({"compression": torch.optim.SGD}, TypeError, ["compression=", "sparsifiers.Sparsifier"]),
     ({"exchange": "spares"}, ValueError, ["exchange='spares'", "unknown", "'sparse'"]),
@@ -60,6 +63,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"merging": "treshold"}, ValueError, ["treshold", "threshold"]),
     ({"merging": 5}, TypeError, ["merging=5", "threshold"]),
     ({"op": "average"}, ValueError, ["op must be agmerge.Average or agmerge.Sum", "'average'"]),
+    ({"op": 3}, ValueError, ["op must be agmerge.Average or agmerge.Sum", "3", "minima, maxima, products or Adasum"]),
     ({"compression": HorovodStyle}, TypeError, ["only none and fp16 are taken", "sparsifiers.Sparsifier"]),
     ({"groups": 0}, ValueError, ["groups should be a non-negative integer or a list of list of torch.Tensor."]),
     ({"groups": -1}, ValueError, ["groups should be a non-negative integer"]),
@@ -83,7 +87,9 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"density": float("nan")}, ValueError, ["density=nan"]),
     ({"backward_passes_per_step": 0}, ValueError, ["backward_passes_per_step must be > 0"]),
     ({"backward_passes_per_step": -1}, ValueError, ["backward_passes_per_step must be > 0"]),
-    ({"backward_passes_per_step": 1.5}, ValueError, ["backward_passes_per_step must be > 0"]),
+    ({"backward_passes_per_step": 1.5}, ValueError, ["backward_passes_per_step must be a whole number", "not 1.5"]),
+    ({"backward_passes_per_step": 2.0}, ValueError, ["backward_passes_per_step must be a whole number", "not 2.0"]),
+    ({"backward_passes_per_step": True}, ValueError, ["backward_passes_per_step must be a whole number", "not True"]),
     ({"gradient_predivide_factor": 0.0}, ValueError, ["gradient_predivide_factor must be > 0"]),
     ({"gradient_predivide_factor": float("nan")}, ValueError, ["gradient_predivide_factor must be > 0"]),
     ({"timeout": 0}, ValueError, ["timeout", "seconds > 0"]),
@@ -104,7 +110,29 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     # without meaning
     ({"density": {".*": 0.1}, "compression": sparsifiers.get("topk")}, ValueError, ["give a name, or one density"]),
     ({"density": {".*": 0.1}, "warmup": lambda step: 0.1}, ValueError, ["warmup", "one by pattern"]),
-    ({"compression": "dgc"}, ValueError, ["momentum=0.9 too", "SGD(momentum=0)", "memory='residual'"]),
+    (
+        {"compression": "dgc", "memory": sparsifiers.memory("dgc", momentum=0.9)},
+        ValueError,
+        ["momentum=0.9 too", "say it in one place", "SGD(momentum=0)"],
+    ),
+    ({"compression": "dgc", "memory": sparsifiers.memory("dgc", nesterov=True)}, ValueError, ["SGD(nesterov=True)"]),
+    # about selection, where nothing is selected
+    *(
+        ({name: value, "compression": compression}, ValueError, [f"{name}=", "about", repr(compression), "sparsifier"])
+        for compression in ("none", "FP16", agmerge.Compression.bf16)
+        for name, value in {
+            "wire": "int8",
+            "wire_check": "header",
+            "dense": ["0.weight"],
+            "sparsify": "ahead",
+            "exchange": "masked",
+            "warmup": 100,
+            "density": {".*": 0.1},
+        }.items()
+    ),
+    ({"dense": lambda name, parameter: False, "compression": "none"}, ValueError, ["dense=", "sends every element"]),
+    ({"exchange": "oktopk", "compression": "none"}, ValueError, ["exchange='oktopk'", "sends every element"]),
+    ({"density": "importance", "compression": "none"}, ValueError, ["density='importance'", "sends every element"]),
     ({"memory": "dgc", "compression": "none"}, ValueError, ["memory='dgc'", "give it to a sparsifier"]),
     ({"memory": "dgc", "compression": "fp16"}, ValueError, ["memory='dgc'", "give it to a sparsifier"]),
     ({"exchange": "dense"}, ValueError, ["exchange='dense'", "compression='none'"]),
@@ -179,6 +207,14 @@ def test_the_arguments_horovod_has_come_in_its_order() -> None:
     (facts,) = on_ranks(1, MODEL, body)
     expected = {"compression": "fp16", "backward_passes_per_step": "2", "op": "sum", "sparse_as_dense": "True"}
     assert expected.items() <= dict(facts).items()
+
+
+@pytest.mark.parametrize("name", ["Adasum", "Min", "Max", "Product"])
+def test_other_reductions_of_horovods_say_what_there_is(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"agmerge has no {name}: .*agmerge.Average or agmerge.Sum"):
+        getattr(agmerge, name)
+    with pytest.raises(AttributeError, match="module 'agmerge' has no attribute 'Averag'"):
+        getattr(agmerge, "Averag")  # noqa: B009
 
 
 class NeedsClosure(torch.optim.Optimizer):

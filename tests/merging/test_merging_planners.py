@@ -80,6 +80,26 @@ def test_repr_is_canonical() -> None:
     assert repr(merging.get("layerwise")) == "layerwise()" and repr(merging.get("single")) == "single()"
 
 
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ("WFBP", "layerwise"),
+        ("layer-wise", "layerwise"),
+        ("SyncEA", "single"),
+        ("MG-WFBP", "mgwfbp"),
+        ("mg_wfbp", "mgwfbp"),
+        ("OMGS-SGD", "omgs"),
+        ("AGTF-SGD", "agtf"),
+        ("FGBuff", "fgbuff"),
+        ("DeAR", "dear"),
+        ("AGMerge", "agmerge"),
+    ],
+)
+def test_names_as_papers_and_people_write_them(said: str, name: str) -> None:
+    assert merging.get(said) == merging.get(name)
+    assert said not in merging.names()
+
+
 def test_names_and_unknown_names() -> None:
     canonical = "layerwise single count threshold horovod mgwfbp omgs dear fgbuff agmerge agtf exact".split()
     assert merging.names() == tuple(canonical)

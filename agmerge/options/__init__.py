@@ -1,0 +1,1 @@
+"""What the arguments of :class:`agmerge.DistributedOptimizer` mean: compressors, memories, momentum."""

@@ -1,0 +1,185 @@
+"""Momentum before selection: the memory applies what the optimizer's groups say, and the optimizer does not again.
+
+``param_groups`` show the momentum that the script gave, to schedulers, hooks and checkpoints; only the arithmetic of
+the inner optimizer's step sees 0.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+import sparsifiers
+from agmerge.layout import Slot
+from agmerge.ops import Average
+from sparsifiers import Rate
+
+Groups = Sequence[Mapping[str, Any]]
+
+GONE = (
+    "no group of {optimizer} has a momentum any more, and memory {memory!r} follows them: none is applied. If the "
+    "groups are those of a checkpoint of SGD(momentum=0), give them the momentum again"
+)
+SHARDS = (
+    "momentum buffers of {optimizer} are of whole tensors, and with exchange='two-level' a rank has shards of them: "
+    "momentum starts from zero"
+)
+
+
+class Rates:
+    """The momentum of ``optimizer``'s groups, for a memory that applies it in the optimizer's place."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def by_slot(self, parameters: Sequence[torch.Tensor]) -> Callable[[Slot], Rate]:
+        """What the group of a slot's parameter says whenever it is asked; parameters stay in their groups meanwhile."""
+        groups = enumerate(self._optimizer.param_groups)
+        places = {parameter: number for number, group in groups for parameter in group["params"]}
+        group_of = [places[parameter] for parameter in parameters]
+        return lambda slot: rate(self._optimizer.param_groups[group_of[slot.index]])
+
+
+def rate(group: Mapping[str, Any]) -> Rate:
+    """What a group of ``torch.optim.SGD`` says of momentum."""
+    return Rate(float(group["momentum"]), bool(group["nesterov"]))
+
+
+def applies(optimizer: torch.optim.Optimizer, groups: Groups | None = None) -> bool:
+    """Whether ``optimizer`` has a momentum that a memory can apply in its place: that of ``torch.optim.SGD``.
+
+    ``groups``: its own, or those that it is about to load.
+    """
+    groups = optimizer.param_groups if groups is None else groups
+    moving = [group for group in groups if group.get("momentum")]
+    return bool(moving) and _is_sgd(optimizer) and not any(group.get("dampening") for group in moving)
+
+
+def rates(
+    optimizer: torch.optim.Optimizer, memory: sparsifiers.Memory, groups: Groups | None = None
+) -> Rates | None:
+    """Where ``memory`` takes its momentum from: the groups; None: it has its own, or none.
+
+    Raises ``ValueError`` where both would apply one, or the groups say what a memory cannot do. ``groups``: those of
+    ``optimizer``, or those that it is about to load.
+    """
+    groups = optimizer.param_groups if groups is None else groups
+    if not memory.corrects:
+        return None
+    kind = type(optimizer).__name__
+    for number, group in enumerate(groups):
+        if "betas" in group:
+            raise ValueError(
+                f"{memory} applies momentum before selection, and {kind} has its own (betas, group {number}): pass "
+                "memory='residual'"
+            )
+    moving = [number for number, group in enumerate(groups) if group.get("momentum")]
+    if not moving:
+        return None
+    said = f"{memory} applies momentum before selection, and group {moving[0]} of {kind} has "
+    said += f"momentum={groups[moving[0]]['momentum']} too"
+    if not _is_sgd(optimizer):
+        raise ValueError(
+            f"{said}: only that of torch.optim.SGD can be applied in its place. Set it to 0, or pass memory='residual'"
+        )
+    if not memory.follows:
+        raise ValueError(
+            f"{said}: say it in one place. Leave momentum out of the memory, memory=sparsifiers.memory('dgc'), which "
+            f"then applies the optimizer's, or make it SGD(momentum=0)"
+        )
+    _check_dampening(groups)
+    if memory.options().get("nesterov") and not all(groups[number].get("nesterov") for number in moving):
+        raise ValueError(f"{said}, without nesterov: say it in one place, SGD(nesterov=True)")
+    return Rates(optimizer)
+
+
+@contextmanager
+def withheld(engine: Any, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, a step of ``optimizer`` applies no momentum that a memory has applied already; its hooks see it.
+
+    Raises ``ValueError`` if the groups have got what the memory does not know of.
+    """
+    memory = engine.config.memory
+    if not memory.corrects or engine.outside:
+        yield
+        return
+    if engine.config.rates is None:
+        if rates(optimizer, memory) is not None:
+            raise ValueError(
+                f"a group of {type(optimizer).__name__} has got a momentum, and {memory} applies its own, 0.9, before "
+                f"selection: set it back to 0, or call set_compressor({engine.config.sparsifier.name!r}) on every rank"
+            )
+        yield
+        return
+    _check_dampening(optimizer.param_groups)
+    if engine.comm.rank == 0 and not any(group["momentum"] for group in optimizer.param_groups):
+        warnings.warn(GONE.format(memory=memory.name, optimizer=type(optimizer).__name__), stacklevel=4)
+    hidden: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def hide(*_: Any) -> None:
+        for group in optimizer.param_groups:
+            hidden.append((group, {name: group[name] for name in ("momentum", "nesterov")}))
+            group.update(momentum=0.0, nesterov=False)
+
+    def show(*_: Any) -> None:
+        while hidden:  # once: what a later hook changes is the script's
+            group, values = hidden.pop()
+            group.update(values)
+
+    last, first = optimizer.register_step_pre_hook(hide), optimizer.register_step_post_hook(show)
+    hooks: Any = first.hooks_dict_ref()
+    hooks.move_to_end(first.id, last=False)
+    try:
+        yield
+    finally:
+        show()  # the step has raised
+        last.remove()
+        first.remove()
+
+
+def take_over(engine: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Before the next agreement: make the momentum buffers of ``optimizer`` the memory's momentum.
+
+    It is the same recursion. They are averages (or sums) over all ranks and alike on all of them: where updates are
+    averages every rank takes them; where they are sums rank 0 does, so that they count once.
+    """
+    running = engine.session is not None and not engine._stale
+    if engine.config.rates is None or engine.comm is None or running:
+        return
+    dropped = False
+    for parameter, group in [(p, one) for one in optimizer.param_groups for p in one["params"]]:
+        state = optimizer.state.get(parameter, {})
+        buffer = state.pop("momentum_buffer", None)
+        if not state:
+            optimizer.state.pop(parameter, None)
+        if buffer is None:
+            continue
+        place = "momentum", engine.members.name_of(parameter)
+        engine.parked.pop(place, None)  # an older one
+        dropped |= engine.shard is not None
+        if engine.shard is None and (engine.config.op is Average or engine.comm.rank == 0):
+            factor, nesterov = rate(group)
+            engine.parked[place] = buffer * factor if nesterov else buffer  # nesterov's has its factor in DGCMemory
+    if dropped and engine.comm.rank == 0:
+        warnings.warn(SHARDS.format(optimizer=type(optimizer).__name__), stacklevel=4)
+
+
+def _is_sgd(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the step is that of ``torch.optim.SGD``: others do other things with a momentum."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return False
+    return inspect.unwrap(type(optimizer).step) is inspect.unwrap(torch.optim.SGD.step)
+
+
+def _check_dampening(groups: Groups) -> None:
+    for number, group in enumerate(groups):
+        if group.get("momentum") and group.get("dampening"):
+            raise ValueError(
+                f"group {number} has dampening={group['dampening']}: momentum is applied before selection, and there "
+                "without dampening. Set dampening=0, or pass memory='residual'"
+            )

@@ -1,0 +1,184 @@
+"""What ``compression="auto"``, the default, stands for; and swapping a compressor by name and nothing else."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from support import agreed, digest, mlp, on_ranks, seeded, sgd, through_a_file, train, wrap
+from torch import nn
+
+import agmerge
+
+MODEL = seeded(mlp)
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+@contextmanager
+def told() -> Iterator[list[str]]:
+    """What is said inside, by all ranks."""
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        texts: list[str] = []
+        yield texts
+        texts += [str(one.message) for one in heard]
+
+
+# The optimizer, other arguments, the compressor and the memory that they lead to.
+CHOICES: dict[str, tuple[Make, dict[str, Any], str, str]] = {
+    "SGD with momentum": (sgd, {}, "dgc", "dgc"),
+    "SGD without": (lambda model: sgd(model, momentum=0.0), {}, "topk", "residual"),
+    "one group of two": (
+        lambda model: torch.optim.SGD(
+            [{"params": [*model[0].parameters()]}, {"params": [*model[2:].parameters()], "momentum": 0.5}], lr=0.1
+        ),
+        {},
+        "dgc",
+        "dgc",
+    ),
+    "dampening": (
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.1),
+        {},
+        "topk",
+        "residual",
+    ),
+    "AdamW": (lambda model: torch.optim.AdamW(model.parameters()), {}, "topk", "residual"),
+    "RMSprop with momentum": (
+        lambda model: torch.optim.RMSprop(model.parameters(), momentum=0.9),
+        {},
+        "topk",
+        "residual",
+    ),
+    "a residual is asked for": (sgd, {"memory": "residual"}, "topk", "residual"),
+    "no memory is asked for": (sgd, {"memory": "none"}, "topk", "none"),
+    "a momentum is asked for": (lambda model: sgd(model, momentum=0.0), {"memory": "dgc"}, "dgc", "dgc"),
+}
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_the_default_goes_by_the_optimizer(case: str) -> None:
+    make, options, compressor, memory = CHOICES[case]
+
+    def body(rank: int, model: nn.Module) -> tuple[str, str, list[str]]:
+        optimizer = agmerge.DistributedOptimizer(
+            make(model), model.named_parameters(), exchange="sparse", merging="threshold", **options
+        )
+        seen = train(model, optimizer, rank, range(3))
+        other = copy.deepcopy(MODEL)
+        by_name = wrap(other, make(other), compression=compressor, **options)
+        assert train(other, by_name, rank, range(3)) == seen
+        return optimizer.stats()["compressor"], optimizer._engine.config.memory.name, seen
+
+    found = agreed(on_ranks(2, MODEL, body))
+    assert found[:2] == (compressor, memory)
+
+
+def test_auto_is_the_default_and_is_resolved_once() -> None:
+    """A copy, or a checkpoint, goes on with what was chosen, whatever becomes of the groups."""
+    assert inspect.signature(agmerge.DistributedOptimizer).parameters["compression"].default == "auto"
+
+    def body(rank: int, model: nn.Module) -> list[str]:
+        optimizer = wrap(model, sgd(model, momentum=0.0), compression="auto")
+        train(model, optimizer, rank, range(2))
+        optimizer.param_groups[0]["momentum"] = 0.9
+        train(model, optimizer, rank, range(2, 4))
+        assert optimizer.state  # its own momentum: nobody else applies it
+        saved = through_a_file(optimizer.state_dict())
+        assert saved["agmerge"]["compressor"][0].startswith("topk(")
+        _, copied = copy.deepcopy((model, optimizer))
+        optimizer.set_compressor("auto")
+        return [copied.stats()["compressor"], optimizer.stats()["compressor"]]
+
+    assert agreed(on_ranks(2, MODEL, body)) == ["topk", "dgc"]
+
+
+def test_ranks_for_which_auto_stands_for_different_things_are_told() -> None:
+    def body(rank: int, model: nn.Module) -> None:
+        with pytest.raises(agmerge.RankMismatchError, match="compression: dgc on rank 0; topk on rank 1"):
+            wrap(model, sgd(model, momentum=0.0 if rank else 0.9), compression="auto")
+
+    on_ranks(2, MODEL, body)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, 1),
+        ({"compression": "adtopk"}, 1),
+        ({"compression": "dgc", "memory": "residual", "density": 0.05}, 1),
+        ({"density": {"0.*": 0.2, ".*": 0.02}}, 1),
+        ({"density": 0.1}, 0),
+        ({"density": {".*": 0.2}}, 0),
+        ({"compression": "none"}, 0),
+        ({"compression": "bf16"}, 0),
+    ],
+    ids=str,
+)
+def test_whoever_sends_one_percent_with_adam_is_warned_once(options: dict[str, Any], said: int) -> None:
+    def body(rank: int, model: nn.Module) -> None:
+        optimizer = wrap(model, torch.optim.NAdam(model.parameters()), **{"compression": "auto", **options})
+        train(model, optimizer, rank, range(2))
+
+    with told() as texts:
+        on_ranks(3, MODEL, body)
+    assert len(texts) == said
+    assert all("22 %" in text and "density=0.1" in text and "NAdam" in text for text in texts)
+
+
+def test_it_is_not_said_again_for_another_sparsifier_but_for_the_first() -> None:
+    def body(rank: int, model: nn.Module) -> None:
+        optimizer = wrap(model, torch.optim.AdamW(model.parameters()), compression="none")
+        for name in ("none", "topk", "adtopk"):
+            optimizer.set_compressor(name)
+            train(model, optimizer, rank, range(2))
+
+    with told() as texts:
+        on_ranks(2, MODEL, body)
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize("exchange", ["auto", "sparse", "two-level"])
+@pytest.mark.parametrize("name", ["none", "fp16", "bf16", "topk"])
+def test_the_density_and_the_exchange_may_stay_where_a_compressor_is_swapped(name: str, exchange: str) -> None:
+    def body(rank: int, model: nn.Module) -> str:
+        optimizer = wrap(model, compression=name, density=0.01, exchange=exchange)
+        train(model, optimizer, rank, range(2))
+        return digest(model)
+
+    agreed(on_ranks(2, MODEL, body))
+
+
+def test_whoever_swaps_during_training_keeps_what_was_said_of_selection() -> None:
+    """``set_compressor`` is one word too: what was given at construction waits for the next sparsifier."""
+    given: dict[str, Any] = {"wire": "int8", "dense": [r".*bias", r"4\..*"], "sparsify": "ahead"}
+
+    def body(rank: int, model: nn.Module) -> tuple[str, list[str]]:
+        optimizer = wrap(model, compression="topk", density={".*": 0.05}, warmup=10, **given)
+        train(model, optimizer, rank, range(2))
+        optimizer.set_compressor("none")
+        train(model, optimizer, rank, range(2, 4))
+        copied_model, copied = copy.deepcopy((model, optimizer))
+        assert train(copied_model, copied, rank, range(4, 5)) == train(model, optimizer, rank, range(4, 5))
+        with pytest.raises(ValueError, match="warmup=5 is about how much a sparsifier selects"):
+            optimizer.set_compressor("none", warmup=5)
+        optimizer.set_compressor("topk")
+        train(model, optimizer, rank, range(5, 7))
+        config = optimizer._engine.config
+        return config.wire, [pattern.pattern for pattern in config.patterns]
+
+    assert agreed(on_ranks(2, MODEL, body)) == ("int8", given["dense"])
+
+
+@pytest.mark.parametrize("name", ["WFBP", "SyncEA", "MG-WFBP", "Threshold", "Layer_Wise"])
+def test_planners_have_the_names_of_their_papers(name: str) -> None:
+    def body(rank: int, model: nn.Module) -> str:
+        train(model, wrap(model, merging=name), rank, range(2))
+        return digest(model)
+
+    agreed(on_ranks(2, MODEL, body))
