@@ -1,16 +1,46 @@
 """Data-parallel training that stays fast on slow or busy networks.
 
-    import agmerge
-    agmerge.init()
-    optimizer = agmerge.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-    agmerge.broadcast_parameters(model.state_dict(), root_rank=0)
+import agmerge
+agmerge.init()
+optimizer = agmerge.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+agmerge.broadcast_parameters(model.state_dict(), root_rank=0)
 """
 
 from __future__ import annotations
 
 from agmerge import testing
 from agmerge.broadcasting import broadcast_optimizer_state, broadcast_parameters
-from agmerge.collectives import allgather, allreduce, barrier, broadcast, broadcast_object
+from agmerge.collectives import (
+    allgather,
+    allgather_async,
+    allgather_object,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    alltoall,
+    alltoall_async,
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    broadcast_object,
+    grouped_allgather,
+    grouped_allgather_async,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    join,
+    poll,
+    reducescatter,
+    reducescatter_async,
+    sparse_allreduce_async,
+    synchronize,
+)
 from agmerge.distributed_checkpoint import ResidualState
 from agmerge.errors import (
     AGMergeError,
@@ -23,8 +53,9 @@ from agmerge.errors import (
     RankMismatchError,
 )
 from agmerge.gathering import gather_state
-from agmerge.ops import Average, Compression, ReduceOp, Sum
+from agmerge.ops import Adasum, Average, Compression, Max, Min, Product, ReduceOp, Sum
 from agmerge.optimizer import DistributedOptimizer
+from agmerge.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from agmerge.runtime import (
     backend_name,
     init,
@@ -40,36 +71,68 @@ from agmerge.warmup import ladder
 
 __all__ = [
     "AGMergeError",
+    "Adasum",
     "Average",
     "CollectiveTimeout",
     "Compression",
     "DistributedOptimizer",
     "DivergenceError",
+    "Max",
     "MessageError",
+    "Min",
     "NoAnswer",
     "NonFiniteError",
     "PeerLost",
+    "ProcessSet",
+    "Product",
     "RankMismatchError",
     "ReduceOp",
     "ResidualState",
     "Sum",
     "__version__",
+    "add_process_set",
     "allgather",
+    "allgather_async",
+    "allgather_object",
     "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
     "backend_name",
     "barrier",
     "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "gather_state",
+    "global_process_set",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_initialized",
+    "join",
     "ladder",
     "local_rank",
     "local_size",
+    "poll",
     "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
+    "synchronize",
     "testing",
 ]
