@@ -10,7 +10,7 @@ import torch
 from agmerge.backends import Handle
 from agmerge.calls import share_numbers
 from agmerge.collectives import arguments
-from agmerge.collectives.operation import Operation, Pending, run, start
+from agmerge.collectives.operation import Operation, Pending, run, run_all, start
 from agmerge.collectives.raw import byte_view, plain, row_kind
 from agmerge.collectives.reduce import Allreduce
 from agmerge.handshake import Fact
@@ -67,9 +67,8 @@ class Allgather(Operation):
         """The average over the ranks of what belongs to this rank's rows, as in Horovod."""
         given = (gradients, f"gradient of {self.label}", Average, 1.0, 1.0)
         back = Allreduce(*given, where=self.group)
-        back.single = False
         here = self.comm.rank
-        return [whole.narrow(0, sum(rows[:here]), rows[here]) for whole, rows in zip(run(back), self.rows, strict=True)]
+        return [whole.narrow(0, sum(rows[:here]), rows[here]) for whole, rows in zip(run_all(back), self.rows, strict=True)]
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Any = None) -> torch.Tensor:

@@ -166,6 +166,12 @@ def run(operation: Operation) -> Any:
     return start(operation, waits=True).result()
 
 
+def run_all(operation: Operation) -> list[torch.Tensor]:
+    """The results of ``operation``, however many there are. Collective."""
+    operation.single = False
+    return list(run(operation))
+
+
 def _sweep(line: _Line) -> None:
     """Let go of what has ended, also of what nobody will ask for."""
     for name, pending in list(line.pending.items()):

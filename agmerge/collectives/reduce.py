@@ -10,7 +10,7 @@ import torch
 from agmerge.backends import Handle
 from agmerge.collectives import arguments
 from agmerge.collectives.arguments import Compressor
-from agmerge.collectives.operation import Pending, run, start
+from agmerge.collectives.operation import Pending, run, run_all, start
 from agmerge.collectives.reduction import TRAVELS, Reduction, flat, times
 from agmerge.errors import AGMergeError
 from agmerge.ops import Average, Compression, Sum
@@ -64,8 +64,7 @@ class Allreduce(Reduction):
             raise AGMergeError(f"{self.label}: op={self.op.value} has no gradient; give it tensor.detach()")
         given = (gradients, f"gradient of {self.label}", self.op, self.prescale, self.postscale)
         back = Allreduce(*given, where=self.group)
-        back.single = False
-        return list(run(back))
+        return run_all(back)
 
 
 def allreduce(

@@ -29,7 +29,7 @@ class Reduction(Operation):
         op: ReduceOp,
         prescale: Any,
         postscale: Any,
-        process_set: Any,
+        process_set: Any = None,
         *,
         where: Group | None = None,
     ) -> None:

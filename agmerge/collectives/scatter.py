@@ -11,7 +11,7 @@ from agmerge.backends import Handle
 from agmerge.collectives import arguments
 from agmerge.collectives.arguments import Compressor
 from agmerge.collectives.gather import Allgather
-from agmerge.collectives.operation import Pending, run, start
+from agmerge.collectives.operation import Pending, run, run_all, start
 from agmerge.collectives.reduction import Reduction, flat
 from agmerge.ops import Average, Compression, Sum
 
@@ -68,8 +68,7 @@ class ReduceScatter(Reduction):
         """The gradients of all rows, gathered; of a sum, times the number of ranks, as in Horovod."""
         factor = self.prescale * self.postscale * (self.comm.size if self.op is Sum else 1)
         back = Allgather([one * factor for one in gradients], f"gradient of {self.label}", where=self.group)
-        back.single = False
-        return list(run(back))
+        return run_all(back)
 
 
 def reducescatter(
