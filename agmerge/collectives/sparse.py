@@ -36,6 +36,6 @@ def sparse_allreduce_async(
         indices, values = pending.result()
         if combine is Average:
             values = values / size
-        return torch.sparse_coo_tensor(indices.t(), values, tensor.shape)
+        return torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=True)
 
     return result

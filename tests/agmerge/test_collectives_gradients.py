@@ -129,7 +129,9 @@ def test_a_group_has_the_gradients_of_its_members() -> None:
 def test_a_gradient_of_a_gradient() -> None:
     def body(rank: int) -> Tensor:
         tensor = given(rank)
-        (first,) = torch.autograd.grad((agmerge.allreduce(tensor, op=agmerge.Sum) ** 3).sum(), tensor, create_graph=True)
+        (first,) = torch.autograd.grad(
+            (agmerge.allreduce(tensor, op=agmerge.Sum) ** 3).sum(), tensor, create_graph=True
+        )
         (second,) = torch.autograd.grad(first.sum(), tensor)
         return second
 
