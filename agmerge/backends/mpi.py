@@ -186,6 +186,8 @@ class MpiBackend(Backend):
 
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
         (send, op), (receive, _) = self._numbers(tensor, name), self._numbers(out, name)
+        if isinstance(send, list):
+            send[1] = out.numel()  # of a type of its own mpi4py wants the elements of one piece
         return self._start(name, lambda: self._comm.Ireduce_scatter_block(send, receive, op))
 
     def broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Handle:

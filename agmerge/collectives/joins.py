@@ -11,6 +11,7 @@ import torch
 from agmerge import deadline, runtime
 from agmerge.backends import Backend
 from agmerge.calls import JOINED, exchange_digests, exchange_texts, joinable, share_numbers
+from agmerge.collectives.operation import count
 from agmerge.collectives.reduction import TRAVELS, flat
 
 LABEL = "join() of the module's own collectives; an optimizer has a join() of its own"
@@ -29,6 +30,7 @@ def join(device: int | str = -1) -> int:
     while any(digest != JOINED for digest in exchange_digests(comm, LABEL, JOINED)):
         said = [json.loads(text) for text in exchange_texts(comm, LABEL, b"") if text]
         if all(facts == said[0] for facts in said) and joinable(said[0]):
+            count(comm)
             _stand_in(comm, said[0], place)
         answered += 1
     waited = [answers for (answers,) in share_numbers(comm, LABEL, [answered])]

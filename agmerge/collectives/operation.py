@@ -127,7 +127,7 @@ class _Differentiable(torch.autograd.Function):
 class _Line:
     """What is under way on one communicator, by the name of its messages, oldest first."""
 
-    started: int = 0
+    agreed: int = 0  # operations so far: the same number on every rank, also where some have joined
     pending: dict[str, Pending] = field(default_factory=dict)
 
 
@@ -141,24 +141,28 @@ def start(operation: Operation, *, waits: bool = False) -> Pending:
     """
     line = _lines.setdefault(operation.comm, _Line())
     _sweep(line)
-    line.started += 1
     # Unnamed ones are numbered, since several may be under way; whoever waits for each needs no numbers, and messages
     # with stable names are cheaper for Horovod.
-    number = "" if operation.named or waits else f".{line.started}"
+    number = "" if operation.named or waits else f".{line.agreed}"
     operation.message = f"{operation.label}{number}".replace(" (", " [")
     if operation.message in line.pending:
-        line.started -= 1
         raise ValueError(
             f"{operation.label}: a collective of this name is under way with the same name as another tensor; "
             "synchronize() that one first, or give each a name of its own"
         )
     facts = [("call", operation.kind), ("name", operation.message), *operation.facts()]
     agree(operation.comm, operation.label, facts)
+    count(operation.comm)
     inputs = operation.tensors
     pending = Pending(operation, operation.begin(), inputs)
     if not waits:
         line.pending[operation.message] = pending
     return pending
+
+
+def count(comm: Backend) -> None:
+    """Note that an operation was agreed on, by those who call it and by those who stand in."""
+    _lines.setdefault(comm, _Line()).agreed += 1
 
 
 def run(operation: Operation) -> Any:
