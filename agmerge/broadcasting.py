@@ -60,7 +60,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     mine = [_form(tensor) for tensor in tensors]
     state, options, forms = broadcast_object((state, options, mine), root_rank, "broadcast_optimizer_state")
     root = comm.rank == root_rank
-    if not root and not (mine == forms and all(one[2] == t.stride() for one, t in zip(mine, tensors, strict=True))):
+    if not root and not (mine == forms and _separate(tensors)):
         homes = {p.device.type: p.device for p in parameters}
         tensors = [
             torch.empty_strided(shape, strides, dtype=dtype, device=homes.get(kind, kind))
@@ -90,6 +90,13 @@ def plain_state(optimizer: torch.optim.Optimizer) -> tuple[Any, list[torch.Tenso
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
+
+
+def _separate(tensors: list[torch.Tensor]) -> bool:
+    """Whether each may be written over by itself: none lies in another, or several times in itself."""
+    full = [tensor for tensor in tensors if tensor.numel()]
+    places = {tensor.untyped_storage().data_ptr() for tensor in full}
+    return len(places) == len(full) and all(tensor.stride() == _form(tensor)[2] for tensor in full)
 
 
 def _form(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...], str]:

@@ -67,8 +67,8 @@ class Allgather(Operation):
         """The average over the ranks of what belongs to this rank's rows, as in Horovod."""
         given = (gradients, f"gradient of {self.label}", Average, 1.0, 1.0)
         back = Allreduce(*given, where=self.group)
-        here = self.comm.rank
-        return [whole.narrow(0, sum(rows[:here]), rows[here]) for whole, rows in zip(run_all(back), self.rows, strict=True)]
+        here, wholes = self.comm.rank, run_all(back)
+        return [whole.narrow(0, sum(rows[:here]), rows[here]) for whole, rows in zip(wholes, self.rows, strict=True)]
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Any = None) -> torch.Tensor:

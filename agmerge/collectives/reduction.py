@@ -44,9 +44,7 @@ class Reduction(Operation):
         adds = self.op in (Average, Sum)
         if tensor.dtype == torch.bool:
             what = "sum" if adds else self.op.value
-            raise ValueError(
-                f"{self.label}: a tensor of bool has no {what}; convert it to the integers that you mean"
-            )
+            raise ValueError(f"{self.label}: a tensor of bool has no {what}; convert it to the integers that you mean")
         if tensor.dtype not in (*_INTEGERS, *TRAVELS) and not (adds and tensor.dtype in _COMPLEX):
             raise ValueError(f"{self.label}: {self.op.value} of {tensor.dtype} is not built; convert the tensor first")
 
