@@ -8,6 +8,8 @@ agmerge.broadcast_parameters(model.state_dict(), root_rank=0)
 
 from __future__ import annotations
 
+from typing import Any
+
 from agmerge import testing
 from agmerge.broadcasting import broadcast_optimizer_state, broadcast_parameters
 from agmerge.collectives import (
@@ -136,3 +138,20 @@ __all__ = [
     "synchronize",
     "testing",
 ]
+
+_HOROVODS = {
+    "HorovodInternalError": "catch agmerge.AGMergeError",
+    "SyncBatchNorm": "use horovod.torch's with Horovod, torch.nn's with torchrun",
+    "elastic": "import horovod.torch.elastic; its TorchState takes an agmerge.DistributedOptimizer",
+    **dict.fromkeys(("start_timeline", "stop_timeline"), "optimizer.trace(path) records steps of ours"),
+    **dict.fromkeys(
+        ("mpi_built", "mpi_enabled", "gloo_built", "gloo_enabled", "nccl_built", "cuda_built", "mpi_threads_supported"),
+        "backend_name() says what carries messages, `python -m agmerge doctor` what could",
+    ),
+    **dict.fromkeys(("cross_rank", "cross_size"), "rank() // local_size() counts equal machines"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    hint = f": it is Horovod's; {_HOROVODS[name]}" if name in _HOROVODS else ""
+    raise AttributeError(f"module 'agmerge' has no attribute {name!r}{hint}")

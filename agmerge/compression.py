@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any
 
 import torch
 
 import sparsifiers
+from agmerge import runtime
 from agmerge.backends import horovod
 from agmerge.ops import Compression
 
 DENSITY = 0.01  # the default
+DENSE = (
+    "compression=Compression.none sends every gradient whole, as in Horovod. To send less leave it out, or name a "
+    "compressor (compression='topk'); compression='none' is the same as now without this warning."
+)
 CASTS = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def compressor_of(compression: Any, density: Any) -> tuple[sparsifiers.Sparsifier | None, torch.dtype | None]:
     """The sparsifier, or None and the dtype of a cast (None: none). ``ValueError``, ``TypeError``: it is neither."""
-    if isinstance(compression, Compression):
-        compression = compression.value
-    compression = horovod.compression(compression) or compression
+    name = compression.value if isinstance(compression, Compression) else horovod.compression(compression)
+    if name == "none" and runtime.is_initialized() and runtime.rank() == 0:  # the object of a script that was Horovod's
+        warnings.warn(DENSE, UserWarning, stacklevel=5)
+    compression = name or compression
     try:
         sparsifiers.budget(density, 1)  # checked also where it is not needed
     except ValueError as error:
