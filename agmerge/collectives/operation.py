@@ -75,7 +75,7 @@ class Pending:
         learns = torch.is_grad_enabled() and not operation.in_place
         self._inputs = inputs if learns and any(tensor.requires_grad for tensor in inputs) else []
         self._results: list[torch.Tensor] | None = None
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
 
     def __repr__(self) -> str:
         return f"<{self._operation.label}, {'done' if self.done() else 'under way'}>"
@@ -92,7 +92,7 @@ class Pending:
             for handle in self._handles:
                 handle.wait(deadline.default())
             self._results = self._operation.end()
-        except BaseException as error:
+        except Exception as error:
             self._error = error
         self._handles = []
         self._operation.tensors = []
