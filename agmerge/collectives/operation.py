@@ -104,7 +104,9 @@ class Pending:
             raise self._error
         assert self._results is not None
         if self._inputs:
-            self._results = list(_Differentiable.apply(self._operation, self._results, *self._inputs))  # type: ignore[no-untyped-call]
+            with torch.enable_grad():  # as it was when the call was made
+                given = (self._operation, self._results, *self._inputs)
+                self._results = list(_Differentiable.apply(*given))  # type: ignore[no-untyped-call]
             self._inputs = []
         return self._operation.shaped(self._results)
 
