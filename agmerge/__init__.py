@@ -1,18 +1,48 @@
 """Data-parallel training that stays fast on slow or busy networks.
 
-    import agmerge
-    agmerge.init()
-    optimizer = agmerge.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-    agmerge.broadcast_parameters(model.state_dict(), root_rank=0)
+import agmerge
+agmerge.init()
+optimizer = agmerge.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+agmerge.broadcast_parameters(model.state_dict(), root_rank=0)
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agmerge import testing
 from agmerge.broadcasting import broadcast_optimizer_state, broadcast_parameters
-from agmerge.collectives import allgather, allreduce, barrier, broadcast, broadcast_object
+from agmerge.collectives import (
+    allgather,
+    allgather_async,
+    allgather_object,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    alltoall,
+    alltoall_async,
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    broadcast_object,
+    grouped_allgather,
+    grouped_allgather_async,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    join,
+    poll,
+    reducescatter,
+    reducescatter_async,
+    sparse_allreduce_async,
+    synchronize,
+)
 from agmerge.distributed_checkpoint import ResidualState
 from agmerge.errors import (
     AGMergeError,
@@ -25,8 +55,9 @@ from agmerge.errors import (
     RankMismatchError,
 )
 from agmerge.gathering import gather_state
-from agmerge.ops import Average, Compression, ReduceOp, Sum
+from agmerge.ops import Adasum, Average, Compression, Max, Min, Product, ReduceOp, Sum
 from agmerge.optimizer import DistributedOptimizer
+from agmerge.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from agmerge.runtime import (
     backend_name,
     init,
@@ -42,43 +73,85 @@ from agmerge.warmup import ladder
 
 __all__ = [
     "AGMergeError",
+    "Adasum",
     "Average",
     "CollectiveTimeout",
     "Compression",
     "DistributedOptimizer",
     "DivergenceError",
+    "Max",
     "MessageError",
+    "Min",
     "NoAnswer",
     "NonFiniteError",
     "PeerLost",
+    "ProcessSet",
+    "Product",
     "RankMismatchError",
     "ReduceOp",
     "ResidualState",
     "Sum",
     "__version__",
+    "add_process_set",
     "allgather",
+    "allgather_async",
+    "allgather_object",
     "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
     "backend_name",
     "barrier",
     "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "gather_state",
+    "global_process_set",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_initialized",
+    "join",
     "ladder",
     "local_rank",
     "local_size",
+    "poll",
     "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
+    "synchronize",
     "testing",
 ]
 
-if not TYPE_CHECKING:
+_HOROVODS = {
+    "HorovodInternalError": "catch agmerge.AGMergeError",
+    "SyncBatchNorm": "use horovod.torch's with Horovod, torch.nn's with torchrun",
+    "elastic": "import horovod.torch.elastic; its TorchState takes an agmerge.DistributedOptimizer",
+    **dict.fromkeys(("start_timeline", "stop_timeline"), "optimizer.trace(path) records steps of ours"),
+    **dict.fromkeys(
+        ("mpi_built", "mpi_enabled", "gloo_built", "gloo_enabled", "nccl_built", "cuda_built", "mpi_threads_supported"),
+        "backend_name() says what carries messages, `python -m agmerge doctor` what could",
+    ),
+    **dict.fromkeys(("cross_rank", "cross_size"), "rank() // local_size() counts equal machines"),
+}
 
-    def __getattr__(name: str) -> Any:
-        if name in ("Adasum", "Max", "Min", "Product"):
-            raise AttributeError(f"agmerge has no {name}: gradients are combined by op=agmerge.Average or agmerge.Sum")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __getattr__(name: str) -> Any:
+    hint = f": it is Horovod's; {_HOROVODS[name]}" if name in _HOROVODS else ""
+    raise AttributeError(f"module 'agmerge' has no attribute {name!r}{hint}")

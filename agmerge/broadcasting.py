@@ -7,16 +7,18 @@ parameters of the ranks that had no state.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from agmerge import deadline, runtime
-from agmerge.collectives import as_bytes, broadcast_object, check_root, from_bytes
-from agmerge.handshake import Fact, agree
+from agmerge.calls import agree
+from agmerge.collectives import broadcast_object, check_root
+from agmerge.handshake import Fact
 
-CHUNK = 64 * 2**20  # bytes of one message
+CHUNK = 32 * 2**20  # bytes of one message, and all the memory that a broadcast needs beside the tensors
+ALIGNED = 16  # bytes: the largest element is a complex number of two doubles
 Parameters = Mapping[str, Any] | Iterable[Any]
 
 
@@ -33,7 +35,7 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0) -> None:
     facts: list[Fact] = [("root_rank", str(root_rank))]
     facts += [(name, f"{value.dtype} {list(value.shape)}") for name, value in tensors]
     advice = "Build the same model on every rank."
-    agree(comm, facts, what="broadcast_parameters", advice=advice, timeout=deadline.default())
+    agree(comm, "broadcast_parameters", facts, "broadcast_parameters", advice)
     _broadcast_tensors([value for _, value in tensors], root_rank, "broadcast_parameters")
 
 
@@ -52,13 +54,13 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     facts.append(("sizes of param_groups", str([len(group["params"]) for group in optimizer.param_groups])))
     facts += [(f"parameter {i}", f"{p.dtype} {list(p.shape)}") for i, p in enumerate(parameters)]
     advice = "Build the same optimizer on every rank."
-    agree(comm, facts, what="broadcast_optimizer_state", advice=advice, timeout=deadline.default())
+    agree(comm, "broadcast_optimizer_state", facts, "broadcast_optimizer_state", advice)
 
     (state, options), tensors = plain_state(optimizer)
-    forms = [_form(tensor) for tensor in tensors]
-    state, options, forms = broadcast_object((state, options, forms), root_rank, "broadcast_optimizer_state")
+    mine = [_form(tensor) for tensor in tensors]
+    state, options, forms = broadcast_object((state, options, mine), root_rank, "broadcast_optimizer_state")
     root = comm.rank == root_rank
-    if not root:
+    if not root and not (mine == forms and _separate(tensors)):
         homes = {p.device.type: p.device for p in parameters}
         tensors = [
             torch.empty_strided(shape, strides, dtype=dtype, device=homes.get(kind, kind))
@@ -90,6 +92,13 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
+def _separate(tensors: list[torch.Tensor]) -> bool:
+    """Whether each may be written over by itself: none lies in another, or several times in itself."""
+    full = [tensor for tensor in tensors if tensor.numel()]
+    places = {tensor.untyped_storage().data_ptr() for tensor in full}
+    return len(places) == len(full) and all(tensor.stride() == _form(tensor)[2] for tensor in full)
+
+
 def _form(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...], str]:
     """Enough to make a tensor alike. Strides too: sums over another order may have other bits."""
     strides = torch.empty_like(tensor, device="meta").stride()  # those of a tensor without gaps or overlaps
@@ -111,40 +120,58 @@ def _named(params: Parameters) -> list[tuple[str, torch.Tensor]]:
                 f"invalid params: {entry[0]!r} is a {type(entry[1]).__name__}, not a tensor; send it with "
                 "broadcast_object"
             )
+        if entry[1].layout is not torch.strided:
+            raise ValueError(f"invalid params: {entry[0]!r} has layout {entry[1].layout}; make it dense first")
     return [(str(name), value) for name, value in entries]
 
 
 def _broadcast_tensors(tensors: list[torch.Tensor], root_rank: int, name: str) -> None:
-    """Messages of bytes, so any dtype, strides and device; of bounded size, so little memory beside."""
+    """Messages of bytes, so any dtype, strides and device; all of them through one buffer of bounded size."""
+    pieces = [piece for tensor in tensors for piece in _pieces(tensor.detach())]
+    buffer = torch.empty(min(CHUNK, sum(map(_room, pieces))), dtype=torch.uint8)
     start = 0
-    while start < len(tensors):
-        stop, size = start + 1, _bytes(tensors[start])
-        while stop < len(tensors) and size + _bytes(tensors[stop]) <= CHUNK:
-            size += _bytes(tensors[stop])
+    while start < len(pieces):
+        stop, size = start, 0
+        while stop < len(pieces) and size + _room(pieces[stop]) <= len(buffer):
+            size += _room(pieces[stop])
             stop += 1
-        if size:
-            _broadcast_chunk(tensors[start:stop], size, root_rank, f"{name}/{start}")
+        _broadcast_chunk(pieces[start:stop], buffer[:size], root_rank, f"{name}/{start}")
         start = stop
 
 
-def _broadcast_chunk(tensors: list[torch.Tensor], size: int, root_rank: int, name: str) -> None:
-    comm = runtime.world()
-    root = comm.rank == root_rank
-    message = b"".join(as_bytes(tensor) for tensor in tensors) if root else bytes(size)
-    buffer = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-    comm.broadcast(buffer, root_rank, name).wait(deadline.default())
-    if root:
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Views that each fit into a message and together are all of ``tensor``: the same ones for any strides."""
+    if not tensor.numel():
         return
-    data, start = buffer.numpy().tobytes(), 0
-    with torch.no_grad():
-        for tensor in tensors:
-            value = from_bytes(data[start : start + _bytes(tensor)], tensor.dtype)
-            tensor.copy_(value.reshape(tensor.shape))
-            start += _bytes(tensor)
+    if _room(tensor) <= CHUNK:
+        yield tensor
+        return
+    rows = CHUNK // ALIGNED * ALIGNED // (tensor[0].numel() * tensor.element_size())
+    if rows:
+        yield from torch.split(tensor, rows)
+    else:
+        for part in tensor:
+            yield from _pieces(part)
 
 
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _broadcast_chunk(pieces: list[torch.Tensor], buffer: torch.Tensor, root_rank: int, name: str) -> None:
+    comm, places, start = runtime.world(), [], 0
+    for piece in pieces:
+        size = piece.numel() * piece.element_size()
+        places.append(buffer[start : start + size].view(piece.dtype).view(piece.shape))
+        start += _room(piece)
+    if comm.rank == root_rank:
+        for piece, place in zip(pieces, places, strict=True):
+            place.copy_(piece)
+    comm.broadcast(buffer, root_rank, name).wait(deadline.default())
+    if comm.rank != root_rank:
+        for piece, place in zip(pieces, places, strict=True):
+            piece.copy_(place)
+
+
+def _room(tensor: torch.Tensor) -> int:
+    """The bytes of ``tensor`` in a message: where it begins any dtype may."""
+    return -(tensor.numel() * tensor.element_size() // -ALIGNED) * ALIGNED
 
 
 class _Place:

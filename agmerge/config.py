@@ -58,7 +58,7 @@ class Config:
     planner: merging.Planner | None
     plan: merging.Plan | None
     groups: Groups | None  # plans by themselves; the planner is then not asked
-    process_set: process_sets.ProcessSet
+    process_set: process_sets.Chosen
     dense: DenseRule
     partial: partial.Partial | None  # dense="partial": `dense` is what goes dense whatever the cut
     patterns: tuple[re.Pattern[str], ...]  # those that `dense` was made from, if it was
@@ -295,9 +295,7 @@ def _choice(
 
 def _reduction(op: Any) -> ReduceOp:
     """``op`` as ours, also where the script says it with a constant of Horovod's."""
-    name = horovod.reduction(op)
-    if isinstance(op, ReduceOp):
-        return op
+    name = op.value if isinstance(op, ReduceOp) else horovod.reduction(op)
     if name in ("average", "sum"):
         return ReduceOp(name)
     raise ValueError(

@@ -81,10 +81,10 @@ class Counting(LocalBackend):
         self.sent[what] += sent / 4  # type: ignore[assignment]
         self.received[what] += received / 4  # type: ignore[assignment]
 
-    def all_reduce(self, tensor: torch.Tensor, name: str) -> Handle:
+    def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Handle:
         moved = 2 * tensor.nbytes * (self.size - 1) / self.size
         self._note(name, moved, moved)
-        return super().all_reduce(tensor, name)
+        return super().all_reduce(tensor, name, op)
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
         moved = tensor.nbytes * (self.size - 1)

@@ -5,6 +5,6 @@ Backend libraries are imported when a backend is opened, never when this package
 
 from __future__ import annotations
 
-from agmerge.backends.base import Backend, Handle
+from agmerge.backends.base import Backend, Handle, matched
 
-__all__ = ["Backend", "Handle"]
+__all__ = ["Backend", "Handle", "matched"]

@@ -2,17 +2,31 @@
 
 All collectives are asynchronous: they return a :class:`Handle` at once, and the tensors handed in must
 stay alive and unchanged until ``wait`` has returned. Every rank of a backend makes the same calls in
-the same order; ``name`` is the same on all of them and says in errors what was going on.
+the same order; ``name`` is the same on all of them and says in errors what was going on. What stands in it from
+`` (`` on is for errors alone and may differ between ranks: :func:`matched` is the rest.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from agmerge import whereabouts
+
+# What an all-reduce does with two tensors, for backends that combine them by themselves.
+OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "product": torch.mul,
+}
+
+
+def matched(name: str) -> str:
+    """The part of a call's name that is the same on all ranks."""
+    return name.partition(" (")[0]
 
 
 class Handle(ABC):
@@ -58,8 +72,11 @@ class Backend(ABC):
         return self
 
     @abstractmethod
-    def all_reduce(self, tensor: torch.Tensor, name: str) -> Handle:
-        """Sum ``tensor`` (any shape, contiguous) over all ranks, in place."""
+    def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Handle:
+        """Combine ``tensor`` (any shape, contiguous) over all ranks, in place.
+
+        ``op``: ``"sum"``, or ``"min"``, ``"max"`` and ``"product"`` of tensors that are not complex.
+        """
 
     @abstractmethod
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:

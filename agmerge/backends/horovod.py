@@ -16,7 +16,7 @@ import torch
 
 from agmerge import deadline, whereabouts
 from agmerge.backends import horovod_elastic
-from agmerge.backends.base import Backend, Handle
+from agmerge.backends.base import Backend, Handle, matched
 from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost, RankMismatchError
 
 # Set before hvd.init() unless the user has set them. Merging is ours: Horovod's own fusion depends on timing,
@@ -157,7 +157,7 @@ class HorovodBackend(Backend):
         return HorovodBackend(self._hvd, process_set, f"{self._prefix}.set{process_set.process_set_id}.{number}")
 
     def _options(self, name: str) -> dict[str, Any]:
-        options: dict[str, Any] = {"name": f"{self._prefix}/{name}"}
+        options: dict[str, Any] = {"name": f"{self._prefix}/{matched(name)}"}
         return options if self._set is None else {**options, "process_set": self._set}
 
     def _start(
@@ -167,7 +167,7 @@ class HorovodBackend(Backend):
             handle = call(*given, **how, **self._options(name))
         return HorovodHandle(self._hvd, handle, name, self._ranks, place)
 
-    def all_reduce(self, tensor: torch.Tensor, name: str) -> Handle:
+    def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Handle:
         sent = tensor.float() if tensor.dtype == torch.bfloat16 else tensor  # Horovod does not know bfloat16
         sent = (torch.view_as_real(sent) if sent.is_complex() else sent).detach()
 
@@ -175,7 +175,7 @@ class HorovodBackend(Backend):
             if sent.data_ptr() != tensor.data_ptr():
                 tensor.copy_(result)
 
-        return self._start(name, place, self._hvd.allreduce_async_, sent, op=self._hvd.Sum)
+        return self._start(name, place, self._hvd.allreduce_async_, sent, op=getattr(self._hvd, op.capitalize()))
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
         return self._start(name, _bytes(out).copy_, self._hvd.allgather_async, _bytes(tensor))

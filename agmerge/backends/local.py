@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from agmerge.backends.base import Backend, Handle
+from agmerge.backends.base import OPERATIONS, Backend, Handle, matched
 from agmerge.errors import AGMergeError, CollectiveTimeout, NoAnswer, PeerLost, RankMismatchError
 
 
@@ -69,11 +69,17 @@ class Group:
 Combine = Callable[[list[Part]], list[Part]]
 
 
-def _sum(parts: list[Part]) -> list[Part]:
-    total = parts[0].tensor.clone()
-    for part in parts[1:]:
-        total += part.tensor
-    return [Part(total)]
+def _reduced(op: str) -> Combine:
+    """All tensors as one, in the order of the ranks."""
+    combine = OPERATIONS[op]
+
+    def reduce(parts: list[Part]) -> list[Part]:
+        total = parts[0].tensor.clone()
+        for part in parts[1:]:
+            combine(total, part.tensor, out=total)
+        return [Part(total)]
+
+    return reduce
 
 
 def _all(parts: list[Part]) -> list[Part]:
@@ -147,7 +153,7 @@ class LocalBackend(Backend):
             key = (self._channel, self._calls)
             op = group.ops.setdefault(key, _Op())
             op.inputs[self._world_rank] = part
-            op.described[self._world_rank] = f"{kind} {name!r} {fixed}"
+            op.described[self._world_rank] = f"{kind} {matched(name)!r} {fixed}"
             if len(op.inputs) == self.size:
                 del group.ops[key]
                 self._complete(op, combine)
@@ -168,8 +174,9 @@ class LocalBackend(Backend):
             op.error = kind(f"{op.described[self._world_rank]}: {error}")
         op.complete = True
 
-    def all_reduce(self, tensor: torch.Tensor, name: str) -> Handle:
-        return self._start("all_reduce", name, Part(tensor), _sum, _into(tensor), _shape(tensor))
+    def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Handle:
+        fixed = _shape(tensor) if op == "sum" else f"{_shape(tensor)} {op}"
+        return self._start("all_reduce", name, Part(tensor), _reduced(op), _into(tensor), fixed)
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
         _check_out(name, out, self.size * tensor.numel(), tensor.dtype)
@@ -210,7 +217,7 @@ class LocalBackend(Backend):
         def deliver(op: _Op) -> None:
             out.copy_(op.result[0].tensor[start : start + out.numel()])
 
-        return self._start("reduce_scatter", name, Part(tensor), _sum, deliver, _shape(tensor))
+        return self._start("reduce_scatter", name, Part(tensor), _reduced("sum"), deliver, _shape(tensor))
 
     def broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Handle:
         def root_copy(parts: list[Part]) -> list[Part]:

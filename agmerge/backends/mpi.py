@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from agmerge import deadline
-from agmerge.backends.base import Backend, Handle
+from agmerge.backends.base import OPERATIONS, Backend, Handle
 from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost
 
 PAUSE = 5e-5  # seconds between two looks at what is under way: costs little, and adds little to a message
@@ -163,9 +163,9 @@ class MpiBackend(Backend):
     def _start(self, name: str, make: Callable[[], Any]) -> Handle:
         return MpiHandle(self._progress.start(make), name, self._ranks)
 
-    def all_reduce(self, tensor: torch.Tensor, name: str) -> Handle:
-        numbers, op = self._numbers(tensor, name)
-        return self._start(name, lambda: self._comm.Iallreduce(self._mpi.IN_PLACE, numbers, op))
+    def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Handle:
+        numbers, kind = self._numbers(tensor, name, op)
+        return self._start(name, lambda: self._comm.Iallreduce(self._mpi.IN_PLACE, numbers, kind))
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
         mine, all_ = self._bytes(tensor, name), self._bytes(out, name)
@@ -186,6 +186,8 @@ class MpiBackend(Backend):
 
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
         (send, op), (receive, _) = self._numbers(tensor, name), self._numbers(out, name)
+        if isinstance(send, list):
+            send[1] = out.numel()  # of a type of its own mpi4py wants the elements of one piece
         return self._start(name, lambda: self._comm.Ireduce_scatter_block(send, receive, op))
 
     def broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Handle:
@@ -216,23 +218,24 @@ class MpiBackend(Backend):
         """``tensor`` as bytes, for calls that only move it."""
         return [_flat(tensor, name).view(torch.uint8).numpy(), self._mpi.BYTE]
 
-    def _numbers(self, tensor: torch.Tensor, name: str) -> tuple[Any, Any]:
-        """``tensor`` as numbers, and the operation that adds them."""
+    def _numbers(self, tensor: torch.Tensor, name: str, op: str = "sum") -> tuple[Any, Any]:
+        """``tensor`` as numbers, and the operation that combines them."""
         flat = _flat(torch.view_as_real(tensor) if tensor.is_complex() else tensor, name)
         if flat.dtype in (torch.float16, torch.bfloat16):
-            kind, op = _sixteen_bits(self._mpi, flat.dtype)
-            return [flat.view(torch.uint8).numpy(), flat.numel(), kind], op
-        return flat.numpy(), self._mpi.SUM
+            kind, combine = _sixteen_bits(self._mpi, flat.dtype, op)
+            return [flat.view(torch.uint8).numpy(), flat.numel(), kind], combine
+        return flat.numpy(), getattr(self._mpi, {"product": "PROD"}.get(op, op.upper()))
 
 
 @functools.cache
-def _sixteen_bits(MPI: Any, dtype: torch.dtype) -> tuple[Any, Any]:
-    """A type and a sum for 16-bit floats, which MPI does not have: pairs of bytes, added here."""
+def _sixteen_bits(MPI: Any, dtype: torch.dtype, op: str) -> tuple[Any, Any]:
+    """A type and an operation for 16-bit floats, which MPI does not have: pairs of bytes, combined here."""
 
-    def add(received: Any, total: Any, kind: Any) -> None:
-        torch.frombuffer(total, dtype=dtype).add_(torch.frombuffer(received, dtype=dtype))
+    def combine(received: Any, total: Any, kind: Any) -> None:
+        into = torch.frombuffer(total, dtype=dtype)
+        OPERATIONS[op](into, torch.frombuffer(received, dtype=dtype), out=into)
 
-    return MPI.BYTE.Create_contiguous(2).Commit(), MPI.Op.Create(add, True)
+    return MPI.BYTE.Create_contiguous(2).Commit(), MPI.Op.Create(combine, True)
 
 
 def _flat(tensor: torch.Tensor, name: str) -> torch.Tensor:

@@ -104,9 +104,7 @@ class TorchHandle(Handle):
     aborts.
     """
 
-    def __init__(
-        self, work: Any, name: str, ranks: Sequence[int], finished: list[Any], *tensors: torch.Tensor
-    ) -> None:
+    def __init__(self, work: Any, name: str, ranks: Sequence[int], finished: list[Any], *tensors: torch.Tensor) -> None:
         super().__init__(name, ranks)
         self._work, self._finished, self._tensors = work, finished, tensors
 
@@ -136,14 +134,17 @@ class TorchBackend(Backend):
         self._finished: list[Any] = []  # works, up to the next start
         self._children: weakref.WeakSet[TorchBackend] = weakref.WeakSet()
 
-    def _start(self, name: str, call: Callable[..., Any], *given: Any, tensors: Sequence[torch.Tensor]) -> Handle:
+    def _start(
+        self, name: str, call: Callable[..., Any], *given: Any, tensors: Sequence[torch.Tensor], **how: Any
+    ) -> Handle:
         with whereabouts.starting(name, self._ranks), _translated(name):
             self._finished.clear()
-            work = call(*given, group=self._group, async_op=True)
+            work = call(*given, **how, group=self._group, async_op=True)
         return TorchHandle(work, name, self._ranks, self._finished, *tensors)
 
-    def all_reduce(self, tensor: torch.Tensor, name: str) -> Handle:
-        return self._start(name, self._dist.all_reduce, tensor, tensors=[tensor])
+    def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Handle:
+        kind = getattr(self._dist.ReduceOp, op.upper())
+        return self._start(name, self._dist.all_reduce, tensor, tensors=[tensor], op=kind)
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
         return self._start(name, self._gather, out, tensor, tensors=[out, tensor])

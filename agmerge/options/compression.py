@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 import sparsifiers
+from agmerge import runtime
 from agmerge.backends import horovod
 from agmerge.ops import Compression
 from agmerge.options import momentum
@@ -17,6 +19,10 @@ from sparsifiers.registry import spelling
 
 DENSITY = 0.01  # the default
 AUTO = "auto"
+DENSE = (
+    "compression=Compression.none sends every gradient whole, as in Horovod. To send less leave it out, or name a "
+    "compressor (compression='topk'); compression='none' is the same as now without this warning."
+)
 CASTS = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 _MEANT = {  # by others' names
     **dict.fromkeys(("fp32", "float32", "float", "dense", "allreduce", "off"), "none"),
@@ -89,6 +95,8 @@ def compressor_of(compression: Any, density: Any) -> tuple[sparsifiers.Sparsifie
     except ValueError as error:
         raise ValueError(f"density={density!r}: {error}") from None
     cast = cast_name(compression)
+    if cast == "none" and not isinstance(compression, str) and runtime.is_initialized() and runtime.rank() == 0:
+        warnings.warn(DENSE, UserWarning, stacklevel=5)  # the object of a script that was Horovod's
     if cast is not None:
         return None, CASTS[cast]
     if isinstance(compression, sparsifiers.Sparsifier):

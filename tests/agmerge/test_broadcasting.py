@@ -107,7 +107,54 @@ def test_a_large_model_goes_in_several_messages(monkeypatch: pytest.MonkeyPatch)
 
     for values, sent in testing.run(2, body):
         assert values == [[10.0 * i] * len(one) for i, one in enumerate(values)]
-        assert sent == [100, 104, 4, 240, 8]
+        # Places of 16 bytes, so six of them; what is larger goes in pieces of 24 elements.
+        assert sent == [32, 80, 96, 32, 96, 96, 64]
+
+
+@pytest.mark.parametrize("chunk", [16, 40, 64, 1000])
+def test_pieces_of_any_size_are_the_roots_to_the_bit(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strides may differ between ranks, and no message is larger than a chunk, however large a tensor is."""
+    monkeypatch.setattr("agmerge.broadcasting.CHUNK", chunk)
+
+    def body(rank: int) -> tuple[dict[str, torch.Tensor], int]:
+        tensors = awkward(rank)
+        if rank == 0:
+            tensors["plain"] = tensors["plain"].transpose(0, 2).contiguous().transpose(0, 2)
+        agmerge.broadcast_parameters(tensors, root_rank=ROOT)
+        return tensors, max(size for kind, _, size in testing.calls() if kind == "broadcast")
+
+    expected = awkward(ROOT)
+    for found, largest in testing.run(3, body):
+        assert largest <= chunk
+        for name, tensor in found.items():
+            assert bits(tensor.contiguous()) == bits(expected[name].contiguous()), name
+
+
+def test_a_tensor_of_sparse_layout_is_refused_by_name() -> None:
+    def body(rank: int) -> None:
+        with pytest.raises(ValueError, match="'rows' has layout torch.sparse_coo; make it dense first"):
+            agmerge.broadcast_parameters({"rows": torch.eye(2).to_sparse()})
+
+    testing.run(1, body)
+
+
+def test_state_of_the_same_form_is_overwritten_where_it_lies() -> None:
+    """So the state of a large model is never there twice; tensors that share memory are replaced instead."""
+
+    def body(rank: int) -> tuple[bool, list[float], list[float]]:
+        p = torch.ones(3, requires_grad=True)
+        optimizer = torch.optim.SGD([p], lr=0.1, momentum=0.9)
+        mine = torch.full((3,), float(rank))
+        shared = mine if rank else torch.full((3,), 5.0)
+        optimizer.state[p] = {"momentum_buffer": mine}
+        agmerge.broadcast_optimizer_state(optimizer)
+        kept = optimizer.state[p]["momentum_buffer"] is mine
+        optimizer.state[p] = {"momentum_buffer": mine, "other": shared}
+        agmerge.broadcast_optimizer_state(optimizer)
+        state = optimizer.state[p]
+        return kept, state["momentum_buffer"].tolist(), state["other"].tolist()
+
+    assert testing.run(2, body) == [(True, [0.0] * 3, [5.0] * 3)] * 2
 
 
 def test_the_order_of_a_dict_does_not_matter() -> None:

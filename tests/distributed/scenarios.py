@@ -20,6 +20,7 @@ import merging
 from agmerge import probing
 
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parents[2] / "examples")]
+from collective_scenarios import every_collective  # noqa: E402
 from digits import DigitsCNN, load  # noqa: E402
 from exchange_scenarios import exchanges  # noqa: E402
 from support import (  # noqa: E402
@@ -175,6 +176,7 @@ def planners() -> dict[str, dict[str, Any]]:
 
 
 scenario(exchanges)
+scenario(every_collective)
 
 
 @scenario

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import collective_scenarios
 import pytest
 from exchange_scenarios import EXCHANGES, STEPS, in_memory
 from launching import HERE, LAUNCHERS, ROOT, by_hand, launch, missing, results, run, torchrun
@@ -199,6 +200,14 @@ def test_the_modules_own_collectives(case: tuple[str, int], found: Results) -> N
         assert seen["broadcast"] == size - 1 and seen["object"] == {"rank": 1}
         assert "float32[4] on rank 0; float32[3] on rank" in seen["mismatch"]
     assert len({seen["mismatch"] for seen in found["collectives"]}) == 1
+
+
+def test_every_collective_gives_what_ranks_in_memory_get(found: Results) -> None:
+    seen = found["every_collective"]
+    expected = json.loads(json.dumps(collective_scenarios.in_memory(len(seen))))
+    for one, other in zip(seen, expected, strict=True):
+        assert {name: value for name, value in one.items() if value != other[name]} == {}
+    assert len(seen[0]["told"]) == 3 and all(one["told"] == seen[0]["told"] for one in seen)
 
 
 def test_a_rank_that_never_answers_is_not_waited_for_for_ever() -> None:

@@ -1,0 +1,105 @@
+"""What scripts pass to a collective, checked. ``ValueError`` and ``TypeError`` say what to pass instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from agmerge.backends import horovod
+from agmerge.errors import AGMergeError
+from agmerge.ops import Average, ReduceOp, Sum
+
+OPS = "agmerge.Average, Sum, Min, Max or Product"
+
+
+class Compressor(Protocol):
+    """As :class:`agmerge.Compression`, or one of Horovod's."""
+
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """What travels instead of ``tensor``, and a context."""
+
+    def decompress(self, tensor: torch.Tensor, context: Any) -> torch.Tensor:
+        """``tensor`` as it was, but for what was lost."""
+
+
+def label(name: Any, call: str) -> str:
+    """What a call is named in errors: the script's name for it, or its own."""
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"{call}: name must be a string, not {name!r}")
+    return name or call
+
+
+def check_tensor(given: Any, call: str) -> None:
+    """Raise unless ``given`` is a dense tensor."""
+    if given is None:
+        raise TypeError(
+            f"{call}: the tensor is None (the gradient of a parameter that this rank has not used?); every rank gives "
+            "a tensor, zeros where it has nothing"
+        )
+    if not isinstance(given, torch.Tensor):
+        hint = "the call for lists is grouped_allreduce, and " if isinstance(given, (list, tuple)) else ""
+        raise TypeError(
+            f"{call}: give a tensor, not a {type(given).__name__}; {hint}torch.tensor() makes one of numbers, "
+            "allgather_object and broadcast_object take other things"
+        )
+    if given.layout is not torch.strided:
+        raise ValueError(
+            f"{call}: the tensor has layout {given.layout}; give tensor.to_dense(), or use sparse_allreduce_async"
+        )
+
+
+def check_list(given: Any, call: str) -> list[torch.Tensor]:
+    """The tensors of a grouped call."""
+    if isinstance(given, torch.Tensor) or not isinstance(given, Sequence) or isinstance(given, str):
+        raise TypeError(f"{call}: give a list of tensors, not a {type(given).__name__}")
+    if not given:
+        raise ValueError(f"{call}: the list of tensors is empty")
+    for tensor in given:
+        check_tensor(tensor, call)
+    return list(given)
+
+
+def check_overwritten(tensor: torch.Tensor, call: str) -> None:
+    """Raise where writing over ``tensor`` would make its gradient wrong without a word."""
+    if torch.is_grad_enabled() and tensor.requires_grad and not tensor.is_leaf:
+        raise ValueError(
+            f"{call}: the tensor belongs to a graph, and a call in place has no gradient: use "
+            f"{call.replace('_async_', '_async').removesuffix('_')}, or give tensor.detach()"
+        )
+
+
+def reduction(op: Any, average: Any, call: str) -> ReduceOp:
+    """``op``, or what ``average`` says in its stead; also where ``op`` is a constant of Horovod's."""
+    if isinstance(average, ReduceOp) or isinstance(average, str):
+        raise TypeError(f"{call}: average must be True or False, not {average!r}; pass op= and name= by keyword")
+    if op is not None and average is not None:
+        raise ValueError(f"{call}: The op parameter supersedes average. Please provide only one of them.")
+    if op is None:
+        return Sum if average is not None and not average else Average
+    name = horovod.reduction(op)
+    if name is not None:
+        op = ReduceOp(name)
+    if not isinstance(op, ReduceOp):
+        raise ValueError(f"{call}: op must be {OPS}, not {op!r}")
+    if op is ReduceOp.ADASUM:
+        raise AGMergeError(f"{call}: op=Adasum is Horovod's alone; take {OPS}")
+    return op
+
+
+def compressor(given: Any, call: str) -> Compressor:
+    """``compression=`` of a collective: it casts what travels."""
+    if hasattr(given, "compress") and hasattr(given, "decompress"):
+        return given  # type: ignore[no-any-return]
+    raise TypeError(
+        f"{call}: compression={given!r}; of a single collective it is agmerge.Compression.none, .fp16 or .bf16"
+    )
+
+
+def factor(given: Any, name: str, call: str) -> float:
+    """``prescale_factor`` or ``postscale_factor``."""
+    try:
+        return float(given)
+    except (TypeError, ValueError):
+        raise TypeError(f"{call}: {name} must be a number, not {given!r}") from None

@@ -1,0 +1,40 @@
+"""Tensors as bytes, so that any dtype travels on any backend."""
+
+from __future__ import annotations
+
+import torch
+
+
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    """The elements of ``tensor`` in C order."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous ``tensor``, 1-D."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` without its graph, contiguous: its own memory where that is so already, else a copy."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def copied(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A contiguous copy of ``tensor`` without its graph, perhaps of another dtype."""
+    bare = tensor.detach().resolve_conj().resolve_neg()
+    return bare.to(dtype or tensor.dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def row_kind(tensor: torch.Tensor) -> str:
+    """For agreements where lengths may differ: the dtype, and on what kind of device where that is no CPU."""
+    return f"{tensor.dtype}{_elsewhere(tensor)}"
+
+
+def described(tensor: torch.Tensor) -> str:
+    """For agreements: ``float32[2, 3]``, and on what kind of device where that is no CPU."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{_elsewhere(tensor)}"
+
+
+def _elsewhere(tensor: torch.Tensor) -> str:
+    return "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
