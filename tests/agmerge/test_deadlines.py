@@ -117,14 +117,26 @@ def test_a_collective_that_cannot_start_tells_the_same() -> None:
     assert (error.call, error.step, error.waited) == ("buffer 1", 7, 0.0)
 
 
+def test_the_backends_own_words_come_last_and_are_short() -> None:
+    gloo = (
+        "[/a/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3. This is typically caused by a "
+        "remote worker crashing. Check the logs of the remote worker before reporting an error. GLHF!"
+    )
+    error = agmerge.PeerLost("buffer 1: the connection broke", gloo)
+    error.advice = "Do this"
+    whereabouts.explain(error, "buffer 1", ())
+    assert str(error) == "buffer 1: the connection broke. Do this (Connection closed by peer [127.0.0.1]:3)"
+    assert error.words == "Connection closed by peer [127.0.0.1]:3"
+
+
 def test_a_call_that_has_no_deadline_of_its_own_is_given_one() -> None:
     assert deadline.bounded(lambda: 3, 60.0, "adding") == 3
     with pytest.raises(ZeroDivisionError):
         deadline.bounded(lambda: 1 // 0, 60.0, "dividing")
     before = whereabouts.lost
     try:
-        with pytest.raises(agmerge.CollectiveTimeout, match="sleeping: no answer from all ranks within 0.1 s"):
-            deadline.bounded(lambda: time.sleep(2), 0.1, "sleeping")
+        with pytest.raises(agmerge.CollectiveTimeout, match="sleeping: no answer .* within 0.1 s. Wake up$"):
+            deadline.bounded(lambda: time.sleep(2), 0.1, "sleeping", "Wake up")
         assert whereabouts.lost
     finally:
         whereabouts.lost = before
