@@ -11,6 +11,7 @@ has alike, stays as it is.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -80,6 +81,8 @@ def connect(engine: Engine) -> None:
     shard = engine.shard
     runtime.listen()
     engine.connect(world)
+    if engine.comm is not None:  # an optimizer that was dropped holds no threads and no connections
+        weakref.finalize(engine, engine.comm.drop)
     origin, engine.origin = engine.origin, None
     if origin is None or engine.comm is None or not engine.parked:
         return

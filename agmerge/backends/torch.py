@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -143,6 +145,26 @@ class TorchHandle(Handle):
         self._finished.append(self._work)
 
 
+_dropped: deque[Any] = deque()  # groups whose backend nobody refers to any more
+
+
+def _give_back(dist: Any) -> None:
+    """Destroy the groups that were dropped: their threads, files and connections are this process's own affair.
+
+    Not where the last reference goes: that may be in the middle of anything, ``torch.distributed`` included.
+    """
+    while _dropped:
+        try:
+            held = [_dropped.popleft()]
+        except IndexError:  # another thread was faster
+            return
+        if dist.is_initialized():
+            with suppress(ValueError, AssertionError):  # it went with the world
+                dist.destroy_process_group(held[0])
+        # The last reference waits for what is under way, and that may be for a rank that does not come.
+        threading.Thread(target=held.clear, name="agmerge gives back", daemon=True).start()
+
+
 class TorchBackend(Backend):
     """One process group."""
 
@@ -158,10 +180,14 @@ class TorchBackend(Backend):
         self._scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         self._finished: list[Any] = []  # works, up to the next start
         self._children: weakref.WeakSet[TorchBackend] = weakref.WeakSet()
+        self._dropping = weakref.finalize(self, _dropped.append, group)
+        self._dropping.atexit = False
 
     def _start(self, name: str, call: Callable[..., Any], *given: Any, tensors: Sequence[torch.Tensor]) -> Handle:
         with whereabouts.starting(name, self._ranks), _translated(name):
             self._finished.clear()
+            if _dropped:
+                _give_back(self._dist)
             work = call(*given, group=self._group, async_op=True)
         return TorchHandle(work, name, self._ranks, self._finished, *tensors)
 
@@ -198,6 +224,7 @@ class TorchBackend(Backend):
         return copy
 
     def subgroup(self, ranks: Sequence[int], label: str, timeout: float) -> TorchBackend | None:
+        _give_back(self._dist)
         of_world = [self._world_rank(rank) for rank in ranks]
         group = deadline.bounded(lambda: _new_group(self._dist, timeout, of_world, label), timeout, label)
         if self.rank not in ranks:
@@ -206,10 +233,17 @@ class TorchBackend(Backend):
         self._children.add(child)
         return child
 
+    def drop(self) -> None:
+        self._finished.clear()  # a work holds its group's connections
+        self._dropping()
+        self._group = None
+
     def close(self) -> None:
         for child in () if whereabouts.lost else self._children:  # to close what a rank is missing from is to wait
             child.close()
         self._finished.clear()
+        self._dropping.detach()
+        _give_back(self._dist)
         if self._dist.is_initialized() and self._group is not None:
             self._dist.destroy_process_group(None if self._owns_world else self._group)
         self._group = None
