@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from agmerge import probing
 
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parents[2] / "examples")]
 from digits import DigitsCNN, load  # noqa: E402
+from dropping import dropped  # noqa: E402
 from exchange_scenarios import exchanges  # noqa: E402
 from support import (  # noqa: E402
     AwkwardModel,
@@ -177,6 +176,7 @@ def planners() -> dict[str, dict[str, Any]]:
 
 
 scenario(exchanges)
+scenario(dropped)
 
 
 @scenario
@@ -329,28 +329,6 @@ def some_ranks() -> dict[str, list[str]]:
         optimizer = wrapped(model, process_set=ranks, groups=[list(model[0].parameters())])
         seen[name] = steps_of(model, optimizer, range(3))
         optimizer.close()
-    return seen
-
-
-@scenario
-def dropped() -> list[int]:
-    """Threads and files after each of some optimizers that were dropped, not closed, on one rank earlier.
-
-    Every other one with messages on their way.
-    """
-    seen, kept = [], None
-    for turn in range(7):
-        model = seeded(mlp, 12)
-        optimizer = wrapped(model, exchange="sparse")
-        steps_of(model, optimizer, range(2))
-        if turn % 2:
-            loss_of(model, agmerge.rank(), 2).backward()
-        kept = optimizer if agmerge.rank() else None
-        del optimizer
-        agmerge.barrier()
-        time.sleep(0.2)  # threads of Gloo's end
-        seen.append(sum(len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd")))
-    del kept
     return seen
 
 
