@@ -160,8 +160,8 @@ def text(rows: Sequence[Row], step: float, predicted: float, optimizer: str) -> 
         lines.append("recommendation: do not compress (compression='none'): dense is as fast as anything here")
     elif dense.step <= rows[0].step * (1 + off):
         lines.append(
-            f"recommendation: unsure. {rows[0].strategy} is predicted {dense.step / rows[0].step:.2f} times as fast as "
-            f"dense, but the prediction of the steps just measured is {100 * off:.0f} % off. Try both, on an idle machine"
+            f"recommendation: unsure. {rows[0].strategy} is predicted {dense.step / rows[0].step:.2f} times as fast "
+            f"as dense, but the prediction of the steps just measured is {100 * off:.0f} % off. Try both"
         )
     else:
         lines.append(f"recommendation: {rows[0].strategy}, {dense.step / rows[0].step:.2f} times as fast as dense")

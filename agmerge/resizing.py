@@ -18,11 +18,16 @@ from typing import Any
 import torch
 
 from agmerge import runtime
+from agmerge.backends import torch as torch_backend
 from agmerge.engine import Engine
 from agmerge.errors import AGMergeError
 from agmerge.ops import Average, ReduceOp
 from agmerge.session import State
 
+TWICE = (
+    "the model is in DistributedDataParallel, which averages gradients too ({name!r}, for one): everything is "
+    "exchanged twice, once of it dense. Leave DistributedDataParallel out: DistributedOptimizer takes the plain model"
+)
 Section = dict[str, Any]  # a rank's part of a state_dict()
 
 
@@ -81,6 +86,10 @@ def connect(engine: Engine) -> None:
     shard = engine.shard
     runtime.listen()
     engine.connect(world)
+    if engine.comm is not None and engine.comm.rank == 0:
+        twice = torch_backend.averaged(engine.members.name_all())
+        if twice:
+            warnings.warn(TWICE.format(name=twice), stacklevel=4)
     if engine.comm is not None:  # an optimizer that was dropped holds no threads and no connections
         weakref.finalize(engine, engine.comm.drop)
     origin, engine.origin = engine.origin, None

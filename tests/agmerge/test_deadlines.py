@@ -14,7 +14,7 @@ from support import mlp, on_ranks, seeded, train, wrap
 from torch import nn
 
 import agmerge
-from agmerge import deadline, testing, whereabouts
+from agmerge import deadline, leaving, rollcall, testing, whereabouts
 
 MODEL = seeded(mlp)
 
@@ -155,6 +155,59 @@ def test_a_call_that_lets_no_other_thread_run_ends_the_process(armed: str, code:
     ended = subprocess.run([sys.executable, "-c", HANGS, armed], capture_output=True, text=True, timeout=100)
     assert ended.returncode == code
     assert ("Timeout (0:00:00.5" in ended.stderr) is (code == 1)
+
+
+def handed_on(error: Exception) -> None:
+    """As the children of torch.multiprocessing.spawn do."""
+    try:
+        raise error
+    except Exception:
+        sys.exit(1)
+
+
+def raised(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("ends", [handed_on, raised])
+def test_the_end_of_a_child_of_multiprocessing_tells_what_it_raised(ends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No hook of Python's is called there."""
+    told: list[object] = []
+    monkeypatch.setattr(rollcall, "raised", told.append)
+    monkeypatch.setattr(rollcall, "ended", told.append)
+    monkeypatch.setattr(leaving, "_raised", False)
+    error = FileNotFoundError("data/train.bin: no such file")
+
+    def child() -> None:
+        try:
+            ends(error)
+        finally:
+            leaving._leave_child()  # as multiprocessing calls it
+
+    with pytest.raises((SystemExit, FileNotFoundError)):
+        child()
+    leaving._leave_child()
+    assert told == [error, "came to the end of its script"]
+
+
+THREAD = """
+import sys, threading
+from agmerge import leaving, rollcall
+leaving.prepare()
+told = []
+rollcall.raised = told.append
+work = threading.Thread(target=lambda: (leaving.whereabouts.here().move(1, "trains"), 1 // 0))
+other = threading.Thread(target=lambda: 1 // 0)
+for thread in (other, work):
+    before = len(told)
+    thread.start(); thread.join()
+    print(thread is work, len(told) - before)
+"""
+
+
+def test_what_the_thread_that_trains_raises_is_told_and_what_others_raise_is_not() -> None:
+    ended = subprocess.run([sys.executable, "-c", THREAD], capture_output=True, text=True, timeout=100)
+    assert ended.stdout.split("\n")[:2] == ["False 0", "True 1"], ended.stderr
 
 
 LEAVES = """

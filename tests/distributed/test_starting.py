@@ -29,8 +29,8 @@ def port_of(server: socket.socket) -> str:
     return str(server.getsockname()[1])
 
 
-def start(**env: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(HERE / "starting.py")]
+def start(*arguments: str, **env: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(HERE / "starting.py"), *arguments]
     given = environment(**{"AGMERGE_TIMEOUT": str(TIMEOUT), **env})
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=given
@@ -43,6 +43,7 @@ def started() -> Iterator[dict[str, dict[str, Any]]]:
     with (
         socket.create_server(("127.0.0.1", 0)) as one,
         socket.create_server(("127.0.0.1", 0)) as two,
+        socket.create_server(("127.0.0.1", 0)) as three,
         socket.create_server(("127.0.0.1", 0), backlog=0) as silent,  # a port that never answers
         socket.socket() as first,
         socket.socket() as second,
@@ -50,9 +51,9 @@ def started() -> Iterator[dict[str, dict[str, Any]]]:
         for waiting in (first, second):  # nobody takes them off the queue, and there is no place for another
             waiting.setblocking(False)
             waiting.connect_ex(silent.getsockname())
-        srun, hand = port_of(one), port_of(two)
-        one.close()
-        two.close()
+        srun, hand, parent = port_of(one), port_of(two), port_of(three)
+        for server in (one, two, three):
+            server.close()
         workers = {
             **{
                 f"srun {rank}": start(
@@ -61,6 +62,7 @@ def started() -> Iterator[dict[str, dict[str, Any]]]:
                 for rank in (0, 1)
             },
             "without the other": start(**HAND, RANK="0", MASTER_PORT=hand),
+            "children": start("children", **HAND, MASTER_PORT=parent, AGMERGE_TIMEOUT="60"),
             "no answer": start(**HAND, RANK="1", MASTER_PORT=port_of(silent)),
         }
         try:
@@ -96,3 +98,9 @@ def test_a_port_that_never_answers_is_named_at_the_deadline(started: dict[str, d
     assert said["text"].startswith(f"init(): {where}")
     assert "(MASTER_ADDR, MASTER_PORT) within 4 s" in said["text"] and "firewall" in said["text"]
     assert said["took"] < TIMEOUT + SLACK
+
+
+@pytest.mark.timeout(150)
+def test_what_a_child_of_multiprocessing_raised_is_what_the_others_are_told(started: dict[str, dict[str, Any]]) -> None:
+    said = started["children"]
+    assert said["missing"] == [1] and "it raised FileNotFoundError: data/train.bin: no such file" in said["text"], said
