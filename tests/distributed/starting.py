@@ -1,6 +1,6 @@
 """One worker's ``init()``, and what became of it: a line of JSON, the last that it prints.
 
-With the argument ``children``: two workers, as children of multiprocessing, of which one raises; the line is the other's.
+With the argument ``children``: two workers, as children of multiprocessing, of which one raises; the other says so.
 """
 
 from __future__ import annotations
