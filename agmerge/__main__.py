@@ -15,7 +15,8 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m agmerge", description="What works here, how to get the rest, and what planners would do."
     )
     commands = whole.add_subparsers(dest="command", required=True, metavar="command")
-    commands.add_parser("doctor", help="show what works here, and the command that fixes what does not")
+    doctor = commands.add_parser("doctor", help="show what works here, and the command that fixes what does not")
+    doctor.add_argument("--patience", type=float, default=12.0, metavar="SECONDS", help="for each probe (default: 12)")
     build = commands.add_parser(
         "build-horovod",
         help="build Horovod for the torch installed here, and install it",
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.command == "doctor":
         from agmerge import doctor
 
-        return doctor.main()
+        return doctor.main(chosen.patience)
     if chosen.command == "plan":
         from agmerge import plan_command
 

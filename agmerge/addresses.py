@@ -23,11 +23,48 @@ def network() -> str:
 
 
 def reachable(hosts: Sequence[str], env: Mapping[str, str]) -> str:
-    """The address to listen at for ranks elsewhere; ``hosts``: names of theirs. Raises ``OSError`` if there is none."""
+    """The address to listen at for ranks elsewhere; ``hosts``: names or addresses of theirs.
+
+    Raises ``OSError`` if there is none.
+    """
     for address in _candidates(hosts, env):
-        if address and not address.startswith("127.") and address not in ("::1", "0.0.0.0"):
+        if not only_here(address):
             return address
     raise OSError("this machine has no address but its own loopback")
+
+
+def to_master(env: Mapping[str, str]) -> str:
+    """The address from which this machine talks to the one that the launcher names; empty if it is that one."""
+    found = (towards(env[key]) for key in MASTERS if env.get(key))
+    return next((address for address in found if not only_here(address)), "")
+
+
+def only_here(address: str) -> bool:
+    """Whether ``address`` means this machine on every machine, or nothing."""
+    return not address or address.startswith("127.") or address in ("::1", "0.0.0.0")
+
+
+def of_name(host: str) -> str:
+    """The address that the name of this machine leads to, if it is one of its own; else the loopback.
+
+    That is what Gloo listens at where ``GLOO_SOCKET_IFNAME`` is not set.
+    """
+    try:
+        for family, kind, protocol, _, target in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind, protocol) as probe:
+                try:
+                    probe.bind(target)
+                except OSError:
+                    continue
+                return str(target[0])
+    except OSError:
+        pass
+    return "127.0.0.1"
+
+
+def interface(address: str) -> str:
+    """The network interface that has ``address``; empty if none says so."""
+    return next((name for _, name in socket.if_nameindex() if address and of_interface(name) == address), "")
 
 
 def _candidates(hosts: Sequence[str], env: Mapping[str, str]) -> Iterator[str]:

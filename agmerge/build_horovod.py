@@ -243,11 +243,11 @@ def run(command: list[str], failure: str, env: Mapping[str, str] | None = None) 
         raise BuildError("\n".join([*lines[-30:], *errors, f"{failure} (exit {done.returncode}; all of it: {log})"]))
 
 
-def first_line(command: list[str]) -> str:
+def first_line(command: list[str], timeout: float = 60.0) -> str:
     """What ``command`` says first; empty if it cannot be run."""
     try:
         program = shutil.which(command[0], path=path()) or command[0]
-        said = subprocess.run([program, *command[1:]], capture_output=True, text=True, timeout=60, check=False)
+        said = subprocess.run([program, *command[1:]], capture_output=True, text=True, timeout=timeout, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return next(iter(said.stdout.splitlines()), "")

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from agmerge import whereabouts
-from agmerge.errors import CollectiveTimeout
+from agmerge.errors import CollectiveTimeout, NoAnswer
 
 VARIABLE = "AGMERGE_TIMEOUT"
 SECONDS = 300.0
@@ -30,10 +30,11 @@ def default() -> float:
     return seconds
 
 
-def bounded(call: Callable[[], T], timeout: float, what: str) -> T:
+def bounded(call: Callable[[], T], timeout: float, what: str, advice: str = "") -> T:
     """What ``call()`` returns or raises; :class:`agmerge.CollectiveTimeout` if that takes more than ``timeout`` s.
 
-    It runs on a thread of its own, which is left behind then.
+    It runs on a thread of its own, which is left behind then. ``advice``: what to do, for the error where a rank is
+    missing.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -48,10 +49,12 @@ def bounded(call: Callable[[], T], timeout: float, what: str) -> T:
     thread.start()
     with whereabouts.waiting(what, ()):
         thread.join(timeout)
+        if not errors and not results:
+            errors.append(CollectiveTimeout(f"{what}: no answer from all ranks within {timeout:.3g} s"))
+        if errors and isinstance(errors[0], NoAnswer):
+            errors[0].advice = advice
         if errors:
             raise errors[0]
-        if not results:
-            raise CollectiveTimeout(f"{what}: no answer from all ranks within {timeout:g} s")
     return results[0]
 
 

@@ -270,9 +270,9 @@ class Engine:
                 self._settle()
         self._durations.append(time.perf_counter())
         if advise.active() and len(self._durations) > advise.STEPS:
-            typical = self.averages.typical()
-            finish = None if typical is None else typical.finish
-            advise.conclude(self.comm, self.measure(), self._durations, finish, self.config.timeout)
+            finish = getattr(self.averages.typical(), "finish", None)
+            in_use = advise.InUse(session.plan, self.members.optimizer)
+            advise.conclude(self.comm, self.measure(), self._durations, finish, in_use, self.config.timeout)
 
     def _follow(self, plan: planning.Plan) -> None:
         """Another plan from the next step on. Residuals stay where they are."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 TOO_MANY = (
@@ -55,12 +56,19 @@ class NoAnswer(AGMergeError):
 
     ``call``: its name, such as ``"buffer 3"``. ``step``: committed exchanges so far; None outside of steps.
     ``waited``: seconds. ``missing``: the ranks that are not known to have come as far; empty if none is known.
+    ``advice``: what to do, where that is known. ``words``: the backend's own.
     """
 
     call: str = ""
     step: int | None = None
     waited: float = 0.0
     missing: tuple[int, ...] = ()
+    advice: str = ""
+    words: str = ""
+
+    def __init__(self, text: str = "", words: object = "") -> None:
+        super().__init__(text)
+        self.words = shortened(str(words))
 
 
 class CollectiveTimeout(NoAnswer):
@@ -81,3 +89,9 @@ class NonFiniteError(AGMergeError):
 
 class DivergenceError(AGMergeError):
     """Replicas that must be equal to the bit are not."""
+
+
+def shortened(words: str) -> str:
+    """The first sentence of a library's error: neither the place in its sources nor what it guesses and recommends."""
+    words = re.sub(r"\[\S+\.(cc|cpp|h):\d+\] ?", "", words.strip())
+    return re.split(r"\.\s|\n", words, maxsplit=1)[0][:300].rstrip(".")

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import multiprocessing
 import os
 import signal
 import sys
+import threading
 from types import TracebackType
 
 from agmerge import rollcall, whereabouts
@@ -20,6 +22,7 @@ GRACE = 4  # seconds from the end of the script to the end of the process
 
 _prepared = False
 _raised = False  # the script has ended with an error, and there are other ranks
+_trains = 0  # the thread that has called init()
 
 
 def prepare() -> None:
@@ -27,7 +30,8 @@ def prepare() -> None:
 
     Handlers of ``atexit`` that were registered later run before it, and take the time they take.
     """
-    global _prepared
+    global _prepared, _trains
+    _trains = threading.get_ident()
     atexit.unregister(_leave)
     atexit.register(_leave)
     if not _prepared:
@@ -41,16 +45,45 @@ def _leave() -> None:
         if hasattr(signal, "SIGALRM"):
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(GRACE + 1)  # the other one does not outlive the interpreter
+    else:
+        rollcall.ended("came to the end of its script")
     rollcall.close()
 
 
+def _raises(error: BaseException) -> None:
+    """The script ends with ``error``."""
+    global _raised
+    _raised = _raised or rollcall.is_open()
+    rollcall.raised(error)
+
+
 def _tell_of_errors() -> None:
-    before = sys.excepthook
+    before, before_in_threads = sys.excepthook, threading.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        global _raised
-        _raised = rollcall.is_open()
-        rollcall.raised(error)
+        _raises(error)
         before(kind, error, trace)
 
-    sys.excepthook = hook
+    def hook_in_threads(given: threading.ExceptHookArgs) -> None:
+        ended = given.thread is not None and given.thread.ident in (_trains, whereabouts.here().thread)
+        if ended and given.exc_value is not None and not isinstance(given.exc_value, SystemExit):
+            _raises(given.exc_value)  # of another thread it says nothing about the exchange
+        before_in_threads(given)
+
+    sys.excepthook, threading.excepthook = hook, hook_in_threads
+    if multiprocessing.parent_process() is not None:
+        from multiprocessing import util
+
+        # In its children an error reaches no hook: it is on its way through this when it is printed, or handed on.
+        util.Finalize(None, _leave_child, exitpriority=100)
+
+
+def _leave_child() -> None:
+    """Before a child of multiprocessing ends, whose end runs no handlers of ``atexit`` after a fork."""
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit):
+        error = error.__context__ if error.code else None  # torch.multiprocessing.spawn has caught it, and exits
+    if error is not None:
+        _raises(error)
+    else:
+        rollcall.ended("came to the end of its script")

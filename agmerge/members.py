@@ -37,7 +37,7 @@ class Members:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, named_parameters: Iterable[Any] | None) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._names: dict[torch.Tensor, str] = {}
         if named_parameters is not None:
             self._take_names(list(named_parameters))
@@ -62,7 +62,7 @@ class Members:
     def _check_all_named(self) -> None:
         unnamed = [
             f"parameter {i} of group {g}, {p.dtype} {list(p.shape)}"
-            for g, group in enumerate(self._optimizer.param_groups)
+            for g, group in enumerate(self.optimizer.param_groups)
             for i, p in enumerate(group["params"])
             if p not in self._names
         ]
@@ -76,7 +76,7 @@ class Members:
         """Give a name to every parameter that has none; all parameters, in the order of the groups."""
         taken = set(self._names.values())
         parameters = []
-        for g, group in enumerate(self._optimizer.param_groups):
+        for g, group in enumerate(self.optimizer.param_groups):
             given = group.get("param_names", [])
             for i, parameter in enumerate(group["params"]):
                 parameters.append(parameter)
@@ -111,7 +111,7 @@ class Members:
         """What must not change unnoticed: membership, dtypes, devices, shapes. Cheap; compare with ``==``."""
         return [
             (id(p), p.dtype, p.device, p.shape)
-            for group in self._optimizer.param_groups
+            for group in self.optimizer.param_groups
             for p in group["params"]
             if p.requires_grad
         ]

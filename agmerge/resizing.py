@@ -11,17 +11,23 @@ has alike, stays as it is.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from agmerge import runtime
+from agmerge.backends import torch as torch_backend
 from agmerge.engine import Engine
 from agmerge.errors import AGMergeError
 from agmerge.ops import Average, ReduceOp
 from agmerge.session import State
 
+TWICE = (
+    "the model is in DistributedDataParallel, which averages gradients too ({name!r}, for one): everything is "
+    "exchanged twice, once of it dense. Leave DistributedDataParallel out: DistributedOptimizer takes the plain model"
+)
 Section = dict[str, Any]  # a rank's part of a state_dict()
 
 
@@ -80,6 +86,12 @@ def connect(engine: Engine) -> None:
     shard = engine.shard
     runtime.listen()
     engine.connect(world)
+    if engine.comm is not None and engine.comm.rank == 0:
+        twice = torch_backend.averaged(engine.members.name_all())
+        if twice:
+            warnings.warn(TWICE.format(name=twice), stacklevel=4)
+    if engine.comm is not None:  # an optimizer that was dropped holds no threads and no connections
+        weakref.finalize(engine, engine.comm.drop)
     origin, engine.origin = engine.origin, None
     if origin is None or engine.comm is None or not engine.parked:
         return

@@ -13,7 +13,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -21,12 +22,26 @@ from agmerge import addresses, whereabouts
 from agmerge.backends import Backend
 from agmerge.errors import NoAnswer
 from agmerge.handshake import gather_texts
-from agmerge.listening import PATIENCE, STUCK, Listener, Silence, ask
+from agmerge.listening import ENDED, PATIENCE, STUCK, Listener, Silence, ask
 from agmerge.whereabouts import Place
 
 SHOWN = 8  # ranks that are described; more are only named
 FIRST = 10.0  # seconds, for the first question of all: a machine that starts many processes is busy
 TEXT = 1000  # characters of an error that is told
+TOLD = 8  # ranks that are told of a normal end: any of them can be asked
+HURRY = 0.3  # seconds for each of them
+REFUSED = "the connection was refused: by a firewall, or because the address is another machine's"
+OPEN = (
+    "let the machines of a job reach each other at all TCP ports, or choose their network by "
+    "GLOO_SOCKET_IFNAME=<interface>"
+)
+DIFFERENT = (
+    "The ranks make different calls: {others}, this rank for {call}. Is there a call inside `if rank() == 0`, or one "
+    "that only some ranks come to?"
+)
+UNEVEN = "Do ranks have different numbers of batches? Then let each call optimizer.join() after its last one."
+
+Gather = Callable[[bytes, str], list[bytes]]  # (text, name of the call) -> every rank's text
 
 _current: RollCall | None = None
 
@@ -44,64 +59,87 @@ class Peer:
 
 
 class RollCall:
-    """The ranks of ``world``, which are processes, and what they have told. Collective."""
+    """All ranks, which are processes, and what they have told. Collective.
 
-    def __init__(self, world: Backend, timeout: float, place: Place) -> None:
-        self.rank, self._place = world.rank, place
+    ``gather`` moves texts between them. ``env``: of the launcher, which may say at what address all can be reached.
+    """
+
+    def __init__(self, rank: int, gather: Gather, place: Place, env: Mapping[str, str] = os.environ) -> None:
+        self.rank, self._place = rank, place
         self._told: dict[int, dict[str, Any]] = {}  # by rank: what it has said unasked, the last thing
         self._listener: Listener | None = None
-        mine = (socket.gethostname(), addresses.network())
-        known = [tuple(json.loads(text)) for text in gather_texts(world, _json(mine), "roll call/hosts", timeout)]
-        own = self._listen(None if len(set(known)) > 1 else "127.0.0.1", [host for host, _ in known if host != mine[0]])
-        ports = gather_texts(world, _json(asdict(own)), "roll call/ports", timeout)
-        self.peers = [Peer(**json.loads(text)) for text in ports]
-        self._check(world, timeout)
+        self._ended = False  # the script has come to its end
+        mine = (socket.gethostname(), addresses.network(), addresses.to_master(env))
+        known = [tuple(json.loads(text)) for text in gather(_json(mine), "roll call/hosts")]
+        self.spread = len({network for _, network, _ in known}) > 1  # over several machines
+        others = [address for _, network, address in known if network != mine[1] and address]
+        others += [host for host, network, _ in known if network != mine[1]]
+        own = self._listen(None if self.spread else "127.0.0.1", list(dict.fromkeys(others)), env)
+        self.peers = [Peer(**json.loads(text)) for text in gather(_json(asdict(own)), "roll call/ports")]
+        self._check(gather)
 
-    def _listen(self, address: str | None, hosts: Sequence[str]) -> Peer:
+    @property
+    def address(self) -> str:
+        """Where this rank listens; empty if nowhere."""
+        return self.peers[self.rank].address
+
+    def _listen(self, address: str | None, hosts: Sequence[str], env: Mapping[str, str]) -> Peer:
         own = Peer(socket.gethostname(), os.getpid(), token=secrets.token_hex(16))
         try:
-            address = address or addresses.reachable(hosts, os.environ)
+            address = address or addresses.reachable(hosts, env)
             self._listener = Listener(address, own.token, self._answer)
         except OSError as error:
             return replace(own, problem=f"it has no port to be asked at ({error})")
         return replace(own, address=address, port=self._listener.port)
 
-    def _check(self, world: Backend, timeout: float) -> None:
+    def _check(self, gather: Gather) -> None:
         """Ask the next rank once now: what cannot be reached cannot be told from what has ended."""
-        following = (self.rank + 1) % world.size
+        size = len(self.peers)
+        following = (self.rank + 1) % size
         why = self.peers[following].problem
         if not why:
             try:
                 self._ask(following, {}, FIRST)
             except Silence as silence:
-                peer = self.peers[following]
-                why = f"it could not be asked at {peer.address}, port {peer.port}, from the start ({silence})"
-        for rank, said in enumerate(gather_texts(world, why.encode(), "roll call/check", timeout)):
-            after = (rank + 1) % world.size
+                peer, what = self.peers[following], str(silence)
+                what = REFUSED if what == ENDED else what  # it has just said where it listens
+                why = f"it could not be asked at {peer.address}, port {peer.port}, from the start ({what})"
+        for rank, said in enumerate(gather(why.encode(), "roll call/check")):
+            after = (rank + 1) % size
             self.peers[after] = replace(self.peers[after], problem=said.decode())
+        problems = {rank: peer.problem for rank, peer in enumerate(self.peers) if peer.problem}
+        if problems and self.rank == 0:
+            warnings.warn(
+                f"should a rank fail, errors could not say what became of {self._listed(problems)}. Training goes on; "
+                f"to have it otherwise, {OPEN}",
+                stacklevel=2,
+            )
 
     def _answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         if asked.get("says"):
             self._told[int(asked["rank"])] = dict(asked["says"])
-        return self._own()
+        heard = {str(rank): said for rank, said in self._told.copy().items() if said["ended"]}
+        return {**self._own(), "heard": heard}
 
     def _own(self) -> dict[str, Any]:
         place = self._place
         seconds = time.monotonic() - place.since
-        at = {"call": place.call, "step": place.step, "given_up": place.given_up}
+        at = {"call": place.call, "step": place.step, "given_up": place.given_up, "ended": self._ended}
         return {"words": place.words(), "seconds": seconds, **at}
 
     def _ask(self, rank: int, says: dict[str, Any], patience: float = PATIENCE) -> dict[str, Any]:
         peer = self.peers[rank]
         return ask(peer.address, peer.port, peer.token, {"rank": self.rank, "says": says}, patience)
 
-    def tell(self, says: dict[str, Any], ranks: Sequence[int] = ()) -> dict[int, dict[str, Any] | Silence]:
+    def tell(
+        self, says: dict[str, Any], ranks: Sequence[int] = (), patience: float = PATIENCE
+    ) -> dict[int, dict[str, Any] | Silence]:
         """Say something to ``ranks`` (none given: all), at once; what each answers, or what its silence means."""
         answers: dict[int, dict[str, Any] | Silence] = {}
 
         def one(rank: int) -> None:
             try:
-                answers[rank] = self._ask(rank, says)
+                answers[rank] = self._ask(rank, says, patience)
             except Silence as silence:
                 answers[rank] = silence
 
@@ -109,7 +147,7 @@ class RollCall:
         threads = [
             threading.Thread(target=one, args=(rank,), daemon=True) for rank in others if not self.peers[rank].problem
         ]
-        end = time.monotonic() + 2 * PATIENCE + 0.5
+        end = time.monotonic() + 2 * patience + 0.5
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -122,22 +160,38 @@ class RollCall:
         given_up = replace(self._place, doing=f"has given up waiting for {call}").words()
         missing: dict[int, str] = {}
         waiting: dict[int, str] = {}
-        for rank, answer in self.tell({**own, "words": given_up, "given_up": True}, ranks).items():
+        elsewhere: dict[int, str] = {}
+        uneven = False
+        answers = self.tell({**own, "words": given_up, "given_up": True}, ranks)
+        for answer in answers.values():
+            for rank, said in {} if isinstance(answer, Silence) else answer.get("heard", {}).items():
+                self._told.setdefault(int(rank), said)
+        for rank, answer in answers.items():
             last = self._told.get(rank)
             if isinstance(answer, Silence):
                 text = str(answer) if last is None else f"it {last['words']}; {answer}"
+                text = f"it {last['words']}" if last is not None and last["ended"] and str(answer) == ENDED else text
             else:
                 last, text = answer, f"it {answer['words']}, for {answer['seconds']:.1f} s"
             # Who has given up, wherever that was, was not the first to be missing.
             there = last is not None and (last["given_up"] or (last["call"], last["step"]) == (call, own["step"]))
             (waiting if there else missing)[rank] = text
+            if last is not None:
+                uneven = uneven or (last["ended"] and None not in (last["step"], own["step"]))
+                if last["step"] == own["step"] and _differ(last["call"], call):
+                    elsewhere[rank] = f"rank {rank} {'waited' if last['given_up'] else 'waits'} for {last['call']}"
         unknown = {rank: peer.problem for rank, peer in enumerate(self.peers) if rank in (ranks or [rank])}
         unknown = {rank: why for rank, why in unknown.items() if why and rank != self.rank}
         found = {"Missing": missing, "Not known": unknown, "Waiting too": waiting}
-        said = [f"{title}: {self._listed(of)}." for title, of in found.items() if of]
-        if not missing and not unknown:
-            said.append("Nobody is missing: the network or the backend is stuck.")
-        return " ".join(said), tuple(missing)
+        parts = [f"{title}: {self._listed(of)}." for title, of in found.items() if of]
+        problem = self.peers[self.rank].problem
+        if problem:
+            parts.append(f"Of this rank others say: {problem}.")
+        if elsewhere and not unknown and set(missing) <= set(elsewhere):
+            parts.append(DIFFERENT.format(others=", ".join(list(elsewhere.values())[:SHOWN]), call=call))
+        elif not missing and not unknown and not problem:
+            parts.append("Nobody is missing: the network or the backend is stuck.")
+        return " ".join(parts + [UNEVEN] * uneven), tuple(missing)
 
     def _listed(self, of: dict[int, str]) -> str:
         shown = [
@@ -155,6 +209,13 @@ class RollCall:
         self._place.doing, self._place.since, self._place.call = f"raised {text}", time.monotonic(), ""
         self.tell(self._own())
 
+    def ended(self, how: str) -> None:
+        """The script comes to its normal end: let some know, of whom those that will wait in vain can hear it."""
+        self._place.doing, self._place.since, self._place.call = how, time.monotonic(), ""
+        self._ended = True
+        size = len(self.peers)
+        self.tell(self._own(), [(self.rank + i) % size for i in range(1, min(size, TOLD + 1))], HURRY)
+
     def close(self) -> None:
         """Listen no more."""
         if self._listener is not None:
@@ -169,12 +230,18 @@ class RollCall:
 # -- of this process --------------------------------------------------------------------------------------------
 
 
-def open(world: Backend, timeout: float) -> None:
-    """Listen, and ask when a wait fails. Collective. A second world takes the place of the first."""
+def open(rank: int, gather: Gather, env: Mapping[str, str] = os.environ) -> RollCall:
+    """Listen, and ask when a wait fails. Collective. A second roll call takes the place of the first."""
     global _current
     close()
-    _current = RollCall(world, timeout, whereabouts.here())
+    _current = RollCall(rank, gather, whereabouts.here(), env)
     whereabouts.ask = _current.call
+    return _current
+
+
+def over(world: Backend, timeout: float) -> Gather:
+    """Texts by way of a backend that is open. ``timeout``: seconds, for each message."""
+    return lambda text, name: gather_texts(world, text, name, timeout)
 
 
 def is_open() -> bool:
@@ -203,8 +270,23 @@ def raised(error: BaseException) -> None:
         _current.raised(error)
 
 
+def ended(how: str) -> None:
+    """The script comes to its normal end. ``how``: what it did, in words."""
+    if _current is not None:
+        _current.ended(how)
+
+
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_in_child)
+
+
+def _differ(theirs: str, ours: str) -> bool:
+    """Whether two calls of one step are different ones: messages of one step follow each other, each in its time."""
+    return bool(theirs) and theirs != ours and not (_is_message(theirs) and _is_message(ours))
+
+
+def _is_message(call: str) -> bool:
+    return call.startswith("buffer ")
 
 
 def _json(value: Any) -> bytes:

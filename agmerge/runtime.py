@@ -7,12 +7,12 @@ import threading
 from collections.abc import Mapping
 
 from agmerge import deadline, leaving, rollcall, whereabouts
-from agmerge.backends import Backend, horovod, local, mpi
+from agmerge.backends import Backend, horovod, local, mpi, slurm
 from agmerge.backends import torch as torch_backend
 from agmerge.errors import AGMergeError
 
 BACKENDS = ("horovod", "torch", "mpi", "local")
-_SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")  # what launchers say
+_SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")  # what launchers say
 
 _process: Backend | None = None
 _thread = threading.local()
@@ -23,7 +23,7 @@ def detect(env: Mapping[str, str]) -> str:
 
     In this order: a Horovod or torch.distributed that the script has initialised; ``AGMERGE_BACKEND``;
     horovodrun's variables; torchrun's, also when set by hand; an MPI launcher's (Horovod if it is here and
-    built with MPI, else mpi4py); else ``local``.
+    built with MPI, else mpi4py); srun's where it has started several tasks (torch); else ``local``.
     """
     if horovod.initialised():
         return "horovod"
@@ -42,8 +42,11 @@ def detect(env: Mapping[str, str]) -> str:
             "torchrun"
         )
     if mpi.launched(env):
-        return "horovod" if horovod.has_mpi() else "mpi"
-    return "local"
+        if horovod.has_mpi():
+            return "horovod"
+        if mpi.installed() or not slurm.launched(env):
+            return "mpi"
+    return "torch" if slurm.launched(env) else "local"
 
 
 def init(backend: str | None = None) -> None:
@@ -76,14 +79,17 @@ def init(backend: str | None = None) -> None:
         if name != "local":
             leaving.prepare()
     launched = next((key for key in _SIZES if int(env.get(key) or 1) > 1), None)
+    if name in ("horovod", "mpi") and slurm.launched(env):
+        launched = launched or "SLURM_STEP_NUM_TASKS"
     if name != "local" and launched is not None and opened.size == 1:
         # Going on would train as many unrelated models as there are workers.
         raise AGMergeError(
             f"the launcher has started {env[launched]} workers ({launched}), but the {name} backend sees one: it was "
             "built for another launcher. `python -m agmerge doctor` says which launchers work here"
+            + ("; under srun, AGMERGE_BACKEND=torch needs none" if slurm.launched(env) else "")
         )
-    if name != "local" and opened.size > 1 and not elastic():
-        rollcall.open(opened, timeout)
+    if name != "local" and opened.size > 1 and not elastic() and not rollcall.is_open():
+        rollcall.open(opened.rank, rollcall.over(opened, timeout))
     _process = opened
 
 
@@ -94,7 +100,7 @@ def listen() -> None:
     """
     here = None if bound() is not None else _process
     if elastic() and here is not None and here.size > 1 and not rollcall.is_open():
-        rollcall.open(here, deadline.default())
+        rollcall.open(here.rank, rollcall.over(here, deadline.default()))
 
 
 def elastic() -> bool:
@@ -122,6 +128,7 @@ def shutdown() -> None:
     """Leave the group. Nothing but :func:`init` may be called afterwards."""
     global _process
     if _process is not None and bound() is None:
+        rollcall.ended("has called agmerge.shutdown()")
         rollcall.close()
         _process.close()
         _process = None

@@ -27,11 +27,13 @@ class Place:
     step: int | None = None
     call: str = ""
     given_up: bool = False
+    thread: int = 0  # that of its last step
 
     def move(self, step: int, doing: str) -> None:
         """It goes on with something else."""
         self.doing, self.since, self.step = doing, time.monotonic(), step
         self.call, self.given_up = "", False
+        self.thread = threading.get_ident()
 
     def words(self) -> str:
         """For others to read."""
@@ -89,8 +91,9 @@ def explain(error: NoAnswer, call: str, ranks: Sequence[int]) -> None:
         lost = True
         if ask is not None:
             said, error.missing = ask(call, ranks)
-            text += f". {said}"
-    error.args = (text,)
+            text += f". {said}".rstrip(".")
+    text += f". {error.advice}" if error.advice else ""
+    error.args = (f"{text} ({error.words})" if error.words else text,)
 
 
 @contextmanager

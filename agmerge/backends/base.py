@@ -116,6 +116,12 @@ class Backend(ABC):
     def subgroup(self, ranks: Sequence[int], label: str, timeout: float) -> Backend | None:
         """A communicator over ``ranks`` (None on the others); collective over all ranks of this one."""
 
+    def drop(self) -> None:  # noqa: B027  most hold nothing that can be given back by one rank alone
+        """Release what this communicator holds, soon. Not collective, allowed at any moment, once or more often.
+
+        What is under way may still end. Where releasing it would be collective, it is kept to the end.
+        """
+
     @abstractmethod
     def close(self) -> None:
         """Release what this communicator holds. It cannot be used afterwards."""

@@ -23,6 +23,10 @@ from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost, RankMismat
 # and so do the bits it gives. A message lies for half a cycle (milliseconds) before it leaves, but in each cycle all
 # workers wake and talk: where every core trains, short ones cost more than they save (docs/migrate.md).
 SETTINGS = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_CYCLE_TIME": "5", "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+STARTING = (
+    "Was each worker started, and do they see each other? HOROVOD_GLOO_IFACE=<interface> chooses the network for "
+    "horovodrun --gloo, --network-interfaces for horovodrun, AGMERGE_TIMEOUT gives workers longer to start"
+)
 SHORTEST, LONGEST = 2e-5, 1e-3  # seconds between two looks at a handle
 
 
@@ -80,8 +84,13 @@ def open(env: Mapping[str, str], timeout: float) -> HorovodBackend:
     if owned:
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
-        deadline.bounded(hvd.init, timeout, "init()")
+        deadline.bounded(lambda: _init(hvd), timeout, "init()", STARTING)
     return HorovodBackend(hvd, None, "agmerge", owned=owned)
+
+
+def _init(hvd: Any) -> None:
+    with _translated("init()"):
+        hvd.init()
 
 
 @contextmanager
@@ -90,12 +99,13 @@ def _translated(name: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        kind = RankMismatchError if "Mismatched" in str(error) else horovod_elastic.lost
-        raise kind(f"{name}: {error}") from error
+        if "Mismatched" in str(error):
+            raise RankMismatchError(f"{name}: {error}") from error
+        raise horovod_elastic.lost(f"{name}: the exchange with the other ranks broke", str(error)) from error
     except ValueError as error:
         if "same name as another tensor" not in str(error):
             raise
-        raise PeerLost(f"{name}: an earlier call of this name never ended, so a rank is missing ({error})") from error
+        raise PeerLost(f"{name}: an earlier call of this name never ended, so a rank is missing", error) from error
 
 
 class HorovodHandle(Handle):

@@ -16,10 +16,10 @@ def register(kind: type[Any], handler: type[Any]) -> None:
         state.set_handler_registry([(kind, handler), *registry])
 
 
-def lost(text: str) -> PeerLost:
+def lost(text: str, words: str) -> PeerLost:
     """A :class:`agmerge.PeerLost` that ``hvd.elastic.run`` knows too: it restores, and goes on with who is left."""
     from horovod.common.exceptions import HorovodInternalError
 
     kind = type("PeerLost", (PeerLost, HorovodInternalError), {"__module__": PeerLost.__module__})
-    error: PeerLost = kind(text)
+    error: PeerLost = kind(text, words)
     return error

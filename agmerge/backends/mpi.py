@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib.util
 import sys
 import threading
 import time
@@ -29,7 +30,12 @@ LARGEST = 2**31 - 1  # elements, or bytes where bytes are moved, of one MPI call
 
 def launched(env: Mapping[str, str]) -> bool:
     """Whether an MPI launcher has started this process."""
-    return any(key in env for key in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"))
+    return any(key in env for key in ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"))
+
+
+def installed() -> bool:
+    """Whether mpi4py is here."""
+    return importlib.util.find_spec("mpi4py") is not None
 
 
 def open(env: Mapping[str, str], timeout: float) -> MpiBackend:
@@ -145,7 +151,7 @@ class MpiHandle(Handle):
         if not self._call.ended.wait(timeout):
             raise CollectiveTimeout(f"{self._name}: no answer from all ranks within {timeout:g} s")
         if self._call.error is not None:
-            raise PeerLost(f"{self._name}: MPI failed ({self._call.error})") from self._call.error
+            raise PeerLost(f"{self._name}: MPI failed", self._call.error) from self._call.error
 
 
 class MpiBackend(Backend):

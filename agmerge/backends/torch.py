@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
+import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from agmerge import whereabouts
+from agmerge import deadline, rollcall, whereabouts
+from agmerge.backends import slurm, torch_store
 from agmerge.backends.base import Backend, Handle
 from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost
 
@@ -22,6 +26,24 @@ def initialised() -> bool:
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized()
+
+
+def averaged(parameters: Iterable[torch.Tensor]) -> str:
+    """The name of one of ``parameters`` whose gradient a living ``DistributedDataParallel`` averages; else empty.
+
+    Nothing keeps a list of them, so all objects are looked at once: some ten milliseconds.
+    """
+    if not initialised():
+        return ""
+    from torch.nn.parallel import DistributedDataParallel
+
+    ours = {id(parameter) for parameter in parameters}
+    for module in gc.get_objects():
+        if issubclass(type(module), DistributedDataParallel) and getattr(module, "require_backward_grad_sync", False):
+            for name, parameter in module.named_parameters():
+                if id(parameter) in ours and parameter.requires_grad:
+                    return str(name)
+    return ""
 
 
 def launched(env: Mapping[str, str]) -> bool:
@@ -35,51 +57,73 @@ def open(env: Mapping[str, str], timeout: float) -> TorchBackend:
 
     if not dist.is_available():
         raise AGMergeError("this build of torch has no torch.distributed; install another, or launch one worker")
-    owns_world = not dist.is_initialized()
-    if owns_world:
-        missing = [key for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if key not in env]
-        if missing:
-            raise AGMergeError(
-                f"the torch backend needs the environment variables {', '.join(missing)}: "
-                "launch the script with torchrun, or set them by hand"
+    if dist.is_initialized():
+        return _beside(dist, env, timeout)
+    env = {**slurm.variables(env), **env} if slurm.launched(env) else env
+    missing = [key for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if key not in env]
+    if missing:
+        raise AGMergeError(
+            f"the torch backend needs the environment variables {', '.join(missing)}: "
+            "launch the script with torchrun, or set them by hand"
+        )
+    meeting = torch_store.Meeting(dist, env, timeout)
+    advice = ""
+    if meeting.size > 1:
+        calls = rollcall.open(meeting.rank, meeting.gather, env)
+        if calls.spread:
+            torch_store.choose_interface(calls.address)
+            advice = torch_store.advice(calls.address)
+
+    def connect() -> Any:
+        with _translated("init()"):
+            dist.init_process_group(
+                _kinds(dist),
+                store=meeting.store,
+                rank=meeting.rank,
+                world_size=meeting.size,
+                timeout=timedelta(seconds=timeout),
             )
-        os.environ.setdefault("MASTER_PORT", "29500")
-        more = _of_this_attempt(dist, env, timeout)
-        dist.init_process_group(_kinds(dist), timeout=timedelta(seconds=timeout), **more)
-    # A group of its own, also where the script has one: its calls cannot meet ours, and ours move tensors
-    # of the CPU too where the script's group is NCCL alone.
-    group = dist.new_group(backend=_kinds(dist), timeout=timedelta(seconds=timeout))
-    return TorchBackend(dist, group, *_place(dist, env), owns_world=owns_world)
+        return _new_group(dist, timeout)
+
+    group = deadline.bounded(connect, meeting.left, "init()", advice)
+    return TorchBackend(dist, group, *_place(env, meeting.rank, meeting.gather), owns_world=True)
 
 
-def _of_this_attempt(dist: Any, env: Mapping[str, str], timeout: float) -> dict[str, Any]:
-    """Where ranks find each other after torchrun has restarted them on this machine; nothing otherwise.
+def _beside(dist: Any, env: Mapping[str, str], timeout: float) -> TorchBackend:
+    """A group of our own beside the script's.
 
-    The agent's store outlives its workers, and torch gives each attempt the same keys in it: a worker would try to
-    reach one of the last attempt by its old address. (With several machines attempts are counted by each; set
-    ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` for torchrun there.)
+    Calls of the one cannot meet those of the other, and ours moves tensors of the CPU too where the script's is NCCL
+    alone.
     """
-    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    shared = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and env.get("GROUP_WORLD_SIZE") == "1"
-    if attempt == "0" or not shared:
-        return {}
-    port = int(env["MASTER_PORT"])
-    store = dist.TCPStore(env["MASTER_ADDR"], port, is_master=False, timeout=timedelta(seconds=timeout))
-    place = {"rank": int(env["RANK"]), "world_size": int(env["WORLD_SIZE"])}
-    return {"store": dist.PrefixStore(f"attempt {attempt}", store), **place}
+    advice = torch_store.advice("")
+    group = deadline.bounded(lambda: _new_group(dist, timeout), timeout, "init()", advice)
+
+    def gather(text: bytes, name: str) -> list[bytes]:
+        def call() -> list[bytes]:
+            texts = [b""] * dist.get_world_size()
+            with _translated("init()"):
+                dist.all_gather_object(texts, text)
+            return texts
+
+        return deadline.bounded(call, timeout, "init()", advice)
+
+    return TorchBackend(dist, group, *_place(env, dist.get_rank(), gather))
+
+
+def _new_group(dist: Any, timeout: float, ranks: list[int] | None = None, label: str = "init()") -> Any:
+    with _translated(label):
+        return dist.new_group(ranks, backend=_kinds(dist), timeout=timedelta(seconds=timeout), group_desc=label)
 
 
 def _kinds(dist: Any) -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
 
 
-def _place(dist: Any, env: Mapping[str, str]) -> tuple[int, int]:
+def _place(env: Mapping[str, str], rank: int, gather: Callable[[bytes, str], list[bytes]]) -> tuple[int, int]:
     """(local rank, local size): the launcher's, else counted by host name."""
     if "LOCAL_RANK" in env and "LOCAL_WORLD_SIZE" in env:
         return int(env["LOCAL_RANK"]), int(env["LOCAL_WORLD_SIZE"])
-    hosts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
-    rank = dist.get_rank()
+    hosts = gather(socket.gethostname().encode(), "place")
     same = [r for r, host in enumerate(hosts) if host == hosts[rank]]
     return same.index(rank), len(same)
 
@@ -92,8 +136,8 @@ def _translated(name: str, within: str = "") -> Iterator[None]:
     except RuntimeError as error:
         text = str(error)
         if "imed out" in text or "imeout" in text:
-            raise CollectiveTimeout(f"{name}: no answer from all ranks{within} ({text})") from error
-        raise PeerLost(f"{name}: the connection to another rank broke ({text})") from error
+            raise CollectiveTimeout(f"{name}: no answer from all ranks{within}", text) from error
+        raise PeerLost(f"{name}: the connection to another rank broke", text) from error
 
 
 class TorchHandle(Handle):
@@ -118,6 +162,26 @@ class TorchHandle(Handle):
         self._finished.append(self._work)
 
 
+_dropped: deque[Any] = deque()  # groups whose backend nobody refers to any more
+
+
+def _give_back(dist: Any) -> None:
+    """Destroy the groups that were dropped: their threads, files and connections are this process's own affair.
+
+    Not where the last reference goes: that may be in the middle of anything, ``torch.distributed`` included.
+    """
+    while _dropped:
+        try:
+            held = [_dropped.popleft()]
+        except IndexError:  # another thread was faster
+            return
+        if dist.is_initialized():
+            with suppress(ValueError, AssertionError):  # it went with the world
+                dist.destroy_process_group(held[0])
+        # The last reference waits for what is under way, and that may be for a rank that does not come.
+        threading.Thread(target=held.clear, name="agmerge gives back", daemon=True).start()
+
+
 class TorchBackend(Backend):
     """One process group."""
 
@@ -133,12 +197,16 @@ class TorchBackend(Backend):
         self._scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         self._finished: list[Any] = []  # works, up to the next start
         self._children: weakref.WeakSet[TorchBackend] = weakref.WeakSet()
+        self._dropping = weakref.finalize(self, _dropped.append, group)
+        self._dropping.atexit = False
 
     def _start(
         self, name: str, call: Callable[..., Any], *given: Any, tensors: Sequence[torch.Tensor], **how: Any
     ) -> Handle:
         with whereabouts.starting(name, self._ranks), _translated(name):
             self._finished.clear()
+            if _dropped:
+                _give_back(self._dist)
             work = call(*given, **how, group=self._group, async_op=True)
         return TorchHandle(work, name, self._ranks, self._finished, *tensors)
 
@@ -176,22 +244,26 @@ class TorchBackend(Backend):
         return copy
 
     def subgroup(self, ranks: Sequence[int], label: str, timeout: float) -> TorchBackend | None:
-        group = self._dist.new_group(
-            [self._world_rank(rank) for rank in ranks],
-            backend=_kinds(self._dist),
-            timeout=timedelta(seconds=timeout),
-            group_desc=label,
-        )
+        _give_back(self._dist)
+        of_world = [self._world_rank(rank) for rank in ranks]
+        group = deadline.bounded(lambda: _new_group(self._dist, timeout, of_world, label), timeout, label)
         if self.rank not in ranks:
             return None
         child = TorchBackend(self._dist, group, self.local_rank, self.local_size)
         self._children.add(child)
         return child
 
+    def drop(self) -> None:
+        self._finished.clear()  # a work holds its group's connections
+        self._dropping()
+        self._group = None
+
     def close(self) -> None:
         for child in () if whereabouts.lost else self._children:  # to close what a rank is missing from is to wait
             child.close()
         self._finished.clear()
+        self._dropping.detach()
+        _give_back(self._dist)
         if self._dist.is_initialized() and self._group is not None:
             self._dist.destroy_process_group(None if self._owns_world else self._group)
         self._group = None

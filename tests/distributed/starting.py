@@ -1,0 +1,48 @@
+"""One worker's ``init()``, and what became of it: a line of JSON, the last that it prints.
+
+With the argument ``children``: two workers, as children of multiprocessing, of which one raises; the other says so.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+
+import torch
+
+import agmerge
+
+
+def worker(fails: bool = False) -> None:
+    """Join the others, add up, say so."""
+    begun = time.monotonic()
+    try:
+        agmerge.init()
+        if fails:
+            raise FileNotFoundError("data/train.bin: no such file")
+        total = agmerge.allreduce(torch.tensor([1.0 + agmerge.rank()]), op=agmerge.Sum)
+        place = [agmerge.rank(), agmerge.size(), agmerge.local_rank(), agmerge.local_size()]
+        said = {"place": place, "backend": agmerge.backend_name(), "sum": total.item()}
+    except agmerge.NoAnswer as error:
+        said = {"error": type(error).__name__, "text": str(error), "missing": error.missing}
+    print(json.dumps({**said, "took": time.monotonic() - begun}), flush=True)
+
+
+def child(rank: int) -> None:
+    """One of two workers on this machine."""
+    os.environ["RANK"] = str(rank)
+    worker(fails=rank == 1)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["children"]:
+        children = [multiprocessing.get_context("fork").Process(target=child, args=(rank,)) for rank in (0, 1)]
+        for one in children:
+            one.start()
+        for one in children:
+            one.join()
+    else:
+        worker()
