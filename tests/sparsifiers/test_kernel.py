@@ -29,16 +29,21 @@ SameBits = Callable[[Tensor, Tensor], bool]
 pytestmark = pytest.mark.skipif(not kernel.available(), reason="the compiled loops were not built")
 
 
-@pytest.fixture(params=["portable", "AVX2", "AVX-512"])
-def level(request: pytest.FixtureRequest) -> Iterator[int]:
+@pytest.fixture
+def all_levels() -> Iterator[list[int]]:
+    """Those that this machine has; afterwards the one in use before is used again."""
+    before = kernel.level()
+    yield list(range(kernel.set_level(len(kernel.LEVELS) - 1) + 1))
+    kernel.set_level(before)
+
+
+@pytest.fixture(params=kernel.LEVELS)
+def level(request: pytest.FixtureRequest, all_levels: list[int]) -> int:
     """The loops of one instruction set."""
-    wanted = ["portable", "AVX2", "AVX-512"].index(request.param)
-    try:
-        if kernel.set_level(wanted) != wanted:
-            pytest.skip(f"this machine has no {request.param}")
-        yield wanted
-    finally:
-        kernel.set_level(2)
+    wanted = kernel.LEVELS.index(request.param)
+    if wanted not in all_levels:
+        pytest.skip(f"this machine has no {request.param}")
+    return kernel.set_level(wanted)
 
 
 @pytest.fixture
@@ -150,16 +155,15 @@ def test_the_places_of_a_sample_lie_in_their_stretches() -> None:
     assert abs(np.corrcoef(spread[1:], spread[:-1])[0, 1]) < 0.05
 
 
-def test_topk_is_the_same_with_every_level_and_without(distribution: str, draw: Draw) -> None:
+def test_topk_is_the_same_with_every_level(distribution: str, draw: Draw, all_levels: list[int]) -> None:
     topk = sparsifiers.get("topk")
     for n in (1, 70, 4096, 4097, 70_001, 300_000):
         vector = draw(distribution, n)
         for k in {1, n // 100 or 1, n // 3 or 1, n}:
             expected = torch.tensor(by_numpy(bit_view(vector).numpy(), k), dtype=torch.int32)
-            for wanted in range(3):
+            for wanted in all_levels:
                 kernel.set_level(wanted)
                 assert torch.equal(topk.select(vector, k=k).indices, expected)
-    kernel.set_level(2)
 
 
 def test_a_floor_of_any_height(level: int) -> None:
@@ -330,15 +334,35 @@ def test_commits_that_are_left_to_torch() -> None:
 # -- with and without -------------------------------------------------------------------------------------------------
 
 
-def test_the_environment_turns_it_off() -> None:
-    code = "from sparsifiers import kernel; print(kernel.available(), kernel.set_level(2))"
-    for setting, expected in (("1", "False 0"), ("0", "True"), ("", "True")):
-        environment = {**os.environ, "AGMERGE_NO_KERNEL": setting}
+def test_the_environment_chooses_the_level_or_turns_it_off(all_levels: list[int]) -> None:
+    code = "from sparsifiers import kernel; print(kernel.available(), kernel.level())"
+    has = kernel.LEVELS[: len(all_levels)]
+    best = f"True {all_levels[-1]}"
+    for setting, expected in {None: best, "": best, "off": "False 0", "baseline": "True 0", has[-1]: best}.items():
+        environment = {key: value for key, value in os.environ.items() if key != kernel.VARIABLE}
+        if setting is not None:
+            environment[kernel.VARIABLE] = setting
         command = [sys.executable, "-c", code]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
-        assert done.returncode == 0 and done.stdout.startswith(expected), done.stderr
+        assert (done.returncode, done.stdout.strip()) == (0, expected), done.stderr
 
 
+def test_a_level_that_is_unknown_or_not_there_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, all_levels: list[int]
+) -> None:
+    folder = Path(kernel.__file__).parent
+    for unknown in ("1", "AVX2", "none"):
+        with pytest.raises(ValueError, match=f"AGMERGE_KERNEL='{unknown}': choose one of off, baseline, avx2, avx512"):
+            kernel.chosen(unknown, folder)
+    with pytest.raises(ValueError, match="AGMERGE_KERNEL=baseline: the compiled loops were not built; choose off"):
+        kernel.chosen("baseline", tmp_path)
+    assert kernel.chosen("", tmp_path) is None and kernel.chosen("off", folder) is None
+    monkeypatch.setattr(kernel, "LEVELS", [*kernel.LEVELS, "avx1024"])
+    with pytest.raises(ValueError, match=f"avx1024: this processor has {kernel.LEVELS[all_levels[-1]]} at most"):
+        kernel.chosen("avx1024", folder)
+
+
+@pytest.mark.usefixtures("all_levels")
 def test_a_library_that_is_not_ours_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernel.load(tmp_path) is None
     suffix = kernel.EXTENSION_SUFFIXES[0]
