@@ -1,7 +1,7 @@
 # make train       set up .venv, then train on the digits; NP=4 COMPRESSION=none EPOCHS=5 ARGS="--seed 1" ...
 # make train LAUNCHER=horovodrun   (or mpirun; torchrun is the default) set up Horovod and MPI too
 # make test        set up .venv with Horovod and MPI, then run the tests (ARGS goes to pytest)
-# make test-all    the tests that take minutes too
+# make test-all    the tests that take minutes too, and the unit tests once more for every level of arithmetic that is here
 # make bench       step times beside other libraries on slow networks (root; an hour; ARGS="--rates 200mbit --models gpt2")
 # make lint        ruff and mypy
 # make clean       remove .venv, build products and caches; runs/ and the user's cache of Horovod wheels stay
@@ -50,13 +50,12 @@ train: $(BASE) $(NEEDS_$(LAUNCHER))
 	    examples/train_digits.py --compression $(COMPRESSION) --density $(DENSITY) \
 	    --exchange $(EXCHANGE) $(if $(EPOCHS),--epochs $(EPOCHS)) $(ARGS)
 
-# Two files at a time in processes of their own; real workers, which take all cores, one launch after the other.
-# ARGS may leave one of the two nothing to run, which is pytest's status 5.
-test test-all: $(TEST) $(HOROVOD)
-	$(RUN) -m pytest $(SELECT) -n 2 --dist loadfile --ignore tests/distributed $(ARGS) || [ $$? -eq 5 ]
-	AGMERGE_TEST_ALL_LAUNCHERS=1 $(RUN) -m pytest $(SELECT) tests/distributed $(ARGS) || [ $$? -eq 5 ]
+# Every part runs, whatever the others' end; the last line sums them up. ARGS goes to pytest, in each of them.
+test: $(TEST) $(HOROVOD)
+	$(RUN) tests/together.py $(ARGS)
 
-test: SELECT := -m "not long"
+test-all: $(TEST) $(HOROVOD)
+	$(RUN) tests/together.py --all $(ARGS)
 
 bench: $(TEST) $(HOROVOD)
 	OMP_NUM_THREADS=1 $(RUN) benchmarks/step_time.py $(ARGS)

@@ -2,7 +2,7 @@
 
 Everything here is optional. Without a compiler at installation, with AGMERGE_KERNEL=off in the environment,
 or for a tensor that the loops cannot read, callers take their numpy or torch path, which gives the same bits.
-AGMERGE_KERNEL=baseline, avx2 or avx512 uses the loops for that instruction set instead of the best one.
+AGMERGE_KERNEL=baseline, avx2 or avx512 names the best instruction set that they may use where a processor has it.
 ctypes releases the GIL during each call, so other threads run meanwhile.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 VARIABLE = "AGMERGE_KERNEL"
 OFF = "off"
-LEVELS = ("baseline", "avx2", "avx512")  # each needs a processor that has it; a level's number is its place
+LEVELS = ("baseline", "avx2", "avx512")  # the instruction sets, by number
 INTERFACE = 3  # of kernel.c; a library that was built from another version is not used
 ROOM = 1 << 17  # slots of scratch that `rows_top` may take at any size
 PANEL = 64  # columns that are searched together at least: four cache lines of each row
@@ -71,20 +71,15 @@ def load(folder: Path) -> ctypes.CDLL | None:
 
 
 def chosen(setting: str, folder: Path) -> ctypes.CDLL | None:
-    """The library in `folder`, at the level that `setting` names ("": the best one); None if "off" or not built.
+    """The library in `folder`, at the level that `setting` names at most ("": any); None if "off" or not built.
 
-    Raises ``ValueError`` for a setting that is unknown, and for a level that the processor lacks or was not built.
+    Raises ``ValueError`` for a setting that is none of these.
     """
-    known = ", ".join((OFF, *LEVELS))
-    if setting and setting not in (OFF, *LEVELS):
-        raise ValueError(f"{VARIABLE}={setting!r}: choose one of {known}, or leave it out")
+    if setting not in ("", OFF, *LEVELS):
+        raise ValueError(f"{VARIABLE}={setting!r}: choose one of {', '.join((OFF, *LEVELS))}, or leave it out")
     found = None if setting == OFF else load(folder)
-    if setting in LEVELS:
-        if found is None:
-            raise ValueError(f"{VARIABLE}={setting}: the compiled loops were not built; choose {OFF}, or leave it out")
-        best = LEVELS[found.kernel_set_level(LEVELS.index(setting))]
-        if best != setting:
-            raise ValueError(f"{VARIABLE}={setting}: this processor has {best} at most")
+    if found is not None and setting:
+        found.kernel_set_level(LEVELS.index(setting))
     return found
 
 
@@ -97,12 +92,12 @@ def available() -> bool:
 
 
 def level() -> int:
-    """The place in LEVELS of the instruction set in use; 0 without the library."""
+    """The number of the instruction set in use; 0 without the library."""
     return 0 if library is None else ctypes.c_int.in_dll(library, "kernel_level").value
 
 
 def set_level(level: int) -> int:
-    """Use at most this place in LEVELS, for tests; the one now in use."""
+    """Use at most the instruction set of this number, for tests; the one now in use."""
     return 0 if library is None else int(library.kernel_set_level(level))
 
 
