@@ -1,6 +1,7 @@
 # make train       set up .venv, then train on the digits; NP=4 COMPRESSION=none EPOCHS=5 ARGS="--seed 1" ...
 # make train LAUNCHER=horovodrun   (or mpirun; torchrun is the default) set up Horovod and MPI too
 # make test        set up .venv with Horovod and MPI, then run the tests (ARGS goes to pytest)
+# make check       about a minute of the unit tests: the first case of each, and no Horovod
 # make test-all    the tests that take minutes too, and the unit tests once more for every level of arithmetic that is here
 # make bench       step times beside other libraries on slow networks (root; an hour; ARGS="--rates 200mbit --models gpt2")
 # make lint        ruff and mypy
@@ -40,7 +41,7 @@ NEEDS_mpirun := $(HOROVOD)
 
 # Two pips must not write into one .venv.
 .NOTPARALLEL:
-.PHONY: help train test test-all bench lint clean
+.PHONY: help train check test test-all bench lint clean
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
 
@@ -49,6 +50,9 @@ train: $(BASE) $(NEEDS_$(LAUNCHER))
 	OMP_NUM_THREADS=1 $(LAUNCH_$(LAUNCHER)) \
 	    examples/train_digits.py --compression $(COMPRESSION) --density $(DENSITY) \
 	    --exchange $(EXCHANGE) $(if $(EPOCHS),--epochs $(EPOCHS)) $(ARGS)
+
+check: $(TEST)
+	$(RUN) -m pytest --once --hypothesis-profile=once -n 2 --dist loadfile --ignore tests/distributed $(ARGS)
 
 # Every part runs, whatever the others' end; the last line sums them up. ARGS goes to pytest, in each of them.
 test: $(TEST) $(HOROVOD)

@@ -75,12 +75,13 @@ def parts(everything: bool) -> list[Part]:
     """What to run, in order; real workers last, since they take all cores."""
     short = () if everything else SHORT
     workers = Part("real workers", short, (WORKERS,), {"AGMERGE_TEST_ALL_LAUNCHERS": "1"})
-    units = Part("unit tests", (*short, *UNITS))
     if not everything:
+        units = Part("unit tests", (*SHORT, *UNITS))
         return [units, Part("plain processor", (*short, *UNITS), BITS, PLAIN), workers]
     levels = {"plain processor": PLAIN, "without loops in C": {"AGMERGE_KERNEL": "off"}}
     if capability() == "AVX512":
         levels["AVX2"] = AVX2
+    units = Part("unit tests", ("--hypothesis-profile=long", *UNITS))
     return [units, *(Part(name, (*SHORT, *UNITS), (), level) for name, level in levels.items()), workers]
 
 

@@ -166,7 +166,7 @@ FILLS: dict[str, Callable[[torch.Size, torch.Generator], torch.Tensor]] = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(
     shapes=st.lists(st.lists(st.integers(1, 37), min_size=0, max_size=3), min_size=1, max_size=4),
     fill=st.sampled_from(sorted(FILLS)),

@@ -115,6 +115,7 @@ def test_sizes_double_up_to_the_whole_of_the_largest_lane(drawn: list[tuple[int,
 # -- what ranks find --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_find_and_call_the_same_though_their_clocks_differ(
@@ -222,6 +223,7 @@ def test_a_probe_writes_nothing_that_anyone_can_see(case: str) -> None:
     on_ranks(2, MODEL, body)
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("sparsify", ["behind", "ahead"])
 @pytest.mark.parametrize("case", CASES)
 def test_training_goes_on_as_if_there_had_been_no_probe(case: str, sparsify: str) -> None:
