@@ -2,11 +2,14 @@
 ``from support import ...``.
 
 ``make test`` leaves out what is marked ``long``, and of a grid of parameters that is marked ``thin`` all but a cover
-(see covering.py). ``--once`` runs the first case of every test. Examples that are drawn are the same in every run;
-``--hypothesis-profile=long`` draws more, and others each time.
+(see covering.py). ``--once`` runs the first case of every test that starts no processes. Examples that are drawn are
+the same in every run; ``--hypothesis-profile=long`` draws more, and others each time.
 """
 
 from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
 
 import pytest
 from covering import cover
@@ -20,7 +23,20 @@ settings.load_profile("short")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--once``."""
-    parser.addoption("--once", action="store_true", help="run the first case of every test, and no long ones")
+    parser.addoption("--once", action="store_true", help="run the first case of every test that starts no processes")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def processes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With ``--once`` a test that starts a process is skipped as soon as it does."""
+
+    def start(*_: object, **__: object) -> None:
+        pytest.skip("--once starts no processes")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if request.config.getoption("--once"):
+            patch.setattr(subprocess.Popen, "__init__", start)
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by the marks that are set here

@@ -39,11 +39,15 @@ def test_thin(a, b, c): pass
 def test_whole(c): pass
 @pytest.mark.long
 def test_long(): pass
+def test_process():
+    import subprocess
+    subprocess.run(["true"], check=True)
 """
 
 
 @pytest.mark.parametrize(
-    ("options", "passed"), [([], 9 + 3 + 1), (["-m", "not long"], 3 + 3), (["--once"], 2), (["-k", "x-2-2"], 1)]
+    ("options", "passed"),
+    [([], 9 + 3 + 1 + 1), (["-m", "not long"], 3 + 3 + 1), (["--once"], 2), (["-k", "x-2-2"], 1)],
 )
 def test_how_much_is_run(options: list[str], passed: int, tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(SOURCE)
@@ -53,3 +57,4 @@ def test_how_much_is_run(options: list[str], passed: int, tmp_path: Path) -> Non
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(tmp_path / "pytest.ini")]
     done = subprocess.run([*command, *options, str(tmp_path)], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0 and f"{passed} passed" in done.stdout, done.stdout
+    assert ("1 skipped" in done.stdout) is (options == ["--once"])
