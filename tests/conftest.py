@@ -9,7 +9,7 @@ the same in every run; ``--hypothesis-profile=long`` draws more, and others each
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from covering import cover
@@ -20,6 +20,9 @@ settings.register_profile("once", deadline=None, derandomize=True, max_examples=
 settings.register_profile("long", deadline=None, max_examples=300)
 settings.load_profile("short")
 
+NO_PROCESSES = "--once starts no processes"
+started: list[bool] = []  # by the test that runs, in vain
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--once``."""
@@ -28,15 +31,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def processes(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With ``--once`` a test that starts a process is skipped as soon as it does."""
+    """With ``--once`` a test that starts a process is skipped as soon as it does, in whichever thread."""
 
     def start(*_: object, **__: object) -> None:
-        pytest.skip("--once starts no processes")
+        started.append(True)
+        pytest.skip(NO_PROCESSES)
 
     with pytest.MonkeyPatch.context() as patch:
         if request.config.getoption("--once"):
             patch.setattr(subprocess.Popen, "__init__", start)
         yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What fails because a thread of it could not start a process was skipped."""
+    report = yield
+    if report.failed and started:
+        report.outcome, report.longrepr = "skipped", (str(item.path), 0, NO_PROCESSES)
+    started.clear()
+    return report
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by the marks that are set here
