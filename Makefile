@@ -1,7 +1,8 @@
 # make train       set up .venv, then train on the digits; NP=4 COMPRESSION=none MERGING=dear EPOCHS=5 ARGS="--seed 1" ...
 # make train LAUNCHER=horovodrun   (or mpirun; torchrun is the default) set up Horovod and MPI too
 # make test        set up .venv with Horovod and MPI, then run the tests (ARGS goes to pytest)
-# make test-all    the tests that take minutes too
+# make check       about a minute of the unit tests: the first case of each, and no Horovod
+# make test-all    the tests that take minutes too, and the unit tests once more for every level of arithmetic that is here
 # make bench       step times beside other libraries on slow networks (root; an hour; ARGS="--rates 200mbit --models gpt2")
 # make lint        ruff and mypy
 # make clean       remove .venv, build products and caches; runs/ and the user's cache of Horovod wheels stay
@@ -44,7 +45,7 @@ flag = $(if $(2),--$(1) $(2))
 
 # Two pips must not write into one .venv.
 .NOTPARALLEL:
-.PHONY: help train test test-all bench lint clean
+.PHONY: help train check test test-all bench lint clean
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
 
@@ -54,13 +55,15 @@ train: $(BASE) $(NEEDS_$(LAUNCHER))
 	    examples/train_digits.py $(call flag,compression,$(COMPRESSION)) $(call flag,density,$(DENSITY)) \
 	    $(call flag,exchange,$(EXCHANGE)) $(call flag,merging,$(MERGING)) $(call flag,epochs,$(EPOCHS)) $(ARGS)
 
-# Two files at a time in processes of their own; real workers, which take all cores, one launch after the other.
-# ARGS may leave one of the two nothing to run, which is pytest's status 5.
-test test-all: $(TEST) $(HOROVOD)
-	$(RUN) -m pytest $(SELECT) -n 2 --dist loadfile --ignore tests/distributed $(ARGS) || [ $$? -eq 5 ]
-	AGMERGE_TEST_ALL_LAUNCHERS=1 $(RUN) -m pytest $(SELECT) tests/distributed $(ARGS) || [ $$? -eq 5 ]
+check: $(TEST)
+	$(RUN) -m pytest --once --hypothesis-profile=once -n 2 --dist loadfile --ignore tests/distributed $(ARGS)
 
-test: SELECT := -m "not long"
+# Every part runs, whatever the others' end; the last line sums them up. ARGS goes to pytest, in each of them.
+test: $(TEST) $(HOROVOD)
+	$(RUN) tests/together.py $(ARGS)
+
+test-all: $(TEST) $(HOROVOD)
+	$(RUN) tests/together.py --all $(ARGS)
 
 bench: $(TEST) $(HOROVOD)
 	OMP_NUM_THREADS=1 $(RUN) benchmarks/step_time.py $(ARGS)

@@ -48,11 +48,12 @@ HOROVOD = ["cloudpickle", "psutil", "pyyaml", "packaging", "cffi>=1.4"]
 
 # Plain C behind ctypes: it needs neither torch nor numpy nor Python's headers. Optional: without a compiler the
 # package works, only slower. pip shows the warning with -v alone; `python -m agmerge doctor` says it at any time.
+# Some compilers contract a product and a sum where they can: not here.
 KERNEL = Extension(
     "sparsifiers._kernel",
     [f"sparsifiers/kernel{part}.c" for part in ("", "_memory", "_rows", "_columns", "_message", "_module")],
     depends=["sparsifiers/kernel.h"],
-    extra_compile_args=[] if sys.platform == "win32" else ["-O3", "-std=c11", "-fvisibility=hidden"],
+    extra_compile_args=[] if sys.platform == "win32" else "-O3 -std=c11 -ffp-contract=off -fvisibility=hidden".split(),
     optional=True,
 )
 

@@ -251,9 +251,9 @@ def runs(args: Namespace) -> Iterator[dict[str, Any]]:
 def collect(args: Namespace) -> list[dict[str, Any]]:
     """All runs, with and without the compiled loops: these are chosen when a process starts."""
     found = []
-    for setting in {"both": ("0", "1"), "with": ("0",), "without": ("1",)}[args.kernel]:
+    for setting in {"both": ("", "off"), "with": ("",), "without": ("off",)}[args.kernel]:
         command = [sys.executable, __file__, *sys.argv[1:]]
-        environment = {**os.environ, "AGMERGE_NO_KERNEL": setting, "AGMERGE_BENCHMARK_PART": "1"}
+        environment = {**os.environ, "AGMERGE_KERNEL": setting, "AGMERGE_BENCHMARK_PART": "1"}
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             for line in process.stdout:

@@ -1,7 +1,8 @@
 """The compiled loops of kernel.c, if they were built: what numpy and torch do in several passes, in one.
 
-Everything here is optional. Without a compiler at installation, with AGMERGE_NO_KERNEL=1 in the environment,
+Everything here is optional. Without a compiler at installation, with AGMERGE_KERNEL=off in the environment,
 or for a tensor that the loops cannot read, callers take their numpy or torch path, which gives the same bits.
+AGMERGE_KERNEL=baseline, avx2 or avx512 names the best instruction set that they may use where a processor has it.
 ctypes releases the GIL during each call, so other threads run meanwhile.
 """
 
@@ -18,6 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+VARIABLE = "AGMERGE_KERNEL"
+OFF = "off"
+LEVELS = ("baseline", "avx2", "avx512")  # the instruction sets, by number
 INTERFACE = 3  # of kernel.c; a library that was built from another version is not used
 ROOM = 1 << 17  # slots of scratch that `rows_top` may take at any size
 PANEL = 64  # columns that are searched together at least: four cache lines of each row
@@ -66,7 +70,20 @@ def load(folder: Path) -> ctypes.CDLL | None:
     return None
 
 
-library = None if os.environ.get("AGMERGE_NO_KERNEL", "0") not in ("", "0") else load(Path(__file__).parent)
+def chosen(setting: str, folder: Path) -> ctypes.CDLL | None:
+    """The library in `folder`, at the level that `setting` names at most ("": any); None if "off" or not built.
+
+    Raises ``ValueError`` for a setting that is none of these.
+    """
+    if setting not in ("", OFF, *LEVELS):
+        raise ValueError(f"{VARIABLE}={setting!r}: choose one of {', '.join((OFF, *LEVELS))}, or leave it out")
+    found = None if setting == OFF else load(folder)
+    if found is not None and setting:
+        found.kernel_set_level(LEVELS.index(setting))
+    return found
+
+
+library = chosen(os.environ.get(VARIABLE, ""), Path(__file__).parent)
 
 
 def available() -> bool:
@@ -74,8 +91,13 @@ def available() -> bool:
     return library is not None
 
 
+def level() -> int:
+    """The number of the instruction set in use; 0 without the library."""
+    return 0 if library is None else ctypes.c_int.in_dll(library, "kernel_level").value
+
+
 def set_level(level: int) -> int:
-    """Use at most this instruction set (0: any machine, 1: AVX2, 2: AVX-512), for tests; the one now in use."""
+    """Use at most the instruction set of this number, for tests; the one now in use."""
     return 0 if library is None else int(library.kernel_set_level(level))
 
 

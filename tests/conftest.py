@@ -1,1 +1,72 @@
-"""Its place is what matters: pytest puts this folder on the path, so tests can say ``from support import ...``."""
+"""How much of the tests is run. The place of this file matters: pytest puts this folder on the path, so tests can say
+``from support import ...``.
+
+``make test`` leaves out what is marked ``long``, and of a grid of parameters that is marked ``thin`` all but a cover
+(see covering.py). ``--once`` runs the first case of every test that starts no processes. Examples that are drawn are
+the same in every run; ``--hypothesis-profile=long`` draws more, and others each time.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Generator, Iterator
+
+import pytest
+from covering import cover
+from hypothesis import settings
+
+settings.register_profile("short", deadline=None, derandomize=True, max_examples=40)
+settings.register_profile("once", deadline=None, derandomize=True, max_examples=10)
+settings.register_profile("long", deadline=None, max_examples=300)
+settings.load_profile("short")
+
+NO_PROCESSES = "--once starts no processes"
+started: list[bool] = []  # by the test that runs, in vain
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--once``."""
+    parser.addoption("--once", action="store_true", help="run the first case of every test that starts no processes")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def processes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With ``--once`` a test that starts a process is skipped as soon as it does, in whichever thread."""
+
+    def start(*_: object, **__: object) -> None:
+        started.append(True)
+        pytest.skip(NO_PROCESSES)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if request.config.getoption("--once"):
+            patch.setattr(subprocess.Popen, "__init__", start)
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What fails because a thread of it could not start a process was skipped."""
+    report = yield
+    if report.failed and started:
+        report.outcome, report.longrepr = "skipped", (str(item.path), 0, NO_PROCESSES)
+    started.clear()
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects by the marks that are set here
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what a cover of a thin grid leaves out; with ``--once``, keep one case of each test."""
+    grids: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for grid in grids.values():
+        if grid[0].get_closest_marker("thin") is not None:
+            enough = cover([item.callspec._idlist for item in grid])  # type: ignore[attr-defined]  # one name an axis
+            for place in set(range(len(grid))) - set(enough):
+                grid[place].add_marker(pytest.mark.long)
+    if config.getoption("--once"):
+        short = [[item for item in grid if item.get_closest_marker("long") is None] for grid in grids.values()]
+        kept = {id(grid[0]) for grid in short if grid}
+        config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+        items[:] = [item for item in items if id(item) in kept]
+

@@ -124,6 +124,14 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return digest([a]) == digest([b])
 
 
+def assert_near(found: Tensor, exact: Tensor, magnitude: Tensor, roundings: int = 16) -> None:
+    """``found`` is ``exact`` but for some roundings of float32. ``magnitude``: the sum of the absolute values of all
+    that was added up, elementwise: relative to what is left when they cancel, an error can be of any size."""
+    bound = roundings * torch.finfo(torch.float32).eps * magnitude.double()
+    over = (found.double() - exact.double()).abs() - bound
+    assert found.shape == exact.shape and (over <= 0).all(), float(over.max())
+
+
 def agreed(found: list[T]) -> T:
     """What every rank found, after asserting that all found the same."""
     assert all(one == found[0] for one in found), found

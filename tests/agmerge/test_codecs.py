@@ -15,7 +15,7 @@ from agmerge.codecs import Bitmap, Blocks, IndexCodec, Int32, bits, candidates, 
 from agmerge.codecs.indices import GRAIN, in_order
 from sparsifiers import kernel
 
-MANY = settings(deadline=None, max_examples=150)
+MANY = settings(deadline=None)
 
 
 @st.composite

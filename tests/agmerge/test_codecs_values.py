@@ -42,7 +42,7 @@ def through(codec: ValueCodec, values: torch.Tensor) -> torch.Tensor:
     return codec.decode(out[:size], values.numel(), values.dtype)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None)
 @given(
     codec=st.sampled_from(list(ALL.values())),
     dtype=st.sampled_from(STORAGE),

@@ -81,6 +81,7 @@ def same(size: int, model: nn.Module, body: Callable[[int, Any, Any], Any], **op
 # -- the same bits ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("kind", INNER)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_parameters_are_those_of_the_ordinary_wrapper(size: int, kind: str) -> None:

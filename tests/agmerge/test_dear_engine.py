@@ -128,6 +128,7 @@ def test_a_parameter_of_another_model_is_not_admitted() -> None:
     on_ranks(2, MODEL, body)
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("how", ["checkpoint", "pickle", "deepcopy"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_run_goes_on_to_the_bit(size: int, how: str) -> None:
@@ -221,7 +222,7 @@ def test_compressors_change_between_steps() -> None:
     same(2, MODEL, body)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.long), "aot_eager"])
 def test_compiled_models(backend: str) -> None:
     compiling = threading.Lock()  # the compiler belongs to the process; nothing waits for another rank in here
 

@@ -33,7 +33,7 @@ from sparsifiers import Selection
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 CASTS = [None, torch.float16, torch.bfloat16]
-LIGHT = settings(deadline=None, max_examples=60)
+LIGHT = settings(deadline=None)
 
 
 # -- dense --------------------------------------------------------------------------------------------------

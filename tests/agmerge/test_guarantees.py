@@ -166,7 +166,7 @@ FILLS: dict[str, Callable[[torch.Size, torch.Generator], torch.Tensor]] = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(
     shapes=st.lists(st.lists(st.integers(1, 37), min_size=0, max_size=3), min_size=1, max_size=4),
     fill=st.sampled_from(sorted(FILLS)),
@@ -213,6 +213,8 @@ def test_g11_a_changed_parameter_is_found_by_name_at_the_next_check(name: str, s
     def body(here: int, model: nn.Module) -> str:
         optimizer = wrap(model, compression="topk", check_every=3)
         train(model, optimizer, here, range(7))
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0  # or the next steps might round the bit away
         if here == rank:
             flat = dict(model.named_parameters())[name].detach().view(-1)
             flat[-1] = torch.nextafter(flat[-1], torch.tensor(9.0))  # one bit of one element

@@ -23,7 +23,7 @@ from agmerge.wire import RELAYOUT
 from sparsifiers import Selection
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-LIGHT = settings(deadline=None, max_examples=60)
+LIGHT = settings(deadline=None)
 FP32 = Lane(CPU, torch.float32, True)
 
 

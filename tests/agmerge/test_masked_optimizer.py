@@ -44,6 +44,7 @@ def backward(model: AwkwardModel, optimizer: torch.optim.Optimizer, rank: int, s
     model.loss(awkward_batch(rank, step), rank, step).backward()
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("compression", ["topk", "randomk", "adtopk", "sidco-e"])
 @pytest.mark.parametrize("size, sparsify", [(1, "behind"), (2, "ahead"), (3, "behind"), (5, "ahead")])
 def test_replicas_are_equal_to_the_bit_after_every_step(size: int, sparsify: str, compression: str) -> None:

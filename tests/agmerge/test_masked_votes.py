@@ -19,7 +19,7 @@ from agmerge.exchanges.base import Load
 from agmerge.layout import Lane
 from sparsifiers import Selection
 
-LIGHT = settings(deadline=None, max_examples=60)
+LIGHT = settings(deadline=None)
 FP32 = Lane(CPU, torch.float32, True)
 
 

@@ -32,7 +32,7 @@ from agmerge.ops import Average, ReduceOp, Sum
 from sparsifiers import Selection
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-LIGHT = settings(deadline=None, max_examples=60)
+LIGHT = settings(deadline=None)
 FP32 = Lane(CPU, torch.float32, True)
 Offers = Callable[[int, int], Selection]
 Works = Callable[[int, int], torch.Tensor]

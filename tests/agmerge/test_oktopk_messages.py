@@ -181,7 +181,7 @@ def test_counts_that_only_add_up_are_the_same_error_on_every_rank() -> None:
     assert "elements, and by region [[" in str(errors_of(inject)[0])
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     what=st.sampled_from(["pieces", "surplus", "kept"]),
     odd=st.integers(0, 2),

@@ -11,6 +11,7 @@ from support import (
     Parts,
     Sent,
     agreed,
+    assert_near,
     awkward_batch,
     awkward_groups,
     digest,
@@ -58,6 +59,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_what_is_sent_and_what_is_kept_is_what_was_there(
@@ -171,16 +173,17 @@ def test_what_is_sent_whole_has_messages_of_its_own() -> None:
 def test_a_change_of_membership_discards_what_was_under_way_and_repeats_it(size: int) -> None:
     """The unfreezing rank's messages say so; all ranks repeat, and nothing is lost or counted twice."""
 
-    def body(rank: int, model: Parts) -> tuple[list[str], int, Tensor, Tensor]:
+    def body(rank: int, model: Parts) -> tuple[list[str], int, Tensor, Tensor, Tensor]:
         model.a.requires_grad_(False)
         optimizer = wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), exchange="oktopk", compression="topk")
-        seen, given, taken = [], torch.zeros(()), torch.zeros(())
+        seen, given, taken, magnitude = [], torch.zeros(()), torch.zeros(()), torch.zeros(())
         for step in range(8):
             optimizer.zero_grad()
             if step == 4:
                 model.a.requires_grad_(True)
             model.loss(rank, step, "ab").backward()
             given = given + model.trunk.weight.grad.double()
+            magnitude = magnitude + model.trunk.weight.grad.double().abs()
             before = len(testing.calls())
             optimizer.synchronize()
             if step == 4:
@@ -190,12 +193,13 @@ def test_a_change_of_membership_discards_what_was_under_way_and_repeats_it(size:
                 optimizer.step()
             seen.append(digest(model))
         assert "a.weight" in optimizer.plan.names
-        return seen, repeated, given - residuals(optimizer)["trunk.weight"].double(), taken
+        return seen, repeated, given - residuals(optimizer)["trunk.weight"].double(), magnitude, taken
 
     found = on_ranks(size, PARTS, body)
     assert len(set(agreed([seen for seen, *_ in found]))) == 8
-    assert agreed([repeated for _, repeated, _, _ in found]) >= 1
-    torch.testing.assert_close(found[0][3], sum(whole for _, _, whole, _ in found) / size, rtol=1e-5, atol=1e-7)
+    assert agreed([repeated for _, repeated, *_ in found]) >= 1
+    whole, magnitude = (sum(one[part] for one in found) / size for part in (2, 3))
+    assert_near(found[0][4], whole, magnitude)
 
 
 def test_synchronize_without_step_starts_again_from_the_residuals() -> None:

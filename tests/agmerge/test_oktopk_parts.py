@@ -201,7 +201,7 @@ def test_a_table_that_says_more_than_there_is_room_for_is_found() -> None:
         assert parcels.read(forms, written(forms, pieces, True), True)[1] == [False]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None)
 @given(
     st.integers(1, 5000), st.floats(0, 1), st.floats(0, 1), st.integers(1, 255), st.sampled_from(DTYPES), st.booleans()
 )

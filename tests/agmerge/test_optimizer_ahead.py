@@ -60,6 +60,7 @@ def runs(size: int, model: nn.Module, plan: Any, steps: int = 4, **options: Any)
     return agreed(on_ranks(size, model, body))
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("compression", COMPRESSORS)
 @pytest.mark.parametrize("size", [2, 3])

@@ -67,6 +67,7 @@ def run(model: Net, rank: int, backend: str | None, part: str, wrap_first: bool,
     return seen
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("compression", ["none", "topk"])
 @pytest.mark.parametrize("part", ["model", "blocks"])
 @pytest.mark.parametrize("wrap_first", [True, False], ids=["wrapped first", "compiled first"])

@@ -39,6 +39,7 @@ def train_images(
     return seen
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -22,6 +22,7 @@ from merging import partial
 # -- the budget ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("sparsify", ["ahead", "behind"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("build", BUILDERS)

@@ -26,6 +26,7 @@ def bert() -> nn.Module:
     return transformers.BertForMaskedLM(config)
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("compression", ["topk", "none"])
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("build", [gpt2, bert])

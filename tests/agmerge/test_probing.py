@@ -57,6 +57,20 @@ def session_of(optimizer: agmerge.DistributedOptimizer) -> Session:
     return optimizer._engine.session
 
 
+@pytest.fixture(autouse=True)
+def probes_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of the one for all tests: here it counts how often what is timed. Small messages are timed once."""
+    monkeypatch.setattr(probing, "ROUNDS", (1, 1))
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in all other tests."""
+    monkeypatch.setattr(probing, "RUNS", (2, 3))
+    for module in (probing, rehearsal):
+        monkeypatch.setattr(module, "MANY", 4)
+
+
 class Ticking:
     """``time`` for probes: a rank's clock goes on by its own tick at every look, and by nothing else."""
 
@@ -115,6 +129,7 @@ def test_sizes_double_up_to_the_whole_of_the_largest_lane(drawn: list[tuple[int,
 # -- what ranks find --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_find_and_call_the_same_though_their_clocks_differ(
@@ -203,6 +218,7 @@ def kept(model: nn.Module, optimizer: agmerge.DistributedOptimizer) -> dict[str,
     return found | {f"parameter {name}": p.detach().clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("case", CASES)
 def test_a_probe_writes_nothing_that_anyone_can_see(case: str) -> None:
     def body(rank: int, model: nn.Module) -> None:
@@ -222,6 +238,8 @@ def test_a_probe_writes_nothing_that_anyone_can_see(case: str) -> None:
     on_ranks(2, MODEL, body)
 
 
+@pytest.mark.thin
+@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("sparsify", ["behind", "ahead"])
 @pytest.mark.parametrize("case", CASES)
 def test_training_goes_on_as_if_there_had_been_no_probe(case: str, sparsify: str) -> None:

@@ -34,7 +34,7 @@ def arrives(wire: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
     return codec.decode(out, len(values), values.dtype)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None)
 @given(
     size=st.integers(1, 5),
     op=st.sampled_from([Average, Sum]),

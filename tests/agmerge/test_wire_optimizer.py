@@ -25,6 +25,7 @@ def run(size: int, **options: Any) -> tuple[list[str], dict[str, Any]]:
     return agreed(on_ranks(size, MODEL, body)), figures[0]
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("sparsify", ["ahead", "behind"])
 @pytest.mark.parametrize("wire", ["auto", "fp32", "fp16", "bf16", "int8"])
 @pytest.mark.parametrize("size", [1, 2, 3, 5])

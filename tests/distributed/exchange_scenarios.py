@@ -43,20 +43,23 @@ def workers_a_node(name: str, size: int) -> Iterator[None]:
 
 
 def trained(name: str, model: nn.Module) -> dict[str, Any]:
-    """Digests and this rank's losses, step by step; ``worst``: updates against mean gradients less final residuals."""
+    """Digests and this rank's losses, step by step; ``worst``: updates against mean gradients less final residuals, in
+    roundings of the magnitudes that were added up."""
     x, y, _, _ = load()
     inner = sgd(model, lr=0.2)
     optimizer = agmerge.DistributedOptimizer(inner, model.named_parameters(), **COMMON, **EXCHANGES[name])
     given = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
     taken = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
+    sizes = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
     digests, losses = [], []
     for step in range(STEPS):
         start = 16 * (agmerge.size() * step + agmerge.rank())
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x[start : start + 16]), y[start : start + 16])
         loss.backward()
-        for total, p in zip(given, model.parameters(), strict=True):
+        for total, size, p in zip(given, sizes, model.parameters(), strict=True):
             total += p.grad
+            size += p.grad.abs()
         optimizer.synchronize()
         for total, p in zip(taken, model.parameters(), strict=True):
             total += p.grad
@@ -67,10 +70,11 @@ def trained(name: str, model: nn.Module) -> dict[str, Any]:
     assert optimizer.plan is not None
     found = {"digests": digests, "losses": losses, "buffers": len(optimizer.plan.counts), "worst": 0.0, "kept": 0.0}
     residuals = optimizer.state_dict()["agmerge"]["residuals"]
-    for (key, p), gradient, update in zip(model.named_parameters(), given, taken, strict=True):
+    for (key, p), gradient, update, size in zip(model.named_parameters(), given, taken, sizes, strict=True):
         kept = _whole(residuals[key], p.shape) if key in residuals else torch.zeros_like(gradient)
         expected = agmerge.allreduce(gradient - kept, name=f"expected/{key}")
-        found["worst"] = max(found["worst"], float((expected - update).abs().max()))
+        rounding = torch.finfo(torch.float32).eps * agmerge.allreduce(size, name=f"size/{key}")
+        found["worst"] = max(found["worst"], float(((expected - update).abs() / rounding.clamp_min(1e-30)).max()))
         found["kept"] = max(found["kept"], float(kept.abs().max()))
     optimizer.close()
     return found

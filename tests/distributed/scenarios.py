@@ -1,4 +1,5 @@
-"""What real workers do; run by a launcher: ``python scenarios.py FOLDER``. Every rank writes what it saw as JSON.
+"""What real workers do; run by a launcher: ``python scenarios.py FOLDER [SCENARIO ...]``. Every rank writes what it saw
+as JSON.
 
 Many scenarios share one launch, because starting workers costs more than most of them.
 """
@@ -39,6 +40,7 @@ from support import (  # noqa: E402
 )
 
 Scenario = Callable[[], Any]
+AWKWARD = 30  # steps
 SCENARIOS: dict[str, Scenario] = {}
 
 
@@ -60,7 +62,7 @@ def steps_of(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -
 
 @scenario
 def awkward() -> dict[str, list[str]]:
-    """Tied, unused, rank-dependent, alternating, frozen, late-unfrozen layers; mixed dtypes: 50 steps each."""
+    """Tied, unused, rank-dependent, alternating, frozen, late-unfrozen layers; mixed dtypes."""
     seen: dict[str, list[str]] = {}
     for compression in ("topk", "none", "fp16", "bf16"):
         model = seeded(AwkwardModel, 7)
@@ -73,9 +75,9 @@ def awkward() -> dict[str, list[str]]:
             merging=merging.get("threshold", bytes=8192),
         )
         seen[compression] = []
-        for step in range(50):
+        for step in range(AWKWARD):
             optimizer.zero_grad()
-            if step == 20:
+            if step == AWKWARD // 2:
                 model.unfreeze()
             model.loss(awkward_batch(agmerge.rank(), step), agmerge.rank(), step).backward()
             optimizer.step()
@@ -374,17 +376,17 @@ def collectives() -> dict[str, Any]:
     }
 
 
-def main(folder: Path) -> None:
-    """Run every scenario and write what it returned."""
+def main(folder: Path, *names: str) -> None:
+    """Run the scenarios of these names, all if there are none, and write what they returned."""
     torch.set_num_threads(1)
-    probing.SPEND, probing.ROUNDS = 0.5, (1, 1)  # plans need not be good ones
+    probing.SPEND, probing.ROUNDS = 0.1, (1, 1)  # plans need not be good ones
     agmerge.init()
-    for name, fn in SCENARIOS.items():
-        found = fn()
+    for name in names or SCENARIOS:
+        found = SCENARIOS[name]()
         (folder / f"{name}.{agmerge.rank()}.json").write_text(json.dumps(found))
         agmerge.barrier()
     agmerge.shutdown()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

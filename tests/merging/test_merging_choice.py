@@ -34,7 +34,7 @@ def instance(seed: int, tensors: int) -> tuple[merging.Plan, merging.Profile, me
     return merging.Plan(tuple(counts)), profile, costs
 
 
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 @given(st.integers(0, 10**6), st.integers(2, 9), st.sampled_from(MODES))
 def test_no_other_flags_end_sooner(seed: int, tensors: int, mode: str) -> None:
     plan, profile, costs = instance(seed, tensors)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from merging import Costs, Curve
 from merging.curve import isotonic
 
-QUICK = settings(deadline=None, max_examples=80)
+QUICK = settings(deadline=None)
 RUNS = st.lists(st.floats(0, 1e3), min_size=1, max_size=4)
 SAMPLES = st.dictionaries(st.integers(1, 10**10), RUNS, min_size=1, max_size=7)
 CURVES = st.builds(lambda samples, zero: Curve.fit(samples, zero=zero), SAMPLES, st.booleans())

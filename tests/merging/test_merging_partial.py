@@ -94,7 +94,7 @@ def instance(seed: int) -> tuple[list[int], list[bool], float]:
     return sizes, (source.random(n + 1) < 0.2).tolist()[:-1] + [False], float(source.uniform(0.05, 0.6))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(st.integers(0, 10**6), st.booleans())
 def test_no_other_feasible_cut_ends_sooner(seed: int, exact: bool) -> None:
     """Brute force: every cut, every partition (with ``single``: the paper's one merge buffer), every mode."""

@@ -15,7 +15,7 @@ from merging import Costs, Plan, Profile, divide, predict
 from merging.limit import cut
 from merging.parts import GAIN, SMALLEST
 
-QUICK = settings(deadline=None, max_examples=60)
+QUICK = settings(deadline=None)
 
 
 def costs(start: float = 0.7, dense: bool = True) -> Costs:

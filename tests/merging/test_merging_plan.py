@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from merging import Plan
 
-QUICK = settings(deadline=None, max_examples=60)
+QUICK = settings(deadline=None)
 
 
 @st.composite

@@ -18,7 +18,7 @@ from merging.count import even_counts
 from merging.limit import LIMIT, cut, cut_counts
 from merging.threshold import threshold_counts
 
-QUICK = settings(deadline=None, max_examples=60)
+QUICK = settings(deadline=None)
 
 SIZES = st.lists(st.integers(1, 3000) | st.integers(LIMIT // 3, LIMIT - 1), min_size=1, max_size=40)
 COSTS = Costs(lambda x: 1e-9 * x, lambda x: 1e-4 + 1e-9 * x, lambda x: 1e-4 + 4e-9 * x)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from merging import Profile
 
-QUICK = settings(deadline=None, max_examples=60)
+QUICK = settings(deadline=None)
 
 NAMES = ["fc.weight", "fc.bias", "conv.weight"]
 SECONDS = st.floats(min_value=0.0, allow_nan=False, allow_infinity=False)

@@ -14,7 +14,7 @@ import merging
 from merging import Cost, Costs, Plan, Profile, dear, importance, predict
 from merging.agtf import excess
 
-QUICK = settings(deadline=None, max_examples=60)
+QUICK = settings(deadline=None)
 PUBLISHED = ("horovod", "mgwfbp", "omgs", "fgbuff", "dear", "agtf")
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from merging import MODES, Costs, Plan, Profile, predict
 
-QUICK = settings(deadline=None, max_examples=60)
+QUICK = settings(deadline=None)
 
 
 def costs(dense: bool = True) -> Costs:

@@ -73,6 +73,7 @@ def test_a_floor_leaves_out_what_does_not_exceed_it(keys: list[int], k: int, flo
     assert ((indices >= 0) & (indices < len(keys))).all()
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize(("name", "options"), OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_no_value_is_read_on_the_host(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:

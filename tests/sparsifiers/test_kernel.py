@@ -29,16 +29,21 @@ SameBits = Callable[[Tensor, Tensor], bool]
 pytestmark = pytest.mark.skipif(not kernel.available(), reason="the compiled loops were not built")
 
 
-@pytest.fixture(params=["portable", "AVX2", "AVX-512"])
-def level(request: pytest.FixtureRequest) -> Iterator[int]:
+@pytest.fixture
+def all_levels() -> Iterator[list[int]]:
+    """Those that this machine has; afterwards the one in use before is used again."""
+    before = kernel.level()
+    yield list(range(kernel.set_level(len(kernel.LEVELS) - 1) + 1))
+    kernel.set_level(before)
+
+
+@pytest.fixture(params=kernel.LEVELS)
+def level(request: pytest.FixtureRequest, all_levels: list[int]) -> int:
     """The loops of one instruction set."""
-    wanted = ["portable", "AVX2", "AVX-512"].index(request.param)
-    try:
-        if kernel.set_level(wanted) != wanted:
-            pytest.skip(f"this machine has no {request.param}")
-        yield wanted
-    finally:
-        kernel.set_level(2)
+    wanted = kernel.LEVELS.index(request.param)
+    if wanted not in all_levels:
+        pytest.skip(f"this machine has no {request.param}")
+    return kernel.set_level(wanted)
 
 
 @pytest.fixture
@@ -150,16 +155,15 @@ def test_the_places_of_a_sample_lie_in_their_stretches() -> None:
     assert abs(np.corrcoef(spread[1:], spread[:-1])[0, 1]) < 0.05
 
 
-def test_topk_is_the_same_with_every_level_and_without(distribution: str, draw: Draw) -> None:
+def test_topk_is_the_same_with_every_level(distribution: str, draw: Draw, all_levels: list[int]) -> None:
     topk = sparsifiers.get("topk")
     for n in (1, 70, 4096, 4097, 70_001, 300_000):
         vector = draw(distribution, n)
         for k in {1, n // 100 or 1, n // 3 or 1, n}:
             expected = torch.tensor(by_numpy(bit_view(vector).numpy(), k), dtype=torch.int32)
-            for wanted in range(3):
+            for wanted in all_levels:
                 kernel.set_level(wanted)
                 assert torch.equal(topk.select(vector, k=k).indices, expected)
-    kernel.set_level(2)
 
 
 def test_a_floor_of_any_height(level: int) -> None:
@@ -330,15 +334,25 @@ def test_commits_that_are_left_to_torch() -> None:
 # -- with and without -------------------------------------------------------------------------------------------------
 
 
-def test_the_environment_turns_it_off() -> None:
-    code = "from sparsifiers import kernel; print(kernel.available(), kernel.set_level(2))"
-    for setting, expected in (("1", "False 0"), ("0", "True"), ("", "True")):
-        environment = {**os.environ, "AGMERGE_NO_KERNEL": setting}
-        command = [sys.executable, "-c", code]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
-        assert done.returncode == 0 and done.stdout.startswith(expected), done.stderr
+def test_the_environment_names_the_best_level_or_turns_it_off(all_levels: list[int]) -> None:
+    folder, best = Path(kernel.__file__).parent, all_levels[-1]
+    for setting, expected in {"": best, "baseline": 0, "avx2": min(1, best), "avx512": best}.items():
+        assert kernel.chosen(setting, folder) is not None  # the same library, loaded once more
+        assert kernel.level() == expected
+    assert kernel.chosen("off", folder) is None
+    command = [sys.executable, "-c", "from sparsifiers import kernel; print(kernel.available(), kernel.level())"]
+    environment = {**os.environ, "AGMERGE_KERNEL": "off"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "False 0\n"), done.stderr
 
 
+@pytest.mark.parametrize("unknown", ["1", "AVX2", "none"])
+def test_an_unknown_level_is_refused(unknown: str) -> None:
+    with pytest.raises(ValueError, match=f"AGMERGE_KERNEL='{unknown}': choose one of off, baseline, avx2, avx512, or"):
+        kernel.chosen(unknown, Path(kernel.__file__).parent)
+
+
+@pytest.mark.usefixtures("all_levels")
 def test_a_library_that_is_not_ours_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernel.load(tmp_path) is None
     suffix = kernel.EXTENSION_SUFFIXES[0]

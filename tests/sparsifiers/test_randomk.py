@@ -102,12 +102,11 @@ def test_another_process_draws_the_same() -> None:
         "import sys; sys.stdout.write(' '.join(map(str, found.trimmed().tolist())))"
     )
     here = " ".join(map(str, draw(seed=4, key="x", step=6, n=9999, k=50)))
-    for hash_seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100, check=False
-        )
-        assert (done.stdout, done.stderr) == (here, "")
+    environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (done.stdout, done.stderr) == (here, "")
 
 
 def test_more_of_the_same_draw() -> None:

@@ -1,0 +1,76 @@
+"""``make test`` runs every part whatever the others' end, and says in one line how many tests passed and failed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import together
+from together import BITS, NOTHING_TO_RUN, WORKERS, Count, Part, choice, parts
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("def test_a(): pass\ndef test_b(): assert 0", (1, Count(1, 1))),
+        ("import pytest\ndef test_a(): pass\ndef test_b(): pytest.skip()", (0, Count(1, 0, 1))),
+        ("", (NOTHING_TO_RUN, Count())),
+        ("1 / 0", (2, Count(failed=1))),
+        (None, (4, Count(failed=1))),  # pytest itself ends before it has written anything
+    ],
+)
+def test_what_pytest_counts_is_counted(
+    source: str | None, expected: tuple[int, Count], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "test_it.py"
+    if source is not None:
+        file.write_text(source)
+    options = ("-q", "-p", "no:cacheprovider", "-c", str(tmp_path / "pytest.ini"))
+    (tmp_path / "pytest.ini").write_text("[pytest]")
+    assert together.run(Part("these", options), [str(file)]) == expected
+    capfd.readouterr()
+
+
+@pytest.mark.parametrize("failing", [None, "unit tests", "real workers"])
+def test_all_parts_run_and_one_line_sums_them_up(
+    failing: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(part: Part, arguments: Sequence[str]) -> tuple[int, Count]:
+        assert list(arguments) == ["-k", "this", *part.chosen]
+        return (1, Count(2, 1)) if part.name == failing else (0, Count(3, 0, 1))
+
+    monkeypatch.setattr(together, "run", run)
+    assert together.main(["-k", "this"]) == (failing is not None)
+    *_, by_part, total = capsys.readouterr().out.splitlines()
+    bad, good = "2 passed, 1 failed", "3 passed, 0 failed, 1 skipped"
+    names = [part.name for part in parts(everything=False)]
+    assert by_part == "; ".join(f"{name}: {bad if name == failing else good}" for name in names)
+    assert names[0] == "unit tests" and names[-1] == "real workers"
+    assert total == "total: " + ("8 passed, 1 failed, 2 skipped" if failing else "9 passed, 0 failed, 3 skipped")
+
+
+def test_paths_choose_their_part() -> None:
+    units, bits, workers = parts(everything=False)
+    one, other = "tests/agmerge/test_wire.py::test_x", f"{WORKERS}/test_soak.py"
+    assert [choice(part, ["-x", one]) for part in (units, bits, workers)] == [["-x", one], None, None]
+    assert [choice(part, [one, "-x", other]) for part in (units, bits, workers)] == [[one, "-x"], None, ["-x", other]]
+    assert choice(bits, [BITS[0]]) == [BITS[0]]
+    assert [choice(part, ["-x"]) for part in (units, bits, workers)] == [["-x"], ["-x", *BITS], ["-x", WORKERS]]
+
+
+def test_what_is_named_is_there() -> None:
+    assert all((ROOT / name).exists() for name in (*BITS, WORKERS))
+
+
+@pytest.mark.parametrize(("capability", "levels"), [("AVX512", 3), ("AVX2", 2), ("DEFAULT", 2)])
+def test_all_of_it_has_every_level_of_arithmetic(
+    capability: str, levels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(together, "capability", lambda: capability)
+    first, *between, last = parts(everything=True)
+    assert (first.name, last.name, len(between)) == ("unit tests", "real workers", levels)
+    assert not first.environment and len({str(part.environment) for part in between}) == levels
+    assert "not long" not in (*first.options, *last.options)

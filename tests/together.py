@@ -1,0 +1,143 @@
+"""What ``make test`` runs: pytest several times, every part whatever the others' end, and one line that sums them up.
+
+    python tests/together.py [--all] [pytest's arguments]
+
+Without ``--all``: the unit tests, some of them once more as on a plain processor, and real workers, all but the tests
+that take minutes. With it: everything, and the unit tests once more for each level of arithmetic that is here.
+Paths among the arguments choose the part that they lie in. The status is 0 if every part passed or had nothing to run.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+NOTHING_TO_RUN = 5
+COUNTED = ("tests", "failures", "errors", "skipped")  # as JUnit's reports call them
+WORKERS = "tests/distributed"
+UNITS = ("-n", "2", "--dist", "loadfile", "--ignore", WORKERS)  # two files at a time, in processes of their own
+SHORT = ("-m", "not long")
+# Which instructions torch's own loops, oneDNN, MKL and our loops may use: each rounds in its own way.
+PLAIN = {
+    "ATEN_CPU_CAPABILITY": "default",
+    "ONEDNN_MAX_CPU_ISA": "SSE41",
+    "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
+    "AGMERGE_KERNEL": "baseline",
+}
+AVX2 = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    "AGMERGE_KERNEL": "avx2",
+}
+BITS = (  # the files whose outcome would be the first to depend on how a processor rounds
+    "tests/agmerge/test_guarantees_bits.py",
+    "tests/agmerge/test_guarantees.py",
+    "tests/agmerge/test_resizing.py",
+    "tests/agmerge/test_hybrid.py",
+    "tests/agmerge/test_optimizer_join.py",
+    "tests/sparsifiers/test_kernel.py",
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One run of pytest. ``chosen``: what it runs where the user names no paths."""
+
+    name: str
+    options: tuple[str, ...]
+    chosen: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Count:
+    """How many tests ended how; a part that ended with an error of its own counts as one that failed."""
+
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.passed} passed, {self.failed} failed" + (f", {self.skipped} skipped" if self.skipped else "")
+
+    def __add__(self, other: Count) -> Count:
+        return Count(self.passed + other.passed, self.failed + other.failed, self.skipped + other.skipped)
+
+
+def parts(everything: bool) -> list[Part]:
+    """What to run, in order; real workers last, since they take all cores."""
+    short = () if everything else SHORT
+    workers = Part("real workers", short, (WORKERS,), {"AGMERGE_TEST_ALL_LAUNCHERS": "1"})
+    if not everything:
+        units = Part("unit tests", (*SHORT, *UNITS))
+        return [units, Part("plain processor", (*short, *UNITS), BITS, PLAIN), workers]
+    levels = {"plain processor": PLAIN, "without loops in C": {"AGMERGE_KERNEL": "off"}}
+    if capability() == "AVX512":
+        levels["AVX2"] = AVX2
+    units = Part("unit tests", ("--hypothesis-profile=long", *UNITS))
+    return [units, *(Part(name, (*SHORT, *UNITS), (), level) for name, level in levels.items()), workers]
+
+
+def capability() -> str:
+    """The instructions that torch uses here: "AVX512", "AVX2" or another name."""
+    command = [sys.executable, "-c", "import torch; print(torch.backends.cpu.get_cpu_capability())"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def choice(part: Part, arguments: Sequence[str]) -> list[str] | None:
+    """The arguments of a part, its own paths among them; None if the user names paths and none of them is in it."""
+    named = [one for one in arguments if one.startswith("tests/")]
+    if not named:
+        return [*arguments, *part.chosen]
+    mine = [one for one in named if one.startswith(WORKERS) == (WORKERS in part.chosen)]
+    if WORKERS not in part.chosen and part.chosen:
+        mine = [one for one in mine if one.partition("::")[0] in part.chosen]
+    return [one for one in arguments if one not in named or one in mine] if mine else None
+
+
+def run(part: Part, arguments: Sequence[str]) -> tuple[int, Count]:
+    """One part, with its output where ours goes: pytest's status, and what it counted."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "results.xml"
+        command = [sys.executable, "-m", "pytest", *part.options, f"--junit-xml={file}", *arguments]
+        status = subprocess.run(command, env={**os.environ, **part.environment}, check=False).returncode
+        return status, counted(status, file)
+
+
+def counted(status: int, file: Path) -> Count:
+    """What pytest counted, by its status and its report in JUnit's format, which it may not have written."""
+    found = Count()
+    if file.exists():
+        for suite in ElementTree.parse(file).getroot().iter("testsuite"):
+            total, failures, errors, skipped = (int(suite.get(key, 0)) for key in COUNTED)
+            found += Count(total - failures - errors - skipped, failures + errors, skipped)
+    if status not in (0, NOTHING_TO_RUN) and not found.failed:
+        found += Count(failed=1)
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run everything, sum it up; the status."""
+    everything = "--all" in arguments
+    rest = [one for one in arguments if one != "--all"]
+    ended = {}
+    for part in parts(everything):
+        given = choice(part, rest)
+        if given is not None:
+            print(f"\n-- {part.name} --", flush=True)
+            ended[part.name] = run(part, given)
+    print("\n" + "; ".join(f"{name}: {count}" for name, (_, count) in ended.items()))
+    total = sum((count for _, count in ended.values()), Count())
+    print(f"total: {total}", flush=True)
+    return int(total.failed > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
