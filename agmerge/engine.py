@@ -77,7 +77,7 @@ class Engine:
         nodes.check(config)
         config.check_patterns(members.name_of(parameter) for parameter in members.name_all())
         self._hooks = Hooks(self)
-        self._hooks.attach(member.parameter for member in self._members())
+        self._hooks.attach((member.parameter for member in self._members()), members)
 
     # -- agreement ------------------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class Engine:
         )
         self._clock, self._recorded, self.shares = self.steps, None, None
         session.take(self.parked)
-        self._hooks.attach(member.parameter for member in members)
+        self._hooks.attach((member.parameter for member in members), self.members)
         self.session, self._snapshot, self._stale = session, self.members.snapshot(), False
         self._forget(session)
         self.adaptation = Adaptation(session, self.averages)

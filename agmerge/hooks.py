@@ -37,8 +37,8 @@ class Hooks:
         self._listener = weakref.ref(listener)
         self._handles: MutableMapping[torch.Tensor, RemovableHandle] = WeakTensorKeyDictionary()
 
-    def attach(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Hook every parameter that has no hook of this listener yet.
+    def attach(self, parameters: Iterable[torch.Tensor], names: Members) -> None:
+        """Hook every parameter that has no hook of this listener yet. ``names``: what an error calls them.
 
         Raises ``ValueError`` for one that another living listener has.
         """
@@ -47,8 +47,9 @@ class Hooks:
             owner = _owners[parameter] if parameter in _owners else None
             if owner is not None and owner() is not None:
                 raise ValueError(
-                    f"a parameter of shape {list(parameter.shape)} is already exchanged by another "
-                    "DistributedOptimizer; close() that one first, or give each optimizer its own parameters"
+                    f"parameter {names.name_of(parameter)!r} of shape {list(parameter.shape)} is already exchanged by "
+                    "another DistributedOptimizer, perhaps of an earlier run of this cell; close() that one first, or "
+                    "give each optimizer its own parameters"
                 )
         hook = _hook(self._listener)
         for parameter in new:

@@ -81,8 +81,9 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
       :class:`agmerge.NonFiniteError` on all (the default); ``"skip"``, a step that none of them makes (the default with
       a scaler); or ``"allow"``: sent, and never kept. docs/guarantees.md.
     * ``timeout``: seconds, for every wait (None: ``AGMERGE_TIMEOUT`` of the environment, else 300).
-      ``check_every``: compare replicas every so many steps (0: never).
-    * ``unused``: ``"none"`` leaves ``p.grad`` None where no rank ever had a gradient, ``"zero"`` is Horovod's way.
+      ``check_every``: compare replicas every so many steps; 0: after the first step alone.
+    * ``unused``: ``"none"`` leaves ``p.grad`` None where no rank had a gradient and nothing is left to send.
+      ``"zero"`` is Horovod's way.
     """
 
     def __init__(
