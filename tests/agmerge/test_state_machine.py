@@ -177,6 +177,8 @@ class Training(RuleBasedStateMachine):
     )
     def begin(self, size: int, compression: str, density: float, exchange: str, wire: str, **more: bool) -> None:
         self.size, self.program = size, list[Event]()
+        if compression in ("none", "fp16", "bf16"):  # what is about selection would be refused
+            exchange, wire = "sparse", "auto"
         self.options: dict[str, Any] = {
             "compression": compression,
             "density": density,
