@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,7 @@ def test_how_much_is_run(options: list[str], passed: int, tmp_path: Path) -> Non
     (tmp_path / "conftest.py").write_text(f"import sys; sys.path.append({str(HERE)!r})\n{source}")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    long\n    thin\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(tmp_path / "pytest.ini")]
-    done = subprocess.run([*command, *options, str(tmp_path)], capture_output=True, text=True, timeout=100)
+    bare = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run([*command, *options, str(tmp_path)], env=bare, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0 and f"{passed} passed" in done.stdout, done.stdout
     assert ("1 skipped" in done.stdout) is (options == ["--once"])

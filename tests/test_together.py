@@ -30,7 +30,8 @@ def test_what_pytest_counts_is_counted(
         file.write_text(source)
     options = ("-q", "-p", "no:cacheprovider", "-c", str(tmp_path / "pytest.ini"))
     (tmp_path / "pytest.ini").write_text("[pytest]")
-    assert together.run(Part("these", options), [str(file)]) == expected
+    bare = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # plugins take longer to import than these tests
+    assert together.run(Part("these", options, (), bare), [str(file)]) == expected
     capfd.readouterr()
 
 

@@ -13,7 +13,7 @@ from launching import HERE, ROOT, launch, missing, results
 
 Found = dict[str, list[dict[str, Any]]]
 
-LAUNCHERS = ("horovodrun, Gloo", "mpirun")
+LAUNCHERS = ("horovodrun, Gloo", pytest.param("mpirun", marks=pytest.mark.long))
 WORKERS = 2
 STACKS = {"mixed none", "mixed topk", "agmerge none", "agmerge topk"}
 STEPS = {  # and which stacks besides ours
