@@ -176,8 +176,8 @@ def loops_row(level: int | None) -> Row:
     if level is not None:
         return Row("speed", "compiled loops", True, f"in use, {('for any machine', 'AVX2', 'AVX-512')[level]}")
     slower = "selection takes 2.3 to 6 times as long"
-    if os.environ.get("AGMERGE_NO_KERNEL", "0") not in ("", "0"):
-        return Row("speed", "compiled loops", False, f"switched off: {slower}", "unset AGMERGE_NO_KERNEL")
+    if os.environ.get(kernel.VARIABLE) == "off":
+        return Row("speed", "compiled loops", False, f"switched off: {slower}", f"unset {kernel.VARIABLE}")
     again = f"{python()} -m pip install --force-reinstall --no-deps --no-cache-dir <the source of agmerge>"
     if any(shutil.which(compiler) for compiler in ("cc", "gcc", "clang", "cl")):
         return Row("speed", "compiled loops", False, f"not built: {slower}", again)

@@ -135,7 +135,10 @@ class Player:
             self.taken[name] = torch.zeros(parameter.shape, dtype=torch.float64)
 
     def _wrapped(self) -> agmerge.DistributedOptimizer:
-        return agmerge.DistributedOptimizer(self.inner(self.model), self.model.named_parameters(), **self.options)
+        options = dict(self.options)
+        if options["compression"] in ("none", "fp16", "bf16"):  # what is about selection would be refused
+            options |= {"exchange": "sparse", "wire": "auto"}
+        return agmerge.DistributedOptimizer(self.inner(self.model), self.model.named_parameters(), **options)
 
     def play(self, event: Event) -> None:
         """Carry out one event."""

@@ -105,15 +105,15 @@ def test_probes_run_side_by_side() -> None:
     [
         (2, "", ["cc"], "in use, AVX-512", ""),
         (0, "", [], "in use, for any machine", ""),
-        (None, "1", ["cc"], "switched off: selection takes", "unset AGMERGE_NO_KERNEL"),
+        (None, "off", ["cc"], "switched off: selection takes", "unset AGMERGE_KERNEL"),
         (None, "", ["clang"], "not built: selection takes", "python -m pip install --force-reinstall --no-deps"),
-        (None, "0", [], "there was no C compiler: ", "install one (apt install gcc), then python -m pip"),
+        (None, "avx2", [], "there was no C compiler: ", "install one (apt install gcc), then python -m pip"),
     ],
 )
 def test_whether_the_compiled_loops_are_in_use(
     level: int | None, off: str, compilers: list[str], detail: str, fix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("AGMERGE_NO_KERNEL", off)
+    monkeypatch.setenv("AGMERGE_KERNEL", off)
     there = dict.fromkeys([*compilers, "python"], "/bin/python")
     monkeypatch.setattr("shutil.which", lambda program, path=None: there.get(program))
     row = doctor.loops_row(level)

@@ -261,9 +261,7 @@ def _ours_in(orders: list[str], split: bool = False) -> dict[str, Any]:
         agmerge.DistributedOptimizer(
             torch.optim.SGD([parameter for _, parameter in part], lr=0.1, momentum=0.9),
             part,
-            density=1.0,
-            merging="layerwise",
-            timeout=TIMEOUT,
+            **{"compression": "topk", "density": 1.0, "merging": "layerwise", "timeout": TIMEOUT},
         )
         for part in parts
     ]
