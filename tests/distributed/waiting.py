@@ -9,6 +9,7 @@ import torch
 import agmerge
 
 agmerge.init()
+torch.manual_seed(0)  # replicas start equal
 model = torch.nn.Linear(40, 40)
 inner = torch.optim.SGD(model.parameters(), lr=0.1)
 optimizer = agmerge.DistributedOptimizer(inner, model.named_parameters(), timeout=3.0)
