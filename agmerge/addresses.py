@@ -23,7 +23,7 @@ def network() -> str:
 
 
 def reachable(hosts: Sequence[str], env: Mapping[str, str]) -> str:
-    """The address to listen at for ranks elsewhere; ``hosts``: names or addresses of theirs.
+    """Return the address to listen at for ranks elsewhere; ``hosts``: names or addresses of theirs.
 
     Raises ``OSError`` if there is none.
     """
@@ -34,18 +34,18 @@ def reachable(hosts: Sequence[str], env: Mapping[str, str]) -> str:
 
 
 def to_master(env: Mapping[str, str]) -> str:
-    """The address from which this machine talks to the one that the launcher names; empty if it is that one."""
+    """Return the address from which this machine talks to the one that the launcher names; empty if it is that one."""
     found = (towards(env[key]) for key in MASTERS if env.get(key))
     return next((address for address in found if not only_here(address)), "")
 
 
 def only_here(address: str) -> bool:
-    """Whether ``address`` means this machine on every machine, or nothing."""
+    """Tell whether ``address`` means this machine on every machine, or nothing."""
     return not address or address.startswith("127.") or address in ("::1", "0.0.0.0")
 
 
 def of_name(host: str) -> str:
-    """The address that the name of this machine leads to, if it is one of its own; else the loopback.
+    """Return the address that the name of this machine leads to, if it is one of its own; else the loopback.
 
     That is what Gloo listens at where ``GLOO_SOCKET_IFNAME`` is not set.
     """
@@ -63,7 +63,7 @@ def of_name(host: str) -> str:
 
 
 def interface(address: str) -> str:
-    """The network interface that has ``address``; empty if none says so."""
+    """Return the network interface that has ``address``; empty if none says so."""
     return next((name for _, name in socket.if_nameindex() if address and of_interface(name) == address), "")
 
 

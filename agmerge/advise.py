@@ -141,7 +141,7 @@ def at(measured: Measurements, density: float) -> Measurements:
 
 
 def text(rows: Sequence[Row], step: float, predicted: float, optimizer: str) -> str:
-    """The table and a recommendation, with what is known of its accuracy with this class of ``optimizer``.
+    """Return the table and a recommendation, with what is known of its accuracy with this class of ``optimizer``.
 
     ``step``: measured seconds; ``predicted``: what would have been predicted of it. A gain that is no larger than the
     difference of the two is not recommended.

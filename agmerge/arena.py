@@ -180,7 +180,7 @@ class Arena:
             self.memory.mask(self._momenta[self._turn][part], indices, sent)
 
     def correct(self, unused: Iterable[Slot] = ()) -> None:
-        """Every message has arrived: apply the momentum of what is sent whole to its average.
+        """Apply the momentum of what is sent whole to its average, once every message has arrived.
 
         ``unused``: tensors that no rank had a gradient for; their momentum stays as it was.
         """

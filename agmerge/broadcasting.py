@@ -93,7 +93,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _separate(tensors: list[torch.Tensor]) -> bool:
-    """Whether each may be written over by itself: none lies in another, or several times in itself."""
+    """Tell whether each may be written over by itself: none lies in another, or several times in itself."""
     full = [tensor for tensor in tensors if tensor.numel()]
     places = {tensor.untyped_storage().data_ptr() for tensor in full}
     return len(places) == len(full) and all(tensor.stride() == _form(tensor)[2] for tensor in full)
@@ -170,7 +170,7 @@ def _broadcast_chunk(pieces: list[torch.Tensor], buffer: torch.Tensor, root_rank
 
 
 def _room(tensor: torch.Tensor) -> int:
-    """The bytes of ``tensor`` in a message: where it begins any dtype may."""
+    """Return the bytes of ``tensor`` in a message: where it begins any dtype may."""
     return -(tensor.numel() * tensor.element_size() // -ALIGNED) * ALIGNED
 
 

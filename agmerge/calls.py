@@ -42,23 +42,23 @@ def agree(comm: Backend, label: str, facts: Sequence[Fact], what: str = "collect
 
 
 def exchange_digests(comm: Backend, label: str, mine: bytes) -> list[bytes]:
-    """What every rank is about to do, in 16 bytes."""
+    """Return what every rank is about to do, in 16 bytes."""
     return gather_bytes(comm, mine, f"agreement ({label})", deadline.default())
 
 
 def exchange_texts(comm: Backend, label: str, mine: bytes) -> list[bytes]:
-    """What every rank is about to do, in full; nothing from one that has joined."""
+    """Return what every rank is about to do, in full; nothing from one that has joined."""
     return gather_texts(comm, mine, f"agreement ({label})", deadline.default())
 
 
 def joinable(facts: Sequence[Sequence[str]]) -> bool:
-    """Whether ranks that have joined can stand in with zeros."""
+    """Tell whether ranks that have joined can stand in with zeros."""
     told = dict((name, value) for name, value in facts)
     return told.get("call") == "allreduce" and told.get("op") in ("sum", "average")
 
 
 def share_numbers(comm: Backend, label: str, numbers: Sequence[int]) -> list[list[int]]:
-    """Every rank's ``numbers``, of which all have equally many. Collective."""
+    """Return every rank's ``numbers``, of which all have equally many. Collective."""
     mine = np.asarray(numbers, dtype=np.int64).tobytes()
     told = gather_bytes(comm, mine, f"numbers ({label})", deadline.default())
     return [np.frombuffer(one, dtype=np.int64).tolist() for one in told]

@@ -97,7 +97,7 @@ def version_of(program: str, timeout: float = TIMEOUT) -> str:
 def examine(
     probe: Callable[[str], Found] = probe, version_of: Callable[[str], str] = version_of, level: int | None = None
 ) -> list[Row]:
-    """The table. ``level``: of the compiled loops, None where they are not in use."""
+    """Return the table. ``level``: of the compiled loops, None where they are not in use."""
     with ThreadPoolExecutor(5) as pool:
         running = [pool.submit(probe, code) for code in (TORCH, HOROVOD, MPI4PY, HOROVODRUN)]
         mpirun = pool.submit(version_of, "mpirun").result()
@@ -172,7 +172,7 @@ def mpirun_row(version: str) -> Row:
 
 
 def loops_row(level: int | None) -> Row:
-    """Whether selection runs in compiled loops: without them it takes 2.3 to 6 times as long."""
+    """Tell whether selection runs in compiled loops: without them it takes 2.3 to 6 times as long."""
     if level is not None:
         return Row("speed", "compiled loops", True, f"in use, {('for any machine', 'AVX2', 'AVX-512')[level]}")
     slower = "selection takes 2.3 to 6 times as long"
@@ -186,7 +186,7 @@ def loops_row(level: int | None) -> Row:
 
 
 def later(found: Found) -> str:
-    """The command for a probe that ran out of time; empty for others."""
+    """Return the command for a probe that ran out of time; empty for others."""
     return f"{python()} -m agmerge doctor --patience {PATIENT}" if found.late else ""
 
 

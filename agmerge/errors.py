@@ -38,7 +38,7 @@ NAMED = 5  # parameters that an error names
 
 
 def and_more(names: Sequence[str]) -> str:
-    """The first of ``names``, quoted, and how many there are besides."""
+    """Return the first of ``names``, quoted, and how many there are besides."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(map(repr, names[:NAMED])) + more
 

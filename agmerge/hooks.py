@@ -76,7 +76,8 @@ class HandedOver:
 
     def add(self, parameter: torch.Tensor) -> None:
         """Remember ``parameter.grad`` and its version."""
-        self._seen[parameter] = (parameter.grad, _version(parameter.grad))
+        gradient = parameter.grad
+        self._seen[parameter] = (gradient, _version(gradient))
 
     def error(self, members: Members, step: int, remedy: str) -> AGMergeError | None:
         """Return the error of a script that has replaced, removed or written to a gradient since, if it has."""

@@ -45,7 +45,7 @@ class ProcessSet:
         return len(self.ranks)
 
     def included(self) -> bool:
-        """Whether this rank is one of them."""
+        """Tell whether this rank is one of them."""
         return runtime.rank() in self.ranks
 
     def rank(self) -> int | None:

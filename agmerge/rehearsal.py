@@ -114,7 +114,9 @@ class Rehearsal:
 
 
 def _zeros(load: Load) -> Load:
-    """Return a load that may be summed where it lies, again and again: between steps ``work`` is nobody's, unless the
-    last update is in it."""
+    """Return a load that may be summed where it lies, again and again.
+
+    Between steps ``work`` is nobody's, unless the last update is in it.
+    """
     shared = load.work.data_ptr() == load.update.data_ptr()
     return Load(load.segment, torch.zeros_like(load.work) if shared else load.work.zero_(), load.update)

@@ -152,7 +152,7 @@ class Round:
         return agreed
 
     def left_over(self, slot: Slot) -> bool:
-        """Whether a tensor that no rank used has an update all the same: see :meth:`Session.moves`."""
+        """Tell whether a tensor that no rank used has an update all the same: see :meth:`Session.moves`."""
         return not self.nonfinite and self.session.moves(slot)
 
     def withdraw(self) -> None:

@@ -38,7 +38,7 @@ def load(folder: Path) -> tuple[Bytes, Bytes, Bytes, Bytes]:
 
 
 def find(folder: Path, part: str, dimensions: int) -> Path:
-    """The file of ``part`` ("train", "t10k"), under the names in use: with a dash or a dot, gzipped or not."""
+    """Return the file of ``part`` ("train", "t10k"), under the names in use: with a dash or a dot, gzipped or not."""
     stem = f"{part}-{KINDS[dimensions]}"
     names = [f"{stem}{mark}idx{dimensions}-ubyte{end}" for mark in "-." for end in ("", ".gz")]
     for name in names:

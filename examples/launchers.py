@@ -19,7 +19,7 @@ HOROVODS = ("--tag-output", "^openib")  # what horovodrun gives to the mpirun th
 
 
 def launcher(env: Mapping[str, str] = os.environ, above: Iterable[str] | None = None) -> str:
-    """What has started this worker, by the variables that it leaves; nothing: it is alone.
+    """Return what has started this worker, by the variables that it leaves; nothing: it is alone.
 
     horovodrun over MPI leaves mpirun's only, and turns into it: it is told by ``above``, the commands that this process
     descends from.

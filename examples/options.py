@@ -21,7 +21,7 @@ def add_options(parser: ArgumentParser, compression: str = "the library's defaul
 
 
 def given(args: Namespace, model: nn.Module) -> dict[str, Any]:
-    """What the command line says, as arguments for the optimizer of ``model``.
+    """Return what the command line says, as arguments for the optimizer of ``model``.
 
     Three things follow from others. The exchange is named for a sparsifier, because the library's default sends dense
     where the network is fast, as it is on one machine. ``--merging dear`` takes the model; it halves an all-reduce, so
@@ -38,7 +38,7 @@ def given(args: Namespace, model: nn.Module) -> dict[str, Any]:
 
 
 def described(settings: dict[str, str]) -> str:
-    """The compressor of an optimizer with these ``settings``, for people."""
+    """Return the compressor of an optimizer with these ``settings``, for people."""
     name = settings["compression"]
     if name in CASTS:
         return name

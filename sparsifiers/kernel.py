@@ -71,7 +71,7 @@ def load(folder: Path) -> ctypes.CDLL | None:
 
 
 def chosen(setting: str, folder: Path) -> ctypes.CDLL | None:
-    """The library in `folder`, at the level that `setting` names at most ("": any); None if "off" or not built.
+    """Return the library in `folder`, at the level that `setting` names at most ("": any); None if "off" or not built.
 
     Raises ``ValueError`` for a setting that is none of these.
     """
@@ -92,7 +92,7 @@ def available() -> bool:
 
 
 def level() -> int:
-    """The number of the instruction set in use; 0 without the library."""
+    """Return the number of the instruction set in use; 0 without the library."""
     return 0 if library is None else ctypes.c_int.in_dll(library, "kernel_level").value
 
 

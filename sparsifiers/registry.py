@@ -61,7 +61,7 @@ class Registry(Generic[Made]):
         return made
 
     def _canonical(self, name: str) -> str | None:
-        """The canonical name, from any spelling of it or of an alias; None: there is none."""
+        """Return the canonical name, from any spelling of it or of an alias; None: there is none."""
         aliases = {spelling(alias): known for alias, known in self._aliases.items()}
         return {**aliases, **{spelling(known): known for known in self._factories}}.get(spelling(name))
 

@@ -25,7 +25,7 @@ OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def matched(name: str) -> str:
-    """The part of a call's name that is the same on all ranks."""
+    """Return the part of a call's name that is the same on all ranks."""
     return name.partition(" (")[0]
 
 

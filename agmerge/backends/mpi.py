@@ -34,7 +34,7 @@ def launched(env: Mapping[str, str]) -> bool:
 
 
 def installed() -> bool:
-    """Whether mpi4py is here."""
+    """Tell whether mpi4py is here."""
     return importlib.util.find_spec("mpi4py") is not None
 
 
@@ -235,7 +235,7 @@ class MpiBackend(Backend):
 
 @functools.cache
 def _sixteen_bits(MPI: Any, dtype: torch.dtype, op: str) -> tuple[Any, Any]:
-    """A type and an operation for 16-bit floats, which MPI does not have: pairs of bytes, combined here."""
+    """Return a type and an operation for 16-bit floats, which MPI does not have: pairs of bytes, combined here."""
 
     def combine(received: Any, total: Any, kind: Any) -> None:
         into = torch.frombuffer(total, dtype=dtype)

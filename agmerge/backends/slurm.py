@@ -20,7 +20,7 @@ INSTEAD = (
 
 
 def launched(env: Mapping[str, str]) -> bool:
-    """Whether this process is one of several tasks of a step."""
+    """Tell whether this process is one of several tasks of a step."""
     return tasks(env) > 1
 
 
@@ -31,7 +31,7 @@ def tasks(env: Mapping[str, str]) -> int:
 
 
 def variables(env: Mapping[str, str]) -> dict[str, str]:
-    """What torchrun would have set: rank, size, place on the node, and where rank 0 is.
+    """Return what torchrun would have set: rank, size, place on the node, and where rank 0 is.
 
     The port follows from the number of job and step, so that two steps on one node do not meet. Raises
     :class:`agmerge.AGMergeError` with what to do where Slurm has not said enough: never a group of one.

@@ -90,7 +90,7 @@ def open(env: Mapping[str, str], timeout: float) -> TorchBackend:
 
 
 def _beside(dist: Any, env: Mapping[str, str], timeout: float) -> TorchBackend:
-    """A group of our own beside the script's.
+    """Return a group of our own beside the script's.
 
     Calls of the one cannot meet those of the other, and ours moves tensors of the CPU too where the script's is NCCL
     alone.

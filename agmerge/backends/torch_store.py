@@ -76,7 +76,7 @@ class Meeting:
         )
 
     def gather(self, text: bytes, name: str) -> list[bytes]:
-        """Every rank's ``text``, as :func:`agmerge.handshake.gather_texts` gives it. Collective."""
+        """Return every rank's ``text``, as :func:`agmerge.handshake.gather_texts` gives it. Collective."""
         keys = [f"{name}/{rank}" for rank in range(self.size)]
         with whereabouts.waiting("init()", ()):
             try:
@@ -111,7 +111,7 @@ def choose_interface(address: str) -> None:
 
 
 def advice(address: str) -> str:
-    """What to do when Gloo could not connect to other machines, which reach this one at ``address``."""
+    """Return what to do when Gloo could not connect to other machines, which reach this one at ``address``."""
     host, given = socket.gethostname(), os.environ.get(INTERFACE)
     listens = addresses.of_interface(given.split(",")[0]) if given else addresses.of_name(host)
     because = f"{INTERFACE}={given}" if given else "that is where its name leads"

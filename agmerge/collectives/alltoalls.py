@@ -28,7 +28,7 @@ class Alltoall(Operation):
         self._splits = _checked(splits, len(tensor), self.comm.size, self.label)
 
     def facts(self) -> list[Fact]:
-        """The dtype and all dimensions but the first."""
+        """Return the dtype and all dimensions but the first."""
         (mine,) = self.tensors
         return [("dtype", row_kind(mine)), ("trailing dimensions", str(list(mine.shape[1:])))]
 
@@ -45,12 +45,12 @@ class Alltoall(Operation):
         return [self.comm.all_to_all(byte_view(self._result), byte_view(plain(mine)), *lengths, self.message)]
 
     def end(self) -> list[torch.Tensor]:
-        """A new tensor, and the numbers of rows as the script gave its own."""
+        """Return a new tensor, and the numbers of rows as the script gave its own."""
         counts = torch.tensor(self._received, dtype=self._like.dtype, device=self._like.device)
         return [self._result, counts]
 
     def backward(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Every gradient goes back where its row came from."""
+        """Send every gradient back to where its row came from."""
         back = Alltoall(gradients[0], self._received, f"gradient of {self.label}", where=self.group)
         return [run(back)[0]]
 

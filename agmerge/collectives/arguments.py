@@ -18,14 +18,14 @@ class Compressor(Protocol):
     """As :class:`agmerge.Compression`, or one of Horovod's."""
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """What travels instead of ``tensor``, and a context."""
+        """Return what travels instead of ``tensor``, and a context."""
 
     def decompress(self, tensor: torch.Tensor, context: Any) -> torch.Tensor:
         """``tensor`` as it was, but for what was lost."""
 
 
 def label(name: Any, call: str) -> str:
-    """What a call is named in errors: the script's name for it, or its own."""
+    """Return what a call is named in errors: the script's name for it, or its own."""
     if name is not None and not isinstance(name, str):
         raise TypeError(f"{call}: name must be a string, not {name!r}")
     return name or call
@@ -51,7 +51,7 @@ def check_tensor(given: Any, call: str) -> None:
 
 
 def check_list(given: Any, call: str) -> list[torch.Tensor]:
-    """The tensors of a grouped call."""
+    """Return the tensors of a grouped call."""
     if isinstance(given, torch.Tensor) or not isinstance(given, Sequence) or isinstance(given, str):
         raise TypeError(f"{call}: give a list of tensors, not a {type(given).__name__}")
     if not given:

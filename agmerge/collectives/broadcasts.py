@@ -27,7 +27,7 @@ class Broadcast(Operation):
         self._index = root_of(self.comm, self.group.ranks, root_rank)
 
     def facts(self) -> list[Fact]:
-        """The root, and the tensor's dtype and shape."""
+        """Return the root, and the tensor's dtype and shape."""
         return [("root_rank", str(self.root)), ("tensor", described(self.tensors[0]))]
 
     def begin(self) -> list[Handle]:
@@ -38,7 +38,7 @@ class Broadcast(Operation):
         return [self.comm.broadcast(byte_view(self._result), self._index, self.message)] if self._result.numel() else []
 
     def end(self) -> list[torch.Tensor]:
-        """A new tensor, or the given one, overwritten."""
+        """Return a new tensor, or the given one, overwritten."""
         if not self.in_place:
             return [self._result]
         with torch.no_grad():
@@ -49,7 +49,7 @@ class Broadcast(Operation):
         return [self._given]
 
     def backward(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The average of all gradients on the root, zeros on the others, as in Horovod."""
+        """Return the average of all gradients on the root, zeros on the others, as in Horovod."""
         back = Allreduce(gradients, f"gradient of {self.label}", Average, 1.0, 1.0, where=self.group)
         mean: torch.Tensor = run(back)
         return [mean if self.comm.rank == self._index else mean * 0]
@@ -88,7 +88,7 @@ def _operation(tensor: Any, call: str, root: int, name: Any, process_set: Any, i
 
 
 def root_of(comm: Backend, ranks: Sequence[int], root_rank: Any) -> int:
-    """The place among ``ranks`` (of the world) of rank ``root_rank``. ``ValueError`` if it has none."""
+    """Return the place among ``ranks`` (of the world) of rank ``root_rank``. ``ValueError`` if it has none."""
     if root_rank not in ranks:
         there = f"there are {len(ranks)} ranks, " if len(ranks) == comm.size and ranks[-1] == comm.size - 1 else ""
         named = f"0 to {comm.size - 1}" if there else f"the process set has ranks {list(ranks)}"

@@ -29,7 +29,7 @@ class Allgather(Operation):
                 raise ValueError(f"{self.label}: a tensor of no dimensions cannot be gathered; use tensor.reshape(1)")
 
     def facts(self) -> list[Fact]:
-        """Every tensor's dtype and all dimensions but the first."""
+        """Return every tensor's dtype and all dimensions but the first."""
         facts: list[Fact] = []
         for tensor in self.tensors:
             facts += [("dtype", row_kind(tensor)), ("trailing dimensions", str(list(tensor.shape[1:])))]
@@ -59,12 +59,12 @@ class Allgather(Operation):
         ]
 
     def end(self) -> list[torch.Tensor]:
-        """The results, which are new tensors."""
+        """Return the results, which are new tensors."""
         results, self._results = self._results, []
         return results
 
     def backward(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The average over the ranks of what belongs to this rank's rows, as in Horovod."""
+        """Return the average over the ranks of what belongs to this rank's rows, as in Horovod."""
         given = (gradients, f"gradient of {self.label}", Average, 1.0, 1.0)
         back = Allreduce(*given, where=self.group)
         here, wholes = self.comm.rank, run_all(back)

@@ -35,7 +35,7 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, proc
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: Any = None) -> list[Any]:
-    """Every rank's ``obj`` (anything that pickles), in the order of ranks. Collective."""
+    """Return every rank's ``obj`` (anything that pickles), in the order of ranks. Collective."""
     label = arguments.label(name, "allgather_object")
     data, problem = _pickled(obj)
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

@@ -48,7 +48,7 @@ class Operation(ABC):
 
     @abstractmethod
     def facts(self) -> list[Fact]:
-        """What must be the same on all ranks."""
+        """Return what must be the same on all ranks."""
 
     @abstractmethod
     def begin(self) -> list[Handle]:
@@ -56,14 +56,14 @@ class Operation(ABC):
 
     @abstractmethod
     def end(self) -> list[torch.Tensor]:
-        """The results, when all messages are in."""
+        """Return the results, when all messages are in."""
 
     @abstractmethod
     def backward(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The gradients of ``tensors``, from those of the results. Collective, as the call itself."""
+        """Return the gradients of ``tensors``, from those of the results. Collective, as the call itself."""
 
     def shaped(self, results: list[torch.Tensor]) -> Any:
-        """What the script gets."""
+        """Return what the script gets."""
         return results[0] if self.single else results
 
 
@@ -81,7 +81,7 @@ class Pending:
         return f"<{self._operation.label}, {'done' if self.done() else 'under way'}>"
 
     def done(self) -> bool:
-        """Whether :meth:`result` would return at once."""
+        """Tell whether :meth:`result` would return at once."""
         return self._results is not None or self._error is not None or all(one.done() for one in self._handles)
 
     def settle(self) -> None:
@@ -98,7 +98,7 @@ class Pending:
         self._operation.tensors = []
 
     def result(self) -> Any:
-        """What the collective gives, also when it is asked for again. Raises what went wrong."""
+        """Return what the collective gives, also when it is asked for again. Raises what went wrong."""
         self.settle()
         if self._error is not None:
             raise self._error
@@ -168,12 +168,12 @@ def count(comm: Backend) -> None:
 
 
 def run(operation: Operation) -> Any:
-    """The result of ``operation``. Collective."""
+    """Return the result of ``operation``. Collective."""
     return start(operation, waits=True).result()
 
 
 def run_all(operation: Operation) -> list[torch.Tensor]:
-    """The results of ``operation``, however many there are. Collective."""
+    """Return the results of ``operation``, however many there are. Collective."""
     operation.single = False
     return list(run(operation))
 
@@ -188,7 +188,7 @@ def _sweep(line: _Line) -> None:
 
 
 def poll(handle: Pending) -> bool:
-    """Whether :func:`synchronize` would return at once. ``handle``: what an ``..._async`` call has returned."""
+    """Tell whether :func:`synchronize` would return at once. ``handle``: what an ``..._async`` call has returned."""
     return _checked(handle, "poll").done()
 
 

@@ -6,12 +6,12 @@ import torch
 
 
 def as_bytes(tensor: torch.Tensor) -> bytes:
-    """The elements of ``tensor`` in C order."""
+    """Return the elements of ``tensor`` in C order."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous ``tensor``, 1-D."""
+    """Return the memory of a contiguous ``tensor``, 1-D."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
@@ -21,7 +21,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copied(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A contiguous copy of ``tensor`` without its graph, perhaps of another dtype."""
+    """Return a contiguous copy of ``tensor`` without its graph, perhaps of another dtype."""
     bare = tensor.detach().resolve_conj().resolve_neg()
     return bare.to(dtype or tensor.dtype, copy=True, memory_format=torch.contiguous_format)
 

@@ -59,7 +59,7 @@ class Allreduce(Reduction):
         return self._given
 
     def backward(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The same reduction of the gradients: those of an average are averaged, those of a sum are added."""
+        """Return the same reduction of the gradients: those of an average are averaged, those of a sum are added."""
         if self.op not in (Average, Sum):
             raise AGMergeError(f"{self.label}: op={self.op.value} has no gradient; give it tensor.detach()")
         given = (gradients, f"gradient of {self.label}", self.op, self.prescale, self.postscale)

@@ -49,18 +49,18 @@ class Reduction(Operation):
             raise ValueError(f"{self.label}: {self.op.value} of {tensor.dtype} is not built; convert the tensor first")
 
     def facts(self) -> list[Fact]:
-        """The operation, the factors, every tensor's dtype and shape."""
+        """Return the operation, the factors, every tensor's dtype and shape."""
         several = len(self.tensors) > 1
         named = [(f"tensor {i}" if several else "tensor", described(one)) for i, one in enumerate(self.tensors)]
         factors = [("prescale_factor", str(self.prescale)), ("postscale_factor", str(self.postscale))]
         return [("op", self.op.value), *factors, *named]
 
     def prepared(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy that a backend can add, scaled."""
+        """Return a copy that a backend can add, scaled."""
         return times(copied(tensor, _INTEGERS.get(tensor.dtype)), self.prescale)
 
     def finished(self, total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The result, of ``dtype``, from what the backend has combined."""
+        """Return the result, of ``dtype``, from what the backend has combined."""
         size = self.comm.size
         if self.op is not Average:
             return times(total, self.postscale).to(dtype)
@@ -70,7 +70,7 @@ class Reduction(Operation):
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous ``tensor`` in one dimension, complex numbers as pairs."""
+    """Return a contiguous ``tensor`` in one dimension, complex numbers as pairs."""
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
 
 

@@ -65,7 +65,7 @@ class ReduceScatter(Reduction):
         return [self.finished(piece, dtype).contiguous() for piece, dtype in zip(pieces, self._dtypes, strict=True)]
 
     def backward(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The gradients of all rows, gathered; of a sum, times the number of ranks, as in Horovod."""
+        """Return the gradients of all rows, gathered; of a sum, times the number of ranks, as in Horovod."""
         factor = self.prescale * self.postscale * (self.comm.size if self.op is Sum else 1)
         back = Allgather([one * factor for one in gradients], f"gradient of {self.label}", where=self.group)
         return run_all(back)

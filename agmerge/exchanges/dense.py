@@ -78,7 +78,7 @@ class DenseExchange(Exchange):
         return Pending(name, loads, control, sums[0].handle, size, sent, message, message, sums)
 
     def _stays(self, load: Load) -> bool:
-        """Whether a segment is summed where it lies: it is large, and what travels is exactly its work."""
+        """Tell whether a segment is summed where it lies: it is large, and what travels is exactly its work."""
         exact = self.cast is None and self.predivide == 1.0 and load.work.dtype == load.update.dtype
         return exact and not self.ordered and load.segment.length >= LARGE
 

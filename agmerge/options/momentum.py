@@ -46,12 +46,12 @@ class Rates:
 
 
 def rate(group: Mapping[str, Any]) -> Rate:
-    """What a group of ``torch.optim.SGD`` says of momentum."""
+    """Return what a group of ``torch.optim.SGD`` says of momentum."""
     return Rate(float(group["momentum"]), bool(group["nesterov"]))
 
 
 def applies(optimizer: torch.optim.Optimizer, groups: Groups | None = None) -> bool:
-    """Whether ``optimizer`` has a momentum that a memory can apply in its place: that of ``torch.optim.SGD``.
+    """Tell whether ``optimizer`` has a momentum that a memory can apply in its place: that of ``torch.optim.SGD``.
 
     ``groups``: its own, or those that it is about to load.
     """
@@ -170,7 +170,7 @@ def take_over(engine: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _is_sgd(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the step is that of ``torch.optim.SGD``: others do other things with a momentum."""
+    """Tell whether the step is that of ``torch.optim.SGD``: others do other things with a momentum."""
     if not isinstance(optimizer, torch.optim.SGD):
         return False
     return inspect.unwrap(type(optimizer).step) is inspect.unwrap(torch.optim.SGD.step)
