@@ -62,7 +62,8 @@ def test_going_dense_for_good_is_said_once_and_by_one_rank(monkeypatch: pytest.M
 
     (alone,) = on_ranks(1, MODEL, lambda rank, model: [body(rank, model)])
     assert alone == [0]  # nobody to exchange with
-    assert sum(agmerge.testing.run(2, lambda rank: body(rank, seeded(mlp)))) in (1, 2)  # threads share the recorder
+    models = [seeded(mlp) for _ in range(2)]  # not by the ranks: they are threads, and seeds are the process's
+    assert sum(agmerge.testing.run(2, lambda rank: body(rank, models[rank]))) in (1, 2)  # threads share the recorder
 
 
 @pytest.mark.parametrize("memory", ["residual", "none"])

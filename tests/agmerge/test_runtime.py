@@ -116,7 +116,8 @@ def test_variables_set_by_hand_but_not_all_are_an_error_and_not_local(missing: s
 # -- srun ---------------------------------------------------------------------------------------------------
 
 
-def test_several_tasks_of_srun_are_workers_of_torch() -> None:
+def test_several_tasks_of_srun_are_workers_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mpi, "installed", lambda: True)
     assert runtime.detect(SRUN) == "torch"
     assert runtime.detect({**SRUN, "AGMERGE_BACKEND": "local"}) == "local"  # who asks for it
     assert runtime.detect({**SRUN, **TORCHRUN}) == "torch"
