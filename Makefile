@@ -29,7 +29,7 @@ KERNEL := $(wildcard sparsifiers/kernel*.[ch])
 stamp = $(VENV)/.$(1)-$(shell { $(PYTHON) -c "$(ABOUT)"; pwd -P; cat $(2); } 2>&1 | cksum | cut -d ' ' -f 1)
 BASE := $(call stamp,base,requirements.txt setup.py $(KERNEL))
 TEST := $(call stamp,test,requirements.txt setup.py $(KERNEL) requirements-test.txt)
-HOROVOD := $(call stamp,horovod,requirements.txt setup.py $(KERNEL) requirements-horovod.txt agmerge/build_horovod.py)
+HOROVOD := $(call stamp,horovod,requirements.txt setup.py $(KERNEL) requirements-horovod.txt agmerge/cli/build_horovod.py)
 # The settings of Horovod's own build count too.
 HOROVOD := $(HOROVOD)-$(shell env | grep '^HOROVOD_' | sort | cksum | cut -d ' ' -f 1)
 

@@ -8,11 +8,28 @@ agmerge.broadcast_parameters(model.state_dict(), root_rank=0)
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from agmerge import testing
-from agmerge.broadcasting import broadcast_optimizer_state, broadcast_parameters
-from agmerge.collectives import (
+from agmerge.checkpoint.dcp import ResidualState
+from agmerge.checkpoint.gather import gather_state
+from agmerge.errors import (
+    AGMergeError,
+    CollectiveTimeout,
+    DivergenceError,
+    MessageError,
+    NoAnswer,
+    NonFiniteError,
+    PeerLost,
+    RankMismatchError,
+)
+from agmerge.ops import Adasum, Average, Compression, Max, Min, Product, ReduceOp, Sum
+from agmerge.optimizer import DistributedOptimizer
+from agmerge.options.density_schedule import ladder
+from agmerge.runtime import process_sets
+from agmerge.runtime.broadcast import broadcast_optimizer_state, broadcast_parameters
+from agmerge.runtime.collectives import (
     allgather,
     allgather_async,
     allgather_object,
@@ -43,22 +60,8 @@ from agmerge.collectives import (
     sparse_allreduce_async,
     synchronize,
 )
-from agmerge.distributed_checkpoint import ResidualState
-from agmerge.errors import (
-    AGMergeError,
-    CollectiveTimeout,
-    DivergenceError,
-    MessageError,
-    NoAnswer,
-    NonFiniteError,
-    PeerLost,
-    RankMismatchError,
-)
-from agmerge.gathering import gather_state
-from agmerge.ops import Adasum, Average, Compression, Max, Min, Product, ReduceOp, Sum
-from agmerge.optimizer import DistributedOptimizer
-from agmerge.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from agmerge.runtime import (
+from agmerge.runtime.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from agmerge.runtime.workers import (
     backend_name,
     init,
     is_initialized,
@@ -69,7 +72,6 @@ from agmerge.runtime import (
     size,
 )
 from agmerge.version import __version__
-from agmerge.warmup import ladder
 
 __all__ = [
     "AGMergeError",
@@ -138,6 +140,8 @@ __all__ = [
     "synchronize",
     "testing",
 ]
+
+sys.modules["agmerge.process_sets"] = process_sets  # pickles of until 2026-11 name the module of ProcessSet so
 
 _HOROVODS = {
     "HorovodInternalError": "catch agmerge.AGMergeError",

@@ -43,18 +43,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
     chosen = parser().parse_args(arguments)
     if chosen.command == "doctor":
-        from agmerge import doctor
+        from agmerge.cli import doctor
 
         return doctor.main(chosen.patience)
     if chosen.command == "plan":
-        from agmerge import plan_command
+        from agmerge.cli import plan as plan_command
 
         return plan_command.main(chosen.measurements, chosen.picture, chosen.save, chosen.planner)
     if chosen.command == "advise":
-        from agmerge import advise
+        from agmerge.cli import advise
 
         return advise.main(chosen.script, chosen.arguments)
-    from agmerge import build_horovod
+    from agmerge.cli import build_horovod
 
     try:
         build_horovod.build(force=chosen.force)

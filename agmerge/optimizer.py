@@ -11,15 +11,17 @@ from typing import Any
 import torch
 
 import sparsifiers
-from agmerge import advise, checkpoint, dear, elastic, joining, resizing, runtime, scaling
-from agmerge.config import IMPORTANCE, check_passes, followed, resolve
+from agmerge.checkpoint import horovod_elastic, rank_state
+from agmerge.engine import dear, grad_scaler, join, resize
 from agmerge.errors import AGMergeError
-from agmerge.figures import Figures
 from agmerge.ops import Average, ReduceOp
-from agmerge.options import compression as compressors
-from agmerge.options import momentum, telling
-from agmerge.options.compression import DENSITY
+from agmerge.options import compressors, momentum, notices
+from agmerge.options.compressors import DENSITY
+from agmerge.options.config import IMPORTANCE, followed
+from agmerge.options.resolve import check_passes, resolve
 from agmerge.options.wrapped import check_optimizer
+from agmerge.reporting import Figures
+from agmerge.runtime import workers
 
 TWICE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
@@ -120,23 +122,23 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         compressors.check_meaning(compression, arguments)
         self._set_up(optimizer, named_parameters, arguments)
         try:
-            runtime.adopt()
-            elastic.prepare(DistributedOptimizer)
-            if not runtime.elastic():  # there newcomers are alone until all begin the next step
-                resizing.connect(self._engine)
-            telling.tell(self._engine, optimizer, None)
+            workers.adopt()
+            horovod_elastic.prepare(DistributedOptimizer)
+            if not workers.elastic():  # there newcomers are alone until all begin the next step
+                resize.connect(self._engine)
+            notices.tell(self._engine, optimizer, None)
         except BaseException:
             self._engine.close()
             raise
 
     def _set_up(self, optimizer: torch.optim.Optimizer, named: Any, arguments: dict[str, Any]) -> None:
         # Not super().__init__(): the groups, the state and the hooks are the inner optimizer's.
-        check_optimizer(optimizer)
+        check_optimizer(optimizer, Figures)
         self.optimizer = optimizer
         compression = compressors.chosen(arguments["compression"], optimizer, arguments["memory"])
         self._arguments = arguments = {**arguments, "compression": compression}
         self._should_synchronize = True
-        config = followed(resolve(**advise.widened(arguments)), optimizer)
+        config = followed(resolve(**arguments), optimizer)
         self._engine = dear.engine_for(optimizer, named, config)
         self._take_scaler()
 
@@ -161,7 +163,7 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         # GradScaler.step() reads this first. Without it, scaled gradients would be stepped with.
         if self._engine.scaling.scaler is None:
-            raise AGMergeError(scaling.NOT_ATTACHED)
+            raise AGMergeError(grad_scaler.NOT_ATTACHED)
         return False  # whatever the inner optimizer does: unscaling is the scaler's
 
     def __getattr__(self, name: str) -> Any:
@@ -176,7 +178,7 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         self.flush()
         named = [(self._engine.members.name_of(p), p) for p in self._engine.members.name_all()]
         arguments = {**self._arguments, "backward_passes_per_step": self._engine.passes}
-        return _restore, (self.optimizer, named, arguments, checkpoint.save(self._engine))
+        return _restore, (self.optimizer, named, arguments, rank_state.save(self._engine))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the inner optimizer's; on every rank at the same step. The next step agrees on it."""
@@ -299,27 +301,27 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         arguments = {**self._arguments, "compression": compression, "density": density}
         arguments |= {"memory": memory, "warmup": warmup}
         config, before = followed(resolve(**arguments), self.optimizer), self._engine.config
-        self._engine.reconfigure(checkpoint.keeping(self._engine, config, memory))
+        self._engine.reconfigure(rank_state.keeping(self._engine, config, memory))
         self._arguments = arguments
-        telling.tell(self._engine, self.optimizer, before)
+        notices.tell(self._engine, self.optimizer, before)
 
     def attach_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """Work with ``scaler`` from the next step on, as ``scaler=`` does from the first. Collective, between steps."""
         self._engine.check_idle("attach_scaler()")
         arguments = {**self._arguments, "scaler": scaler}
         config = resolve(**arguments)
-        scaling.check(self._engine.members, config.scaled)
-        scaling.adopt(self._engine, replace(self._engine.config, nonfinite=config.nonfinite, scaled=config.scaled))
+        grad_scaler.check(self._engine.members, config.scaled)
+        grad_scaler.adopt(self._engine, replace(self._engine.config, nonfinite=config.nonfinite, scaled=config.scaled))
         self._arguments = arguments
         self._take_scaler()
 
     def _take_scaler(self) -> None:
         scaler = self._arguments["scaler"] if self._engine.config.scaled else None
-        scaling.check(self._engine.members, scaler is not None)
+        grad_scaler.check(self._engine.members, scaler is not None)
         if scaler is not self._engine.scaling.scaler:
-            self._engine.scaling = scaling.Scaling(scaler)
+            self._engine.scaling = grad_scaler.Scaling(scaler)
             if scaler is not None:
-                scaler.unscale_ = scaling.Unscale(scaler, self)
+                scaler.unscale_ = grad_scaler.Unscale(scaler, self)
 
     def _combine_for(self, scaler: torch.amp.GradScaler) -> None:
         """The scaler is about to unscale the gradients, and to look for infinities among them."""
@@ -337,7 +339,7 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         sent. Steps are taken here as on the others, hooks of the optimizer's step included. Collective.
         """
         self._connect_once()
-        return joining.join(self._engine, self.optimizer, self._step_combined)
+        return join.join(self._engine, self.optimizer, self._step_combined)
 
     def _step_combined(self) -> None:
         scaler = self._engine.scaling.scaler
@@ -354,32 +356,32 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         After ``agmerge.shutdown()`` and ``agmerge.init()`` this happens by itself. Residuals stay with this worker,
         fitted to the new number (docs/checkpoints.md).
         """
-        resizing.leave(self._engine)
+        resize.leave(self._engine)
 
     def close(self) -> None:
         """Take all hooks off. The inner optimizer and the model go on without this wrapper."""
         self._engine.close()
 
     def _connect_once(self) -> None:
-        resizing.connect(self._engine)  # unpickled or copied, or the workers are others now
+        resize.connect(self._engine)  # unpickled or copied, or the workers are others now
 
     # -- state ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, and under ``"agmerge"`` this rank's residuals by name."""
         self.flush()
-        return {**self.optimizer.state_dict(), checkpoint.SECTION: checkpoint.save(self._engine)}
+        return {**self.optimizer.state_dict(), rank_state.SECTION: rank_state.save(self._engine)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` gave here, or a plain optimizer's (residuals are then zero, with a warning)."""
-        inner = {key: value for key, value in state_dict.items() if key != checkpoint.SECTION}
+        inner = {key: value for key, value in state_dict.items() if key != rank_state.SECTION}
         before = self._engine.config
         rates = followed(before, self.optimizer, inner["param_groups"]).rates
-        checkpoint.load(self._engine, state_dict.get(checkpoint.SECTION))
+        rank_state.load(self._engine, state_dict.get(rank_state.SECTION))
         config = replace(self._engine.config, rates=rates)
-        self._engine.config = checkpoint.keeping(self._engine, config, self._arguments["memory"])
+        self._engine.config = rank_state.keeping(self._engine, config, self._arguments["memory"])
         self.optimizer.load_state_dict(inner)
-        telling.tell(self._engine, self.optimizer, before)
+        notices.tell(self._engine, self.optimizer, before)
 
 
 def _restore(
@@ -391,6 +393,6 @@ def _restore(
     """An unpickled or copied wrapper; it shakes hands at its first synchronize()."""
     self = DistributedOptimizer.__new__(DistributedOptimizer)
     self._set_up(optimizer, named, arguments)
-    checkpoint.load(self._engine, section)
-    self._engine.config = checkpoint.keeping(self._engine, self._engine.config, arguments["memory"])
+    rank_state.load(self._engine, section)
+    self._engine.config = rank_state.keeping(self._engine, self._engine.config, arguments["memory"])
     return self

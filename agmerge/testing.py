@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from agmerge import runtime
 from agmerge.backends.local import Call, Group, LocalBackend
 from agmerge.errors import PeerLost
+from agmerge.runtime import workers
 
 __all__ = ["Call", "calls", "jitter", "run"]
 
@@ -37,7 +37,7 @@ def run(
     results: list[T | BaseException | None] = [None] * n
 
     def body(rank: int) -> None:
-        runtime.bind(LocalBackend(group, range(n), rank))
+        workers.bind(LocalBackend(group, range(n), rank))
         try:
             results[rank] = fn(rank)
             group.leave(rank, "has already returned")
@@ -68,7 +68,7 @@ def jitter(seed: int, longest: float = 1e-3) -> Callable[[Call], None]:
 
 def calls() -> list[tuple[str, str, int]]:
     """What this rank has started so far: (kind, name, bytes) in order. Only inside :func:`run`."""
-    backend = runtime.world()
+    backend = workers.world()
     if not isinstance(backend, LocalBackend):
         raise ValueError("agmerge.testing.calls() works inside agmerge.testing.run() only")
     return list(backend.group.calls[backend.rank])

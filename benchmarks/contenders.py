@@ -144,9 +144,7 @@ def horovod(work: Any, optimizer: Any, *, fp16: bool = False) -> tuple[int, Step
 
     hvd.init()
     cast = hvd.Compression.fp16 if fp16 else hvd.Compression.none
-    wrapped = hvd.DistributedOptimizer(
-        optimizer, named_parameters=work.model.named_parameters(), compression=cast
-    )
+    wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=work.model.named_parameters(), compression=cast)
 
     def step() -> None:
         wrapped.zero_grad()

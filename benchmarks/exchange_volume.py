@@ -28,18 +28,19 @@ from pathlib import Path
 
 import torch
 
-from agmerge import runtime, testing
-from agmerge.arena import commit
+from agmerge import testing
 from agmerge.backends import Backend, Handle
 from agmerge.backends.local import LocalBackend
 from agmerge.exchanges import Commit, Exchange, Load, SparseExchange
-from agmerge.exchanges.histogram import BINS
-from agmerge.exchanges.oktopk import OkTopkExchange
-from agmerge.exchanges.parcels import Form
-from agmerge.exchanges.regions import number
-from agmerge.layout import Lane, Layout, Segment
+from agmerge.exchanges.message.format import Control, Format
+from agmerge.exchanges.message.pairs import Form
+from agmerge.exchanges.oktopk.exchange import OkTopkExchange
+from agmerge.exchanges.oktopk.histogram import BINS
+from agmerge.exchanges.oktopk.regions import number
 from agmerge.ops import Average
-from agmerge.wire import Control, Format
+from agmerge.runtime import workers as runtime
+from agmerge.tensors.arena import commit
+from agmerge.tensors.layout import Lane, Layout, Segment
 from sparsifiers import Selection
 
 WAIT = 300.0

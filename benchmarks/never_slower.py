@@ -103,6 +103,7 @@ def worker(args: argparse.Namespace) -> None:
         return step, optimizer
 
     steppers = {name: stepper(options) for name, options in STRATEGIES.items()}
+
     def agreed(mine: float) -> float:
         return float(agmerge.allreduce(torch.tensor([mine], dtype=torch.float64)))
 

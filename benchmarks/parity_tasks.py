@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import agmerge
 import agmerge.testing
-from agmerge.config import is_small
+from agmerge.options.config import is_small
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import shapes  # noqa: E402
 
 import merging  # noqa: E402
-from merging.agmerge import BUDGET  # noqa: E402
+from merging.planners.agmerge import BUDGET  # noqa: E402
 
 DENSITIES = (1.0, 0.1, 0.01, 0.001)
 WORKERS = (8, 16, 32, 64, 128, 256, 512, 1024)

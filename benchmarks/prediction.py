@@ -46,8 +46,8 @@ def worker(args: argparse.Namespace) -> None:
 
     import agmerge
     import merging
-    from agmerge.adaptation import finish
-    from agmerge.agreement import labelled
+    from agmerge.planning.replanner import finish
+    from agmerge.step.agreement import labelled
 
     agmerge.init()
     torch.set_num_threads(1)

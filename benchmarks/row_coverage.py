@@ -82,9 +82,7 @@ def worker(args: Namespace, name: str, model: torch.nn.Module, data: Data) -> Fi
     )
     optimizer.measure_selection()
     seeds = range(10_000 * args.seed, 10_000 * args.seed + args.epochs)
-    batches = [
-        batch for seed in seeds for batch in shard(count, recipe.batch_size, agmerge.rank(), args.workers, seed)
-    ]
+    batches = [batch for seed in seeds for batch in shard(count, recipe.batch_size, agmerge.rank(), args.workers, seed)]
     schedule = OneCycleLR(optimizer, lr, len(batches), pct_start=0.2, cycle_momentum=False)
     for batch in batches:
         optimizer.zero_grad()

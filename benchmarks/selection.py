@@ -33,7 +33,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import sparsifiers  # noqa: E402  (found only through the line above)
-from agmerge.arena import commit  # noqa: E402
+from agmerge.tensors.arena import commit  # noqa: E402
 from sparsifiers import kernel  # noqa: E402
 
 WIDTH = 1024  # of the matrices that the vector is made of

@@ -71,10 +71,10 @@ def watched() -> Clocks:
     """Clocks on what one step consists of."""
     from agmerge.backends.base import Handle
     from agmerge.backends.torch import TorchBackend
-    from agmerge.engine import Engine
+    from agmerge.engine.reducer import Engine
     from agmerge.exchanges import SparseExchange
-    from agmerge.nonfinite import Watch
-    from agmerge.round import Round
+    from agmerge.step.round import Round
+    from agmerge.tensors.nonfinite import Watch
 
     clocks = Clocks()
     for owner, name, row in (

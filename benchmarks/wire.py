@@ -27,9 +27,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from agmerge.codecs import candidates, smallest  # noqa: E402  (found only through the line above)
-from agmerge.layout import Lane, Layout, Segment  # noqa: E402
-from agmerge.wire import Control, Format  # noqa: E402
+from agmerge.exchanges.message import candidates, smallest  # noqa: E402  (found only through the line above)
+from agmerge.exchanges.message.format import Control, Format  # noqa: E402
+from agmerge.tensors.layout import Lane, Layout, Segment  # noqa: E402
 from sparsifiers import Selection  # noqa: E402
 
 WIRES = ("fp32", "fp16", "bf16", "int8")

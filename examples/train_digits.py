@@ -1,7 +1,7 @@
 """Train a small network on handwritten digits with several workers that exchange 1 % of their gradients.
 
-    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/train_digits.py
-    python examples/train_digits.py                      # alone
+python -m torch.distributed.run --standalone --nproc_per_node=2 examples/train_digits.py
+python examples/train_digits.py                      # alone
 """
 
 from __future__ import annotations

@@ -11,10 +11,12 @@ numpy only.
 
 from __future__ import annotations
 
+import sys
+
 from merging.costs import Cost, Costs
 from merging.curve import Curve
 from merging.measured import Measurements, best
-from merging.parts import divide
+from merging.message_split import divide
 from merging.plan import Plan
 from merging.planner import Planner
 from merging.profile import Profile
@@ -38,3 +40,7 @@ __all__ = [
     "names",
     "predict",
 ]
+
+# Pickles of planners name the module of their class: until 2026-11 those lay here, and now in planners/.
+for _name in "agmerge agtf count dear exact fgbuff horovod layerwise mgwfbp omgs single threshold".split():
+    sys.modules[f"merging.{_name}"] = sys.modules[f"merging.planners.{_name}"]

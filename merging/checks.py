@@ -26,9 +26,7 @@ def tensor_names(names: Sequence[str]) -> tuple[str, ...]:
         if not isinstance(name, str):
             raise TypeError(f"names[{index}] is {name!r}, not a string: give one name per tensor")
         if name in first:
-            raise ValueError(
-                f"names[{index}] repeats names[{first[name]}] ({name!r}): give every tensor its own name"
-            )
+            raise ValueError(f"names[{index}] repeats names[{first[name]}] ({name!r}): give every tensor its own name")
         first[name] = index
     if not checked:
         raise ValueError("names is empty: there must be at least one tensor")
@@ -98,8 +96,7 @@ def _numbers(what: str, values: ArrayLike, names: Sequence[str]) -> NDArray[Any]
     array = np.asarray(values)
     if array.shape != (len(names),):
         raise ValueError(
-            f"{what} has shape {array.shape} for {len(names)} tensors: give one number per tensor,"
-            " in readiness order"
+            f"{what} has shape {array.shape} for {len(names)} tensors: give one number per tensor, in readiness order"
         )
     if array.dtype.kind not in "iuf":
         raise TypeError(f"{what} holds {array.dtype} values: give integers or floats")

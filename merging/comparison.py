@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from merging.agmerge import BUDGET
 from merging.measured import Measurements, forward_after, step_end
 from merging.plan import Plan
+from merging.planners.agmerge import BUDGET
 from merging.registry import get, names
 from merging.timeline import predict
 

@@ -136,4 +136,3 @@ def isotonic(values: Sequence[float], weights: Sequence[float]) -> list[float]:
             pool = (mean + (pool[0] - mean) * (pool[1] / both), both, many + pool[2])
         pools.append(pool)
     return [mean for mean, _, many in pools for _ in range(many)]
-

@@ -9,9 +9,9 @@ from typing import Any
 
 from merging import storage
 from merging.checks import whole
-from merging.choice import choose_dense
 from merging.costs import Costs
 from merging.curve import Curve
+from merging.dense_choice import choose_dense
 from merging.plan import Plan
 from merging.planner import Planner
 from merging.profile import Profile

@@ -50,8 +50,7 @@ class Plan:
         for what, given, wanted in lengths:
             if given is not None and len(given) != wanted:
                 raise ValueError(
-                    f"{what} has {len(given)} entries, and the plan {m} merge buffers of {n} tensors:"
-                    f" give {wanted}"
+                    f"{what} has {len(given)} entries, and the plan {m} merge buffers of {n} tensors: give {wanted}"
                 )
         for i, (flag, part) in enumerate(zip(dense, parts, strict=True)):
             if flag and part > 1:

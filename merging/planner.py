@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from merging.costs import Costs
-from merging.limit import check_tensors, cut
 from merging.plan import Plan
 from merging.profile import Profile
+from merging.size_limit import check_tensors, cut
 from merging.timeline import MODES, check_mode
 
 

@@ -76,10 +76,7 @@ class Profile:
         return hash((self.names, self.numel.tobytes()))
 
     def __repr__(self) -> str:
-        return (
-            f"<Profile: {len(self)} tensors, {self.numel.sum()} elements,"
-            f" backward {self.backward.sum():.6g} s>"
-        )
+        return f"<Profile: {len(self)} tensors, {self.numel.sum()} elements, backward {self.backward.sum():.6g} s>"
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         # Pickling and copying forget that an array is read-only.

@@ -6,19 +6,19 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
-from merging.agmerge import AGMerge
-from merging.agtf import AGTF
-from merging.count import Count
-from merging.dear import DeAR
-from merging.exact import Exact
-from merging.fgbuff import FGBuff
-from merging.horovod import Horovod
-from merging.layerwise import Layerwise
-from merging.mgwfbp import MGWFBP
-from merging.omgs import OMGS
 from merging.planner import Planner
-from merging.single import Single
-from merging.threshold import Threshold
+from merging.planners.agmerge import AGMerge
+from merging.planners.agtf import AGTF
+from merging.planners.count import Count
+from merging.planners.dear import DeAR
+from merging.planners.exact import Exact
+from merging.planners.fgbuff import FGBuff
+from merging.planners.horovod import Horovod
+from merging.planners.layerwise import Layerwise
+from merging.planners.mgwfbp import MGWFBP
+from merging.planners.omgs import OMGS
+from merging.planners.single import Single
+from merging.planners.threshold import Threshold
 
 _ALL = (Layerwise, Single, Count, Threshold, Horovod, MGWFBP, OMGS, DeAR, FGBuff, AGMerge, AGTF, Exact)
 _PLANNERS: dict[str, type[Planner]] = {planner.name: planner for planner in _ALL}

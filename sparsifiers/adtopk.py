@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsifiers import feedback
+from sparsifiers import threshold_reuse
 from sparsifiers.arguments import Request
 from sparsifiers.base import Selection, Sparsifier
 from sparsifiers.device import largest_magnitudes_on_device
-from sparsifiers.keyed import Keyed
 from sparsifiers.magnitude import bit_view, magnitude_mask
 from sparsifiers.rows import matrices
 from sparsifiers.rows_device import largest_in_rows_on_device, maxima_and_largest_on_device
 from sparsifiers.rows_host import largest_in_rows, maxima_and_largest
+from sparsifiers.stateful import Keyed
 
 
 class AdTopKRow(Sparsifier):
@@ -68,7 +68,7 @@ class AdTopK(Keyed):
         if vector.device.type != "cpu":
             return Selection(largest_magnitudes_on_device(vector, request.k), request.k)
         known = self._recall(request.key, vector.numel()) if self.reuse else None
-        found = feedback.reuse(vector, request.k, known[0] if known else None)
+        found = threshold_reuse.reuse(vector, request.k, known[0] if known else None)
         if self.reuse and found.threshold is not None:
             self._keep(request.key, vector.numel(), found.threshold)
         indices = np.zeros(request.k, dtype=np.int32)

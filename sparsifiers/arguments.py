@@ -48,9 +48,7 @@ def check_density(density: float) -> float:
     if isinstance(density, bool) or not isinstance(density, Real):
         raise TypeError(f"density must be a number in (0, 1], not {density!r}")
     if not 0.0 < density <= 1.0:
-        raise ValueError(
-            f"density must lie in (0, 1], but is {density!r}; 1% is written 0.01, everything 1.0"
-        )
+        raise ValueError(f"density must lie in (0, 1], but is {density!r}; 1% is written 0.01, everything 1.0")
     return float(density)
 
 

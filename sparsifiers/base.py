@@ -32,19 +32,13 @@ class Selection:
                 f"{tuple(self.indices.shape)}"
             )
         if isinstance(self.count, Tensor):
-            if (
-                self.count.dtype != torch.int32
-                or self.count.dim() != 0
-                or self.count.device != self.indices.device
-            ):
+            if self.count.dtype != torch.int32 or self.count.dim() != 0 or self.count.device != self.indices.device:
                 raise ValueError(
                     f"Selection: a tensor as count must be 0-dim, int32 and on {self.indices.device}, not "
                     f"{self.count.dtype} of shape {tuple(self.count.shape)} on {self.count.device}"
                 )
         elif not 0 <= self.count <= self.indices.numel():
-            raise ValueError(
-                f"Selection: count is {self.count}, outside [0, {self.indices.numel()}], the capacity"
-            )
+            raise ValueError(f"Selection: count is {self.count}, outside [0, {self.indices.numel()}], the capacity")
 
     def trimmed(self) -> Tensor:
         """The selected indices alone, int64[count]; synchronises if `count` is on a device."""
@@ -128,9 +122,7 @@ class Sparsifier(ABC):
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore what `state_dict` returned. ValueError if it belongs to another kind of sparsifier."""
         if state:
-            raise ValueError(
-                f"{self}: keeps no state, but was given {sorted(state)}; load that into what saved it"
-            )
+            raise ValueError(f"{self}: keeps no state, but was given {sorted(state)}; load that into what saved it")
 
     def retain(self, keys: Iterable[str]) -> None:
         """After a re-plan: forget the state of every key that is not in `keys`."""

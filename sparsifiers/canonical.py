@@ -11,9 +11,7 @@ def canonical(name: str, options: Mapping[str, object]) -> str:
     Values are None, bool, int, float, str or (nested) tuples of these; anything else is a TypeError, because
     the text of an arbitrary object may hold its address.
     """
-    return (
-        f"{name}({', '.join(f'{option}={_text(name, option, value)}' for option, value in options.items())})"
-    )
+    return f"{name}({', '.join(f'{option}={_text(name, option, value)}' for option, value in options.items())})"
 
 
 def _text(name: str, option: str, value: object) -> str:

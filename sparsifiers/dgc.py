@@ -12,9 +12,9 @@ from sparsifiers.arguments import Request
 from sparsifiers.base import Selection, Sparsifier
 from sparsifiers.device import bracket, keys_of, take
 from sparsifiers.estimated import LEAST, key_floor, number, padded
-from sparsifiers.exact import largest_magnitudes, scan
+from sparsifiers.estimator_sample import strided
+from sparsifiers.exact_topk import largest_magnitudes, scan
 from sparsifiers.magnitude import INTEGERS, bit_view, magnitude_mask
-from sparsifiers.sample import strided
 
 REACHED = 32  # sampled elements among the k largest, at least; the authors' code has 2
 TURNS, LOWER, RAISE, BAND = 10, 0.8, 1.3, (0.8, 1.3)  # the authors' factor loop

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from sparsifiers.arguments import Request
 from sparsifiers.base import Selection
-from sparsifiers.correction import above, reaching
 from sparsifiers.device import bracket, keys_of, take
-from sparsifiers.exact import largest_magnitudes, scan
-from sparsifiers.keyed import Keyed
+from sparsifiers.estimator_sample import Sample, normalised, strided
+from sparsifiers.exact_topk import largest_magnitudes, scan
 from sparsifiers.magnitude import INTEGERS, bit_view, magnitude_mask
-from sparsifiers.sample import Sample, normalised, strided
+from sparsifiers.stateful import Keyed
+from sparsifiers.threshold_correction import above, reaching
 
 SAMPLES = 1 << 16
 REACHED = 256  # sampled elements above the threshold, at least: their count is then right to 6 %

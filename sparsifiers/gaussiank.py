@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from sparsifiers.arguments import Request
-from sparsifiers.correction import corrected
 from sparsifiers.estimated import Estimated
-from sparsifiers.sample import Sample
+from sparsifiers.estimator_sample import Sample
+from sparsifiers.threshold_correction import corrected
 
 EVALUATIONS = 6
 

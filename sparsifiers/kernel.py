@@ -115,9 +115,7 @@ def reads(bits: NDArray[Any]) -> TypeGuard[Keys]:
     )
 
 
-def scan(
-    bits: Keys, start: int, mask: int, floor: int, positions: Keys, keys: Keys, held: int
-) -> tuple[int, int]:
+def scan(bits: Keys, start: int, mask: int, floor: int, positions: Keys, keys: Keys, held: int) -> tuple[int, int]:
     """Append positions and keys of the elements of `bits` from `start` on whose key exceeds the floor.
 
     bits: see `reads`; positions and keys: int32 of one length. Returns where it stopped and how many are held
@@ -173,9 +171,7 @@ def rows_top(table: Keys, mask: int, quotas: NDArray[np.int64], transposed: bool
     found = np.empty(int(quotas.sum()), dtype=np.int32)
     if len(found):
         scratch = np.empty(3 * length, dtype=np.int32)
-        _loaded().kernel_rows(
-            _address(table), rows, length, mask, _address(quotas), _address(scratch), _address(found)
-        )
+        _loaded().kernel_rows(_address(table), rows, length, mask, _address(quotas), _address(scratch), _address(found))
     return found
 
 
@@ -267,9 +263,7 @@ def scatter(total: Tensor, indices: Tensor, values: Tensor, scale: float) -> boo
     count = indices.numel()
     if values.numel() != count or not (_plain(total) and _plain(indices, torch.int32) and _plain(values)):
         return False
-    if _loaded().kernel_scatter(
-        total.data_ptr(), total.numel(), indices.data_ptr(), values.data_ptr(), count, scale
-    ):
+    if _loaded().kernel_scatter(total.data_ptr(), total.numel(), indices.data_ptr(), values.data_ptr(), count, scale):
         raise IndexError(f"an index to add at is outside [0, {total.numel()})")
     return True
 

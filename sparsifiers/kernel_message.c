@@ -1,4 +1,4 @@
-/* What a message is made of: the codec `Blocks` of agmerge/codecs/indices.py. See kernel.c for what holds of all. */
+/* What a message is made of: the codec `Blocks` of agmerge/exchanges/message/indices.py. See kernel.c for what holds of all. */
 
 #include "kernel.h"
 

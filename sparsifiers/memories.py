@@ -105,13 +105,9 @@ class Memory(ABC):
             )
         if residual is not None:
             if residual.shape != work.shape or residual.dtype != work.dtype:
-                raise ValueError(
-                    f"{self}: residual is {_form(residual)}, but work is {_form(work)}; both must agree"
-                )
+                raise ValueError(f"{self}: residual is {_form(residual)}, but work is {_form(work)}; both must agree")
             if residual.data_ptr() == work.data_ptr() and work.numel() > 0:
-                raise ValueError(
-                    f"{self}: residual and work share storage; the residual must survive a skipped step"
-                )
+                raise ValueError(f"{self}: residual and work share storage; the residual must survive a skipped step")
         if gradient is None:
             return
         if gradient.layout is not torch.strided:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from sparsifiers.arguments import Request
-from sparsifiers.correction import reaching
 from sparsifiers.estimated import Estimated, number
-from sparsifiers.sample import Sample
+from sparsifiers.estimator_sample import Sample
+from sparsifiers.threshold_correction import reaching
 
 EVALUATIONS = 24  # 2**24 keys are two octaves halved to the last bit
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsifiers import kernel
-from sparsifiers.exact import BLOCK, largest, largest_magnitudes
+from sparsifiers.exact_topk import BLOCK, largest, largest_magnitudes
 from sparsifiers.rows import Matrix, deal, matrices
 
 LINE = 16  # fp32 elements of a cache line

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from sparsifiers.arguments import Request
-from sparsifiers.correction import corrected, off
 from sparsifiers.estimated import Estimated
-from sparsifiers.sample import Sample
+from sparsifiers.estimator_sample import Sample
 from sparsifiers.sidco_laws import exponential, gamma, moments, pareto
+from sparsifiers.threshold_correction import corrected, off
 
 Law = Literal["e", "gp", "gamma"]
 FIRST = 0.25  # what the first of several stages lets through

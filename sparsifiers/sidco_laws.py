@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsifiers.correction import above
+from sparsifiers.threshold_correction import above
 
 SHAPES = (-4.0, 0.45)  # of the Pareto: its variance, from which the shape is read, is finite below 0.5
 POINTS, ROUNDS = 64, 4  # 63**4 parts of the range of ln quantile: 2e-6

@@ -11,10 +11,10 @@ from sparsifiers.arguments import Request
 from sparsifiers.base import Selection
 from sparsifiers.device import bracket, keys_of, take
 from sparsifiers.estimated import key_floor, number, padded
-from sparsifiers.exact import scan
-from sparsifiers.feedback import key_from, reuse
-from sparsifiers.keyed import Keyed
+from sparsifiers.exact_topk import scan
 from sparsifiers.magnitude import bit_view, magnitude_mask
+from sparsifiers.stateful import Keyed
+from sparsifiers.threshold_reuse import key_from, reuse
 
 
 class Threshold(Keyed):

@@ -8,7 +8,7 @@ from torch import Tensor
 from sparsifiers.arguments import Request
 from sparsifiers.base import Selection, Sparsifier
 from sparsifiers.device import largest_magnitudes_on_device
-from sparsifiers.exact import largest_magnitudes
+from sparsifiers.exact_topk import largest_magnitudes
 from sparsifiers.magnitude import bit_view, magnitude_mask
 
 

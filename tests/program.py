@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import agmerge
 import merging
-from agmerge.routing import AHEAD
-from agmerge.session import Session
+from agmerge.exchanges.routing import AHEAD
+from agmerge.step.merge_buffers import Session
 
 LAYERS = ("a", "b")  # that a rank may leave out, and that may be frozen
 STEP, CLIP, DISCARD, BREAK = ENDINGS = ("step", "clip", "discard", "break")

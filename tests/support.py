@@ -21,8 +21,8 @@ from torch.nn import functional as F
 import agmerge
 import merging
 from agmerge import testing
-from agmerge.layout import Segment
-from agmerge.session import Session
+from agmerge.step.merge_buffers import Session
+from agmerge.tensors.layout import Segment
 
 torch.set_num_threads(1)  # ranks are threads or processes already
 

@@ -19,6 +19,26 @@ KNOWS = {  # besides the standard library and itself
     "sparsifiers": {"torch", "numpy"},
     "merging": {"numpy"},
 }
+GROUND = ("errors", "ops", "version")  # files of agmerge/ that every room may import
+ROOMS = {  # of agmerge/, from below to above: which of the rooms below it each may import
+    "tensors": "",
+    "metrics": "",
+    "backends": "",
+    "exchanges": "backends tensors",
+    "runtime": "backends",
+    "options": "backends tensors runtime exchanges",
+    "step": "backends tensors exchanges metrics options",
+    "planning": "backends tensors exchanges metrics options step",
+    "engine": "backends tensors runtime exchanges metrics options step planning",
+    "checkpoint": "backends tensors runtime exchanges options step engine",
+    "reporting": "metrics options step planning engine",
+    "testing": "backends runtime",
+    "optimizer": "runtime options engine checkpoint reporting",
+    "agmerge": "runtime options checkpoint testing optimizer",
+    "cli": "runtime options step planning optimizer agmerge",
+    "__main__": "cli",
+}
+MOST_BOXES, MOST_LEVELS, MOST_ARROWS, MOST_SMALL = 22, 12, 100, 10  # of agmerge/; small: files below 40 lines
 COMMUNICATION = ("horovod", "torch.distributed", "mpi4py")
 BACKENDS = "agmerge.backends."
 LONGEST = 400  # lines of a file
@@ -84,8 +104,51 @@ def problems(modules: Mapping[str, str], packages: frozenset[str] = frozenset(PA
                 found.append(f"{where} imports {one.target}, which {top} may not know")
         edges[name] = {module_of(one.target, modules) for one in here} - {None}
         found += [f"{name}:{line} {what}" for line, what in style(source)]
+    found += misplaced(modules, packages)
     circle = find_circle(edges)
     return found + ([f"import circle: {' -> '.join(circle)}"] if circle else [])
+
+
+def room_of(module: str) -> str:
+    """The room of a module of agmerge: a package or a file beside the packages; "agmerge" is what scripts import."""
+    return ([*module.split("."), "agmerge"])[1]
+
+
+def arrows(modules: Mapping[str, str], packages: frozenset[str] = frozenset(PACKAGES)) -> dict[tuple[str, str], str]:
+    """Which room of agmerge imports which, with one place for each."""
+    found: dict[tuple[str, str], str] = {}
+    for name, source in modules.items():
+        if within(name, "agmerge"):
+            for one in imports(name, source, name in packages):
+                target = module_of(one.target, modules)
+                if target is not None and within(target, "agmerge") and room_of(target) != room_of(name):
+                    found.setdefault((room_of(name), room_of(target)), f"{name}:{one.line}")
+    return found
+
+
+def misplaced(modules: Mapping[str, str], packages: frozenset[str] = frozenset(PACKAGES)) -> list[str]:
+    """Imports between rooms that the table does not know."""
+    found = [
+        f"{name} is in no room"
+        for name in modules
+        if within(name, "agmerge") and room_of(name) not in (*GROUND, *ROOMS)
+    ]
+    for (above, below), where in arrows(modules, packages).items():
+        if below not in (*GROUND, *ROOMS.get(above, "").split()):
+            found.append(f"{where}: {above} may not import {below}")
+    return found
+
+
+def levels(modules: Mapping[str, str], packages: frozenset[str] = frozenset(PACKAGES)) -> int:
+    """How many rooms of agmerge stand on each other at most."""
+    below: dict[str, set[str]] = {}
+    for above, under in arrows(modules, packages):
+        below.setdefault(above, set()).add(under)
+
+    def height(room: str) -> int:
+        return 1 + max(map(height, below.get(room, ())), default=0)
+
+    return max(map(height, below), default=1)
 
 
 def find_circle(edges: Mapping[str, set[str | None]]) -> list[str]:
@@ -152,8 +215,42 @@ def read() -> tuple[dict[str, str], frozenset[str]]:
 
 def test_the_house_is_in_order() -> None:
     modules, packages = read()
-    assert {"agmerge", "agmerge.backends.torch", "agmerge.wire", "sparsifiers.topk", "merging.plan"} <= set(modules)
+    assert {
+        "agmerge",
+        "agmerge.backends.torch",
+        "agmerge.exchanges.message.format",
+        "sparsifiers.topk",
+        "merging.plan",
+    } <= set(modules)
     assert problems(modules, packages) == []
+
+
+def test_rooms_are_few_and_stand_on_each_other() -> None:
+    modules, packages = read()
+    rooms = {room_of(name) for name in modules if within(name, "agmerge")}
+    assert len(rooms) <= MOST_BOXES
+    assert levels(modules, packages) <= MOST_LEVELS
+    assert len(arrows(modules, packages)) <= MOST_ARROWS
+
+
+def test_the_table_of_rooms_has_no_way_up_and_no_dead_door() -> None:
+    """A room stands in the table below those that may import it, and what may be imported somewhere is."""
+    order = list(ROOMS)
+    for room, below in ROOMS.items():
+        assert all(order.index(one) < order.index(room) for one in below.split()), room
+    modules, packages = read()
+    used = set(arrows(modules, packages))
+    idle = {(room, one) for room, below in ROOMS.items() for one in below.split()} - used
+    assert idle == set()
+
+
+def test_few_files_are_smaller_than_an_idea() -> None:
+    small = [
+        path
+        for path in (ROOT / "agmerge").rglob("*.py")
+        if path.name != "__init__.py" and len(path.read_text(encoding="utf-8").splitlines()) < 40
+    ]
+    assert len(small) <= MOST_SMALL
 
 
 def test_no_python_file_is_too_long() -> None:
@@ -190,9 +287,12 @@ def test_a_lower_package_loads_nothing_above_it(package: str, foreign: tuple[str
 
 # -- and each of them can be broken -------------------------------------------------------------------------
 
+PACKAGES_OF_EXAMPLES = frozenset({*PACKAGES, "agmerge.backends", "agmerge.engine"})
 GOOD = {
-    "agmerge": "from agmerge.engine import run\n__version__ = '1'",
-    "agmerge.engine": "import torch\nimport sparsifiers\nfrom agmerge.backends import torch as gloo",
+    "agmerge": "from agmerge.optimizer import run\n__version__ = '1'",
+    "agmerge.optimizer": "from agmerge.engine.reducer import run",
+    "agmerge.engine.reducer": "import torch\nimport sparsifiers\nfrom agmerge.backends import torch as gloo",
+    "agmerge.engine": "from agmerge.engine.reducer import run",
     "agmerge.backends": "",
     "agmerge.backends.torch": "def open(env: object) -> None:\n    import torch.distributed as dist",
     "sparsifiers": "from sparsifiers.topk import TopK",
@@ -204,28 +304,39 @@ BAD: dict[str, tuple[str, str, str]] = {
     "sideways": ("sparsifiers", "from merging import Plan", "sparsifiers may not know"),
     "up in a function": ("merging", "def f() -> None:\n    import agmerge", "merging may not know"),
     "torch in merging": ("merging", "import torch", "merging may not know"),
-    "an application": ("agmerge.engine", "from examples import train", "agmerge may not know"),
-    "a library": ("agmerge.engine", "import tensorboardX", "agmerge may not know"),
+    "an application": ("agmerge.engine.reducer", "from examples import train", "agmerge may not know"),
+    "a library": ("agmerge.engine.reducer", "import tensorboardX", "agmerge may not know"),
     "by name": ("sparsifiers", "import importlib\nimportlib.import_module('merging')", "sparsifiers may not know"),
     "by any name": ("merging", "def f(n: str) -> None:\n    __import__(n)", "merging may not know"),
-    "horovod": ("agmerge.engine", "def f() -> None:\n    import horovod.torch", "only a backend may"),
-    "distributed": ("agmerge.engine", "from torch import distributed", "only a backend may"),
-    "attribute": ("agmerge.engine", "import torch\nx = torch.distributed.is_initialized", "only a backend may"),
+    "horovod": ("agmerge.engine.reducer", "def f() -> None:\n    import horovod.torch", "only a backend may"),
+    "distributed": ("agmerge.engine.reducer", "from torch import distributed", "only a backend may"),
+    "attribute": ("agmerge.engine.reducer", "import torch\nx = torch.distributed.is_initialized", "only a backend may"),
     "below distributed": ("sparsifiers.topk", "from torch.distributed.nn import x", "only a backend may"),
     "too early": ("agmerge.backends.torch", "import torch.distributed as dist", "before a backend is opened"),
     "in a class": ("agmerge.backends.mpi", "class A:\n    from mpi4py import MPI", "before a backend is opened"),
-    "self": ("agmerge.engine", "from agmerge import engine", "circle: agmerge.engine -> agmerge.engine"),
+    "self": (
+        "agmerge.engine.reducer",
+        "from agmerge.engine import reducer",
+        "circle: agmerge.engine.reducer -> agmerge.engine.reducer",
+    ),
     "circle": (
         "sparsifiers.topk",
         "from sparsifiers import names",
         "circle: sparsifiers -> sparsifiers.topk -> sparsifiers",
     ),
     "late circle": (
-        "agmerge.engine",
-        "def f() -> str:\n    from agmerge import __version__\n    return __version__",
-        "circle: agmerge -> agmerge.engine -> agmerge",
+        "agmerge.engine.reducer",
+        "def f() -> object:\n    from agmerge.engine import run\n    return run",
+        "circle: agmerge.engine.reducer -> agmerge.engine -> agmerge.engine.reducer",
     ),
-    "relative circle": ("agmerge.engine", "from . import __version__", "circle: agmerge -> "),
+    "relative circle": (
+        "agmerge.engine.reducer",
+        "from . import run",
+        "circle: agmerge.engine.reducer -> agmerge.engine -> ",
+    ),
+    "up the house": ("agmerge.backends", "from agmerge.engine import run", "backends may not import engine"),
+    "past a room": ("agmerge.engine", "from agmerge import optimizer", "engine may not import optimizer"),
+    "no room": ("agmerge.attic.boxes", "", "agmerge.attic.boxes is in no room"),
     "print": ("merging", "def f() -> None:\n    print('x')", "merging:2 prints"),
     "argument": ("merging", "def f(a: int, b) -> None: ...", "argument 'b' of f()"),
     "keyword": ("merging", "class A:\n    def f(self, *, b) -> None: ...", "argument 'b' of f()"),
@@ -240,15 +351,15 @@ BAD: dict[str, tuple[str, str, str]] = {
 def test_good_sources_pass() -> None:
     fine = {
         "merging.a": "class A:\n    def f(self, b: int) -> int: ...\n    @classmethod\n    def g(cls) -> None: ...",
-        "agmerge.b": "from __future__ import annotations\nfrom .engine import run\nfrom sparsifiers.topk import TopK",
-        "agmerge.c": "def f() -> None:\n    import numpy\nprinted = sorted([], key=lambda a: a)",
+        "agmerge.reporting": "from __future__ import annotations\nfrom .engine import run\nfrom sparsifiers.topk import TopK",
+        "agmerge.errors": "def f() -> None:\n    import numpy\nprinted = sorted([], key=lambda a: a)",
         "merging.d": "\n" * LONGEST,
     }
-    assert problems({**GOOD, **fine}, frozenset({*PACKAGES, "agmerge.backends"})) == []
+    assert problems({**GOOD, **fine}, PACKAGES_OF_EXAMPLES) == []
 
 
 @pytest.mark.parametrize("rule", BAD)
 def test_a_broken_rule_is_found(rule: str) -> None:
     name, source, complaint = BAD[rule]
-    found = problems({**GOOD, name: source}, frozenset({*PACKAGES, "agmerge.backends"}))
+    found = problems({**GOOD, name: source}, PACKAGES_OF_EXAMPLES)
     assert len(found) == 1 and complaint in found[0]

@@ -39,7 +39,7 @@ def test_inject_sees_every_call_before_it_starts() -> None:
         seen[call.rank].append((call.kind, call.name, call.index, call.tensor.sum().item()))
 
     def body(rank: int) -> list[tuple[str, str, int]]:
-        world = agmerge.runtime.world()
+        world = agmerge.runtime.workers.world()
         copy = world.duplicate("copy", 30.0)
         world.all_reduce(torch.full((3,), float(rank)), "a").wait(30.0)
         copy.broadcast(torch.full((2,), float(rank)), 0, "b").wait(30.0)
@@ -64,7 +64,7 @@ def test_inject_can_damage_a_message() -> None:
     def body(rank: int) -> list[float]:
         tensors = [torch.ones(1), torch.ones(1), torch.ones(1)]
         for i, tensor in enumerate(tensors):
-            agmerge.runtime.world().all_reduce(tensor, f"sum {i}").wait(30.0)
+            agmerge.runtime.workers.world().all_reduce(tensor, f"sum {i}").wait(30.0)
         return [tensor.item() for tensor in tensors]
 
     assert testing.run(2, body, inject=inject) == [[2.0, 102.0, 2.0]] * 2
@@ -77,7 +77,7 @@ def test_inject_can_fail_a_rank() -> None:
 
     def body(rank: int) -> None:
         for name in ("first", "second"):
-            agmerge.runtime.world().all_reduce(torch.ones(1), name).wait(30.0)
+            agmerge.runtime.workers.world().all_reduce(torch.ones(1), name).wait(30.0)
 
     errors = testing.run(3, body, inject=inject, return_errors=True)
     assert isinstance(errors[2], OSError)

@@ -67,9 +67,7 @@ def test_what_is_named_is_there() -> None:
 
 
 @pytest.mark.parametrize(("capability", "levels"), [("AVX512", 3), ("AVX2", 2), ("DEFAULT", 2)])
-def test_all_of_it_has_every_level_of_arithmetic(
-    capability: str, levels: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_of_it_has_every_level_of_arithmetic(capability: str, levels: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(together, "capability", lambda: capability)
     first, *between, last = parts(everything=True)
     assert (first.name, last.name, len(between)) == ("unit tests", "real workers", levels)

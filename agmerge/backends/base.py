@@ -9,11 +9,15 @@ the same order; ``name`` is the same on all of them and says in errors what was 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from agmerge import whereabouts
+from agmerge.backends import status
+
+Gather = Callable[[bytes, str], list[bytes]]  # (text, name of the call) -> every rank's text
+# (rank, gather, environment) -> this rank's address if ranks are spread over several machines, else None
+Listen = Callable[[int, Gather, Mapping[str, str]], "str | None"]
 
 # What an all-reduce does with two tensors, for backends that combine them by themselves.
 OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -45,7 +49,7 @@ class Handle(ABC):
         ``timeout`` is in seconds. Raises :class:`agmerge.CollectiveTimeout` when it has passed and
         :class:`agmerge.PeerLost` when another rank is known to have left. Both say what is known of the others.
         """
-        with whereabouts.waiting(self._name, self._ranks):
+        with status.waiting(self._name, self._ranks):
             self._wait(timeout)
 
     @abstractmethod

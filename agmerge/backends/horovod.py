@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from agmerge import deadline, whereabouts
-from agmerge.backends import horovod_elastic
+from agmerge.backends import horovod_elastic, status, timeouts
 from agmerge.backends.base import Backend, Handle, matched
 from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost, RankMismatchError
 
@@ -84,7 +83,7 @@ def open(env: Mapping[str, str], timeout: float) -> HorovodBackend:
     if owned:
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
-        deadline.bounded(lambda: _init(hvd), timeout, "init()", STARTING)
+        timeouts.bounded(lambda: _init(hvd), timeout, "init()", STARTING)
     return HorovodBackend(hvd, None, "agmerge", owned=owned)
 
 
@@ -173,7 +172,7 @@ class HorovodBackend(Backend):
     def _start(
         self, name: str, place: Callable[[Any], object], call: Callable[..., int], *given: Any, **how: Any
     ) -> Handle:
-        with whereabouts.starting(name, self._ranks), _translated(name):
+        with status.starting(name, self._ranks), _translated(name):
             handle = call(*given, **how, **self._options(name))
         return HorovodHandle(self._hvd, handle, name, self._ranks, place)
 
@@ -220,7 +219,7 @@ class HorovodBackend(Backend):
 
     def subgroup(self, ranks: Sequence[int], label: str, timeout: float) -> HorovodBackend | None:
         prefix, members = self._child(), [self._ranks[rank] for rank in ranks]
-        process_set = deadline.bounded(lambda: self._process_set(members), timeout, label)
+        process_set = timeouts.bounded(lambda: self._process_set(members), timeout, label)
         return HorovodBackend(self._hvd, process_set, prefix) if self.rank in ranks else None
 
     def _process_set(self, members: list[int]) -> Any:

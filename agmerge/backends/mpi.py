@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from agmerge import deadline
+from agmerge.backends import timeouts
 from agmerge.backends.base import OPERATIONS, Backend, Handle
 from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost
 
@@ -41,7 +41,7 @@ def installed() -> bool:
 def open(env: Mapping[str, str], timeout: float) -> MpiBackend:
     """Join ``COMM_WORLD``; MPI is initialised here if it was not."""
     try:
-        with deadline.or_die(timeout, "mpi4py.MPI" not in sys.modules):
+        with timeouts.or_die(timeout, "mpi4py.MPI" not in sys.modules):
             from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise AGMergeError(

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from agmerge import deadline, rollcall, whereabouts
-from agmerge.backends import slurm, torch_store
-from agmerge.backends.base import Backend, Handle
+from agmerge.backends import slurm, status, timeouts, torch_store
+from agmerge.backends.base import Backend, Handle, Listen
 from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost
 
 
@@ -51,8 +50,11 @@ def launched(env: Mapping[str, str]) -> bool:
     return all(key in env for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
 
 
-def open(env: Mapping[str, str], timeout: float) -> TorchBackend:
-    """Join the process group of the launcher, or take the one that the script has made."""
+def open(env: Mapping[str, str], timeout: float, listen: Listen) -> TorchBackend:
+    """Join the process group of the launcher, or take the one that the script has made. Collective.
+
+    Ranks learn each other's addresses by ``listen`` before they connect, so that the network is one that they share.
+    """
     import torch.distributed as dist
 
     if not dist.is_available():
@@ -69,10 +71,10 @@ def open(env: Mapping[str, str], timeout: float) -> TorchBackend:
     meeting = torch_store.Meeting(dist, env, timeout)
     advice = ""
     if meeting.size > 1:
-        calls = rollcall.open(meeting.rank, meeting.gather, env)
-        if calls.spread:
-            torch_store.choose_interface(calls.address)
-            advice = torch_store.advice(calls.address)
+        address = listen(meeting.rank, meeting.gather, env)
+        if address is not None:
+            torch_store.choose_interface(address)
+            advice = torch_store.advice(address)
 
     def connect() -> Any:
         with _translated("init()"):
@@ -85,7 +87,7 @@ def open(env: Mapping[str, str], timeout: float) -> TorchBackend:
             )
         return _new_group(dist, timeout)
 
-    group = deadline.bounded(connect, meeting.left, "init()", advice)
+    group = timeouts.bounded(connect, meeting.left, "init()", advice)
     return TorchBackend(dist, group, *_place(env, meeting.rank, meeting.gather), owns_world=True)
 
 
@@ -96,7 +98,7 @@ def _beside(dist: Any, env: Mapping[str, str], timeout: float) -> TorchBackend:
     alone.
     """
     advice = torch_store.advice("")
-    group = deadline.bounded(lambda: _new_group(dist, timeout), timeout, "init()", advice)
+    group = timeouts.bounded(lambda: _new_group(dist, timeout), timeout, "init()", advice)
 
     def gather(text: bytes, name: str) -> list[bytes]:
         def call() -> list[bytes]:
@@ -105,7 +107,7 @@ def _beside(dist: Any, env: Mapping[str, str], timeout: float) -> TorchBackend:
                 dist.all_gather_object(texts, text)
             return texts
 
-        return deadline.bounded(call, timeout, "init()", advice)
+        return timeouts.bounded(call, timeout, "init()", advice)
 
     return TorchBackend(dist, group, *_place(env, dist.get_rank(), gather))
 
@@ -203,7 +205,7 @@ class TorchBackend(Backend):
     def _start(
         self, name: str, call: Callable[..., Any], *given: Any, tensors: Sequence[torch.Tensor], **how: Any
     ) -> Handle:
-        with whereabouts.starting(name, self._ranks), _translated(name):
+        with status.starting(name, self._ranks), _translated(name):
             self._finished.clear()
             if _dropped:
                 _give_back(self._dist)
@@ -246,7 +248,7 @@ class TorchBackend(Backend):
     def subgroup(self, ranks: Sequence[int], label: str, timeout: float) -> TorchBackend | None:
         _give_back(self._dist)
         of_world = [self._world_rank(rank) for rank in ranks]
-        group = deadline.bounded(lambda: _new_group(self._dist, timeout, of_world, label), timeout, label)
+        group = timeouts.bounded(lambda: _new_group(self._dist, timeout, of_world, label), timeout, label)
         if self.rank not in ranks:
             return None
         child = TorchBackend(self._dist, group, self.local_rank, self.local_size)
@@ -259,7 +261,7 @@ class TorchBackend(Backend):
         self._group = None
 
     def close(self) -> None:
-        for child in () if whereabouts.lost else self._children:  # to close what a rank is missing from is to wait
+        for child in () if status.lost else self._children:  # to close what a rank is missing from is to wait
             child.close()
         self._finished.clear()
         self._dropping.detach()

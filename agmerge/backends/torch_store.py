@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from agmerge import addresses, deadline, whereabouts
+from agmerge.backends import addresses, status, timeouts
 from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -36,7 +36,7 @@ class Meeting:
         # machines attempts are counted by each; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun there.)
         alone = env.get("GROUP_WORLD_SIZE") == "1"
         attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
-        store = deadline.bounded(lambda: self._store(env), timeout + 1.0, "init()", self._advice())
+        store = timeouts.bounded(lambda: self._store(env), timeout + 1.0, "init()", self._advice())
         self.store = dist.PrefixStore(f"agmerge {attempt}.{_opened}", store)
 
     @property
@@ -72,13 +72,13 @@ class Meeting:
     def _advice(self) -> str:
         return (
             "Does rank 0 run there, is that its address as seen from here, and does its firewall let that port in? "
-            f"{deadline.VARIABLE} gives workers longer to start"
+            f"{timeouts.VARIABLE} gives workers longer to start"
         )
 
     def gather(self, text: bytes, name: str) -> list[bytes]:
-        """Return every rank's ``text``, as :func:`agmerge.handshake.gather_texts` gives it. Collective."""
+        """Return every rank's ``text``, as :func:`agmerge.backends.handshake.gather_texts` gives it. Collective."""
         keys = [f"{name}/{rank}" for rank in range(self.size)]
-        with whereabouts.waiting("init()", ()):
+        with status.waiting("init()", ()):
             try:
                 self.store.set(keys[self.rank], b"=" + text)
                 self.store.wait(keys, timedelta(seconds=self.left))
@@ -96,7 +96,7 @@ class Meeting:
         found = CollectiveTimeout(
             f"init(): no sign of rank {', '.join(map(str, missing))} of {self.size} within {self._timeout:g} s: it was "
             f"not started, has ended before init(), or cannot reach {self._host}, port {self._port} (MASTER_ADDR, "
-            f"MASTER_PORT); see what it has printed. {deadline.VARIABLE} gives workers longer to start"
+            f"MASTER_PORT); see what it has printed. {timeouts.VARIABLE} gives workers longer to start"
         )
         found.missing = missing
         return found

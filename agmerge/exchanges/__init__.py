@@ -5,7 +5,7 @@ from __future__ import annotations
 from agmerge.exchanges.base import Commit, Exchange, Load, Pending
 from agmerge.exchanges.dense import DenseExchange
 from agmerge.exchanges.masked import MaskedExchange
-from agmerge.exchanges.oktopk import OkTopkExchange
+from agmerge.exchanges.oktopk.exchange import OkTopkExchange
 from agmerge.exchanges.sparse import SparseExchange
 
 __all__ = [

@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 import torch
 
 from agmerge.backends import Backend, Handle
-from agmerge.layout import Segment
+from agmerge.exchanges.message.format import Control
 from agmerge.ops import ReduceOp
-from agmerge.wire import Control
+from agmerge.tensors.layout import Segment
 from sparsifiers import Selection
 
 # (segment, indices or None for all of it, sent): take `sent` (None: all there is, as it is) off the segment's work.
@@ -39,7 +39,7 @@ class Pending:
     """A message under way: started, not finished.
 
     ``bytes``: handed to collectives so far. ``codecs``: those by what they are, see
-    :meth:`agmerge.wire.Format.by_codec`; empty where they are elements sent whole.
+    :meth:`agmerge.exchanges.message.format.Format.by_codec`; empty where they are elements sent whole.
     """
 
     name: str

@@ -15,10 +15,10 @@ import torch
 
 from agmerge.backends import Backend
 from agmerge.errors import MessageError
-from agmerge.exchanges import summing
+from agmerge.exchanges import all_reduce
 from agmerge.exchanges.base import Commit, Exchange, Load, Pending
+from agmerge.exchanges.message.format import NONFINITE, Control
 from agmerge.ops import ReduceOp
-from agmerge.wire import NONFINITE, Control
 from sparsifiers import Selection
 
 LARGE = 1 << 18  # elements from which on a segment is not copied: the all-reduce of 1 MB takes longer than one more
@@ -70,9 +70,9 @@ class DenseExchange(Exchange):
         message[elements : elements + tail.numel()] = tail
         received = self.keep(("received", name), length, dtype, message.device) if self.ordered else None
         sums = [
-            summing.start(self.comm, load.work, None, f"{name}/whole {number}") for number, load in enumerate(large)
+            all_reduce.start(self.comm, load.work, None, f"{name}/whole {number}") for number, load in enumerate(large)
         ]
-        sums.append(summing.start(self.comm, message, received, name))
+        sums.append(all_reduce.start(self.comm, message, received, name))
         sent = sum(load.segment.numel for load in loads)
         size = sum(one.bytes for one in sums)
         return Pending(name, loads, control, sums[0].handle, size, sent, message, message, sums)
@@ -105,7 +105,7 @@ class DenseExchange(Exchange):
 
     def wait(self, pending: Pending) -> Control:
         for one in pending.extra:
-            summing.wait(self.comm, one, self.timeout, pending.loads[0].work.dtype)
+            all_reduce.wait(self.comm, one, self.timeout, pending.loads[0].work.dtype)
         packed = sum(load.segment.length for load in pending.loads if not self._stays(load))
         return decode(pending.message[packed:].tolist(), pending.control, pending.name)
 

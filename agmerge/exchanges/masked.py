@@ -14,11 +14,11 @@ import torch
 
 from agmerge.backends import Backend
 from agmerge.errors import MessageError
-from agmerge.exchanges import ballots, summing
+from agmerge.exchanges import all_reduce, mask_votes
 from agmerge.exchanges.base import Commit, Exchange, Load, Pending
 from agmerge.exchanges.dense import decode, largest_summand, tail_of
+from agmerge.exchanges.message.format import RELAYOUT, Control, Format
 from agmerge.ops import ReduceOp
-from agmerge.wire import RELAYOUT, Control, Format
 from sparsifiers import Selection
 
 _DIGITS, _BASE = 4, 8  # of a checksum, one-hot
@@ -29,11 +29,11 @@ class _State:
     """By load: ``votes``: whether its mask is voted on; ``masks``: int32 or int64, once all ranks agree on them."""
 
     votes: list[bool]
-    papers: ballots.Papers | None = None
+    papers: mask_votes.Papers | None = None
     layout: Format | None = None
     control: Control | None = None
     masks: list[torch.Tensor] = field(default_factory=list)
-    sums: list[summing.Sum] = field(default_factory=list)
+    sums: list[all_reduce.Sum] = field(default_factory=list)
     totals: dict[int, torch.Tensor] = field(default_factory=dict)  # by load: its part of a sum
     tail: torch.Tensor | None = None  # behind the first sum
 
@@ -43,7 +43,7 @@ class MaskedExchange(Exchange):
 
     ``drawn``: what is offered depends on (seed, key, step) alone, so offers are the mask; a checksum of it travels in
     the control numbers. Otherwise ranks vote: each names k/W of the coordinates that are its to judge in this step
-    (:mod:`agmerge.exchanges.ballots`). The mask has at most k elements and at least 0.8 k; where k is all of a
+    (:mod:`agmerge.exchanges.mask_votes`). The mask has at most k elements and at least 0.8 k; where k is all of a
     segment, it is that, without a vote. A rank has sent its own values at the mask, and keeps all others. ``ordered``:
     values are added in rank order. ``payload``: whether a checksum covers votes, beside their header's.
 
@@ -78,19 +78,19 @@ class MaskedExchange(Exchange):
             return self._start_agreed(name, loads, chosen, whole, control)
         workers, device = self.comm.size, loads[0].work.device
         budgets = [0 if all_of_it else offer.indices.numel() for offer, all_of_it in zip(chosen, whole, strict=True)]
-        slots = [ballots.slots(k, workers) for k in budgets]
-        papers = ballots.Papers([load.segment.length for load in loads], slots, workers)
+        slots = [mask_votes.slots(k, workers) for k in budgets]
+        papers = mask_votes.Papers([load.segment.length for load in loads], slots, workers)
         layout = Format([load.segment for load in loads], [0] * len(loads))  # a header; ballots follow
         size = layout.size + papers.size
         message = self.keep(("votes", name), size, torch.uint8, device)
         received = self.keep(("all votes", name), size * workers, torch.uint8, device)
         layout.write_header(message, control, [0] * len(loads))
-        share = ballots.share_of(self.comm.rank, workers, control.step)
+        share = mask_votes.share_of(self.comm.rank, workers, control.step)
         named = [torch.empty(0, dtype=torch.int64, device=device)] * len(loads)
         for i, (load, offer, k) in enumerate(zip(loads, chosen, budgets, strict=True)):
             if k and not control.flags & RELAYOUT:
-                most = ballots.quota(k, workers, share)
-                named[i] = ballots.ballot(load.work, offer.trimmed(), share, workers, most)
+                most = mask_votes.quota(k, workers, share)
+                named[i] = mask_votes.ballot(load.work, offer.trimmed(), share, workers, most)
         papers.write(named, share, message[layout.size :], self.payload)
         handle = self.comm.all_gather(received, message, name)
         state = _State([not all_of_it for all_of_it in whole], papers, layout)
@@ -127,7 +127,7 @@ class MaskedExchange(Exchange):
             for one in under_way.values():
                 self._count(one)
         for total in state.sums:
-            summing.wait(self.comm, total, self.timeout)
+            all_reduce.wait(self.comm, total, self.timeout)
         if state.layout is None:
             state.control = self._decode(pending, state)
         assert state.control is not None
@@ -144,7 +144,7 @@ class MaskedExchange(Exchange):
             return
         said = []
         for rank, message in enumerate(messages):
-            share = ballots.share_of(rank, self.comm.size, pending.control.step)
+            share = mask_votes.share_of(rank, self.comm.size, pending.control.step)
             named = state.papers.read(message[state.layout.size :], share, self.payload)
             if named is None:
                 raise MessageError(
@@ -153,7 +153,7 @@ class MaskedExchange(Exchange):
                 )
             said.append(named)
         for load, vote, of_all in zip(pending.loads, state.votes, zip(*said, strict=True), strict=True):
-            state.masks.append(ballots.counted(of_all) if vote else _all(load))
+            state.masks.append(mask_votes.counted(of_all) if vote else _all(load))
         self._send(f"{pending.name}/values", pending.loads, state, torch.empty(0, device=messages.device))
         pending.bytes += sum(one.bytes for one in state.sums)
         pending.elements = sum(_real(load, mask) for load, mask in zip(pending.loads, state.masks, strict=True))
@@ -179,7 +179,7 @@ class MaskedExchange(Exchange):
             if number == 0:
                 state.tail = state_of_all
             received = self.keep(("shards", name, number), length, dtype, message.device) if self.ordered else None
-            state.sums.append(summing.start(self.comm, message, received, f"{name}/{number}" if number else name))
+            state.sums.append(all_reduce.start(self.comm, message, received, f"{name}/{number}" if number else name))
 
     def _decode(self, pending: Pending, state: _State) -> Control:
         assert state.tail is not None

@@ -13,8 +13,8 @@ import torch
 from agmerge.backends import Backend
 from agmerge.errors import MessageError
 from agmerge.exchanges.base import Commit, Exchange, Load, Pending
+from agmerge.exchanges.message.format import Control, Format, Section
 from agmerge.ops import ReduceOp
-from agmerge.wire import Control, Format, Section
 from sparsifiers import Selection, kernel
 
 Part = tuple[torch.Tensor, torch.Tensor]  # indices and values of one rank

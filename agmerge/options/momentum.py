@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 import sparsifiers
-from agmerge.layout import Slot
 from agmerge.ops import Average
+from agmerge.tensors.layout import Slot
 from sparsifiers import Rate
 
 Groups = Sequence[Mapping[str, Any]]
@@ -60,9 +60,7 @@ def applies(optimizer: torch.optim.Optimizer, groups: Groups | None = None) -> b
     return bool(moving) and _is_sgd(optimizer) and not any(group.get("dampening") for group in moving)
 
 
-def rates(
-    optimizer: torch.optim.Optimizer, memory: sparsifiers.Memory, groups: Groups | None = None
-) -> Rates | None:
+def rates(optimizer: torch.optim.Optimizer, memory: sparsifiers.Memory, groups: Groups | None = None) -> Rates | None:
     """Where ``memory`` takes its momentum from: the groups; None: it has its own, or none.
 
     Raises ``ValueError`` where both would apply one, or the groups say what a memory cannot do. ``groups``: those of

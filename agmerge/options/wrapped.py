@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 
-from agmerge.figures import Figures
 
-
-def check_optimizer(optimizer: Any) -> None:
-    """Raise ``TypeError`` for no optimizer and for one that is wrapped already, ``ValueError`` if it needs closures."""
-    if isinstance(optimizer, Figures):
+def check_optimizer(optimizer: Any, wrapper: type) -> None:
+    """Raise ``TypeError`` for no optimizer and for a ``wrapper`` around one, ``ValueError`` if it needs closures."""
+    if isinstance(optimizer, wrapper):
         raise TypeError("this optimizer is a DistributedOptimizer already; wrap the plain one, once")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")

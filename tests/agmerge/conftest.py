@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agmerge import probing, rehearsal
+from agmerge.planning import cost_probe, message_timing
 
 
 @pytest.fixture(autouse=True)
@@ -13,7 +13,7 @@ def probes_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Between threads that share Python's lock that takes longer than all else a test does.
     """
-    monkeypatch.setattr(probing, "RUNS", (2, 3))
-    monkeypatch.setattr(probing, "ROUNDS", (1, 1))
-    for module in (probing, rehearsal):
+    monkeypatch.setattr(cost_probe, "RUNS", (2, 3))
+    monkeypatch.setattr(cost_probe, "ROUNDS", (1, 1))
+    for module in (cost_probe, message_timing):
         monkeypatch.setattr(module, "MANY", 4)

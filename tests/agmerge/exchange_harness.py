@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from agmerge import runtime, testing
-from agmerge.arena import commit
+from agmerge import testing
 from agmerge.exchanges import DenseExchange, Exchange, Load, SparseExchange
-from agmerge.layout import Lane, Layout, Segment
+from agmerge.exchanges.message.format import Control
 from agmerge.ops import ReduceOp
-from agmerge.wire import Control
+from agmerge.runtime import workers
+from agmerge.tensors.arena import commit
+from agmerge.tensors.layout import Lane, Layout, Segment
 from sparsifiers import Selection
 
 WAIT = 30.0
@@ -104,12 +105,12 @@ def exchange(
 
 def dense(op: ReduceOp, cast: torch.dtype | None = None, predivide: float = 1.0, ordered: bool = False) -> Make:
     return lambda record: DenseExchange(
-        runtime.world(), op, record, WAIT, keeps=cast is not None, cast=cast, predivide=predivide, ordered=ordered
+        workers.world(), op, record, WAIT, keeps=cast is not None, cast=cast, predivide=predivide, ordered=ordered
     )
 
 
 def sparse(op: ReduceOp) -> Make:
-    return lambda record: SparseExchange(runtime.world(), op, record, WAIT)
+    return lambda record: SparseExchange(workers.world(), op, record, WAIT)
 
 
 def draw_offer(length: int, capacity: int, seed: int, on_device: bool) -> Selection:

@@ -13,8 +13,8 @@ from support import seeded, wrap
 from torch import nn
 
 import agmerge
-from agmerge.probing import Found
-from merging import Curve, partial
+from agmerge.planning.cost_probe import Found
+from merging import Curve, dense_cutoff
 
 SIZES = [(32, 32), (32, 48), (48, 64), (64, 256), (256, 256), (256, 10)]  # 1024 and 1536 elements may go dense
 DENSITY = 0.1
@@ -72,7 +72,7 @@ def choosing(chosen: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         asked.append(arguments[5])
         return chosen
 
-    monkeypatch.setattr(partial, "choose", choose)
+    monkeypatch.setattr(dense_cutoff, "choose", choose)
     return asked
 
 

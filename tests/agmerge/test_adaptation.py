@@ -12,12 +12,14 @@ from support import agreed, mlp, on_ranks, seeded, train, wrap
 from torch import nn
 
 import merging
-from agmerge import adaptation, runtime, testing
-from agmerge.adaptation import FIRST, LATE, STEADY, TWICE
-from agmerge.averages import Averages
-from agmerge.clock import Seconds
-from agmerge.probing import Found
-from agmerge.session import Session
+from agmerge import testing
+from agmerge.metrics.clock import Seconds
+from agmerge.metrics.running_times import Averages
+from agmerge.planning import replanner
+from agmerge.planning.cost_probe import Found
+from agmerge.planning.replanner import FIRST, LATE, STEADY, TWICE
+from agmerge.runtime import workers
+from agmerge.step.merge_buffers import Session
 from merging import Curve
 
 MODEL = seeded(mlp)
@@ -61,11 +63,11 @@ class World:
             def ready(self) -> Seconds:
                 self.settle()
                 self.look += 1
-                whole = world.backward(self.look) * world.told(runtime.world().rank)
+                whole = world.backward(self.look) * world.told(workers.world().rank)
                 return np.linspace(0.0, whole, len(self.steps[-1].ready))
 
             def travel(self) -> Seconds:
-                seconds = world.travel(self.look) * world.told(runtime.world().rank)
+                seconds = world.travel(self.look) * world.told(workers.world().rank)
                 return np.full(len(self.steps[-1].handed), seconds)
 
         def probe(session: Session, step: int, backward: float, finish: float = 0.0) -> Found:
@@ -82,8 +84,8 @@ class World:
             world.plans.append(int(dict(measured.facts)["step"]))
             return original(planner, measured)
 
-        monkeypatch.setattr("agmerge.engine.Averages", Scripted)
-        monkeypatch.setattr(adaptation, "probe", probe)
+        monkeypatch.setattr("agmerge.engine.reducer.Averages", Scripted)
+        monkeypatch.setattr(replanner, "probe", probe)
         monkeypatch.setattr(merging, "best", best)
 
 
@@ -271,11 +273,12 @@ def test_the_rank_that_waited_least_says_what_an_exchange_takes(late: int, monke
 
     world = World()
     world.install(monkeypatch)
+
     def travel(self: Any) -> Seconds:
-        waits = START * (1 if runtime.world().rank == late or self.look < 2 else 50)
+        waits = START * (1 if workers.world().rank == late or self.look < 2 else 50)
         return np.full(len(self.steps[-1].handed), waits)
 
-    monkeypatch.setattr("agmerge.engine.Averages.travel", travel)
+    monkeypatch.setattr("agmerge.engine.reducer.Averages.travel", travel)
 
     def body(rank: int, model: nn.Module) -> merging.Plan:
         optimizer = wrap(model, merging=merging.get("agmerge", check_every=EVERY))
@@ -289,13 +292,13 @@ def test_the_rank_that_waited_least_says_what_an_exchange_takes(late: int, monke
 def test_rank_0_decides_and_the_others_need_not_be_able_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planning, looking back, comparing: all of it happens on one rank, and what it finds is what all do."""
     for what in ("_look", "_better"):
-        original = getattr(adaptation.Adaptation, what)
+        original = getattr(replanner.Adaptation, what)
 
         def only(self: Any, *arguments: Any, original: Any = original) -> Any:
             assert self.session.comm.rank == 0
             return original(self, *arguments)
 
-        monkeypatch.setattr(adaptation.Adaptation, what, only)
+        monkeypatch.setattr(replanner.Adaptation, what, only)
     world = World(backward=change(LONG, SHORT, at=1))
     assert plans_of(world, 3, monkeypatch, size=3) == [MANY, MANY, 1, 1]
 

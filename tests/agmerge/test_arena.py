@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparsifiers
-from agmerge.arena import Arena, commit
-from agmerge.layout import Lane, Layout
+from agmerge.tensors.arena import Arena, commit
+from agmerge.tensors.layout import Lane, Layout
 
 CPU = torch.device("cpu")
 INT = {torch.float32: torch.int32, torch.float64: torch.int64}

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from agmerge.averages import KEEP, Averages
-from agmerge.clock import HostClock, Seconds
-from agmerge.recorder import Recorder, Times
+from agmerge.metrics.clock import HostClock, Seconds
+from agmerge.metrics.running_times import KEEP, Averages
+from agmerge.metrics.step_times import Recorder, Times
 
 
 def times_of(ready: Sequence[float], travel: Sequence[float]) -> Times:

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agmerge.codecs import Bitmap, Blocks, IndexCodec, Int32, bits, candidates, smallest
-from agmerge.codecs.indices import GRAIN, in_order
+from agmerge.exchanges.message import Bitmap, Blocks, IndexCodec, Int32, bits, candidates, smallest
+from agmerge.exchanges.message.indices import GRAIN, in_order
 from sparsifiers import kernel
 
 MANY = settings(deadline=None)

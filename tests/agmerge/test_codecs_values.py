@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agmerge.codecs import VALUES, Cast, ValueCodec, value_codec
+from agmerge.exchanges.message import VALUES, Cast, ValueCodec, value_codec
 
 STORAGE = [torch.float32, torch.float64]
 ALL = {**VALUES, "fp64": value_codec("auto", torch.float64)}

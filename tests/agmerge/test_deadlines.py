@@ -14,16 +14,18 @@ from support import mlp, on_ranks, seeded, train, wrap
 from torch import nn
 
 import agmerge
-from agmerge import deadline, leaving, rollcall, testing, whereabouts
+from agmerge import testing
+from agmerge.backends import status, timeouts
+from agmerge.runtime.peers import exit_guard, monitor
 
 MODEL = seeded(mlp)
 
 
 def test_the_default_is_five_minutes_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AGMERGE_TIMEOUT", raising=False)
-    assert deadline.default() == 300.0
+    assert timeouts.default() == 300.0
     monkeypatch.setenv("AGMERGE_TIMEOUT", "2.5")
-    assert deadline.default() == 2.5
+    assert timeouts.default() == 2.5
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "inf", "nan", "soon"])
@@ -95,7 +97,7 @@ def test_the_error_knows_buffer_step_and_rank(at: int) -> None:
 
 def test_a_place_goes_back_to_what_it_was_when_the_wait_is_over() -> None:
     def body(rank: int) -> tuple[str, float, str]:
-        place = whereabouts.here()
+        place = status.here()
         place.move(5, "is in its script, before a backward pass")
         since = place.since
         agmerge.barrier()
@@ -107,8 +109,8 @@ def test_a_place_goes_back_to_what_it_was_when_the_wait_is_over() -> None:
 
 def test_a_collective_that_cannot_start_tells_the_same() -> None:
     def body(rank: int) -> None:
-        whereabouts.here().move(7, "is in a backward pass")
-        with whereabouts.starting("buffer 1", [0]):
+        status.here().move(7, "is in a backward pass")
+        with status.starting("buffer 1", [0]):
             raise agmerge.PeerLost("buffer 1: shut down")
 
     (error,) = testing.run(1, body, return_errors=True)
@@ -120,7 +122,7 @@ def test_a_collective_that_cannot_start_tells_the_same() -> None:
 @pytest.fixture
 def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test before this one has left a step behind, which errors would name."""
-    monkeypatch.setattr(whereabouts, "_process", whereabouts.Place())
+    monkeypatch.setattr(status, "_process", status.Place())
 
 
 @pytest.mark.usefixtures("nowhere")
@@ -131,23 +133,23 @@ def test_the_backends_own_words_come_last_and_are_short() -> None:
     )
     error = agmerge.PeerLost("buffer 1: the connection broke", gloo)
     error.advice = "Do this"
-    whereabouts.explain(error, "buffer 1", ())
+    status.explain(error, "buffer 1", ())
     assert str(error) == "buffer 1: the connection broke. Do this (Connection closed by peer [127.0.0.1]:3)"
     assert error.words == "Connection closed by peer [127.0.0.1]:3"
 
 
 @pytest.mark.usefixtures("nowhere")
 def test_a_call_that_has_no_deadline_of_its_own_is_given_one() -> None:
-    assert deadline.bounded(lambda: 3, 60.0, "adding") == 3
+    assert timeouts.bounded(lambda: 3, 60.0, "adding") == 3
     with pytest.raises(ZeroDivisionError):
-        deadline.bounded(lambda: 1 // 0, 60.0, "dividing")
-    before = whereabouts.lost
+        timeouts.bounded(lambda: 1 // 0, 60.0, "dividing")
+    before = status.lost
     try:
         with pytest.raises(agmerge.CollectiveTimeout, match="sleeping: no answer .* within 0.1 s. Wake up$"):
-            deadline.bounded(lambda: time.sleep(2), 0.1, "sleeping", "Wake up")
-        assert whereabouts.lost
+            timeouts.bounded(lambda: time.sleep(2), 0.1, "sleeping", "Wake up")
+        assert status.lost
     finally:
-        whereabouts.lost = before
+        status.lost = before
 
 
 HANGS = """
@@ -181,20 +183,20 @@ def raised(error: Exception) -> None:
 def test_the_end_of_a_child_of_multiprocessing_tells_what_it_raised(ends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No hook of Python's is called there."""
     told: list[object] = []
-    monkeypatch.setattr(rollcall, "raised", told.append)
-    monkeypatch.setattr(rollcall, "ended", told.append)
-    monkeypatch.setattr(leaving, "_raised", False)
+    monkeypatch.setattr(monitor, "raised", told.append)
+    monkeypatch.setattr(monitor, "ended", told.append)
+    monkeypatch.setattr(exit_guard, "_raised", False)
     error = FileNotFoundError("data/train.bin: no such file")
 
     def child() -> None:
         try:
             ends(error)
         finally:
-            leaving._leave_child()  # as multiprocessing calls it
+            exit_guard._leave_child()  # as multiprocessing calls it
 
     with pytest.raises((SystemExit, FileNotFoundError)):
         child()
-    leaving._leave_child()
+    exit_guard._leave_child()
     assert told == [error, "came to the end of its script"]
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import agmerge
 from agmerge import testing
-from agmerge.exchanges.scatter import _pieces
+from agmerge.exchanges.reduce_scatter import _pieces
 
 
 def train(model: nn.Module, optimizer: Any, rank: int, steps: Any) -> None:

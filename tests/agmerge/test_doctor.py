@@ -9,9 +9,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from agmerge import build_horovod, doctor
 from agmerge.__main__ import main
-from agmerge.doctor import HOROVOD, HOROVODRUN, MPI4PY, TORCH, Found, Row
+from agmerge.cli import build_horovod, doctor
+from agmerge.cli.doctor import HOROVOD, HOROVODRUN, MPI4PY, TORCH, Found, Row
 
 GOOD: Mapping[str, Found] = {
     TORCH: Found({"version": "2.13.0", "distributed": True, "gloo": True, "nccl": False, "gpus": 0}),

@@ -22,13 +22,14 @@ from exchange_harness import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agmerge import runtime, testing
+from agmerge import testing
 from agmerge.backends.local import Call
 from agmerge.errors import MessageError
 from agmerge.exchanges import Load, SparseExchange
-from agmerge.layout import Lane, Segment
+from agmerge.exchanges.message.format import Format
 from agmerge.ops import Average, ReduceOp, Sum
-from agmerge.wire import Format
+from agmerge.runtime import workers
+from agmerge.tensors.layout import Lane, Segment
 from sparsifiers import Selection
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -363,7 +364,7 @@ def test_an_index_out_of_range_names_the_rank_that_sent_it(wrong: int, odd: int)
 
     def body(rank: int) -> None:
         load = Load(segment, torch.ones(segment.length), torch.zeros(segment.length))
-        here = SparseExchange(runtime.world(), Average, lambda *_: None, WAIT, payload=False)
+        here = SparseExchange(workers.world(), Average, lambda *_: None, WAIT, payload=False)
         offer = Selection(torch.zeros(1, dtype=torch.int32), 1)
         pending = here.start("buffer 3", [load], [offer], control_of(rank, [segment]))
         here.wait(pending)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from agmerge import runtime, testing
-from agmerge.errors import PeerLost, RankMismatchError
-from agmerge.handshake import (
+from agmerge import testing
+from agmerge.backends.handshake import (
     Fact,
     agree,
     broadcast_bytes,
@@ -15,6 +14,8 @@ from agmerge.handshake import (
     gather_texts,
     ranks_of,
 )
+from agmerge.errors import PeerLost, RankMismatchError
+from agmerge.runtime import workers
 
 WAIT = 30.0
 FACTS: list[Fact] = [("density", "0.01"), ("tensor 0", "weight float32[3, 4]"), ("tensor 1", "bias float32[4]")]
@@ -24,7 +25,7 @@ def disagree(said: list[list[Fact]]) -> str:
     """Every rank states its own facts; the text of the error that all of them must raise."""
 
     def body(rank: int) -> None:
-        agree(runtime.world(), said[rank], what="set-up", advice="Do the same.", timeout=WAIT)
+        agree(workers.world(), said[rank], what="set-up", advice="Do the same.", timeout=WAIT)
 
     errors = testing.run(len(said), body, return_errors=True, inject=testing.jitter(len(said)))
     assert [type(error) for error in errors] == [RankMismatchError] * len(said)
@@ -36,7 +37,7 @@ def disagree(said: list[list[Fact]]) -> str:
 @pytest.mark.parametrize("facts", [FACTS, [], [("name", "")], [("Ω", "ä\n\0")]])
 def test_equal_facts_pass_with_one_small_collective(size: int, facts: list[Fact]) -> None:
     def body(rank: int) -> list[tuple[str, str, int]]:
-        agree(runtime.world(), list(facts), what="set-up", advice="", timeout=WAIT)
+        agree(workers.world(), list(facts), what="set-up", advice="", timeout=WAIT)
         return testing.calls()
 
     assert testing.run(size, body) == [[("all_gather", "set-up/digest", 16)]] * size
@@ -106,11 +107,11 @@ def test_first_difference_and_ranks_of_are_pure() -> None:
 
 def test_the_name_of_the_collectives_can_differ_from_the_occasion() -> None:
     def body(rank: int) -> None:
-        agree(runtime.world(), [("rank", str(rank))], what="a", advice="", timeout=WAIT, name="b")
+        agree(workers.world(), [("rank", str(rank))], what="a", advice="", timeout=WAIT, name="b")
 
     def alone(rank: int) -> None:
         if rank == 0:
-            agree(runtime.world(), [], what="a", advice="", timeout=WAIT, name="b")
+            agree(workers.world(), [], what="a", advice="", timeout=WAIT, name="b")
 
     errors = testing.run(2, body, return_errors=True)
     assert {str(error) for error in errors} == {"a: ranks disagree on rank: 0 on rank 0; 1 on rank 1. "}
@@ -121,7 +122,7 @@ def test_the_name_of_the_collectives_can_differ_from_the_occasion() -> None:
 @pytest.mark.parametrize("texts", [[b""], [b"", b""], [b"", b"abc", b""], [b"\0", b"\0\0", b"x\0y\0", b""]])
 def test_texts_of_any_length(texts: list[bytes]) -> None:
     def body(rank: int) -> list[bytes]:
-        return gather_texts(runtime.world(), texts[rank], "texts", WAIT)
+        return gather_texts(workers.world(), texts[rank], "texts", WAIT)
 
     assert testing.run(len(texts), body) == [texts] * len(texts)
 
@@ -129,7 +130,7 @@ def test_texts_of_any_length(texts: list[bytes]) -> None:
 @pytest.mark.parametrize("length", [0, 1, 16])
 def test_bytes_of_one_length(length: int) -> None:
     def body(rank: int) -> list[bytes]:
-        return gather_bytes(runtime.world(), bytes([rank]) * length, "bytes", WAIT)
+        return gather_bytes(workers.world(), bytes([rank]) * length, "bytes", WAIT)
 
     assert testing.run(3, body) == [[bytes([rank]) * length for rank in range(3)]] * 3
 
@@ -139,6 +140,6 @@ def test_bytes_of_one_length(length: int) -> None:
 def test_broadcast_takes_the_roots_bytes_only(root: int, data: bytes) -> None:
     def body(rank: int) -> bytes:
         mine = data if rank == root else b"ignored" * rank
-        return broadcast_bytes(runtime.world(), mine, root, "data", WAIT)
+        return broadcast_bytes(workers.world(), mine, root, "data", WAIT)
 
     assert testing.run(3, body) == [data] * 3

@@ -9,8 +9,7 @@ import torch
 from support import agreed, assert_near, gradients, loss_of, mlp, on_ranks, residuals, seeded, wrap
 from torch import Tensor, nn
 
-from agmerge import routing
-from agmerge.exchanges import DenseExchange
+from agmerge.exchanges import DenseExchange, routing
 
 MODEL = seeded(mlp)
 RIDES, WALKS = 10**9, -1  # bytes that may ride
@@ -24,9 +23,7 @@ def updates(
     monkeypatch.setattr(routing, "RIDE", most)
 
     def body(rank: int, model: nn.Module) -> tuple[bool, dict[str, Tensor], dict[str, Tensor]]:
-        optimizer = wrap(
-            model, torch.optim.SGD(model.parameters(), lr=0.0), compression="topk", density=0.1, **options
-        )
+        optimizer = wrap(model, torch.optim.SGD(model.parameters(), lr=0.0), compression="topk", density=0.1, **options)
         found: dict[str, Tensor] = {}
         given = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
         for step in range(4):

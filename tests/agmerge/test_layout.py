@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agmerge.layout import ALIGNMENT, Lane, Layout, Slot, padded
+from agmerge.tensors.layout import ALIGNMENT, Lane, Layout, Slot, padded
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

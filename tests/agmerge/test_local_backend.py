@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from agmerge import runtime, testing
+from agmerge import testing
 from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost, RankMismatchError
+from agmerge.runtime import workers
 
 WORLDS = [1, 2, 3, 4, 5]
 WAIT = 30.0  # seconds; only a failing test ever waits so long
@@ -32,7 +33,7 @@ def rank_order_sum(size: int, *shape: int) -> torch.Tensor:
 def test_all_reduce_adds_in_rank_order(size: int) -> None:
     def body(rank: int) -> torch.Tensor:
         tensor = draw(rank, 7, 3)
-        runtime.world().all_reduce(tensor, "sum").wait(WAIT)
+        workers.world().all_reduce(tensor, "sum").wait(WAIT)
         return tensor
 
     for result in testing.run(size, body, inject=testing.jitter(size)):
@@ -44,7 +45,7 @@ def test_all_reduce_adds_in_rank_order(size: int) -> None:
 def test_all_gather(size: int, length: int) -> None:
     def body(rank: int) -> torch.Tensor:
         out = torch.full((size * length,), torch.nan)
-        runtime.world().all_gather(out, draw(rank, length), "gather").wait(WAIT)
+        workers.world().all_gather(out, draw(rank, length), "gather").wait(WAIT)
         return out
 
     expected = torch.cat([draw(rank, length) for rank in range(size)])
@@ -63,7 +64,7 @@ def test_all_to_all_with_uneven_splits(size: int) -> None:
     def body(rank: int) -> torch.Tensor:
         expected = [cut(sender)[rank] for sender in range(size)]
         out = torch.full((sum(expected),), torch.nan)
-        runtime.world().all_to_all(out, sent(rank), expected, cut(rank), "exchange").wait(WAIT)
+        workers.world().all_to_all(out, sent(rank), expected, cut(rank), "exchange").wait(WAIT)
         return out
 
     for rank, result in enumerate(testing.run(size, body)):
@@ -75,7 +76,7 @@ def test_all_to_all_with_uneven_splits(size: int) -> None:
 def test_reduce_scatter(size: int) -> None:
     def body(rank: int) -> torch.Tensor:
         out = torch.full((3,), torch.nan)
-        runtime.world().reduce_scatter(out, draw(rank, 3 * size), "scatter").wait(WAIT)
+        workers.world().reduce_scatter(out, draw(rank, 3 * size), "scatter").wait(WAIT)
         return out
 
     assert torch.equal(torch.cat(testing.run(size, body)), rank_order_sum(size, 3 * size))
@@ -86,7 +87,7 @@ def test_broadcast_from_every_root(size: int) -> None:
     def body(rank: int) -> list[torch.Tensor]:
         tensors = [draw(rank, 2, 2) for _ in range(size)]
         for root, tensor in enumerate(tensors):
-            runtime.world().broadcast(tensor, root, f"from {root}").wait(WAIT)
+            workers.world().broadcast(tensor, root, f"from {root}").wait(WAIT)
         return tensors
 
     for result in testing.run(size, body):
@@ -99,7 +100,7 @@ def test_nobody_passes_a_barrier_before_everybody_has_come() -> None:
 
     def body(rank: int) -> int:
         came.append(rank)
-        runtime.world().barrier("barrier").wait(WAIT)
+        workers.world().barrier("barrier").wait(WAIT)
         return len(came)
 
     assert testing.run(4, body, inject=testing.jitter(0)) == [4] * 4
@@ -112,7 +113,7 @@ def test_collectives_are_asynchronous_and_may_be_waited_for_in_any_order() -> No
         if rank == 1:
             assert started.wait(WAIT)
         tensors = [torch.tensor([float(10 * i + rank)]) for i in range(3)]
-        handles = [runtime.world().all_reduce(tensor, f"sum {i}") for i, tensor in enumerate(tensors)]
+        handles = [workers.world().all_reduce(tensor, f"sum {i}") for i, tensor in enumerate(tensors)]
         done = [handle.done() for handle in handles]
         started.set()
         for handle in reversed(handles):
@@ -132,8 +133,8 @@ def test_a_result_does_not_change_when_other_ranks_go_on(early: int) -> None:
 
     def body(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         mine, out, total = draw(rank, 4), torch.empty(8), draw(rank, 4)
-        gather = runtime.world().all_gather(out, mine, "gather")
-        reduce = runtime.world().all_reduce(total, "reduce")
+        gather = workers.world().all_gather(out, mine, "gather")
+        reduce = workers.world().all_reduce(total, "reduce")
         if rank == early:
             gather.wait(WAIT)
             reduce.wait(WAIT)
@@ -160,7 +161,7 @@ def test_a_buffer_that_is_touched_too_early_shows() -> None:
         tensor = torch.ones(1)
         if rank == 1:
             assert touched.wait(WAIT)
-        handle = runtime.world().all_reduce(tensor, "sum")
+        handle = workers.world().all_reduce(tensor, "sum")
         if rank == 0:
             tensor.fill_(100.0)
             touched.set()
@@ -173,7 +174,7 @@ def test_a_buffer_that_is_touched_too_early_shows() -> None:
 def test_waiting_twice_does_not_write_twice() -> None:
     def body(rank: int) -> float:
         tensor = torch.ones(1)
-        handle = runtime.world().all_reduce(tensor, "sum")
+        handle = workers.world().all_reduce(tensor, "sum")
         handle.wait(WAIT)
         tensor.fill_(7.0)
         handle.wait(WAIT)
@@ -184,8 +185,8 @@ def test_waiting_twice_does_not_write_twice() -> None:
 
 def test_a_subgroup_counts_its_ranks_in_the_order_given() -> None:
     def body(rank: int) -> tuple[int, int, list[float]] | None:
-        group = runtime.world().subgroup([3, 1], "pair", WAIT)
-        runtime.world().barrier("all four").wait(WAIT)
+        group = workers.world().subgroup([3, 1], "pair", WAIT)
+        workers.world().barrier("all four").wait(WAIT)
         if group is None:
             return None
         out = torch.empty(2)
@@ -197,7 +198,7 @@ def test_a_subgroup_counts_its_ranks_in_the_order_given() -> None:
 
 def test_disjoint_subgroups_and_their_duplicates_do_not_meet() -> None:
     def body(rank: int) -> float:
-        world = runtime.world()
+        world = workers.world()
         halves = [world.subgroup([0, 1], "low", WAIT), world.subgroup([2, 3], "high", WAIT)]
         mine = next(half for half in halves if half is not None).duplicate("copy", WAIT)
         tensor = torch.tensor([10.0**rank])
@@ -209,7 +210,7 @@ def test_disjoint_subgroups_and_their_duplicates_do_not_meet() -> None:
 
 def test_duplicates_cannot_cross() -> None:
     def body(rank: int) -> tuple[float, float, float]:
-        world = runtime.world()
+        world = workers.world()
         channels = [world, world.duplicate("a", WAIT), world.duplicate("b", WAIT)]
         tensors = [torch.tensor([float(10**i)]) for i in range(3)]
         order = [0, 1, 2] if rank == 0 else [2, 0, 1]
@@ -222,12 +223,12 @@ def test_duplicates_cannot_cross() -> None:
 
 
 def reduce(tensor: torch.Tensor, name: str = "x") -> None:
-    runtime.world().all_reduce(tensor, name).wait(WAIT)
+    workers.world().all_reduce(tensor, name).wait(WAIT)
 
 
 OTHER_CALLS: dict[str, Callable[[], None]] = {
-    "kind": lambda: runtime.world().broadcast(torch.ones(4), 0, "x").wait(WAIT),
-    "barrier": lambda: runtime.world().barrier("x").wait(WAIT),
+    "kind": lambda: workers.world().broadcast(torch.ones(4), 0, "x").wait(WAIT),
+    "barrier": lambda: workers.world().barrier("x").wait(WAIT),
     "name": lambda: reduce(torch.ones(4), "y"),
     "shape": lambda: reduce(torch.ones(2, 2)),
     "dtype": lambda: reduce(torch.ones(4, dtype=torch.float64)),
@@ -256,7 +257,7 @@ def test_pieces_that_do_not_fit_are_the_same_error_on_every_rank() -> None:
     def body(rank: int) -> None:
         expected = [1, 1, 2] if rank == 1 else [1, 1, 1]
         out, tensor = torch.empty(sum(expected)), torch.ones(3)
-        runtime.world().all_to_all(out, tensor, expected, [1, 1, 1], "exchange").wait(WAIT)
+        workers.world().all_to_all(out, tensor, expected, [1, 1, 1], "exchange").wait(WAIT)
 
     errors = testing.run(3, body, return_errors=True)
     assert [type(error) for error in errors] == [RankMismatchError] * 3
@@ -267,7 +268,7 @@ def test_pieces_that_do_not_fit_are_the_same_error_on_every_rank() -> None:
 @pytest.mark.parametrize("root", [-1, 2])
 def test_a_root_that_does_not_exist_is_the_same_error_on_every_rank(root: int) -> None:
     def body(rank: int) -> None:
-        runtime.world().broadcast(torch.ones(1), root, "x").wait(WAIT)
+        workers.world().broadcast(torch.ones(1), root, "x").wait(WAIT)
 
     errors = testing.run(2, body, return_errors=True)
     assert [type(error) for error in errors] == [AGMergeError] * 2
@@ -301,7 +302,7 @@ def test_a_deadline_names_the_ranks_that_did_not_come() -> None:
     def body(rank: int) -> None:
         try:
             if rank in (0, 2):
-                handle = runtime.world().all_reduce(torch.ones(1), "gradients")
+                handle = workers.world().all_reduce(torch.ones(1), "gradients")
                 started.wait(WAIT)
                 handle.wait(0.05)
         finally:
@@ -316,7 +317,7 @@ def test_a_deadline_names_the_ranks_that_did_not_come() -> None:
 
 def test_what_other_backends_would_refuse_is_refused() -> None:
     def body(rank: int) -> None:
-        world, flat = runtime.world(), torch.ones(4)
+        world, flat = workers.world(), torch.ones(4)
         with pytest.raises(ValueError, match="must be contiguous"):
             world.all_reduce(torch.ones(4, 4).t(), "x")
         with pytest.raises(ValueError, match="8 contiguous elements of torch.float32"):

@@ -12,14 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparsifiers
-from agmerge import runtime, testing
+from agmerge import testing
 from agmerge.errors import MessageError
 from agmerge.exchanges.base import Load
 from agmerge.exchanges.dense import largest_summand
 from agmerge.exchanges.masked import MaskedExchange, checksum
-from agmerge.layout import Lane
+from agmerge.exchanges.message.format import RELAYOUT
 from agmerge.ops import Average, ReduceOp, Sum
-from agmerge.wire import RELAYOUT
+from agmerge.runtime import workers
+from agmerge.tensors.layout import Lane
 from sparsifiers import Selection
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -28,7 +29,7 @@ FP32 = Lane(CPU, torch.float32, True)
 
 
 def masked(op: ReduceOp = Average, *, drawn: bool = False, ordered: bool = False) -> Make:
-    return lambda record: MaskedExchange(runtime.world(), op, record, WAIT, drawn=drawn, ordered=ordered)
+    return lambda record: MaskedExchange(workers.world(), op, record, WAIT, drawn=drawn, ordered=ordered)
 
 
 # -- sums ---------------------------------------------------------------------------------------------------
@@ -223,9 +224,7 @@ def test_a_round_that_will_be_repeated_writes_nothing_and_sends_no_values(drawn:
         here = masked(drawn=drawn)(lambda *_: None)
         empty = Selection(torch.zeros(9, dtype=torch.int32), 0)
         control = replace(control_of(rank, [segment]), flags=RELAYOUT if rank == 1 else 0)
-        flags = here.wait(
-            here.start("b", [load], [empty if rank == 1 else draw_offer(64, 9, 0, False)], control)
-        ).flags
+        flags = here.wait(here.start("b", [load], [empty if rank == 1 else draw_offer(64, 9, 0, False)], control)).flags
         # The exchange is as good as new.
         again = here.start("b", [load], [draw_offer(64, 9, 0, False)], control_of(0, [segment], 8))
         here.wait(again)
@@ -273,6 +272,6 @@ def test_a_checksum_tells_draws_apart() -> None:
 def test_a_segment_without_a_selection_has_no_place() -> None:
     (segment,) = segments_of([(64, FP32)])
     load = Load(segment, torch.ones(64), torch.zeros(64))
-    here = MaskedExchange(testing.run(1, lambda rank: runtime.world())[0], Average, lambda *_: None, WAIT)
+    here = MaskedExchange(testing.run(1, lambda rank: workers.world())[0], Average, lambda *_: None, WAIT)
     with pytest.raises(ValueError, match="without a selection"):
         here.start("b", [load], [None], control_of(0, [segment]))

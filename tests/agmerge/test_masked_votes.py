@@ -14,9 +14,9 @@ from test_masked import masked
 from agmerge import testing
 from agmerge.backends.local import Call
 from agmerge.errors import MessageError
-from agmerge.exchanges import ballots
+from agmerge.exchanges import mask_votes
 from agmerge.exchanges.base import Load
-from agmerge.layout import Lane
+from agmerge.tensors.layout import Lane
 from sparsifiers import Selection
 
 LIGHT = settings(deadline=None)
@@ -25,10 +25,10 @@ FP32 = Lane(CPU, torch.float32, True)
 
 @given(k=st.integers(0, 200), extra=st.integers(0, 200), workers=st.integers(1, 9), step=st.integers(0, 20))
 def test_shares_cover_everything_once_and_quotas_make_k(k: int, extra: int, workers: int, step: int) -> None:
-    length, shares = k + extra, [ballots.share_of(rank, workers, step) for rank in range(workers)]
+    length, shares = k + extra, [mask_votes.share_of(rank, workers, step) for rank in range(workers)]
     assert sorted(shares) == list(range(workers))
-    quotas = [ballots.quota(k, workers, share) for share in shares]
-    assert sum(quotas) == k and max(quotas) <= ballots.slots(k, workers)
+    quotas = [mask_votes.quota(k, workers, share) for share in shares]
+    assert sum(quotas) == k and max(quotas) <= mask_votes.slots(k, workers)
     assert all(quota <= len(range(share, length, workers)) for quota, share in zip(quotas, shares, strict=True))
 
 
@@ -48,8 +48,8 @@ def test_a_ballot_is_of_its_share_and_0_8_full(
     chosen = torch.randperm(length, generator=source)[: round(offered * length)]
     k, before = max(1, round(density * length)), work.clone()
     for share in range(workers):
-        most = ballots.quota(k, workers, share)
-        named = ballots.ballot(work, chosen, share, workers, most)
+        most = mask_votes.quota(k, workers, share)
+        named = mask_votes.ballot(work, chosen, share, workers, most)
         assert len(named.unique()) == len(named) <= most and (named % workers == share).all()
         assert 5 * len(named) >= 4 * most and bool((named >= 0).all() and (named < length).all())
         first = [i for i in chosen.tolist() if i % workers == share]
@@ -68,7 +68,7 @@ def test_a_ballot_is_of_its_share_and_0_8_full(
 def test_every_rank_judges_every_coordinate_by_turns() -> None:
     for workers in range(1, 7):
         for rank in range(workers):
-            assert {ballots.share_of(rank, workers, step) for step in range(workers)} == set(range(workers))
+            assert {mask_votes.share_of(rank, workers, step) for step in range(workers)} == set(range(workers))
 
 
 def told(odd: int, damage: Callable[[torch.Tensor], None] | None = None, offer: Selection | None = None) -> str:
@@ -91,8 +91,8 @@ def told(odd: int, damage: Callable[[torch.Tensor], None] | None = None, offer: 
     return str(errors[0])
 
 
-def papers_of(length: int, k: int, workers: int = 3) -> ballots.Papers:
-    return ballots.Papers([length], [ballots.slots(k, workers)], workers)
+def papers_of(length: int, k: int, workers: int = 3) -> mask_votes.Papers:
+    return mask_votes.Papers([length], [mask_votes.slots(k, workers)], workers)
 
 
 @LIGHT
@@ -119,12 +119,10 @@ def test_a_selection_that_may_not_be_names_the_rank(odd: int, indices: list[int]
     seed=st.integers(0, 100),
     sealed=st.booleans(),
 )
-def test_papers_bring_what_was_named(
-    lengths: list[int], workers: int, density: float, seed: int, sealed: bool
-) -> None:
+def test_papers_bring_what_was_named(lengths: list[int], workers: int, density: float, seed: int, sealed: bool) -> None:
     source = torch.Generator().manual_seed(seed)
-    slots = [ballots.slots(round(density * length), workers) for length in lengths]
-    papers, seen = ballots.Papers(lengths, slots, workers), []
+    slots = [mask_votes.slots(round(density * length), workers) for length in lengths]
+    papers, seen = mask_votes.Papers(lengths, slots, workers), []
     assert papers.size <= 4 + sum(4 + 4 * count for count in slots)  # an index takes four bytes at most
     for share in range(workers):
         named = []
@@ -142,5 +140,5 @@ def test_papers_bring_what_was_named(
             for one, length in zip(papers.read(data, share, False) or [], lengths, strict=False):
                 assert set(one.tolist()) <= set(range(share, length, workers)) and len(one.unique()) == len(one)
     for of_all in zip(*seen, strict=True):
-        mask = ballots.counted(of_all)
+        mask = mask_votes.counted(of_all)
         assert torch.equal(mask, mask.unique()) and len(mask) == sum(map(len, of_all))

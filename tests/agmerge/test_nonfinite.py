@@ -16,9 +16,11 @@ from torch import nn
 import agmerge
 import merging
 import sparsifiers
-from agmerge import nodes, testing, verdict
-from agmerge.nonfinite import ALLOW, RAISE, SKIP, Watch, first_of_all, is_finite
-from agmerge.wire import NONFINITE
+from agmerge import testing
+from agmerge.backends import topology
+from agmerge.exchanges.message.format import NONFINITE
+from agmerge.step import nonfinite_verdict
+from agmerge.tensors.nonfinite import ALLOW, RAISE, SKIP, Watch, first_of_all, is_finite
 from sparsifiers import Selection
 
 MODEL = seeded(mlp)
@@ -31,7 +33,7 @@ EXCHANGES = ["sparse", "oktopk", "masked", "two-level", "auto"]
 
 @pytest.fixture(autouse=True)
 def _nodes_of_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(nodes.VARIABLE, "2")
+    monkeypatch.setenv(topology.VARIABLE, "2")
     yield
 
 
@@ -225,7 +227,7 @@ def test_a_closure_still_gives_its_loss() -> None:
 
 
 def test_skipping_for_ever_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdict, "MOST_IN_A_ROW", 3)
+    monkeypatch.setattr(nonfinite_verdict, "MOST_IN_A_ROW", 3)
 
     def body(rank: int, model: nn.Module) -> str:
         optimizer = several(model, nonfinite=SKIP)
@@ -357,7 +359,7 @@ def test_is_finite_is_exact(dtype: torch.dtype) -> None:
 def test_what_only_a_device_knows_travels_as_a_tensor() -> None:
     """The way of a device, on this one."""
     from agmerge.exchanges.dense import decode, tail_of
-    from agmerge.wire import Control
+    from agmerge.exchanges.message.format import Control
 
     for bad in (False, True):
         control = Control(3, 4, 5, 0, (True, False), torch.tensor(bad))

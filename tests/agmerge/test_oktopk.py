@@ -24,11 +24,13 @@ from exchange_harness import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agmerge import runtime, testing
-from agmerge.exchanges import Load, regions
-from agmerge.exchanges.oktopk import OkTopkExchange
-from agmerge.layout import Lane, Segment
+from agmerge import testing
+from agmerge.exchanges import Load
+from agmerge.exchanges.oktopk import regions
+from agmerge.exchanges.oktopk.exchange import OkTopkExchange
 from agmerge.ops import Average, ReduceOp, Sum
+from agmerge.runtime import workers
+from agmerge.tensors.layout import Lane, Segment
 from sparsifiers import Selection
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -39,7 +41,7 @@ Works = Callable[[int, int], torch.Tensor]
 
 
 def oktopk(op: ReduceOp = Average) -> Make:
-    return lambda record: OkTopkExchange(runtime.world(), op, record, WAIT)
+    return lambda record: OkTopkExchange(workers.world(), op, record, WAIT)
 
 
 def bins(values: torch.Tensor) -> list[tuple[int, int]]:

@@ -16,8 +16,8 @@ from agmerge import testing
 from agmerge.backends.local import Call
 from agmerge.errors import MessageError
 from agmerge.exchanges import Load, Pending
-from agmerge.layout import Lane
-from agmerge.wire import FIXED, MAGIC, OF_SECTION
+from agmerge.exchanges.message.format import FIXED, MAGIC, OF_SECTION
+from agmerge.tensors.layout import Lane
 from sparsifiers import Selection
 
 FP32 = Lane(CPU, torch.float32, True)
@@ -191,7 +191,7 @@ def test_counts_that_only_add_up_are_the_same_error_on_every_rank() -> None:
 def test_whatever_byte_changes_on_its_way_is_the_same_error_on_every_rank(
     what: str, odd: int, place: float, flips: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agmerge.exchanges.oktopk.SLACK", 0.0)  # surplus always
+    monkeypatch.setattr("agmerge.exchanges.oktopk.exchange.SLACK", 0.0)  # surplus always
 
     def inject(call: Call) -> None:
         if call.rank == odd and call.name == f"buffer 3/{what}":

@@ -32,7 +32,7 @@ import merging
 from agmerge import testing
 from agmerge.backends.local import Call
 from agmerge.errors import MessageError
-from agmerge.probing import probe
+from agmerge.planning.cost_probe import probe
 
 AWKWARD, PARTS, MODEL = seeded(AwkwardModel, 7), seeded(Parts), seeded(mlp)
 THAW = 6
@@ -62,9 +62,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.thin
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_what_is_sent_and_what_is_kept_is_what_was_there(
-    size: int, case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_sent_and_what_is_kept_is_what_was_there(size: int, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sent = Sent(monkeypatch)
 
     def body(rank: int, model: AwkwardModel) -> tuple[list[str], int, int]:

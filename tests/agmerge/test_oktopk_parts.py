@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agmerge.codecs import candidates, smallest
 from agmerge.errors import MessageError
-from agmerge.exchanges import histogram, parcels, reduction, regions
-from agmerge.exchanges.parcels import Form, Parcel
+from agmerge.exchanges.message import candidates, pairs, smallest
+from agmerge.exchanges.message.pairs import Form, Parcel
+from agmerge.exchanges.oktopk import histogram, reduction, regions
 
 INF, NAN = torch.inf, torch.nan
 LIGHT = settings(deadline=None)
@@ -141,7 +141,7 @@ def drawn_parcel(where: range, count: int, dtype: torch.dtype, seed: int) -> Par
 def written(forms: list[Form], pieces: list[Parcel], sealed: bool, sound: bool = True) -> list[torch.Tensor]:
     sizes = [form.size for form in forms]
     message = torch.randint(0, 256, (sum(sizes),), dtype=torch.uint8)  # what happened to lie there
-    parcels.write(forms, pieces, message, sealed, sound)
+    pairs.write(forms, pieces, message, sealed, sound)
     return list(torch.split(message, sizes))
 
 
@@ -161,7 +161,7 @@ def test_parcels_lie_side_by_side(
         where = range(start, start + length)
         forms.append(Form(where, round(density * length), dtype))
         pieces.append(drawn_parcel(where, forms[-1].count, dtype, seed))
-    back, good = parcels.read(forms, written(forms, pieces, sealed), sealed)
+    back, good = pairs.read(forms, written(forms, pieces, sealed), sealed)
     assert all(good) and len(back) == len(pieces)
     for one, two in zip(back, pieces, strict=True):
         assert torch.equal(one.indices, two.indices) and one.indices.dtype == torch.int32
@@ -187,18 +187,18 @@ def test_what_does_not_fit_its_form_is_found_where_it_is_read(where: range, seal
     for indices in wrong:
         forms = [Form(where, 2, torch.float32), Form(where, len(indices), torch.float32)]
         pieces = [drawn_parcel(where, 2, torch.float32, 0), Parcel(torch.tensor(indices), torch.ones(len(indices)))]
-        assert parcels.read(forms, written(forms, pieces, sealed), sealed)[1] == [True, False], indices
+        assert pairs.read(forms, written(forms, pieces, sealed), sealed)[1] == [True, False], indices
     for length, count in ((40, 40), (40, 1), (40, 20), (1, 1), (10**6, 1), (10**6, 999)):  # every codec
         forms = [Form(range(length), count, torch.float32)]
         pieces = [drawn_parcel(range(length), count, torch.float32, 0)]
-        assert parcels.read(forms, written(forms, pieces, sealed, sound=False), sealed)[1] == [False], (length, count)
+        assert pairs.read(forms, written(forms, pieces, sealed, sound=False), sealed)[1] == [False], (length, count)
 
 
 def test_a_table_that_says_more_than_there_is_room_for_is_found() -> None:
     for length, count in ((0, 3), (2, 5), (8, 9)):
         forms = [Form(range(length), count, torch.float32)]
         pieces = [Parcel(torch.arange(count, dtype=torch.int32), torch.ones(count))]
-        assert parcels.read(forms, written(forms, pieces, True), True)[1] == [False]
+        assert pairs.read(forms, written(forms, pieces, True), True)[1] == [False]
 
 
 @settings(deadline=None)
@@ -212,7 +212,7 @@ def test_a_damaged_parcel_is_never_taken_for_another(
     form = Form(where, max(1, round(density * length)), dtype)
     (data,) = written([form], [drawn_parcel(where, form.count, dtype, 0)], sealed)
     data[round(place * (form.size - 1))] ^= flips
-    (found,), (good,) = parcels.read([form], [data], sealed)
+    (found,), (good,) = pairs.read([form], [data], sealed)
     if sealed:
         assert not good
     elif good:  # without a checksum, at least what comes of it is in range

@@ -9,7 +9,7 @@ import exchange_volume as volume
 import pytest
 
 from agmerge.exchanges import SparseExchange
-from agmerge.exchanges.oktopk import OkTopkExchange
+from agmerge.exchanges.oktopk.exchange import OkTopkExchange
 
 
 @pytest.mark.thin
@@ -41,7 +41,7 @@ def test_sixteen_ranks_and_the_size_of_the_claim() -> None:
 def test_surplus_is_moved_where_the_result_lies_in_few_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it the last all-gather is twice as long."""
     moved = volume.measure(OkTopkExchange, "opposed", 4, 20_000, 200_000, steps=1)
-    monkeypatch.setattr("agmerge.exchanges.oktopk.SLACK", 4.0)
+    monkeypatch.setattr("agmerge.exchanges.oktopk.exchange.SLACK", 4.0)
     padded = volume.measure(OkTopkExchange, "opposed", 4, 20_000, 200_000, steps=1)
     assert moved.received < 0.8 * padded.received and moved.sent < 0.95 * padded.sent
 

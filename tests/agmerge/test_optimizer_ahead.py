@@ -31,10 +31,11 @@ from torch import Tensor, nn
 import agmerge
 import merging
 import sparsifiers
-from agmerge import adaptation, testing
-from agmerge.adaptation import FIRST
-from agmerge.layout import Segment
-from agmerge.session import Session
+from agmerge import testing
+from agmerge.planning import replanner
+from agmerge.planning.replanner import FIRST
+from agmerge.step.merge_buffers import Session
+from agmerge.tensors.layout import Segment
 
 MODEL = seeded(mlp)
 PLANS: dict[str, Any] = {
@@ -184,7 +185,7 @@ def test_ahead_a_plan_from_times_trains_what_any_other_plan_does(
     compression: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So neither probes nor changes of plan leave a trace: not in a residual, nor in what a sparsifier remembers."""
-    monkeypatch.setattr(adaptation.Adaptation, "_look", lambda *_: adaptation.PROBE)
+    monkeypatch.setattr(replanner.Adaptation, "_look", lambda *_: replanner.PROBE)
     options: dict[str, Any] = {"sparsify": "ahead", "dense_sum": "ordered", "compression": compression}
 
     def body(rank: int, model: nn.Module, planner: Any) -> tuple[list[str], int]:

@@ -12,9 +12,9 @@ from torch import nn
 
 import agmerge
 import merging
-from agmerge import adaptation, probing, trial
-from agmerge.adaptation import FIRST
-from agmerge.session import Session
+from agmerge.planning import cost_probe, plan_trial, replanner
+from agmerge.planning.replanner import FIRST
+from agmerge.step.merge_buffers import Session
 from merging import Curve
 
 MODEL = seeded(mlp)
@@ -24,8 +24,8 @@ TENSORS = 6
 def costing(sparse: float, dense: float) -> Any:
     """A probe that finds these seconds an element of load and of numel."""
 
-    def probe(session: Session, step: int, backward: float, finish: float = 0.0) -> probing.Found:
-        return probing.Found(Curve((0, 1), (0.0, 0.0)), line(sparse), line(dense) if dense else None)
+    def probe(session: Session, step: int, backward: float, finish: float = 0.0) -> cost_probe.Found:
+        return cost_probe.Found(Curve((0, 1), (0.0, 0.0)), line(sparse), line(dense) if dense else None)
 
     return probe
 
@@ -45,13 +45,13 @@ def trained(rank: int, model: nn.Module, steps: int = FIRST, **options: Any) -> 
 
 @pytest.mark.parametrize(("sparse", "dense", "flags"), [(1.0, 1e3, {False}), (1e3, 1e-6, {True})])
 def test_what_costs_less_is_taken(sparse: float, dense: float, flags: set[bool], monkeypatch: Any) -> None:
-    monkeypatch.setattr(adaptation, "probe", costing(sparse, dense))
+    monkeypatch.setattr(replanner, "probe", costing(sparse, dense))
     plans = on_ranks(2, MODEL, lambda rank, model: trained(rank, model).plan)
     assert plans[0] == plans[1] and set(plans[0].dense) == flags
 
 
 def test_going_dense_for_good_is_said_once_and_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adaptation, "probe", costing(1e3, 1e-6))
+    monkeypatch.setattr(replanner, "probe", costing(1e3, 1e-6))
 
     def body(rank: int, model: nn.Module) -> int:
         optimizer = wrap(model, compression="topk", density=0.1, merging="agmerge", exchange="auto")
@@ -97,9 +97,7 @@ def test_all_dense_by_plan_is_the_dense_exchange_to_the_bit(compression: str) ->
         optimizer = wrap(model, inner, dense_sum="ordered", **options)
         return train(model, optimizer, rank, range(6))
 
-    auto = agreed(
-        on_ranks(2, MODEL, lambda r, m: body(r, m, compression=compression, exchange="auto", merging=plan))
-    )
+    auto = agreed(on_ranks(2, MODEL, lambda r, m: body(r, m, compression=compression, exchange="auto", merging=plan)))
     dense = agreed(on_ranks(2, MODEL, lambda r, m: body(r, m, compression="none", exchange="sparse")))
     assert auto == dense
 
@@ -120,13 +118,13 @@ def test_from_dense_to_sparse_and_back_residuals_are_sent_in_the_end() -> None:
 
 @pytest.mark.parametrize("slower", [0, 1])
 def test_near_the_trade_off_both_are_tried_and_the_faster_stays(slower: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adaptation, "probe", costing(1e-9, 1e-7))
-    monkeypatch.setattr(trial.Trial, "seconds", lambda one: [2.0, 1.0] if slower == 0 else [1.0, 2.0])
+    monkeypatch.setattr(replanner, "probe", costing(1e-9, 1e-7))
+    monkeypatch.setattr(plan_trial.Trial, "seconds", lambda one: [2.0, 1.0] if slower == 0 else [1.0, 2.0])
 
     def body(rank: int, model: nn.Module) -> list[bool]:
         optimizer = trained(rank, model, FIRST)
         seen = []
-        for step in range(FIRST, FIRST + 2 * trial.STEPS + 1):
+        for step in range(FIRST, FIRST + 2 * plan_trial.STEPS + 1):
             plan = optimizer.plan
             assert plan is not None
             seen.append(all(plan.dense))
@@ -136,18 +134,18 @@ def test_near_the_trade_off_both_are_tried_and_the_faster_stays(slower: int, mon
         return seen
 
     seen = agreed(on_ranks(2, MODEL, body))
-    assert seen == [False] * trial.STEPS + [True] * trial.STEPS + [slower == 0]
+    assert seen == [False] * plan_trial.STEPS + [True] * plan_trial.STEPS + [slower == 0]
 
 
 def test_a_dense_plan_that_only_looks_faster_is_given_up_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     """Predicted to end a little sooner than what compresses everything, which is tried all the same."""
-    monkeypatch.setattr(adaptation, "probe", costing(2e-8, 1e-9))
-    monkeypatch.setattr(trial.Trial, "seconds", lambda one: [2.0, 1.0])
+    monkeypatch.setattr(replanner, "probe", costing(2e-8, 1e-9))
+    monkeypatch.setattr(plan_trial.Trial, "seconds", lambda one: [2.0, 1.0])
 
     def body(rank: int, model: nn.Module) -> list[bool]:
         optimizer = wrap(model, compression="topk", density=0.1, merging="agmerge", exchange="auto")
         seen = []
-        for step in range(FIRST + 2 * trial.STEPS + 1):
+        for step in range(FIRST + 2 * plan_trial.STEPS + 1):
             train(model, optimizer, rank, range(step, step + 1))
             assert optimizer.plan is not None
             seen.append(all(optimizer.plan.dense))
@@ -156,14 +154,14 @@ def test_a_dense_plan_that_only_looks_faster_is_given_up_without_a_word(monkeypa
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         seen = agreed(on_ranks(2, MODEL, body))
-    assert seen == [True] * trial.STEPS + [False] * (trial.STEPS + 2)
+    assert seen == [True] * plan_trial.STEPS + [False] * (plan_trial.STEPS + 2)
 
 
 def test_a_dense_plan_that_is_far_behind_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adaptation, "probe", costing(1e-6, 1.0))
+    monkeypatch.setattr(replanner, "probe", costing(1e-6, 1.0))
 
     def body(rank: int, model: nn.Module) -> bool:
-        optimizer = trained(rank, model, FIRST + trial.STEPS)
+        optimizer = trained(rank, model, FIRST + plan_trial.STEPS)
         assert optimizer.plan is not None
         return any(optimizer.plan.dense)
 
@@ -179,7 +177,7 @@ def test_with_sparse_there_is_no_choice_and_no_dense_curve() -> None:
 
 @pytest.mark.parametrize("name", [name for name in merging.names() if name != "dear"])
 def test_every_planner_has_the_choice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adaptation, "probe", costing(1e3, 1e-6))
+    monkeypatch.setattr(replanner, "probe", costing(1e3, 1e-6))
     plans = on_ranks(2, MODEL, lambda rank, model: trained(rank, model, merging=name).plan)
     assert plans[0] == plans[1]
     assert set(plans[0].dense) == {True}

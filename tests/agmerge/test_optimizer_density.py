@@ -10,7 +10,7 @@ from support import agreed, digest, loss_of, mlp, on_ranks, residuals, seeded, s
 from torch import nn
 
 import agmerge
-from agmerge.warmup import checked, ladder
+from agmerge.options.density_schedule import checked, ladder
 
 MODEL = seeded(mlp)
 NUMEL = {"0.weight": 48 * 32, "2.weight": 32 * 48}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import agmerge
 from agmerge import testing
-from agmerge.wire import FIXED, MAGIC, OF_SECTION
+from agmerge.exchanges.message.format import FIXED, MAGIC, OF_SECTION
 
 MODEL = seeded(mlp)
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import agmerge
 import merging
-from agmerge.adaptation import FIRST, SPREAD
+from agmerge.planning.replanner import FIRST, SPREAD
 from tests.support import agreed, on_ranks
 
 

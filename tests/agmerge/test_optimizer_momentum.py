@@ -189,9 +189,13 @@ def test_hooks_of_the_step_and_errors_in_it_see_and_leave_the_momentum_of_the_sc
         optimizer.register_step_pre_hook(look("early"))
         optimizer.register_step_post_hook(look("late"))
         train(model, optimizer, rank, range(2))
-        assert seen == [("early", 0.9, True)] * 2 + [("late", 0.9, True)] * 2 + [("early", 0.9, True)] * 2 + [
-            ("late", 0.9, True)
-        ] * 2
+        assert (
+            seen
+            == [("early", 0.9, True)] * 2
+            + [("late", 0.9, True)] * 2
+            + [("early", 0.9, True)] * 2
+            + [("late", 0.9, True)] * 2
+        )
 
         # What a hook sets after the step stays.
         handle = optimizer.register_step_post_hook(lambda one, *_: one.param_groups[0].update(momentum=0.8))

@@ -94,6 +94,7 @@ def test_a_resumed_run_has_the_same_bits_and_its_groups_say_what_they_said(how: 
 
 def test_a_checkpoint_from_when_the_memory_had_to_be_told_goes_on() -> None:
     """Its groups have no momentum, so the memory's own applies, and one rank says so; also in a script of today."""
+
     def body(rank: int, model: nn.Module) -> list[str]:
         memory = sparsifiers.memory("dgc", momentum=0.9)
         others = [copy.deepcopy(model) for _ in range(2)]

@@ -15,9 +15,11 @@ from support import agreed, mlp, on_ranks, residuals, same_bits, seeded
 from torch import Tensor, nn
 
 import agmerge
-from agmerge import adaptation, nodes, runtime
-from agmerge.adaptation import FIRST
-from merging import partial
+from agmerge.backends import topology
+from agmerge.planning import replanner
+from agmerge.planning.replanner import FIRST
+from agmerge.runtime import workers
+from merging import dense_cutoff
 
 # -- the budget ---------------------------------------------------------------------------------------------------
 
@@ -32,7 +34,7 @@ def test_the_budget_holds_and_replicas_are_equal(
     """Before and after the change of the cut; the published rule, rho' = rho, sends all that goes dense on top."""
     model = seeded(build)
     choosing(0, monkeypatch)
-    monkeypatch.setattr(adaptation, "probe", costing(1.0))
+    monkeypatch.setattr(replanner, "probe", costing(1.0))
     steps = FIRST + 6
 
     def body(rank: int, model: nn.Module) -> list[str]:
@@ -61,8 +63,8 @@ def test_the_largest_feasible_cut_is_in_use_from_the_first_step() -> None:
         optimizer = wrapped(model)
         train(model, optimizer, rank, range(1))
         sizes, exempt = [p.numel() for p in model.parameters()], [False] * len(SIZES)
-        rest = partial.remaining(sizes, exempt, 1536, DENSITY)
-        assert partial.feasible(sizes, exempt, DENSITY) == (0, 1024, 1536)
+        rest = dense_cutoff.remaining(sizes, exempt, 1536, DENSITY)
+        assert dense_cutoff.feasible(sizes, exempt, DENSITY) == (0, 1024, 1536)
         session = optimizer._engine.session
         assert session is not None
         assert {slot.lane.density for slot in session.layout.slots} == {None, rest}
@@ -88,7 +90,7 @@ def test_a_warm_up_ends_at_the_density_that_is_left() -> None:
 def test_where_nothing_is_feasible_it_is_the_default_rule_and_one_rank_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[tuple[int, str]] = []
     monkeypatch.setattr(
-        "agmerge.partial.warnings.warn", lambda text, stacklevel: said.append((runtime.world().rank, text))
+        "agmerge.options.dense_cutoff.warnings.warn", lambda text, stacklevel: said.append((workers.world().rank, text))
     )
 
     def body(rank: int, model: nn.Module) -> Any:
@@ -115,7 +117,7 @@ def test_after_the_first_steps_rank_0_chooses_once_and_tensors_only_become_spars
     chosen: int, moved: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = choosing(chosen, monkeypatch)
-    monkeypatch.setattr(adaptation, "probe", costing(1.0))
+    monkeypatch.setattr(replanner, "probe", costing(1.0))
 
     def body(rank: int, model: nn.Module) -> tuple[list[Any], list[str], set[str]]:
         optimizer, cuts, lanes = wrapped(model, merging="agmerge"), [], []
@@ -196,7 +198,7 @@ def test_the_cut_goes_by_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> No
         return cut(optimizer)
 
     for selecting, wire, chosen in ((0.0, "int8", 0), (0.0, "fp32", 1536), (10.0, "int8", 1536)):
-        monkeypatch.setattr(adaptation, "probe", costing(selecting))
+        monkeypatch.setattr(replanner, "probe", costing(selecting))
         assert agreed(on_ranks(2, MODEL, partial_of(body, wire=wire))) == (chosen, True)
 
 
@@ -216,7 +218,7 @@ def test_a_planner_that_fails_is_the_same_error_on_every_rank(monkeypatch: pytes
     def choose(*arguments: Any) -> int:
         raise RuntimeError("no idea")
 
-    monkeypatch.setattr(partial, "choose", choose)
+    monkeypatch.setattr(dense_cutoff, "choose", choose)
 
     def body(rank: int, model: nn.Module) -> str:
         with pytest.raises(ValueError, match="no idea") as raised:
@@ -228,7 +230,7 @@ def test_a_planner_that_fails_is_the_same_error_on_every_rank(monkeypatch: pytes
 
 @pytest.mark.parametrize("exchange", ["auto", "oktopk", "masked", "two-level"])
 def test_every_exchange_has_it(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(nodes.VARIABLE, "2")
+    monkeypatch.setenv(topology.VARIABLE, "2")
     choosing(1024, monkeypatch)
 
     def body(rank: int, model: nn.Module) -> tuple[list[str], Any]:

@@ -13,7 +13,7 @@ from support import agreed, on_ranks
 from torch import nn
 
 import agmerge
-from agmerge.adaptation import FIRST
+from agmerge.planning.replanner import FIRST
 
 
 def test_membership_and_compressor_may_change_and_the_cut_only_falls() -> None:

@@ -33,11 +33,13 @@ from torch import nn
 import agmerge
 import merging
 import sparsifiers
-from agmerge import adaptation, nodes, testing
-from agmerge.adaptation import FIRST
-from agmerge.probing import Found
-from agmerge.recorder import Recorder
-from agmerge.round import Round
+from agmerge import testing
+from agmerge.backends import topology
+from agmerge.metrics.step_times import Recorder
+from agmerge.planning import replanner
+from agmerge.planning.cost_probe import Found
+from agmerge.planning.replanner import FIRST
+from agmerge.step.round import Round
 from merging import Curve, Plan
 
 MODEL, AWKWARD = seeded(mlp), seeded(AwkwardModel, 7)
@@ -117,7 +119,7 @@ def test_density_1_is_dense_to_the_bit(sparsify: str, parts: int) -> None:
 
 @pytest.mark.parametrize("exchange", ["oktopk", "masked", "two-level"])
 def test_other_exchanges_take_plans_with_parts(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(nodes.VARIABLE, "2")
+    monkeypatch.setenv(topology.VARIABLE, "2")
 
     def body(rank: int, model: nn.Module, parts: int, density: float) -> list[str]:
         plan = Plan((2, 4), parts=(1, parts))
@@ -299,10 +301,10 @@ def test_a_planner_that_asks_for_parts_ahead_gets_one_message() -> None:
 
 def planned(monkeypatch: pytest.MonkeyPatch, planner: Any, **options: Any) -> tuple[Plan, list[str]]:
     """The plan after the first measurements, where selecting takes long; and the columns of its report."""
-    monkeypatch.setattr("merging.parts.SMALLEST", 64)  # the model is small, and so is what it can gain
-    monkeypatch.setattr("merging.parts.GAIN", 0.01)
+    monkeypatch.setattr("merging.message_split.SMALLEST", 64)  # the model is small, and so is what it can gain
+    monkeypatch.setattr("merging.message_split.GAIN", 0.01)
     found = Found(Curve((0, 3072), (0.0, 50.0)), Curve((0, 700), (0.1, 50.0)), None)
-    monkeypatch.setattr(adaptation, "probe", lambda *_: found)
+    monkeypatch.setattr(replanner, "probe", lambda *_: found)
 
     def body(rank: int, model: nn.Module) -> tuple[Plan, list[str], list[str]]:
         optimizer = wrap(model, merging=planner, **{"compression": "topk", "sparsify": "behind", **options})
@@ -316,7 +318,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, planner: Any, **options: Any) -> tu
 
 @pytest.mark.parametrize("exchange, density", [("sparse", 0.01), ("sparse", "importance"), ("two-level", 0.01)])
 def test_agmerge_divides_what_is_exposed(exchange: str, density: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(nodes.VARIABLE, "1")
+    monkeypatch.setenv(topology.VARIABLE, "1")
     plan, report = planned(monkeypatch, "agmerge", exchange=exchange, density=density)
     assert plan.parts[-1] > 1 and "parts" in report, plan
 

@@ -32,11 +32,12 @@ from torch import Tensor, nn
 
 import agmerge
 import merging
-from agmerge import adaptation, probing, testing
-from agmerge.adaptation import FIRST
-from agmerge.agreement import labelled
-from agmerge.session import Session
-from agmerge.wire import slot_bytes
+from agmerge import testing
+from agmerge.exchanges.message.format import slot_bytes
+from agmerge.planning import cost_probe, replanner
+from agmerge.planning.replanner import FIRST
+from agmerge.step.agreement import labelled
+from agmerge.step.merge_buffers import Session
 
 MODEL = seeded(mlp)
 AWKWARD = seeded(AwkwardModel, 7)
@@ -53,9 +54,9 @@ class Probes:
 
         def probe(session: Session, step: int, backward: float, finish: float = 0.0) -> Any:
             self.count += 1
-            return probing.probe(session, step, backward, finish)
+            return cost_probe.probe(session, step, backward, finish)
 
-        monkeypatch.setattr(adaptation, "probe", probe)
+        monkeypatch.setattr(replanner, "probe", probe)
 
 
 def conserving(
@@ -124,8 +125,8 @@ def test_a_model_with_everything_that_is_awkward_keeps_its_residuals_too(monkeyp
             self.made.append(mode)
             return random_plan(len(self.made), len(profile))
 
-    monkeypatch.setattr(adaptation.Adaptation, "_look", lambda *_: adaptation.PLAN)
-    monkeypatch.setattr(adaptation, "finish", lambda plan, measured: float("nan"))  # never better, never worse
+    monkeypatch.setattr(replanner.Adaptation, "_look", lambda *_: replanner.PLAN)
+    monkeypatch.setattr(replanner, "finish", lambda plan, measured: float("nan"))  # never better, never worse
 
     def best(planner: merging.Planner, measured: merging.Measurements) -> tuple[merging.Plan, str]:
         mode = measured.modes[len(Restless.made) % len(measured.modes)]
@@ -229,7 +230,7 @@ UNMEASURED: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", UNMEASURED)
 def test_plans_that_go_by_no_times_are_never_measured_for(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     size, options = UNMEASURED[case]
-    monkeypatch.setattr("agmerge.config.MERGING", "agmerge")  # a default stands beside groups
+    monkeypatch.setattr("agmerge.options.resolve.MERGING", "agmerge")  # a default stands beside groups
     probes = Probes(monkeypatch)
 
     def body(rank: int, model: nn.Module) -> tuple[set[str], int]:
@@ -259,6 +260,7 @@ class Halves(merging.Planner):
     """Two merge buffers."""
 
     name: ClassVar[str] = "halves"
+
     def partition(self, profile: merging.Profile, costs: merging.Costs, mode: str) -> merging.Plan:
         half = len(profile) // 2
         return merging.Plan((half, len(profile) - half))

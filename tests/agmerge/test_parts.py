@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import merging
-from agmerge.layout import ALIGNMENT, Lane, Layout, Segment
-from agmerge.parts import cut, divided, refused
-from agmerge.routing import key
+from agmerge.exchanges.routing import key
+from agmerge.exchanges.splitting import cut, divided, refused
+from agmerge.tensors.layout import ALIGNMENT, Lane, Layout, Segment
 
 CPU = torch.device("cpu")
 SPARSE, NARROW = Lane(CPU, torch.float32, True), Lane(CPU, torch.float32, True, 0.5)

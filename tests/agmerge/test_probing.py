@@ -16,10 +16,12 @@ from support import WIDTH, agreed, digest, gradients, mlp, on_ranks, same_bits, 
 from torch import Tensor, nn
 
 import agmerge
-from agmerge import probing, rehearsal, runtime, testing
-from agmerge.layout import Lane, Layout
-from agmerge.probing import GROWTH, RUNS, SHARE, SPEND, Found, probe, sizes
-from agmerge.session import Session
+from agmerge import testing
+from agmerge.planning import cost_probe, message_timing
+from agmerge.planning.cost_probe import GROWTH, RUNS, SHARE, SPEND, Found, probe, sizes
+from agmerge.runtime import workers
+from agmerge.step.merge_buffers import Session
+from agmerge.tensors.layout import Lane, Layout
 
 MODEL = seeded(mlp)
 CPU = torch.device("cpu")
@@ -60,14 +62,14 @@ def session_of(optimizer: agmerge.DistributedOptimizer) -> Session:
 @pytest.fixture(autouse=True)
 def probes_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Instead of the one for all tests: here it counts how often what is timed. Small messages are timed once."""
-    monkeypatch.setattr(probing, "ROUNDS", (1, 1))
+    monkeypatch.setattr(cost_probe, "ROUNDS", (1, 1))
 
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in all other tests."""
-    monkeypatch.setattr(probing, "RUNS", (2, 3))
-    for module in (probing, rehearsal):
+    monkeypatch.setattr(cost_probe, "RUNS", (2, 3))
+    for module in (cost_probe, message_timing):
         monkeypatch.setattr(module, "MANY", 4)
 
 
@@ -76,10 +78,10 @@ class Ticking:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tick: Callable[[int], float]) -> None:
         self._tick, self._here = tick, threading.local()
-        monkeypatch.setattr(rehearsal, "time", SimpleNamespace(perf_counter=self._now, monotonic=time.monotonic))
+        monkeypatch.setattr(message_timing, "time", SimpleNamespace(perf_counter=self._now, monotonic=time.monotonic))
 
     def _now(self) -> float:
-        self._here.now = getattr(self._here, "now", 0.0) + self._tick(runtime.world().rank)
+        self._here.now = getattr(self._here, "now", 0.0) + self._tick(workers.world().rank)
         return float(self._here.now)
 
 
@@ -144,7 +146,7 @@ def test_ranks_find_and_call_the_same_though_their_clocks_differ(
     else:
         assert sparsify(0) == 0.0 and sparsify.seconds[1:] == pytest.approx([slowest] * (len(sparsify.seconds) - 1))
         assert message is not None and message.seconds == pytest.approx([slowest] * len(message.seconds))  # to pack
-    names = ["probe", "probe of several", *(f"probe {number}" for number in range(rehearsal.MANY))]
+    names = ["probe", "probe of several", *(f"probe {number}" for number in range(message_timing.MANY))]
     known = {name + part for name in names for part in ("", "/sum")} | {"probe/seconds"}
     assert {name for _, name, _ in calls} <= known
     messages = [size for _, name, size in calls if name == "probe"]
@@ -153,16 +155,16 @@ def test_ranks_find_and_call_the_same_though_their_clocks_differ(
 
 def test_what_is_found_is_the_maximum_over_ranks_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 selects slowly, rank 1 sends slowly."""
-    trial = probing.Rehearsal
+    trial = cost_probe.Rehearsal
     original = {"select": trial.select, "exchange": trial.exchange, "burst": trial.burst}
-    monkeypatch.setattr(probing, "BETWEEN", (1e-3, 100.0))  # sizes take seconds here
-    monkeypatch.setattr(probing, "_apart", lambda *_: 0.0)
+    monkeypatch.setattr(cost_probe, "BETWEEN", (1e-3, 100.0))  # sizes take seconds here
+    monkeypatch.setattr(cost_probe, "_apart", lambda *_: 0.0)
     seconds = {"select": [3e-6, 1e-6], "exchange": [1e-6, 5e-6]}
 
     def timed(what: str) -> Callable[[Any, int], Any]:
         def measure(self: Any, runs: int, *more: int) -> Any:
             original[what](self, runs, *more)
-            rank = runtime.world().rank
+            rank = workers.world().rank
             if what == "burst":  # 5 or 7 ms a message, of which selection and packing are 4
                 return 1.0 + runs * (5e-3 + 2e-3 * rank)
             took = seconds[what][rank] * float(self.segment.numel)

@@ -16,8 +16,8 @@ import merging
 import sparsifiers
 from agmerge import testing
 from agmerge.backends import local
-from agmerge.clock import Clock, Seconds
-from agmerge.recorder import Recorder, Times
+from agmerge.metrics.clock import Clock, Seconds
+from agmerge.metrics.step_times import Recorder, Times
 from sparsifiers.arguments import Request
 
 MODEL = seeded(mlp)
@@ -188,7 +188,7 @@ def test_selecting_and_sending_in_hooks_is_not_counted_as_backward(
     sparsify: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Virtual()
-    monkeypatch.setattr("agmerge.session.clock_for", lambda devices: clock)
+    monkeypatch.setattr("agmerge.step.merge_buffers.clock_for", lambda devices: clock)
 
     def body(rank: int, model: nn.Module) -> list[Times]:
         for parameter in model.parameters():
@@ -210,7 +210,7 @@ def test_selecting_and_sending_in_hooks_is_not_counted_as_backward(
 
 def test_a_tensor_without_gradient_is_ready_when_the_step_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Virtual()
-    monkeypatch.setattr("agmerge.session.clock_for", lambda devices: clock)
+    monkeypatch.setattr("agmerge.step.merge_buffers.clock_for", lambda devices: clock)
 
     def body(rank: int, model: Parts) -> None:
         optimizer = wrap(model, compression="none", merging="layerwise")
@@ -237,7 +237,7 @@ def test_a_step_takes_the_same_marks_whatever_it_meets(
     counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Virtual()
-    monkeypatch.setattr("agmerge.session.clock_for", lambda devices: clock)
+    monkeypatch.setattr("agmerge.step.merge_buffers.clock_for", lambda devices: clock)
 
     def body(rank: int, model: nn.Module) -> list[int]:
         optimizer, seen = wrap(model, compression="topk", merging=merging.Plan(counts)), [0]
@@ -257,7 +257,7 @@ def test_a_step_takes_the_same_marks_whatever_it_meets(
 def test_waiting_for_a_slow_rank_is_exposed_and_counts_as_travel(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock runs while this rank waits: here by what the backend adds when it is waited for."""
     clock = Virtual()
-    monkeypatch.setattr("agmerge.session.clock_for", lambda devices: clock)
+    monkeypatch.setattr("agmerge.step.merge_buffers.clock_for", lambda devices: clock)
     original = local.LocalHandle.wait
 
     def wait(handle: local.LocalHandle, timeout: float) -> None:
@@ -282,7 +282,7 @@ def test_waiting_for_a_slow_rank_is_exposed_and_counts_as_travel(monkeypatch: py
 def test_a_hidden_exchange_takes_until_the_first_hook_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backward takes 1 a tensor and an exchange 2.5: all but the last three are over before anybody waits."""
     clock, sent = Virtual(), dict[str, float]()
-    monkeypatch.setattr("agmerge.session.clock_for", lambda devices: clock)
+    monkeypatch.setattr("agmerge.step.merge_buffers.clock_for", lambda devices: clock)
     monkeypatch.setattr(local.LocalHandle, "done", lambda handle: clock.now >= sent[handle._name] + 2.5)
 
     def body(rank: int, model: nn.Module) -> Times:
@@ -301,7 +301,7 @@ def test_a_hidden_exchange_takes_until_the_first_hook_after_its_end(monkeypatch:
 def test_messages_that_have_arrived_by_one_hook_are_all_seen_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first takes 4.5 and holds up the others; every wait takes 1, for messages that are there too."""
     clock, sent = Virtual(), dict[str, float]()
-    monkeypatch.setattr("agmerge.session.clock_for", lambda devices: clock)
+    monkeypatch.setattr("agmerge.step.merge_buffers.clock_for", lambda devices: clock)
     monkeypatch.setattr(
         local.LocalHandle, "done", lambda one: clock.now >= sent[one._name] + (4.5 if one._name == "buffer 0" else 0.5)
     )
@@ -342,7 +342,7 @@ def test_no_mark_of_a_step_is_waited_for_before_the_next_one(monkeypatch: pytest
             return np.zeros(len(marks))
 
     clock, asked = Late(), set[float]()
-    monkeypatch.setattr("agmerge.session.clock_for", lambda devices: clock)
+    monkeypatch.setattr("agmerge.step.merge_buffers.clock_for", lambda devices: clock)
 
     def body(rank: int, model: nn.Module) -> None:
         optimizer = wrap(model, merging="layerwise")

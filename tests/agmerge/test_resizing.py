@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 import agmerge
 import sparsifiers
-from agmerge import resizing, testing
+from agmerge import testing
+from agmerge.engine import resize
 from agmerge.ops import Average, Sum
 
 MODEL = seeded(mlp)
@@ -142,7 +143,7 @@ def test_as_many_ranks_resume_from_one_file_to_the_bit() -> None:
 
 
 def test_a_plain_optimizer_loads_it_and_large_states_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agmerge.gathering.CHUNK", 1000)
+    monkeypatch.setattr("agmerge.checkpoint.gather.CHUNK", 1000)
     whole, sections = gathered(2, compression="topk")
     for saved, section in zip(whole["agmerge"]["ranks"], sections, strict=True):
         assert all(torch.equal(saved["residuals"][name], one) for name, one in section["residuals"].items())
@@ -237,8 +238,8 @@ def test_survivors_go_on_with_what_they_kept(sizes: tuple[int, int], told: bool)
 
 
 def test_scaling_is_the_stated_rule() -> None:
-    assert resizing.factor(Average, 4, 2) == 0.5 and resizing.factor(Average, 2, 3) == 1.5
-    assert resizing.factor(Sum, 4, 2) == 1.0
+    assert resize.factor(Average, 4, 2) == 0.5 and resize.factor(Average, 2, 3) == 1.5
+    assert resize.factor(Sum, 4, 2) == 1.0
     state = {("residual", "a"): torch.ones(2), ("momentum", "a"): torch.ones(2), ("momentum", "b"): torch.ones(2)}
-    found = resizing.scaled(state, 2.0)
+    found = resize.scaled(state, 2.0)
     assert [float(tensor[0]) for tensor in found.values()] == [2.0, 2.0, 1.0]

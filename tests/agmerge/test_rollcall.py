@@ -15,13 +15,15 @@ from typing import Any
 
 import pytest
 
-from agmerge import addresses, listening, rollcall, runtime, testing, whereabouts
-from agmerge.backends import torch_store
+from agmerge import testing
+from agmerge.backends import addresses, status, torch_store
 from agmerge.backends.local import Group, LocalBackend
+from agmerge.backends.status import Place
 from agmerge.errors import CollectiveTimeout
-from agmerge.listening import CUT, ENDED, STUCK
-from agmerge.rollcall import RollCall, over
-from agmerge.whereabouts import Place
+from agmerge.runtime import workers
+from agmerge.runtime.peers import monitor, status_server
+from agmerge.runtime.peers.monitor import RollCall, over
+from agmerge.runtime.peers.status_server import CUT, ENDED, STUCK
 
 ROOT = Path(__file__).parents[2]
 WAIT = 20.0
@@ -35,7 +37,7 @@ def waits() -> Place:
 def called(places: list[Place], change: Callable[[list[RollCall]], None], ranks: tuple[int, ...] = ()) -> Any:
     """The roll call of rank 0, which waits, when the others are at ``places`` and ``change`` has happened."""
     everybody = [waits(), *places]
-    calls = testing.run(len(everybody), lambda rank: RollCall(rank, over(runtime.world(), WAIT), everybody[rank]))
+    calls = testing.run(len(everybody), lambda rank: RollCall(rank, over(workers.world(), WAIT), everybody[rank]))
     try:
         change(calls)
         return calls[0].call(CALL, ranks)
@@ -99,7 +101,7 @@ def test_a_port_that_is_anothers_now_is_no_answer() -> None:
         threading.Thread(target=serve, daemon=True).start()
 
         def change(calls: list[RollCall]) -> None:
-            calls[0].peers[1] = rollcall.replace(calls[0].peers[1], port=other.getsockname()[1])
+            calls[0].peers[1] = monitor.replace(calls[0].peers[1], port=other.getsockname()[1])
 
         text, missing = called([waits()], change)
     assert missing == (1,) and ENDED in text and "web server" not in text
@@ -124,7 +126,7 @@ def test_a_host_that_does_not_answer_is_told_from_one_that_refuses() -> None:
             waiting.connect_ex(full.getsockname())
 
         def change(calls: list[RollCall]) -> None:
-            calls[0].peers[1] = rollcall.replace(calls[0].peers[1], port=full.getsockname()[1])
+            calls[0].peers[1] = monitor.replace(calls[0].peers[1], port=full.getsockname()[1])
 
         text, missing = called([waits()], change)
     assert missing == (1,) and CUT in text
@@ -190,7 +192,7 @@ def test_a_rank_that_has_come_to_its_end_says_so_and_what_helps(
     how: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where it has told another rank, which is asked."""
-    monkeypatch.setattr(rollcall, "TOLD", 1)
+    monkeypatch.setattr(monitor, "TOLD", 1)
 
     def change(calls: list[RollCall]) -> None:
         calls[1].ended(how)
@@ -235,18 +237,18 @@ def test_a_machine_without_an_address_is_not_known_about(monkeypatch: pytest.Mon
 def test_what_cannot_be_reached_from_the_start_is_not_said_to_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(listening.Listener, "port", closed.getsockname()[1], raising=False)
-        original = rollcall.RollCall._listen
+        monkeypatch.setattr(status_server.Listener, "port", closed.getsockname()[1], raising=False)
+        original = monitor.RollCall._listen
 
-        def elsewhere(self: RollCall, address: str | None, hosts: list[str], env: Any) -> rollcall.Peer:
-            return rollcall.replace(original(self, address, hosts, env), port=closed.getsockname()[1])
+        def elsewhere(self: RollCall, address: str | None, hosts: list[str], env: Any) -> monitor.Peer:
+            return monitor.replace(original(self, address, hosts, env), port=closed.getsockname()[1])
 
-        monkeypatch.setattr(rollcall.RollCall, "_listen", elsewhere)
+        monkeypatch.setattr(monitor.RollCall, "_listen", elsewhere)
         with pytest.warns(UserWarning, match="rank 1 .*could not be asked at 127.0.0.1, port .*all TCP ports"):
             text, missing = called([waits(), waits()], nothing)
     assert missing == ()
     assert text.startswith("Not known: rank 1") and "could not be asked at 127.0.0.1" in text
-    assert rollcall.REFUSED in text and ENDED not in text
+    assert monitor.REFUSED in text and ENDED not in text
     assert "Of this rank others say: it could not be asked" in text and "Nobody is missing" not in text
 
 
@@ -256,7 +258,7 @@ def test_only_the_ranks_of_the_collective_are_asked() -> None:
 
 
 def test_of_many_missing_ranks_the_first_are_described_and_all_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollcall, "SHOWN", 2)
+    monkeypatch.setattr(monitor, "SHOWN", 2)
     text, missing = called([Place() for _ in range(5)], nothing)
     assert missing == (1, 2, 3, 4, 5)
     assert text.count("(host") == 2 and text.endswith("and ranks 3, 4, 5.")
@@ -297,21 +299,21 @@ def test_a_forked_child_does_not_keep_the_port_of_a_process_that_was_killed() ->
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdin is not None and process.stdout is not None
         address, port, token = json.loads(process.stdout.readline())
-        assert listening.ask(address, port, token, {"rank": 0})["words"]
+        assert status_server.ask(address, port, token, {"rank": 0})["words"]
         os.kill(process.pid, signal.SIGKILL)
         process.wait(60)
-        with pytest.raises(listening.Silence, match=ENDED):
-            listening.ask(address, port, token, {"rank": 0})
+        with pytest.raises(status_server.Silence, match=ENDED):
+            status_server.ask(address, port, token, {"rank": 0})
 
 
 def test_opening_another_world_closes_the_first() -> None:
     before = threading.active_count()
     for _ in range(3):
-        rollcall.open(0, over(world_of_one(), WAIT))
+        monitor.open(0, over(world_of_one(), WAIT))
         assert threading.active_count() == before + 1
-        assert whereabouts.ask is not None
-    rollcall.close()
-    assert threading.active_count() == before and whereabouts.ask is None
+        assert status.ask is not None
+    monitor.close()
+    assert threading.active_count() == before and status.ask is None
 
 
 def test_an_address_for_others_is_never_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,7 +367,7 @@ def test_the_others_addresses_lead_to_this_machines_own(monkeypatch: pytest.Monk
 
     def body(rank: int) -> None:
         here.name = "ab"[rank]
-        RollCall(rank, over(runtime.world(), WAIT), waits(), {}).close()
+        RollCall(rank, over(workers.world(), WAIT), waits(), {}).close()
 
     with pytest.warns(UserWarning, match="no address but its own loopback"):
         testing.run(2, body)

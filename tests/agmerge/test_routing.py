@@ -13,8 +13,8 @@ from support import mlp, on_ranks, random_plan, seeded, train, wrap
 from torch import nn
 
 import merging
-from agmerge.layout import Lane, Layout, Segment
-from agmerge.routing import RIDE, key, routes, segments, title
+from agmerge.exchanges.routing import RIDE, key, routes, segments, title
+from agmerge.tensors.layout import Lane, Layout, Segment
 
 DEVICES = [torch.device("cpu"), torch.device("meta")]
 LANES = [

@@ -10,10 +10,11 @@ from collections.abc import Callable
 import pytest
 
 import agmerge
-from agmerge import runtime, testing
+from agmerge import testing
 from agmerge.backends import horovod, mpi, slurm
 from agmerge.backends import torch as torch_backend
 from agmerge.errors import AGMergeError
+from agmerge.runtime import workers
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
 MPI_LAUNCHERS = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
@@ -40,7 +41,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_backend, "initialised", lambda: False)
     monkeypatch.setattr(horovod, "initialised", lambda: False)
     monkeypatch.setattr(horovod, "has_mpi", lambda: False)
-    monkeypatch.setattr(runtime, "_process", None)
+    monkeypatch.setattr(workers, "_process", None)
 
 
 @pytest.fixture
@@ -48,10 +49,10 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What ``init`` opens in place of real backends: each is alone."""
     names: list[str] = []
 
-    def opener(name: str) -> Callable[[object, float], object]:
-        def open_(env: object, timeout: float) -> object:
+    def opener(name: str) -> Callable[..., object]:
+        def open_(env: object, timeout: float, listen: object = None) -> object:
             names.append(name)
-            return runtime.local.open()
+            return workers.local.open()
 
         return open_
 
@@ -64,53 +65,53 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_alone_means_local() -> None:
-    assert runtime.detect({}) == "local"
-    assert runtime.detect({"PATH": "/bin", "OMP_NUM_THREADS": "1"}) == "local"
+    assert workers.detect({}) == "local"
+    assert workers.detect({"PATH": "/bin", "OMP_NUM_THREADS": "1"}) == "local"
 
 
 def test_an_initialised_process_group_comes_before_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_backend, "initialised", lambda: True)
     for env in ({}, {"AGMERGE_BACKEND": "local"}, {"OMPI_COMM_WORLD_RANK": "0"}):
-        assert runtime.detect(env) == "torch"
+        assert workers.detect(env) == "torch"
 
 
 def test_the_variable_comes_before_the_launchers() -> None:
-    assert runtime.detect({**TORCHRUN, "AGMERGE_BACKEND": "local"}) == "local"
-    assert runtime.detect({"OMPI_COMM_WORLD_RANK": "1", "AGMERGE_BACKEND": "torch"}) == "torch"
-    assert runtime.detect({"AGMERGE_BACKEND": ""}) == "local"  # set to nothing is not set
+    assert workers.detect({**TORCHRUN, "AGMERGE_BACKEND": "local"}) == "local"
+    assert workers.detect({"OMPI_COMM_WORLD_RANK": "1", "AGMERGE_BACKEND": "torch"}) == "torch"
+    assert workers.detect({"AGMERGE_BACKEND": ""}) == "local"  # set to nothing is not set
 
 
 def test_torchrun_or_the_same_variables_by_hand() -> None:
-    assert runtime.detect(TORCHRUN) == "torch"
-    assert runtime.detect({**TORCHRUN, "WORLD_SIZE": "1"}) == "torch"
+    assert workers.detect(TORCHRUN) == "torch"
+    assert workers.detect({**TORCHRUN, "WORLD_SIZE": "1"}) == "torch"
 
 
 @pytest.mark.parametrize("variable", MPI_LAUNCHERS)
 def test_an_mpi_launcher_means_horovod_if_it_has_mpi_and_else_mpi(
     variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert runtime.detect({variable: "1"}) == "mpi"
+    assert workers.detect({variable: "1"}) == "mpi"
     monkeypatch.setattr(horovod, "has_mpi", lambda: True)
-    assert runtime.detect({variable: "1"}) == "horovod"
-    assert runtime.detect({variable: "1", **TORCHRUN}) == "torch"
+    assert workers.detect({variable: "1"}) == "horovod"
+    assert workers.detect({variable: "1", **TORCHRUN}) == "torch"
 
 
 def test_horovodrun_means_horovod_whatever_else_is_set() -> None:
-    assert runtime.detect({"HOROVOD_RANK": "1", "OMPI_COMM_WORLD_RANK": "1", **TORCHRUN}) == "horovod"
+    assert workers.detect({"HOROVOD_RANK": "1", "OMPI_COMM_WORLD_RANK": "1", **TORCHRUN}) == "horovod"
 
 
 def test_an_initialised_horovod_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(horovod, "initialised", lambda: True)
     monkeypatch.setattr(torch_backend, "initialised", lambda: True)
-    assert runtime.detect({"AGMERGE_BACKEND": "local"}) == "horovod"
+    assert workers.detect({"AGMERGE_BACKEND": "local"}) == "horovod"
 
 
 @pytest.mark.parametrize("missing", ["RANK", "MASTER_ADDR"])
 def test_variables_set_by_hand_but_not_all_are_an_error_and_not_local(missing: str) -> None:
     env = {key: value for key, value in TORCHRUN.items() if key != missing}
     with pytest.raises(AGMergeError, match=f"WORLD_SIZE=2, but {missing} not set"):
-        runtime.detect(env)
-    assert runtime.detect({**env, "WORLD_SIZE": "1"}) == "local"
+        workers.detect(env)
+    assert workers.detect({**env, "WORLD_SIZE": "1"}) == "local"
 
 
 # -- srun ---------------------------------------------------------------------------------------------------
@@ -118,26 +119,26 @@ def test_variables_set_by_hand_but_not_all_are_an_error_and_not_local(missing: s
 
 def test_several_tasks_of_srun_are_workers_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpi, "installed", lambda: True)
-    assert runtime.detect(SRUN) == "torch"
-    assert runtime.detect({**SRUN, "AGMERGE_BACKEND": "local"}) == "local"  # who asks for it
-    assert runtime.detect({**SRUN, **TORCHRUN}) == "torch"
-    assert runtime.detect({**SRUN, "OMPI_COMM_WORLD_RANK": "1"}) == "mpi"
+    assert workers.detect(SRUN) == "torch"
+    assert workers.detect({**SRUN, "AGMERGE_BACKEND": "local"}) == "local"  # who asks for it
+    assert workers.detect({**SRUN, **TORCHRUN}) == "torch"
+    assert workers.detect({**SRUN, "OMPI_COMM_WORLD_RANK": "1"}) == "mpi"
 
 
 def test_srun_speaks_pmi_also_where_there_is_no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     env = {**SRUN, "PMI_RANK": "5"}
     monkeypatch.setattr(mpi, "installed", lambda: True)
-    assert runtime.detect(env) == "mpi"
+    assert workers.detect(env) == "mpi"
     monkeypatch.setattr(mpi, "installed", lambda: False)
-    assert runtime.detect(env) == "torch"
-    assert runtime.detect({"PMI_RANK": "5"}) == "mpi"  # which says what is missing
+    assert workers.detect(env) == "torch"
+    assert workers.detect({"PMI_RANK": "5"}) == "mpi"  # which says what is missing
 
 
 def test_a_plain_process_in_a_job_is_alone() -> None:
     """In the shell of salloc or sbatch, and in a step of one task, whatever the job has."""
     job = {key: value for key, value in SRUN.items() if "STEP" not in key}
-    assert runtime.detect(job) == "local"
-    assert runtime.detect({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}) == "local"
+    assert workers.detect(job) == "local"
+    assert workers.detect({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}) == "local"
 
 
 def test_what_srun_says_in_the_words_of_torchrun() -> None:
@@ -213,13 +214,13 @@ def test_local_from_init_to_shutdown() -> None:
 
 def test_a_second_init_does_nothing_unless_it_names_another_backend() -> None:
     agmerge.init()
-    first = runtime.world()
+    first = workers.world()
     agmerge.init()
     agmerge.init("local")
-    assert runtime.world() is first
+    assert workers.world() is first
     with pytest.raises(ValueError, match="'torch'.*already initialised with 'local'; call shutdown"):
         agmerge.init("torch")
-    assert runtime.world() is first
+    assert workers.world() is first
 
 
 @pytest.mark.parametrize("name", ["horovod", "mpi", "torch"])
@@ -290,10 +291,10 @@ def test_the_torch_backend_without_a_launcher_names_what_is_missing() -> None:
 
 def test_a_thread_of_a_group_has_its_own_and_leaves_the_process_alone() -> None:
     agmerge.init()
-    outer = runtime.world()
+    outer = workers.world()
 
     def body(rank: int) -> int:
-        assert runtime.world() is not outer
+        assert workers.world() is not outer
         agmerge.init()  # a script calls it; here it is done
         with pytest.raises(ValueError, match="already initialised with 'local'"):
             agmerge.init("torch")
@@ -302,13 +303,13 @@ def test_a_thread_of_a_group_has_its_own_and_leaves_the_process_alone() -> None:
         return size
 
     assert testing.run(2, body) == [2, 2]
-    assert runtime.world() is outer
+    assert workers.world() is outer
 
 
 def test_other_threads_share_the_backend_of_the_process() -> None:
     agmerge.init()
     seen: list[object] = []
-    thread = threading.Thread(target=lambda: seen.append(runtime.world()))
+    thread = threading.Thread(target=lambda: seen.append(workers.world()))
     thread.start()
     thread.join()
-    assert seen == [runtime.world()]
+    assert seen == [workers.world()]

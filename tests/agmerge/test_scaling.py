@@ -15,7 +15,7 @@ from torch import nn
 
 import agmerge
 import merging
-from agmerge import nodes
+from agmerge.backends import topology
 from agmerge.optimizer import TWICE
 
 MODEL = seeded(mlp)
@@ -32,7 +32,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.fixture(autouse=True)
 def _nodes_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(nodes.VARIABLE, "2")
+    monkeypatch.setenv(topology.VARIABLE, "2")
 
 
 def scaler_of(scale: float = 1024.0, **options: Any) -> torch.amp.GradScaler:

@@ -27,8 +27,10 @@ from torch import Tensor
 import agmerge
 import merging
 import sparsifiers
-from agmerge import nodes, routing, testing
-from agmerge.shards import deal, shard_shape
+from agmerge import testing
+from agmerge.backends import topology
+from agmerge.exchanges import routing
+from agmerge.exchanges.node_shards import deal, shard_shape
 
 MODEL, SMALL = seeded(AwkwardModel, 7), seeded(mlp, 3)
 THAW = 6
@@ -38,7 +40,7 @@ OPTIONS = [{"sparsify": "ahead"}, {"compression": "bf16"}]
 
 @pytest.fixture(autouse=True)
 def _no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(nodes.VARIABLE, raising=False)
+    monkeypatch.delenv(topology.VARIABLE, raising=False)
 
 
 def wrapped(model: AwkwardModel, **options: object) -> agmerge.DistributedOptimizer:
@@ -63,7 +65,7 @@ def backward(model: AwkwardModel, optimizer: torch.optim.Optimizer, rank: int, s
 def test_replicas_are_equal_to_the_bit_after_every_step(
     grid: tuple[int, int], options: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(nodes.VARIABLE, str(grid[1]))
+    monkeypatch.setenv(topology.VARIABLE, str(grid[1]))
 
     def body(rank: int, model: AwkwardModel) -> list[str]:
         optimizer = wrapped(model, **options)
@@ -85,7 +87,7 @@ def test_what_a_node_sends_and_keeps_is_what_was_there(
     grid: tuple[int, int], options: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places = grid[1]
-    monkeypatch.setenv(nodes.VARIABLE, str(places))
+    monkeypatch.setenv(topology.VARIABLE, str(places))
     sent = Sent(monkeypatch)
     gradients: dict[tuple[int, str], Tensor] = {}
 
@@ -145,7 +147,7 @@ def test_what_a_node_sends_and_keeps_is_what_was_there(
 def run(
     grid: tuple[int, int], monkeypatch: pytest.MonkeyPatch, steps: int = 6, **options: object
 ) -> tuple[list[str], list[Tensor]]:
-    monkeypatch.setenv(nodes.VARIABLE, str(grid[1]))
+    monkeypatch.setenv(topology.VARIABLE, str(grid[1]))
 
     def body(rank: int, model: torch.nn.Module) -> tuple[list[str], torch.nn.Module]:
         return plain(model, wrap(model, **options), rank, range(steps)), model
@@ -167,9 +169,10 @@ def test_density_1_is_the_dense_exchange(grid: tuple[int, int], monkeypatch: pyt
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_with_one_rank_a_node_it_is_the_sparse_exchange(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"compression": "topk", "density": 0.1}
-    assert run((size, 1), monkeypatch, exchange="two-level", **options) [0] == run(
-        (size, 1), monkeypatch, exchange="sparse", **options
-    )[0]
+    assert (
+        run((size, 1), monkeypatch, exchange="two-level", **options)[0]
+        == run((size, 1), monkeypatch, exchange="sparse", **options)[0]
+    )
 
 
 def test_between_nodes_goes_what_one_worker_per_node_would_send(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,10 +186,10 @@ def test_between_nodes_goes_what_one_worker_per_node_would_send(monkeypatch: pyt
         messages = sum(not name.endswith("/node") for name, _ in calls)
         return between, messages
 
-    monkeypatch.setenv(nodes.VARIABLE, "1")
+    monkeypatch.setenv(topology.VARIABLE, "1")
     (flat, _) = agreed(on_ranks(2, SMALL, lambda rank, model: body(rank, model, "sparse")))
     for places in (1, 2, 4):
-        monkeypatch.setenv(nodes.VARIABLE, str(places))
+        monkeypatch.setenv(topology.VARIABLE, str(places))
         found = on_ranks(2 * places, SMALL, lambda rank, model: body(rank, model, "two-level"))
         node = sum(between for between, _ in found[:places])
         # A header for each of the node's messages, and shards padded to whole units.
@@ -195,7 +198,7 @@ def test_between_nodes_goes_what_one_worker_per_node_would_send(monkeypatch: pyt
 
 
 def test_what_rides_goes_by_the_number_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(nodes.VARIABLE, "2")
+    monkeypatch.setenv(topology.VARIABLE, "2")
     monkeypatch.setattr(routing, "RIDE", 0)  # with two members an all-gather is no dearer than an all-reduce
 
     def body(rank: int, model: torch.nn.Module) -> set[str]:
@@ -209,7 +212,7 @@ def test_what_rides_goes_by_the_number_of_nodes(monkeypatch: pytest.MonkeyPatch)
 def test_one_rank_that_starts_anew_makes_all_repeat_the_step(
     grid: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(nodes.VARIABLE, str(grid[1]))
+    monkeypatch.setenv(topology.VARIABLE, str(grid[1]))
 
     def body(rank: int, model: torch.nn.Module, disturb: bool) -> list[str]:
         optimizer = wrap(model, compression="topk", exchange="two-level", density=0.1)
@@ -224,7 +227,7 @@ def test_one_rank_that_starts_anew_makes_all_repeat_the_step(
 
 
 def test_messages_between_nodes_leave_while_backward_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(nodes.VARIABLE, "1")  # a node's sum is then there at once
+    monkeypatch.setenv(topology.VARIABLE, "1")  # a node's sum is then there at once
 
     def body(rank: int, model: torch.nn.Module) -> tuple[list[str], list[str]]:
         small = merging.get("threshold", bytes=4096)
@@ -249,7 +252,7 @@ def test_what_costs_are_probed_with_leaves_no_trace(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("memory", ["residual", "dgc", "none"])
 def test_sixteen_bits_and_other_memories(half: torch.dtype, memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(nodes.VARIABLE, "2")
+    monkeypatch.setenv(topology.VARIABLE, "2")
 
     def body(rank: int, model: torch.nn.Module) -> list[str]:
         inner = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -262,7 +265,7 @@ def test_sixteen_bits_and_other_memories(half: torch.dtype, memory: str, monkeyp
 
 def test_the_momentum_of_what_is_sent_whole_is_applied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """With everything dense, the memory's momentum is the optimizer's."""
-    monkeypatch.setenv(nodes.VARIABLE, "2")
+    monkeypatch.setenv(topology.VARIABLE, "2")
 
     def body(rank: int, model: torch.nn.Module) -> list[Tensor]:
         inner = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -283,7 +286,7 @@ def test_the_momentum_of_what_is_sent_whole_is_applied_once(monkeypatch: pytest.
 
 
 def test_a_resumed_run_goes_on_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(nodes.VARIABLE, "2")
+    monkeypatch.setenv(topology.VARIABLE, "2")
 
     def body(rank: int, model: torch.nn.Module) -> tuple[str, str]:
         options = {"compression": "topk", "density": 0.1, "exchange": "two-level"}
@@ -310,9 +313,9 @@ def test_shards_of_other_nodes_are_dropped_with_a_warning(
         plain(model, optimizer, rank, range(3))
         return optimizer.state_dict()
 
-    monkeypatch.setenv(nodes.VARIABLE, "2")
+    monkeypatch.setenv(topology.VARIABLE, "2")
     saved = on_ranks(4, SMALL, first)
-    monkeypatch.setenv(nodes.VARIABLE, after[1])
+    monkeypatch.setenv(topology.VARIABLE, after[1])
 
     def second(rank: int, model: torch.nn.Module) -> str:
         optimizer = wrap(model, compression="topk", density=0.1, exchange=after[0])
@@ -328,7 +331,7 @@ def test_shards_of_other_nodes_are_dropped_with_a_warning(
 
 
 def test_nodes_of_different_sizes_are_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(nodes.VARIABLE, "2")
+    monkeypatch.setenv(topology.VARIABLE, "2")
     body = lambda rank, model: wrap(model, compression="topk", exchange="two-level")  # noqa: E731
     errors = on_ranks(3, SMALL, body, return_errors=True)
     assert [type(error) for error in errors] == [ValueError] * 3 and len({str(error) for error in errors}) == 1
@@ -355,7 +358,7 @@ def test_what_has_no_meaning_with_shards_is_refused(options: dict[str, object], 
 
 
 def test_a_process_set_has_nodes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(nodes.VARIABLE, "2")
+    monkeypatch.setenv(topology.VARIABLE, "2")
 
     def body(rank: int, model: torch.nn.Module) -> list[str]:
         own = [0, 1, 4, 5] if rank in (0, 1, 4, 5) else [2, 3]

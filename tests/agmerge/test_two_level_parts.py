@@ -10,13 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import same_bits
 
-from agmerge import nodes, runtime, testing
-from agmerge.arena import Arena
+from agmerge import testing
+from agmerge.backends import topology
+from agmerge.backends.topology import arranged, form, grouped
 from agmerge.errors import MessageError
-from agmerge.layout import Lane, Layout
-from agmerge.nodes import arranged, form, grouped
-from agmerge.shards import Shards, collect, deal, shard_shape
-from agmerge.wire import Control
+from agmerge.exchanges.message.format import Control
+from agmerge.exchanges.node_shards import Shards, collect, deal, shard_shape
+from agmerge.runtime import workers
+from agmerge.tensors.arena import Arena
+from agmerge.tensors.layout import Lane, Layout
 from sparsifiers import memory
 
 CPU = torch.device("cpu")
@@ -65,10 +67,10 @@ def test_nodes_that_cannot_be_are_refused(said: list[tuple[str, int, str]], word
 
 @pytest.mark.parametrize("places", [1, 2, 3, 6])
 def test_communicators_inside_and_across(places: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(nodes.VARIABLE, str(places))
+    monkeypatch.setenv(topology.VARIABLE, str(places))
 
     def body(rank: int) -> tuple[int, int, list[float], list[float]]:
-        made = form(runtime.world(), WAIT)
+        made = form(workers.world(), WAIT)
         seen = []
         for comm in (made.inside, made.across):
             out = torch.zeros(comm.size)
@@ -112,7 +114,7 @@ def test_what_is_dealt_out_comes_together_again(shape: list[int], places: int, t
 def test_a_node_adds_up_and_hands_round(
     places: int, dtype: torch.dtype, ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(nodes.VARIABLE, str(places))
+    monkeypatch.setenv(topology.VARIABLE, str(places))
     shapes = [(6, 5), (7,), (), (4, 3)]
     lanes = [Lane(CPU, dtype, True), Lane(CPU, dtype, False), Lane(CPU, torch.float64, True), Lane(CPU, dtype, True)]
     whole = Layout([(f"t{i}", shape, lane) for i, (shape, lane) in enumerate(zip(shapes, lanes, strict=True))])
@@ -124,7 +126,7 @@ def test_a_node_adds_up_and_hands_round(
         return None if index == 1 and rank % 2 else drawn
 
     def body(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[Control], int]:
-        here = Shards(form(runtime.world(), WAIT), whole, parts, WAIT, ordered=ordered)
+        here = Shards(form(workers.world(), WAIT), whole, parts, WAIT, ordered=ordered)
         before = len(testing.calls())
         here.follow([(0, 1), (1, 4)])
         controls, size = [], 0
@@ -161,12 +163,12 @@ def test_a_node_adds_up_and_hands_round(
 
 
 def test_ranks_of_a_node_at_different_places_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(nodes.VARIABLE, "2")
+    monkeypatch.setenv(topology.VARIABLE, "2")
     layout = Layout([("t", (4,), Lane(CPU, torch.float32, True))])
     parts = Layout([("t", (2,), Lane(CPU, torch.float32, True))])
 
     def body(rank: int) -> None:
-        here = Shards(form(runtime.world(), WAIT), layout, parts, WAIT, ordered=False)
+        here = Shards(form(workers.world(), WAIT), layout, parts, WAIT, ordered=False)
         here.follow([(0, 1)])
         here.put(parts.slots[0], torch.ones(4))
         control = Control(3 + rank, 9, 0, 0, (True,))

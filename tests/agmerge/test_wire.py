@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agmerge.errors import MessageError
-from agmerge.layout import Lane, Layout, Segment
-from agmerge.wire import FIXED, MAGIC, OF_SECTION, Control, Format
+from agmerge.exchanges.message.format import FIXED, MAGIC, OF_SECTION, Control, Format
+from agmerge.tensors.layout import Lane, Layout, Segment
 from sparsifiers import Selection
 
 CPU = torch.device("cpu")

@@ -10,12 +10,12 @@ from exchange_harness import CPU, WAIT, Make, draw_offer, draw_work, exchange, s
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agmerge import runtime
-from agmerge.codecs import value_codec
 from agmerge.exchanges import SparseExchange
-from agmerge.layout import Lane
+from agmerge.exchanges.message import value_codec
+from agmerge.exchanges.message.format import Format, slot_bytes
 from agmerge.ops import Average, ReduceOp, Sum
-from agmerge.wire import Format, slot_bytes
+from agmerge.runtime import workers
+from agmerge.tensors.layout import Lane
 from sparsifiers import Selection
 
 WIRES = ["auto", "fp32", "fp16", "bf16", "int8"]
@@ -23,7 +23,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 def coded(op: ReduceOp, wire: str, payload: bool = True) -> Make:
-    return lambda record: SparseExchange(runtime.world(), op, record, WAIT, wire=wire, payload=payload)
+    return lambda record: SparseExchange(workers.world(), op, record, WAIT, wire=wire, payload=payload)
 
 
 def arrives(wire: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

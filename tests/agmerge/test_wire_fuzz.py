@@ -10,13 +10,14 @@ import pytest
 import torch
 from exchange_harness import CPU, WAIT, control_of, draw_offer, draw_work, segments_of
 
-from agmerge import runtime, testing
+from agmerge import testing
 from agmerge.backends.local import Call
 from agmerge.errors import MessageError
 from agmerge.exchanges import Load, SparseExchange
-from agmerge.layout import Lane, Segment
+from agmerge.exchanges.message.format import FIXED, MAGIC, OF_SECTION, Control, Format
 from agmerge.ops import Average
-from agmerge.wire import FIXED, MAGIC, OF_SECTION, Control, Format
+from agmerge.runtime import workers
+from agmerge.tensors.layout import Lane, Segment
 
 SIZE = 3
 WIRES = ["auto", "fp16", "int8"]
@@ -178,7 +179,7 @@ def test_in_a_group_all_ranks_raise_the_same_and_write_nothing(kind: str, damage
                 for s, c in zip(segments, capacities, strict=True)
             ]
             updates[rank] = empty
-            here = SparseExchange(runtime.world(), Average, lambda *_: None, WAIT)
+            here = SparseExchange(workers.world(), Average, lambda *_: None, WAIT)
             pending = here.start("buffer 3", loads, offers, control_of(rank, segments))
             here.wait(pending)
             here.finish(pending)

@@ -14,7 +14,7 @@ import horovod.torch as hvd
 import torch
 
 import agmerge
-from agmerge import runtime
+from agmerge.runtime import workers
 
 LEAVES = 1.0  # seconds: by then thousands of calls are under way
 STUCK = 300  # seconds: longer than any launch may last
@@ -31,5 +31,5 @@ if sys.argv[1] == "stuck":
 handles = []
 while True:
     number = len(handles)
-    handles.append(runtime.world().all_gather(torch.empty(8), torch.ones(4), f"call {number}"))
-    handles.append(runtime.world().all_reduce(torch.ones(4), f"sum {number}"))
+    handles.append(workers.world().all_gather(torch.empty(8), torch.ones(4), f"call {number}"))
+    handles.append(workers.world().all_reduce(torch.ones(4), f"sum {number}"))

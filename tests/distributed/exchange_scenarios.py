@@ -16,8 +16,9 @@ from torch import nn
 
 import agmerge
 import merging
-from agmerge import nodes, testing
-from agmerge.shards import collect
+from agmerge import testing
+from agmerge.backends import topology
+from agmerge.exchanges.node_shards import collect
 
 STEPS = 10
 # Sums in rank order everywhere, so that the bits are those of any other group of as many ranks.
@@ -36,10 +37,10 @@ def workers_a_node(name: str, size: int) -> Iterator[None]:
     """What an exchange of this name is told: half of the workers are a node, or nothing, so all on a host are."""
     try:
         if name.endswith("two nodes"):
-            os.environ[nodes.VARIABLE] = str(size // 2)
+            os.environ[topology.VARIABLE] = str(size // 2)
         yield
     finally:
-        os.environ.pop(nodes.VARIABLE, None)
+        os.environ.pop(topology.VARIABLE, None)
 
 
 def trained(name: str, model: nn.Module) -> dict[str, Any]:
@@ -84,7 +85,7 @@ def _whole(residual: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """A residual with zeros where other ranks of the node have theirs."""
     if residual.shape == shape:
         return residual.double()
-    places = int(os.environ.get(nodes.VARIABLE, agmerge.size()))
+    places = int(os.environ.get(topology.VARIABLE, agmerge.size()))
     rows = torch.zeros(places, residual.numel(), dtype=torch.float64)
     rows[agmerge.rank() % places] = residual.view(-1)
     whole = torch.zeros(shape, dtype=torch.float64)

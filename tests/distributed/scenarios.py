@@ -18,7 +18,7 @@ from torch import nn
 
 import agmerge
 import merging
-from agmerge import probing
+from agmerge.planning import cost_probe
 
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parents[2] / "examples")]
 from collective_scenarios import every_collective  # noqa: E402
@@ -379,7 +379,7 @@ def collectives() -> dict[str, Any]:
 def main(folder: Path, *names: str) -> None:
     """Run the scenarios of these names, all if there are none, and write what they returned."""
     torch.set_num_threads(1)
-    probing.SPEND, probing.ROUNDS = 0.1, (1, 1)  # plans need not be good ones
+    cost_probe.SPEND, cost_probe.ROUNDS = 0.1, (1, 1)  # plans need not be good ones
     agmerge.init()
     for name in names or SCENARIOS:
         found = SCENARIOS[name]()

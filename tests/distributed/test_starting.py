@@ -32,9 +32,7 @@ def port_of(server: socket.socket) -> str:
 def start(*arguments: str, **env: str) -> subprocess.Popen[str]:
     command = [sys.executable, str(HERE / "starting.py"), *arguments]
     given = environment(**{"AGMERGE_TIMEOUT": str(TIMEOUT), **env})
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=given
-    )
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=given)
 
 
 @pytest.fixture(scope="module")

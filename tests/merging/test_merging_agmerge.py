@@ -16,10 +16,10 @@ from test_merging_exact import instance
 
 import merging
 from merging import MODES, Costs, Plan, Profile, predict
-from merging.agmerge import equal_counts
-from merging.exact import optimum
-from merging.frontier import Spent, Work
-from merging.waiting import greedy
+from merging.planners.agmerge import equal_counts
+from merging.planners.exact import optimum
+from merging.planners.search.frontier import Spent, Work
+from merging.planners.search.greedy import greedy
 
 EXACT, GREEDY = merging.get("exact"), merging.get("agmerge", solver="greedy")
 QUICK = settings(deadline=None)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import merging
-from merging.choice import choose_dense
+from merging.dense_choice import choose_dense
 
 MODES = ("dense", "ahead", "behind")
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 import merging
 from merging import MODES, Costs, Plan, Profile, predict
-from merging.bounds import earliest, latest
-from merging.frontier import Work, unbeaten
-from merging.limit import LIMIT
-from merging.tables import tables
+from merging.planners.search.bounds import earliest, latest
+from merging.planners.search.frontier import Work, unbeaten
+from merging.planners.search.tables import tables
+from merging.size_limit import LIMIT
 
 EXACT = merging.get("exact")
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import merging
-from merging import Curve, Measurements, Plan, Profile, partial, predict
+from merging import Curve, Measurements, Plan, Profile, dense_cutoff, predict
 
 models = st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=1, max_size=12)
 densities = st.floats(1e-3, 1.0)
@@ -26,46 +26,46 @@ def whole(sizes: list[int], exempt: list[bool], cut: int) -> int:
 @given(models, densities)
 def test_feasible_cuts_spend_at_most_half_the_budget(model: list[tuple[int, bool]], density: float) -> None:
     sizes, exempt = [list(column) for column in zip(*model, strict=True)]
-    found = partial.feasible(sizes, exempt, density)
+    found = dense_cutoff.feasible(sizes, exempt, density)
     possible = {0, *(size for size, always in model if not always)}
     assert list(found) == sorted(
-        cut for cut in possible if whole(sizes, exempt, cut) <= partial.SHARE * density * sum(sizes)
+        cut for cut in possible if whole(sizes, exempt, cut) <= dense_cutoff.SHARE * density * sum(sizes)
     )
     for cut in found:
-        dense, rest = whole(sizes, exempt, cut), partial.remaining(sizes, exempt, cut, density)
+        dense, rest = whole(sizes, exempt, cut), dense_cutoff.remaining(sizes, exempt, cut, density)
         assert density / 2 * (1 - 1e-12) <= rest <= density * (1 + 1e-12)
         assert dense + rest * (sum(sizes) - dense) == pytest.approx(density * sum(sizes))
 
 
 def test_what_is_exempt_counts_in_the_budget() -> None:
-    assert partial.feasible([40, 2, 958], [True, False, False], 0.1) == (0, 2)
-    assert partial.feasible([50, 2, 948], [True, False, False], 0.1) == (0,)
-    assert partial.feasible([51, 2, 947], [True, False, False], 0.1) == ()
-    assert partial.remaining([40, 2, 958], [True, False, False], 2, 0.1) == (100 - 42) / 958
+    assert dense_cutoff.feasible([40, 2, 958], [True, False, False], 0.1) == (0, 2)
+    assert dense_cutoff.feasible([50, 2, 948], [True, False, False], 0.1) == (0,)
+    assert dense_cutoff.feasible([51, 2, 947], [True, False, False], 0.1) == ()
+    assert dense_cutoff.remaining([40, 2, 958], [True, False, False], 2, 0.1) == (100 - 42) / 958
     with pytest.raises(ValueError, match="sends 100 of 1000 elements whole"):
-        partial.remaining([100, 900], [True, False], 0, 0.1)
+        dense_cutoff.remaining([100, 900], [True, False], 0, 0.1)
     with pytest.raises(ValueError, match="no cut is feasible"):
         crowded = [51, 949], [True, False], 0.1
-        partial.choose(merging.get("single"), measured(*crowded, seed=0), *crowded, 0)
+        dense_cutoff.choose(merging.get("single"), measured(*crowded, seed=0), *crowded, 0)
 
 
 def test_the_profile_at_another_cut_has_the_density_once_and_what_is_whole_as_measured() -> None:
     sizes, exempt = [10, 20, 1000, 30], [False, True, False, False]
     before = Profile(list("abcd"), sizes, [1.0] * 4, work=[0, 0, 1000, 0], load=[8, 16, 1, 24])
-    after = partial.at(before, sizes, exempt, 10, 0.1)
+    after = dense_cutoff.at(before, sizes, exempt, 10, 0.1)
     rest = (0.1 * 1060 - 30) / 1030
     assert after.load.tolist() == [8, 16, math.ceil(rest * 1000), math.ceil(rest * 30)]
     assert after.work.tolist() == [0, 0, 1000, 30]
     assert (after.names, after.backward.tolist()) == (before.names, before.backward.tolist())
     shards = Profile(list("abcd"), [5, 10, 500, 15], [1.0] * 4, work=[0, 0, 500, 0], load=[4, 8, 1, 12])
-    of_shards = partial.at(shards, sizes, exempt, 10, 0.1).load.tolist()
+    of_shards = dense_cutoff.at(shards, sizes, exempt, 10, 0.1).load.tolist()
     assert of_shards == [4, 8, math.ceil(rest * 500), math.ceil(rest * 15)]
 
 
 def measured(sizes: list[int], exempt: list[bool], density: float, seed: int) -> Measurements:
     """Times and costs by chance, as measured with the largest feasible cut."""
     source = np.random.default_rng(seed)
-    most = max(partial.feasible(sizes, exempt, density), default=0)
+    most = max(dense_cutoff.feasible(sizes, exempt, density), default=0)
     dense = [always or size <= most for size, always in zip(sizes, exempt, strict=True)]
     load = [max(1, int(size * source.uniform(0.5, 2.0))) for size in sizes]
     work = [0 if is_whole else size for size, is_whole in zip(sizes, dense, strict=True)]
@@ -99,22 +99,22 @@ def instance(seed: int) -> tuple[list[int], list[bool], float]:
 def test_no_other_feasible_cut_ends_sooner(seed: int, exact: bool) -> None:
     """Brute force: every cut, every partition (with ``single``: the paper's one merge buffer), every mode."""
     sizes, exempt, density = instance(seed)
-    cuts = partial.feasible(sizes, exempt, density)
+    cuts = dense_cutoff.feasible(sizes, exempt, density)
     if not cuts:
         return
     all_of_it = measured(sizes, exempt, density, seed)
     ends = {}
     for cut in cuts:
-        there = partial.at(all_of_it.profile, sizes, exempt, cut, density)
+        there = dense_cutoff.at(all_of_it.profile, sizes, exempt, cut, density)
         plans = partitions(len(sizes)) if exact else [Plan((len(sizes),))]
         ends[cut] = min(
             predict(plan, there, all_of_it.costs, mode).finish for plan in plans for mode in all_of_it.modes
         )
     planner = merging.get("exact" if exact else "single")
-    chosen = partial.choose(planner, all_of_it, sizes, exempt, density, cuts[-1])
+    chosen = dense_cutoff.choose(planner, all_of_it, sizes, exempt, density, cuts[-1])
     assert ends[chosen] == pytest.approx(min(ends.values()), rel=1e-9)
     for most in cuts:
-        bounded = partial.choose(planner, all_of_it, sizes, exempt, density, most)
+        bounded = dense_cutoff.choose(planner, all_of_it, sizes, exempt, density, most)
         assert bounded <= most
 
 
@@ -131,7 +131,7 @@ def test_for_one_merge_buffer_ahead_the_cost_is_the_papers(seed: int) -> None:
         selection = sum(costs.sparsify(size) for size in sizes if size > cut)
         return float(profile.backward.sum() + selection + costs.exchange(int(load)))
 
-    chosen = partial.choose(merging.get("single"), found, sizes, exempt, density, 30)
+    chosen = dense_cutoff.choose(merging.get("single"), found, sizes, exempt, density, 30)
     assert by_hand(chosen) == pytest.approx(min(by_hand(cut) for cut in (0, 20, 25, 30)))
 
 
@@ -141,15 +141,15 @@ def test_of_equals_the_largest_and_a_smaller_one_only_for_its_gain() -> None:
     free = Curve((0,), (0.0,))
     found = Measurements(profile=profile, sparsify=free, exchange=free, dense=None, modes=("ahead",), workers=2)
     planner = merging.get("single")
-    assert partial.choose(planner, found, sizes, exempt, density, 30) == 30
+    assert dense_cutoff.choose(planner, found, sizes, exempt, density, 30) == 30
     dear = replace(found, exchange=Curve((0, 1000), (0.0, 1000.0)))  # whole, an element costs twice as much
     # 210 elements for cut 0, 230 for 20, 260 for 30, by the ceil of each tensor one or two more.
-    ends = {cut: int(partial.at(profile, sizes, exempt, cut, density).load.sum()) for cut in (0, 20, 30)}
+    ends = {cut: int(dense_cutoff.at(profile, sizes, exempt, cut, density).load.sum()) for cut in (0, 20, 30)}
     assert ends[0] < ends[20] < ends[30]
-    assert partial.choose(planner, dear, sizes, exempt, density, 30) == 0
+    assert dense_cutoff.choose(planner, dear, sizes, exempt, density, 30) == 0
     worth = ends[30] / ends[0] - 1
-    assert partial.choose(planner, dear, sizes, exempt, density, 30, gain=worth * 0.99) == 0
-    assert partial.choose(planner, dear, sizes, exempt, density, 30, gain=worth * 1.01) == 30
+    assert dense_cutoff.choose(planner, dear, sizes, exempt, density, 30, gain=worth * 0.99) == 0
+    assert dense_cutoff.choose(planner, dear, sizes, exempt, density, 30, gain=worth * 1.01) == 30
 
 
 def test_of_many_cuts_a_few_are_planned_for_both_ends_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,12 +159,12 @@ def test_of_many_cuts_a_few_are_planned_for_both_ends_among_them(monkeypatch: py
     line = Curve((0, 10**6), (0.0, 1.0))
     found = Measurements(profile=profile, sparsify=line, exchange=line, dense=None, modes=("ahead",), workers=2)
     seen: list[int] = []
-    original = partial.at
+    original = dense_cutoff.at
 
     def at(profile: Profile, sizes: list[int], exempt: list[bool], cut: int, density: float) -> Profile:
         seen.append(cut)
         return original(profile, sizes, exempt, cut, density)
 
-    monkeypatch.setattr(partial, "at", at)
-    partial.choose(merging.get("single"), found, sizes, exempt, 0.1, 100)
-    assert len(seen) == partial.MOST and {0, 100} <= set(seen)
+    monkeypatch.setattr(dense_cutoff, "at", at)
+    dense_cutoff.choose(merging.get("single"), found, sizes, exempt, 0.1, 100)
+    assert len(seen) == dense_cutoff.MOST and {0, 100} <= set(seen)

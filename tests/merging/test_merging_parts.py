@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import merging
 from merging import Costs, Plan, Profile, divide, predict
-from merging.limit import cut
-from merging.parts import GAIN, SMALLEST
+from merging.message_split import GAIN, SMALLEST
+from merging.size_limit import cut
 
 QUICK = settings(deadline=None)
 
@@ -198,7 +198,7 @@ def test_a_division_costs_few_predictions(monkeypatch: pytest.MonkeyPatch) -> No
         calls.append(arguments)
         return predict(*arguments)
 
-    monkeypatch.setattr("merging.parts.predict", counted)
+    monkeypatch.setattr("merging.message_split.predict", counted)
     profile, wire = typical(10e-9)
     divide(Plan((1,) * 5), profile, wire, "behind")
     assert len(calls) == 1 + 3  # the other four are too small to divide

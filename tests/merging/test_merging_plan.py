@@ -81,9 +81,7 @@ def test_check_names_the_first_difference() -> None:
             plan.check(wrong)
     with pytest.raises(ValueError, match="covers 3 tensors, the model has 2"):
         Plan((2, 1)).check(3, ["x", "y"])
-    with pytest.raises(
-        ValueError, match="tensor 1 in readiness order is 'b' in the plan and 'c' in the model"
-    ):
+    with pytest.raises(ValueError, match="tensor 1 in readiness order is 'b' in the plan and 'c' in the model"):
         plan.check(3, ["a", "c", "b"])
 
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 import merging
 from merging import MODES, Costs, Plan, Planner, Profile
-from merging.count import even_counts
-from merging.limit import LIMIT, cut, cut_counts
-from merging.threshold import threshold_counts
+from merging.planners.count import even_counts
+from merging.planners.threshold import threshold_counts
+from merging.size_limit import LIMIT, cut, cut_counts
 
 QUICK = settings(deadline=None)
 
@@ -31,9 +31,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 
 
 def every_planner() -> list[Planner]:
-    return [
-        merging.get(name, **options) for name in merging.names() for options in [{}, *OPTIONS.get(name, [])]
-    ]
+    return [merging.get(name, **options) for name in merging.names() for options in [{}, *OPTIONS.get(name, [])]]
 
 
 def profile(numel: list[int]) -> Profile:
@@ -104,9 +102,7 @@ def test_names_and_unknown_names() -> None:
     canonical = "layerwise single count threshold horovod mgwfbp omgs dear fgbuff agmerge agtf exact".split()
     assert merging.names() == tuple(canonical)
     assert [merging.get(name).name for name in merging.names()] == list(merging.names())
-    with pytest.raises(
-        ValueError, match="no planner 'treshold'; did you mean 'threshold'.*layerwise, single, count"
-    ):
+    with pytest.raises(ValueError, match="no planner 'treshold'; did you mean 'threshold'.*layerwise, single, count"):
         merging.get("treshold")
     with pytest.raises(ValueError, match=r"no planner 'zzz' \(there are layerwise"):
         merging.get("zzz")

@@ -111,11 +111,7 @@ def test_equal_by_value(changes: dict[str, Any]) -> None:
 
 
 @settings(QUICK, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    st.lists(
-        st.tuples(st.text(), st.integers(1, 2**62), SECONDS, SECONDS), min_size=1, unique_by=lambda t: t[0]
-    )
-)
+@given(st.lists(st.tuples(st.text(), st.integers(1, 2**62), SECONDS, SECONDS), min_size=1, unique_by=lambda t: t[0]))
 def test_file_gives_back_every_bit(tmp_path: Path, tensors: list[tuple[str, int, float, float]]) -> None:
     names, numel, backward, noise = zip(*tensors, strict=True)
     profile = Profile(names, numel, backward, noise=noise)

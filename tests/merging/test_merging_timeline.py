@@ -77,9 +77,7 @@ def test_readiness_does_not_depend_on_merging_to_the_bit(case: tuple[Plan, Profi
     for mode in ("dense", "ahead"):
         alone = predict(Plan((1,) * len(profile)), profile, costs(), mode)
         merged = predict(plan, profile, costs(), mode)
-        assert [span.ready for span in merged.spans] == [
-            alone.spans[stop - 1].ready for _, stop in plan.bounds
-        ]
+        assert [span.ready for span in merged.spans] == [alone.spans[stop - 1].ready for _, stop in plan.bounds]
 
 
 HAND = Profile(["a", "b", "c"], [10, 20, 30], [1.0, 2.0, 4.0], work=[10, 0, 30], load=[1, 2, 3])

@@ -32,9 +32,7 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("start", [None, "right", "zero", "largest"])
-def test_k_of_the_largest(
-    dtype: torch.dtype, start: str | None, distribution: str, draw: Draw, ranked: Ranked
-) -> None:
+def test_k_of_the_largest(dtype: torch.dtype, start: str | None, distribution: str, draw: Draw, ranked: Ranked) -> None:
     vector = draw(distribution, 30_000, dtype)
     vector[5], vector[6] = float("nan"), float("-inf")
     order, keys = ranked(vector), keys_of(vector)

@@ -19,11 +19,11 @@ from test_sparsifier_allocation import N as LONG
 from torch import Tensor
 
 import sparsifiers
-from sparsifiers import estimated, exact, sidco
+from sparsifiers import estimated, exact_topk, sidco
 from sparsifiers.arguments import Request
 from sparsifiers.estimated import Estimated, key_floor
+from sparsifiers.estimator_sample import normalised, stride_for, strided
 from sparsifiers.magnitude import bit_view, magnitude_mask
-from sparsifiers.sample import normalised, stride_for, strided
 from sparsifiers.sidco import PERIOD, SIDCo
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -93,11 +93,9 @@ def test_degenerate_vectors_end_soon(name: str, n: int) -> None:
 
 @pytest.mark.parametrize("name", [name for name in FITTED if name != "redsync-trim"])  # steps of 0.2 seldom fit
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_a_good_fit_costs_one_pass(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, draw: Draw
-) -> None:
+def test_a_good_fit_costs_one_pass(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, draw: Draw) -> None:
     vectors = [draw(distribution, 1_000_000, dtype) for distribution in ("gaussian", "student2", "block-scaled")]
-    scans, fallbacks = Mock(wraps=exact.scan), Mock(wraps=exact.largest_magnitudes)
+    scans, fallbacks = Mock(wraps=exact_topk.scan), Mock(wraps=exact_topk.largest_magnitudes)
     monkeypatch.setattr(estimated, "scan", scans)
     monkeypatch.setattr(estimated, "largest_magnitudes", fallbacks)
     tried = 0
@@ -111,7 +109,7 @@ def test_a_good_fit_costs_one_pass(
 
 
 def test_a_bad_fit_is_not_even_scanned_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    scans = Mock(wraps=exact.scan)
+    scans = Mock(wraps=exact_topk.scan)
     monkeypatch.setattr(estimated, "scan", scans)
     vector = torch.rand(1_000_000, generator=torch.Generator().manual_seed(0))
     assert sparsifiers.get("gaussiank").select(vector).count == 10_000  # 6 k reach it: the tail ends

@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsifiers import correction, sidco_laws
-from sparsifiers.correction import corrected, near, reaching
+from sparsifiers import sidco_laws, threshold_correction
+from sparsifiers.estimator_sample import Sample, normalised
 from sparsifiers.gaussiank import EVALUATIONS, normal_quantile
 from sparsifiers.redsync import bisected, trimmed
-from sparsifiers.sample import Sample, normalised
 from sparsifiers.sidco import Law, staged, tail_slope
+from sparsifiers.threshold_correction import corrected, near, reaching
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -201,8 +201,8 @@ def test_a_correction_only_moves_what_is_off_and_brackets() -> None:
 def test_a_correction_never_leaves_the_bracket(slope: float, monkeypatch: pytest.MonkeyPatch) -> None:
     far_and_near = torch.cat((torch.linspace(0.99, 1.0, 9900), torch.linspace(1e4, 1.01e4, 100)))
     for x, wanted in ((far_and_near, 1000.0), (whole("uniform", 0), 1000.0), (whole("student2", 0), 50.0)):
-        spy = Mock(wraps=correction.off)
-        monkeypatch.setattr(correction, "off", spy)
+        spy = Mock(wraps=threshold_correction.off)
+        monkeypatch.setattr(threshold_correction, "off", spy)
         corrected(x, torch.tensor(wanted), x[len(x) // 2].clone(), torch.tensor(slope), 12)
         low, high = 0.0, math.inf
         for eta in (float(call.args[2]) for call in spy.call_args_list):

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsifiers import exact, feedback
-from sparsifiers.feedback import key_from, reuse, value_of
+from sparsifiers import exact_topk, threshold_reuse
 from sparsifiers.magnitude import bit_view, magnitude_mask
+from sparsifiers.threshold_reuse import key_from, reuse, value_of
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -114,13 +114,13 @@ def counting_passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A list that grows by a name for every pass over the vector."""
     passes: list[str] = []
     for name in ("counted_scan", "largest_magnitudes"):
-        inner = getattr(exact, name)
+        inner = getattr(exact_topk, name)
 
         def counted(*arguments: object, name: str = name, inner: Callable[..., object] = inner) -> object:
             passes.append(name)
             return inner(*arguments)
 
-        monkeypatch.setattr(feedback.exact, name, counted)
+        monkeypatch.setattr(threshold_reuse.exact_topk, name, counted)
     return passes
 
 
@@ -159,5 +159,5 @@ def test_under_error_feedback(drift: float, most_exact: float, rows: bool) -> No
 def test_all_are_sent_where_all_are_wanted() -> None:
     """Also those below a threshold of an earlier step: density 1 is the dense exchange."""
     vector = torch.arange(1, 101, dtype=torch.float32)
-    found = feedback.reuse(vector, 100, threshold=50.0)
+    found = threshold_reuse.reuse(vector, 100, threshold=50.0)
     assert found.exact and len(found.indices) == 100

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import sparsifiers
-from agmerge.arena import commit
-from sparsifiers import exact, kernel
+from agmerge.tensors.arena import commit
+from sparsifiers import exact_topk, kernel
 from sparsifiers.magnitude import bit_view, magnitude_mask
-from sparsifiers.sampling import COMPILED_SAMPLES, places, sampled_floor
+from sparsifiers.topk_floor import COMPILED_SAMPLES, places, sampled_floor
 
 MASK = magnitude_mask(torch.float32)
 SIZES = [*range(71), 127, 128, 129, 1023, 1024, 1025, 5000]
@@ -141,7 +141,7 @@ def test_the_sample_is_numpys(level: int, monkeypatch: pytest.MonkeyPatch) -> No
     for m in (1, 63, 64, 65, 5000, 100_000):
         assert np.array_equal(kernel.sample(bits, MASK, m), bits[places(len(bits), m)] & MASK)
     compiled = sampled_floor(bits, MASK, 300_000)
-    monkeypatch.setattr("sparsifiers.sampling.SAMPLES", COMPILED_SAMPLES)
+    monkeypatch.setattr("sparsifiers.topk_floor.SAMPLES", COMPILED_SAMPLES)
     monkeypatch.setattr(kernel, "library", None)
     assert sampled_floor(bits, MASK, 300_000) == compiled
 
@@ -171,7 +171,7 @@ def test_a_floor_of_any_height(level: int) -> None:
         bits = bit_view(values(50_000, kind)).numpy()
         for floor in (-1, 0, 0x3F000000, 0x40000000, MASK):
             for k in (1, 700, 20_000):
-                assert exact.scan(bits, MASK, k, floor).tolist() == by_numpy(bits, k, floor)
+                assert exact_topk.scan(bits, MASK, k, floor).tolist() == by_numpy(bits, k, floor)
 
 
 def test_what_the_loops_do_not_read() -> None:
@@ -180,7 +180,7 @@ def test_what_the_loops_do_not_read() -> None:
     assert all(map(kernel.reads, (bits, bits[:0], bits[1:], bits.reshape(10, 10), raw[:400].view("i4"))))
     for other in (bits[::2], bits[::-1], bits.astype(np.int64), bits.astype(">i4"), raw[1:401].view("i4")):
         assert not kernel.reads(other)
-        assert exact.scan(other, int(np.iinfo(other.dtype).max), 3, -1).tolist() == [0, 1, 2]
+        assert exact_topk.scan(other, int(np.iinfo(other.dtype).max), 3, -1).tolist() == [0, 1, 2]
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------

@@ -195,9 +195,7 @@ def test_selection_is_frozen_and_trims_a_count_of_either_kind() -> None:
         (torch.zeros(3, dtype=torch.int32), torch.empty((), dtype=torch.int32, device="meta"), "0-dim"),
     ],
 )
-def test_selection_refuses_what_the_core_could_not_read(
-    indices: Tensor, count: int | Tensor, message: str
-) -> None:
+def test_selection_refuses_what_the_core_could_not_read(indices: Tensor, count: int | Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Selection(indices, count)
 

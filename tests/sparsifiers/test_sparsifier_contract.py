@@ -78,17 +78,13 @@ def test_an_empty_vector_selects_nothing(name: str) -> None:
 
 def test_repeatable(name: str, distribution: str, draw: Draw) -> None:
     vector = draw(distribution, 70_001)
-    first, second = (
-        sparsifiers.get(name, 0.02).select(vector, key="a", step=3, shapes=[(70_001,)]) for _ in range(2)
-    )
+    first, second = (sparsifiers.get(name, 0.02).select(vector, key="a", step=3, shapes=[(70_001,)]) for _ in range(2))
     assert torch.equal(first.indices, second.indices)
     assert int(first.count) == int(second.count)
 
 
 @pytest.mark.parametrize("factor", [-1.0, 0.25, 1024.0])
-def test_sign_and_powers_of_two_change_nothing(
-    name: str, distribution: str, factor: float, draw: Draw
-) -> None:
+def test_sign_and_powers_of_two_change_nothing(name: str, distribution: str, factor: float, draw: Draw) -> None:
     vector = draw(distribution, 70_001)
     chosen, scaled = (sparsifiers.get(name).select(v).trimmed() for v in (vector, vector * factor))
     assert torch.equal(chosen, scaled)

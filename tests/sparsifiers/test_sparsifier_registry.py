@@ -174,9 +174,7 @@ def test_memories_by_name() -> None:
 def test_what_the_package_shows() -> None:
     for name in sparsifiers.__all__:
         assert hasattr(sparsifiers, name)
-    assert {"names", "get", "register", "memory", "Sparsifier", "Selection", "Memory"} <= set(
-        sparsifiers.__all__
-    )
+    assert {"names", "get", "register", "memory", "Sparsifier", "Selection", "Memory"} <= set(sparsifiers.__all__)
     assert callable(sparsifiers.memory)
     assert doctest.testmod(sparsifiers).failed == 0
 

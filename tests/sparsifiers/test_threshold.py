@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import sparsifiers
-from sparsifiers import exact
+from sparsifiers import exact_topk
 from sparsifiers.arguments import Request
 from sparsifiers.threshold import Threshold
 
@@ -53,8 +53,8 @@ def test_tau_follows_k_under_error_feedback(drift: float, tail: float) -> None:
     n, k, steps = 20_000, 200, 120
     residual, exactly = np.zeros(n), 0
     threshold = sparsifiers.get("threshold")
-    real = exact.largest_magnitudes
-    with patch.object(exact, "largest_magnitudes", wraps=real) as selected_exactly:
+    real = exact_topk.largest_magnitudes
+    with patch.object(exact_topk, "largest_magnitudes", wraps=real) as selected_exactly:
         for step in range(steps):
             gradient = rng.standard_normal(n)
             residual += math.exp(drift * step) * np.sign(gradient) * np.abs(gradient) ** tail

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import sparsifiers
-from sparsifiers import exact, kernel
+from sparsifiers import exact_topk, kernel
 from sparsifiers.device import largest_magnitudes_on_device
 from sparsifiers.magnitude import bit_view, magnitude_mask
 
@@ -63,9 +63,7 @@ def test_the_device_path_equals_brute_force_on_a_long_vector(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_equals_brute_force_on_a_million(
-    distribution: str, dtype: torch.dtype, draw: Draw, ranked: Ranked
-) -> None:
+def test_equals_brute_force_on_a_million(distribution: str, dtype: torch.dtype, draw: Draw, ranked: Ranked) -> None:
     vector = draw(distribution, 1_000_000, dtype)
     order = ranked(vector)
     for k in (1, 1000, 10_000, 300_000):
@@ -114,15 +112,13 @@ def test_subnormals_are_told_apart_even_when_arithmetic_flushes_them() -> None:
 
 # Hypothesis draws short lists unless told otherwise, and in a short list nothing is ever cut back.
 @given(values=lists_of(st.sampled_from(SPECIALS)), data=st.data())
-def test_equals_brute_force_on_ties_in_small_blocks(
-    values: list[float], data: st.DataObject, ranked: Ranked
-) -> None:
+def test_equals_brute_force_on_ties_in_small_blocks(values: list[float], data: st.DataObject, ranked: Ranked) -> None:
     vector = torch.tensor(values)
     k = data.draw(st.integers(1, len(values)))
     expected = np.sort(ranked(vector)[:k]).tolist()
     assert select(vector, k) == expected
     assert on_device(vector, k) == expected
-    with patch.object(exact, "BLOCK", data.draw(st.integers(8, 24))):
+    with patch.object(exact_topk, "BLOCK", data.draw(st.integers(8, 24))):
         assert select(vector, k) == expected
 
 
@@ -136,8 +132,8 @@ def test_scan_finds_the_largest_above_any_floor(keys: list[int], k: int, floor: 
     signed = [-(2**15) + key if place % 3 == 0 else key for place, key in enumerate(keys)]
     above = [place for place, key in enumerate(keys) if key > floor]
     expected = sorted(sorted(above, key=lambda place: (-keys[place], place))[:k])
-    with patch.object(exact, "BLOCK", block):
-        assert exact.scan(np.array(signed, dtype=np.int16), 0x7FFF, k, floor).tolist() == expected
+    with patch.object(exact_topk, "BLOCK", block):
+        assert exact_topk.scan(np.array(signed, dtype=np.int16), 0x7FFF, k, floor).tolist() == expected
 
 
 @pytest.mark.parametrize("floor", ["too high", "k - 1 above", "none"])
@@ -149,18 +145,16 @@ def test_no_guess_of_the_sample_changes_the_result(
     keys = bit_view(vector).numpy() & magnitude_mask(vector.dtype)
     guess = {"too high": int(keys.max()), "k - 1 above": int(np.sort(keys)[n - k]), "none": -1}[floor]
     asked = []
-    monkeypatch.setattr(exact, "sampled_floor", lambda *_: asked.append(guess) or guess)
+    monkeypatch.setattr(exact_topk, "sampled_floor", lambda *_: asked.append(guess) or guess)
     assert np.array_equal(select(vector, k), np.sort(ranked(vector)[:k]))
     assert asked == [guess]
 
 
 @pytest.mark.parametrize(("name", "most"), [("zero", 2), ("constant", 2), ("ternary", 2), ("ascending", 1)])
-def test_held_keys_are_seldom_cut_back(
-    name: str, most: int, monkeypatch: pytest.MonkeyPatch, draw: Draw
-) -> None:
+def test_held_keys_are_seldom_cut_back(name: str, most: int, monkeypatch: pytest.MonkeyPatch, draw: Draw) -> None:
     cuts = []
-    largest = exact.largest
-    monkeypatch.setattr(exact, "largest", lambda keys, k: cuts.append(len(keys)) or largest(keys, k))
+    largest = exact_topk.largest
+    monkeypatch.setattr(exact_topk, "largest", lambda keys, k: cuts.append(len(keys)) or largest(keys, k))
     cut = kernel.cut
     monkeypatch.setattr(kernel, "cut", lambda *arguments: cuts.append(arguments[2]) or cut(*arguments))
     select(draw(name, 1_000_000), 10_000)
@@ -202,6 +196,6 @@ def test_a_scan_counts_what_exceeds_the_floor(count: int, loops: str) -> None:
     bits = np.zeros(n, dtype=np.int32)
     places = np.random.default_rng(0).permutation(n)[:count]
     bits[places] = np.arange(10, 10 + count)
-    found, seen = exact.counted_scan(bits, 0x7FFFFFFF, k, 9, most)
+    found, seen = exact_topk.counted_scan(bits, 0x7FFFFFFF, k, 9, most)
     assert seen == min(count, most + 1)
     assert found.tolist() == sorted(places[-k:].tolist())

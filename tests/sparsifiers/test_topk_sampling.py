@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsifiers import exact, kernel
+from sparsifiers import exact_topk, kernel
 from sparsifiers.magnitude import bit_view, magnitude_mask
-from sparsifiers.sampling import sampled_floor
+from sparsifiers.topk_floor import sampled_floor
 
 pytestmark = pytest.mark.usefixtures("loops")
 CONTINUOUS = ["gaussian", "student2", "spikes", "block-scaled", "ascending", "descending"]
@@ -24,12 +24,8 @@ def guess(vector: Tensor, k: int) -> tuple[int, np.ndarray]:
 
 @pytest.mark.thin
 @pytest.mark.parametrize("name", CONTINUOUS)
-@pytest.mark.parametrize(
-    ("k", "most"), [(1, 12_000), (100, 3000), (1000, 4500), (10_000, 20_000), (300_000, 390_000)]
-)
-def test_a_little_more_than_k_keys_exceed_it(
-    name: str, k: int, most: int, draw: Callable[..., Tensor]
-) -> None:
+@pytest.mark.parametrize(("k", "most"), [(1, 12_000), (100, 3000), (1000, 4500), (10_000, 20_000), (300_000, 390_000)])
+def test_a_little_more_than_k_keys_exceed_it(name: str, k: int, most: int, draw: Callable[..., Tensor]) -> None:
     floor, keys = guess(draw(name, 1_000_000), k)
     if kernel.available():
         most = max(2 * most, 15_000)  # a smaller sample: what it lets through is carried for less
@@ -45,15 +41,13 @@ def test_it_is_seldom_too_high() -> None:
     assert short <= 1
 
 
-def test_the_vector_is_read_once_when_it_holds(
-    monkeypatch: pytest.MonkeyPatch, draw: Callable[..., Tensor]
-) -> None:
+def test_the_vector_is_read_once_when_it_holds(monkeypatch: pytest.MonkeyPatch, draw: Callable[..., Tensor]) -> None:
     scans = []
-    scan = exact.scan
-    monkeypatch.setattr(exact, "scan", lambda *arguments: scans.append(arguments[3]) or scan(*arguments))
+    scan = exact_topk.scan
+    monkeypatch.setattr(exact_topk, "scan", lambda *arguments: scans.append(arguments[3]) or scan(*arguments))
     for name in CONTINUOUS:
         vector = draw(name, 1_000_000)
-        exact.largest_magnitudes(bit_view(vector).numpy(), magnitude_mask(vector.dtype), 10_000)
+        exact_topk.largest_magnitudes(bit_view(vector).numpy(), magnitude_mask(vector.dtype), 10_000)
     assert len(scans) == len(CONTINUOUS)
     assert min(scans) > 0
 

@@ -1,0 +1,73 @@
+"""How long a wait may last where the script does not say, and an end for calls of libraries that know none."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from agmerge.backends import status
+from agmerge.errors import CollectiveTimeout, NoAnswer
+
+VARIABLE = "AGMERGE_TIMEOUT"
+SECONDS = 300.0
+
+T = TypeVar("T")
+
+
+def default() -> float:
+    """Seconds: ``AGMERGE_TIMEOUT``, else 300. Raises ``ValueError`` for what is no number of seconds."""
+    text = os.environ.get(VARIABLE) or str(SECONDS)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"{VARIABLE}={text!r}: give a number of seconds > 0")
+    return seconds
+
+
+def bounded(call: Callable[[], T], timeout: float, what: str, advice: str = "") -> T:
+    """What ``call()`` returns or raises; :class:`agmerge.CollectiveTimeout` if that takes more than ``timeout`` s.
+
+    It runs on a thread of its own, which is left behind then. ``advice``: what to do, for the error where a rank is
+    missing.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=body, name=f"agmerge {what}", daemon=True)
+    thread.start()
+    with status.waiting(what, ()):
+        thread.join(timeout)
+        if not errors and not results:
+            errors.append(CollectiveTimeout(f"{what}: no answer from all ranks within {timeout:.3g} s"))
+        if errors and isinstance(errors[0], NoAnswer):
+            errors[0].advice = advice
+        if errors:
+            raise errors[0]
+    return results[0]
+
+
+@contextmanager
+def or_die(timeout: float, armed: bool) -> Iterator[None]:
+    """If ``armed``, print a traceback and end the process when the body takes more than ``timeout`` s.
+
+    For a body that keeps every other thread of Python from running.
+    """
+    if armed:
+        faulthandler.dump_traceback_later(timeout, exit=True, file=2)
+    try:
+        yield
+    finally:
+        if armed:
+            faulthandler.cancel_dump_traceback_later()

@@ -1,0 +1,94 @@
+"""Residuals in a checkpoint of ``torch.distributed.checkpoint``: a key for every rank and tensor."""
+
+from __future__ import annotations
+
+import io
+import os
+from typing import Any
+
+import torch
+
+from agmerge.backends import torch as torch_backend
+from agmerge.checkpoint import rank_state
+from agmerge.checkpoint.rank_state import Wrapper
+from agmerge.runtime import workers
+
+_REST = "rest"  # what is no residual and no momentum, as the bytes of torch.save
+
+
+class ResidualState:
+    """What ``torch.distributed.checkpoint`` keeps of a :class:`agmerge.DistributedOptimizer` beside its state.
+
+    Torch's own helpers know the inner optimizer's state alone: give them ``optimizer.optimizer``, and this a key of its
+    own::
+
+        state = {
+            "model": model.state_dict(),
+            "optimizer": get_optimizer_state_dict(model, optimizer.optimizer),
+            "residuals": agmerge.ResidualState(optimizer),
+        }
+        torch.distributed.checkpoint.save(state, checkpoint_id=path)
+
+    To load, say where from: ``agmerge.ResidualState(optimizer, path)``. Each rank reads what is its own, on another
+    number of ranks as :func:`agmerge.gather_state` has it; a checkpoint without any starts from zero, with a warning.
+    ``name``: of the optimizer, where a checkpoint has several. Raises ``ValueError`` for ``process_set=``.
+    """
+
+    def __init__(
+        self, optimizer: Wrapper, saved: str | os.PathLike[str] | None = None, name: str = "optimizer"
+    ) -> None:
+        config = optimizer._engine.config
+        if config.process_set.members:
+            raise ValueError("ResidualState is of all workers, and process_set= names some: save state_dict() by rank")
+        if "/" in name:
+            raise ValueError(f"ResidualState: name={name!r} must not contain '/'")
+        self._optimizer, self._saved, self._prefix = optimizer, saved, f"agmerge/{name}"
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """By key: copies of what this rank keeps; or, to be loaded into, memory for what it will take."""
+        if self._saved is not None:
+            return self._wanted()
+        self._optimizer.flush()
+        section = rank_state.save(self._optimizer._engine)
+        tensors = {plural: section.pop(plural) for plural in rank_state.KINDS.values()}
+        found = {f"{plural}/{name}": one for plural, named in tensors.items() for name, one in named.items()}
+        file = io.BytesIO()
+        torch.save({**section, "own": list(tensors["residuals"])}, file)
+        found[_REST] = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+        return {f"{self._prefix}/{section['rank']}/{section['size']}/{key}": one for key, one in found.items()}
+
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
+        """Take what ``torch.distributed.checkpoint.load`` has filled in."""
+        if self._saved is None:
+            raise ValueError("ResidualState: to load, say where from: ResidualState(optimizer, path)")
+        sections: dict[int, dict[str, Any]] = {}
+        size = 0
+        for key, tensor in sorted(state_dict.items(), key=lambda item: not item[0].endswith(f"/{_REST}")):
+            rank, ranks, what = key.removeprefix(f"{self._prefix}/").split("/", 2)
+            size = int(ranks)
+            if what == _REST:
+                rest = torch.load(io.BytesIO(tensor.numpy().tobytes()), weights_only=True)
+                sections[int(rank)] = {**rest, **{plural: {} for plural in rank_state.KINDS.values()}}
+            else:
+                plural, name = what.split("/", 1)
+                sections[int(rank)][plural][name] = tensor
+        if not sections:
+            rank_state.load(self._optimizer._engine, None)
+            return
+        unread = {**sections[0], "residuals": {}, "momenta": {}, "window": {}}
+        whole = [sections.get(rank, unread) for rank in range(size)]
+        rank_state.load(self._optimizer._engine, {"version": sections[0]["version"], rank_state.RANKS: whole})
+
+    def _wanted(self) -> dict[str, torch.Tensor]:
+        """Memory for what this rank reads: what was saved by the ranks whose residuals go here, and rank 0's."""
+        assert self._saved is not None
+        comm = self._optimizer._engine.comm or workers.world()
+        found = {}
+        for key, (shape, dtype) in torch_backend.saved_tensors(self._saved).items():
+            at = key.find(f"{self._prefix}/")
+            if at < 0:
+                continue
+            rank, _, what = key[at + len(self._prefix) + 1 :].split("/", 2)
+            if int(rank) % comm.size == comm.rank or (rank == "0" and not what.startswith("residuals/")):
+                found[key[at:]] = torch.empty(shape, dtype=dtype)
+        return found

@@ -1,0 +1,58 @@
+"""The state of all ranks in one file, which a group of any size can load."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+
+from agmerge.backends import Backend
+from agmerge.backends.handshake import gather_bytes
+from agmerge.checkpoint import rank_state
+from agmerge.checkpoint.rank_state import Wrapper
+from agmerge.runtime import workers
+
+CHUNK = 64 * 2**20  # bytes of one message
+
+
+def gather_state(optimizer: Wrapper) -> dict[str, Any] | None:
+    """``optimizer.state_dict()`` with the residuals of every rank, on rank 0; None on the others. Collective.
+
+    Every rank loads it with ``load_state_dict()``, also where there are more or fewer of them than have saved it: what
+    has not been sent yet is then kept (docs/checkpoints.md). Rank 0 needs memory for the residuals of all ranks. Raises
+    ``ValueError`` with ``process_set=``: its ranks are not the world's.
+    """
+    config, engine = optimizer._engine.config, optimizer._engine
+    if config.process_set.members:
+        raise ValueError("gather_state() is of all workers, and process_set= names some: save state_dict() by rank")
+    state, comm = optimizer.state_dict(), engine.comm or workers.world()
+    parts = _gather(comm, _packed(state[rank_state.SECTION]), config.timeout)
+    if parts is None:
+        return None
+    sections = [torch.load(io.BytesIO(part), weights_only=True) for part in parts]
+    return {**state, rank_state.SECTION: {"version": rank_state.VERSION, rank_state.RANKS: sections}}
+
+
+def _packed(section: dict[str, Any]) -> bytes:
+    file = io.BytesIO()
+    torch.save(section, file)
+    return file.getvalue()
+
+
+def _gather(comm: Backend, data: bytes, timeout: float) -> list[bytes] | None:
+    """Every rank's ``data`` on rank 0, in messages of bounded size."""
+    told = gather_bytes(comm, len(data).to_bytes(8, "little"), "gather_state/lengths", timeout)
+    lengths = [int.from_bytes(one, "little") for one in told]
+    found = [bytearray() for _ in lengths]
+    for start in range(0, max(lengths), CHUNK):
+        sizes = [max(0, min(CHUNK, length - start)) for length in lengths]
+        mine = torch.frombuffer(bytearray(data[start : start + CHUNK]) or bytearray(1), dtype=torch.uint8)
+        mine = mine[: sizes[comm.rank]]
+        takes = sizes if comm.rank == 0 else [0] * comm.size
+        out = torch.empty(sum(takes), dtype=torch.uint8)
+        gives = [len(mine), *([0] * (comm.size - 1))]
+        comm.all_to_all(out, mine, takes, gives, f"gather_state/{start}").wait(timeout)
+        for part, piece in zip(found, torch.split(out, takes), strict=True):
+            part += piece.numpy().tobytes()
+    return [bytes(part) for part in found] if comm.rank == 0 else None

@@ -1,0 +1,59 @@
+"""Workers that come and go, under ``horovod.torch.elastic``: what its ``TorchState`` does with our optimizer.
+
+Horovod's own handler would broadcast rank 0's state by a step of the optimizer on newcomers, which of ours is a
+collective that the others do not make. And residuals belong to their worker: survivors keep theirs, newcomers start
+from zero.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from agmerge.backends import horovod_elastic
+from agmerge.checkpoint import rank_state
+from agmerge.engine import resize
+from agmerge.runtime import workers
+from agmerge.runtime.broadcast import broadcast_optimizer_state
+
+
+def prepare(kind: type[torch.optim.Optimizer]) -> None:
+    """Let ``TorchState(optimizer=...)`` take optimizers of ``kind`` as :class:`Kept` does, where it is needed."""
+    if workers.elastic():
+        horovod_elastic.register(kind, Kept)
+
+
+class Kept:
+    """An optimizer in a ``TorchState``: ``save`` at a commit, ``restore`` to it, ``sync`` after a reset."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.save()
+
+    def set_value(self, value: Any) -> None:
+        """Another optimizer takes its place."""
+        self.value = value
+        self.save()
+
+    def save(self) -> None:
+        """Keep a copy, residuals included, in this process."""
+        self._saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        """Go back to the copy. The group has broken: nothing may be sent."""
+        engine, inner = self.value._engine, dict(self._saved)
+        resize.leave(engine)
+        engine.discard()
+        rank_state.load(engine, inner.pop(rank_state.SECTION), own=True)
+        self.value.optimizer.load_state_dict(inner)
+
+    def sync(self) -> None:
+        """The workers are others: take rank 0's state, keep one's own residuals. The next step connects. Collective."""
+        engine = self.value._engine
+        if engine.world is not None and engine.world is workers.world():
+            workers.renew()
+            resize.leave(engine)
+        broadcast_optimizer_state(self.value, root_rank=0)
+        self.save()

@@ -1,0 +1,177 @@
+"""The rank's own part of ``optimizer.state_dict()``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+import merging
+import sparsifiers
+from agmerge.engine import resize
+from agmerge.engine.reducer import Engine
+from agmerge.exchanges.node_shards import shard_shape
+from agmerge.options import dense_cutoff
+from agmerge.options.config import Config
+from agmerge.runtime import workers
+from agmerge.step.merge_buffers import State
+from agmerge.tensors import nonfinite
+
+SECTION = "agmerge"
+VERSION = 1
+RANKS = "ranks"  # of a consolidated checkpoint: every rank's section, rank by rank
+KINDS = {"residual": "residuals", "momentum": "momenta"}
+
+
+class Wrapper(Protocol):
+    """Stand for :class:`agmerge.DistributedOptimizer`, which imports this room."""
+
+    _engine: Engine
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the inner optimizer's state and, under ``SECTION``, what this rank keeps."""
+
+    def flush(self) -> None:
+        """Apply what ``merging="dear"`` leaves to the next forward."""
+
+
+def save(engine: Engine) -> dict[str, Any]:
+    """Residuals by name (copies), the plan, the step count, and whose all this is.
+
+    ``window``: where a step has begun, how many backward passes each parameter has seen, and its gradient so far.
+    With ``exchange="two-level"`` residuals are of this rank's shard of each tensor; ``shard`` says which.
+    """
+    rank, size = engine.origin or _place(engine) or (0, 1)
+    plan, rule = engine.plan(), engine.config.partial
+    return {
+        "version": VERSION,
+        "rank": rank,
+        "size": size,
+        "shard": engine.shard,
+        "steps": engine.steps,
+        "merging": engine.config.merging,
+        "plan": plan.dumps() if plan else None,
+        "partial": None if rule is None else (rule.most, rule.settled),
+        "shares": engine.shares_kept(),
+        "compressor": (repr(engine.config.sparsifier), engine.config.sparsifier.state_dict())
+        if engine.config.sparsifier is not None
+        else None,
+        "window": _window(engine),
+        **{plural: _named(engine, kind) for kind, plural in KINDS.items()},
+    }
+
+
+def load(engine: Engine, section: Mapping[str, Any] | None, *, own: bool = False) -> None:
+    """Take back what :func:`save` gave on this rank, or what all ranks gave, together; anything else is dropped.
+
+    That it is dropped is said by one warning. What ranks of another number have saved together is redistributed, see
+    :mod:`agmerge.engine.resize`. ``own``: this very process has saved it, as whichever rank it was. Raises
+    ``ValueError`` if a residual has another shape than its parameter, or is not finite.
+    """
+    state: State = {}
+    steps, plan, shares, window = 0, None, None, {}
+    origin = None
+    if section is not None and RANKS in section:
+        section = _own_part(engine, section)
+    if section is None:
+        warnings.warn("the checkpoint has no residuals (it is a plain optimizer's): they start from zero", stacklevel=3)
+    elif section["version"] != VERSION:
+        raise ValueError(f"the checkpoint's agmerge section has version {section['version']}, this library {VERSION}")
+    else:
+        steps = section["steps"]
+        if section["plan"] and section["merging"] == engine.config.merging:  # else the script asks for another
+            plan = merging.Plan.loads(section["plan"])
+        saved, owned = (section["rank"], section["size"]), section.get("shard")
+        rank, size = saved if own else _place(engine) or saved
+        if engine.comm is None:
+            engine.shard, origin = owned, saved  # it knows its node when it connects
+        if saved == (rank, size) and owned == engine.shard:
+            for kind, plural in KINDS.items():
+                state |= {(kind, name): tensor.clone() for name, tensor in section.get(plural, {}).items()}
+            sparsifier, kept = engine.config.sparsifier, section.get("compressor")
+            if sparsifier is not None and kept is not None and kept[0] == repr(sparsifier):
+                sparsifier.load_state_dict(kept[1])
+                shares = section.get("shares")
+            window = section.get("window", {})
+        else:
+            what = "residuals and momenta" if section.get("momenta") else "residuals"
+            warnings.warn(
+                f"the checkpoint's {what} are rank {saved[0]}'s of {saved[1]}{_part(owned)}, this is rank {rank} of "
+                f"{size}{_part(engine.shard)}: they are dropped and start from zero. Load the file that this rank has "
+                "saved",
+                stacklevel=3,
+            )
+    nonfinite.refuse(state)
+    shapes = {member.name: member.shape for member in engine.members.active()}
+    if engine.shard is not None:
+        shapes = {name: shard_shape(shape, engine.shard[1]) for name, shape in shapes.items()}
+    for (kind, name), tensor in state.items():
+        if name in shapes and tuple(tensor.shape) != shapes[name]:
+            raise ValueError(
+                f"the {kind} of parameter {name!r} has shape {list(tensor.shape)} in the checkpoint, the "
+                f"parameter has {list(shapes[name])}: load a checkpoint of the same model"
+            )
+    if section is not None:
+        engine.config = replace(engine.config, partial=dense_cutoff.resumed(engine.config.partial, section))
+    engine.resume(state, steps, plan)
+    engine.shares, engine.origin = shares, origin
+    _reopen(engine, window)
+
+
+def keeping(engine: Engine, config: Config, memory: Any) -> Config:
+    """``config`` with a memory for what ``engine`` has not sent yet, where the script names none (``memory`` None)."""
+    if memory is None and not config.memory.keeps and engine.residuals():
+        return replace(config, memory=sparsifiers.memory("residual"))
+    return config
+
+
+def _own_part(engine: Engine, section: Mapping[str, Any]) -> Mapping[str, Any]:
+    """This rank's part of a consolidated section."""
+    if section["version"] != VERSION:
+        return section
+    ranks: list[dict[str, Any]] = section[RANKS]
+    comm = engine.comm or workers.world()
+    in_shards = engine.shard is not None or any(one.get("shard") is not None for one in ranks)
+    if len(ranks) == comm.size or in_shards:  # shards are not redistributed
+        return ranks[min(comm.rank, len(ranks) - 1)]
+    return resize.redistributed(ranks, comm.rank, comm.size, engine.config.op)
+
+
+def _window(engine: Engine) -> dict[str, Any]:
+    """What the step that has begun would send: also gradients of no_sync(), and of what no hook watches yet."""
+    counted = engine.window()
+    return {
+        engine.members.name_of(p): (counted.get(p, 0), _copy(p.grad))
+        for p in (engine.members.name_all() if counted else [])
+        if p in counted or (p.requires_grad and p.grad is not None)
+    }
+
+
+def _reopen(engine: Engine, window: Mapping[str, Any]) -> None:
+    """Go on in the step that had begun: its gradients are there again, and its backward passes are counted."""
+    for parameter in engine.members.name_all():
+        if engine.members.name_of(parameter) in window:
+            fired, gradient = window[engine.members.name_of(parameter)]
+            parameter.grad = None if gradient is None else gradient.clone().to(parameter.device)
+            engine.count(parameter, fired)
+
+
+def _named(engine: Engine, kind: str) -> dict[str, Any]:
+    return {name: tensor.clone() for (one, name), tensor in engine.state().items() if one == kind}
+
+
+def _copy(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return None if gradient is None else gradient.detach().clone()
+
+
+def _place(engine: Engine) -> tuple[int, int] | None:
+    """(rank, size); None for an optimizer that was unpickled before ``init()``."""
+    comm = engine.comm or (workers.world() if workers.is_initialized() else None)
+    return (comm.rank, comm.size) if comm else None
+
+
+def _part(shard: tuple[int, int] | None) -> str:
+    return "" if shard is None else f" (shard {shard[0]} of {shard[1]}, exchange='two-level')"

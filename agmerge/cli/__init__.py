@@ -1,0 +1,4 @@
+"""Run the commands of ``python -m agmerge``: doctor, build-horovod, plan, advise.
+
+May import planning/ and below.
+"""

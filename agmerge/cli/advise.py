@@ -1,0 +1,83 @@
+"""Run ``python -m agmerge advise script.py ...``: what each strategy would cost on this machine and network.
+
+An unchanged training script runs, under its launcher, with an optimizer that watches itself. Once enough steps have
+been measured, rank 0 prints the predicted step time of each strategy, and the script is ended on every rank.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+import agmerge
+from agmerge import optimizer as wrapping
+from agmerge.options.compressors import cast_name
+from agmerge.planning import advice
+from sparsifiers.registry import spelling
+
+STEPS = 12  # trained before the table is printed
+
+
+class Enough(BaseException):
+    """End the script: its steps have been measured. No error, and not for ``except Exception`` to catch."""
+
+
+class AdvisedOptimizer(wrapping.DistributedOptimizer):
+    """A :class:`agmerge.DistributedOptimizer` that ends its script with :class:`Enough` after ``STEPS`` steps."""
+
+    def _set_up(self, optimizer: Any, named: Any, arguments: dict[str, Any]) -> None:
+        self._ended: list[float] = []  # when each step did
+        super()._set_up(optimizer, named, widened(arguments))
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Collective. Take a step; after the last one that is measured, print the table and end the script."""
+        loss = super().step(closure)
+        self._ended.append(time.perf_counter())
+        if len(self._ended) > STEPS and not self._engine.outside:
+            self._conclude()
+        return loss
+
+    def _conclude(self) -> None:
+        """Collective. Print what other strategies would cost, on rank 0, and raise :class:`Enough` on every rank."""
+        engine, comm, measured = self._engine, self._engine.comm, self.measure()
+        assert comm is not None
+        typical = engine.averages.typical()
+        took = float(np.median(np.diff(self._ended[-STEPS - 1 :])))
+        if comm.rank == 0 and typical is not None:
+            predicted = advice.predicted_step(self.plan, measured, max(0.0, took - typical.finish))
+            rows = advice.compare(measured, took, typical.finish)
+            sys.stdout.write(advice.text(rows, took, predicted, type(self.optimizer).__name__) + "\n")
+            sys.stdout.flush()
+        comm.barrier("advise").wait(engine.config.timeout)
+        raise Enough
+
+
+def widened(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the optimizer's arguments, changed so that there is something to compare.
+
+    A script that sends everything is measured with exact top-k for these few steps.
+    """
+    if isinstance(arguments["merging"], str) and spelling(arguments["merging"]) == "dear":
+        return arguments
+    sends_all = cast_name(arguments["compression"]) is not None
+    instead = {"compression": "topk", "memory": "residual"} if sends_all else {}
+    return {**arguments, **instead, "exchange": "auto"}
+
+
+def main(script: str, arguments: Sequence[str]) -> int:
+    """Run ``script`` with ``arguments`` until its optimizer has measured enough. Return the exit code."""
+    agmerge.DistributedOptimizer = wrapping.DistributedOptimizer = AdvisedOptimizer  # type: ignore[misc]
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except Enough:
+        return 0
+    sys.stderr.write(f"{script} ended before its optimizer had made {STEPS} steps: give it more to do\n")
+    return 1

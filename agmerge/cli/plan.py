@@ -1,0 +1,29 @@
+"""``python -m agmerge plan MEASUREMENTS.json``: every planner on one measured model, side by side."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import merging
+from agmerge.step.agreement import labelled
+from merging import comparison, drawing
+
+
+def main(path: str, picture: str | None, save: str | None, planner: str) -> int:
+    """Print the table; draw and save what is asked for. The exit code."""
+    try:
+        measured = merging.Measurements.load(path)
+        rows = comparison.compare(measured)
+        facts = "; ".join(f"{name} {value}" for name, value in measured.facts)
+        elements = int(measured.profile.numel.sum())
+        sys.stdout.write(f"{len(measured.profile)} tensors, {elements} elements, {measured.workers} workers; {facts}\n")
+        sys.stdout.write(comparison.table(rows) + "\n")
+        if picture:
+            Path(picture).write_text(drawing.svg(rows, measured), encoding="utf-8")
+        if save:
+            labelled(*merging.best(merging.get(planner), measured)).save(save)
+    except (ValueError, TypeError, OSError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0

@@ -1,0 +1,318 @@
+"""DeAR: reduce-scatters under backward, all-gathers and updates under the next forward.
+
+Zhang et al., "DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce Pipelining", ICDCS 2023.
+Every collective starts in backward or in ``step()``, in the order of the plan; the hooks of forward only wait, so
+ranks may run their modules in any order. Grouping is the planner's. The paper tunes it by Bayesian optimisation of the
+step time; here the planner predicts it from what the first steps have measured.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+import merging as planning
+from agmerge.engine.dear_modules import ModuleHooks, Parameters, Updates, check_hooks, check_readers
+from agmerge.engine.reducer import Engine
+from agmerge.errors import AGMergeError
+from agmerge.exchanges.reduce_scatter import ScatterExchange
+from agmerge.metrics.clock import Clock, Seconds
+from agmerge.metrics.running_times import KEEP, Averages
+from agmerge.options.config import Config
+from agmerge.planning.replanner import Adaptation
+from agmerge.step.merge_buffers import Session
+from agmerge.step.round import Round
+from agmerge.tensors.parameters import Members
+
+STALE = (
+    "parameter {name!r} got a gradient, but it had not taken the last update: no forward of a module that holds it "
+    "ran since step() (it was used as a tensor, or this forward ran before step()). Call its module, or "
+    "optimizer.flush() before this forward"
+)
+
+TOGETHER = (
+    "with merging='dear' the combined gradients come together during the next forward, so there is nothing to clip or "
+    "to look at before step(): use another merging for that"
+)
+
+
+class DearEngine(Engine):
+    """An engine whose updates are applied by the next forward, module by module, each exactly once.
+
+    ``config.model``: whose forward reads the parameters. Raises ``ValueError`` for a parameter of ``optimizer`` that
+    it does not hold, and for hooks on ``optimizer.step()``.
+    """
+
+    remedy = TOGETHER[0].upper() + TOGETHER[1:]
+
+    def __init__(self, members: Members, config: Config, optimizer: torch.optim.Optimizer) -> None:
+        assert config.model is not None
+        self.model, self._optimizer = config.model, optimizer
+        self._updates: Updates | None = None  # of the last step, as far as they are not applied
+        self._used: list[bool] = []  # by slot, whether a rank had a gradient in the step that ends
+        self._times: ForwardTimes | None = None  # of the session
+        self._modules = ModuleHooks(self)
+        check_hooks(optimizer)
+        super().__init__(members, config)
+        self._modules.attach(self.model)
+
+    # -- agreement ------------------------------------------------------------------------------------------
+
+    def _open(self) -> Session:
+        check_readers(self.model, self._optimizer)  # it may have got more of them
+        session = super()._open()
+        self._scatter(session)
+        self._modules.attach(self.model)
+        self._times = ForwardTimes(session.clock, self._modules.readers)
+        self.adaptation = DearAdaptation(session, self.averages, self)
+        return session
+
+    def _follow(self, plan: planning.Plan) -> None:
+        super()._follow(plan)
+        assert self.session is not None
+        self._scatter(self.session)
+
+    def _scatter(self, session: Session) -> None:
+        """Send in two halves whatever the session would send by an all-reduce: everything."""
+        config = self.config
+        self._exchange = ScatterExchange(
+            session.comm,
+            config.op,
+            session.commit,
+            config.timeout,
+            keeps=config.memory_of(False).keeps,
+            cast=config.cast,
+            predivide=config.predivide,
+            ordered=config.ordered,
+        )
+        session.buffers = [[replace(route, exchange=self._exchange) for route in buffer] for buffer in session.buffers]
+
+    # -- a step ---------------------------------------------------------------------------------------------
+
+    def on_gradient(self, parameter: torch.Tensor) -> None:
+        with self._lock:
+            if self._times is not None:
+                self._times.end()
+            if self._updates is not None:
+                with self._breaking():
+                    if parameter in self._updates:
+                        raise AGMergeError(STALE.format(name=self.members.name_of(parameter)))
+                    self._updates.receive(parameter)  # its message must be free before the next one is written
+        super().on_gradient(parameter)
+
+    def synchronize(self) -> None:
+        """Refused: what it promises exists in the next forward only."""
+        raise ValueError(f"synchronize(): {TOGETHER}")
+
+    def step(self, closure: Any, combine: bool) -> Any:
+        """Wait for the reduce-scatters; leave the update to the next forward.
+
+        What the last forward has not used takes its last update first. Refuses a closure and
+        ``skip_synchronize()`` (``combine`` False) with ``ValueError``.
+        """
+        if closure is not None:
+            raise ValueError(
+                "step(closure): with merging='dear' updates belong to the next forward, so run the closure's forward "
+                "and backward before step()"
+            )
+        if not combine:
+            raise ValueError(f"step() inside skip_synchronize(): {TOGETHER}")
+        check_hooks(self._optimizer)
+        if self.outside:
+            return self._optimizer.step()
+        with self._lock:
+            self._check_unbroken()
+            self.flush()
+            super().synchronize()
+            if self.skipped:
+                self._clear()
+                return None
+            with torch.no_grad(), self._breaking():
+                assert self.session is not None
+                self._updates = Updates(
+                    self._optimizer, self.session, self._exchange, self._used, self.config.zero_unused
+                )
+            self.end_step()
+        return None
+
+    def _attach(self, attempt: Round) -> None:
+        # The updates are not there yet, and p.grad stays the script's own; the checks are the same.
+        gradients = [parameter.grad for parameter in attempt.session.parameters]
+        self._used = attempt.used
+        try:
+            super()._attach(attempt)
+        finally:
+            for parameter, gradient in zip(attempt.session.parameters, gradients, strict=True):
+                parameter.grad = gradient
+
+    def end_step(self) -> None:
+        check_every = self.config.check_every
+        if check_every and (self._clock + 1) % check_every == 0:  # the first comparison is of what training starts from
+            self.flush()
+        super().end_step()
+        if self._times is not None:
+            self._times.begin()
+
+    # -- updates --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def before_forward(self, number: int, parameters: Parameters) -> None:
+        """The hook: a forward is about to read ``parameters``. Waits for their messages and updates them."""
+        times = self._times
+        if times is None or (self._updates is None and not times.open):
+            return
+        with self._lock:
+            reached = times.mark()
+            if self._updates is None:
+                times.reached(number, reached)
+                return
+            with self._breaking():
+                self._receive(self._updates, parameters)
+                times.reached(number, reached)
+                self._updates.apply(parameters)
+            if self._updates.done:
+                self._updates = None
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Apply every update that is pending. Not collective: its messages are under way already."""
+        with self._lock:
+            updates, self._updates = self._updates, None
+            if updates is not None:
+                with self._breaking():
+                    self._receive(updates, updates.parameters)
+                    updates.apply(updates.parameters)
+
+    def _receive(self, updates: Updates, parameters: Parameters) -> None:
+        begin = time.perf_counter()
+        for parameter in parameters:
+            updates.receive(parameter)
+        self.averages.exposed += time.perf_counter() - begin
+
+    def forward_seconds(self) -> Seconds:
+        """Of each tensor of the session, (n,), as measured here."""
+        assert self.session is not None and self._times is not None
+        return self._times.of(self.session.parameters)
+
+    # -- guards ---------------------------------------------------------------------------------------------
+
+    def admit(self) -> None:
+        """Take the optimizer's last group off again, with ``ValueError``, if the model does not hold it."""
+        try:
+            check_readers(self.model, self._optimizer)
+        except ValueError:
+            self._optimizer.param_groups.pop()
+            raise
+
+    def check_idle(self, what: str) -> None:
+        super().check_idle(what)
+        self.flush()
+
+    def close(self) -> None:
+        try:
+            if self._broken is None:
+                self.flush()
+        finally:
+            self._modules.remove()
+            super().close()
+
+
+def engine_for(optimizer: torch.optim.Optimizer, named: Any, config: Config) -> Engine:
+    """The engine that ``config`` asks for. Without ``named`` parameters, DeAR's have the names of its model."""
+    if config.model is None:
+        return Engine(Members(optimizer, named), config)
+    check_readers(config.model, optimizer)
+    named = config.model.named_parameters() if named is None else named
+    return DearEngine(Members(optimizer, named), config, optimizer)
+
+
+def flush(engine: Engine) -> None:
+    """Leave no update pending."""
+    if isinstance(engine, DearEngine):
+        engine.flush()
+
+
+def admit(engine: Engine) -> None:
+    """The optimizer has got a group: ``ValueError``, and it is taken off, if the model does not hold its parameters."""
+    if isinstance(engine, DearEngine):
+        engine.admit()
+
+
+class DearAdaptation(Adaptation):
+    """Plans in mode ``"dear"``, by what backward, forward and exchanges take. Flushes before it measures."""
+
+    def __init__(self, session: Session, averages: Averages, engine: DearEngine) -> None:
+        super().__init__(session, averages)
+        self._engine = weakref.proxy(engine)
+
+    def _measure(self, step: int, ready: Seconds | None = None, *, probing: bool = True) -> planning.Measurements:
+        self._engine.flush()  # nothing is in flight while exchanges are timed
+        (forward,) = self._told(self._engine.forward_seconds())
+        measured = super()._measure(step, ready, probing=probing)
+        profile = measured.profile
+        whole = planning.Profile(**{**profile.plain(), "forward": forward.max(axis=0)})
+        return replace(measured, profile=whole, modes=("dear",))
+
+
+class ForwardTimes:
+    """How long the forward of each reader takes: to the next one's, the last one's to the first gradient.
+
+    The update of a module's parameters counts as its forward, waiting for messages does not. ``open``: between a step
+    and the first gradient after it.
+    """
+
+    def __init__(self, clock: Clock, readers: Sequence[Parameters]) -> None:
+        self._clock, self._readers = clock, readers
+        self._marks: list[tuple[int, Any, Any]] = []  # reader, when it was reached, when its messages were there
+        self.open = False
+        self._ended: tuple[list[tuple[int, Any, Any]], Any] | None = None
+        self._passes: list[Seconds] = []
+
+    def begin(self) -> None:
+        """A step has ended; the next forward pass counts."""
+        self._marks, self.open = [], True
+
+    def mark(self) -> Any:
+        """Now; None outside a forward pass that counts."""
+        return self._clock.mark() if self.open else None
+
+    def reached(self, number: int, at: Any) -> None:
+        """A reader was reached ``at``, and has its messages now."""
+        if self.open and at is not None:
+            self._marks.append((number, at, self._clock.mark()))
+
+    def end(self) -> None:
+        """The first gradient is there. Marks are read one pass later: by then every device has got there."""
+        if self.open:
+            self._settle()
+            self.open, self._ended = False, (self._marks, self._clock.mark())
+
+    def of(self, parameters: Iterable[torch.Tensor]) -> Seconds:
+        """Seconds of forward for each of ``parameters``: medians, a reader's in equal parts."""
+        self._settle()
+        places = {parameter: i for i, parameter in enumerate(parameters)}
+        seconds = np.zeros(len(places))
+        typical = np.median(self._passes, axis=0) if self._passes else np.zeros(len(self._readers))
+        for reader, took in zip(self._readers, typical.tolist(), strict=True):
+            here = [places[parameter] for parameter in reader if parameter in places]
+            for place in here:
+                seconds[place] += took / len(here)
+        return seconds
+
+    def _settle(self) -> None:
+        if self._ended is None:
+            return
+        (marks, end), self._ended = self._ended, None
+        if not marks:
+            return
+        reached = self._clock.since(marks[0][1], [*(at for _, at, _ in marks), end])
+        ready = self._clock.since(marks[0][1], [there for _, _, there in marks])
+        seconds = np.zeros(len(self._readers))
+        np.add.at(seconds, [number for number, _, _ in marks], np.maximum(reached[1:] - ready, 0.0))
+        self._passes = [*self._passes[1 - KEEP :], seconds]

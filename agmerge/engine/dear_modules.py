@@ -1,0 +1,272 @@
+"""What the next forward does: hooks before the modules that read parameters, and the updates that they apply."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch._compile import _disable_dynamo
+from torch.optim import optimizer as optimizers
+
+from agmerge.errors import AGMergeError
+from agmerge.exchanges import Pending
+from agmerge.exchanges.reduce_scatter import ScatterExchange
+from agmerge.step.merge_buffers import Session
+
+Parameters = tuple[torch.Tensor, ...]
+
+# Their forward may read parameters of children that it does not call. Of an encoder layer's fast path that was so
+# until torch 2.5; since then it is not taken where there are hooks.
+_OLD = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 5)
+_FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer) if _OLD else (nn.MultiheadAttention,)
+_PLAIN = (bool, int, float, str, tuple, type(None))  # values of a group that compare with ==
+
+
+def readers(model: nn.Module) -> dict[nn.Module, Parameters]:
+    """The parameters that each module's forward reads by itself; modules that read none are left out.
+
+    A tied parameter has several readers. What a module without a forward holds (``ParameterList``, ``ModuleDict``) is
+    read by the module around it, and ``MultiheadAttention`` reads its projection's parameters itself, as an encoder
+    layer of an old torch does those of all its children.
+    """
+    found = {module: tuple(dict.fromkeys(_read(module))) for module in model.modules() if not _passive(module)}
+    return {module: parameters for module, parameters in found.items() if parameters}
+
+
+def check_readers(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``ValueError`` for a parameter of the optimizer that no forward of ``model`` reads."""
+    known = {parameter for parameters in readers(model).values() for parameter in parameters}
+    strange = [
+        f"parameter {i} of group {g}, {parameter.dtype} {list(parameter.shape)}"
+        for g, group in enumerate(optimizer.param_groups)
+        for i, parameter in enumerate(group["params"])
+        if parameter not in known
+    ]
+    if strange:
+        raise ValueError(
+            f"merging='dear': no module of model={type(model).__name__} with a forward of its own holds "
+            f"{'; '.join(strange)}. Updates are applied before the forward of the module that holds the parameter: "
+            "pass as model= the module that holds all of them"
+        )
+
+
+def _read(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from (parameter for parameter in module._parameters.values() if parameter is not None)
+    for child in module.children():
+        if _passive(child) or isinstance(module, _FUSED):
+            yield from _read(child)
+
+
+def _passive(module: nn.Module) -> bool:
+    """Whether nobody calls this module: it has no forward."""
+    return getattr(module.forward, "__func__", None) is nn.Module.forward
+
+
+class Listener(Protocol):
+    """Who wants to know of forward passes and of states being read or loaded."""
+
+    def before_forward(self, number: int, parameters: Parameters) -> None:
+        """The forward of a module is about to read ``parameters``. ``number``: which of :func:`readers`."""
+
+    def flush(self) -> None:
+        """Parameters are about to be read or overwritten as a whole."""
+
+
+class Hook:
+    """One hook of a module. The listener is held weakly; copies of the model, pickled too, carry one that is dead."""
+
+    def __init__(
+        self, listener: weakref.ref[Listener] | None = None, number: int = -1, parameters: Parameters = ()
+    ) -> None:
+        self.listener, self.number, self.parameters = listener, number, parameters
+
+    def __call__(self, *_: Any) -> None:
+        _tell(self)
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
+        return Hook, ()
+
+
+@_disable_dynamo  # what this does depends on messages, and must not be traced by torch.compile
+def _tell(hook: Hook) -> None:
+    here = None if hook.listener is None else hook.listener()
+    if here is None:
+        return
+    if hook.number < 0:
+        here.flush()
+    else:
+        here.before_forward(hook.number, hook.parameters)
+
+
+class ModuleHooks:
+    """The hooks of one listener on the modules of one model."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = weakref.ref(listener)
+        self._handles: list[Any] = []
+        self.readers: list[Parameters] = []
+
+    def attach(self, model: nn.Module) -> None:
+        """Hook every module that there is now, anew."""
+        self.remove()
+        found = readers(model)
+        self.readers = list(found.values())
+        for number, (module, parameters) in enumerate(found.items()):
+            # First of all, so that hooks that compute from parameters (weight_norm) see them updated.
+            hook = Hook(self._listener, number, parameters)
+            self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+        for module in model.modules():
+            flush = Hook(self._listener)
+            self._handles.append(module.register_state_dict_pre_hook(flush))  # type: ignore[no-untyped-call]
+            self._handles.append(module._register_load_state_dict_pre_hook(flush))  # type: ignore[no-untyped-call]
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+class Updates:
+    """The updates of a step: combined gradients on their way, and the hyper-parameters as of that step.
+
+    Starts the all-gathers of ``exchange``. ``used``: by slot, whether a rank had a gradient in this step. Parameters
+    that none had one for have an update only where something of earlier steps was sent, or with ``zero_unused``.
+    ``p.grad`` is the script's own before and after.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        session: Session,
+        exchange: ScatterExchange,
+        used: Sequence[bool],
+        zero_unused: bool,
+    ) -> None:
+        self._optimizer, self._session, self._exchange = optimizer, session, exchange
+        self._groups = [_snapshot(group) for group in optimizer.param_groups]
+        self._group_of: dict[torch.Tensor, int] = {}  # of what is not applied, in the optimizer's order
+        self._left_over: set[torch.Tensor] = set()  # of these, what no rank used in this step
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                slot = session.slot_of.get(parameter)
+                if slot is None:
+                    continue
+                if used[slot.index] or zero_unused:
+                    self._group_of[parameter] = number
+                elif session.arena_of[slot.index].memory.keeps:  # it is seen when it is there
+                    self._group_of[parameter] = number
+                    self._left_over.add(parameter)
+        self._arriving: dict[int, Pending] = {  # by slot
+            slot.index: pending for pending in exchange.gather() for slot in pending.loads[0].segment.slots
+        }
+
+    def __contains__(self, parameter: torch.Tensor) -> bool:
+        return parameter in self._group_of
+
+    @property
+    def parameters(self) -> tuple[torch.Tensor, ...]:
+        """All of the session: those that have an update, in the optimizer's order, first."""
+        return tuple(dict.fromkeys([*self._group_of, *self._session.parameters]))
+
+    @property
+    def done(self) -> bool:
+        """Whether everything is here and applied."""
+        return not self._group_of and not self._arriving
+
+    def receive(self, parameter: torch.Tensor) -> None:
+        """Wait for the message that holds this parameter's update, if it has not been waited for."""
+        slot = self._session.slot_of.get(parameter)
+        pending = None if slot is None else self._arriving.get(slot.index)
+        if pending is not None:
+            self._exchange.receive(pending)
+            for other in pending.loads[0].segment.slots:
+                del self._arriving[other.index]
+
+    def apply(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Step the optimizer for those of ``parameters`` that wait for it. All have been received."""
+        groups: dict[int, list[torch.Tensor]] = {}
+        for parameter in parameters:
+            if parameter in self._group_of:
+                self._check_same(parameter)
+                group = self._group_of.pop(parameter)
+                left_over = parameter in self._left_over
+                if not left_over or self._session.moves(self._session.slot_of[parameter]):
+                    groups.setdefault(group, []).append(parameter)
+        if groups:
+            self._step([{**self._groups[number], "params": chosen} for number, chosen in groups.items()])
+
+    def _step(self, groups: list[dict[str, Any]]) -> None:
+        """One step of the optimizer with these groups and the combined gradients; then all is as it was."""
+        chosen = [parameter for group in groups for parameter in group["params"]]
+        gradients = [parameter.grad for parameter in chosen]
+        given = self._optimizer.param_groups  # the very list may be a scheduler's or another wrapper's too
+        kept = given[:]
+        try:
+            for parameter in chosen:
+                parameter.grad = self._session.gradient(self._session.slot_of[parameter])
+            given[:] = groups
+            with ExitStack() as stack:
+                # The forward around this may be one for inference, or in lower precision; the update is not.
+                stack.enter_context(torch.inference_mode(False))
+                stack.enter_context(torch.no_grad())
+                for kind in {parameter.device.type for parameter in chosen}:
+                    if torch.is_autocast_enabled(kind):
+                        stack.enter_context(torch.autocast(kind, enabled=False))
+                before = [_plain(group) for group in groups]
+                self._optimizer.step()
+                self._check_unchanged(before, groups)
+        finally:
+            given[:] = kept
+            for parameter, gradient in zip(chosen, gradients, strict=True):
+                parameter.grad = gradient
+
+    def _check_same(self, parameter: torch.Tensor) -> None:
+        slot = self._session.slot_of[parameter]
+        now, then = (parameter.dtype, parameter.device), (slot.lane.dtype, slot.lane.device)
+        if now != then or tuple(parameter.shape) != slot.shape:
+            raise AGMergeError(
+                f"parameter {slot.name!r} was {then[0]}{list(slot.shape)} on {then[1]} in step() and is "
+                f"{now[0]}{list(parameter.shape)} on {now[1]} now, before its update: call optimizer.flush() between "
+                "step() and the change"
+            )
+
+    def _check_unchanged(self, before: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+        for was, group in zip(before, groups, strict=True):
+            now = _plain(group)
+            changed = [key for key in {**was, **now} if key not in was or key not in now or was[key] != now[key]]
+            if changed:
+                raise AGMergeError(
+                    f"{type(self._optimizer).__name__}.step() changed {changed[0]!r} of its param group: merging="
+                    "'dear' calls it for a few parameters at a time, so it must keep its state by parameter. Use "
+                    "another merging"
+                )
+
+
+def check_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``ValueError`` if something hangs on ``optimizer.step()``."""
+    hooks = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        optimizers._global_optimizer_pre_hooks,
+        optimizers._global_optimizer_post_hooks,
+    )
+    if any(hooks):
+        raise ValueError(
+            f"{type(optimizer).__name__} has step pre- or post-hooks, and merging='dear' steps it once for every "
+            "module, so they would run many times a step: remove them, or use another merging"
+        )
+
+
+def _snapshot(group: dict[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters of a group as they are now: schedulers change tensors in place."""
+    return {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _plain(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if isinstance(value, _PLAIN)}

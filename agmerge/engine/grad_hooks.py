@@ -1,0 +1,115 @@
+"""Post-accumulate hooks, one a parameter, gone when their engine is; and what becomes of what they have seen."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from typing import Protocol
+
+import torch
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from agmerge.errors import CHANGED, AGMergeError, and_more
+from agmerge.tensors.parameters import Members
+
+
+class Listener(Protocol):
+    """Who wants to know of gradients."""
+
+    def on_gradient(self, parameter: torch.Tensor) -> None:
+        """``parameter.grad`` has been accumulated once more. Gradients are not recorded."""
+
+
+# Which hooks a parameter has. Not an attribute of the parameter: that would travel with torch.save(model).
+_owners: MutableMapping[torch.Tensor, weakref.ref[Hooks]] = WeakTensorKeyDictionary()
+
+
+class Hooks:
+    """The hooks of one listener.
+
+    ``register_post_accumulate_grad_hook`` fires after ``p.grad`` is complete for this backward pass, also for
+    tied weights, survives ``model.to(dtype)``, and needs no reference to autograd nodes. The listener is held
+    weakly, so that an optimizer that was dropped does not go on exchanging gradients.
+    """
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = weakref.ref(listener)
+        self._handles: MutableMapping[torch.Tensor, RemovableHandle] = WeakTensorKeyDictionary()
+
+    def attach(self, parameters: Iterable[torch.Tensor], names: Members) -> None:
+        """Hook every parameter that has no hook of this listener yet. ``names``: what an error calls them.
+
+        Raises ``ValueError`` for one that another living listener has.
+        """
+        new = [parameter for parameter in parameters if parameter not in self._handles]
+        for parameter in new:
+            owner = _owners[parameter] if parameter in _owners else None
+            if owner is not None and owner() is not None:
+                raise ValueError(
+                    f"parameter {names.name_of(parameter)!r} of shape {list(parameter.shape)} is already exchanged by "
+                    "another DistributedOptimizer, perhaps of an earlier run of this cell; close() that one first, or "
+                    "give each optimizer its own parameters"
+                )
+        hook = _hook(self._listener)
+        for parameter in new:
+            _owners[parameter] = weakref.ref(self)
+            self._handles[parameter] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        for parameter, handle in list(self._handles.items()):
+            handle.remove()
+            _owners.pop(parameter, None)
+        self._handles = WeakTensorKeyDictionary()
+
+
+class HandedOver:
+    """The parameters whose gradients are handed over, in readiness order, with each gradient as backward left it.
+
+    ``overrun``: a backward pass too many has been refused, and it has changed some of them.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[torch.Tensor, tuple[torch.Tensor | None, int]] = {}
+        self.overrun = False
+
+    def add(self, parameter: torch.Tensor) -> None:
+        """Remember ``parameter.grad`` and its version."""
+        gradient = parameter.grad
+        self._seen[parameter] = (gradient, _version(gradient))
+
+    def error(self, members: Members, step: int, remedy: str) -> AGMergeError | None:
+        """Return the error of a script that has replaced, removed or written to a gradient since, if it has."""
+        found = {p for p, before in self._seen.items() if p.grad is not before[0] or _version(p.grad) != before[1]}
+        if not found:
+            return None
+        names = [members.name_of(parameter) for parameter in members.name_all() if parameter in found]
+        return AGMergeError(CHANGED.format(step, and_more(names), remedy))
+
+    def __contains__(self, parameter: torch.Tensor) -> bool:
+        return parameter in self._seen
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._seen)
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+
+def _version(gradient: torch.Tensor | None) -> int:
+    return 0 if gradient is None else gradient._version
+
+
+def _hook(listener: weakref.ref[Listener]) -> Callable[[torch.Tensor], None]:
+    def hook(parameter: torch.Tensor) -> None:
+        here = listener()
+        if here is None:
+            return
+        if torch.is_grad_enabled():  # under create_graph=True; elsewhere its context would be half the cost of a hook
+            with torch.no_grad():
+                here.on_gradient(parameter)
+        else:
+            here.on_gradient(parameter)
+
+    return hook

@@ -1,0 +1,121 @@
+"""``torch.amp.GradScaler``: residuals without the scale, ``p.grad`` with it, so that every recipe goes on as it is.
+
+A gradient is divided by the scale when it is handed over, and the combined update multiplied by it. Changes of the
+scale then do not reach what is kept, and the scaler finds what it expects: gradients with its scale, the same on all
+ranks.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from agmerge.backends.handshake import agree
+from agmerge.errors import AGMergeError
+from agmerge.tensors.parameters import Members
+
+NOT_ATTACHED = (
+    "GradScaler.step(): the scaler was not attached: pass scaler=scaler to DistributedOptimizer, or call "
+    "optimizer.attach_scaler(scaler), on every rank"
+)
+NOT_BY_SCALER = (
+    "step(): the gradients still have the scale of the attached GradScaler: call scaler.step(optimizer), and then "
+    "scaler.update()"
+)
+
+
+def check(members: Members, scaled: bool) -> None:
+    """``ValueError`` for a parameter whose gradients no GradScaler takes, if there is one."""
+    for parameter in members.name_all() if scaled else ():
+        if parameter.dtype == torch.float16:
+            raise ValueError(
+                f"parameter {members.name_of(parameter)!r} is torch.float16, whose gradients a GradScaler does not "
+                "take: hold parameters in float32 and let torch.autocast compute in float16"
+            )
+
+
+class Scaling:
+    """One scaler (None: there is none), as one engine sees it.
+
+    ``combined``: the gradients of this step were combined because it asked.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
+        self.scaler, self.combined = scaler, False
+        self._divided: set[int] = set()  # by identity of the parameter: an attempt that is repeated comes by again
+        self._inverses: dict[torch.device, torch.Tensor] = {}
+
+    def divided(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """The gradient without the scale, in place, once a step. Waits for no device."""
+        scale = self._scale()
+        if gradient is None or scale is None or id(parameter) in self._divided:
+            return gradient
+        self._divided.add(id(parameter))
+        if gradient.device not in self._inverses:  # as GradScaler.unscale_ does; the scale changes between steps
+            self._inverses[gradient.device] = scale.double().reciprocal().float().to(gradient.device)
+        return gradient.mul_(self._inverses[gradient.device])
+
+    def multiply(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Give the scale back to the updates that are ``p.grad`` now."""
+        scale = self._scale()
+        for parameter in parameters:
+            if scale is not None and parameter.grad is not None:
+                parameter.grad.mul_(scale.to(parameter.grad.device))
+
+    def clear(self) -> None:
+        """A step has ended, or comes to nothing."""
+        self._divided, self._inverses, self.combined = set(), {}, False
+
+    def check_step(self, optimizer: torch.optim.Optimizer, closure: Any) -> None:
+        """Raise unless ``optimizer`` steps because the scaler, if there is one, says so."""
+        if self.scaler is None:
+            return
+        if closure is not None:
+            raise ValueError("step(closure) with a GradScaler: who scales the closure's loss? Leave one of them out")
+        state = self.scaler._per_optimizer_states.get(id(optimizer), {"stage": OptState.READY})
+        if state["stage"] is not OptState.UNSCALED:
+            raise AGMergeError(NOT_BY_SCALER)
+
+    def _scale(self) -> torch.Tensor | None:
+        return None if self.scaler is None else self.scaler._get_scale_async()
+
+
+def adopt(engine: Any, config: Any) -> None:
+    """Go on with a config that differs in what a scaler needs, from the next step on. Collective."""
+    advice = "Attach the scaler on every rank, at the same step."
+    if engine.comm is not None:
+        agree(engine.comm, config.facts(), what="attach_scaler()", advice=advice, timeout=config.timeout)
+    engine.config = config
+    if engine.session is not None:
+        engine.session.config = config
+
+
+class Unscale:
+    """``scaler.unscale_`` of an attached scaler: combines the gradients of ``optimizer`` first.
+
+    The plain recipe calls it right after ``backward()``, by itself or in ``scaler.step(optimizer)``, when ``p.grad`` is
+    still this rank's own; clipping and the look for infinities have to see what is stepped with.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler, optimizer: Any) -> None:
+        self._scaler, self._before = scaler, scaler.unscale_
+        self._optimizer = weakref.ref(optimizer)
+
+    def __call__(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer is self._optimizer():
+            mine: Any = optimizer
+            mine._combine_for(self._scaler)
+        self._before(optimizer)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the scaler has no optimizer yet.
+        return _plain, (self._scaler,)
+
+
+def _plain(scaler: torch.amp.GradScaler) -> Any:
+    return types.MethodType(type(scaler).unscale_, scaler)

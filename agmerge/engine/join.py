@@ -1,0 +1,85 @@
+"""Uneven data: a rank without batches goes on taking part until no rank has any.
+
+A rank that has joined sends what every message asks for, made from its residuals alone, and takes the steps that the
+others take. Every message says whether its rank is still going on; the first round in which none is ends it, on every
+rank, and is discarded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import torch
+
+from agmerge.backends.handshake import gather_bytes
+from agmerge.engine.divergence import digest
+from agmerge.engine.reducer import Engine
+from agmerge.errors import DivergenceError
+from agmerge.exchanges.message.format import GOING, JOINED
+from agmerge.runtime import workers
+from agmerge.runtime.broadcast import broadcast_optimizer_state, broadcast_parameters, plain_state
+
+
+def join(engine: Engine, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> int:
+    """Take part without gradients until every rank has joined; the rank that did so last. Collective.
+
+    ``step`` takes a step with the gradients as ``synchronize()`` left them. ``optimizer``: the wrapped one. Of ranks
+    that join at the same step the highest counts as the last one. If replicas differ in the end (the others clipped
+    their gradients, or changed the learning rate), all get that rank's parameters and optimizer state.
+    """
+    if engine.config.model is not None:
+        raise ValueError("join() with merging='dear' is not built yet: give every rank the same number of batches")
+    engine.check_idle("join()")
+    if engine.outside:
+        return workers.rank()
+    assert engine.comm is not None
+    engine.flag, alone = JOINED, 0
+    try:
+        while True:
+            engine.synchronize()
+            if not engine.said & GOING:
+                break
+            step()
+            alone += 1
+    finally:
+        engine.flag = GOING
+    _discard(engine)
+    said = gather_bytes(engine.comm, alone.to_bytes(8, "little"), "join", engine.config.timeout)
+    waited = [int.from_bytes(one, "little") for one in said]
+    last = max(rank for rank, steps in enumerate(waited) if steps == min(waited))
+    _level(engine, optimizer, last)
+    return _world_rank(engine, last)
+
+
+def _discard(engine: Engine) -> None:
+    """The last round was nobody's step: residuals are as before it, and so is everything else."""
+    assert engine.session is not None
+    for parameter in engine.session.parameters:
+        parameter.grad = None
+    engine.discard()
+
+
+def _level(engine: Engine, optimizer: torch.optim.Optimizer, last: int) -> None:
+    """Leave every rank with the same parameters and optimizer state."""
+    assert engine.comm is not None
+    parameters, found = engine.members.name_all(), hashlib.blake2b(digest_size=16)
+    state, tensors = plain_state(optimizer)
+    for tensor in (*parameters, *tensors):
+        found.update(digest(tensor))
+    found.update(repr(state).encode())
+    if len(set(gather_bytes(engine.comm, found.digest(), "join/replicas", engine.config.timeout))) == 1:
+        return
+    if engine.comm.size < workers.size():
+        raise DivergenceError(
+            "join(): the ranks of this process set differ after it. Clip gradients and change learning rates in hooks "
+            "of the optimizer's step (register_step_pre_hook, register_step_post_hook), which run on ranks that have "
+            "joined too"
+        )
+    broadcast_parameters(parameters, root_rank=last)
+    broadcast_optimizer_state(optimizer, root_rank=last)
+
+
+def _world_rank(engine: Engine, rank: int) -> int:
+    ranks = engine.config.process_set.members
+    return ranks[rank] if ranks else rank

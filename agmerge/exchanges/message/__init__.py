@@ -1,0 +1,20 @@
+"""How the indices and the values of a sparse section become bytes: every size is known beforehand, on every rank."""
+
+from __future__ import annotations
+
+from agmerge.exchanges.message.indices import Bitmap, Blocks, IndexCodec, Int32, candidates, smallest
+from agmerge.exchanges.message.values import VALUES, Cast, Int8, ValueCodec, value_codec
+
+__all__ = [
+    "VALUES",
+    "Bitmap",
+    "Blocks",
+    "Cast",
+    "IndexCodec",
+    "Int32",
+    "Int8",
+    "ValueCodec",
+    "candidates",
+    "smallest",
+    "value_codec",
+]

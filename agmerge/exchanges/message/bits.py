@@ -1,0 +1,95 @@
+"""Integers of a few bits, side by side in bytes; the first in the lowest bits.
+
+The same bytes on every device; machines are little-endian, as everywhere in a message.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+WORDS = {4: torch.int16, 2: torch.int32, 1: torch.int64}  # as many bytes as there are integers in one
+
+
+def bytes_of(count: int, width: int) -> int:
+    """What ``count`` integers of ``width`` bits take."""
+    return -(-count * width // 8)
+
+
+def pack(values: Tensor, width: int, out: Tensor) -> None:
+    """Write the low ``width`` bits (1, 2, 4, 8 or 16) of ``values``, int32[m], into ``out``, uint8; the rest is 0."""
+    count = values.numel()
+    if width >= 8:
+        # Conversion to a shorter integer keeps the low bits.
+        whole = out if width == 8 else out.view(torch.int16)
+        whole[:count].copy_(values)
+        whole[count:] = 0
+        return
+    each = 8 // width
+    spread = torch.zeros(out.numel() * each, dtype=torch.uint8, device=out.device)
+    spread[:count].copy_(values & ((1 << width) - 1))
+    # The integers of one byte lie in the bytes of one word; they are moved together in its lowest byte.
+    words = spread.view(WORDS[width])
+    packed = words.clone()
+    for place in range(1, each):
+        packed |= words >> (place * (8 - width))
+    out.copy_(packed)
+
+
+def unpack(data: Tensor, width: int, count: int) -> Tensor:
+    """The first ``count`` integers of ``data``, uint8: int32[count]."""
+    if width == 16:
+        return data.view(torch.int16)[:count].to(torch.int32) & 0xFFFF
+    if width == 8:
+        return data[:count].to(torch.int32)
+    if not count:
+        return torch.empty(0, dtype=torch.int32, device=data.device)
+    words = data.to(WORDS[width])
+    spread = words.clone()
+    for place in range(1, 8 // width):
+        spread |= words << (place * (8 - width))
+    spread &= ((1 << width) - 1) * (0x0101010101010101 & ((1 << 8 * spread.element_size()) - 1))
+    return spread.view(torch.uint8)[:count].to(torch.int32)
+
+
+def mark(places: Tensor, out: Tensor) -> None:
+    """Set the bits ``places``, unique int32, of ``out``, uint8, and no others; one at ``8 * len(out)`` is dropped."""
+    if out.device.type == "cpu":
+        marks = np.zeros(8 * out.numel() + 1, dtype=np.uint8)
+        marks[places.numpy()] = 1
+        out.numpy()[:] = np.packbits(marks[:-1], bitorder="little")
+    else:
+        mark_on_device(places, out)
+
+
+def mark_on_device(places: Tensor, out: Tensor) -> None:
+    """The same on any device."""
+    marks = torch.zeros(8 * out.numel() + 1, dtype=torch.uint8, device=out.device)
+    marks.scatter_(0, places.long(), 1)
+    pack(marks[:-1], 1, out)
+
+
+def marked(data: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Places of the first ``count`` bits of ``data``, uint8, that are set, int32[count] (0 for those that are
+    missing), and how many are set, 0-dim."""
+    return _marked_on_host(data, count) if data.device.type == "cpu" else marked_on_device(data, count)
+
+
+def _marked_on_host(data: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    found = np.flatnonzero(np.unpackbits(data.numpy(), bitorder="little").view(np.bool_))
+    places = np.zeros(count, dtype=np.int32)
+    held = min(count, len(found))
+    places[:held] = found[:held]
+    return torch.from_numpy(places), torch.tensor(len(found))
+
+
+def marked_on_device(data: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The same on any device, with nothing that waits for it."""
+    bits = unpack(data, 1, 8 * data.numel())
+    rank = bits.cumsum(0)
+    place = torch.where((bits > 0) & (rank <= count), rank - 1, count)
+    places = torch.zeros(count + 1, dtype=torch.int32, device=data.device)
+    # What falls on the last one is not looked at, so it does not matter which comes last.
+    places.scatter_(0, place, torch.arange(len(bits), dtype=torch.int32, device=data.device))
+    return places[:count], bits.sum()

@@ -1,0 +1,294 @@
+"""The bytes of one sparse message: header | sections, in one flat uint8 tensor.
+
+All ranks' messages for a merge buffer have the same size, a pure function of the plan, the step and the value codec,
+so one all-gather carries everything and no sizes are negotiated. A sparse section is ``indices | values``, each in its
+codec; a dense section is the segment itself. Everything starts on a 16-byte boundary and is little-endian.
+
+The header is int32 words: :data:`FIXED`, then :data:`OF_SECTION` for each section, then used bits, 31 a word. ``words``
+is how many these are, ``size`` the bytes of the message. ``checksum`` covers the header but for both checksums,
+``payload`` what comes after it; a device computes neither. Exchanges that send something else leave the second out.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from agmerge.backends.handshake import Fact, first_difference
+from agmerge.errors import MessageError
+from agmerge.exchanges.message import IndexCodec, ValueCodec, smallest, value_codec
+from agmerge.exchanges.message.crc import checksum
+from agmerge.exchanges.message.indices import GRAIN, in_order
+from agmerge.tensors.layout import Segment, aligned
+from sparsifiers import Selection
+
+MAGIC = 0x41474D32  # "AGM2": the last byte is the version of this format
+RELAYOUT = 1  # flag: this rank's membership, dtypes or devices have changed; discard this round and re-plan
+NONFINITE = 2  # flag: this rank has a gradient that is infinite or NaN; this step comes to nothing
+JOINED = 4  # flag: this rank has no batches left and takes part with what it kept
+GOING = 8  # flag: this rank has not joined
+FIXED = ("magic", "step", "plan", "buffer", "flags", "words", "size", "checksum", "payload")
+OF_SECTION = ("codecs", "length", "capacity", "count")
+_FLAGS, _WORDS, _SIZE, _CHECKSUM, _PAYLOAD = range(FIXED.index("flags"), len(FIXED))
+_STEP, _FIRST, _EACH = FIXED.index("step"), len(FIXED), len(OF_SECTION)
+_WHOLE = (
+    torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex32, torch.complex64, torch.complex128,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Control:
+    """What travels with every message beside gradients.
+
+    ``plan``: fingerprint of the plan in use, 31 bits. ``used``: for each tensor of the message, in order,
+    whether this rank (after merging: any rank) had a gradient for it in this step. ``alarm``: bool, 0-dim, on the
+    device of the message: whether it is to have the flag :data:`NONFINITE`, which the host does not know yet.
+    """
+
+    step: int
+    plan: int
+    buffer: int
+    flags: int
+    used: tuple[bool, ...]
+    alarm: torch.Tensor | None = field(default=None, compare=False)
+
+    def merged(self, others: Sequence[Control]) -> Control:
+        """Flags and used bits OR-ed over ranks."""
+        flags = 0
+        for other in others:
+            flags |= other.flags
+        used = tuple(any(bits) for bits in zip(*(other.used for other in others), strict=True))
+        return replace(self, flags=flags, used=used)
+
+
+@dataclass(frozen=True)
+class Section:
+    """Where one segment lies in the message, in bytes. ``capacity``: slots; None: all of it, dense, with no codecs."""
+
+    segment: Segment
+    capacity: int | None
+    indices: slice
+    values: slice
+    index: IndexCodec | None = None
+    value: ValueCodec | None = None
+
+    @property
+    def codecs(self) -> int:
+        """Both codecs in one word of the header: value, index; for a dense section its dtype in the byte above."""
+        if self.index is None or self.value is None:
+            return (1 + _WHOLE.index(self.segment.lane.dtype)) << 16
+        return self.value.identity << 8 | self.index.identity
+
+    @property
+    def name(self) -> str:
+        """The codecs, as figures tell them."""
+        return "plain" if self.index is None or self.value is None else f"{self.index.name}/{self.value.name}"
+
+
+class Format:
+    """The layout of one message: which bytes mean what.
+
+    ``wire``: the value codec, see :func:`agmerge.exchanges.message.value_codec`.
+    """
+
+    def __init__(self, segments: Sequence[Segment], capacities: Sequence[int | None], wire: str = "auto") -> None:
+        self.tensors = sum(len(segment.slots) for segment in segments)
+        self.words = _FIRST + _EACH * len(segments) + -(-self.tensors // 31)
+        end = aligned(4 * self.words, GRAIN)
+        sections = []
+        for segment, capacity in zip(segments, capacities, strict=True):
+            if capacity is None:
+                where = slice(end, end + segment.length * segment.lane.dtype.itemsize)
+                sections.append(Section(segment, None, slice(end, end), where))
+            else:
+                index, value = smallest(segment.length, capacity), value_codec(wire, segment.lane.dtype)
+                indices = slice(end, end + index.size)
+                start = aligned(indices.stop, GRAIN)
+                where = slice(start, start + value.size(capacity))
+                sections.append(Section(segment, capacity, indices, where, index, value))
+            end = aligned(where.stop, GRAIN)
+        self.sections, self.size = tuple(sections), end
+
+    def by_codec(self) -> dict[str, int]:
+        """Bytes of the message: "index codec/value codec", "plain" for what is sent whole, the rest is "header"."""
+        found = {"header": self.size}
+        for section in self.sections:
+            taken = section.values.stop - section.indices.start
+            found[section.name] = found.get(section.name, 0) + taken
+            found["header"] -= taken
+        return found
+
+    # -- writing --------------------------------------------------------------------------------------------
+
+    def write_header(self, message: torch.Tensor, control: Control, counts: Sequence[int | torch.Tensor]) -> None:
+        """Put ``control`` and the counts of the sections in front. A count on a device is copied there."""
+        words = [MAGIC, control.step, control.plan, control.buffer, control.flags, self.words, self.size, 0, 0]
+        on_host = message.device.type == "cpu"
+        for section, count in zip(self.sections, counts, strict=True):
+            words += [*_facts(section), 0 if isinstance(count, torch.Tensor) and not on_host else int(count)]
+        words += _bits(control.used)
+        if on_host:
+            words[_CHECKSUM] = _header_sum(words)
+        header = message[: 4 * self.words].view(torch.int32)
+        header.copy_(torch.tensor(words, dtype=torch.int32))
+        if not on_host:
+            if control.alarm is not None:
+                header[_FLAGS] += NONFINITE * control.alarm
+            for place, count in enumerate(counts, start=1):
+                if isinstance(count, torch.Tensor):
+                    header[_FIRST + _EACH * place - 1].copy_(count)
+
+    def put(self, message: torch.Tensor, section: Section, offer: Selection, values: torch.Tensor) -> torch.Tensor:
+        """Write a sparse section; what receivers will read of ``values``, (capacity,), 0 at and after the count."""
+        assert section.index is not None and section.value is not None
+        section.index.encode(offer.indices, offer.count, message[section.indices])
+        return section.value.encode(values, message[section.values])
+
+    def seal(self, message: torch.Tensor) -> None:
+        """Put in the checksum of what comes after the header; on a device there is none."""
+        if message.device.type == "cpu":
+            message[4 * _PAYLOAD : 4 * _PAYLOAD + 4].view(torch.int32).fill_(self._payload_sum(message))
+
+    def _payload_sum(self, message: torch.Tensor) -> int:
+        return checksum(message[4 * self.words : self.size].numpy().data)
+
+    # -- reading --------------------------------------------------------------------------------------------
+
+    def read_headers(self, messages: torch.Tensor, mine: Control, name: str) -> Control:
+        """Check the headers of all ranks (``messages`` uint8[W, ...]); what they say together.
+
+        Raises :class:`agmerge.MessageError`, the same on every rank, if a message is not one of ours, has changed on
+        its way, belongs to another step, plan, buffer or layout, or holds more than fits.
+        """
+        self._check_length(messages.shape[1] >= 4 * self.words, messages, name)
+        rows = messages[:, : 4 * self.words].contiguous().view(torch.int32).tolist()
+        foreign = [rank for rank, row in enumerate(rows) if row[0] != MAGIC]
+        if foreign:
+            raise MessageError(
+                f"{name}: what ranks {foreign} sent is no message of this library, or one of another version of it: "
+                "give every rank the same version, and find out who else sends to this group"
+            )
+        if messages.device.type == "cpu":
+            _refuse_damaged(name, [r for r, row in enumerate(rows) if self._damaged(row)])
+        self._check_place(rows, mine, name)
+        for rank, row in enumerate(rows):
+            for section, count in zip(self.sections, self._counts(row), strict=True):
+                if not 0 <= count <= (section.capacity or 0):
+                    raise MessageError(
+                        f"{name}: rank {rank} announces {count} elements where {section.capacity or 0} fit"
+                    )
+        said = [replace(mine, flags=row[_FLAGS], used=_unbits(row[self._used_from :], self.tensors)) for row in rows]
+        return mine.merged(said)
+
+    def check_payloads(self, messages: torch.Tensor, name: str) -> None:
+        """Raise :class:`agmerge.MessageError` for messages, uint8[W, size], that were sealed and have changed since."""
+        self._check_length(messages.shape[1] == self.size, messages, name)
+        if messages.device.type == "cpu":
+            at = slice(4 * _PAYLOAD, 4 * _PAYLOAD + 4)
+            said = messages[:, at].contiguous().view(torch.int32).view(-1).tolist()
+            found = [self._payload_sum(message) for message in messages]
+            pairs = enumerate(zip(said, found, strict=True))
+            _refuse_damaged(name, [rank for rank, (told, real) in pairs if told != real])
+
+    def _check_length(self, fits: bool, messages: torch.Tensor, name: str) -> None:
+        if not fits:
+            raise MessageError(
+                f"{name}: messages of {messages.shape[1]} bytes arrived where {self.size} are sent, headers of "
+                f"{4 * self.words}"
+            )
+
+    def counts(self, messages: torch.Tensor) -> list[list[int]]:
+        """How many elements each rank sends, by rank and section; headers have been checked."""
+        rows = messages[:, : 4 * self.words].contiguous().view(torch.int32).tolist()
+        return [self._counts(row) for row in rows]
+
+    def _counts(self, row: list[int]) -> list[int]:
+        return row[_FIRST + _EACH - 1 : self._used_from : _EACH]
+
+    def _damaged(self, row: list[int]) -> bool:
+        # The checksum of a longer or shorter header is another one; that it has no place here is found next.
+        return row[_WORDS] == self.words and row[_CHECKSUM] != _header_sum(row)
+
+    def _check_place(self, rows: Sequence[Sequence[int]], mine: Control, name: str) -> None:
+        """That all headers are those of this message."""
+        own = [mine.step, mine.plan, mine.buffer, self.words, self.size]
+        own += [fact for section in self.sections for fact in _facts(section)]
+        theirs = [self._place(row) for row in rows]
+        if all(place == own for place in theirs):
+            return
+        said = [self._named(place) for place in theirs]
+        if any(facts != said[0] for facts in said):
+            raise MessageError(f"{name}: messages do not belong together: {first_difference(said)}")
+        if theirs[0][:3] != own[:3]:
+            raise MessageError(
+                f"{name}: messages of step, plan, buffer {theirs[0][:3]} arrived in the place of {own[:3]}"
+            )
+        what, found = next(pair for pair, here in zip(said[0], self._named(own), strict=True) if pair != here)
+        raise MessageError(
+            f"{name}: messages are laid out otherwise: {what} is {found}, not {dict(self._named(own))[what]}"
+        )
+
+    def _place(self, row: Sequence[int]) -> list[int]:
+        sections = [row[start : start + _EACH - 1] for start in range(_FIRST, self._used_from, _EACH)]
+        return [*row[_STEP:_FLAGS], *row[_WORDS:_CHECKSUM], *(word for section in sections for word in section)]
+
+    def _named(self, place: Sequence[int]) -> list[Fact]:
+        names = [*FIXED[_STEP:_FLAGS], *FIXED[_WORDS:_CHECKSUM]]
+        names += [f"{field} of section {i}" for i in range(len(self.sections)) for field in OF_SECTION[:-1]]
+        return list(zip(names, map(str, place), strict=True))
+
+    @property
+    def _used_from(self) -> int:
+        return _FIRST + _EACH * len(self.sections)
+
+    def get(
+        self, message: torch.Tensor, section: Section, count: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The first ``count`` indices, int32, and values, of ``dtype``, of a sparse section of one rank's message,
+        and whether the indices can be right, 0-dim; where not, they may be anything."""
+        assert section.index is not None and section.value is not None
+        indices, good = section.index.decode(message[section.indices], count)
+        values = section.value.decode(message[section.values], count, dtype)
+        return indices, values, good & in_order(indices, section.segment.length)
+
+    def whole(self, message: torch.Tensor, section: Section) -> torch.Tensor:
+        """The elements of a dense section, in the gradient's dtype: a view."""
+        return message[section.values].view(section.segment.lane.dtype)
+
+
+def slot_bytes(length: int, capacity: int, dtype: torch.dtype, wire: str) -> float:
+    """What one slot of such a section takes, header and padding apart; ``capacity`` is not 0."""
+    return (smallest(length, capacity).size + value_codec(wire, dtype).size(capacity)) / capacity
+
+
+def _refuse_damaged(name: str, ranks: list[int]) -> None:
+    if ranks:
+        raise MessageError(
+            f"{name}: what ranks {ranks} sent has changed on its way, its checksum is wrong: look at the network, the "
+            "memory and the drivers of their machines. Nothing of it was used"
+        )
+
+
+def _header_sum(words: Sequence[int]) -> int:
+    """CRC-32 of a header without its checksums."""
+    covered = [*words[:_CHECKSUM], *words[_PAYLOAD + 1 :]]
+    return checksum(struct.pack(f"<{len(covered)}i", *covered))
+
+
+def _facts(section: Section) -> list[int]:
+    return [section.codecs, section.segment.length, section.capacity or 0]
+
+
+def _bits(flags: Sequence[bool]) -> list[int]:
+    """31 flags a word, so that every word is a valid int32."""
+    words = [0] * -(-len(flags) // 31)
+    for i, flag in enumerate(flags):
+        words[i // 31] |= int(flag) << (i % 31)
+    return words
+
+
+def _unbits(words: Sequence[int], count: int) -> tuple[bool, ...]:
+    return tuple(bool(words[i // 31] >> (i % 31) & 1) for i in range(count))

@@ -1,0 +1,185 @@
+"""Index codecs: ascending, unique indices as bytes whose number depends on length and capacity only.
+
+Three layouts. ``int32`` is the plain one, for very few. ``bitmap`` is one bit an element, for more than a quarter.
+Between them, the vector is cut into blocks of ``2**low`` elements: the low bits of every index stand side by side,
+and how many lie in each block is told in unary (a one for each index, a zero for each end of a block: Elias and
+Fano), so that a slot takes ``low + 1`` bits and a block takes one. Counts of a byte or two a block are never smaller
+than the best of these.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from agmerge.exchanges.message import bits
+from sparsifiers import kernel
+
+GRAIN = 16  # bytes; parts of a message start on such a boundary
+_LOWS = (8, 16, 24, 2, 4, 6, 10, 12, 14, 18, 20, 22, 26, 28, 30)  # whole bytes first: they are cheaper
+
+
+class IndexCodec(ABC):
+    """The indices of up to ``capacity`` elements of a vector of ``length``, in ``size`` bytes.
+
+    ``identity``: what it is called in a message, 1 to 255. ``name``: in figures and errors.
+    """
+
+    name: str
+    identity: int
+    size: int
+
+    def __init__(self, length: int, capacity: int) -> None:
+        self.length, self.capacity = length, capacity
+
+    @abstractmethod
+    def encode(self, indices: Tensor, count: int | Tensor, out: Tensor) -> None:
+        """Write the first ``count`` of ``indices``, int32[capacity], into all of ``out``, uint8[size].
+
+        A count on a device stays there.
+        """
+
+    @abstractmethod
+    def decode(self, data: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The ``count`` indices in ``data``, uint8[size]: int32[count], and whether the bytes can be those of so
+        many, 0-dim. Whatever the bytes are, there is no error; see :func:`in_order` for the indices."""
+
+
+class Int32(IndexCodec):
+    """Four bytes a slot."""
+
+    name, identity = "int32", 1
+
+    def __init__(self, length: int, capacity: int) -> None:
+        super().__init__(length, capacity)
+        self.size = 4 * capacity
+
+    def encode(self, indices: Tensor, count: int | Tensor, out: Tensor) -> None:
+        held = out.view(torch.int32)
+        if isinstance(count, Tensor):
+            torch.mul(indices, _live(indices, count), out=held)
+        else:
+            held[:count].copy_(indices[:count])
+            held[count:] = 0
+
+    def decode(self, data: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        return data.view(torch.int32)[:count], torch.ones((), dtype=torch.bool, device=data.device)
+
+
+class Bitmap(IndexCodec):
+    """One bit an element."""
+
+    name, identity = "bitmap", 2
+
+    def __init__(self, length: int, capacity: int) -> None:
+        super().__init__(length, capacity)
+        self.size = bits.bytes_of(length, 1)
+
+    def encode(self, indices: Tensor, count: int | Tensor, out: Tensor) -> None:
+        if isinstance(count, Tensor):
+            bits.mark(torch.where(_live(indices, count), indices, 8 * self.size), out)
+        else:
+            bits.mark(indices[:count], out)
+
+    def decode(self, data: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        places, total = bits.marked(data, count)
+        return places, total == count
+
+
+class Blocks(IndexCodec):
+    """``low`` bits a slot within blocks of ``2**low`` elements, and one more a slot and a block for the counts.
+
+    low: even, 2 to 30. The low bits lie in planes of 16, 8, 4 and 2 bits, the counts behind them.
+    """
+
+    def __init__(self, length: int, capacity: int, low: int) -> None:
+        super().__init__(length, capacity)
+        self.low, self.name, self.identity = low, f"{low}-bit", 16 + low
+        self.last = max(length - 1, 0) >> low  # the last block
+        self._planes = []
+        start, shift = 0, 0
+        for width in (16, 8, 4, 2):
+            if low & width:
+                stop = start + bits.bytes_of(capacity, width)
+                self._planes.append((slice(start, stop), width, shift))
+                start, shift = stop, shift + width
+        self._unary = slice(start, start + bits.bytes_of(capacity + self.last, 1))
+        self.size = self._unary.stop
+
+    def encode(self, indices: Tensor, count: int | Tensor, out: Tensor) -> None:
+        if not isinstance(count, Tensor):
+            if kernel.blocks_encode(indices, count, self.capacity, self.low, self.last, out):
+                return
+            indices = indices[:count]
+        slots = torch.arange(indices.numel(), dtype=torch.int32, device=indices.device)
+        places = (indices >> self.low).add_(slots)
+        if isinstance(count, Tensor):
+            live = slots < count
+            indices = indices * live
+            places = torch.where(live, places, 8 * (self._unary.stop - self._unary.start))
+        for plane, width, shift in self._planes:
+            bits.pack(indices >> shift if shift else indices, width, out[plane])
+        bits.mark(places, out[self._unary])
+
+    def decode(self, data: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        compiled = kernel.blocks_decode(data, count, self.capacity, self.low, self.last)
+        if compiled is not None:
+            indices, right = compiled
+            return indices, torch.tensor(right)
+        places, total = bits.marked(data[self._unary], count)
+        block = places.sub_(torch.arange(count, dtype=torch.int32, device=data.device))
+        good = total == count
+        if count:
+            good = good & (block[-1] <= self.last)  # before the shift could lose bits
+        indices = block << self.low
+        for plane, width, shift in self._planes:
+            part = bits.unpack(data[plane], width, count)
+            indices |= part << shift if shift else part
+        return indices, good
+
+
+def in_order(indices: Tensor, length: int) -> Tensor:
+    """Whether ``indices`` are ascending, unique and within ``[0, length)``, 0-dim."""
+    if indices.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=indices.device)
+    if indices.device.type == "cpu":
+        held = indices.numpy()
+        return torch.tensor(bool((held[1:] > held[:-1]).all() and held[0] >= 0 and held[-1] < length))
+    ascending = (indices[1:] > indices[:-1]).all()
+    return ascending & (indices[0] >= 0) & (indices[-1] < length)
+
+
+def candidates(length: int, capacity: int) -> Iterator[IndexCodec]:
+    """All codecs for such a vector, the cheapest to write and read first."""
+    yield Int32(length, capacity)
+    yield Bitmap(length, capacity)
+    for low in _LOWS:
+        yield Blocks(length, capacity, low)
+
+
+@lru_cache(maxsize=4096)
+def smallest(length: int, capacity: int, grain: int = GRAIN) -> IndexCodec:
+    """The codec of the smallest message where parts are multiples of ``grain`` bytes; of several, the cheapest."""
+    plain, bitmap = -(-4 * capacity // grain), -(-bits.bytes_of(length, 1) // grain)
+    # Blocks of about as many elements as there are for each index; others are larger, whatever is rounded up.
+    middle = (length // max(capacity, 1)).bit_length()
+    near = [low for low in _LOWS if abs(low - middle) <= 4] or [_LOWS[-1]]
+    sizes = [-(-_bytes_of_blocks(length, capacity, low) // grain) for low in near]
+    size, low = min(sizes), near[sizes.index(min(sizes))]
+    if plain <= min(bitmap, size):
+        return Int32(length, capacity)
+    return Bitmap(length, capacity) if bitmap <= size else Blocks(length, capacity, low)
+
+
+def _bytes_of_blocks(length: int, capacity: int, low: int) -> int:
+    """The size of :class:`Blocks`, without making one."""
+    planes = sum(bits.bytes_of(capacity, width) for width in (16, 8, 4, 2) if low & width)
+    return planes + bits.bytes_of(capacity + (max(length - 1, 0) >> low), 1)
+
+
+def _live(indices: Tensor, count: Tensor) -> Tensor:
+    return torch.arange(indices.numel(), dtype=torch.int32, device=indices.device) < count

@@ -1,0 +1,95 @@
+"""Pairs of indices and values as bytes: ``checksum | indices | values``, where both ends know the range and the count.
+
+Indices stand in the smallest codec for so many of a range, counted from its start. Values keep their dtype: which of
+them are kept, and so taken off a residual, is decided after they have been added up, and what a lossy codec rounds off
+then would be in nobody's residual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from agmerge.exchanges.message import IndexCodec, Int32, crc, smallest
+from agmerge.exchanges.message.indices import in_order
+from agmerge.tensors.layout import aligned
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """``indices`` int32[count] and ``values`` [count]."""
+
+    indices: torch.Tensor
+    values: torch.Tensor
+
+    def first(self, count: int) -> Parcel:
+        """The first ``count`` pairs."""
+        return Parcel(self.indices[:count], self.values[:count])
+
+    def where(self, mask: torch.Tensor) -> Parcel:
+        """The pairs where ``mask`` (bool[count]) is set."""
+        return Parcel(self.indices[mask], self.values[mask])
+
+    def split(self, counts: Sequence[int]) -> list[Parcel]:
+        """Parcels of ``counts`` pairs, one after the other."""
+        parts = zip(torch.split(self.indices, list(counts)), torch.split(self.values, list(counts)), strict=True)
+        return [Parcel(indices, values) for indices, values in parts]
+
+
+def joined(parcels: Sequence[Parcel]) -> Parcel:
+    """The pairs of all parcels, in order: a copy."""
+    return Parcel(torch.cat([one.indices for one in parcels]), torch.cat([one.values for one in parcels]))
+
+
+class Form:
+    """How ``count`` pairs with ascending indices in ``where`` become ``size`` bytes; none take none."""
+
+    def __init__(self, where: range, count: int, dtype: torch.dtype) -> None:
+        self.where, self.count, self.dtype = where, count, dtype
+        grain = max(crc.HEAD, dtype.itemsize)  # everything starts where a value may
+        self.codec: IndexCodec = smallest(len(where), count, grain)
+        self.indices = slice(crc.HEAD, crc.HEAD + self.codec.size)
+        start = aligned(self.indices.stop, grain)
+        self.values = slice(start, start + count * dtype.itemsize)
+        self.size = aligned(self.values.stop, grain) if count else 0
+
+
+def write(forms: Sequence[Form], parcels: Sequence[Parcel], message: torch.Tensor, sealed: bool, sound: bool) -> None:
+    """Write parcels side by side into ``message``, uint8. ``sealed``: with checksums, where it is in the host's memory.
+
+    What does not fit its form, because of whatever somebody selected or said, or is not ``sound``, is written so that
+    :func:`read` finds that out wherever it is read: only there is it known by all ranks.
+    """
+    pairs = [(form, parcel) for form, parcel in zip(forms, parcels, strict=True) if form.count]
+    relative = [parcel.indices - form.where.start for form, parcel in pairs]
+    checks = [in_order(one, len(form.where)) for one, (form, _) in zip(relative, pairs, strict=True)]
+    good = torch.stack(checks).tolist() if checks else []  # one look at a device
+    start = 0
+    for (form, parcel), indices, right in zip(pairs, relative, good, strict=True):
+        out = message[start : start + form.size]
+        if right and sound:
+            form.codec.encode(indices, form.count, out[form.indices])
+        else:  # indices of -1; no marks
+            out[form.indices] = 255 if isinstance(form.codec, Int32) else 0
+        out[form.values].view(form.dtype).copy_(parcel.values)
+        crc.write(out, sealed)
+        start += form.size
+
+
+def read(forms: Sequence[Form], messages: Sequence[torch.Tensor], sealed: bool) -> tuple[list[Parcel], list[bool]]:
+    """The parcels at the beginning of each message, uint8, and which of them are what was written; of the others the
+    pairs may be any."""
+    found, checks = [], []
+    for form, message in zip(forms, messages, strict=True):
+        data = message[: form.size]
+        if form.count:
+            indices, good = form.codec.decode(data[form.indices], form.count)
+            good = good & in_order(indices, len(form.where)) & crc.ok(data, sealed)
+            found.append(Parcel(indices + form.where.start, data[form.values].view(form.dtype)))
+            checks.append(good)
+        else:
+            found.append(Parcel(data.new_empty(0, dtype=torch.int32), data.new_empty(0, dtype=form.dtype)))
+            checks.append(torch.ones((), dtype=torch.bool, device=data.device))
+    return found, torch.stack(checks).tolist()

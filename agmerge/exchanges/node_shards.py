@@ -1,0 +1,184 @@
+"""``two-level``: a node adds up its gradients and deals the sum out, so that each of its ranks owns one shard.
+
+A shard of every tensor lies on every rank of a node, the same one whatever the plan is. From there on the shards are
+the tensors: residuals, selection, messages between nodes and updates are as large as they are. At the end of a step
+the ranks of a node hand their updates round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from agmerge.backends import Handle
+from agmerge.backends.topology import Nodes
+from agmerge.exchanges.all_reduce import in_rank_order
+from agmerge.exchanges.dense import decode, encode, tail_of
+from agmerge.exchanges.message.format import Control
+from agmerge.tensors.arena import Arena, view
+from agmerge.tensors.layout import Lane, Layout, Segment, Slot
+
+
+def shard_shape(shape: Sequence[int], places: int) -> tuple[int, ...]:
+    """The shape of a tensor's shards, equal for all: whole rows where they divide evenly, else a flat part.
+
+    The last shards may end in elements that are nobody's; they are zero.
+    """
+    if places == 1:
+        return tuple(shape)
+    if shape and shape[0] % places == 0:
+        return (shape[0] // places, *shape[1:])
+    return (-(-math.prod(shape) // places),)
+
+
+def sharded(whole: Layout, places: int) -> Layout:
+    """Where the shards of one rank lie, tensor by tensor."""
+    return Layout([(slot.name, shard_shape(slot.shape, places), slot.lane) for slot in whole.slots])
+
+
+def deal(tensor: torch.Tensor, rows: torch.Tensor) -> None:
+    """Write ``tensor`` into ``rows``, (places, elements of a shard): row by row, zero behind the end."""
+    places, length = rows.shape
+    if tensor.numel() == rows.numel() and tensor.dim() and tensor.shape[0] % places == 0:
+        # By its own strides: flattening would copy a tensor that is not in C order.
+        rows.view(places, -1, *tensor.shape[1:]).copy_(tensor.view(places, -1, *tensor.shape[1:]))
+        return
+    flat = tensor.reshape(-1)
+    for place, row in enumerate(rows):
+        part = flat[place * length : (place + 1) * length]
+        row[: part.numel()].copy_(part)
+        row[part.numel() :] = 0.0
+
+
+def collect(rows: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Write ``tensor``, in C order, from ``rows``: what :func:`deal` has dealt out."""
+    flat, length = tensor.view(-1), rows.shape[1]
+    for place, row in enumerate(rows):
+        part = flat[place * length : (place + 1) * length]
+        part.copy_(row[: part.numel()])
+
+
+@dataclass
+class _Message:
+    """What one merge buffer has of one device and dtype. ``rows``: (places, width), one row for each rank of the node.
+
+    ``mine``: (width,), this rank's row of the sum. ``offsets``: by slot, where its shard starts in a row.
+    """
+
+    name: str
+    rows: torch.Tensor
+    mine: torch.Tensor
+    received: torch.Tensor | None  # in rank order: this rank's row of every rank
+    tail: int  # where the control numbers start
+    offsets: dict[int, int] = field(default_factory=dict)
+    handle: Handle | None = None
+
+
+class Shards:
+    """The stage before compensation: gradients of a node in, this rank's shard of their sum out.
+
+    ``whole``: the layout of the tensors; ``parts``: that of their shards, slot by slot the same order. ``ordered``: add
+    in the order of the ranks of the node. What a node sums has the gradient's dtype.
+    """
+
+    def __init__(self, nodes: Nodes, whole: Layout, parts: Layout, timeout: float, *, ordered: bool) -> None:
+        self.nodes, self.whole, self.parts, self.timeout, self.ordered = nodes, whole, parts, timeout, ordered
+        updates = {lane: _memory(lane, length) for lane, length in whole.lengths.items()}
+        # Whole updates, each with a version of its own: see Arena.
+        self.gradients = {slot.index: view(updates[slot.lane], slot).data for slot in whole.slots}
+        self._collected = {lane: _memory(lane, nodes.places * length) for lane, length in parts.lengths.items()}
+        self._messages: list[list[_Message]] = []
+        self._tensors: list[list[int]] = []  # by merge buffer: slots, in the order of their used bits
+        self._place_of: dict[int, _Message] = {}
+
+    def follow(self, bounds: Sequence[tuple[int, int]]) -> None:
+        """Gather by a plan whose merge buffers are tensors ``start`` to ``stop``. Nothing may be in flight."""
+        self._tensors = [list(range(start, stop)) for start, stop in bounds]
+        self._messages = []
+        for buffer, (start, stop) in enumerate(bounds):
+            groups: dict[tuple[torch.device, torch.dtype], list[Segment]] = {}
+            for segment in self.parts.segments(start, stop):
+                groups.setdefault((segment.lane.device, segment.lane.dtype), []).append(segment)
+            made = [self._message(buffer, number, group) for number, group in enumerate(groups.values())]
+            self._messages.append(made)
+            self._place_of |= {index: message for message in made for index in message.offsets}
+
+    def _message(self, buffer: int, number: int, segments: Sequence[Segment]) -> _Message:
+        lane, places, tail = segments[0].lane, self.nodes.places, sum(segment.length for segment in segments)
+        width = tail + len(encode(Control(0, 0, 0, 0, (False,) * len(self._tensors[buffer]))))
+        name = f"buffer {buffer}/node" if number == 0 else f"buffer {buffer}.{number}/node"
+        received = _memory(lane, places * width) if self.ordered else None
+        rows = _memory(lane, places * width).view(places, width)
+        message = _Message(name, rows, _memory(lane, width), received, tail)
+        at = 0
+        for segment in segments:
+            for slot in segment.slots:
+                message.offsets[slot.index] = at + slot.offset - segment.start
+            at += segment.length
+        return message
+
+    def put(self, slot: Slot, gradient: torch.Tensor | None) -> None:
+        """This rank's gradient of a whole tensor (None: it has none)."""
+        message = self._place_of[slot.index]
+        start = message.offsets[slot.index]
+        rows = message.rows[:, start : start + slot.numel]
+        if gradient is None:
+            rows.zero_()
+        else:
+            deal(gradient, rows)
+
+    def start(self, buffer: int, control: Control) -> int:
+        """Add up a merge buffer in the node; returns bytes handed over. ``control``: of all its tensors."""
+        size = 0
+        for message in self._messages[buffer]:
+            message.rows[:, message.tail :] = tail_of(control, message.rows.dtype, message.rows.device)
+            inside, flat, width = self.nodes.inside, message.rows.view(-1), message.mine.numel()
+            if message.received is None:
+                message.handle = inside.reduce_scatter(message.mine, flat, message.name)
+            else:
+                row = [width] * inside.size
+                message.handle = inside.all_to_all(message.received, flat, row, row, message.name)
+            size += flat.numel() * flat.element_size()
+        return size
+
+    def arrived(self, buffer: int) -> bool:
+        """Whether :meth:`wait` would return at once."""
+        return all(message.handle is not None and message.handle.done() for message in self._messages[buffer])
+
+    def wait(self, buffer: int, control: Control) -> Control:
+        """Return when this rank's shards are there: what the ranks of the node say together."""
+        said = []
+        for message in self._messages[buffer]:
+            assert message.handle is not None
+            message.handle.wait(self.timeout)
+            message.handle = None
+            if message.received is not None:
+                message.mine.copy_(in_rank_order(message.received.view(self.nodes.places, -1)))
+            said.append(decode(message.mine[message.tail :].tolist(), control, message.name))
+        return control.merged(said)
+
+    def shard(self, slot: Slot) -> torch.Tensor:
+        """This rank's shard of a tensor's gradient, summed over the node: a view, in the shape of the slot."""
+        message = self._place_of[slot.index]
+        start = message.offsets[slot.index]
+        return message.mine[start : start + slot.numel].view(slot.shape)
+
+    def hand_round(self, arenas: Mapping[Lane, Arena]) -> int:
+        """Make the whole update of every tensor from the shards' updates; returns bytes handed over. Collective."""
+        inside, size, handles = self.nodes.inside, 0, []
+        for number, (lane, arena) in enumerate(arenas.items()):
+            handles.append(inside.all_gather(self._collected[lane], arena.update, f"updates {number}/node"))
+            size += arena.update.numel() * arena.update.element_size()
+        for handle in handles:
+            handle.wait(self.timeout)
+        for whole, part in zip(self.whole.slots, self.parts.slots, strict=True):
+            rows = self._collected[whole.lane].view(inside.size, -1)[:, part.offset : part.offset + part.numel]
+            collect(rows, self.gradients[whole.index])
+        return size
+
+
+def _memory(lane: Lane, length: int) -> torch.Tensor:
+    return torch.zeros(length, dtype=lane.dtype, device=lane.device)

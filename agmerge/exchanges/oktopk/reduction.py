@@ -1,0 +1,83 @@
+"""What `oktopk` does with pairs of indices and values: pure functions, and checks of what arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from agmerge.errors import MessageError
+from agmerge.exchanges.base import Load
+from agmerge.exchanges.message.pairs import Parcel, joined
+from sparsifiers import Selection
+
+
+def offered(loads: Sequence[Load], offers: Sequence[Selection], starts: Sequence[int]) -> Parcel:
+    """What is selected from all segments, ascending, in the gradient's dtype, saturated.
+
+    Indices (int32) count from ``starts[i]`` in segment i. Counts on a device are not looked at: what stands behind
+    one gets the index ``starts[-1]``, and comes last. ValueError if the segments together have 2**31 elements or more.
+    """
+    if starts[-1] >= 2**31:
+        raise ValueError(f"oktopk: a merge buffer of {starts[-1]} elements has no int32 indices; plan smaller ones")
+    parts = []
+    for load, offer, start in zip(loads, offers, starts, strict=False):
+        known = not isinstance(offer.count, torch.Tensor)
+        indices = offer.indices[: offer.count] if known else offer.indices
+        values = load.work.index_select(0, indices)
+        if values.dtype != load.segment.lane.dtype:
+            limit = torch.finfo(load.segment.lane.dtype).max
+            values = values.clamp_(-limit, limit).to(load.segment.lane.dtype)
+        indices = indices + start
+        if not known:
+            behind = torch.arange(indices.numel(), device=indices.device) >= offer.count
+            indices.masked_fill_(behind, starts[-1])
+        parts.append(Parcel(indices, values))
+    whole = joined(parts)
+    if len(parts) > 1 and any(isinstance(offer.count, torch.Tensor) for offer in offers):
+        order = torch.argsort(whole.indices, stable=True)
+        whole = Parcel(whole.indices[order], whole.values[order])
+    return whole
+
+
+def added(pieces: Sequence[Parcel], dtype: torch.dtype, scale: float) -> Parcel:
+    """The sum of ``scale * values`` of all pieces, in their order, in ``dtype``; every index once, ascending."""
+    whole = torch.cat([piece.indices for piece in pieces])
+    indices, places = torch.unique(whole, return_inverse=True)
+    total = torch.zeros(indices.numel(), dtype=dtype, device=indices.device)
+    for piece, here in zip(pieces, torch.split(places, [piece.indices.numel() for piece in pieces]), strict=True):
+        total.index_add_(0, here, piece.values.to(dtype, copy=True).mul_(scale))
+    return Parcel(indices, total)
+
+
+def within(some: torch.Tensor, all_: torch.Tensor) -> torch.Tensor:
+    """bool: which of ``some`` are in ``all_``; both ascending."""
+    if not all_.numel():
+        return torch.zeros(some.numel(), dtype=torch.bool, device=some.device)
+    places = torch.searchsorted(all_, some).clamp_(max=all_.numel() - 1)
+    return all_[places] == some
+
+
+def check_faults(name: str, faults: Sequence[int], cuts: Sequence[int]) -> None:
+    """Raise :class:`agmerge.MessageError` if a rank was sent a piece that is damaged: 1 + whose, by receiver."""
+    for rank, fault in enumerate(faults):
+        if fault:
+            raise MessageError(
+                f"{name}: what rank {fault - 1} sent to rank {rank} has changed on its way, or its indices do not "
+                f"ascend within {cuts[rank]} to {cuts[rank + 1] - 1}: look at the network and the memory of its "
+                "machine; what a sparsifier selects must be ascending and in range"
+            )
+
+
+def check_kept(name: str, kept: Sequence[Parcel], fault: int) -> None:
+    """Raise :class:`agmerge.MessageError` if what ranks hand round is damaged (``fault``: 1 + whose), or does not
+    ascend from one to the next."""
+    last = -1
+    for rank, parcel in enumerate(kept):
+        indices = parcel.indices
+        if fault == rank + 1 or (indices.numel() and int(indices[0]) <= last):
+            raise MessageError(
+                f"{name}: the result that rank {rank} handed round is damaged: its checksum is wrong, or its indices "
+                f"do not ascend from {last + 1} on"
+            )
+        last = int(indices[-1]) if indices.numel() else last

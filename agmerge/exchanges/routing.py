@@ -1,0 +1,84 @@
+"""Which segments of a merge buffer share a message, and who carries it: pure, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from agmerge.exchanges import Exchange
+from agmerge.tensors.layout import Lane, Layout, Segment, Slot
+
+# Bytes that riding dense segments may add to what a rank receives: about what an all-reduce of their own costs
+# to start (0.5 ms at 1 Gbit/s): a rule, not a measurement.
+RIDE = 65536
+AHEAD = "ahead"  # label of a merge buffer whose tensors are sparsified one by one
+
+
+@dataclass(frozen=True)
+class Route:
+    """The segments of one merge buffer that share a message, and the exchange that takes them."""
+
+    name: str
+    buffer: int
+    exchange: Exchange
+    segments: tuple[Segment, ...]
+
+    @cached_property
+    def slots(self) -> list[Slot]:
+        """The tensors of the message, in the order of its used bits."""
+        return [slot for segment in self.segments for slot in segment.slots]
+
+
+def key(segment: Segment) -> str:
+    """Owner of a sparsifier's state for this vector: the same as long as it holds the same tensors, or part of them."""
+    first, last = segment.slots[0].name, segment.slots[-1].name
+    part = ""
+    if segment.span is not None:  # counted from its first tensor, which other plans do not move
+        part = "[{}:{}]".format(*(place - segment.slots[0].offset for place in segment.span))
+    return f"{first if len(segment.slots) == 1 else f'{first} to {last}'}{part}/{segment.lane}"
+
+
+def segments(layout: Layout, start: int, stop: int, ahead: bool) -> list[Segment]:
+    """What a merge buffer of tensors ``start`` to ``stop`` covers; ahead, every sparse tensor by itself."""
+    found = layout.segments(start, stop)
+    if not ahead:
+        return found
+    return [
+        part
+        for segment in found
+        for part in ([Segment(segment.lane, (slot,)) for slot in segment.slots] if segment.lane.sparse else [segment])
+    ]
+
+
+def routes(segments: Sequence[Segment], size: int, *, ride: bool = True) -> list[list[Segment]]:
+    """Which segments of a merge buffer share a message.
+
+    Per device, sparse segments share one, and, with ``ride``, the dense ones come along while an all-gather of them
+    is not much dearer than an all-reduce: it receives ``(W-1) m`` bytes instead of ``2 (W-1)/W m``.
+    """
+    messages: list[list[Segment]] = []
+    for device in dict.fromkeys(segment.lane.device for segment in segments):
+        here = [segment for segment in segments if segment.lane.device == device]
+        sparse = [segment for segment in here if segment.lane.sparse]
+        dense = [segment for segment in here if not segment.lane.sparse]
+        riding = sum(segment.length * segment.lane.dtype.itemsize for segment in dense)
+        if ride and sparse and riding * (size - 1) * (1 - 2 / size) <= RIDE:
+            messages.append(sparse + dense)
+        else:
+            messages += [sparse] if sparse else []
+            messages += [[segment] for segment in dense]
+    return messages
+
+
+def alike(segments: Sequence[Segment], key: Callable[[Lane], Hashable]) -> list[list[Segment]]:
+    """A message for the segments whose lanes have the same key."""
+    messages: dict[Hashable, list[Segment]] = {}
+    for segment in segments:
+        messages.setdefault(key(segment.lane), []).append(segment)
+    return list(messages.values())
+
+
+def title(buffer: int, number: int) -> str:
+    """The name of a message's collectives."""
+    return f"buffer {buffer}" if number == 0 else f"buffer {buffer}.{number}"

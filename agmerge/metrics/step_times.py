@@ -1,0 +1,98 @@
+"""When tensors were ready and merge buffers selected, sent and received, in one step of this rank."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from agmerge.metrics.clock import Clock, Seconds
+
+
+@dataclass(frozen=True)
+class Times:
+    """One step, in seconds since its first tensor was handed over. n tensors, m merge buffers.
+
+    ready: (n,), when each tensor was ready, selecting and sending of earlier ones not counted.
+    since: (n,), the same with everything counted.
+    complete, handed: (m,), when the last tensor of a merge buffer was there, and when its message, the first of
+        several, was under way.
+    waiting, received, written: (m,), when the wait for it began and ended, and when its update was written.
+    arrived: (m,), when its exchange was first seen to have ended: by a look in between, or by the wait for it.
+    """
+
+    ready: Seconds
+    since: Seconds
+    complete: Seconds
+    handed: Seconds
+    waiting: Seconds
+    received: Seconds
+    written: Seconds
+    arrived: Seconds
+
+    @property
+    def finish(self) -> float:
+        """When the last exchange ended."""
+        return float(self.arrived[-1])
+
+    @property
+    def exposed(self) -> Seconds:
+        """Seconds waited for each merge buffer, (m,)."""
+        return self.received - self.waiting
+
+    @property
+    def travel(self) -> Seconds:
+        """Seconds that each exchange took, once those before it had ended, (m,): a hook too long at most."""
+        return np.asarray(self.arrived - np.maximum(self.handed, np.concatenate([[0.0], self.arrived[:-1]])))
+
+
+class Recorder:
+    """Takes the marks of a step, for n tensors and m merge buffers."""
+
+    def __init__(self, clock: Clock, tensors: int, buffers: int) -> None:
+        self.clock, self._shape = clock, (tensors, buffers)
+        self.began = 0.0  # seconds since the epoch
+        self._begun: Any = None
+        self._slots: list[int] = []  # as they came
+        self._ready: list[Any] = []
+        self._resumed: list[Any] = []
+        self._buffers: list[list[Any]] = [[] for _ in range(buffers)]
+        self._arrived: list[Any] = []
+
+    def begin(self) -> None:
+        """A tensor is handed over; the first one's is the origin of all times."""
+        if self._begun is None:
+            self.began, self._begun = time.time(), self.clock.mark()
+
+    def ready(self, slot: int) -> None:
+        """The tensor has been compensated."""
+        self._slots.append(slot)
+        self._ready.append(self.clock.mark())
+
+    def resumed(self) -> None:
+        """All that was to do for the tensor is done; backward goes on."""
+        self._resumed.append(self.clock.mark())
+
+    def arrived(self) -> None:
+        """The next merge buffer's exchange was seen to have ended before anybody waited for it."""
+        self._arrived.append(self.clock.mark())
+
+    def mark(self, buffer: int) -> None:
+        """The next thing has happened to a merge buffer, in the order of the fields of :class:`Times`."""
+        self._buffers[buffer].append(self.clock.mark())
+
+    def times(self) -> Times:
+        """What the marks say, once the step is complete."""
+        n, m = self._shape
+        marks = self.clock.since(self._begun, self._ready)
+        resumed = self.clock.since(self._begun, self._resumed)
+        ready, since = np.zeros(n), np.zeros(n)
+        since[self._slots] = marks
+        ready[self._slots] = np.cumsum(np.maximum(marks - np.concatenate([[0.0], resumed[:-1]]), 0.0))
+        columns = self.clock.since(self._begun, [mark for marks in self._buffers for mark in marks])
+        complete, handed, waiting, received, written = columns.reshape(m, 5).T
+        arrived = received.copy()
+        arrived[: len(self._arrived)] = self.clock.since(self._begun, self._arrived)
+        return Times(ready, since, complete, handed, waiting, received, written, arrived)

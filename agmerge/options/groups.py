@@ -1,0 +1,84 @@
+"""Horovod's ``groups=``: which parameters share a message because the script says so."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import merging
+from agmerge.tensors.parameters import Member
+from merging.size_limit import LIMIT
+
+NO_GROUPS = "groups should be a non-negative integer or a list of list of torch.Tensor."
+
+
+@dataclass(frozen=True)
+class Groups:
+    """``number`` groups of equal size over the parameters in their order, or the groups as listed."""
+
+    number: int = 0
+    listed: tuple[tuple[torch.Tensor, ...], ...] = ()
+
+    def by_name(self, members: Sequence[Member]) -> list[list[str]]:
+        """The groups as names. A parameter that is in no group is one by itself, one that is frozen in none.
+
+        Raises ``ValueError`` for a listed parameter that needs a gradient and is not among ``members``.
+        """
+        if self.number:
+            names = [member.name for member in members]
+            size, more = divmod(len(names), self.number)
+            ends = [group * size + min(group, more) for group in range(self.number + 1)]
+            return [names[start:stop] for start, stop in zip(ends, ends[1:], strict=False) if start < stop]
+        names_of = {member.parameter: member.name for member in members}
+        for tensor in (tensor for group in self.listed for tensor in group):
+            if tensor.requires_grad and tensor.numel() and tensor not in names_of:
+                raise ValueError(
+                    f"groups: a tensor of shape {list(tensor.shape)} is no parameter of this optimizer; list "
+                    "parameters that it owns"
+                )
+        groups = [[names_of[tensor] for tensor in group if tensor in names_of] for group in self.listed]
+        grouped = {name for group in groups for name in group}
+        return [group for group in groups if group] + [[name] for name in names_of.values() if name not in grouped]
+
+    def plan(self, members: Sequence[Member], order: Sequence[str]) -> merging.Plan:
+        """One merge buffer a group, in the order in which groups are complete; ``order``: names by readiness."""
+        place = {name: index for index, name in enumerate(order)}
+        groups = [sorted(group, key=place.__getitem__) for group in self.by_name(members)]
+        groups.sort(key=lambda group: place[group[-1]])
+        numel = {member.name: member.parameter.numel() for member in members}
+        for group in groups:
+            if sum(numel[name] for name in group) >= LIMIT:
+                raise ValueError(f"groups: the group of {group[0]!r} has 2**31 elements or more; split it")
+        return merging.Plan(tuple(len(group) for group in groups), names=tuple(n for group in groups for n in group))
+
+
+def checked(groups: Any, num_groups: Any) -> Groups | None:
+    """Both arguments as Horovod means them. ``ValueError``, with Horovod's texts, for what it refuses."""
+    if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 0:
+        raise ValueError(f"num_groups={num_groups!r}: {NO_GROUPS}")
+    if num_groups:
+        warnings.warn("Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=6)
+        groups = num_groups if groups is None else groups
+    if groups is None:
+        return None
+    if isinstance(groups, int) and not isinstance(groups, bool) and groups > 0:
+        return Groups(number=groups)
+    if not isinstance(groups, (list, tuple)):
+        raise ValueError(f"{NO_GROUPS} It is {groups!r}.")
+    listed = []
+    for group in groups:
+        if isinstance(group, torch.Tensor) or not isinstance(group, Iterable):
+            raise ValueError(f"{NO_GROUPS} One of its groups is no list, but a {type(group).__name__}.")
+        listed.append(tuple(group))
+    seen: set[torch.Tensor] = set()
+    for tensor in (tensor for group in listed for tensor in group):
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"groups must consist of torch.Tensor. One of them is {tensor!r}.")
+        if tensor in seen:
+            raise ValueError(f"A parameter can only appear once in groups. Twice: one of shape {list(tensor.shape)}.")
+        seen.add(tensor)
+    return Groups(listed=tuple(listed))

@@ -1,0 +1,118 @@
+"""Predict what each strategy would cost on this machine and network, from what a run has measured.
+
+Prediction is by the curves that were measured, so it takes seconds, not a training run for each strategy.
+``python -m agmerge advise`` prints it, see ``cli/advise.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+import merging
+from agmerge.exchanges.routing import AHEAD
+from merging import Measurements
+from merging.measured import sent_whole, step_end
+from sparsifiers import budget
+
+DENSITIES = (0.1, 0.01, 0.001)
+WORTH = 0.03  # a gain below this share of the step is not worth compressing for
+# What docs/parity.md says of small models, by density: with Adam's relatives, and with SGD and momentum.
+KNOWN = {
+    True: {
+        0.1: "no loss shown with AdamW on a small language model, two pairs of runs",
+        0.01: "with AdamW it cost 22 to 29 % of the loss of a small language model",
+        0.001: "with AdamW it cost 31 % of the loss of a small language model",
+    },
+    False: {
+        0.1: "not measured with SGD; 1 % cost 0 to 0.3 points of digits, 8 % of the loss of a small language model",
+        0.01: "with SGD it cost 0 to 0.3 points of accuracy on digits, 8 % of the loss of a small language model",
+        0.001: "with SGD it cost 0.7 to 0.9 points of accuracy on digits",
+    },
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy. ``step``: predicted seconds a step; ``buffers``: merge buffers, ``dense`` of them dense."""
+
+    strategy: str
+    step: float
+    finish: float
+    buffers: int
+    dense: int
+    density: float | None = None  # None: all is sent
+
+
+def predicted_step(plan: merging.Plan, measured: Measurements, rest: float) -> float:
+    """Return the seconds of a step under ``plan``; ``rest``: those of its seconds that are not the exchange's."""
+    mode = AHEAD if AHEAD in plan.labels else next(mode for mode in measured.modes if mode != AHEAD)
+    return rest + step_end(plan, measured, mode)
+
+
+def compare(measured: Measurements, step: float, finish: float) -> tuple[Row, ...]:
+    """The strategies, fastest first. ``step`` and ``finish``: measured seconds of a step, and of its last exchange.
+
+    A strategy changes when the last exchange ends; the rest of a step (forward, update) is taken as it was measured.
+    Densities change how much is sent; what selection costs is taken from the compressor in use.
+    """
+    planner = merging.get("agmerge")
+    rest = max(0.0, step - finish)
+    candidates: list[tuple[str, float | None, Measurements]] = []
+    if measured.dense is not None:
+        candidates.append(("dense", None, sent_whole(measured)))
+        for density in DENSITIES:
+            candidates.append((f"sparse, density {density:g}", density, replace(at(measured, density), dense=None)))
+            candidates.append((f"auto, density {density:g}", density, at(measured, density)))
+    else:
+        candidates.append(("as it is", None, measured))
+    rows = []
+    for name, share, one in candidates:
+        plan, mode = merging.best(planner, one)
+        end = step_end(plan, one, mode)
+        flags = plan.dense if mode != "dense" else (True,) * len(plan.counts)
+        compressed = None if all(flags) else share
+        rows.append(Row(name, rest + end, end, len(plan.counts), sum(flags), compressed))
+    return tuple(sorted(rows, key=lambda row: row.step))
+
+
+def at(measured: Measurements, density: float) -> Measurements:
+    """The measurements as they would be at another density: exempt tensors stay as they are."""
+    profile = measured.profile
+    load = [
+        min(budget(density, numel), numel) if work else load
+        for numel, work, load in zip(profile.numel.tolist(), profile.work.tolist(), profile.load.tolist(), strict=True)
+    ]
+    return replace(measured, profile=merging.Profile(**{**profile.plain(), "load": np.array(load)}))
+
+
+def text(rows: Sequence[Row], step: float, predicted: float, optimizer: str) -> str:
+    """Return the table and a recommendation, with what is known of its accuracy with this class of ``optimizer``.
+
+    ``step``: measured seconds; ``predicted``: what would have been predicted of it. A gain that is no larger than the
+    difference of the two is not recommended.
+    """
+    lines = [f"{'strategy':24} {'ms a step':>10} {'gain':>7} {'merge buffers':>14} {'dense':>6}"]
+    for row in rows:
+        gain = f"{step / row.step:.2f}x" if row.step else "-"
+        lines.append(f"{row.strategy:24} {1e3 * row.step:10.2f} {gain:>7} {row.buffers:14} {row.dense:6}")
+    off = abs(predicted - step) / step
+    lines.append(f"measured now: {1e3 * step:.2f} ms a step; predicted of it: {1e3 * predicted:.2f} ms")
+    dense = next((row for row in rows if row.strategy == "dense"), None)
+    if dense is None:
+        lines.append("merging='dear' has no choice of exchanges, so only its own could be predicted")
+    elif dense.step <= rows[0].step * (1 + WORTH):
+        lines.append("recommendation: do not compress (compression='none'): dense is as fast as anything here")
+    elif dense.step <= rows[0].step * (1 + off):
+        lines.append(
+            f"recommendation: unsure. {rows[0].strategy} is predicted {dense.step / rows[0].step:.2f} times as fast "
+            f"as dense, but the prediction of the steps just measured is {100 * off:.0f} % off. Try both"
+        )
+    else:
+        lines.append(f"recommendation: {rows[0].strategy}, {dense.step / rows[0].step:.2f} times as fast as dense")
+    if dense is not None and rows[0].density is not None and dense.step > rows[0].step * (1 + WORTH):
+        known = KNOWN["adam" in optimizer.lower()][rows[0].density]
+        lines.append(f"accuracy with {optimizer}: {known} (our runs, docs/parity.md). Compare a short run with dense")
+    return "\n".join(lines)

@@ -1,0 +1,184 @@
+"""What a distributed optimizer can be asked: its plan, its figures, its reports and its traces."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+import merging as planning
+from agmerge.engine.reducer import Engine
+from agmerge.errors import AGMergeError
+from agmerge.metrics.chrome_trace import Trace, path_of
+from agmerge.metrics.step_times import Times
+from agmerge.options.config import Config
+from agmerge.planning.replanner import FIRST, mode
+from agmerge.step.merge_buffers import Session
+from sparsifiers.proof import Proof
+
+
+class Figures:
+    """The part of :class:`agmerge.DistributedOptimizer` that tells and changes nothing."""
+
+    _engine: Engine
+
+    @property
+    def plan(self) -> planning.Plan:
+        """The plan in use. There is none before the first step."""
+        if self._engine.session is None:
+            raise AGMergeError("there is no plan yet: ranks agree on one in the first step")
+        return self._engine.session.plan
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What ranks must agree on, by name and as text: the compressor, memory, planner that the arguments came to.
+
+        ``"density"`` is the compressor's own target, ``"merging"`` a planner with its options, ``"plan"`` and a digest,
+        or ``"groups"``.
+        """
+        return dict(self._engine.config.facts())
+
+    def stats(self) -> dict[str, Any]:
+        """Totals since construction, of this rank; ``buffers`` and ``residual_norm`` (of the L2 norm) as of now.
+
+        ``bytes_sent``: handed to collectives for gradients, headers and padding included; ``wire``: the same bytes
+        by codecs of indices and values, ``header``, and ``plain``, without codecs. ``bytes_dense``: what a
+        dense float32 all-reduce would be handed. ``elements_sent``: dense lane included. ``density``: elements
+        sent / elements. ``steps_skipped``: see ``nonfinite``; what they sent is counted. ``exposed_seconds``: waiting
+        for messages in ``synchronize()``. ``compressor``: in use now, by its canonical name.
+        """
+        stats = self._engine.stats
+        self._engine.averages.settle()
+        norms = [float(torch.linalg.vector_norm(r.double())) for r in self._engine.residuals().values()]
+        return {
+            "steps": self._engine.steps,
+            "steps_skipped": stats.steps_skipped,
+            "compressor": self._engine.config.compressor,
+            "buffers": stats.buffers,
+            "bytes_sent": stats.bytes_sent,
+            "wire": dict(stats.wire),
+            "bytes_dense": stats.bytes_dense,
+            "elements_sent": stats.elements_sent,
+            "density": stats.density,
+            "exposed_seconds": self._engine.averages.exposed,
+            "residual_norm": sum(norm**2 for norm in norms) ** 0.5,
+            **({} if stats.proof is None else {"selection": stats.proof.figures()}),
+        }
+
+    def measure_selection(self, on: bool = True) -> None:
+        """Measure selections, in ``stats()["selection"]``, since the last agreement; costs a pass or two a step."""
+        self._engine.stats.proof = Proof() if on else None
+
+    def compression_report(self) -> str:
+        """A table of what happens to each tensor: merge buffer, lane, density, elements. After the first step."""
+        return compression_table(self.plan, self._engine.session, self._engine.config, self._engine.steps)
+
+    def measure(self) -> planning.Measurements:
+        """Measure what selection and exchanges cost now; :meth:`merge_report` predicts from it. The plan stays.
+
+        Collective, after ``step()``; takes a few seconds at most. Planners that go by times measure by themselves in
+        the first steps: this is for the others, and for what ``python -m agmerge plan`` reads.
+        """
+        self._engine.check_idle("measure()")
+        return self._engine.measure()
+
+    @property
+    def measurements(self) -> planning.Measurements:
+        """What the plan in use was made from: ``.save("profile.json")`` is what ``python -m agmerge plan`` reads."""
+        found = self._engine.measured()
+        if found is None:
+            raise AGMergeError(
+                "nothing has been measured: planners that go by times measure the first "
+                f"{FIRST} steps of more than one worker; with the others call measure()"
+            )
+        return found
+
+    def merge_report(self) -> str:
+        """A table of the merge buffers of a typical step: ready, start, end and exposed time, beside the predicted."""
+        plan = self.plan  # raises before the first step
+        assert plan is not None
+        return merge_buffers_table(self._engine.session, self._engine.measured(), self._engine.averages.typical())
+
+    def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
+        """Write a Chrome trace of the steps inside, to open in Perfetto; one file a rank (``trace.rank0.json``)."""
+        return traced(self._engine, path)
+
+
+def compression_table(plan: planning.Plan, session: Session | None, config: Config, step: int) -> str:
+    """What happens to each tensor, in readiness order: one line each, and a last one with the totals."""
+    assert session is not None
+    rows = [("buffer", "tensor", "shape", "lane", "density", "elements")]
+    sparse = 0
+    for slot in session.tensors.slots:
+        density = "1"
+        if slot.lane.sparse:
+            sent = config.density(slot.lane.density, step)
+            if session.shares is not None:
+                sent = session.tensor_budget(slot, step) / slot.numel
+            density, sparse = f"{sent:.3g}", sparse + slot.numel
+        shape = "x".join(map(str, slot.shape)) or "scalar"
+        lane = "sparse" if slot.lane.sparse else "dense"
+        rows.append((str(session.buffer_of[slot.index]), slot.name, shape, lane, density, str(slot.numel)))
+    lines = _aligned(rows)
+    total = session.tensors.numel
+    compressor = config.sparsifier or config.cast or "none"
+    lines.append(f"{compressor}: {sparse} of {total} elements ({sparse / max(total, 1):.1%}) are selected from")
+    return "\n".join(lines)
+
+
+def merge_buffers_table(session: Session | None, measured: planning.Measurements | None, times: Times | None) -> str:
+    """Each merge buffer as it was in a typical step, beside what was predicted, in ms since the first tensor."""
+    assert session is not None
+    plan, slots = session.plan, session.tensors.slots
+    spans: Sequence[planning.Span] = ()
+    if measured is not None:
+        spans = planning.predict(plan, measured.profile, measured.costs, mode(plan, measured)).spans
+    rows = [["buffer", "tensors", "elements", "ready", "start", "end", "exposed", "predicted ready", "start", "end"]]
+    for index, (start, stop) in enumerate(plan.bounds):
+        elements = sum(slot.numel for slot in slots[start:stop])
+        row = [str(index), str(stop - start), str(elements)]
+        if times is not None:
+            ready, end = times.handed[index], times.arrived[index]
+            free = times.arrived[index - 1] if index else 0.0
+            row += [_ms(ready), _ms(max(ready, free)), _ms(end), _ms(times.exposed[index])]
+        row += ["-"] * (7 - len(row))
+        row += [_ms(seconds) for seconds in spans[index]] if spans else ["-"] * 3
+        rows.append(row)
+    if max(plan.parts) > 1:
+        for row, parts in zip(rows, ("parts", *map(str, plan.parts)), strict=True):
+            row.insert(3, parts)
+    lines = _aligned(rows)
+    if spans and times is not None:
+        ratio = times.finish / spans[-1].end if spans[-1].end else 1.0
+        lines.append(f"measured / predicted finish: {ratio:.2f}")
+    return "\n".join(lines)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+@contextmanager
+def traced(engine: Engine, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Record the steps inside, and write them to a file of this rank's."""
+    averages = engine.averages
+    if averages.trace is not None:
+        raise AGMergeError("trace(): a trace is being recorded already; end that one first")
+    rank, size = (engine.comm.rank, engine.comm.size) if engine.comm is not None else (0, 1)
+    averages.settle()
+    trace = averages.trace = Trace(rank, f"rank {rank}")
+    engine.tell(trace)
+    try:
+        yield
+    finally:
+        averages.settle()
+        averages.trace = None
+        trace.save(path_of(path, rank, size))

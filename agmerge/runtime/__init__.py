@@ -1,0 +1,8 @@
+"""Know which workers there are, and let scripts talk among them.
+
+``workers``: ``init``, ``rank``, ``size``, ``shutdown`` and the choice of a backend. ``collectives/``: what
+``horovod.torch`` offers on single tensors and objects. ``broadcast``: parameters and optimizer state. ``process_sets``:
+groups of ranks. ``call_agreement``: every rank says what it is about to do. ``peers/``: who is missing, and where.
+
+May import backends/ and the ground files.
+"""

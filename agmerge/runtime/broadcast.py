@@ -1,0 +1,211 @@
+"""Start all replicas from one: parameters and optimizer state of the root rank.
+
+Nothing here calls ``step()``, so no parameter moves and the order of the two calls does not matter.
+(Horovod creates missing state by a real step with zero gradients; with weight decay that step moves the
+parameters of the ranks that had no state.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from agmerge.backends import timeouts
+from agmerge.backends.handshake import Fact
+from agmerge.runtime import workers
+from agmerge.runtime.call_agreement import agree
+from agmerge.runtime.collectives import broadcast_object, check_root
+
+CHUNK = 32 * 2**20  # bytes of one message, and all the memory that a broadcast needs beside the tensors
+ALIGNED = 16  # bytes: the largest element is a complex number of two doubles
+Parameters = Mapping[str, Any] | Iterable[Any]
+
+
+def broadcast_parameters(params: Parameters, root_rank: int = 0) -> None:
+    """Overwrite ``params`` in place with rank ``root_rank``'s, to the bit.
+
+    ``params``: ``model.state_dict()``, ``model.named_parameters()``, a list of (name, tensor), or tensors.
+    Any dtype, any strides, any device. Raises :class:`agmerge.RankMismatchError` on every rank if names,
+    shapes or dtypes differ, and ``ValueError`` for an entry that is no tensor.
+    """
+    comm = workers.world()
+    check_root(comm, root_rank)
+    tensors = _named(params)
+    facts: list[Fact] = [("root_rank", str(root_rank))]
+    facts += [(name, f"{value.dtype} {list(value.shape)}") for name, value in tensors]
+    advice = "Build the same model on every rank."
+    agree(comm, "broadcast_parameters", facts, "broadcast_parameters", advice)
+    _broadcast_tensors([value for _, value in tensors], root_rank, "broadcast_parameters")
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:
+    """Give every rank the state and the options of rank ``root_rank``'s ``optimizer``.
+
+    Works for every optimizer, also where only the root has state (after a checkpoint was loaded there); what
+    the root does not have, the others lose.
+    Neither parameters nor gradients are touched; group dictionaries keep their identity. Residuals of a
+    :class:`agmerge.DistributedOptimizer` belong to their rank and stay where they are.
+    """
+    comm = workers.world()
+    check_root(comm, root_rank)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    facts: list[Fact] = [("root_rank", str(root_rank)), ("optimizer", _kind(optimizer))]
+    facts.append(("sizes of param_groups", str([len(group["params"]) for group in optimizer.param_groups])))
+    facts += [(f"parameter {i}", f"{p.dtype} {list(p.shape)}") for i, p in enumerate(parameters)]
+    advice = "Build the same optimizer on every rank."
+    agree(comm, "broadcast_optimizer_state", facts, "broadcast_optimizer_state", advice)
+
+    (state, options), tensors = plain_state(optimizer)
+    mine = [_form(tensor) for tensor in tensors]
+    state, options, forms = broadcast_object((state, options, mine), root_rank, "broadcast_optimizer_state")
+    root = comm.rank == root_rank
+    if not root and not (mine == forms and _separate(tensors)):
+        homes = {p.device.type: p.device for p in parameters}
+        tensors = [
+            torch.empty_strided(shape, strides, dtype=dtype, device=homes.get(kind, kind))
+            for dtype, shape, strides, kind in forms
+        ]
+    _broadcast_tensors(tensors, root_rank, "broadcast_optimizer_state")
+    if root:
+        return
+    for p, entry in zip(parameters, state, strict=True):
+        if entry:
+            optimizer.state[p] = _put_back(entry, tensors)
+        else:
+            optimizer.state.pop(p, None)
+    for group, entry in zip(optimizer.param_groups, options, strict=True):
+        for key in _options(group).keys() - entry.keys():
+            del group[key]
+        group.update(_put_back(entry, tensors))
+
+
+def plain_state(optimizer: torch.optim.Optimizer) -> tuple[Any, list[torch.Tensor]]:
+    """The optimizer's state and options, by the order of its parameters, and the tensors that belong in them."""
+    tensors: list[torch.Tensor] = []
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state = [_take_out(optimizer.state.get(p, {}), tensors) for p in parameters]
+    return (state, [_take_out(_options(group), tensors) for group in optimizer.param_groups]), tensors
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _separate(tensors: list[torch.Tensor]) -> bool:
+    """Tell whether each may be written over by itself: none lies in another, or several times in itself."""
+    full = [tensor for tensor in tensors if tensor.numel()]
+    places = {tensor.untyped_storage().data_ptr() for tensor in full}
+    return len(places) == len(full) and all(tensor.stride() == _form(tensor)[2] for tensor in full)
+
+
+def _form(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...], str]:
+    """Enough to make a tensor alike. Strides too: sums over another order may have other bits."""
+    strides = torch.empty_like(tensor, device="meta").stride()  # those of a tensor without gaps or overlaps
+    return tensor.dtype, tuple(tensor.shape), strides, tensor.device.type
+
+
+def _named(params: Parameters) -> list[tuple[str, torch.Tensor]]:
+    entries: list[Any] = sorted(params.items()) if isinstance(params, Mapping) else list(params)
+    if all(isinstance(entry, torch.Tensor) for entry in entries):
+        return [(f"tensor {i}", entry) for i, entry in enumerate(entries)]
+    for i, entry in enumerate(entries):
+        if not (isinstance(entry, tuple) and len(entry) == 2):
+            raise ValueError(
+                f"invalid params of type: {type(entry).__name__} (entry {i}); give a state_dict, "
+                "(name, tensor) pairs, or tensors"
+            )
+        if not isinstance(entry[1], torch.Tensor):
+            raise ValueError(
+                f"invalid params: {entry[0]!r} is a {type(entry[1]).__name__}, not a tensor; send it with "
+                "broadcast_object"
+            )
+        if entry[1].layout is not torch.strided:
+            raise ValueError(f"invalid params: {entry[0]!r} has layout {entry[1].layout}; make it dense first")
+    return [(str(name), value) for name, value in entries]
+
+
+def _broadcast_tensors(tensors: list[torch.Tensor], root_rank: int, name: str) -> None:
+    """Messages of bytes, so any dtype, strides and device; all of them through one buffer of bounded size."""
+    pieces = [piece for tensor in tensors for piece in _pieces(tensor.detach())]
+    buffer = torch.empty(min(CHUNK, sum(map(_room, pieces))), dtype=torch.uint8)
+    start = 0
+    while start < len(pieces):
+        stop, size = start, 0
+        while stop < len(pieces) and size + _room(pieces[stop]) <= len(buffer):
+            size += _room(pieces[stop])
+            stop += 1
+        _broadcast_chunk(pieces[start:stop], buffer[:size], root_rank, f"{name}/{start}")
+        start = stop
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Views that each fit into a message and together are all of ``tensor``: the same ones for any strides."""
+    if not tensor.numel():
+        return
+    if _room(tensor) <= CHUNK:
+        yield tensor
+        return
+    rows = CHUNK // ALIGNED * ALIGNED // (tensor[0].numel() * tensor.element_size())
+    if rows:
+        yield from torch.split(tensor, rows)
+    else:
+        for part in tensor:
+            yield from _pieces(part)
+
+
+def _broadcast_chunk(pieces: list[torch.Tensor], buffer: torch.Tensor, root_rank: int, name: str) -> None:
+    comm, places, start = workers.world(), [], 0
+    for piece in pieces:
+        size = piece.numel() * piece.element_size()
+        places.append(buffer[start : start + size].view(piece.dtype).view(piece.shape))
+        start += _room(piece)
+    if comm.rank == root_rank:
+        for piece, place in zip(pieces, places, strict=True):
+            place.copy_(piece)
+    comm.broadcast(buffer, root_rank, name).wait(timeouts.default())
+    if comm.rank != root_rank:
+        for piece, place in zip(pieces, places, strict=True):
+            piece.copy_(place)
+
+
+def _room(tensor: torch.Tensor) -> int:
+    """Return the bytes of ``tensor`` in a message: where it begins any dtype may."""
+    return -(tensor.numel() * tensor.element_size() // -ALIGNED) * ALIGNED
+
+
+class _Place:
+    """Stands in a pickled structure for tensor number ``index``."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __repr__(self) -> str:
+        return f"tensor {self.index}"
+
+
+def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _Place(len(tensors) - 1)
+    if isinstance(value, Mapping):
+        return {key: _take_out(one, tensors) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_take_out(one, tensors) for one in value)
+    return value
+
+
+def _put_back(value: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(value, _Place):
+        return tensors[value.index]
+    if isinstance(value, Mapping):
+        return {key: _put_back(one, tensors) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_put_back(one, tensors) for one in value)
+    return value
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> str:
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return type(inner).__name__

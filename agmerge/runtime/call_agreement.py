@@ -1,0 +1,63 @@
+"""Every rank says what it is about to do before any tensor travels.
+
+All agreements of a communicator are one call to the backend, whatever they are about: ranks that make different calls
+meet here, and all of them get the same error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+import numpy as np
+
+from agmerge.backends import Backend, timeouts
+from agmerge.backends.handshake import Fact, first_difference, gather_bytes, gather_texts, ranks_of
+from agmerge.errors import AGMergeError, RankMismatchError
+
+JOINED = bytes(16)  # in the place of a digest: this rank makes no calls any more
+ADVICE = "Every rank must make the same call."
+
+
+def agree(comm: Backend, label: str, facts: Sequence[Fact], what: str = "collective", advice: str = ADVICE) -> None:
+    """Raise :class:`agmerge.RankMismatchError` on every rank unless all ranks state the same ``facts``. Collective.
+
+    One all-gather of 16 bytes a rank, more on a mismatch or where a rank has joined.
+    """
+    text = json.dumps(list(facts)).encode()
+    digests = exchange_digests(comm, label, hashlib.blake2b(text, digest_size=16).digest())
+    if len(set(digests)) == 1:
+        return
+    texts = exchange_texts(comm, label, text)
+    told = [json.loads(one) if one else None for one in texts]
+    making = next(facts for facts in told if facts)
+    said = [facts or making for facts in told]  # one that has joined agrees to anything
+    if any(facts != making for facts in said):
+        raise RankMismatchError(f"{what}: {first_difference(said)}. {advice}")
+    if not joinable(making):
+        gone = ranks_of(digests, JOINED)
+        raise AGMergeError(f"{label}: {gone} made no more calls but join(); only sums and averages go on without them")
+
+
+def exchange_digests(comm: Backend, label: str, mine: bytes) -> list[bytes]:
+    """Return what every rank is about to do, in 16 bytes."""
+    return gather_bytes(comm, mine, f"agreement ({label})", timeouts.default())
+
+
+def exchange_texts(comm: Backend, label: str, mine: bytes) -> list[bytes]:
+    """Return what every rank is about to do, in full; nothing from one that has joined."""
+    return gather_texts(comm, mine, f"agreement ({label})", timeouts.default())
+
+
+def joinable(facts: Sequence[Sequence[str]]) -> bool:
+    """Tell whether ranks that have joined can stand in with zeros."""
+    told = dict((name, value) for name, value in facts)
+    return told.get("call") == "allreduce" and told.get("op") in ("sum", "average")
+
+
+def share_numbers(comm: Backend, label: str, numbers: Sequence[int]) -> list[list[int]]:
+    """Return every rank's ``numbers``, of which all have equally many. Collective."""
+    mine = np.asarray(numbers, dtype=np.int64).tobytes()
+    told = gather_bytes(comm, mine, f"numbers ({label})", timeouts.default())
+    return [np.frombuffer(one, dtype=np.int64).tolist() for one in told]

@@ -1,0 +1,66 @@
+"""The module's own collectives, for losses, metrics and set-up. They use another communicator than the optimizers.
+
+Each first agrees on its arguments, so that a mistake is an error on every rank and never a hang or a crash
+inside the backend. That costs one all-gather of 16 bytes; these calls are not for the hot path.
+"""
+
+from __future__ import annotations
+
+from agmerge.runtime.collectives.alltoalls import alltoall, alltoall_async
+from agmerge.runtime.collectives.broadcasts import broadcast, broadcast_, broadcast_async, broadcast_async_, check_root
+from agmerge.runtime.collectives.gather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
+from agmerge.runtime.collectives.joins import join
+from agmerge.runtime.collectives.objects import allgather_object, barrier, broadcast_object
+from agmerge.runtime.collectives.operation import poll, synchronize
+from agmerge.runtime.collectives.raw import as_bytes
+from agmerge.runtime.collectives.reduce import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+)
+from agmerge.runtime.collectives.scatter import (
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+)
+from agmerge.runtime.collectives.sparse import sparse_allreduce_async
+
+__all__ = [
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "as_bytes",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "check_root",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "join",
+    "poll",
+    "reducescatter",
+    "reducescatter_async",
+    "sparse_allreduce_async",
+    "synchronize",
+]

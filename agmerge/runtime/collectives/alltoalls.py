@@ -1,0 +1,103 @@
+"""All-to-all: every rank gives some rows to every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from agmerge.backends import Handle
+from agmerge.backends.handshake import Fact
+from agmerge.runtime.call_agreement import share_numbers
+from agmerge.runtime.collectives import arguments
+from agmerge.runtime.collectives.operation import Operation, Pending, run, start
+from agmerge.runtime.collectives.raw import byte_view, described, plain, row_kind
+
+
+class Alltoall(Operation):
+    """See :func:`alltoall`. Two results: the rows, and how many came from each rank."""
+
+    kind = "alltoall"
+
+    def __init__(self, tensor: torch.Tensor, splits: Any, *given: Any, **more: Any) -> None:
+        super().__init__([tensor], *given, **more)
+        if tensor.dim() == 0:
+            raise ValueError(f"{self.label}: a tensor of no dimensions has no rows to send")
+        self._like = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32)
+        self._splits = _checked(splits, len(tensor), self.comm.size, self.label)
+
+    def facts(self) -> list[Fact]:
+        """Return the dtype and all dimensions but the first."""
+        (mine,) = self.tensors
+        return [("dtype", row_kind(mine)), ("trailing dimensions", str(list(mine.shape[1:])))]
+
+    def begin(self) -> list[Handle]:
+        """One message, when all know how much comes from whom."""
+        (mine,) = self.tensors
+        told = share_numbers(self.comm, self.label, self._splits)
+        self._received = [gives[self.comm.rank] for gives in told]
+        self._result = mine.new_empty((sum(self._received), *mine.shape[1:]))
+        row = mine.shape[1:].numel() * mine.element_size()
+        if not row or not any(map(sum, told)):
+            return []
+        lengths = [row * n for n in self._received], [row * n for n in self._splits]
+        return [self.comm.all_to_all(byte_view(self._result), byte_view(plain(mine)), *lengths, self.message)]
+
+    def end(self) -> list[torch.Tensor]:
+        """Return a new tensor, and the numbers of rows as the script gave its own."""
+        counts = torch.tensor(self._received, dtype=self._like.dtype, device=self._like.device)
+        return [self._result, counts]
+
+    def backward(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Send every gradient back to where its row came from."""
+        back = Alltoall(gradients[0], self._received, f"gradient of {self.label}", where=self.group)
+        return [run(back)[0]]
+
+    def shaped(self, results: list[torch.Tensor]) -> Any:
+        """Both results."""
+        return tuple(results)
+
+
+def alltoall(
+    tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: Any = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Send rows of ``tensor`` to every rank, and return those that come from all, in the order of ranks. Collective.
+
+    ``splits``: how many rows go to each rank, integers whose sum is ``len(tensor)``; the numbers of rows that came from
+    each are then returned too. None: equal shares. ``process_set``: as in :func:`allreduce`. Differentiable: gradients
+    go back where the rows came from.
+    """
+    arguments.check_tensor(tensor, arguments.label(name, "alltoall"))
+    rows, received = run(Alltoall(tensor, splits, name, process_set))
+    return rows if splits is None else (rows, received)
+
+
+def alltoall_async(
+    tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: Any = None
+) -> Pending:
+    """Start :func:`alltoall`; :func:`synchronize` always gives both, the rows and their numbers, as in Horovod.
+
+    Leave ``tensor`` alone until then. Collective.
+    """
+    arguments.check_tensor(tensor, arguments.label(name, "alltoall_async"))
+    return start(Alltoall(tensor, splits, name, process_set))
+
+
+def _checked(splits: Any, rows: int, size: int, label: str) -> list[int]:
+    if splits is None:
+        if rows % size:
+            raise ValueError(f"{label}: {rows} rows do not divide among {size} ranks; give splits")
+        return [rows // size] * size
+    if isinstance(splits, torch.Tensor):
+        if splits.is_floating_point() or splits.is_complex() or splits.dtype == torch.bool or splits.dim() != 1:
+            raise ValueError(f"{label}: splits must be integers in one dimension, not {described(splits)}")
+        splits = splits.tolist()
+    found = list(splits)
+    if not all(isinstance(one, int) and one >= 0 for one in found):
+        raise ValueError(f"{label}: splits must be integers, none below 0, not {found}")
+    if len(found) != size or sum(found) != rows:
+        raise ValueError(
+            f"{label}: splits {found} must be {size} numbers whose sum is {rows}, the first dimension of the tensor"
+        )
+    return found

@@ -1,0 +1,101 @@
+"""Broadcast: every rank gets what the root gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from agmerge.backends import Backend, Handle
+from agmerge.backends.handshake import Fact
+from agmerge.ops import Average
+from agmerge.runtime.collectives import arguments
+from agmerge.runtime.collectives.operation import Operation, Pending, run, start
+from agmerge.runtime.collectives.raw import byte_view, copied, described
+from agmerge.runtime.collectives.reduce import Allreduce
+
+
+class Broadcast(Operation):
+    """See :func:`broadcast`. ``in_place``: the result is written over the tensor."""
+
+    kind = "broadcast"
+
+    def __init__(self, tensor: torch.Tensor, root_rank: int, *given: Any, in_place: bool = False) -> None:
+        super().__init__([tensor], *given)
+        self.root, self.in_place = root_rank, in_place
+        self._index = root_of(self.comm, self.group.ranks, root_rank)
+
+    def facts(self) -> list[Fact]:
+        """Return the root, and the tensor's dtype and shape."""
+        return [("root_rank", str(self.root)), ("tensor", described(self.tensors[0]))]
+
+    def begin(self) -> list[Handle]:
+        """One message, into the tensor itself where that can be."""
+        self._given = self.tensors[0]
+        straight = self.in_place and self._given.is_contiguous() and not self._given.is_neg()
+        self._result = self._given.detach() if straight else copied(self._given)
+        return [self.comm.broadcast(byte_view(self._result), self._index, self.message)] if self._result.numel() else []
+
+    def end(self) -> list[torch.Tensor]:
+        """Return a new tensor, or the given one, overwritten."""
+        if not self.in_place:
+            return [self._result]
+        with torch.no_grad():
+            if self._result.data_ptr() != self._given.data_ptr():
+                self._given.copy_(self._result)
+            else:
+                torch.autograd.graph.increment_version(self._given)
+        return [self._given]
+
+    def backward(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the average of all gradients on the root, zeros on the others, as in Horovod."""
+        back = Allreduce(gradients, f"gradient of {self.label}", Average, 1.0, 1.0, where=self.group)
+        mean: torch.Tensor = run(back)
+        return [mean if self.comm.rank == self._index else mean * 0]
+
+
+def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> torch.Tensor:
+    """Rank ``root_rank``'s ``tensor``, as a new tensor. Collective. Shape and dtype must be the same on all ranks.
+
+    Any dtype. ``root_rank`` is a rank of the world, also with ``process_set`` (as in :func:`allreduce`).
+    Differentiable: the root gets the average of all ranks' gradients, the others zeros, as in Horovod.
+    """
+    return run(_operation(tensor, "broadcast", root_rank, name, process_set))  # type: ignore[no-any-return]
+
+
+def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> torch.Tensor:
+    """Overwrite ``tensor`` with rank ``root_rank``'s, and return it. Collective. Without a gradient."""
+    made = _operation(tensor, "broadcast_", root_rank, name, process_set, in_place=True)
+    return run(made)  # type: ignore[no-any-return]
+
+
+def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> Pending:
+    """Start :func:`broadcast`; a handle for :func:`synchronize`. Collective. ``tensor`` is copied first."""
+    return start(_operation(tensor, "broadcast_async", root_rank, name, process_set))
+
+
+def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> Pending:
+    """Start :func:`broadcast_`; a handle for :func:`synchronize`. Leave ``tensor`` alone until then. Collective."""
+    return start(_operation(tensor, "broadcast_async_", root_rank, name, process_set, in_place=True))
+
+
+def _operation(tensor: Any, call: str, root: int, name: Any, process_set: Any, in_place: bool = False) -> Broadcast:
+    arguments.check_tensor(tensor, arguments.label(name, call))
+    if in_place:
+        arguments.check_overwritten(tensor, call)
+    return Broadcast(tensor, root, name, process_set, in_place=in_place)
+
+
+def root_of(comm: Backend, ranks: Sequence[int], root_rank: Any) -> int:
+    """Return the place among ``ranks`` (of the world) of rank ``root_rank``. ``ValueError`` if it has none."""
+    if root_rank not in ranks:
+        there = f"there are {len(ranks)} ranks, " if len(ranks) == comm.size and ranks[-1] == comm.size - 1 else ""
+        named = f"0 to {comm.size - 1}" if there else f"the process set has ranks {list(ranks)}"
+        raise ValueError(f"root_rank={root_rank}: {there}{named}")
+    return list(ranks).index(root_rank)
+
+
+def check_root(comm: Backend, root_rank: int) -> None:
+    """Raise ``ValueError`` unless ``root_rank`` is a rank of ``comm``."""
+    root_of(comm, range(comm.size), root_rank)

@@ -1,0 +1,107 @@
+"""All-gather: every rank gets what all give, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from agmerge.backends import Handle
+from agmerge.backends.handshake import Fact
+from agmerge.ops import Average
+from agmerge.runtime.call_agreement import share_numbers
+from agmerge.runtime.collectives import arguments
+from agmerge.runtime.collectives.operation import Operation, Pending, run, run_all, start
+from agmerge.runtime.collectives.raw import byte_view, plain, row_kind
+from agmerge.runtime.collectives.reduce import Allreduce
+
+
+class Allgather(Operation):
+    """See :func:`allgather`."""
+
+    kind = "allgather"
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        for tensor in self.tensors:
+            if tensor.dim() == 0:
+                raise ValueError(f"{self.label}: a tensor of no dimensions cannot be gathered; use tensor.reshape(1)")
+
+    def facts(self) -> list[Fact]:
+        """Return every tensor's dtype and all dimensions but the first."""
+        facts: list[Fact] = []
+        for tensor in self.tensors:
+            facts += [("dtype", row_kind(tensor)), ("trailing dimensions", str(list(tensor.shape[1:])))]
+        return facts
+
+    def begin(self) -> list[Handle]:
+        """Straight into the results: one message a tensor, or one a rank where lengths differ."""
+        told = share_numbers(self.comm, self.label, [len(tensor) for tensor in self.tensors])
+        self.rows = [list(rows) for rows in zip(*told, strict=True)]  # of every tensor, by ranks
+        given = list(zip(self.tensors, self.rows, strict=True))
+        self._results = [tensor.new_empty((sum(rows), *tensor.shape[1:])) for tensor, rows in given]
+        handles: list[Handle] = []
+        for i, (out, (tensor, rows)) in enumerate(zip(self._results, given, strict=True)):
+            if out.numel():
+                handles += self._started(out, plain(tensor), rows, f"{self.message}.{i}" if i else self.message)
+        return handles
+
+    def _started(self, out: torch.Tensor, mine: torch.Tensor, rows: list[int], name: str) -> list[Handle]:
+        if len(set(rows)) == 1:
+            return [self.comm.all_gather(byte_view(out), byte_view(mine), name)]
+        places = torch.split(out, rows)
+        places[self.comm.rank].copy_(mine)
+        return [
+            self.comm.broadcast(byte_view(place), rank, f"{name} of {rank}")
+            for rank, place in enumerate(places)
+            if place.numel()
+        ]
+
+    def end(self) -> list[torch.Tensor]:
+        """Return the results, which are new tensors."""
+        results, self._results = self._results, []
+        return results
+
+    def backward(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the average over the ranks of what belongs to this rank's rows, as in Horovod."""
+        given = (gradients, f"gradient of {self.label}", Average, 1.0, 1.0)
+        back = Allreduce(*given, where=self.group)
+        here, wholes = self.comm.rank, run_all(back)
+        return [whole.narrow(0, sum(rows[:here]), rows[here]) for whole, rows in zip(wholes, self.rows, strict=True)]
+
+
+def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Any = None) -> torch.Tensor:
+    """Every rank's ``tensor``, one after the other along the first dimension, whose length may differ. Collective.
+
+    Any dtype. ``process_set``: as in :func:`allreduce`. Differentiable: the gradient is the *average* over the ranks of
+    the gradients of this rank's rows, as in Horovod (docs/migrate.md says when that is what you mean).
+    """
+    arguments.check_tensor(tensor, arguments.label(name, "allgather"))
+    return run(Allgather([tensor], name, process_set))  # type: ignore[no-any-return]
+
+
+def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: Any = None) -> Pending:
+    """Start :func:`allgather`; a handle for :func:`synchronize`. Leave ``tensor`` alone until then. Collective."""
+    arguments.check_tensor(tensor, arguments.label(name, "allgather_async"))
+    return start(Allgather([tensor], name, process_set))
+
+
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: Any = None
+) -> list[torch.Tensor]:
+    """Gather each of ``tensors`` as :func:`allgather`, all of them agreed on at once; a list. Collective."""
+    return list(run(_grouped(tensors, "grouped_allgather", name, process_set)))
+
+
+def grouped_allgather_async(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: Any = None
+) -> Pending:
+    """Start :func:`grouped_allgather`; a handle for :func:`synchronize`. Leave the tensors alone. Collective."""
+    return start(_grouped(tensors, "grouped_allgather_async", name, process_set))
+
+
+def _grouped(tensors: Any, call: str, name: Any, process_set: Any) -> Allgather:
+    made = Allgather(arguments.check_list(tensors, arguments.label(name, call)), name, process_set)
+    made.single = False
+    return made

@@ -1,0 +1,54 @@
+"""``join()``: a rank that makes no more calls answers those of the others until all have joined."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+import torch
+
+from agmerge.backends import Backend, timeouts
+from agmerge.runtime import workers
+from agmerge.runtime.call_agreement import JOINED, exchange_digests, exchange_texts, joinable, share_numbers
+from agmerge.runtime.collectives.operation import count
+from agmerge.runtime.collectives.reduction import TRAVELS, flat
+
+LABEL = "join() of the module's own collectives; an optimizer has a join() of its own"
+
+
+def join(device: int | str = -1) -> int:
+    """Stand in, with zeros, for the sums and averages that other ranks still call; who joined last. Collective.
+
+    For ``agmerge.allreduce`` and its kin over all ranks: of a :class:`agmerge.DistributedOptimizer`, whose steps are
+    no such calls, it is ``optimizer.join()``. Any other collective that is called while a rank has joined raises
+    :class:`agmerge.AGMergeError` on those who call it. Of ranks that join at the same call the highest counts as the
+    last. ``device``: of the zeros: the number of a GPU, or -1 for the CPU.
+    """
+    comm, answered = workers.world(), 0
+    place = torch.device("cpu" if device == -1 else f"cuda:{device}" if isinstance(device, int) else device)
+    while any(digest != JOINED for digest in exchange_digests(comm, LABEL, JOINED)):
+        said = [json.loads(text) for text in exchange_texts(comm, LABEL, b"") if text]
+        if all(facts == said[0] for facts in said) and joinable(said[0]):
+            count(comm)
+            _stand_in(comm, said[0], place)
+        answered += 1
+    waited = [answers for (answers,) in share_numbers(comm, LABEL, [answered])]
+    return max(rank for rank, answers in enumerate(waited) if answers == min(waited))
+
+
+def _stand_in(comm: Backend, facts: Sequence[Sequence[str]], device: torch.device) -> None:
+    """Make the messages of an all-reduce, of zeros."""
+    message = dict((name, value) for name, value in facts)["name"]
+    handles = []
+    shapes = [value for name, value in facts if name.startswith("tensor")]
+    for i, one in enumerate(shapes):
+        found = re.fullmatch(r"(\w+)(\[.*\])( on \w+)?", one)
+        assert found is not None
+        dtype: torch.dtype = getattr(torch, found[1])
+        travels = dtype if dtype in TRAVELS or dtype.is_complex else torch.int32
+        zeros = torch.zeros(json.loads(found[2]), dtype=travels, device=device if found[3] else "cpu")
+        if zeros.numel():
+            handles.append(comm.all_reduce(flat(zeros), f"{message}.{i}" if i else message))
+    for handle in handles:
+        handle.wait(timeouts.default())

@@ -1,0 +1,206 @@
+"""One collective of the module's own, from its arguments to its result and back.
+
+What each kind says: the facts that all ranks must state alike, how its messages start, what is done when they are in,
+and the gradient. Everything else is here: the agreement, the handle, the graph.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from agmerge.backends import Backend, Handle, timeouts
+from agmerge.backends.handshake import Fact
+from agmerge.runtime.call_agreement import agree
+from agmerge.runtime.collectives import arguments
+from agmerge.runtime.process_sets import Group, group
+
+
+class Operation(ABC):
+    """A collective over ``tensors``, dense ones. ``single``: the script gave one, and gets one.
+
+    ``name``: the script's, or None. ``process_set``: as the script gave it. ``where``: the group of an operation whose
+    gradient this one is, in place of a process set.
+    """
+
+    kind: str
+    in_place = False
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], name: Any, process_set: Any = None, *, where: Group | None = None
+    ) -> None:
+        self.label, self.named = arguments.label(name, self.kind), name is not None
+        self.single = True
+        self.tensors = list(tensors)
+        self.group = where or group(process_set, self.label)
+        self.message = ""  # the name of its messages, from start() on
+
+    @property
+    def comm(self) -> Backend:
+        """Who takes part."""
+        return self.group.comm
+
+    @abstractmethod
+    def facts(self) -> list[Fact]:
+        """Return what must be the same on all ranks."""
+
+    @abstractmethod
+    def begin(self) -> list[Handle]:
+        """Start every message. The ranks have agreed."""
+
+    @abstractmethod
+    def end(self) -> list[torch.Tensor]:
+        """Return the results, when all messages are in."""
+
+    @abstractmethod
+    def backward(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the gradients of ``tensors``, from those of the results. Collective, as the call itself."""
+
+    def shaped(self, results: list[torch.Tensor]) -> Any:
+        """Return what the script gets."""
+        return results[0] if self.single else results
+
+
+class Pending:
+    """A collective under way, for :func:`agmerge.poll` and :func:`agmerge.synchronize`."""
+
+    def __init__(self, operation: Operation, handles: list[Handle], inputs: list[torch.Tensor]) -> None:
+        self._operation, self._handles = operation, handles
+        learns = torch.is_grad_enabled() and not operation.in_place
+        self._inputs = inputs if learns and any(tensor.requires_grad for tensor in inputs) else []
+        self._results: list[torch.Tensor] | None = None
+        self._error: Exception | None = None
+
+    def __repr__(self) -> str:
+        return f"<{self._operation.label}, {'done' if self.done() else 'under way'}>"
+
+    def done(self) -> bool:
+        """Tell whether :meth:`result` would return at once."""
+        return self._results is not None or self._error is not None or all(one.done() for one in self._handles)
+
+    def settle(self) -> None:
+        """Wait for the messages, once; what comes of it is kept for :meth:`result`."""
+        if self._results is not None or self._error is not None:
+            return
+        try:
+            for handle in self._handles:
+                handle.wait(timeouts.default())
+            self._results = self._operation.end()
+        except Exception as error:
+            self._error = error
+        self._handles = []
+        self._operation.tensors = []
+
+    def result(self) -> Any:
+        """Return what the collective gives, also when it is asked for again. Raises what went wrong."""
+        self.settle()
+        if self._error is not None:
+            raise self._error
+        assert self._results is not None
+        if self._inputs:
+            with torch.enable_grad():  # as it was when the call was made
+                given = (self._operation, self._results, *self._inputs)
+                self._results = list(_Differentiable.apply(*given))  # type: ignore[no-untyped-call]
+            self._inputs = []
+        return self._operation.shaped(self._results)
+
+
+class _Differentiable(torch.autograd.Function):
+    """Results that arrived from elsewhere, as functions of what this rank gave."""
+
+    @staticmethod
+    def forward(ctx: Any, operation: Operation, results: list[torch.Tensor], *inputs: torch.Tensor) -> Any:
+        ctx.operation = operation
+        ctx.mark_non_differentiable(*(one for one in results if not (one.is_floating_point() or one.is_complex())))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return (None, None, *ctx.operation.backward(gradients))
+
+
+@dataclass
+class _Line:
+    """What is under way on one communicator, by the name of its messages, oldest first."""
+
+    agreed: int = 0  # operations so far: the same number on every rank, also where some have joined
+    pending: dict[str, Pending] = field(default_factory=dict)
+
+
+_lines: WeakKeyDictionary[Backend, _Line] = WeakKeyDictionary()
+
+
+def start(operation: Operation, *, waits: bool = False) -> Pending:
+    """Agree, then start ``operation``. Collective: returns when every rank has come here.
+
+    ``waits``: the caller asks for the result at once. A name that is under way is a ``ValueError``.
+    """
+    line = _lines.setdefault(operation.comm, _Line())
+    _sweep(line)
+    # Unnamed ones are numbered, since several may be under way; whoever waits for each needs no numbers, and messages
+    # with stable names are cheaper for Horovod.
+    number = "" if operation.named or waits else f".{line.agreed}"
+    operation.message = f"{operation.label}{number}".replace(" (", " [")
+    if operation.message in line.pending:
+        raise ValueError(
+            f"{operation.label}: a collective of this name is under way with the same name as another tensor; "
+            "synchronize() that one first, or give each a name of its own"
+        )
+    facts = [("call", operation.kind), ("name", operation.message), *operation.facts()]
+    agree(operation.comm, operation.label, facts)
+    count(operation.comm)
+    inputs = operation.tensors
+    pending = Pending(operation, operation.begin(), inputs)
+    if not waits:
+        line.pending[operation.message] = pending
+    return pending
+
+
+def count(comm: Backend) -> None:
+    """Note that an operation was agreed on, by those who call it and by those who stand in."""
+    _lines.setdefault(comm, _Line()).agreed += 1
+
+
+def run(operation: Operation) -> Any:
+    """Return the result of ``operation``. Collective."""
+    return start(operation, waits=True).result()
+
+
+def run_all(operation: Operation) -> list[torch.Tensor]:
+    """Return the results of ``operation``, however many there are. Collective."""
+    operation.single = False
+    return list(run(operation))
+
+
+def _sweep(line: _Line) -> None:
+    """Let go of what has ended, also of what nobody will ask for."""
+    for name, pending in list(line.pending.items()):
+        if not pending.done():
+            return
+        pending.settle()
+        del line.pending[name]
+
+
+def poll(handle: Pending) -> bool:
+    """Tell whether :func:`synchronize` would return at once. ``handle``: what an ``..._async`` call has returned."""
+    return _checked(handle, "poll").done()
+
+
+def synchronize(handle: Pending) -> Any:
+    """Wait for an ``..._async`` call; what the call without ``_async`` returns, with its gradient.
+
+    ``handle``: what it has returned. Every wait ends after ``AGMERGE_TIMEOUT`` seconds (300), with
+    :class:`agmerge.NoAnswer`.
+    """
+    return _checked(handle, "synchronize").result()
+
+
+def _checked(handle: Any, call: str) -> Pending:
+    if not isinstance(handle, Pending):
+        raise TypeError(f"{call}: give what an ..._async call has returned, not {handle!r}")
+    return handle

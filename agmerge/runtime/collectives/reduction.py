@@ -1,0 +1,83 @@
+"""What an all-reduce and a reduce-scatter have in common: numbers, an operation, factors before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from agmerge.backends.handshake import Fact
+from agmerge.ops import Average, ReduceOp, Sum
+from agmerge.runtime.collectives import arguments
+from agmerge.runtime.collectives.operation import Operation
+from agmerge.runtime.collectives.raw import copied, described
+from agmerge.runtime.process_sets import Group
+
+_INTEGERS = {torch.uint8: torch.int32, torch.int8: torch.int32, torch.int16: torch.int32}
+TRAVELS = (torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)  # as they are
+_COMPLEX = (torch.complex64, torch.complex128)
+
+
+class Reduction(Operation):
+    """Numbers of all ranks become one, by ``op``. ``prescale``, ``postscale``: factors before and after."""
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        name: Any,
+        op: ReduceOp,
+        prescale: Any,
+        postscale: Any,
+        process_set: Any = None,
+        *,
+        where: Group | None = None,
+    ) -> None:
+        super().__init__(tensors, name, process_set, where=where)
+        self.op = op
+        self.prescale = arguments.factor(prescale, "prescale_factor", self.label)
+        self.postscale = arguments.factor(postscale, "postscale_factor", self.label)
+        for tensor in tensors:
+            self._check(tensor)
+
+    def _check(self, tensor: torch.Tensor) -> None:
+        adds = self.op in (Average, Sum)
+        if tensor.dtype == torch.bool:
+            what = "sum" if adds else self.op.value
+            raise ValueError(f"{self.label}: a tensor of bool has no {what}; convert it to the integers that you mean")
+        if tensor.dtype not in (*_INTEGERS, *TRAVELS) and not (adds and tensor.dtype in _COMPLEX):
+            raise ValueError(f"{self.label}: {self.op.value} of {tensor.dtype} is not built; convert the tensor first")
+
+    def facts(self) -> list[Fact]:
+        """Return the operation, the factors, every tensor's dtype and shape."""
+        several = len(self.tensors) > 1
+        named = [(f"tensor {i}" if several else "tensor", described(one)) for i, one in enumerate(self.tensors)]
+        factors = [("prescale_factor", str(self.prescale)), ("postscale_factor", str(self.postscale))]
+        return [("op", self.op.value), *factors, *named]
+
+    def prepared(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy that a backend can add, scaled."""
+        return times(copied(tensor, _INTEGERS.get(tensor.dtype)), self.prescale)
+
+    def finished(self, total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the result, of ``dtype``, from what the backend has combined."""
+        size = self.comm.size
+        if self.op is not Average:
+            return times(total, self.postscale).to(dtype)
+        if not (total.is_floating_point() or total.is_complex()) and self.postscale == 1.0:
+            return torch.div(total, size, rounding_mode="trunc").to(dtype)  # exact, as no detour would be
+        return times(total, self.postscale * self.op.scale(size)).to(dtype)
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous ``tensor`` in one dimension, complex numbers as pairs."""
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
+
+
+def times(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    """Scale ``tensor`` in place. Integers by way of fp64, cut towards zero."""
+    if factor == 1.0:
+        return tensor
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.mul_(factor)
+    return tensor.copy_((tensor.double() * factor).to(tensor.dtype))

@@ -1,0 +1,148 @@
+"""Reduce-scatter: what all give becomes one tensor, of which every rank gets its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from agmerge.backends import Handle
+from agmerge.ops import Average, Compression, Sum
+from agmerge.runtime.collectives import arguments
+from agmerge.runtime.collectives.arguments import Compressor
+from agmerge.runtime.collectives.gather import Allgather
+from agmerge.runtime.collectives.operation import Pending, run, run_all, start
+from agmerge.runtime.collectives.reduction import Reduction, flat
+
+NONE = Compression.none
+
+
+class ReduceScatter(Reduction):
+    """See :func:`reducescatter`."""
+
+    kind = "reducescatter"
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        if self.op not in (Average, Sum):
+            raise ValueError(f"{self.label}: op must be agmerge.Average or agmerge.Sum, not {self.op.value}")
+        for tensor in self.tensors:
+            if tensor.dim() == 0:
+                raise ValueError(f"{self.label}: a tensor of no dimensions has no rows to scatter; use allreduce")
+
+    def begin(self) -> list[Handle]:
+        """One message a tensor, of pieces of equal size: where rows do not divide, some end with an empty one."""
+        self._dtypes = [tensor.dtype for tensor in self.tensors]
+        self._pieces: list[torch.Tensor] = []
+        handles = []
+        for i, tensor in enumerate(self.tensors):
+            whole = self._even(self.prepared(tensor))
+            piece = whole.new_empty((len(whole) // self.comm.size, *whole.shape[1:]))
+            self._pieces.append(piece[: self._rows(len(tensor))[self.comm.rank]])
+            if piece.numel():
+                name = f"{self.message}.{i}" if i else self.message
+                handles.append(self.comm.reduce_scatter(flat(piece), flat(whole), name))
+        return handles
+
+    def _rows(self, rows: int) -> list[int]:
+        """How many every rank gets, the first ones one more where they do not divide: as in Horovod."""
+        least, more = divmod(rows, self.comm.size)
+        return [least + (rank < more) for rank in range(self.comm.size)]
+
+    def _even(self, tensor: torch.Tensor) -> torch.Tensor:
+        counts = self._rows(len(tensor))
+        if len(set(counts)) == 1:
+            return tensor
+        room = tensor.new_zeros((self.comm.size, counts[0], *tensor.shape[1:]))
+        for place, part in zip(room, torch.split(tensor, counts), strict=True):
+            place[: len(part)] = part
+        return room.flatten(0, 1)
+
+    def end(self) -> list[torch.Tensor]:
+        """New tensors."""
+        pieces, self._pieces = self._pieces, []
+        return [self.finished(piece, dtype).contiguous() for piece, dtype in zip(pieces, self._dtypes, strict=True)]
+
+    def backward(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the gradients of all rows, gathered; of a sum, times the number of ranks, as in Horovod."""
+        factor = self.prescale * self.postscale * (self.comm.size if self.op is Sum else 1)
+        back = Allgather([one * factor for one in gradients], f"gradient of {self.label}", where=self.group)
+        return run_all(back)
+
+
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: Compressor = NONE,
+    op: Any = Average,
+    process_set: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """Combine every rank's ``tensor`` and return this rank's share of the rows. Collective.
+
+    Shares are equal; where the rows do not divide the first ranks get one more. ``op``: ``Average`` or ``Sum``; the
+    other arguments are those of :func:`allreduce`. Differentiable: gradients are gathered, and of a sum multiplied by
+    the number of ranks, as in Horovod.
+    """
+    label = arguments.label(name, "reducescatter")
+    arguments.check_tensor(tensor, label)
+    cast = arguments.compressor(compression, label)
+    sent, context = cast.compress(tensor)
+    made = _operation([sent], "reducescatter", name, op, prescale_factor, postscale_factor, process_set)
+    return cast.decompress(run(made), context)
+
+
+def reducescatter_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: Any = Average,
+    process_set: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Pending:
+    """Start :func:`reducescatter`; a handle for :func:`synchronize`. Collective. ``tensor`` is copied first."""
+    call = "reducescatter_async"
+    return start(_operation([tensor], call, name, op, prescale_factor, postscale_factor, process_set))
+
+
+def grouped_reducescatter(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    compression: Compressor = NONE,
+    op: Any = Average,
+    process_set: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """Combine each of ``tensors`` as :func:`reducescatter`, all of them agreed on at once; a list. Collective."""
+    label = arguments.label(name, "grouped_reducescatter")
+    cast = arguments.compressor(compression, label)
+    packed = [cast.compress(tensor) for tensor in arguments.check_list(tensors, label)]
+    given = (name, op, prescale_factor, postscale_factor, process_set)
+    found = run(_operation([sent for sent, _ in packed], "grouped_reducescatter", *given, single=False))
+    return [cast.decompress(one, context) for one, (_, context) in zip(found, packed, strict=True)]
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    op: Any = Average,
+    process_set: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Pending:
+    """Start :func:`grouped_reducescatter`; a handle for :func:`synchronize`. Collective. Tensors are copied first."""
+    given = (name, op, prescale_factor, postscale_factor, process_set)
+    return start(_operation(tensors, "grouped_reducescatter_async", *given, single=False))
+
+
+def _operation(
+    tensors: Any, call: str, name: Any, op: Any, prescale: Any, postscale: Any, process_set: Any, single: bool = True
+) -> ReduceScatter:
+    label = arguments.label(name, call)
+    checked = arguments.check_list(tensors, label)
+    made = ReduceScatter(checked, name, arguments.reduction(op, None, label), prescale, postscale, process_set)
+    made.single = single
+    return made

@@ -1,0 +1,41 @@
+"""Tensors of sparse layout: rows with their indices are gathered, not reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from agmerge.ops import Average, Sum
+from agmerge.runtime.collectives import arguments
+from agmerge.runtime.collectives.gather import Allgather
+from agmerge.runtime.collectives.operation import start
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str, op: Any = Average, process_set: Any = None
+) -> Callable[[], torch.Tensor]:
+    """Start the average or sum of every rank's ``tensor``, of COO layout; call what is returned for it. Collective.
+
+    Ranks may hold different numbers of elements. An element that several hold stands several times in the result,
+    as in Horovod: it adds up in ``to_dense()`` and ``coalesce()``.
+    """
+    label = arguments.label(name, "sparse_allreduce_async")
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
+        raise TypeError(f"{label}: give a tensor of layout torch.sparse_coo; allreduce takes dense ones")
+    combine = arguments.reduction(op, None, label)
+    if combine not in (Average, Sum):
+        raise ValueError(f"{label}: op must be agmerge.Average or agmerge.Sum, not {combine.value}")
+    bare = tensor.detach()
+    gathering = Allgather([bare._indices().t(), bare._values()], label, process_set)
+    gathering.single, size = False, gathering.comm.size
+    pending = start(gathering)
+
+    def result() -> torch.Tensor:
+        indices, values = pending.result()
+        if combine is Average:
+            values = values / size
+        return torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=True)
+
+    return result

@@ -1,0 +1,5 @@
+"""Find out which peer is missing and what it was doing, so that a time-out says more than that.
+
+``monitor``: asks and answers. ``status_server``: the TCP port behind it. ``exit_guard``: tells the others why a
+process ends.
+"""

@@ -1,0 +1,105 @@
+"""One question and one answer between two processes, each a line of JSON over TCP."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+PATIENCE = 1.0  # seconds for a connection, and again for the answer
+LONGEST = 8192  # bytes of a line
+
+ENDED = "its process has ended"
+STUCK = "its process does not answer: it is stopped, or busy in code that lets no other thread run"
+CUT = "no answer: its host is down, or the network to it is cut"
+
+
+class Silence(Exception):
+    """There is no answer; the text says what that means."""
+
+
+class Listener:
+    """A port at ``address`` and a thread that answers there, to those that know ``token``.
+
+    ``answer(asked)`` gets what was asked and returns what to say; both are dicts that JSON can hold.
+    """
+
+    def __init__(self, address: str, token: str, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._socket = socket.create_server((address, 0), family=family, backlog=128)
+        self.port: int = self._socket.getsockname()[1]
+        self._token, self._answer, self._end = token, answer, False
+        self._thread = threading.Thread(target=self._run, name="agmerge roll call", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._end:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                time.sleep(0.0 if self._end else 0.1)  # no more files, say
+                continue
+            with connection:
+                try:
+                    self._serve(connection)
+                except (OSError, ValueError, KeyError, TypeError):
+                    pass  # not one of us
+
+    def _serve(self, connection: socket.socket) -> None:
+        connection.settimeout(PATIENCE)
+        asked = json.loads(_line(connection, PATIENCE))
+        if hmac.compare_digest(str(asked["token"]), self._token):
+            connection.sendall(json.dumps({**self._answer(asked), "token": self._token}).encode() + b"\n")
+
+    def close(self) -> None:
+        """Listen no more: to others it looks as if the process had ended."""
+        self._end = True
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread; closing alone does not
+        except OSError:
+            pass
+        self._socket.close()
+        if self._thread is not threading.current_thread():
+            self._thread.join(PATIENCE)
+
+    def forget(self) -> None:
+        """In a forked child, which would keep the port open when its parent has ended."""
+        self._end = True
+        self._socket.close()
+
+
+def ask(address: str, port: int, token: str, question: dict[str, Any], patience: float = PATIENCE) -> dict[str, Any]:
+    """What is said there; :class:`Silence` if nothing is. Takes at most twice ``patience`` seconds."""
+    try:
+        with socket.create_connection((address, port), timeout=patience) as connection:
+            try:
+                connection.sendall(json.dumps({**question, "token": token}).encode() + b"\n")
+                reply = json.loads(_line(connection, patience))
+            except TimeoutError as error:
+                raise Silence(STUCK) from error
+    except TimeoutError as error:
+        raise Silence(CUT) from error
+    except (ConnectionError, ValueError) as error:
+        raise Silence(ENDED) from error
+    except OSError as error:
+        raise Silence(f"it cannot be reached ({error})") from error
+    if reply.get("token") != token:
+        raise Silence(ENDED)  # its port is another's now
+    return dict(reply)
+
+
+def _line(connection: socket.socket, patience: float) -> bytes:
+    """What was sent up to the end of the line. Raises ``ConnectionResetError`` if that never came."""
+    end, data = time.monotonic() + patience, b""
+    while not data.endswith(b"\n"):
+        if time.monotonic() > end:
+            raise TimeoutError
+        part = connection.recv(LONGEST)
+        if not part or len(data) > LONGEST:
+            raise ConnectionResetError("the line has no end")
+        data += part
+    return data

@@ -1,0 +1,208 @@
+"""Some of the ranks: Horovod's ``process_set=``, of an optimizer and of a single collective."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from agmerge.backends import Backend, horovod, timeouts
+from agmerge.backends.handshake import gather_texts
+from agmerge.errors import AGMergeError, RankMismatchError
+from agmerge.runtime import workers
+from agmerge.runtime.call_agreement import agree
+
+
+def _checked_ranks(given: Any) -> list[int]:
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f"process_set={given!r}: give a process set, or a list of ranks")
+    ranks = list(given)
+    if not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in ranks):
+        raise TypeError(f"process_set={ranks!r}: ranks are integers")
+    if not ranks or len(set(ranks)) < len(ranks) or min(ranks) < 0:
+        raise ValueError(f"process_set={ranks!r}: give at least one rank, each once, none below 0")
+    return sorted(ranks)
+
+
+class ProcessSet:
+    """Ranks of the world that call collectives among themselves, once :func:`add_process_set` has been told.
+
+    ``ranks``: integers in any order. Raises ``TypeError`` or ``ValueError`` for what cannot be a set of ranks.
+    """
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self._ranks: list[int] | None = _checked_ranks(ranks)
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks of the world, ascending."""
+        return list(range(workers.size())) if self._ranks is None else list(self._ranks)
+
+    def size(self) -> int:
+        """How many ranks there are in it."""
+        return len(self.ranks)
+
+    def included(self) -> bool:
+        """Tell whether this rank is one of them."""
+        return workers.rank() in self.ranks
+
+    def rank(self) -> int | None:
+        """This rank's number among them, from 0; None outside."""
+        return self.ranks.index(workers.rank()) if self.included() else None
+
+    def __repr__(self) -> str:
+        return "global_process_set" if self._ranks is None else f"ProcessSet({self._ranks})"
+
+
+global_process_set = ProcessSet([0])
+global_process_set._ranks = None  # all, however many there are
+
+
+@dataclass(frozen=True)
+class Group:
+    """A communicator, and the ranks of the world in it by their ranks there."""
+
+    comm: Backend
+    ranks: Sequence[int]
+
+
+@dataclass
+class _Known:
+    """The communicators that one world's sets have: by ranks, and by objects of Horovod's."""
+
+    by_ranks: dict[tuple[int, ...], Backend | None] = field(default_factory=dict)
+    by_object: WeakKeyDictionary[Any, Backend | None] = field(default_factory=WeakKeyDictionary)
+
+
+_known: WeakKeyDictionary[Backend, _Known] = WeakKeyDictionary()
+
+
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+    """Let the ranks of ``process_set`` call collectives among themselves. Collective over all ranks.
+
+    Every rank names the same ranks, members or not, else all of them get :class:`agmerge.RankMismatchError`. Raises
+    ``ValueError`` for a rank that does not exist and for ranks that have a set already. Returns the set, for
+    ``process_set=`` of the collectives.
+    """
+    made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    world, ranks = workers.world(), tuple(made.ranks)
+    agree(world, "add_process_set", [("call", "add_process_set"), ("ranks", str(list(ranks)))])
+    if ranks[-1] >= world.size:
+        raise ValueError(f"{made}: there are ranks 0 to {world.size - 1}")
+    known = _known.setdefault(world, _Known())
+    if made is global_process_set or ranks in known.by_ranks:
+        raise ValueError(f"{made}: there is a process set of these ranks already; use that, or remove it first")
+    known.by_ranks[ranks] = world.subgroup(ranks, "agmerge process set", timeouts.default())
+    return made
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Forget what :func:`add_process_set` has made; False if there is no such set. Collective over all ranks."""
+    known = _known.setdefault(workers.world(), _Known())
+    if process_set is global_process_set or tuple(process_set.ranks) not in known.by_ranks:
+        return False
+    comm = known.by_ranks.pop(tuple(process_set.ranks))
+    if comm is not None:
+        comm.close()
+    return True
+
+
+def group(given: Any, call: str) -> Group:
+    """Those who take part in a collective: all, or the members of ``given``, of whom this rank is one.
+
+    ``given``: None, a :class:`ProcessSet` that was added or its ranks, or a process set of Horovod's.
+    """
+    world = workers.world()
+    if given is None or given is global_process_set:
+        return Group(world, range(world.size))
+    if horovod.is_process_set(given):
+        return _of_horovod(world, given, call)
+    ranks = tuple(given.ranks) if isinstance(given, ProcessSet) else tuple(_checked_ranks(given))
+    known = _known.setdefault(world, _Known())
+    if ranks not in known.by_ranks:
+        if ranks == tuple(range(world.size)):
+            return Group(world, ranks)
+        raise ValueError(f"{call}: process_set={list(ranks)} is not known; all ranks add_process_set() it first")
+    return _member(known.by_ranks[ranks], ranks, world, call)
+
+
+def _member(comm: Backend | None, ranks: Sequence[int], world: Backend, call: str) -> Group:
+    if comm is None:
+        raise ValueError(f"{call}: process_set={list(ranks)} is called by its members, and this is rank {world.rank}")
+    return Group(comm, ranks)
+
+
+def _of_horovod(world: Backend, given: Any, call: str) -> Group:
+    if given.process_set_id == 0:
+        return Group(world, range(world.size))
+    of_world = _horovod_world(world, given)
+    known = _known.setdefault(world, _Known()).by_object
+    if given.process_set_id is None or given not in known:
+        known[given] = of_world.over(given)
+    return _member(known[given], given.ranks, world, call)
+
+
+def _horovod_world(world: Backend, given: Any) -> horovod.HorovodBackend:
+    if not isinstance(world, horovod.HorovodBackend):
+        raise AGMergeError(
+            f"process_set={given} is Horovod's, but agmerge runs on {world.name!r}; give a list of ranks"
+        )
+    return world
+
+
+# -- of an optimizer ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The ranks of the world that exchange gradients; empty: all. ``horovod``: its own object, where it has one."""
+
+    ranks: tuple[int, ...] = ()
+    horovod: Any = None
+
+    @property
+    def members(self) -> list[int]:
+        """Ranks of the world, in the order of their ranks here; empty: all."""
+        return list(self.ranks if self.horovod is None else self.horovod.ranks)
+
+
+def checked(given: Any) -> Chosen:
+    """None, a process set of ours or Horovod's, or ranks. ``TypeError`` or ``ValueError`` for anything else."""
+    if given is None or given is global_process_set:
+        return Chosen()
+    if horovod.is_process_set(given):
+        return Chosen() if given.process_set_id == 0 else Chosen(horovod=given)
+    return Chosen(tuple(given.ranks if isinstance(given, ProcessSet) else _checked_ranks(given)))
+
+
+def communicator(world: Backend, chosen: Chosen, timeout: float) -> Backend | None:
+    """A communicator of one optimizer's own; None on a rank outside its set.
+
+    Collective over all ranks of ``world``, but for a set of Horovod's, which it knows already: then over its
+    members. Different ranks may name different sets. The same error on every rank if a set names a rank that
+    does not exist, or one that names another set.
+    """
+    if chosen.horovod is not None:
+        return _horovod_world(world, chosen.horovod).over(chosen.horovod)
+    said = [tuple(json.loads(text)) for text in gather_texts(world, json.dumps(chosen.ranks).encode(), "sets", timeout)]
+    if not any(said):
+        return world.duplicate("agmerge optimizer", timeout)
+    for rank, ranks in enumerate(said):
+        for other in ranks:
+            if other >= world.size:
+                raise ValueError(f"process_set={list(ranks)} on rank {rank}: there are ranks 0 to {world.size - 1}")
+            if said[other] != ranks:
+                raise RankMismatchError(
+                    f"process_set={list(ranks)} on rank {rank} names rank {other}, whose own is "
+                    f"{list(said[other]) or None}; give all members of a set the same one"
+                )
+    if not all(said):
+        without = [rank for rank, ranks in enumerate(said) if not ranks]
+        raise RankMismatchError(f"process_set: ranks {without} name none, the others do; give every rank one")
+    mine = None
+    for ranks in sorted(set(said)):
+        made = world.subgroup(ranks, "agmerge optimizer", timeout)
+        mine = made if made is not None else mine
+    return mine

@@ -1,0 +1,200 @@
+"""Which backend this process, or this thread of an in-memory group, talks through."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+
+from agmerge.backends import Backend, horovod, local, mpi, slurm, status, timeouts
+from agmerge.backends import torch as torch_backend
+from agmerge.errors import AGMergeError
+from agmerge.runtime.peers import exit_guard, monitor
+
+BACKENDS = ("horovod", "torch", "mpi", "local")
+_SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")  # what launchers say
+
+_process: Backend | None = None
+_thread = threading.local()
+
+
+def detect(env: Mapping[str, str]) -> str:
+    """The backend to open when the script names none.
+
+    In this order: a Horovod or torch.distributed that the script has initialised; ``AGMERGE_BACKEND``;
+    horovodrun's variables; torchrun's, also when set by hand; an MPI launcher's (Horovod if it is here and
+    built with MPI, else mpi4py); srun's where it has started several tasks (torch); else ``local``.
+    """
+    if horovod.initialised():
+        return "horovod"
+    if torch_backend.initialised():
+        return "torch"
+    if env.get("AGMERGE_BACKEND"):
+        return env["AGMERGE_BACKEND"]
+    if horovod.launched(env):
+        return "horovod"
+    if torch_backend.launched(env):
+        return "torch"
+    if int(env.get("WORLD_SIZE") or 1) > 1:
+        missing = [key for key in ("RANK", "MASTER_ADDR") if key not in env]
+        raise AGMergeError(
+            f"WORLD_SIZE={env['WORLD_SIZE']}, but {' and '.join(missing)} not set; set them too, or launch with "
+            "torchrun"
+        )
+    if mpi.launched(env):
+        if horovod.has_mpi():
+            return "horovod"
+        if mpi.installed() or not slurm.launched(env):
+            return "mpi"
+    return "torch" if slurm.launched(env) else "local"
+
+
+def init(backend: str | None = None) -> None:
+    """Join the other workers.
+
+    ``backend``: ``"horovod"``, ``"torch"``, ``"mpi"`` or ``"local"`` (this process alone); None: detected, see
+    :func:`detect`. A second call is allowed and does nothing. Raises ``ValueError`` for an unknown or other
+    backend, and :class:`agmerge.AGMergeError` if the backend does not see all the workers that were launched.
+    """
+    global _process
+    if is_initialized():
+        if backend not in (None, backend_name()):
+            raise ValueError(
+                f"init(backend={backend!r}): already initialised with {backend_name()!r}; call shutdown() first"
+            )
+        return
+    env = os.environ
+    name = backend or detect(env)
+    if elastic() and name != "horovod":
+        raise AGMergeError(
+            f"HOROVOD_ELASTIC=1, but the backend is {name!r}: workers that come and go are Horovod's; leave "
+            "AGMERGE_BACKEND and backend= out, or launch with a fixed number of workers"
+        )
+    if name not in BACKENDS:
+        raise ValueError(f"unknown backend {name!r}; backends: {', '.join(BACKENDS)}")
+    timeout = timeouts.default()
+    try:
+        opened = _open(name, env, timeout)
+    finally:
+        if name != "local":
+            exit_guard.prepare()
+    launched = next((key for key in _SIZES if int(env.get(key) or 1) > 1), None)
+    if name in ("horovod", "mpi") and slurm.launched(env):
+        launched = launched or "SLURM_STEP_NUM_TASKS"
+    if name != "local" and launched is not None and opened.size == 1:
+        # Going on would train as many unrelated models as there are workers.
+        raise AGMergeError(
+            f"the launcher has started {env[launched]} workers ({launched}), but the {name} backend sees one: it was "
+            "built for another launcher. `python -m agmerge doctor` says which launchers work here"
+            + ("; under srun, AGMERGE_BACKEND=torch needs none" if slurm.launched(env) else "")
+        )
+    if name != "local" and opened.size > 1 and not elastic() and not monitor.is_open():
+        monitor.open(opened.rank, monitor.over(opened, timeout))
+    _process = opened
+
+
+def listen() -> None:
+    """Open the roll call of the workers that there are now, if this has not happened. Collective.
+
+    In an elastic job it waits for the first step: newcomers are alone until all begin one.
+    """
+    here = None if bound() is not None else _process
+    if elastic() and here is not None and here.size > 1 and not monitor.is_open():
+        monitor.open(here.rank, monitor.over(here, timeouts.default()))
+
+
+def elastic() -> bool:
+    """Whether this process was launched to be joined and left by others."""
+    return os.environ.get("HOROVOD_ELASTIC") == "1"
+
+
+def adopt() -> None:
+    """Take a Horovod or torch.distributed that the script has initialised; :func:`init` for scripts that call none."""
+    if not is_initialized() and (horovod.initialised() or torch_backend.initialised()):
+        init()
+
+
+def _open(name: str, env: Mapping[str, str], timeout: float) -> Backend:
+    if name == "horovod":
+        return horovod.open(env, timeout)
+    if name == "torch":
+        return torch_backend.open(env, timeout, monitor.listen)
+    if name == "mpi":
+        return mpi.open(env, timeout)
+    return local.open()
+
+
+def shutdown() -> None:
+    """Leave the group. Nothing but :func:`init` may be called afterwards."""
+    global _process
+    if _process is not None and bound() is None:
+        monitor.ended("has called agmerge.shutdown()")
+        monitor.close()
+        _process.close()
+        _process = None
+
+
+def bind(backend: Backend | None) -> None:
+    """Make ``backend`` this thread's own (None: the process's again). For in-memory groups."""
+    _thread.backend = backend
+    status.separate(backend is not None)
+
+
+def bound() -> Backend | None:
+    """This thread's own backend, if it has one."""
+    return getattr(_thread, "backend", None)
+
+
+def world() -> Backend:
+    """The communicator of all workers, for module-level collectives. Raises if there is none yet."""
+    backend = bound() or _process
+    if backend is None:
+        raise AGMergeError("AGMerge has not been initialized; use agmerge.init().")
+    if backend is _process and backend.stale:
+        renew()
+        return world()
+    return backend
+
+
+def renew() -> None:
+    """Take the workers that there are now: an elastic Horovod has initialised itself anew."""
+    global _process
+    if _process is not None:
+        monitor.close()  # its ranks are other workers' now
+        _process = _process.renewed()
+
+
+def current(backend: Backend | None) -> bool:
+    """Whether ``backend`` is the group of now. A thread of autograd's own does not know of an in-memory group."""
+    here = bound() or _process
+    return backend is not None and not backend.stale and (here is backend or here is None)
+
+
+def is_initialized() -> bool:
+    """Whether :func:`init` has been called."""
+    return (bound() or _process) is not None
+
+
+def backend_name() -> str:
+    """``"horovod"``, ``"torch"``, ``"mpi"`` or ``"local"``."""
+    return world().name
+
+
+def rank() -> int:
+    """This worker's number, 0 to ``size() - 1``."""
+    return world().rank
+
+
+def size() -> int:
+    """How many workers there are."""
+    return world().size
+
+
+def local_rank() -> int:
+    """This worker's number among those on the same machine."""
+    return world().local_rank
+
+
+def local_size() -> int:
+    """How many workers there are on this machine."""
+    return world().local_size

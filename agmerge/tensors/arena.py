@@ -1,0 +1,210 @@
+"""The memory of one lane: two slabs, one update, and the only writer of residuals.
+
+A hook writes ``work = residual + gradient``; a commit takes off what was sent; in ``step()`` the slabs
+change places, so that ``work`` is the next residual. Until then the residual is untouched, to the bit,
+whatever happens. The update has a slab of its own where something is kept; until the exchange has ended, this
+rank's gradients rest there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import torch
+
+from agmerge.tensors.layout import Lane, Segment, Slot
+from sparsifiers import Memory, Momentum, Rate, kernel
+
+LINE = 64  # bytes
+
+
+def commit(work: torch.Tensor, indices: torch.Tensor | None, sent: torch.Tensor) -> None:
+    """``work -= sent`` at ``indices`` (int32, int64; None: everywhere), in place, for any dtype of ``sent``.
+
+    What stays is exactly what was not sent, rounding included. An index may occur again with 0: the padding
+    of a message does no harm. No temporary of ``work``'s size.
+    """
+    if indices is None:
+        work.sub_(sent)
+        return
+    sent = sent.to(work.dtype)
+    if not kernel.commit(work, indices, sent):
+        work.index_add_(0, indices, sent, alpha=-1)
+
+
+def zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a 1-D tensor of zeros on a cache line's boundary. On the host it takes memory as it is written to.
+
+    ``torch.zeros`` writes all of it at once, when all gradients of the first step are still there.
+    """
+    if device.type != "cpu":
+        return torch.zeros(length, dtype=dtype, device=device)
+    size = length * dtype.itemsize
+    raw = torch.from_numpy(np.zeros(size + LINE, dtype=np.uint8))  # of calloc's
+    start = -raw.data_ptr() % LINE
+    return raw[start : start + size].view(dtype)
+
+
+def trim() -> None:
+    """Hand memory that was freed back to the system. Does nothing where the C library is not glibc.
+
+    glibc keeps what was freed between two allocations that are in use: as much as all gradients, after a step that has
+    copied them one by one to where their updates will be.
+    """
+    if sys.platform == "linux":
+        give = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if give is not None:
+            give(ctypes.c_size_t(0))
+
+
+def rest(home: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Copy a gradient that was compensated to ``home``, where its update will be written, and return that.
+
+    The gradient's own memory is then free for those that follow in the same backward pass. Returns the gradient itself
+    where it lies there already, or where this would be no plain copy of elements.
+    """
+    plain = type(gradient) is torch.Tensor and gradient.dtype == home.dtype and gradient.is_contiguous()
+    if not plain or gradient.requires_grad or gradient.data_ptr() == home.data_ptr():
+        return gradient
+    return home.copy_(gradient)
+
+
+class Arena:
+    """Flat storage of one lane, 1-D of ``length`` elements each.
+
+    ``residual`` (None for a memory that keeps nothing) and ``work`` have the lane's storage dtype, and so has the
+    momentum of a memory that has one; ``update`` has the gradient's own: a parameter's ``grad`` becomes a view of it.
+    Where nothing is kept and the dtypes are the same, ``update`` is ``work``. ``size``: the number of workers.
+    ``rate``: what the optimizer says of a tensor's momentum; None: nothing.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        length: int,
+        slots: Sequence[Slot],
+        memory: Memory,
+        size: int = 1,
+        rate: Callable[[Slot], Rate] | None = None,
+    ) -> None:
+        self.lane, self.memory, self._size = lane, memory, size
+        self._slots, self._rate = slots, rate
+
+        def slab() -> torch.Tensor:
+            return zeros(length, lane.storage, lane.device)
+
+        first = slab()
+        self._slabs = [first, slab() if memory.keeps else first]
+        self._momenta = [slab(), slab()] if memory.corrects else []
+        self._views = [{slot.index: view(one, slot) for slot in slots} for one in self._slabs]
+        self._momentum_views = [{slot.index: view(one, slot) for slot in slots} for one in self._momenta]
+        self._turn = 0
+        self.in_place = not memory.keeps and lane.dtype == lane.storage
+        self.update = first if self.in_place else zeros(length, lane.dtype, lane.device)
+        # `.data`: each with a version of its own, which tells whether a script has written to it.
+        self.gradients = {slot.index: view(self.update, slot).data for slot in slots}
+
+    @property
+    def work(self) -> torch.Tensor:
+        """``residual + gradient``, less what is committed."""
+        return self._slabs[self._turn]
+
+    @property
+    def residual(self) -> torch.Tensor | None:
+        """What was accumulated and not sent, as of the last ``step()``."""
+        return self._slabs[1 - self._turn] if self.memory.keeps else None
+
+    @property
+    def momentum(self) -> torch.Tensor:
+        """The momentum as of the last ``step()``, of a memory that has one."""
+        return self._momenta[1 - self._turn]
+
+    def residual_of(self, slot: Slot) -> torch.Tensor | None:
+        """The residual of one tensor, in its shape: a view."""
+        return self._views[1 - self._turn][slot.index] if self.memory.keeps else None
+
+    def state_of(self, slot: Slot) -> dict[str, torch.Tensor]:
+        """What is kept of one tensor from step to step: views, by kind."""
+        found = {}
+        if self.memory.keeps:
+            found["residual"] = self._views[1 - self._turn][slot.index]
+        if self.memory.corrects:
+            found["momentum"] = self._momentum_views[1 - self._turn][slot.index]
+        return found
+
+    def work_of(self, slot: Slot) -> torch.Tensor:
+        """The tensor's part of ``work``, in its shape: a view."""
+        return self._views[self._turn][slot.index]
+
+    def clean(self, slot: Slot | None = None) -> None:
+        """Make zero what is not finite of the next residual and momentum (of one tensor; None: of all)."""
+        kept = []
+        if self.memory.keeps:
+            kept.append(self._slabs[self._turn] if slot is None else self._views[self._turn][slot.index])
+        if self.memory.corrects:
+            momenta = self._momenta[self._turn]
+            kept.append(momenta if slot is None else self._momentum_views[self._turn][slot.index])
+        for tensor in kept:
+            torch.nan_to_num_(tensor, 0.0, 0.0, 0.0)
+
+    def compensate(self, slot: Slot, gradient: torch.Tensor | None) -> bool | None:
+        """Write the tensor's part of ``work`` from its residual and ``gradient`` (None: it has none).
+
+        Returns whether all of it is finite, if the memory knows, else None.
+        """
+        # The momentum of what is sent whole takes the average: see `correct`.
+        momentum = self._momentum_of(slot) if self.memory.corrects and self.memory.keeps else None
+        return self.memory.compensate(self.work_of(slot), self.residual_of(slot), gradient, momentum, self._size)
+
+    def rest(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
+        """Return what ``p.grad`` should be until the exchange has ended: see :func:`rest`."""
+        home = self.gradients[slot.index]
+        if not self.in_place:
+            return rest(home, gradient)
+        # One that was accumulated into the last update: the sum over the ranks is about to be written there.
+        return gradient.clone() if gradient.data_ptr() == home.data_ptr() else gradient
+
+    def commit(self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor | None) -> None:
+        """Take off what was sent of ``segment`` (None: all of it). Nothing to do for a memory that keeps nothing."""
+        part = slice(segment.start, segment.stop)
+        if not self.memory.keeps:
+            return
+        if sent is None:
+            self.work[part].zero_()
+        else:
+            commit(self.work[part], indices, sent)
+        if self.memory.corrects and indices is not None and sent is not None:
+            self.memory.mask(self._momenta[self._turn][part], indices, sent)
+
+    def correct(self, unused: Iterable[Slot] = ()) -> None:
+        """Apply the momentum of what is sent whole to its average, once every message has arrived.
+
+        ``unused``: tensors that no rank had a gradient for; their momentum stays as it was.
+        """
+        if self.memory.corrects and not self.memory.keeps:
+            rates = {self._rate(slot) for slot in self._slots} if self._rate is not None else {None}
+            if len(rates) == 1:
+                before, after = self._momenta[1 - self._turn], self._momenta[self._turn]
+                self.memory.correct(self.update, Momentum(before, after, *rates))
+            else:
+                for slot in self._slots:
+                    self.memory.correct(self.gradients[slot.index], self._momentum_of(slot))
+            for slot in unused:
+                momentum = self._momentum_of(slot)
+                momentum.after.copy_(momentum.before)
+
+    def swap(self) -> None:
+        """Make what is left in ``work`` the residual. Called in ``step()`` and nowhere else."""
+        self._turn = 1 - self._turn
+
+    def _momentum_of(self, slot: Slot) -> Momentum:
+        before, after = (self._momentum_views[turn][slot.index] for turn in (1 - self._turn, self._turn))
+        return Momentum(before, after, None if self._rate is None else self._rate(slot))
+
+
+def view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """The tensor of ``slot`` in ``flat``, in C order."""
+    return flat[slot.offset : slot.offset + slot.numel].view(slot.shape)

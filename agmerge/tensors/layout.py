@@ -1,0 +1,149 @@
+"""Where each tensor lies: a pure function of the tensors and their readiness order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+# Elements. 64 bytes of a 2-byte dtype, so that a tensor never shares a cache line with its neighbour.
+ALIGNMENT = 32
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Tensors that share one arena: the same device, dtype and treatment. ``density``: None: the compressor's own."""
+
+    device: torch.device
+    dtype: torch.dtype
+    sparse: bool
+    density: float | None = None
+
+    @property
+    def storage(self) -> torch.dtype:
+        """The dtype of residual and work: float32 for 16-bit gradients, else the gradient's own."""
+        return torch.float32 if self.dtype in (torch.float16, torch.bfloat16) else self.dtype
+
+    def __str__(self) -> str:
+        kind = "sparse" if self.sparse else "dense"
+        kind += "" if self.density is None else f"@{self.density:g}"
+        return f"{kind}/{str(self.dtype).removeprefix('torch.')}/{self.device.type}"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor's place. ``index``: in readiness order; ``offset``: in its lane, in elements."""
+
+    index: int
+    name: str
+    shape: tuple[int, ...]
+    lane: Lane
+    offset: int
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the tensor, padding not counted."""
+        return math.prod(self.shape)
+
+    @cached_property
+    def end(self) -> int:
+        """Where the next tensor of the lane starts."""
+        return self.offset + padded(self.numel)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The part of one lane that one merge buffer covers, or one message of it.
+
+    ``slots``: the tensors that lie in it, the first and the last perhaps not whole. ``span``: from where to where it
+    goes, in the lane, multiples of ``ALIGNMENT``; None: its tensors are whole.
+    """
+
+    lane: Lane
+    slots: tuple[Slot, ...]
+    span: tuple[int, int] | None = None
+
+    @cached_property
+    def start(self) -> int:
+        """First element, in the lane."""
+        return self.slots[0].offset if self.span is None else self.span[0]
+
+    @cached_property
+    def stop(self) -> int:
+        """One past the last element, padding included."""
+        return self.slots[-1].end if self.span is None else self.span[1]
+
+    @cached_property
+    def length(self) -> int:
+        """Elements, padding included."""
+        return self.stop - self.start
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of tensors in it, padding not counted: what a density refers to."""
+        return sum(stop - start for start, stop in map(self.inside, self.slots))
+
+    def inside(self, slot: Slot) -> tuple[int, int]:
+        """From which to which of its elements one of the tensors lies in the segment, padding not counted."""
+        return max(self.start - slot.offset, 0), min(self.stop - slot.offset, slot.numel)
+
+    @cached_property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes that the segment concatenates; padding appears as a 1-D shape of its own.
+
+        Of a tensor that is not whole: its whole rows where there is nothing else of it, else a 1-D shape.
+        """
+        shapes: list[tuple[int, ...]] = []
+        for slot in self.slots:
+            start, stop = self.inside(slot)
+            shapes.append(slot.shape if stop - start == slot.numel else _piece(slot.shape, start, stop))
+            padding = min(slot.end, self.stop) - slot.offset - stop
+            if padding:
+                shapes.append((padding,))
+        return tuple(shapes)
+
+
+def aligned(size: int, grain: int) -> int:
+    """Round ``size`` up to a multiple of ``grain``."""
+    return -(-size // grain) * grain
+
+
+def padded(numel: int) -> int:
+    """Round ``numel`` up to whole alignment units."""
+    return aligned(numel, ALIGNMENT)
+
+
+def _piece(shape: tuple[int, ...], start: int, stop: int) -> tuple[int, ...]:
+    row = math.prod(shape[1:])
+    if len(shape) > 1 and start % row == stop % row == 0:
+        return ((stop - start) // row, *shape[1:])
+    return (stop - start,)
+
+
+class Layout:
+    """Slots of all tensors in readiness order, and the length of each lane."""
+
+    def __init__(self, tensors: Sequence[tuple[str, tuple[int, ...], Lane]]) -> None:
+        self.lengths: dict[Lane, int] = {}
+        slots = []
+        for index, (name, shape, lane) in enumerate(tensors):
+            slot = Slot(index, name, shape, lane, self.lengths.get(lane, 0))
+            self.lengths[lane] = slot.end
+            slots.append(slot)
+        self.slots = tuple(slots)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all tensors."""
+        return sum(slot.numel for slot in self.slots)
+
+    def segments(self, start: int, stop: int) -> list[Segment]:
+        """What a merge buffer of tensors ``start`` to ``stop`` covers: a segment of each lane it touches."""
+        by_lane: dict[Lane, list[Slot]] = {}
+        for slot in self.slots[start:stop]:
+            if slot.numel:
+                by_lane.setdefault(slot.lane, []).append(slot)
+        return [Segment(lane, tuple(slots)) for lane, slots in by_lane.items()]

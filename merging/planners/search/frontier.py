@@ -1,0 +1,180 @@
+"""The search over prefixes of the readiness order, with the set of states that no other state beats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from merging.checks import Reals
+from merging.plan import Plan
+from merging.planners.search.bounds import Bounds
+from merging.planners.search.tables import Tables
+
+Indices = NDArray[np.int64]
+Found = tuple[Plan, float]
+"""A plan, and when its last exchange ends."""
+
+_FEW = 32
+_GRAIN = 1e-13
+
+
+class Spent(Exception):
+    """The work allowed is done and the search is not."""
+
+
+@dataclass
+class Work:
+    """How many extensions of states may still be tried, over several searches; None: any number.
+
+    An integer, not a time: the same in every process, and so is what is found with it.
+    """
+
+    left: int | None = None
+    whole: Work | None = None  # of which this is a part
+
+    @property
+    def spent(self) -> bool:
+        """Whether nothing is left."""
+        return self.left is not None and self.left <= 0
+
+    def spend(self, extensions: int) -> None:
+        """Take so many off. Raises `Spent` where more are wanted than are left, here or of the whole."""
+        if self.whole is not None:
+            self.whole.spend(extensions)
+        if self.left is not None:
+            self.left -= extensions
+            if self.left < 0:
+                raise Spent
+
+
+def search(
+    tables: Tables, bounds: Bounds, *, fewest: bool = False, width: int | None = None, work: Work | None = None
+) -> Found | None:
+    """Return the plan that ends first, and when, or None where none keeps within the bounds.
+
+    A state is (t, E) after the first j tensors, with t the compute and E the channel clock. Every state of
+    prefix i is extended by every merge buffer that starts there; of the states of a prefix, those beaten
+    in t and E are dropped. With `fewest`, they must be beaten in merge buffers as well, so that of all
+    plans that end first the one with the fewest merge buffers is returned; then the first found. With `width`,
+    only so many states of a prefix are kept, spread evenly: a good plan soon, not always the optimum.
+
+    The additions are those of `predict`, in its order, and rounding is monotone: what is found is the
+    optimum to the bit. Beyond 32 tensors, times that round to the same multiple of 1e-13 of the finish are
+    equal, as those of sums in another order should be; the optimum is then one up to n times that.
+
+    Raises `Spent` where `work` does not suffice; a search costs an extension per state and merge buffer tried.
+    """
+    n = tables.n
+    work = work or Work()
+    grain = _GRAIN * bounds.finish if n > _FEW else 0.0
+    opened = _Open(len(tables.steps))
+    opened.add(np.zeros(1), np.zeros(1), np.zeros(1, np.int64), 0)
+    history: list[tuple[Indices, Indices, NDArray[np.bool_]]] = []
+    for j in range(n):
+        opened.advance(tables.steps[:, j])
+        clocks, channels, origins, dense = [], [], [], []
+        for option, flags in zip(tables.options, bounds.open, strict=True):
+            chosen = np.flatnonzero(flags[j][opened.start])
+            work.spend(len(chosen))
+            start = opened.start[chosen]
+            leaves = opened.clock[option.clock][chosen]
+            if option.select is not None:
+                leaves = leaves + option.select[j][start]
+            ends = np.maximum(opened.channel[chosen], leaves) + option.channel[j][start]
+            good = bounds.hopeful(j + 1, leaves, ends)
+            clocks.append(leaves[good])
+            channels.append(ends[good])
+            origins.append(chosen[good])
+            dense.append(option.dense[j][start[good]])
+        clock, channel, origin = np.concatenate(clocks), np.concatenate(channels), np.concatenate(origins)
+        buffers = opened.buffers[origin] + 1
+        rough = (np.rint(clock / grain), np.rint(channel / grain)) if grain > 0 else (clock, channel)
+        kept = unbeaten(*rough, buffers if fewest else None)
+        if bounds.sharp:
+            kept = kept[bounds.hopeful(j + 1, clock[kept], channel[kept], sharp=True)]
+        if width is not None and len(kept) > width:
+            kept = kept[np.linspace(0, len(kept) - 1, width).astype(np.int64)]
+        origin = origin[kept]
+        history.append((opened.label[origin], opened.start[origin], np.concatenate(dense)[kept]))
+        opened.add(clock[kept], channel[kept], buffers[kept], j + 1)
+    if not len(kept):
+        return None
+    last = int(np.lexsort((buffers[kept], rough[1][kept]))[0])
+    return _plan(history, last), float(channel[kept][last])
+
+
+class _Open:
+    """The states that merge buffers can start from; `label` numbers them within their prefix."""
+
+    def __init__(self, clocks: int) -> None:
+        self._clock = np.empty((clocks, 64))
+        self._channel = np.empty(64)
+        self._whole = np.empty((3, 64), np.int64)
+        self.size = 0
+
+    def add(self, clock: Reals, channel: Reals, buffers: Indices, start: int) -> None:
+        """Append the states of prefix `start`."""
+        first, self.size = self.size, self.size + len(clock)
+        if self.size > len(self._channel):
+            more = max(self.size, 2 * len(self._channel)) - len(self._channel)
+            self._clock = np.pad(self._clock, ((0, 0), (0, more)))
+            self._channel = np.pad(self._channel, (0, more))
+            self._whole = np.pad(self._whole, ((0, 0), (0, more)))
+        new = slice(first, self.size)
+        self._clock[:, new], self._channel[new] = clock, channel
+        self._whole[0, new], self._whole[1, new] = start, buffers
+        self._whole[2, new] = np.arange(len(clock))
+        self.clock, self.channel = self._clock[:, : self.size], self._channel[: self.size]
+        self.start, self.buffers, self.label = self._whole[:, : self.size]
+
+    def advance(self, steps: Reals) -> None:
+        """Let the compute clocks pass one more tensor."""
+        self.clock += steps[:, None]
+
+
+def unbeaten(clock: Reals, channel: Reals, buffers: Indices | None = None) -> Indices:
+    """Return the indices of the states that no other state equals or beats in all that is given.
+
+    Of equal states the first is kept. Without `buffers`, in the order of clocks; else of merge buffers.
+    """
+    if len(clock) < 2:
+        return np.arange(len(clock))
+    if buffers is None:
+        return _staircase(clock, channel)
+    if clock.min() == clock.max():
+        return _staircase(buffers, channel)
+    fewer = np.zeros(0, np.int64)  # unbeaten in both clocks among all states with fewer merge buffers
+    kept = []
+    for count in np.unique(buffers):
+        same = np.flatnonzero(buffers == count)
+        same = same[_staircase(clock[same], channel[same])]
+        if len(fewer):
+            rank = np.searchsorted(clock[fewer], clock[same], side="right") - 1
+            same = same[(rank < 0) | (channel[fewer[rank]] > channel[same])]
+        kept.append(same)
+        both = np.concatenate([fewer, same])
+        fewer = both[_staircase(clock[both], channel[both])]
+    return np.concatenate(kept)
+
+
+def _staircase(first: Reals | Indices, second: Reals) -> Indices:
+    order = np.lexsort((second, first))
+    values = second[order]
+    kept = np.ones(len(order), bool)
+    kept[1:] = values[1:] < np.minimum.accumulate(values)[:-1]
+    return np.asarray(order[kept])
+
+
+def _plan(history: list[tuple[Indices, Indices, NDArray[np.bool_]]], label: int) -> Plan:
+    counts: list[int] = []
+    flags: list[bool] = []
+    stop = len(history)
+    while stop:
+        labels, starts, dense = history[stop - 1]
+        start = int(starts[label])
+        counts.append(stop - start)
+        flags.append(bool(dense[label]))
+        label, stop = int(labels[label]), start
+    return Plan(tuple(counts[::-1]), tuple(flags[::-1]))

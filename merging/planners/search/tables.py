@@ -1,0 +1,102 @@
+"""What every possible merge buffer costs, and what is known about clocks before any plan is chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from merging.checks import Elements, Reals
+from merging.costs import Cost, Costs
+from merging.profile import Profile
+from merging.size_limit import LIMIT
+
+_BLOCK = 1 << 18
+
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to send a merge buffer. [j, i] is about the merge buffer of the tensors i to j, i <= j.
+
+    clock: which row of `Tables.steps` the compute clock follows inside the merge buffer.
+    select: seconds of the processor after the last tensor, for selection and the message, or None for nothing.
+    channel: seconds of the exchange; infinite for i > j and for 2**31 elements or more.
+    dense: whether the merge buffer goes dense.
+    """
+
+    clock: int
+    select: Reals | None
+    channel: Reals
+    dense: Flags
+
+
+@dataclass(frozen=True)
+class Tables:
+    """All that `predict` takes from a profile and costs in one mode.
+
+    steps: seconds that the compute clock advances at each tensor, one row per clock, shape (c, n).
+    options: the ways to send a merge buffer.
+    fixed: whether the readiness of a tensor is the same in every plan.
+    """
+
+    steps: Reals
+    options: tuple[Option, ...]
+    fixed: bool
+
+    @property
+    def n(self) -> int:
+        """The number of tensors."""
+        return int(self.steps.shape[1])
+
+
+def tables(profile: Profile, costs: Costs, mode: str) -> Tables:
+    """Return the tables of one mode; O(n^2) memory, and O(n^2 / 2**18 + 1) calls of each cost function."""
+    n = len(profile)
+    barred = _sums(profile.numel) >= LIMIT
+    barred[np.triu_indices(n, 1)] = True
+    sparse = _table(costs.exchange, profile.load, barred)
+    wire = None if costs.dense is None else _table(costs.dense, profile.numel, barred)
+    no, yes = np.zeros((1, 1), bool), np.ones((1, 1), bool)
+    plain = profile.backward[None, :]
+    message = start = None
+    if costs.message is not None:
+        message = _table(costs.message, profile.load, barred, outside=0.0)
+        start = np.broadcast_to(np.full((1, 1), costs.message(0)), (n, n))
+    if mode == "dense" and message is None:
+        if wire is None:
+            return Tables(plain, (Option(0, None, sparse, np.broadcast_to(no, (n, n))),), True)
+        return Tables(plain, (Option(0, None, np.minimum(sparse, wire), wire < sparse),), True)
+    select = message
+    if mode == "behind":
+        selection = _table(costs.sparsify, profile.work, barred, outside=0.0)
+        select = selection if message is None else selection + message
+    ahead = plain + costs.sparsify(profile.work) if mode == "ahead" else plain
+    options = [Option(0, select, sparse, np.broadcast_to(no, (n, n)))]
+    steps = ahead
+    if wire is not None:
+        steps = np.concatenate([ahead, plain]) if mode == "ahead" else plain
+        options.append(Option(len(steps) - 1, start, wire, np.broadcast_to(yes, (n, n))))
+    return Tables(steps, tuple(options), mode == "ahead" and wire is None and message is None)
+
+
+def _sums(values: Elements) -> Elements:
+    """Return the sum of values i to j at [j, i]; what is at i > j means nothing."""
+    upto = np.concatenate([[0], np.cumsum(values)])
+    return np.asarray(upto[1:, None] - upto[None, :-1], dtype=np.int64)
+
+
+def _table(cost: Cost, values: Elements, barred: Flags, outside: float = np.inf) -> Reals:
+    n = len(values)
+    upto = np.concatenate([[0], np.cumsum(values)])
+    table = np.empty((n, n))
+    rows = max(1, _BLOCK // n)
+    for first in range(0, n, rows):
+        last = min(n, first + rows)
+        sums = upto[first + 1 : last + 1, None] - upto[None, :-1]
+        sums[barred[first:last]] = 0
+        table[first:last] = cost(sums)
+    table[barred] = outside
+    return table
