@@ -264,3 +264,51 @@ def awkward_groups(model: AwkwardModel) -> list[dict[str, Any]]:
         {"params": flat, "lr": 0.02},
         {"params": other, "lr": 0.03, "weight_decay": 1e-3},
     ]
+
+
+def conserving(
+    model: nn.Module, optimizer: agmerge.DistributedOptimizer, loss: Callable[[int], Tensor], steps: int, sent: Sent
+) -> tuple[list[str], list[merging.Plan]]:
+    """Train; after every step residual + sent is exactly what was there. Digests and plans, step by step."""
+    rank, seen, plans = agmerge.rank(), [], []
+    old: dict[str, Tensor] = {}
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss(step).backward()
+        gradient = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.synchronize()
+        gone = sent.of[rank]  # before a probe comes by
+        sent.of[rank] = {}
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        new = residuals(optimizer)
+        for name, kept in new.items():
+            before = old.get(name, torch.zeros_like(kept))
+            whole = before + gradient[name].to(kept.dtype) if name in gradient else before
+            assert torch.equal(kept + gone[name], whole), f"step {step}, {name}"
+        assert any(kept.any() for kept in new.values())
+        old = new
+        seen.append(digest(model))
+        plans.append(optimizer.plan)
+    return seen, plans
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)

@@ -55,7 +55,7 @@ def test_all_parts_run_and_one_line_sums_them_up(
 
 def test_paths_choose_their_part() -> None:
     units, bits, workers = parts(everything=False)
-    one, other = "tests/agmerge/test_wire.py::test_x", f"{WORKERS}/test_soak.py"
+    one, other = "tests/agmerge/exchanges/test_format.py::test_x", f"{WORKERS}/test_soak.py"
     assert [choice(part, ["-x", one]) for part in (units, bits, workers)] == [["-x", one], None, None]
     assert [choice(part, [one, "-x", other]) for part in (units, bits, workers)] == [[one, "-x"], None, ["-x", other]]
     assert choice(bits, [BITS[0]]) == [BITS[0]]

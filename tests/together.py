@@ -37,11 +37,11 @@ AVX2 = {
     "AGMERGE_KERNEL": "avx2",
 }
 BITS = (  # the files whose outcome would be the first to depend on how a processor rounds
-    "tests/agmerge/test_guarantees_bits.py",
-    "tests/agmerge/test_guarantees.py",
-    "tests/agmerge/test_resizing.py",
-    "tests/agmerge/test_hybrid.py",
-    "tests/agmerge/test_optimizer_join.py",
+    "tests/agmerge/optimizer/test_guarantees_bits.py",
+    "tests/agmerge/optimizer/test_guarantees.py",
+    "tests/agmerge/engine/test_resize.py",
+    "tests/agmerge/optimizer/test_hybrid.py",
+    "tests/agmerge/engine/test_join.py",
     "tests/sparsifiers/test_kernel.py",
 )
 

@@ -9,7 +9,7 @@ from agmerge.planning import cost_probe, message_timing
 
 @pytest.fixture(autouse=True)
 def probes_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each size is timed thrice at most, small messages once and a few in a row: only test_probing.py counts how often.
+    """Time each size thrice at most, and a few small messages once in a row: test_cost_probe.py alone counts how often.
 
     Between threads that share Python's lock that takes longer than all else a test does.
     """

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from agmerge import testing
 from agmerge.exchanges import DenseExchange, Exchange, Load, SparseExchange
+from agmerge.exchanges.masked import MaskedExchange
 from agmerge.exchanges.message.format import Control
-from agmerge.ops import ReduceOp
+from agmerge.exchanges.oktopk.exchange import OkTopkExchange
+from agmerge.ops import Average, ReduceOp
 from agmerge.runtime import workers
 from agmerge.tensors.arena import commit
 from agmerge.tensors.layout import Lane, Layout, Segment
@@ -123,3 +125,38 @@ def draw_offer(length: int, capacity: int, seed: int, on_device: bool) -> Select
     behind = torch.randint(0, length, (capacity - count,), generator=generator)
     indices = torch.cat([chosen, behind]).to(torch.int32)
     return Selection(indices, torch.tensor(count, dtype=torch.int32) if on_device else count)
+
+
+Offers = Callable[[int, int], Selection]
+
+
+Works = Callable[[int, int], torch.Tensor]
+
+
+def oktopk(op: ReduceOp = Average) -> Make:
+    return lambda record: OkTopkExchange(workers.world(), op, record, WAIT)
+
+
+def draws(
+    segments: Sequence[Segment], density: float, seed: int, device: bool, magnitude: float
+) -> tuple[Works, Offers]:
+    def work(rank: int, index: int) -> torch.Tensor:
+        return draw_work(segments[index], 100 * seed + 10 * index + rank, magnitude)
+
+    def offer(rank: int, index: int) -> Selection:
+        length = segments[index].length
+        return draw_offer(length, round(density * length), 100 * seed + 10 * index + rank, device)
+
+    return work, offer
+
+
+def apart(segments: Sequence[Segment]) -> list[Segment]:
+    """The same segments, with tensors of different names: the harness tells them apart by equality."""
+    return [
+        Segment(part.lane, tuple(replace(slot, name=f"{slot.name} of {number}") for slot in part.slots))
+        for number, part in enumerate(segments)
+    ]
+
+
+def masked(op: ReduceOp = Average, *, drawn: bool = False, ordered: bool = False) -> Make:
+    return lambda record: MaskedExchange(workers.world(), op, record, WAIT, drawn=drawn, ordered=ordered)

@@ -12,7 +12,7 @@ import pytest
 import shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_merging_exact import instance
+from merging_harness import instance
 
 import merging
 from merging import MODES, Costs, Plan, Profile, predict

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 from typing import Any
 
 import pytest
-from test_merging_measured import measured
+from merging_harness import measured
 
 import merging
 from merging import Curve, Measurements, Plan, Profile, predict

@@ -10,6 +10,7 @@ import planning
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from merging_harness import instance
 
 import merging
 from merging import MODES, Costs, Plan, Profile, predict
@@ -19,34 +20,6 @@ from merging.planners.search.tables import tables
 from merging.size_limit import LIMIT
 
 EXACT = merging.get("exact")
-
-
-def instance(rng: random.Random, n: int, dense: bool, message: bool = False) -> tuple[Profile, Costs]:
-    """Sizes and times over three decades, with zeros; linear, piecewise linear, or stepped and superlinear costs."""
-    numel = [rng.choice([1, 5, 20, 100]) * rng.randint(1, 9) for _ in range(n)]
-    backward = [rng.choice([0.0, 1.0, 3.3, 10.0]) * rng.random() for _ in range(n)]
-    work = [rng.choice([0, size, size]) for size in numel] if rng.random() < 0.3 else None
-    model = Profile([f"p{i}" for i in range(n)], numel, backward, work=work)
-    start, rate, pick = rng.choice([0, 1, 5, 20]), rng.choice([0.001, 0.01, 0.1]), rng.choice([0.001, 0.01, 0.1])
-    other = rng.choice([0.2, 0.5, 1, 2]) * rate
-    knots = [0, 10, 100, 1000, 1e9]
-    wire = np.cumsum([start, *(5 * rng.random() for _ in knots[1:])])
-    choose = np.cumsum([0, *(5 * rng.random() for _ in knots[1:])])
-    sparsify, exchange = rng.choice(
-        [
-            (lambda x: pick * x, lambda x: start + rate * x),
-            (lambda x: np.interp(x, knots, choose), lambda x: np.interp(x, knots, wire)),
-            (
-                lambda x: pick * np.asarray(x) * np.log2(np.maximum(x, 1)),
-                lambda x: start + np.floor(np.asarray(x) / 50) * 50 * rate,
-            ),
-        ]
-    )
-    wire_dense = (lambda x: 2 * start + other * x) if dense else None
-    if not message:
-        return model, Costs(sparsify, exchange, wire_dense)
-    begin, each = rng.choice([0.0, 0.5, 3.0]), rng.choice([0.0, 0.01])
-    return model, Costs(sparsify, exchange, wire_dense, message=lambda x: begin + each * x)
 
 
 def brute(model: Profile, costs: Costs, mode: str) -> tuple[float, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -13,31 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from merging_harness import measured
 
 import merging
 from merging import Curve, Measurements, Plan, Profile, best, predict
 from merging.measured import step_end
-
-
-def measured(seed: int = 0, n: int = 12, **changes: Any) -> Measurements:
-    rng = random.Random(seed)
-    backward = [1e-3 * rng.random() for _ in range(n)]
-    numel = [rng.choice([64, 4096, 10**6]) for _ in range(n)]
-    profile = Profile([f"p{i}" for i in range(n)], numel, backward, forward=np.divide(backward, 3), work=numel)
-    sizes = [2**k for k in range(6, 24, 3)]
-    select = Curve.fit({size: [2e-5 + 1e-10 * size * rng.random() for _ in range(3)] for size in sizes}, zero=True)
-    wire = Curve.fit({size: [3e-4 + 1e-9 * size * rng.random() for _ in range(3)] for size in sizes})
-    values: dict[str, Any] = {
-        "profile": profile,
-        "sparsify": select,
-        "exchange": wire,
-        "dense": wire.scaled(1.3),
-        "message": wire.scaled(0.2),
-        "modes": ("ahead", "behind"),
-        "workers": 4,
-        "facts": {"density": "0.01", "backend": "torch", "compressor": "ädtopk"},
-    }
-    return Measurements(**{**values, **changes})
 
 
 def test_the_same_value_to_the_bit(tmp_path: Path) -> None:

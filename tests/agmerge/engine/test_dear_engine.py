@@ -9,23 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from support import WIDTH, agreed, batch, digest, loss_of, on_ranks, same_bits, seeded, sgd
-from test_dear import MODEL, PARTS, SMALL, adamw, dear, plain, same
-from test_optimizer_compile import MODEL as BLOCKS
+from dear_harness import MODEL, PARTS, SMALL, adamw, dear, plain, same, train
+from support import WIDTH, Blocks, agreed, batch, digest, loss_of, on_ranks, same_bits, seeded, sgd
 from torch import nn
 from torch.nn import functional as F
 
 import agmerge
 from agmerge import testing
 from agmerge.exchanges.reduce_scatter import _pieces
-
-
-def train(model: nn.Module, optimizer: Any, rank: int, steps: Any) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
-
 
 # -- calls and plans ----------------------------------------------------------------------------------------------
 
@@ -239,7 +230,7 @@ def test_compiled_models(backend: str) -> None:
         return digest(model)
 
     torch.compiler.reset()
-    same(2, BLOCKS, body)
+    same(2, seeded(Blocks), body)
 
 
 def test_a_damaged_message_is_found_in_step() -> None:

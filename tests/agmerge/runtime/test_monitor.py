@@ -25,7 +25,7 @@ from agmerge.runtime.peers import monitor, status_server
 from agmerge.runtime.peers.monitor import RollCall, over
 from agmerge.runtime.peers.status_server import CUT, ENDED, STUCK
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 WAIT = 20.0
 CALL, STEP = "buffer 3", 12
 

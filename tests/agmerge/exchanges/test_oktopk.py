@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 from exchange_harness import (
     CPU,
-    WAIT,
-    Make,
+    Offers,
     Seen,
+    apart,
     control_of,
     draw_offer,
     draw_work,
+    draws,
     exchange,
+    oktopk,
     same,
     segments_of,
     sparse,
@@ -27,21 +28,13 @@ from hypothesis import strategies as st
 from agmerge import testing
 from agmerge.exchanges import Load
 from agmerge.exchanges.oktopk import regions
-from agmerge.exchanges.oktopk.exchange import OkTopkExchange
 from agmerge.ops import Average, ReduceOp, Sum
-from agmerge.runtime import workers
 from agmerge.tensors.layout import Lane, Segment
 from sparsifiers import Selection
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 LIGHT = settings(deadline=None)
 FP32 = Lane(CPU, torch.float32, True)
-Offers = Callable[[int, int], Selection]
-Works = Callable[[int, int], torch.Tensor]
-
-
-def oktopk(op: ReduceOp = Average) -> Make:
-    return lambda record: OkTopkExchange(workers.world(), op, record, WAIT)
 
 
 def bins(values: torch.Tensor) -> list[tuple[int, int]]:
@@ -100,19 +93,6 @@ def check(seen: Sequence[Seen], segments: Sequence[Segment], offer: Offers, scal
     return int(kept.sum())
 
 
-def draws(
-    segments: Sequence[Segment], density: float, seed: int, device: bool, magnitude: float
-) -> tuple[Works, Offers]:
-    def work(rank: int, index: int) -> torch.Tensor:
-        return draw_work(segments[index], 100 * seed + 10 * index + rank, magnitude)
-
-    def offer(rank: int, index: int) -> Selection:
-        length = segments[index].length
-        return draw_offer(length, round(density * length), 100 * seed + 10 * index + rank, device)
-
-    return work, offer
-
-
 @LIGHT
 @given(
     size=st.integers(1, 5),
@@ -141,14 +121,6 @@ def test_oktopk(
     work, offer = draws(segments, density, seed, on_device, magnitude)
     seen = exchange(size, oktopk(op), segments, work, offer)
     check(seen, segments, offer, op.scale(size))
-
-
-def apart(segments: Sequence[Segment]) -> list[Segment]:
-    """The same segments, with tensors of different names: the harness tells them apart by equality."""
-    return [
-        Segment(part.lane, tuple(replace(slot, name=f"{slot.name} of {number}") for slot in part.slots))
-        for number, part in enumerate(segments)
-    ]
 
 
 @pytest.mark.parametrize("skewed", [False, True])

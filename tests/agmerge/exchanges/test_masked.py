@@ -7,7 +7,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from exchange_harness import CPU, WAIT, Make, control_of, dense, draw_offer, draw_work, exchange, same, segments_of
+from exchange_harness import (
+    CPU,
+    WAIT,
+    control_of,
+    dense,
+    draw_offer,
+    draw_work,
+    exchange,
+    masked,
+    same,
+    segments_of,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,10 +37,6 @@ from sparsifiers import Selection
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 LIGHT = settings(deadline=None)
 FP32 = Lane(CPU, torch.float32, True)
-
-
-def masked(op: ReduceOp = Average, *, drawn: bool = False, ordered: bool = False) -> Make:
-    return lambda record: MaskedExchange(workers.world(), op, record, WAIT, drawn=drawn, ordered=ordered)
 
 
 # -- sums ---------------------------------------------------------------------------------------------------

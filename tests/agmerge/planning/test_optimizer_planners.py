@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,7 +16,7 @@ from support import (
     agreed,
     awkward_batch,
     awkward_groups,
-    digest,
+    conserving,
     loss_of,
     mlp,
     on_ranks,
@@ -57,33 +56,6 @@ class Probes:
             return cost_probe.probe(session, step, backward, finish)
 
         monkeypatch.setattr(replanner, "probe", probe)
-
-
-def conserving(
-    model: nn.Module, optimizer: agmerge.DistributedOptimizer, loss: Callable[[int], Tensor], steps: int, sent: Sent
-) -> tuple[list[str], list[merging.Plan]]:
-    """Train; after every step residual + sent is exactly what was there. Digests and plans, step by step."""
-    rank, seen, plans = agmerge.rank(), [], []
-    old: dict[str, Tensor] = {}
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss(step).backward()
-        gradient = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        optimizer.synchronize()
-        gone = sent.of[rank]  # before a probe comes by
-        sent.of[rank] = {}
-        with optimizer.skip_synchronize():
-            optimizer.step()
-        new = residuals(optimizer)
-        for name, kept in new.items():
-            before = old.get(name, torch.zeros_like(kept))
-            whole = before + gradient[name].to(kept.dtype) if name in gradient else before
-            assert torch.equal(kept + gone[name], whole), f"step {step}, {name}"
-        assert any(kept.any() for kept in new.values())
-        old = new
-        seen.append(digest(model))
-        plans.append(optimizer.plan)
-    return seen, plans
 
 
 @pytest.mark.thin

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support import WIDTH, agreed, batch, digest, on_ranks, seeded, wrap
-from torch import nn
+from support import Blocks, agreed, batch, digest, on_ranks, seeded, wrap
 from torch.nn import functional as F
 
 from agmerge import testing
@@ -16,28 +15,7 @@ from agmerge import testing
 COMPILING = threading.Lock()  # the compiler belongs to the process, and ranks are threads
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(WIDTH, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-MODEL = seeded(Net)
+MODEL = seeded(Blocks)
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +25,7 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def run(model: Net, rank: int, backend: str | None, part: str, wrap_first: bool, compression: str) -> list[str]:
+def run(model: Blocks, rank: int, backend: str | None, part: str, wrap_first: bool, compression: str) -> list[str]:
     optimizer = wrap(model, compression=compression) if wrap_first else None
     forward = model
     if backend and part == "model":
@@ -81,7 +59,7 @@ def test_compiled_models_train_to_the_same_bits(backend: str, wrap_first: bool, 
 
 
 def test_messages_leave_during_the_backward_of_compiled_blocks() -> None:
-    def body(rank: int, model: Net) -> int:
+    def body(rank: int, model: Blocks) -> int:
         for block in model.blocks:
             block.compile(backend="aot_eager")
         optimizer = wrap(model, merging="layerwise")

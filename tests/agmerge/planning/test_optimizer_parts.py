@@ -15,6 +15,7 @@ from support import (
     agreed,
     awkward_batch,
     awkward_groups,
+    conserving,
     digest,
     loss_of,
     mlp,
@@ -23,11 +24,10 @@ from support import (
     same_bits,
     seeded,
     sgd,
+    through_a_file,
     train,
     wrap,
 )
-from test_optimizer_checkpoint import through_a_file
-from test_optimizer_planners import conserving
 from torch import nn
 
 import agmerge

@@ -7,11 +7,11 @@ nothing at all may differ, with any number of ranks.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from dear_harness import MODEL, PARTS, Build, adamw, dear, plain, same
 from support import (
     AwkwardModel,
     Parts,
@@ -21,7 +21,6 @@ from support import (
     batch,
     digest,
     loss_of,
-    mlp,
     on_ranks,
     residuals,
     seeded,
@@ -31,32 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import agmerge
-import merging
 from agmerge import testing
-
-MODEL, PARTS = seeded(mlp), seeded(Parts)
-SMALL = merging.get("dear", bytes=4000)  # from step 10 on, a merge buffer for each layer of MODEL
-
-Build = Callable[[nn.Module], torch.optim.Optimizer]
-
-
-def dear(model: nn.Module, inner: torch.optim.Optimizer | None = None, **options: Any) -> agmerge.DistributedOptimizer:
-    options = {"compression": "none", "merging": SMALL, **options}
-    return agmerge.DistributedOptimizer(inner or sgd(model), model.named_parameters(), model=model, **options)
-
-
-def plain(model: nn.Module, inner: torch.optim.Optimizer | None = None, **options: Any) -> agmerge.DistributedOptimizer:
-    options = {"compression": "none", **options}
-    return agmerge.DistributedOptimizer(inner or sgd(model), model.named_parameters(), **options)
-
-
-def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
-    """Two groups, each with its own learning rate and weight decay."""
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    flat = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": flat, "lr": 0.02, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=0.003, **options)
-
 
 INNER: dict[str, Build] = {
     "sgd": sgd,
@@ -69,13 +43,6 @@ INNER: dict[str, Build] = {
 def state_digest(optimizer: agmerge.DistributedOptimizer) -> str:
     """The bits of the inner optimizer's state. In what order entries were made does not count."""
     return digest(value for _, entry in sorted(optimizer.state_dict()["state"].items()) for value in entry.values())
-
-
-def same(size: int, model: nn.Module, body: Callable[[int, Any, Any], Any], **options: Any) -> Any:
-    """What ``body(rank, model, wrapper)`` finds, on every rank, with DeAR and without."""
-    found = [agreed(on_ranks(size, model, lambda r, m, w=w: body(r, m, w), **options)) for w in (plain, dear)]
-    assert found[0] == found[1]
-    return found[1]
 
 
 # -- the same bits ------------------------------------------------------------------------------------------------
