@@ -20,7 +20,7 @@ from agmerge.options.compressors import DENSITY
 from agmerge.options.config import IMPORTANCE, followed
 from agmerge.options.resolve import check_passes, resolve
 from agmerge.options.wrapped import check_optimizer
-from agmerge.reporting import Figures
+from agmerge.reporting import ReportingMixin
 from agmerge.runtime import workers
 
 TWICE = (
@@ -40,7 +40,7 @@ NOT_COMBINED = (
 _OWN = ("self", "__class__", "optimizer", "named_parameters")  # what is no option
 
 
-class DistributedOptimizer(Figures, torch.optim.Optimizer):
+class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
     """Wraps ``optimizer`` so that every step uses gradients combined over all workers.
 
     The wrapped optimizer keeps working as it is: ``param_groups``, ``state`` and ``defaults`` are its own, and
@@ -125,21 +125,21 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
             workers.adopt()
             horovod_elastic.prepare(DistributedOptimizer)
             if not workers.elastic():  # there newcomers are alone until all begin the next step
-                resize.connect(self._engine)
-            notices.tell(self._engine, optimizer, None)
+                resize.connect(self._reducer)
+            notices.tell(self._reducer, optimizer, None)
         except BaseException:
-            self._engine.close()
+            self._reducer.close()
             raise
 
     def _set_up(self, optimizer: torch.optim.Optimizer, named: Any, arguments: dict[str, Any]) -> None:
         # Not super().__init__(): the groups, the state and the hooks are the inner optimizer's.
-        check_optimizer(optimizer, Figures)
+        check_optimizer(optimizer, ReportingMixin)
         self.optimizer = optimizer
         compression = compressors.chosen(arguments["compression"], optimizer, arguments["memory"])
         self._arguments = arguments = {**arguments, "compression": compression}
         self._should_synchronize = True
         config = followed(resolve(**arguments), optimizer)
-        self._engine = dear.engine_for(optimizer, named, config)
+        self._reducer = dear.engine_for(optimizer, named, config)
         self._take_scaler()
 
     # -- what is the inner optimizer's ----------------------------------------------------------------------
@@ -162,7 +162,7 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # GradScaler.step() reads this first. Without it, scaled gradients would be stepped with.
-        if self._engine.scaling.scaler is None:
+        if self._reducer.scaling.scaler is None:
             raise AGMergeError(grad_scaler.NOT_ATTACHED)
         return False  # whatever the inner optimizer does: unscaling is the scaler's
 
@@ -176,15 +176,15 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
 
     def __reduce__(self) -> tuple[Any, ...]:
         self.flush()
-        named = [(self._engine.members.name_of(p), p) for p in self._engine.members.name_all()]
-        arguments = {**self._arguments, "backward_passes_per_step": self._engine.passes}
-        return _restore, (self.optimizer, named, arguments, rank_state.save(self._engine))
+        named = [(self._reducer.members.name_of(p), p) for p in self._reducer.members.name_all()]
+        arguments = {**self._arguments, "backward_passes_per_step": self._reducer.passes}
+        return _restore, (self.optimizer, named, arguments, rank_state.save(self._reducer))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the inner optimizer's; on every rank at the same step. The next step agrees on it."""
-        self._engine.check_idle("add_param_group()")
+        self._reducer.check_idle("add_param_group()")
         self.optimizer.add_param_group(param_group)
-        dear.admit(self._engine)
+        dear.admit(self._reducer)
 
     def register_step_pre_hook(self, hook: Any) -> Any:
         """Runs once a step, after the gradients have been combined. The hook gets the inner optimizer."""
@@ -215,8 +215,8 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Wait until every ``p.grad`` is the combined update. For clipping between ``backward`` and ``step``."""
         self._connect_once()
-        momentum.take_over(self._engine, self.optimizer)
-        self._engine.synchronize()
+        momentum.take_over(self._reducer, self.optimizer)
+        self._reducer.synchronize()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -230,21 +230,21 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, backward passes only accumulate locally; they are not counted and nothing is sent."""
-        before, self._engine.paused = self._engine.paused, True
+        before, self._reducer.paused = self._reducer.paused, True
         try:
             yield
         finally:
-            self._engine.paused = before
+            self._reducer.paused = before
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Combine the gradients, then step the inner optimizer; returns the closure's loss, if there is one.
 
         A closure runs once, before the gradients are combined. Collective, unless in ``skip_synchronize()``.
         """
-        if isinstance(self._engine, dear.DearEngine):
+        if isinstance(self._reducer, dear.DearReducer):
             self._connect_once()
-            return self._engine.step(closure, self._should_synchronize)
-        self._engine.scaling.check_step(self, closure)
+            return self._reducer.step(closure, self._should_synchronize)
+        self._reducer.scaling.check_step(self, closure)
         if closure is not None and not self._should_synchronize:
             raise ValueError("step(closure) inside skip_synchronize(): the closure's gradients would not be combined")
         loss = None
@@ -252,35 +252,35 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._should_synchronize:
-            if self._engine.synchronized and not self._engine.scaling.combined:
+            if self._reducer.synchronized and not self._reducer.scaling.combined:
                 warnings.warn(TWICE, stacklevel=2)
             self.synchronize()
-        elif not self._engine.synchronized and not self._engine.outside:
+        elif not self._reducer.synchronized and not self._reducer.outside:
             raise AGMergeError(NOT_COMBINED)
-        with momentum.withheld(self._engine, self.optimizer):
-            inner = None if self._engine.skipped else self.optimizer.step()
-        self._engine.end_step()
+        with momentum.withheld(self._reducer, self.optimizer):
+            inner = None if self._reducer.skipped else self.optimizer.step()
+        self._reducer.end_step()
         return loss if closure is not None else inner
 
     def flush(self) -> None:
         """Apply the updates that ``merging="dear"`` leaves to the next forward; with others there are none."""
-        dear.flush(self._engine)
+        dear.flush(self._reducer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the inner optimizer's; an error while gradients are on their way.
 
         After a backward pass too many was refused, it drops the gradients of the step: then it is collective.
         """
-        if self._engine.unfinished and not self._engine.abandon():
+        if self._reducer.unfinished and not self._reducer.abandon():
             raise AssertionError(ZERO_GRAD)
-        if self._engine.synchronized:
-            self._engine.discard()  # else a rank whose next step has no backward pass would not exchange anything
+        if self._reducer.synchronized:
+            self._reducer.discard()  # else a rank whose next step has no backward pass would not exchange anything
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Sum so many backward passes from the next step on. The same on every rank."""
         check_passes(passes)
-        self._engine.reset_counters(passes)
+        self._reducer.reset_counters(passes)
 
     def set_compressor(
         self, compression: Any, *, density: Any = None, memory: Any = None, warmup: Any = None, **options: Any
@@ -300,37 +300,39 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
             density = compression.density
         arguments = {**self._arguments, "compression": compression, "density": density}
         arguments |= {"memory": memory, "warmup": warmup}
-        config, before = followed(resolve(**arguments), self.optimizer), self._engine.config
-        self._engine.reconfigure(rank_state.keeping(self._engine, config, memory))
+        config, before = followed(resolve(**arguments), self.optimizer), self._reducer.config
+        self._reducer.reconfigure(rank_state.keeping(self._reducer, config, memory))
         self._arguments = arguments
-        notices.tell(self._engine, self.optimizer, before)
+        notices.tell(self._reducer, self.optimizer, before)
 
     def attach_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """Work with ``scaler`` from the next step on, as ``scaler=`` does from the first. Collective, between steps."""
-        self._engine.check_idle("attach_scaler()")
+        self._reducer.check_idle("attach_scaler()")
         arguments = {**self._arguments, "scaler": scaler}
         config = resolve(**arguments)
-        grad_scaler.check(self._engine.members, config.scaled)
-        grad_scaler.adopt(self._engine, replace(self._engine.config, nonfinite=config.nonfinite, scaled=config.scaled))
+        grad_scaler.check(self._reducer.members, config.scaled)
+        grad_scaler.adopt(
+            self._reducer, replace(self._reducer.config, nonfinite=config.nonfinite, scaled=config.scaled)
+        )
         self._arguments = arguments
         self._take_scaler()
 
     def _take_scaler(self) -> None:
-        scaler = self._arguments["scaler"] if self._engine.config.scaled else None
-        grad_scaler.check(self._engine.members, scaler is not None)
-        if scaler is not self._engine.scaling.scaler:
-            self._engine.scaling = grad_scaler.Scaling(scaler)
+        scaler = self._arguments["scaler"] if self._reducer.config.scaled else None
+        grad_scaler.check(self._reducer.members, scaler is not None)
+        if scaler is not self._reducer.scaling.scaler:
+            self._reducer.scaling = grad_scaler.LossScale(scaler)
             if scaler is not None:
-                scaler.unscale_ = grad_scaler.Unscale(scaler, self)
+                scaler.unscale_ = grad_scaler.UnscaleHook(scaler, self)
 
     def _combine_for(self, scaler: torch.amp.GradScaler) -> None:
         """The scaler is about to unscale the gradients, and to look for infinities among them."""
-        engine = self._engine
-        if scaler is engine.scaling.scaler and not engine.synchronized and not engine.outside:
+        reducer = self._reducer
+        if scaler is reducer.scaling.scaler and not reducer.synchronized and not reducer.outside:
             if not self._should_synchronize:
                 raise AGMergeError(NOT_COMBINED)
             self.synchronize()
-            engine.scaling.combined = True
+            reducer.scaling.combined = True
 
     def join(self) -> int:
         """Called by a rank that has no batches left: take part without gradients until every rank has called it.
@@ -339,10 +341,10 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         sent. Steps are taken here as on the others, hooks of the optimizer's step included. Collective.
         """
         self._connect_once()
-        return join.join(self._engine, self.optimizer, self._step_combined)
+        return join.join(self._reducer, self.optimizer, self._step_combined)
 
     def _step_combined(self) -> None:
-        scaler = self._engine.scaling.scaler
+        scaler = self._reducer.scaling.scaler
         with self.skip_synchronize():
             if scaler is None:
                 self.step()
@@ -356,32 +358,32 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         After ``agmerge.shutdown()`` and ``agmerge.init()`` this happens by itself. Residuals stay with this worker,
         fitted to the new number (docs/checkpoints.md).
         """
-        resize.leave(self._engine)
+        resize.leave(self._reducer)
 
     def close(self) -> None:
         """Take all hooks off. The inner optimizer and the model go on without this wrapper."""
-        self._engine.close()
+        self._reducer.close()
 
     def _connect_once(self) -> None:
-        resize.connect(self._engine)  # unpickled or copied, or the workers are others now
+        resize.connect(self._reducer)  # unpickled or copied, or the workers are others now
 
     # -- state ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, and under ``"agmerge"`` this rank's residuals by name."""
         self.flush()
-        return {**self.optimizer.state_dict(), rank_state.SECTION: rank_state.save(self._engine)}
+        return {**self.optimizer.state_dict(), rank_state.SECTION: rank_state.save(self._reducer)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` gave here, or a plain optimizer's (residuals are then zero, with a warning)."""
         inner = {key: value for key, value in state_dict.items() if key != rank_state.SECTION}
-        before = self._engine.config
+        before = self._reducer.config
         rates = followed(before, self.optimizer, inner["param_groups"]).rates
-        rank_state.load(self._engine, state_dict.get(rank_state.SECTION))
-        config = replace(self._engine.config, rates=rates)
-        self._engine.config = rank_state.keeping(self._engine, config, self._arguments["memory"])
+        rank_state.load(self._reducer, state_dict.get(rank_state.SECTION))
+        config = replace(self._reducer.config, rates=rates)
+        self._reducer.config = rank_state.keeping(self._reducer, config, self._arguments["memory"])
         self.optimizer.load_state_dict(inner)
-        notices.tell(self._engine, self.optimizer, before)
+        notices.tell(self._reducer, self.optimizer, before)
 
 
 def _restore(
@@ -393,6 +395,6 @@ def _restore(
     """An unpickled or copied wrapper; it shakes hands at its first synchronize()."""
     self = DistributedOptimizer.__new__(DistributedOptimizer)
     self._set_up(optimizer, named, arguments)
-    rank_state.load(self._engine, section)
-    self._engine.config = rank_state.keeping(self._engine, self._engine.config, arguments["memory"])
+    rank_state.load(self._reducer, section)
+    self._reducer.config = rank_state.keeping(self._reducer, self._reducer.config, arguments["memory"])
     return self

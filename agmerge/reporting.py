@@ -10,27 +10,27 @@ from typing import Any
 import torch
 
 import merging as planning
-from agmerge.engine.reducer import Engine
+from agmerge.engine.reducer import Reducer
 from agmerge.errors import AGMergeError
 from agmerge.metrics.chrome_trace import Trace, path_of
-from agmerge.metrics.step_times import Times
+from agmerge.metrics.step_times import StepTimes
 from agmerge.options.config import Config
 from agmerge.planning.replanner import FIRST, mode
-from agmerge.step.merge_buffers import Session
+from agmerge.step.merge_buffers import MergeBuffers
 from sparsifiers.proof import Proof
 
 
-class Figures:
+class ReportingMixin:
     """The part of :class:`agmerge.DistributedOptimizer` that tells and changes nothing."""
 
-    _engine: Engine
+    _reducer: Reducer
 
     @property
     def plan(self) -> planning.Plan:
         """The plan in use. There is none before the first step."""
-        if self._engine.session is None:
+        if self._reducer.session is None:
             raise AGMergeError("there is no plan yet: ranks agree on one in the first step")
-        return self._engine.session.plan
+        return self._reducer.session.plan
 
     @property
     def settings(self) -> dict[str, str]:
@@ -39,7 +39,7 @@ class Figures:
         ``"density"`` is the compressor's own target, ``"merging"`` a planner with its options, ``"plan"`` and a digest,
         or ``"groups"``.
         """
-        return dict(self._engine.config.facts())
+        return dict(self._reducer.config.facts())
 
     def stats(self) -> dict[str, Any]:
         """Totals since construction, of this rank; ``buffers`` and ``residual_norm`` (of the L2 norm) as of now.
@@ -50,31 +50,31 @@ class Figures:
         sent / elements. ``steps_skipped``: see ``nonfinite``; what they sent is counted. ``exposed_seconds``: waiting
         for messages in ``synchronize()``. ``compressor``: in use now, by its canonical name.
         """
-        stats = self._engine.stats
-        self._engine.averages.settle()
-        norms = [float(torch.linalg.vector_norm(r.double())) for r in self._engine.residuals().values()]
+        stats = self._reducer.stats
+        self._reducer.averages.settle()
+        norms = [float(torch.linalg.vector_norm(r.double())) for r in self._reducer.residuals().values()]
         return {
-            "steps": self._engine.steps,
+            "steps": self._reducer.steps,
             "steps_skipped": stats.steps_skipped,
-            "compressor": self._engine.config.compressor,
+            "compressor": self._reducer.config.compressor,
             "buffers": stats.buffers,
             "bytes_sent": stats.bytes_sent,
             "wire": dict(stats.wire),
             "bytes_dense": stats.bytes_dense,
             "elements_sent": stats.elements_sent,
             "density": stats.density,
-            "exposed_seconds": self._engine.averages.exposed,
+            "exposed_seconds": self._reducer.averages.exposed,
             "residual_norm": sum(norm**2 for norm in norms) ** 0.5,
             **({} if stats.proof is None else {"selection": stats.proof.figures()}),
         }
 
     def measure_selection(self, on: bool = True) -> None:
         """Measure selections, in ``stats()["selection"]``, since the last agreement; costs a pass or two a step."""
-        self._engine.stats.proof = Proof() if on else None
+        self._reducer.stats.proof = Proof() if on else None
 
     def compression_report(self) -> str:
         """A table of what happens to each tensor: merge buffer, lane, density, elements. After the first step."""
-        return compression_table(self.plan, self._engine.session, self._engine.config, self._engine.steps)
+        return compression_table(self.plan, self._reducer.session, self._reducer.config, self._reducer.steps)
 
     def measure(self) -> planning.Measurements:
         """Measure what selection and exchanges cost now; :meth:`merge_report` predicts from it. The plan stays.
@@ -82,13 +82,13 @@ class Figures:
         Collective, after ``step()``; takes a few seconds at most. Planners that go by times measure by themselves in
         the first steps: this is for the others, and for what ``python -m agmerge plan`` reads.
         """
-        self._engine.check_idle("measure()")
-        return self._engine.measure()
+        self._reducer.check_idle("measure()")
+        return self._reducer.measure()
 
     @property
     def measurements(self) -> planning.Measurements:
         """What the plan in use was made from: ``.save("profile.json")`` is what ``python -m agmerge plan`` reads."""
-        found = self._engine.measured()
+        found = self._reducer.measured()
         if found is None:
             raise AGMergeError(
                 "nothing has been measured: planners that go by times measure the first "
@@ -100,14 +100,14 @@ class Figures:
         """A table of the merge buffers of a typical step: ready, start, end and exposed time, beside the predicted."""
         plan = self.plan  # raises before the first step
         assert plan is not None
-        return merge_buffers_table(self._engine.session, self._engine.measured(), self._engine.averages.typical())
+        return merge_buffers_table(self._reducer.session, self._reducer.measured(), self._reducer.averages.typical())
 
     def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
         """Write a Chrome trace of the steps inside, to open in Perfetto; one file a rank (``trace.rank0.json``)."""
-        return traced(self._engine, path)
+        return traced(self._reducer, path)
 
 
-def compression_table(plan: planning.Plan, session: Session | None, config: Config, step: int) -> str:
+def compression_table(plan: planning.Plan, session: MergeBuffers | None, config: Config, step: int) -> str:
     """What happens to each tensor, in readiness order: one line each, and a last one with the totals."""
     assert session is not None
     rows = [("buffer", "tensor", "shape", "lane", "density", "elements")]
@@ -129,7 +129,9 @@ def compression_table(plan: planning.Plan, session: Session | None, config: Conf
     return "\n".join(lines)
 
 
-def merge_buffers_table(session: Session | None, measured: planning.Measurements | None, times: Times | None) -> str:
+def merge_buffers_table(
+    session: MergeBuffers | None, measured: planning.Measurements | None, times: StepTimes | None
+) -> str:
     """Each merge buffer as it was in a typical step, beside what was predicted, in ms since the first tensor."""
     assert session is not None
     plan, slots = session.plan, session.tensors.slots
@@ -167,15 +169,15 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 @contextmanager
-def traced(engine: Engine, path: str | os.PathLike[str]) -> Iterator[None]:
+def traced(reducer: Reducer, path: str | os.PathLike[str]) -> Iterator[None]:
     """Record the steps inside, and write them to a file of this rank's."""
-    averages = engine.averages
+    averages = reducer.averages
     if averages.trace is not None:
         raise AGMergeError("trace(): a trace is being recorded already; end that one first")
-    rank, size = (engine.comm.rank, engine.comm.size) if engine.comm is not None else (0, 1)
+    rank, size = (reducer.comm.rank, reducer.comm.size) if reducer.comm is not None else (0, 1)
     averages.settle()
     trace = averages.trace = Trace(rank, f"rank {rank}")
-    engine.tell(trace)
+    reducer.tell(trace)
     try:
         yield
     finally:

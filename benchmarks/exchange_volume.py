@@ -31,9 +31,9 @@ import torch
 from agmerge import testing
 from agmerge.backends import Backend, Handle
 from agmerge.backends.local import LocalBackend
-from agmerge.exchanges import Commit, Exchange, Load, SparseExchange
-from agmerge.exchanges.message.format import Control, Format
-from agmerge.exchanges.message.pairs import Form
+from agmerge.exchanges import Commit, Exchange, SegmentBuffers, SparseExchange
+from agmerge.exchanges.message.format import Format, RoundHeader
+from agmerge.exchanges.message.pairs import PairFormat
 from agmerge.exchanges.oktopk.exchange import OkTopkExchange
 from agmerge.exchanges.oktopk.histogram import BINS
 from agmerge.exchanges.oktopk.regions import number
@@ -166,7 +166,7 @@ def model(k: int, workers: int, density: float = 0.1) -> tuple[float, float]:
     """
     segment = _segment(round(k / density))
     whole = Format([segment], [k])
-    part = Form(range(segment.length), -(-k // workers), torch.float32).size / 4
+    part = PairFormat(range(segment.length), -(-k // workers), torch.float32).size / 4
     side = (whole.words + 1 + number(k) + workers + 3) * (workers - 1) + 2 * BINS * (workers - 1) / workers
     return 3 * part * (workers - 1) + side, whole.size / 4 * (workers - 1)
 
@@ -201,13 +201,13 @@ def measure(kind: type[Exchange], case: str, workers: int, k: int, numel: int, s
 
         comm = Counting(world)
         exchange = _made(kind, comm, taken)
-        load = Load(segment, work, torch.zeros(segment.length))
+        load = SegmentBuffers(segment, work, torch.zeros(segment.length))
         for step in range(steps):
             comm.sent.clear()
             comm.received.clear()
             work[:numel] += draw(numel, rank, workers, step)
             largest = work.abs().topk(k).indices.sort().values.to(torch.int32)
-            pending = exchange.start("gradient", [load], [Selection(largest, k)], Control(step, 0, 0, 0, (True,)))
+            pending = exchange.start("gradient", [load], [Selection(largest, k)], RoundHeader(step, 0, 0, 0, (True,)))
             exchange.wait(pending)
             exchange.finish(pending)
             kept = pending.extra.kept.indices.numel() if kind is OkTopkExchange else int(load.update.count_nonzero())

@@ -71,21 +71,21 @@ def watched() -> Clocks:
     """Clocks on what one step consists of."""
     from agmerge.backends.base import Handle
     from agmerge.backends.torch import TorchBackend
-    from agmerge.engine.reducer import Engine
+    from agmerge.engine.reducer import Reducer
     from agmerge.exchanges import SparseExchange
     from agmerge.step.round import Round
-    from agmerge.tensors.nonfinite import Watch
+    from agmerge.tensors.nonfinite import NonFiniteGuard
 
     clocks = Clocks()
     for owner, name, row in (
-        (Engine, "on_gradient", "hooks: their own work"),
-        (Watch, "compensate", "hooks: residual + gradient"),
-        (Watch, "take", "hooks: residual + gradient"),
+        (Reducer, "on_gradient", "hooks: their own work"),
+        (NonFiniteGuard, "compensate", "hooks: residual + gradient"),
+        (NonFiniteGuard, "take", "hooks: residual + gradient"),
         (Round, "_select", "select"),
         (SparseExchange, "start", "message: gather, encode, commit, checksum"),
         (TorchBackend, "all_gather", "message: hand over"),
-        (Engine, "synchronize", "step(): its own work"),
-        (Engine, "end_step", "step(): its own work"),
+        (Reducer, "synchronize", "step(): its own work"),
+        (Reducer, "end_step", "step(): its own work"),
         (Handle, "wait", "step(): wait for messages"),
         (SparseExchange, "wait", "step(): check messages"),
         (SparseExchange, "finish", "step(): decode, zero, add up"),

@@ -28,7 +28,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from agmerge.exchanges.message import candidates, smallest  # noqa: E402  (found only through the line above)
-from agmerge.exchanges.message.format import Control, Format  # noqa: E402
+from agmerge.exchanges.message.format import Format, RoundHeader  # noqa: E402
 from agmerge.tensors.layout import Lane, Layout, Segment  # noqa: E402
 from sparsifiers import Selection  # noqa: E402
 
@@ -85,7 +85,7 @@ def times(n: int, density: float, wire: str, repeats: int) -> dict[str, float]:
     offer, layout = selection(n, k), Format([segment], [k], wire)
     section, message = layout.sections[0], torch.zeros(layout.size, dtype=torch.uint8)
     values = torch.randn(k)
-    control = Control(1, 2, 3, 0, (True,))
+    control = RoundHeader(1, 2, 3, 0, (True,))
     layout.write_header(message, control, [k])
     index, value = section.index, section.value
     assert index is not None and value is not None

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import agmerge
 import merging
 from agmerge.exchanges.routing import AHEAD
-from agmerge.step.merge_buffers import Session
+from agmerge.step.merge_buffers import MergeBuffers
 
 LAYERS = ("a", "b")  # that a rank may leave out, and that may be frozen
 STEP, CLIP, DISCARD, BREAK = ENDINGS = ("step", "clip", "discard", "break")
@@ -213,7 +213,7 @@ class Player:
 
     def replan(self, seed: int) -> None:
         """Let the planner find another plan once, if there is a session that it could be for."""
-        adaptation = self.optimizer._engine.adaptation
+        adaptation = self.optimizer._reducer.replanner
         if adaptation is None:
             return
         plan = plan_for(adaptation.session, seed)
@@ -241,7 +241,7 @@ class Player:
         return dict(self.optimizer.state_dict()["agmerge"]["residuals"])
 
 
-def plan_for(session: Session, seed: int) -> merging.Plan:
+def plan_for(session: MergeBuffers, seed: int) -> merging.Plan:
     """Any plan that ``session`` can follow."""
     source, names, config = random.Random(seed), session.plan.names or (), session.config
     counts: list[int] = []

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import agmerge
 import merging
 from agmerge import testing
-from agmerge.step.merge_buffers import Session
+from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.layout import Segment
 
 torch.set_num_threads(1)  # ranks are threads or processes already
@@ -148,9 +148,9 @@ class Sent:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.of: dict[int, dict[str, Tensor]] = {}
-        original = Session.commit
+        original = MergeBuffers.commit
 
-        def commit(session: Session, segment: Segment, indices: Tensor | None, sent: Tensor | None) -> None:
+        def commit(session: MergeBuffers, segment: Segment, indices: Tensor | None, sent: Tensor | None) -> None:
             assert sent is not None  # segments that are summed where they lie are larger than any here
             full = torch.zeros(segment.length, dtype=segment.lane.storage)
             if indices is None:
@@ -165,7 +165,7 @@ class Sent:
                 whole.view(-1)[start:stop] = full[at + start : at + stop]
             original(session, segment, indices, sent)
 
-        monkeypatch.setattr(Session, "commit", commit)
+        monkeypatch.setattr(MergeBuffers, "commit", commit)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:

@@ -16,7 +16,7 @@ from agmerge.errors import AGMergeError, NoAnswer
 
 
 @dataclass
-class Place:
+class RankStatus:
     """What a rank does, in words, since when (monotonic seconds), in which step (committed exchanges so far).
 
     ``call``: the collective that it waits for, or waited for in vain (``given_up``); empty: none.
@@ -45,18 +45,18 @@ Ask = Callable[[str, Sequence[int]], tuple[str, tuple[int, ...]]]
 ask: Ask | None = None  # (call, ranks) -> what is known of those ranks, and which of them are missing
 lost = False  # whether a wait of this process has ever failed
 
-_process = Place()  # also of the threads on which autograd runs hooks
+_process = RankStatus()  # also of the threads on which autograd runs hooks
 _thread = threading.local()
 
 
-def here() -> Place:
+def here() -> RankStatus:
     """This rank's: the process's, or the thread's where ranks are threads."""
     return getattr(_thread, "place", None) or _process
 
 
 def separate(yes: bool) -> None:
     """Whether this thread is a rank by itself, of an in-memory group."""
-    _thread.place = Place() if yes else None
+    _thread.place = RankStatus() if yes else None
 
 
 @contextmanager

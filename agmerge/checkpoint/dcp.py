@@ -37,7 +37,7 @@ class ResidualState:
     def __init__(
         self, optimizer: Wrapper, saved: str | os.PathLike[str] | None = None, name: str = "optimizer"
     ) -> None:
-        config = optimizer._engine.config
+        config = optimizer._reducer.config
         if config.process_set.members:
             raise ValueError("ResidualState is of all workers, and process_set= names some: save state_dict() by rank")
         if "/" in name:
@@ -49,7 +49,7 @@ class ResidualState:
         if self._saved is not None:
             return self._wanted()
         self._optimizer.flush()
-        section = rank_state.save(self._optimizer._engine)
+        section = rank_state.save(self._optimizer._reducer)
         tensors = {plural: section.pop(plural) for plural in rank_state.KINDS.values()}
         found = {f"{plural}/{name}": one for plural, named in tensors.items() for name, one in named.items()}
         file = io.BytesIO()
@@ -73,16 +73,16 @@ class ResidualState:
                 plural, name = what.split("/", 1)
                 sections[int(rank)][plural][name] = tensor
         if not sections:
-            rank_state.load(self._optimizer._engine, None)
+            rank_state.load(self._optimizer._reducer, None)
             return
         unread = {**sections[0], "residuals": {}, "momenta": {}, "window": {}}
         whole = [sections.get(rank, unread) for rank in range(size)]
-        rank_state.load(self._optimizer._engine, {"version": sections[0]["version"], rank_state.RANKS: whole})
+        rank_state.load(self._optimizer._reducer, {"version": sections[0]["version"], rank_state.RANKS: whole})
 
     def _wanted(self) -> dict[str, torch.Tensor]:
         """Memory for what this rank reads: what was saved by the ranks whose residuals go here, and rank 0's."""
         assert self._saved is not None
-        comm = self._optimizer._engine.comm or workers.world()
+        comm = self._optimizer._reducer.comm or workers.world()
         found = {}
         for key, (shape, dtype) in torch_backend.saved_tensors(self._saved).items():
             at = key.find(f"{self._prefix}/")

@@ -20,12 +20,12 @@ from agmerge.runtime.broadcast import broadcast_optimizer_state
 
 
 def prepare(kind: type[torch.optim.Optimizer]) -> None:
-    """Let ``TorchState(optimizer=...)`` take optimizers of ``kind`` as :class:`Kept` does, where it is needed."""
+    """Let ``TorchState(optimizer=...)`` keep optimizers of ``kind`` by a :class:`TorchStateHandler`, if needed."""
     if workers.elastic():
-        horovod_elastic.register(kind, Kept)
+        horovod_elastic.register(kind, TorchStateHandler)
 
 
-class Kept:
+class TorchStateHandler:
     """An optimizer in a ``TorchState``: ``save`` at a commit, ``restore`` to it, ``sync`` after a reset."""
 
     def __init__(self, value: Any) -> None:
@@ -43,17 +43,17 @@ class Kept:
 
     def restore(self) -> None:
         """Go back to the copy. The group has broken: nothing may be sent."""
-        engine, inner = self.value._engine, dict(self._saved)
-        resize.leave(engine)
-        engine.discard()
-        rank_state.load(engine, inner.pop(rank_state.SECTION), own=True)
+        reducer, inner = self.value._reducer, dict(self._saved)
+        resize.leave(reducer)
+        reducer.discard()
+        rank_state.load(reducer, inner.pop(rank_state.SECTION), own=True)
         self.value.optimizer.load_state_dict(inner)
 
     def sync(self) -> None:
         """The workers are others: take rank 0's state, keep one's own residuals. The next step connects. Collective."""
-        engine = self.value._engine
-        if engine.world is not None and engine.world is workers.world():
+        reducer = self.value._reducer
+        if reducer.world is not None and reducer.world is workers.world():
             workers.renew()
-            resize.leave(engine)
+            resize.leave(reducer)
         broadcast_optimizer_state(self.value, root_rank=0)
         self.save()

@@ -12,7 +12,7 @@ import torch
 import merging
 import sparsifiers
 from agmerge.engine import resize
-from agmerge.engine.reducer import Engine
+from agmerge.engine.reducer import Reducer
 from agmerge.exchanges.node_shards import shard_shape
 from agmerge.options import dense_cutoff
 from agmerge.options.config import Config
@@ -29,7 +29,7 @@ KINDS = {"residual": "residuals", "momentum": "momenta"}
 class Wrapper(Protocol):
     """Stand for :class:`agmerge.DistributedOptimizer`, which imports this room."""
 
-    _engine: Engine
+    _reducer: Reducer
 
     def state_dict(self) -> dict[str, Any]:
         """Return the inner optimizer's state and, under ``SECTION``, what this rank keeps."""
@@ -38,33 +38,33 @@ class Wrapper(Protocol):
         """Apply what ``merging="dear"`` leaves to the next forward."""
 
 
-def save(engine: Engine) -> dict[str, Any]:
+def save(reducer: Reducer) -> dict[str, Any]:
     """Residuals by name (copies), the plan, the step count, and whose all this is.
 
     ``window``: where a step has begun, how many backward passes each parameter has seen, and its gradient so far.
     With ``exchange="two-level"`` residuals are of this rank's shard of each tensor; ``shard`` says which.
     """
-    rank, size = engine.origin or _place(engine) or (0, 1)
-    plan, rule = engine.plan(), engine.config.partial
+    rank, size = reducer.origin or _place(reducer) or (0, 1)
+    plan, rule = reducer.plan(), reducer.config.partial
     return {
         "version": VERSION,
         "rank": rank,
         "size": size,
-        "shard": engine.shard,
-        "steps": engine.steps,
-        "merging": engine.config.merging,
+        "shard": reducer.shard,
+        "steps": reducer.steps,
+        "merging": reducer.config.merging,
         "plan": plan.dumps() if plan else None,
         "partial": None if rule is None else (rule.most, rule.settled),
-        "shares": engine.shares_kept(),
-        "compressor": (repr(engine.config.sparsifier), engine.config.sparsifier.state_dict())
-        if engine.config.sparsifier is not None
+        "shares": reducer.shares_kept(),
+        "compressor": (repr(reducer.config.sparsifier), reducer.config.sparsifier.state_dict())
+        if reducer.config.sparsifier is not None
         else None,
-        "window": _window(engine),
-        **{plural: _named(engine, kind) for kind, plural in KINDS.items()},
+        "window": _window(reducer),
+        **{plural: _named(reducer, kind) for kind, plural in KINDS.items()},
     }
 
 
-def load(engine: Engine, section: Mapping[str, Any] | None, *, own: bool = False) -> None:
+def load(reducer: Reducer, section: Mapping[str, Any] | None, *, own: bool = False) -> None:
     """Take back what :func:`save` gave on this rank, or what all ranks gave, together; anything else is dropped.
 
     That it is dropped is said by one warning. What ranks of another number have saved together is redistributed, see
@@ -75,23 +75,23 @@ def load(engine: Engine, section: Mapping[str, Any] | None, *, own: bool = False
     steps, plan, shares, window = 0, None, None, {}
     origin = None
     if section is not None and RANKS in section:
-        section = _own_part(engine, section)
+        section = _own_part(reducer, section)
     if section is None:
         warnings.warn("the checkpoint has no residuals (it is a plain optimizer's): they start from zero", stacklevel=3)
     elif section["version"] != VERSION:
         raise ValueError(f"the checkpoint's agmerge section has version {section['version']}, this library {VERSION}")
     else:
         steps = section["steps"]
-        if section["plan"] and section["merging"] == engine.config.merging:  # else the script asks for another
+        if section["plan"] and section["merging"] == reducer.config.merging:  # else the script asks for another
             plan = merging.Plan.loads(section["plan"])
         saved, owned = (section["rank"], section["size"]), section.get("shard")
-        rank, size = saved if own else _place(engine) or saved
-        if engine.comm is None:
-            engine.shard, origin = owned, saved  # it knows its node when it connects
-        if saved == (rank, size) and owned == engine.shard:
+        rank, size = saved if own else _place(reducer) or saved
+        if reducer.comm is None:
+            reducer.shard, origin = owned, saved  # it knows its node when it connects
+        if saved == (rank, size) and owned == reducer.shard:
             for kind, plural in KINDS.items():
                 state |= {(kind, name): tensor.clone() for name, tensor in section.get(plural, {}).items()}
-            sparsifier, kept = engine.config.sparsifier, section.get("compressor")
+            sparsifier, kept = reducer.config.sparsifier, section.get("compressor")
             if sparsifier is not None and kept is not None and kept[0] == repr(sparsifier):
                 sparsifier.load_state_dict(kept[1])
                 shares = section.get("shares")
@@ -100,14 +100,14 @@ def load(engine: Engine, section: Mapping[str, Any] | None, *, own: bool = False
             what = "residuals and momenta" if section.get("momenta") else "residuals"
             warnings.warn(
                 f"the checkpoint's {what} are rank {saved[0]}'s of {saved[1]}{_part(owned)}, this is rank {rank} of "
-                f"{size}{_part(engine.shard)}: they are dropped and start from zero. Load the file that this rank has "
+                f"{size}{_part(reducer.shard)}: they are dropped and start from zero. Load the file that this rank has "
                 "saved",
                 stacklevel=3,
             )
     nonfinite.refuse(state)
-    shapes = {member.name: member.shape for member in engine.members.active()}
-    if engine.shard is not None:
-        shapes = {name: shard_shape(shape, engine.shard[1]) for name, shape in shapes.items()}
+    shapes = {member.name: member.shape for member in reducer.members.active()}
+    if reducer.shard is not None:
+        shapes = {name: shard_shape(shape, reducer.shard[1]) for name, shape in shapes.items()}
     for (kind, name), tensor in state.items():
         if name in shapes and tuple(tensor.shape) != shapes[name]:
             raise ValueError(
@@ -115,61 +115,61 @@ def load(engine: Engine, section: Mapping[str, Any] | None, *, own: bool = False
                 f"parameter has {list(shapes[name])}: load a checkpoint of the same model"
             )
     if section is not None:
-        engine.config = replace(engine.config, partial=dense_cutoff.resumed(engine.config.partial, section))
-    engine.resume(state, steps, plan)
-    engine.shares, engine.origin = shares, origin
-    _reopen(engine, window)
+        reducer.config = replace(reducer.config, partial=dense_cutoff.resumed(reducer.config.partial, section))
+    reducer.resume(state, steps, plan)
+    reducer.shares, reducer.origin = shares, origin
+    _reopen(reducer, window)
 
 
-def keeping(engine: Engine, config: Config, memory: Any) -> Config:
-    """``config`` with a memory for what ``engine`` has not sent yet, where the script names none (``memory`` None)."""
-    if memory is None and not config.memory.keeps and engine.residuals():
+def keeping(reducer: Reducer, config: Config, memory: Any) -> Config:
+    """``config`` with a memory for what ``reducer`` has not sent yet, where the script names none (``memory`` None)."""
+    if memory is None and not config.memory.keeps and reducer.residuals():
         return replace(config, memory=sparsifiers.memory("residual"))
     return config
 
 
-def _own_part(engine: Engine, section: Mapping[str, Any]) -> Mapping[str, Any]:
+def _own_part(reducer: Reducer, section: Mapping[str, Any]) -> Mapping[str, Any]:
     """This rank's part of a consolidated section."""
     if section["version"] != VERSION:
         return section
     ranks: list[dict[str, Any]] = section[RANKS]
-    comm = engine.comm or workers.world()
-    in_shards = engine.shard is not None or any(one.get("shard") is not None for one in ranks)
+    comm = reducer.comm or workers.world()
+    in_shards = reducer.shard is not None or any(one.get("shard") is not None for one in ranks)
     if len(ranks) == comm.size or in_shards:  # shards are not redistributed
         return ranks[min(comm.rank, len(ranks) - 1)]
-    return resize.redistributed(ranks, comm.rank, comm.size, engine.config.op)
+    return resize.redistributed(ranks, comm.rank, comm.size, reducer.config.op)
 
 
-def _window(engine: Engine) -> dict[str, Any]:
+def _window(reducer: Reducer) -> dict[str, Any]:
     """What the step that has begun would send: also gradients of no_sync(), and of what no hook watches yet."""
-    counted = engine.window()
+    counted = reducer.window()
     return {
-        engine.members.name_of(p): (counted.get(p, 0), _copy(p.grad))
-        for p in (engine.members.name_all() if counted else [])
+        reducer.members.name_of(p): (counted.get(p, 0), _copy(p.grad))
+        for p in (reducer.members.name_all() if counted else [])
         if p in counted or (p.requires_grad and p.grad is not None)
     }
 
 
-def _reopen(engine: Engine, window: Mapping[str, Any]) -> None:
+def _reopen(reducer: Reducer, window: Mapping[str, Any]) -> None:
     """Go on in the step that had begun: its gradients are there again, and its backward passes are counted."""
-    for parameter in engine.members.name_all():
-        if engine.members.name_of(parameter) in window:
-            fired, gradient = window[engine.members.name_of(parameter)]
+    for parameter in reducer.members.name_all():
+        if reducer.members.name_of(parameter) in window:
+            fired, gradient = window[reducer.members.name_of(parameter)]
             parameter.grad = None if gradient is None else gradient.clone().to(parameter.device)
-            engine.count(parameter, fired)
+            reducer.count(parameter, fired)
 
 
-def _named(engine: Engine, kind: str) -> dict[str, Any]:
-    return {name: tensor.clone() for (one, name), tensor in engine.state().items() if one == kind}
+def _named(reducer: Reducer, kind: str) -> dict[str, Any]:
+    return {name: tensor.clone() for (one, name), tensor in reducer.state().items() if one == kind}
 
 
 def _copy(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return None if gradient is None else gradient.detach().clone()
 
 
-def _place(engine: Engine) -> tuple[int, int] | None:
+def _place(reducer: Reducer) -> tuple[int, int] | None:
     """(rank, size); None for an optimizer that was unpickled before ``init()``."""
-    comm = engine.comm or (workers.world() if workers.is_initialized() else None)
+    comm = reducer.comm or (workers.world() if workers.is_initialized() else None)
     return (comm.rank, comm.size) if comm else None
 
 

@@ -19,16 +19,16 @@ import torch
 
 import merging as planning
 from agmerge.engine.dear_modules import ModuleHooks, Parameters, Updates, check_hooks, check_readers
-from agmerge.engine.reducer import Engine
+from agmerge.engine.reducer import Reducer
 from agmerge.errors import AGMergeError
 from agmerge.exchanges.reduce_scatter import ScatterExchange
 from agmerge.metrics.clock import Clock, Seconds
-from agmerge.metrics.running_times import KEEP, Averages
+from agmerge.metrics.running_times import KEEP, RunningStepTimes
 from agmerge.options.config import Config
-from agmerge.planning.replanner import Adaptation
-from agmerge.step.merge_buffers import Session
+from agmerge.planning.replanner import Replanner
+from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.round import Round
-from agmerge.tensors.parameters import Members
+from agmerge.tensors.parameters import ParameterTable
 
 STALE = (
     "parameter {name!r} got a gradient, but it had not taken the last update: no forward of a module that holds it "
@@ -42,7 +42,7 @@ TOGETHER = (
 )
 
 
-class DearEngine(Engine):
+class DearReducer(Reducer):
     """An engine whose updates are applied by the next forward, module by module, each exactly once.
 
     ``config.model``: whose forward reads the parameters. Raises ``ValueError`` for a parameter of ``optimizer`` that
@@ -51,7 +51,7 @@ class DearEngine(Engine):
 
     remedy = TOGETHER[0].upper() + TOGETHER[1:]
 
-    def __init__(self, members: Members, config: Config, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, members: ParameterTable, config: Config, optimizer: torch.optim.Optimizer) -> None:
         assert config.model is not None
         self.model, self._optimizer = config.model, optimizer
         self._updates: Updates | None = None  # of the last step, as far as they are not applied
@@ -64,13 +64,13 @@ class DearEngine(Engine):
 
     # -- agreement ------------------------------------------------------------------------------------------
 
-    def _open(self) -> Session:
+    def _open(self) -> MergeBuffers:
         check_readers(self.model, self._optimizer)  # it may have got more of them
         session = super()._open()
         self._scatter(session)
         self._modules.attach(self.model)
         self._times = ForwardTimes(session.clock, self._modules.readers)
-        self.adaptation = DearAdaptation(session, self.averages, self)
+        self.replanner = DearReplanner(session, self.averages, self)
         return session
 
     def _follow(self, plan: planning.Plan) -> None:
@@ -78,7 +78,7 @@ class DearEngine(Engine):
         assert self.session is not None
         self._scatter(self.session)
 
-    def _scatter(self, session: Session) -> None:
+    def _scatter(self, session: MergeBuffers) -> None:
         """Send in two halves whatever the session would send by an all-reduce: everything."""
         config = self.config
         self._exchange = ScatterExchange(
@@ -91,7 +91,9 @@ class DearEngine(Engine):
             predivide=config.predivide,
             ordered=config.ordered,
         )
-        session.buffers = [[replace(route, exchange=self._exchange) for route in buffer] for buffer in session.buffers]
+        session.messages = [
+            [replace(route, exchange=self._exchange) for route in buffer] for buffer in session.messages
+        ]
 
     # -- a step ---------------------------------------------------------------------------------------------
 
@@ -223,37 +225,37 @@ class DearEngine(Engine):
             super().close()
 
 
-def engine_for(optimizer: torch.optim.Optimizer, named: Any, config: Config) -> Engine:
+def engine_for(optimizer: torch.optim.Optimizer, named: Any, config: Config) -> Reducer:
     """The engine that ``config`` asks for. Without ``named`` parameters, DeAR's have the names of its model."""
     if config.model is None:
-        return Engine(Members(optimizer, named), config)
+        return Reducer(ParameterTable(optimizer, named), config)
     check_readers(config.model, optimizer)
     named = config.model.named_parameters() if named is None else named
-    return DearEngine(Members(optimizer, named), config, optimizer)
+    return DearReducer(ParameterTable(optimizer, named), config, optimizer)
 
 
-def flush(engine: Engine) -> None:
+def flush(reducer: Reducer) -> None:
     """Leave no update pending."""
-    if isinstance(engine, DearEngine):
-        engine.flush()
+    if isinstance(reducer, DearReducer):
+        reducer.flush()
 
 
-def admit(engine: Engine) -> None:
+def admit(reducer: Reducer) -> None:
     """The optimizer has got a group: ``ValueError``, and it is taken off, if the model does not hold its parameters."""
-    if isinstance(engine, DearEngine):
-        engine.admit()
+    if isinstance(reducer, DearReducer):
+        reducer.admit()
 
 
-class DearAdaptation(Adaptation):
+class DearReplanner(Replanner):
     """Plans in mode ``"dear"``, by what backward, forward and exchanges take. Flushes before it measures."""
 
-    def __init__(self, session: Session, averages: Averages, engine: DearEngine) -> None:
+    def __init__(self, session: MergeBuffers, averages: RunningStepTimes, reducer: DearReducer) -> None:
         super().__init__(session, averages)
-        self._engine = weakref.proxy(engine)
+        self._reducer = weakref.proxy(reducer)
 
     def _measure(self, step: int, ready: Seconds | None = None, *, probing: bool = True) -> planning.Measurements:
-        self._engine.flush()  # nothing is in flight while exchanges are timed
-        (forward,) = self._told(self._engine.forward_seconds())
+        self._reducer.flush()  # nothing is in flight while exchanges are timed
+        (forward,) = self._told(self._reducer.forward_seconds())
         measured = super()._measure(step, ready, probing=probing)
         profile = measured.profile
         whole = planning.Profile(**{**profile.plain(), "forward": forward.max(axis=0)})

@@ -14,9 +14,9 @@ from torch._compile import _disable_dynamo
 from torch.optim import optimizer as optimizers
 
 from agmerge.errors import AGMergeError
-from agmerge.exchanges import Pending
+from agmerge.exchanges import InFlight
 from agmerge.exchanges.reduce_scatter import ScatterExchange
-from agmerge.step.merge_buffers import Session
+from agmerge.step.merge_buffers import MergeBuffers
 
 Parameters = tuple[torch.Tensor, ...]
 
@@ -67,7 +67,7 @@ def _passive(module: nn.Module) -> bool:
     return getattr(module.forward, "__func__", None) is nn.Module.forward
 
 
-class Listener(Protocol):
+class ForwardListener(Protocol):
     """Who wants to know of forward passes and of states being read or loaded."""
 
     def before_forward(self, number: int, parameters: Parameters) -> None:
@@ -81,7 +81,7 @@ class Hook:
     """One hook of a module. The listener is held weakly; copies of the model, pickled too, carry one that is dead."""
 
     def __init__(
-        self, listener: weakref.ref[Listener] | None = None, number: int = -1, parameters: Parameters = ()
+        self, listener: weakref.ref[ForwardListener] | None = None, number: int = -1, parameters: Parameters = ()
     ) -> None:
         self.listener, self.number, self.parameters = listener, number, parameters
 
@@ -106,7 +106,7 @@ def _tell(hook: Hook) -> None:
 class ModuleHooks:
     """The hooks of one listener on the modules of one model."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: ForwardListener) -> None:
         self._listener = weakref.ref(listener)
         self._handles: list[Any] = []
         self.readers: list[Parameters] = []
@@ -143,7 +143,7 @@ class Updates:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        session: Session,
+        session: MergeBuffers,
         exchange: ScatterExchange,
         used: Sequence[bool],
         zero_unused: bool,
@@ -162,7 +162,7 @@ class Updates:
                 elif session.arena_of[slot.index].memory.keeps:  # it is seen when it is there
                     self._group_of[parameter] = number
                     self._left_over.add(parameter)
-        self._arriving: dict[int, Pending] = {  # by slot
+        self._arriving: dict[int, InFlight] = {  # by slot
             slot.index: pending for pending in exchange.gather() for slot in pending.loads[0].segment.slots
         }
 

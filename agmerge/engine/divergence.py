@@ -9,10 +9,10 @@ import torch
 from agmerge.backends import Backend
 from agmerge.backends.handshake import gather_bytes, ranks_of
 from agmerge.errors import DivergenceError
-from agmerge.tensors.parameters import Members
+from agmerge.tensors.parameters import ParameterTable
 
 
-def check(comm: Backend, members: Members, steps: int, timeout: float) -> None:
+def check(comm: Backend, members: ParameterTable, steps: int, timeout: float) -> None:
     """Raise :class:`agmerge.DivergenceError` on every rank unless all parameters are equal to the bit.
 
     Collective; reads every parameter once. One all-gather of 16 bytes for each parameter.

@@ -11,10 +11,10 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from agmerge.errors import CHANGED, AGMergeError, and_more
-from agmerge.tensors.parameters import Members
+from agmerge.tensors.parameters import ParameterTable
 
 
-class Listener(Protocol):
+class GradientListener(Protocol):
     """Who wants to know of gradients."""
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
@@ -22,10 +22,10 @@ class Listener(Protocol):
 
 
 # Which hooks a parameter has. Not an attribute of the parameter: that would travel with torch.save(model).
-_owners: MutableMapping[torch.Tensor, weakref.ref[Hooks]] = WeakTensorKeyDictionary()
+_owners: MutableMapping[torch.Tensor, weakref.ref[GradientHooks]] = WeakTensorKeyDictionary()
 
 
-class Hooks:
+class GradientHooks:
     """The hooks of one listener.
 
     ``register_post_accumulate_grad_hook`` fires after ``p.grad`` is complete for this backward pass, also for
@@ -33,11 +33,11 @@ class Hooks:
     weakly, so that an optimizer that was dropped does not go on exchanging gradients.
     """
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: GradientListener) -> None:
         self._listener = weakref.ref(listener)
         self._handles: MutableMapping[torch.Tensor, RemovableHandle] = WeakTensorKeyDictionary()
 
-    def attach(self, parameters: Iterable[torch.Tensor], names: Members) -> None:
+    def attach(self, parameters: Iterable[torch.Tensor], names: ParameterTable) -> None:
         """Hook every parameter that has no hook of this listener yet. ``names``: what an error calls them.
 
         Raises ``ValueError`` for one that another living listener has.
@@ -79,7 +79,7 @@ class HandedOver:
         gradient = parameter.grad
         self._seen[parameter] = (gradient, _version(gradient))
 
-    def error(self, members: Members, step: int, remedy: str) -> AGMergeError | None:
+    def error(self, members: ParameterTable, step: int, remedy: str) -> AGMergeError | None:
         """Return the error of a script that has replaced, removed or written to a gradient since, if it has."""
         found = {p for p, before in self._seen.items() if p.grad is not before[0] or _version(p.grad) != before[1]}
         if not found:
@@ -101,7 +101,7 @@ def _version(gradient: torch.Tensor | None) -> int:
     return 0 if gradient is None else gradient._version
 
 
-def _hook(listener: weakref.ref[Listener]) -> Callable[[torch.Tensor], None]:
+def _hook(listener: weakref.ref[GradientListener]) -> Callable[[torch.Tensor], None]:
     def hook(parameter: torch.Tensor) -> None:
         here = listener()
         if here is None:

@@ -17,7 +17,7 @@ from torch.amp.grad_scaler import OptState
 
 from agmerge.backends.handshake import agree
 from agmerge.errors import AGMergeError
-from agmerge.tensors.parameters import Members
+from agmerge.tensors.parameters import ParameterTable
 
 NOT_ATTACHED = (
     "GradScaler.step(): the scaler was not attached: pass scaler=scaler to DistributedOptimizer, or call "
@@ -29,7 +29,7 @@ NOT_BY_SCALER = (
 )
 
 
-def check(members: Members, scaled: bool) -> None:
+def check(members: ParameterTable, scaled: bool) -> None:
     """``ValueError`` for a parameter whose gradients no GradScaler takes, if there is one."""
     for parameter in members.name_all() if scaled else ():
         if parameter.dtype == torch.float16:
@@ -39,7 +39,7 @@ def check(members: Members, scaled: bool) -> None:
             )
 
 
-class Scaling:
+class LossScale:
     """One scaler (None: there is none), as one engine sees it.
 
     ``combined``: the gradients of this step were combined because it asked.
@@ -85,17 +85,17 @@ class Scaling:
         return None if self.scaler is None else self.scaler._get_scale_async()
 
 
-def adopt(engine: Any, config: Any) -> None:
+def adopt(reducer: Any, config: Any) -> None:
     """Go on with a config that differs in what a scaler needs, from the next step on. Collective."""
     advice = "Attach the scaler on every rank, at the same step."
-    if engine.comm is not None:
-        agree(engine.comm, config.facts(), what="attach_scaler()", advice=advice, timeout=config.timeout)
-    engine.config = config
-    if engine.session is not None:
-        engine.session.config = config
+    if reducer.comm is not None:
+        agree(reducer.comm, config.facts(), what="attach_scaler()", advice=advice, timeout=config.timeout)
+    reducer.config = config
+    if reducer.session is not None:
+        reducer.session.config = config
 
 
-class Unscale:
+class UnscaleHook:
     """``scaler.unscale_`` of an attached scaler: combines the gradients of ``optimizer`` first.
 
     The plain recipe calls it right after ``backward()``, by itself or in ``scaler.step(optimizer)``, when ``p.grad`` is

@@ -14,63 +14,63 @@ import torch
 
 from agmerge.backends.handshake import gather_bytes
 from agmerge.engine.divergence import digest
-from agmerge.engine.reducer import Engine
+from agmerge.engine.reducer import Reducer
 from agmerge.errors import DivergenceError
 from agmerge.exchanges.message.format import GOING, JOINED
 from agmerge.runtime import workers
 from agmerge.runtime.broadcast import broadcast_optimizer_state, broadcast_parameters, plain_state
 
 
-def join(engine: Engine, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> int:
+def join(reducer: Reducer, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> int:
     """Take part without gradients until every rank has joined; the rank that did so last. Collective.
 
     ``step`` takes a step with the gradients as ``synchronize()`` left them. ``optimizer``: the wrapped one. Of ranks
     that join at the same step the highest counts as the last one. If replicas differ in the end (the others clipped
     their gradients, or changed the learning rate), all get that rank's parameters and optimizer state.
     """
-    if engine.config.model is not None:
+    if reducer.config.model is not None:
         raise ValueError("join() with merging='dear' is not built yet: give every rank the same number of batches")
-    engine.check_idle("join()")
-    if engine.outside:
+    reducer.check_idle("join()")
+    if reducer.outside:
         return workers.rank()
-    assert engine.comm is not None
-    engine.flag, alone = JOINED, 0
+    assert reducer.comm is not None
+    reducer.flag, alone = JOINED, 0
     try:
         while True:
-            engine.synchronize()
-            if not engine.said & GOING:
+            reducer.synchronize()
+            if not reducer.said & GOING:
                 break
             step()
             alone += 1
     finally:
-        engine.flag = GOING
-    _discard(engine)
-    said = gather_bytes(engine.comm, alone.to_bytes(8, "little"), "join", engine.config.timeout)
+        reducer.flag = GOING
+    _discard(reducer)
+    said = gather_bytes(reducer.comm, alone.to_bytes(8, "little"), "join", reducer.config.timeout)
     waited = [int.from_bytes(one, "little") for one in said]
     last = max(rank for rank, steps in enumerate(waited) if steps == min(waited))
-    _level(engine, optimizer, last)
-    return _world_rank(engine, last)
+    _level(reducer, optimizer, last)
+    return _world_rank(reducer, last)
 
 
-def _discard(engine: Engine) -> None:
+def _discard(reducer: Reducer) -> None:
     """The last round was nobody's step: residuals are as before it, and so is everything else."""
-    assert engine.session is not None
-    for parameter in engine.session.parameters:
+    assert reducer.session is not None
+    for parameter in reducer.session.parameters:
         parameter.grad = None
-    engine.discard()
+    reducer.discard()
 
 
-def _level(engine: Engine, optimizer: torch.optim.Optimizer, last: int) -> None:
+def _level(reducer: Reducer, optimizer: torch.optim.Optimizer, last: int) -> None:
     """Leave every rank with the same parameters and optimizer state."""
-    assert engine.comm is not None
-    parameters, found = engine.members.name_all(), hashlib.blake2b(digest_size=16)
+    assert reducer.comm is not None
+    parameters, found = reducer.members.name_all(), hashlib.blake2b(digest_size=16)
     state, tensors = plain_state(optimizer)
     for tensor in (*parameters, *tensors):
         found.update(digest(tensor))
     found.update(repr(state).encode())
-    if len(set(gather_bytes(engine.comm, found.digest(), "join/replicas", engine.config.timeout))) == 1:
+    if len(set(gather_bytes(reducer.comm, found.digest(), "join/replicas", reducer.config.timeout))) == 1:
         return
-    if engine.comm.size < workers.size():
+    if reducer.comm.size < workers.size():
         raise DivergenceError(
             "join(): the ranks of this process set differ after it. Clip gradients and change learning rates in hooks "
             "of the optimizer's step (register_step_pre_hook, register_step_post_hook), which run on ranks that have "
@@ -80,6 +80,6 @@ def _level(engine: Engine, optimizer: torch.optim.Optimizer, last: int) -> None:
     broadcast_optimizer_state(optimizer, root_rank=last)
 
 
-def _world_rank(engine: Engine, rank: int) -> int:
-    ranks = engine.config.process_set.members
+def _world_rank(reducer: Reducer, rank: int) -> int:
+    ranks = reducer.config.process_set.members
     return ranks[rank] if ranks else rank

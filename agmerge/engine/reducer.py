@@ -19,41 +19,41 @@ import merging as planning
 from agmerge.backends import Backend, status, topology
 from agmerge.backends.handshake import agree
 from agmerge.engine import divergence
-from agmerge.engine.grad_hooks import HandedOver, Hooks
-from agmerge.engine.grad_scaler import Scaling
+from agmerge.engine.grad_hooks import GradientHooks, HandedOver
+from agmerge.engine.grad_scaler import LossScale
 from agmerge.errors import NO_GRADIENT, NO_SYNC_LATE, SYNCHRONIZE, TOO_MANY, AGMergeError
 from agmerge.exchanges.message.format import GOING, JOINED
 from agmerge.metrics.chrome_trace import Trace
-from agmerge.metrics.running_times import Averages
-from agmerge.metrics.totals import Stats
+from agmerge.metrics.running_times import RunningStepTimes
+from agmerge.metrics.totals import Totals
 from agmerge.options.config import Config, check_two_level
-from agmerge.planning.replanner import Adaptation
+from agmerge.planning.replanner import Replanner
 from agmerge.runtime import process_sets, workers
 from agmerge.step import nonfinite_verdict
 from agmerge.step.agreement import open_session
-from agmerge.step.merge_buffers import Session, State, model_facts
+from agmerge.step.merge_buffers import MergeBuffers, State, model_facts
 from agmerge.step.round import Round
 from agmerge.step.two_level_round import round_for
-from agmerge.tensors.parameters import Member, Members
+from agmerge.tensors.parameters import ParameterInfo, ParameterTable
 from agmerge.version import __version__
 
 
-class Engine:
+class Reducer:
     """Counts backward passes, keeps the session, and guards against calls out of turn."""
 
     remedy = SYNCHRONIZE  # for a script that changes gradients
 
-    def __init__(self, members: Members, config: Config) -> None:
+    def __init__(self, members: ParameterTable, config: Config) -> None:
         self.members, self.config, self.passes = members, config, config.passes
-        self.stats = Stats()
+        self.stats = Totals()
         self.world: Backend | None = None  # from which it was connected
         self.comm: Backend | None = None
         self.outside = False  # of the process set: this rank steps by itself
         self.nodes: topology.Nodes | None = None  # exchange="two-level"
         self.shard: tuple[int, int] | None = None  # of every tensor, this rank's: which of how many
-        self.session: Session | None = None
-        self.averages = Averages()
-        self.adaptation: Adaptation | None = None  # of the session
+        self.session: MergeBuffers | None = None
+        self.averages = RunningStepTimes()
+        self.replanner: Replanner | None = None  # of the session
         self.steps = 0  # committed exchanges; after load_state_dict() the checkpoint's
         self._clock = 0  # the same as of the last agreement, so equal on every rank: what messages say
         self.parked: State = {}  # what is kept and has no place in the session
@@ -63,7 +63,7 @@ class Engine:
         self.synchronized = False  # gradients are combined, step() has not been called
         self.flag, self.said = GOING, 0  # what this rank says in its messages (JOINED: in join()); what all said last
         self.skipped = False  # ... and come to nothing: the inner optimizer must not step
-        self.scaling = Scaling(None)
+        self.scaling = LossScale(None)
         self._fired: dict[torch.Tensor, int] = {}  # backward passes since the last step
         self._ready = HandedOver()
         self._round: Round | None = None
@@ -75,7 +75,7 @@ class Engine:
         self._lock = threading.RLock()  # autograd runs the hooks of each device on a thread of its own
         check_two_level(config)
         config.check_patterns(members.name_of(parameter) for parameter in members.name_all())
-        self._hooks = Hooks(self)
+        self._hooks = GradientHooks(self)
         self._hooks.attach((member.parameter for member in self._members()), members)
 
     # -- agreement ------------------------------------------------------------------------------------------
@@ -96,14 +96,14 @@ class Engine:
             self.nodes = topology.form(self.comm, self.config.timeout)
             self.shard = self.nodes.shard
 
-    def _members(self) -> list[Member]:
+    def _members(self) -> list[ParameterInfo]:
         """Who takes part now, each with its lane."""
         members = self.config.lanes(member for member in self.members.active() if member.parameter.numel())
         for member in members:
             self.config.check(member)
         return members
 
-    def _open(self) -> Session:
+    def _open(self) -> MergeBuffers:
         """Agree on what there is now, and move what is kept by name."""
         assert self.comm is not None
         order = [self.members.name_of(parameter) for parameter in self._ready]
@@ -120,7 +120,7 @@ class Engine:
         self._hooks.attach((member.parameter for member in members), self.members)
         self.session, self._snapshot, self._stale = session, self.members.snapshot(), False
         self._forget(session)
-        self.adaptation = Adaptation(session, self.averages)
+        self.replanner = Replanner(session, self.averages)
         return session
 
     def resume(self, state: State, steps: int, plan: planning.Plan | None) -> None:
@@ -137,7 +137,7 @@ class Engine:
             self.origin = (self.comm.rank, self.comm.size)
         self.parked = {key: view.clone() for key, view in self.state().items()}
         self._recorded, self.shares, self.outside, self._compared = self.plan(), self.shares_kept(), False, False
-        self.comm = self.nodes = self.session = self.adaptation = self._round = self._broken = None
+        self.comm = self.nodes = self.session = self.replanner = self._round = self._broken = None
 
     def reconfigure(self, config: Config) -> None:
         """Go on with another compressor from the next step on, residuals and plan as they are. Collective."""
@@ -249,12 +249,12 @@ class Engine:
         if self.outside or self.skipped:
             self._clear()
             return
-        assert self.session is not None and self.comm is not None and self.adaptation is not None
+        assert self.session is not None and self.comm is not None and self.replanner is not None
         self.session.swap()
         self.steps = self._clock = self._clock + 1
         status.here().move(self._clock, "is in its script, before a backward pass")
         session = self.session
-        self.stats.stepped(len(session.buffers), session.layout.numel, session.tensors.numel)
+        self.stats.stepped(len(session.messages), session.layout.numel, session.tensors.numel)
         self._clear()
         due = not self._compared or (self.config.check_every and self.steps % self.config.check_every == 0)
         if due and not self.said & JOINED:  # a rank that has joined may step otherwise, until all have
@@ -263,7 +263,7 @@ class Engine:
             self._compared = True
         with self._breaking():
             if not self._stale:
-                plan = self.adaptation.after_step(self._clock)
+                plan = self.replanner.after_step(self._clock)
                 if plan is not None:
                     self._follow(plan)
                 self._settle()
@@ -274,7 +274,7 @@ class Engine:
         self.session.follow(plan)
         self._forget(self.session)
 
-    def _forget(self, session: Session) -> None:
+    def _forget(self, session: MergeBuffers) -> None:
         """Drop what was measured, or kept by sparsifiers, of the merge buffers that there were."""
         self.averages.forget()
         self.tell(self.averages.trace)
@@ -292,15 +292,15 @@ class Engine:
 
     def measured(self) -> planning.Measurements | None:
         """What the plan in use was made from."""
-        return self.adaptation.measured if self.adaptation is not None and not self._stale else None
+        return self.replanner.measured if self.replanner is not None and not self._stale else None
 
     def measure(self) -> planning.Measurements:
         """Measure costs now, for reports; the plan stays. Collective."""
         self.check_idle("measure()")
-        if self.adaptation is None or self._stale or not self.averages.typical():
+        if self.replanner is None or self._stale or not self.averages.typical():
             raise AGMergeError("measure() needs a step to measure: call it after step()")
         with self._breaking():
-            return self.adaptation.measure(self._clock)
+            return self.replanner.measure(self._clock)
 
     def tell(self, trace: Trace | None) -> None:
         if trace is not None and self.session is not None:
@@ -366,7 +366,7 @@ class Engine:
         """End the exchange of gradients that a refused pass has changed; whether none is left then. Collective."""
         if self._ready.overrun and not self.synchronized:
             try:
-                Engine.synchronize(self)
+                Reducer.synchronize(self)
             except AGMergeError:  # it says what the refused pass has changed
                 self._check_unbroken()
         return not self.unfinished

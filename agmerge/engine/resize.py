@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from agmerge.backends import torch as torch_backend
-from agmerge.engine.reducer import Engine
+from agmerge.engine.reducer import Reducer
 from agmerge.errors import AGMergeError
 from agmerge.ops import Average, ReduceOp
 from agmerge.runtime import workers
@@ -73,45 +73,45 @@ def _sums(parts: Sequence[Mapping[str, torch.Tensor]], own: set[str], by: float)
     return {name: tensor * by for name, tensor in found.items()}
 
 
-def connect(engine: Engine) -> None:
+def connect(reducer: Reducer) -> None:
     """Join the workers that there are now, if this has not happened, and fit what is kept to their number.
 
     Collective. The group is another one after ``shutdown()`` and ``init()``, and after a reset of an elastic Horovod.
     """
     world = workers.world()
-    if engine.world is not None and engine.world is not world:
-        leave(engine)
-    if engine.comm is not None or engine.outside:
+    if reducer.world is not None and reducer.world is not world:
+        leave(reducer)
+    if reducer.comm is not None or reducer.outside:
         return
-    shard = engine.shard
+    shard = reducer.shard
     workers.listen()
-    engine.connect(world)
-    if engine.comm is not None and engine.comm.rank == 0:
-        twice = torch_backend.averaged(engine.members.name_all())
+    reducer.connect(world)
+    if reducer.comm is not None and reducer.comm.rank == 0:
+        twice = torch_backend.averaged(reducer.members.name_all())
         if twice:
             warnings.warn(TWICE.format(name=twice), stacklevel=4)
-    if engine.comm is not None:  # an optimizer that was dropped holds no threads and no connections
-        weakref.finalize(engine, engine.comm.drop)
-    origin, engine.origin = engine.origin, None
-    if origin is None or engine.comm is None or not engine.parked:
+    if reducer.comm is not None:  # an optimizer that was dropped holds no threads and no connections
+        weakref.finalize(reducer, reducer.comm.drop)
+    origin, reducer.origin = reducer.origin, None
+    if origin is None or reducer.comm is None or not reducer.parked:
         return
-    if engine.shard != shard:
+    if reducer.shard != shard:
         warnings.warn(
             "residuals are shards of other rows than this rank has now (exchange='two-level'): they are dropped and "
             "start from zero",
             stacklevel=4,
         )
-        engine.parked = {}
-    by = factor(engine.config.op, origin[1], engine.comm.size)
+        reducer.parked = {}
+    by = factor(reducer.config.op, origin[1], reducer.comm.size)
     if by != 1.0:
-        engine.parked = scaled(engine.parked, by)
+        reducer.parked = scaled(reducer.parked, by)
 
 
-def leave(engine: Engine) -> None:
+def leave(reducer: Reducer) -> None:
     """Forget the group of workers; the next step connects to the one that there is then."""
-    if engine.config.model is not None:
+    if reducer.config.model is not None:
         raise AGMergeError(
             "merging='dear' cannot go on among other workers: updates of the last step may be on their way. Restart "
             "from a checkpoint, or use another merging"
         )
-    engine.leave()
+    reducer.leave()

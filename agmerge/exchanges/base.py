@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from agmerge.backends import Backend, Handle
-from agmerge.exchanges.message.format import Control
+from agmerge.exchanges.message.format import RoundHeader
 from agmerge.ops import ReduceOp
 from agmerge.tensors.layout import Segment
 from sparsifiers import Selection
@@ -26,7 +26,7 @@ Commit = Callable[[Segment, "torch.Tensor | None", "torch.Tensor | None"], None]
 
 
 @dataclass(frozen=True)
-class Load:
+class SegmentBuffers:
     """One segment with its memory, 1-D of ``segment.length``: ``work`` goes out, ``update`` is written."""
 
     segment: Segment
@@ -35,7 +35,7 @@ class Load:
 
 
 @dataclass
-class Pending:
+class InFlight:
     """A message under way: started, not finished.
 
     ``bytes``: handed to collectives so far. ``codecs``: those by what they are, see
@@ -43,8 +43,8 @@ class Pending:
     """
 
     name: str
-    loads: Sequence[Load]
-    control: Control
+    loads: Sequence[SegmentBuffers]
+    control: RoundHeader
     handle: Handle
     bytes: int
     elements: int
@@ -71,7 +71,9 @@ class Exchange(ABC):
         self._kept: dict[tuple[object, ...], torch.Tensor] = {}
 
     @abstractmethod
-    def start(self, name: str, loads: Sequence[Load], offers: Sequence[Selection | None], control: Control) -> Pending:
+    def start(
+        self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
+    ) -> InFlight:
         """Send the message of one merge buffer; returns at once. An offer is what the compressor chose."""
 
     @property
@@ -79,16 +81,16 @@ class Exchange(ABC):
         """Whether :meth:`arrived` can tell that a whole exchange has ended."""
         return True
 
-    def arrived(self, pending: Pending) -> bool:
+    def arrived(self, pending: InFlight) -> bool:
         """Whether the exchange is known to have ended."""
         return self.polls and pending.handle.done()
 
     @abstractmethod
-    def wait(self, pending: Pending) -> Control:
+    def wait(self, pending: InFlight) -> RoundHeader:
         """Return what all ranks say together, once every message is here and checked. Writes nothing."""
 
     @abstractmethod
-    def finish(self, pending: Pending) -> None:
+    def finish(self, pending: InFlight) -> None:
         """Write the update of every load. Called after ``wait``, in plan order."""
 
     def keep(self, key: tuple[object, ...], length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -100,7 +102,7 @@ class Exchange(ABC):
             buffer = self._kept[full] = torch.zeros(length, dtype=dtype, device=device)
         return buffer[:length]
 
-    def accumulator(self, load: Load) -> torch.Tensor:
+    def accumulator(self, load: SegmentBuffers) -> torch.Tensor:
         """Where contributions to ``load`` are added up: its update, or float32 scratch for 16 bits."""
         if load.update.dtype == load.work.dtype:
             return load.update

@@ -16,8 +16,8 @@ import torch
 from agmerge.backends import Backend
 from agmerge.errors import MessageError
 from agmerge.exchanges import all_reduce
-from agmerge.exchanges.base import Commit, Exchange, Load, Pending
-from agmerge.exchanges.message.format import NONFINITE, Control
+from agmerge.exchanges.base import Commit, Exchange, InFlight, SegmentBuffers
+from agmerge.exchanges.message.format import NONFINITE, RoundHeader
 from agmerge.ops import ReduceOp
 from sparsifiers import Selection
 
@@ -53,7 +53,9 @@ class DenseExchange(Exchange):
         super().__init__(comm, op, commit, timeout)
         self.keeps, self.cast, self.predivide, self.ordered = keeps, cast, predivide, ordered
 
-    def start(self, name: str, loads: Sequence[Load], offers: Sequence[Selection | None], control: Control) -> Pending:
+    def start(
+        self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
+    ) -> InFlight:
         dtype = self.cast or loads[0].update.dtype
         tail = tail_of(control, dtype, loads[0].work.device)
         large = [load for load in loads if self._stays(load)]
@@ -75,14 +77,14 @@ class DenseExchange(Exchange):
         sums.append(all_reduce.start(self.comm, message, received, name))
         sent = sum(load.segment.numel for load in loads)
         size = sum(one.bytes for one in sums)
-        return Pending(name, loads, control, sums[0].handle, size, sent, message, message, sums)
+        return InFlight(name, loads, control, sums[0].handle, size, sent, message, message, sums)
 
-    def _stays(self, load: Load) -> bool:
+    def _stays(self, load: SegmentBuffers) -> bool:
         """Tell whether a segment is summed where it lies: it is large, and what travels is exactly its work."""
         exact = self.cast is None and self.predivide == 1.0 and load.work.dtype == load.update.dtype
         return exact and not self.ordered and load.segment.length >= LARGE
 
-    def _pack(self, load: Load, payload: torch.Tensor) -> None:
+    def _pack(self, load: SegmentBuffers, payload: torch.Tensor) -> None:
         """``work / predivide`` in the dtype of the wire; a cast to float16 saturates, also when summed."""
         if self.predivide == 1.0:
             payload.copy_(load.work)
@@ -92,7 +94,7 @@ class DenseExchange(Exchange):
             limit = largest_summand(self.cast, self.comm.size)
             payload.clamp_(-limit, limit)
 
-    def _sent(self, load: Load, payload: torch.Tensor) -> torch.Tensor:
+    def _sent(self, load: SegmentBuffers, payload: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sum, as the others see it: in the dtype of ``work``, not of the wire."""
         if self.predivide == 1.0:
             return payload
@@ -103,13 +105,13 @@ class DenseExchange(Exchange):
     def polls(self) -> bool:
         return not self.ordered  # in rank order, the shards are still to be gathered
 
-    def wait(self, pending: Pending) -> Control:
+    def wait(self, pending: InFlight) -> RoundHeader:
         for one in pending.extra:
             all_reduce.wait(self.comm, one, self.timeout, pending.loads[0].work.dtype)
         packed = sum(load.segment.length for load in pending.loads if not self._stays(load))
         return decode(pending.message[packed:].tolist(), pending.control, pending.name)
 
-    def finish(self, pending: Pending) -> None:
+    def finish(self, pending: InFlight) -> None:
         factor = self.scale * self.predivide
         for load, total in self._totals(pending):
             if total.dtype == load.update.dtype:
@@ -119,13 +121,13 @@ class DenseExchange(Exchange):
             if self.keeps and total is load.work:
                 self.commit(load.segment, None, None)  # all of it was sent
 
-    def _totals(self, pending: Pending) -> Iterator[tuple[Load, torch.Tensor]]:
+    def _totals(self, pending: InFlight) -> Iterator[tuple[SegmentBuffers, torch.Tensor]]:
         """Each load with its sum over the ranks."""
         yield from ((load, load.work) for load in pending.loads if self._stays(load))
         yield from _parts(pending.message, [load for load in pending.loads if not self._stays(load)])
 
 
-def _parts(message: torch.Tensor, loads: Sequence[Load]) -> Iterator[tuple[Load, torch.Tensor]]:
+def _parts(message: torch.Tensor, loads: Sequence[SegmentBuffers]) -> Iterator[tuple[SegmentBuffers, torch.Tensor]]:
     """Each load with its part of the message."""
     start = 0
     for load in loads:
@@ -143,7 +145,7 @@ def largest_summand(dtype: torch.dtype, size: int) -> float:
     return torch.finfo(dtype).max / steps * max(steps // size, 1)
 
 
-def encode(control: Control) -> list[float]:
+def encode(control: RoundHeader) -> list[float]:
     """Control as numbers that mean the same after summing."""
     tail = [0.0] * (2 * _HOT + _FLAGS)
     tail[control.step % _HOT] = 1.0
@@ -153,7 +155,7 @@ def encode(control: Control) -> list[float]:
     return tail + [float(used) for used in control.used]
 
 
-def tail_of(control: Control, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def tail_of(control: RoundHeader, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The same on a device, 1-D, with what only the device knows."""
     tail = torch.tensor(encode(control), dtype=dtype).to(device)
     if control.alarm is not None:
@@ -161,7 +163,7 @@ def tail_of(control: Control, dtype: torch.dtype, device: torch.device) -> torch
     return tail
 
 
-def decode(tail: Sequence[float], mine: Control, name: str) -> Control:
+def decode(tail: Sequence[float], mine: RoundHeader, name: str) -> RoundHeader:
     """What all ranks say together, from the sum of their numbers; :class:`agmerge.MessageError` if out of step."""
     hot = [[i for i in range(_HOT) if tail[start + i] != 0.0] for start in (0, _HOT)]
     if hot != [[mine.step % _HOT], [(mine.buffer + mine.plan) % _HOT]]:

@@ -51,7 +51,7 @@ def ballot(work: torch.Tensor, offered: torch.Tensor, share: int, workers: int, 
     return mine
 
 
-class Papers:
+class VoteFormat:
     """The ballots of one rank in ``size`` bytes: ``checksum | counts | ballots``, each in the smallest index codec.
 
     Vectors have ``lengths``, ballots ``slots``. What stands there is a place in the share, so nobody can name what is

@@ -15,9 +15,9 @@ import torch
 from agmerge.backends import Backend
 from agmerge.errors import MessageError
 from agmerge.exchanges import all_reduce, mask_votes
-from agmerge.exchanges.base import Commit, Exchange, Load, Pending
+from agmerge.exchanges.base import Commit, Exchange, InFlight, SegmentBuffers
 from agmerge.exchanges.dense import decode, largest_summand, tail_of
-from agmerge.exchanges.message.format import RELAYOUT, Control, Format
+from agmerge.exchanges.message.format import RELAYOUT, Format, RoundHeader
 from agmerge.ops import ReduceOp
 from sparsifiers import Selection
 
@@ -29,9 +29,9 @@ class _State:
     """By load: ``votes``: whether its mask is voted on; ``masks``: int32 or int64, once all ranks agree on them."""
 
     votes: list[bool]
-    papers: mask_votes.Papers | None = None
+    papers: mask_votes.VoteFormat | None = None
     layout: Format | None = None
-    control: Control | None = None
+    control: RoundHeader | None = None
     masks: list[torch.Tensor] = field(default_factory=list)
     sums: list[all_reduce.Sum] = field(default_factory=list)
     totals: dict[int, torch.Tensor] = field(default_factory=dict)  # by load: its part of a sum
@@ -67,9 +67,11 @@ class MaskedExchange(Exchange):
     ) -> None:
         super().__init__(comm, op, commit, timeout)
         self.drawn, self.ordered, self.payload = drawn, ordered, payload
-        self._voting: dict[str, Pending] = {}  # messages whose votes are not counted yet, in the order of their starts
+        self._voting: dict[str, InFlight] = {}  # messages whose votes are not counted yet, in the order of their starts
 
-    def start(self, name: str, loads: Sequence[Load], offers: Sequence[Selection | None], control: Control) -> Pending:
+    def start(
+        self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
+    ) -> InFlight:
         chosen = [offer for offer in offers if offer is not None]
         if len(chosen) < len(loads):
             raise ValueError(f"{name}: a segment without a selection cannot share a message of masked")
@@ -79,7 +81,7 @@ class MaskedExchange(Exchange):
         workers, device = self.comm.size, loads[0].work.device
         budgets = [0 if all_of_it else offer.indices.numel() for offer, all_of_it in zip(chosen, whole, strict=True)]
         slots = [mask_votes.slots(k, workers) for k in budgets]
-        papers = mask_votes.Papers([load.segment.length for load in loads], slots, workers)
+        papers = mask_votes.VoteFormat([load.segment.length for load in loads], slots, workers)
         layout = Format([load.segment for load in loads], [0] * len(loads))  # a header; ballots follow
         size = layout.size + papers.size
         message = self.keep(("votes", name), size, torch.uint8, device)
@@ -95,12 +97,17 @@ class MaskedExchange(Exchange):
         handle = self.comm.all_gather(received, message, name)
         state = _State([not all_of_it for all_of_it in whole], papers, layout)
         self._voting.pop(name, None)  # of an attempt that came to nothing
-        self._voting[name] = pending = Pending(name, loads, control, handle, size, 0, message, received, state)
+        self._voting[name] = pending = InFlight(name, loads, control, handle, size, 0, message, received, state)
         return pending
 
     def _start_agreed(
-        self, name: str, loads: Sequence[Load], offers: Sequence[Selection], whole: Sequence[bool], control: Control
-    ) -> Pending:
+        self,
+        name: str,
+        loads: Sequence[SegmentBuffers],
+        offers: Sequence[Selection],
+        whole: Sequence[bool],
+        control: RoundHeader,
+    ) -> InFlight:
         state = _State([False] * len(loads))
         state.masks = [
             _all(load) if all_of_it else offer.indices
@@ -111,16 +118,16 @@ class MaskedExchange(Exchange):
         first = state.sums[0]
         elements = sum(_real(load, mask) for load, mask in zip(loads, state.masks, strict=True))
         size = sum(one.bytes for one in state.sums)
-        return Pending(name, loads, control, first.handle, size, elements, first.message, first.message, state)
+        return InFlight(name, loads, control, first.handle, size, elements, first.message, first.message, state)
 
     @property
     def polls(self) -> bool:
         return self.drawn and not self.ordered  # else something is still to be sent when the first handle is done
 
-    def arrived(self, pending: Pending) -> bool:
+    def arrived(self, pending: InFlight) -> bool:
         return self.polls and all(one.handle.done() for one in pending.extra.sums)
 
-    def wait(self, pending: Pending) -> Control:
+    def wait(self, pending: InFlight) -> RoundHeader:
         state: _State = pending.extra
         if pending.name in self._voting:
             under_way, self._voting = self._voting, {}
@@ -133,7 +140,7 @@ class MaskedExchange(Exchange):
         assert state.control is not None
         return state.control
 
-    def _count(self, pending: Pending) -> None:
+    def _count(self, pending: InFlight) -> None:
         """All votes are in: the mask is known, values leave. If the round will be repeated, none do."""
         state: _State = pending.extra
         assert state.layout is not None and state.papers is not None
@@ -158,7 +165,7 @@ class MaskedExchange(Exchange):
         pending.bytes += sum(one.bytes for one in state.sums)
         pending.elements = sum(_real(load, mask) for load, mask in zip(pending.loads, state.masks, strict=True))
 
-    def _send(self, name: str, loads: Sequence[Load], state: _State, tail: torch.Tensor) -> None:
+    def _send(self, name: str, loads: Sequence[SegmentBuffers], state: _State, tail: torch.Tensor) -> None:
         """Begin to add up what lies at the masks, one sum for each dtype; ``tail`` goes behind the first."""
         for number, dtype in enumerate(dict.fromkeys(load.segment.lane.dtype for load in loads)):
             members = [i for i, load in enumerate(loads) if load.segment.lane.dtype == dtype]
@@ -181,7 +188,7 @@ class MaskedExchange(Exchange):
             received = self.keep(("shards", name, number), length, dtype, message.device) if self.ordered else None
             state.sums.append(all_reduce.start(self.comm, message, received, f"{name}/{number}" if number else name))
 
-    def _decode(self, pending: Pending, state: _State) -> Control:
+    def _decode(self, pending: InFlight, state: _State) -> RoundHeader:
         assert state.tail is not None
         said = state.tail.tolist()
         digits, rest = said[: _DIGITS * _BASE], said[_DIGITS * _BASE :]
@@ -195,7 +202,7 @@ class MaskedExchange(Exchange):
             )
         return control
 
-    def finish(self, pending: Pending) -> None:
+    def finish(self, pending: InFlight) -> None:
         state: _State = pending.extra
         for i, (load, mask) in enumerate(zip(pending.loads, state.masks, strict=True)):
             load.update.zero_()
@@ -213,11 +220,11 @@ def checksum(masks: Sequence[torch.Tensor]) -> torch.Tensor:
     return (digits[:, None] == torch.arange(_BASE, device=digits.device)).flatten().float()
 
 
-def _all(load: Load) -> torch.Tensor:
+def _all(load: SegmentBuffers) -> torch.Tensor:
     return torch.arange(load.segment.length, device=load.work.device)
 
 
-def _values(load: Load, mask: torch.Tensor, workers: int) -> torch.Tensor:
+def _values(load: SegmentBuffers, mask: torch.Tensor, workers: int) -> torch.Tensor:
     """``work`` at the mask; where it is wider than the gradient, saturated so that the sum of all ranks fits."""
     values = load.work.index_select(0, mask)
     if load.segment.lane.dtype != values.dtype:
@@ -226,6 +233,6 @@ def _values(load: Load, mask: torch.Tensor, workers: int) -> torch.Tensor:
     return values
 
 
-def _real(load: Load, mask: torch.Tensor) -> int:
+def _real(load: SegmentBuffers, mask: torch.Tensor) -> int:
     """Elements that a mask sends, padding not counted where everything is sent."""
     return min(mask.numel(), load.segment.numel)

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import torch
 
 from agmerge.backends import Backend, Handle
-from agmerge.exchanges.base import Commit, Exchange, Pending
-from agmerge.exchanges.message.format import Control
-from agmerge.exchanges.message.pairs import Form, Parcel, read, write
+from agmerge.exchanges.base import Commit, Exchange, InFlight
+from agmerge.exchanges.message.format import RoundHeader
+from agmerge.exchanges.message.pairs import IndexValuePairs, PairFormat, read, write
 from agmerge.ops import ReduceOp
 
 T = TypeVar("T")
@@ -24,10 +24,10 @@ class State:
     """``extra`` of a message under way. ``control``: what all ranks say together, once that is known."""
 
     phases: Phases[None] | None = None
-    control: Control | None = None
+    control: RoundHeader | None = None
 
 
-class LockstepExchange(Exchange):
+class MultiRoundExchange(Exchange):
     """An exchange whose later messages depend on earlier ones. ``start`` sends the first and calls ``follow``.
 
     The rest happens in ``wait``, where all messages under way advance together, phase by phase in the order in which
@@ -40,13 +40,13 @@ class LockstepExchange(Exchange):
     def __init__(self, comm: Backend, op: ReduceOp, commit: Commit, timeout: float, *, payload: bool = True) -> None:
         super().__init__(comm, op, commit, timeout)
         self.payload = payload
-        self._under_way: dict[str, Pending] = {}
+        self._under_way: dict[str, InFlight] = {}
 
     @abstractmethod
-    def phases(self, pending: Pending) -> Phases[None]:
+    def phases(self, pending: InFlight) -> Phases[None]:
         """Everything behind the first collective, which has ended when this begins. Sets the control numbers."""
 
-    def follow(self, pending: Pending) -> Pending:
+    def follow(self, pending: InFlight) -> InFlight:
         """Have ``phases`` run in the next ``wait``; a message of this name that was never waited for is forgotten."""
         pending.extra.phases = self.phases(pending)
         self._under_way.pop(pending.name, None)  # the new one goes to the end
@@ -57,10 +57,10 @@ class LockstepExchange(Exchange):
     def polls(self) -> bool:
         return False  # without a wait nothing goes on
 
-    def arrived(self, pending: Pending) -> bool:
+    def arrived(self, pending: InFlight) -> bool:
         return pending.name not in self._under_way
 
-    def wait(self, pending: Pending) -> Control:
+    def wait(self, pending: InFlight) -> RoundHeader:
         try:
             while pending.name in self._under_way:
                 for one in list(self._under_way.values()):
@@ -68,11 +68,11 @@ class LockstepExchange(Exchange):
         except BaseException:
             self._under_way.clear()  # what is left of them would be calls that other ranks do not make
             raise
-        control: Control | None = pending.extra.control
+        control: RoundHeader | None = pending.extra.control
         assert control is not None, f"{pending.name}: an earlier wait has failed"
         return control
 
-    def _advance(self, pending: Pending) -> None:
+    def _advance(self, pending: InFlight) -> None:
         pending.handle.wait(self.timeout)
         following = next(pending.extra.phases, None)
         if following is None:
@@ -82,7 +82,7 @@ class LockstepExchange(Exchange):
 
     # -- phases that exchanges are made of: ``yield from`` them ----------------------------------------------------
 
-    def tell(self, pending: Pending, what: str, numbers: Sequence[int]) -> Phases[list[list[int]]]:
+    def tell(self, pending: InFlight, what: str, numbers: Sequence[int]) -> Phases[list[list[int]]]:
         """What every rank says, as many numbers (int32) from each."""
         mine = torch.tensor(numbers, dtype=torch.int32, device=pending.message.device)
         rows = mine.new_empty(self.comm.size * len(numbers))
@@ -91,22 +91,27 @@ class LockstepExchange(Exchange):
         found: list[list[int]] = rows.view(self.comm.size, -1).tolist()
         return found
 
-    def add_up(self, pending: Pending, what: str, numbers: torch.Tensor) -> Phases[torch.Tensor]:
+    def add_up(self, pending: InFlight, what: str, numbers: torch.Tensor) -> Phases[torch.Tensor]:
         """The sum of all ranks' ``numbers``, in place."""
         pending.bytes += numbers.nbytes
         yield self.comm.all_reduce(numbers, f"{pending.name}/{what}")
         return numbers
 
     def trade(
-        self, pending: Pending, what: str, mine: Parcel, table: list[list[int]], ranges: Sequence[Sequence[range]]
-    ) -> Phases[tuple[list[Parcel], int]]:
+        self,
+        pending: InFlight,
+        what: str,
+        mine: IndexValuePairs,
+        table: list[list[int]],
+        ranges: Sequence[Sequence[range]],
+    ) -> Phases[tuple[list[IndexValuePairs], int]]:
         """Cut ``mine`` into ``table[own rank]`` pieces and send piece r to rank r; the pieces that arrive, by rank.
 
         Also 1 + the first rank whose piece is damaged, or does not ascend in its range, ``ranges[from][to]``; else 0.
         """
         dtype, rank = mine.values.dtype, self.comm.rank
-        sent = [Form(*one, dtype) for one in zip(ranges[rank], table[rank], strict=True)]
-        arriving = [Form(one[rank], row[rank], dtype) for one, row in zip(ranges, table, strict=True)]
+        sent = [PairFormat(*one, dtype) for one in zip(ranges[rank], table[rank], strict=True)]
+        arriving = [PairFormat(one[rank], row[rank], dtype) for one, row in zip(ranges, table, strict=True)]
         sizes, out_sizes = ([form.size for form in forms] for forms in (sent, arriving))
         message = self._bytes(pending, what, sum(sizes))
         received = self._bytes(pending, f"{what} received", sum(out_sizes))
@@ -117,11 +122,17 @@ class LockstepExchange(Exchange):
         return pieces, 0 if all(good) else 1 + good.index(False)
 
     def spread(
-        self, pending: Pending, what: str, mine: Parcel, held: Sequence[int], ranges: Sequence[range], sound: bool
-    ) -> Phases[tuple[list[Parcel], int]]:
+        self,
+        pending: InFlight,
+        what: str,
+        mine: IndexValuePairs,
+        held: Sequence[int],
+        ranges: Sequence[range],
+        sound: bool,
+    ) -> Phases[tuple[list[IndexValuePairs], int]]:
         """The pairs of all ranks, of which rank r has ``held[r]``, in ``ranges[r]``; messages are as long as the
         longest. Also 1 + the first rank whose pairs are damaged or not ``sound`` on the rank itself; else 0."""
-        forms = [Form(*one, mine.values.dtype) for one in zip(ranges, held, strict=True)]
+        forms = [PairFormat(*one, mine.values.dtype) for one in zip(ranges, held, strict=True)]
         longest = max(form.size for form in forms)
         message = self._bytes(pending, what, longest)
         received = self._bytes(pending, f"{what} received", self.comm.size * longest)
@@ -131,6 +142,6 @@ class LockstepExchange(Exchange):
         parcels, good = read(forms, torch.split(received, [longest] * self.comm.size), self.payload)
         return parcels, 0 if all(good) else 1 + good.index(False)
 
-    def _bytes(self, pending: Pending, what: str, length: int) -> torch.Tensor:
+    def _bytes(self, pending: InFlight, what: str, length: int) -> torch.Tensor:
         key: tuple[Any, ...] = (what, pending.name)
         return self.keep(key, length, torch.uint8, pending.message.device)

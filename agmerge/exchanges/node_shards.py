@@ -17,7 +17,7 @@ from agmerge.backends import Handle
 from agmerge.backends.topology import Nodes
 from agmerge.exchanges.all_reduce import in_rank_order
 from agmerge.exchanges.dense import decode, encode, tail_of
-from agmerge.exchanges.message.format import Control
+from agmerge.exchanges.message.format import RoundHeader
 from agmerge.tensors.arena import Arena, view
 from agmerge.tensors.layout import Lane, Layout, Segment, Slot
 
@@ -77,7 +77,7 @@ class _Message:
     handle: Handle | None = None
 
 
-class Shards:
+class NodeShards:
     """The stage before compensation: gradients of a node in, this rank's shard of their sum out.
 
     ``whole``: the layout of the tensors; ``parts``: that of their shards, slot by slot the same order. ``ordered``: add
@@ -108,7 +108,7 @@ class Shards:
 
     def _message(self, buffer: int, number: int, segments: Sequence[Segment]) -> _Message:
         lane, places, tail = segments[0].lane, self.nodes.places, sum(segment.length for segment in segments)
-        width = tail + len(encode(Control(0, 0, 0, 0, (False,) * len(self._tensors[buffer]))))
+        width = tail + len(encode(RoundHeader(0, 0, 0, 0, (False,) * len(self._tensors[buffer]))))
         name = f"buffer {buffer}/node" if number == 0 else f"buffer {buffer}.{number}/node"
         received = _memory(lane, places * width) if self.ordered else None
         rows = _memory(lane, places * width).view(places, width)
@@ -130,7 +130,7 @@ class Shards:
         else:
             deal(gradient, rows)
 
-    def start(self, buffer: int, control: Control) -> int:
+    def start(self, buffer: int, control: RoundHeader) -> int:
         """Add up a merge buffer in the node; returns bytes handed over. ``control``: of all its tensors."""
         size = 0
         for message in self._messages[buffer]:
@@ -148,7 +148,7 @@ class Shards:
         """Whether :meth:`wait` would return at once."""
         return all(message.handle is not None and message.handle.done() for message in self._messages[buffer])
 
-    def wait(self, buffer: int, control: Control) -> Control:
+    def wait(self, buffer: int, control: RoundHeader) -> RoundHeader:
         """Return when this rank's shards are there: what the ranks of the node say together."""
         said = []
         for message in self._messages[buffer]:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from agmerge.exchanges import all_reduce
-from agmerge.exchanges.base import Load, Pending
+from agmerge.exchanges.base import InFlight, SegmentBuffers
 from agmerge.exchanges.dense import DenseExchange, decode, tail_of
-from agmerge.exchanges.message.format import Control
+from agmerge.exchanges.message.format import RoundHeader
 from sparsifiers import Selection
 
 
@@ -30,9 +30,11 @@ class ScatterExchange(DenseExchange):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._scattered: list[Pending] = []
+        self._scattered: list[InFlight] = []
 
-    def start(self, name: str, loads: Sequence[Load], offers: Sequence[Selection | None], control: Control) -> Pending:
+    def start(
+        self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
+    ) -> InFlight:
         (load,) = loads
         self._scattered = []  # what an attempt that came to nothing has left
         dtype, device, workers = self.cast or load.update.dtype, load.work.device, self.comm.size
@@ -51,12 +53,12 @@ class ScatterExchange(DenseExchange):
             received = mine
             handle = self.comm.reduce_scatter(mine, message, name)
         size = (message.numel() + shard) * message.element_size()
-        return Pending(name, loads, control, handle, size, load.segment.numel, message, received, mine)
+        return InFlight(name, loads, control, handle, size, load.segment.numel, message, received, mine)
 
-    def _stays(self, load: Load) -> bool:
+    def _stays(self, load: SegmentBuffers) -> bool:
         return False  # shards have control numbers behind each of them
 
-    def _fill(self, load: Load, rows: torch.Tensor) -> None:
+    def _fill(self, load: SegmentBuffers, rows: torch.Tensor) -> None:
         """Write ``work`` into the shards, (W, shard); commit it, if anything is kept."""
         if not self.keeps:
             for work, part in _pieces(load.work, rows):
@@ -68,7 +70,7 @@ class ScatterExchange(DenseExchange):
         for sent, part in _pieces(payload, rows):
             part.copy_(sent)
 
-    def wait(self, pending: Pending) -> Control:
+    def wait(self, pending: InFlight) -> RoundHeader:
         """Return when this rank's shard is there. What all ranks say travels in it."""
         pending.handle.wait(self.timeout)
         if self.ordered:
@@ -76,11 +78,11 @@ class ScatterExchange(DenseExchange):
             pending.extra.copy_(all_reduce.in_rank_order(rows, pending.loads[0].work.dtype))
         return decode(pending.extra[self._shard(pending) :].tolist(), pending.control, pending.name)
 
-    def finish(self, pending: Pending) -> None:
+    def finish(self, pending: InFlight) -> None:
         """Remember the shard for :meth:`gather`. The update is written by :meth:`receive`."""
         self._scattered.append(pending)
 
-    def gather(self) -> list[Pending]:
+    def gather(self) -> list[InFlight]:
         """Start to hand the finished shards round, the last merge buffer first: forward needs that one first."""
         under_way, self._scattered = self._scattered[::-1], []
         for pending in under_way:
@@ -89,12 +91,12 @@ class ScatterExchange(DenseExchange):
             pending.handle = self.comm.all_gather(whole, pending.extra[:shard], f"{pending.name}/gather")
         return under_way
 
-    def receive(self, pending: Pending) -> None:
+    def receive(self, pending: InFlight) -> None:
         """Wait for one message of :meth:`gather`, in any order, and write its update."""
         pending.handle.wait(self.timeout)
         super().finish(pending)
 
-    def _shard(self, pending: Pending) -> int:
+    def _shard(self, pending: InFlight) -> int:
         return -(-pending.loads[0].segment.length // self.comm.size)
 
 

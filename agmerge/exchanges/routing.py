@@ -16,7 +16,7 @@ AHEAD = "ahead"  # label of a merge buffer whose tensors are sparsified one by o
 
 
 @dataclass(frozen=True)
-class Route:
+class Message:
     """The segments of one merge buffer that share a message, and the exchange that takes them."""
 
     name: str

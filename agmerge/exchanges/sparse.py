@@ -12,8 +12,8 @@ import torch
 
 from agmerge.backends import Backend
 from agmerge.errors import MessageError
-from agmerge.exchanges.base import Commit, Exchange, Load, Pending
-from agmerge.exchanges.message.format import Control, Format, Section
+from agmerge.exchanges.base import Commit, Exchange, InFlight, SegmentBuffers
+from agmerge.exchanges.message.format import Format, RoundHeader, Section
 from agmerge.ops import ReduceOp
 from sparsifiers import Selection, kernel
 
@@ -41,7 +41,9 @@ class SparseExchange(Exchange):
         super().__init__(comm, op, commit, timeout)
         self.wire, self.payload = wire, payload
 
-    def start(self, name: str, loads: Sequence[Load], offers: Sequence[Selection | None], control: Control) -> Pending:
+    def start(
+        self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
+    ) -> InFlight:
         segments = [load.segment for load in loads]
         capacities = [None if offer is None else offer.indices.numel() for offer in offers]
         layout = Format(segments, capacities, self.wire)
@@ -62,11 +64,11 @@ class SparseExchange(Exchange):
             layout.seal(message)
         handle = self.comm.all_gather(received, message, name)
         codecs = layout.by_codec()
-        return Pending(
+        return InFlight(
             name, loads, control, handle, layout.size, elements, message, received, extra=layout, codecs=codecs
         )
 
-    def wait(self, pending: Pending) -> Control:
+    def wait(self, pending: InFlight) -> RoundHeader:
         pending.handle.wait(self.timeout)
         messages = pending.received.view(self.comm.size, -1)
         layout: Format = pending.extra
@@ -75,7 +77,7 @@ class SparseExchange(Exchange):
             layout.check_payloads(messages, pending.name)
         return control
 
-    def finish(self, pending: Pending) -> None:
+    def finish(self, pending: InFlight) -> None:
         layout: Format = pending.extra
         messages = pending.received.view(self.comm.size, -1)
         parts = self._open(pending, messages)  # all of them before anything is written
@@ -92,7 +94,7 @@ class SparseExchange(Exchange):
             if total is not load.update:
                 load.update.copy_(total)
 
-    def _open(self, pending: Pending, messages: torch.Tensor) -> list[list[Part]]:
+    def _open(self, pending: InFlight, messages: torch.Tensor) -> list[list[Part]]:
         """What every rank sent, by section and rank; nothing for dense sections."""
         layout: Format = pending.extra
         counts = layout.counts(messages)

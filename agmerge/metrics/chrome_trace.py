@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from agmerge.metrics.step_times import Times
+from agmerge.metrics.step_times import StepTimes
 from merging.storage import write
 
 LINES = {"ready": 1, "select": 2, "exchange": 3, "wait": 4, "write": 5}  # one a row, in this order
@@ -27,7 +27,7 @@ class Trace:
         """The names in readiness order and the tensors per merge buffer from now on."""
         self._tensors, self._counts = tuple(tensors), tuple(counts)
 
-    def add(self, began: float, times: Times) -> None:
+    def add(self, began: float, times: StepTimes) -> None:
         """A step that began so many seconds after the epoch."""
         for name, line, start, stop, about in self._spans(times):
             event = {"name": name, "pid": self._rank, "tid": line, "ts": 1e6 * (began + start), "args": about}
@@ -37,7 +37,7 @@ class Trace:
                 self.events.append({**event, "ph": "X", "dur": 1e6 * max(0.0, stop - start)})
         self.steps += 1
 
-    def _spans(self, times: Times) -> Iterator[tuple[str, int, float, float, dict[str, Any]]]:
+    def _spans(self, times: StepTimes) -> Iterator[tuple[str, int, float, float, dict[str, Any]]]:
         about: dict[str, Any] = {"step": self.steps}
         for tensor, ready in zip(self._tensors, times.since.tolist(), strict=True):
             yield tensor, LINES["ready"], ready, ready, about

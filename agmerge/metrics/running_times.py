@@ -6,22 +6,22 @@ import numpy as np
 
 from agmerge.metrics.chrome_trace import Trace
 from agmerge.metrics.clock import Seconds
-from agmerge.metrics.step_times import Recorder, Times
+from agmerge.metrics.step_times import StepRecorder, StepTimes
 
 KEEP = 50  # steps
 
 
-class Averages:
+class RunningStepTimes:
     """The times of the last steps under one plan. ``exposed``: seconds waited in all steps so far."""
 
     def __init__(self) -> None:
         self.exposed = 0.0
-        self.steps: list[Times] = []
+        self.steps: list[StepTimes] = []
         self.trace: Trace | None = None  # is told of every step
-        self._last: Recorder | None = None
-        self._before: Times | None = None  # what was typical up to the last look
+        self._last: StepRecorder | None = None
+        self._before: StepTimes | None = None  # what was typical up to the last look
 
-    def observe(self, recorder: Recorder) -> None:
+    def observe(self, recorder: StepRecorder) -> None:
         """A step has been received. Its marks are read one step later: by then every device has got there."""
         self.settle()
         self._last = recorder
@@ -61,10 +61,10 @@ class Averages:
         self.settle()
         return np.asarray(np.median([times.travel for times in self.steps], axis=0))
 
-    def typical(self) -> Times | None:
+    def typical(self) -> StepTimes | None:
         """The median of everything, mark by mark; of the last average where this one has none yet; else None."""
         self.settle()
         if not self.steps:
             return self._before
-        fields = Times.__dataclass_fields__
-        return Times(*(np.median([getattr(times, name) for times in self.steps], axis=0) for name in fields))
+        fields = StepTimes.__dataclass_fields__
+        return StepTimes(*(np.median([getattr(times, name) for times in self.steps], axis=0) for name in fields))

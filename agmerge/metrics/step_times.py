@@ -12,7 +12,7 @@ from agmerge.metrics.clock import Clock, Seconds
 
 
 @dataclass(frozen=True)
-class Times:
+class StepTimes:
     """One step, in seconds since its first tensor was handed over. n tensors, m merge buffers.
 
     ready: (n,), when each tensor was ready, selecting and sending of earlier ones not counted.
@@ -48,7 +48,7 @@ class Times:
         return np.asarray(self.arrived - np.maximum(self.handed, np.concatenate([[0.0], self.arrived[:-1]])))
 
 
-class Recorder:
+class StepRecorder:
     """Takes the marks of a step, for n tensors and m merge buffers."""
 
     def __init__(self, clock: Clock, tensors: int, buffers: int) -> None:
@@ -80,10 +80,10 @@ class Recorder:
         self._arrived.append(self.clock.mark())
 
     def mark(self, buffer: int) -> None:
-        """The next thing has happened to a merge buffer, in the order of the fields of :class:`Times`."""
+        """The next thing has happened to a merge buffer, in the order of the fields of :class:`StepTimes`."""
         self._buffers[buffer].append(self.clock.mark())
 
-    def times(self) -> Times:
+    def times(self) -> StepTimes:
         """What the marks say, once the step is complete."""
         n, m = self._shape
         marks = self.clock.since(self._begun, self._ready)
@@ -95,4 +95,4 @@ class Recorder:
         complete, handed, waiting, received, written = columns.reshape(m, 5).T
         arrived = received.copy()
         arrived[: len(self._arrived)] = self.clock.since(self._begun, self._arrived)
-        return Times(ready, since, complete, handed, waiting, received, written, arrived)
+        return StepTimes(ready, since, complete, handed, waiting, received, written, arrived)

@@ -10,7 +10,7 @@ from sparsifiers.proof import Proof
 
 
 @dataclass
-class Stats:
+class Totals:
     """Running totals of one rank. Bytes are what it hands to collectives for gradients."""
 
     steps: int = 0

@@ -23,7 +23,7 @@ from agmerge.options import density_schedule as schedules
 from agmerge.options.compressors import CASTS, DENSITY
 from agmerge.options.groups import Groups
 from agmerge.runtime import process_sets
-from agmerge.tensors.parameters import Member
+from agmerge.tensors.parameters import ParameterInfo
 
 MERGING = "agmerge"  # the default planner
 IMPORTANCE = "importance"
@@ -55,7 +55,7 @@ class Config:
     groups: Groups | None  # plans by themselves; the planner is then not asked
     process_set: process_sets.Chosen
     dense: DenseRule
-    partial: dense_cutoff.Partial | None  # dense="partial": `dense` is what goes dense whatever the cut
+    partial: dense_cutoff.DenseCutoff | None  # dense="partial": `dense` is what goes dense whatever the cut
     patterns: tuple[re.Pattern[str], ...]  # those that `dense` was made from, if it was
     op: ReduceOp
     passes: int
@@ -70,7 +70,7 @@ class Config:
     model: torch.nn.Module | None  # merging="dear": whose forward takes the updates
     rates: momentum.Rates | None = None  # where the memory takes the optimizer's momentum from, if it does
 
-    def lanes(self, members: Iterable[Member]) -> list[Member]:
+    def lanes(self, members: Iterable[ParameterInfo]) -> list[ParameterInfo]:
         """The members, each with its lane. A rule of the script's own is asked once, here."""
         members = list(members)
         if self.partial is not None and self.sparsifier is not None:
@@ -81,14 +81,14 @@ class Config:
             found.append(replace(member, sparse=sparse, density=self.density_of(member.name, sparse)))
         return found
 
-    def opened(self, members: Sequence[Member], *, tells: bool) -> Config:
+    def opened(self, members: Sequence[ParameterInfo], *, tells: bool) -> Config:
         """This, as it holds once a session of ``members`` is open. ``tells``: this rank says what is to be said."""
         if self.partial is None or self.sparsifier is None:
             return self
         rule = dense_cutoff.opened(members, self.partial, self.sparsifier.density, self.dense, tells=tells)
         return replace(self, partial=rule)
 
-    def check(self, member: Member) -> None:
+    def check(self, member: ParameterInfo) -> None:
         """Raise ``ValueError`` for a parameter whose gradient this compression cannot send."""
         if member.dtype.is_complex and (self.cast is not None or member.sparse):
             raise ValueError(

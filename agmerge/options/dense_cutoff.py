@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import sparsifiers
-from agmerge.tensors.parameters import Member
+from agmerge.tensors.parameters import ParameterInfo
 from merging import dense_cutoff
 
 NAME = "partial"
@@ -27,7 +27,7 @@ CROWDED = (
 
 
 @dataclass(frozen=True)
-class Partial:
+class DenseCutoff:
     """``most``: in elements, the cut in use, or None before there was one. ``settled``: it has been chosen by times."""
 
     most: int | None = None
@@ -55,16 +55,16 @@ def checked(dense: Any, sparsifier: sparsifiers.Sparsifier | None, compression: 
             "dense='partial' and warmup: a callable gives one density and knows nothing of what goes dense; "
             "give 'dgc' or a number of steps"
         )
-    return Partial()
+    return DenseCutoff()
 
 
-def cut_of(members: Sequence[Member], rule: Partial, density: float, exempt: Exempt) -> int | None:
+def cut_of(members: Sequence[ParameterInfo], rule: DenseCutoff, density: float, exempt: Exempt) -> int | None:
     """The largest feasible cut for these members that is not above the one so far; None where none is feasible."""
     cuts = dense_cutoff.feasible(*_figures(members, exempt), density)
     return max((cut for cut in cuts if rule.most is None or cut <= rule.most), default=None)
 
 
-def place(members: Sequence[Member], rule: Partial, density: float, exempt: Exempt) -> list[Member]:
+def place(members: Sequence[ParameterInfo], rule: DenseCutoff, density: float, exempt: Exempt) -> list[ParameterInfo]:
     """The members with their lanes, and the density of those that are still selected from."""
     cut = cut_of(members, rule, density, exempt)
     sizes, always = _figures(members, exempt)
@@ -76,7 +76,9 @@ def place(members: Sequence[Member], rule: Partial, density: float, exempt: Exem
     ]
 
 
-def opened(members: Sequence[Member], rule: Partial, density: float, exempt: Exempt, *, tells: bool) -> Partial:
+def opened(
+    members: Sequence[ParameterInfo], rule: DenseCutoff, density: float, exempt: Exempt, *, tells: bool
+) -> DenseCutoff:
     """The rule from now on, for a session of these members. ``tells``: this rank warns where nothing is feasible."""
     cut = cut_of(members, rule, density, exempt)
     if cut is None and rule.most != 0 and tells:
@@ -84,13 +86,13 @@ def opened(members: Sequence[Member], rule: Partial, density: float, exempt: Exe
     return replace(rule, most=cut or 0)
 
 
-def resumed(rule: Partial | None, section: Mapping[str, Any]) -> Partial | None:
+def resumed(rule: DenseCutoff | None, section: Mapping[str, Any]) -> DenseCutoff | None:
     """The rule of a checkpoint. One without a cut may have residuals of any tensor, so that no more may go dense."""
     if rule is None or not section["steps"]:
         return rule
-    return Partial(*(section.get("partial") or (0, True)))
+    return DenseCutoff(*(section.get("partial") or (0, True)))
 
 
-def _figures(members: Sequence[Member], exempt: Exempt) -> tuple[list[int], list[bool]]:
+def _figures(members: Sequence[ParameterInfo], exempt: Exempt) -> tuple[list[int], list[bool]]:
     sizes = [member.parameter.numel() for member in members]
     return sizes, [exempt(member.name, member.parameter) for member in members]

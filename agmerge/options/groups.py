@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import merging
-from agmerge.tensors.parameters import Member
+from agmerge.tensors.parameters import ParameterInfo
 from merging.size_limit import LIMIT
 
 NO_GROUPS = "groups should be a non-negative integer or a list of list of torch.Tensor."
@@ -23,7 +23,7 @@ class Groups:
     number: int = 0
     listed: tuple[tuple[torch.Tensor, ...], ...] = ()
 
-    def by_name(self, members: Sequence[Member]) -> list[list[str]]:
+    def by_name(self, members: Sequence[ParameterInfo]) -> list[list[str]]:
         """The groups as names. A parameter that is in no group is one by itself, one that is frozen in none.
 
         Raises ``ValueError`` for a listed parameter that needs a gradient and is not among ``members``.
@@ -44,7 +44,7 @@ class Groups:
         grouped = {name for group in groups for name in group}
         return [group for group in groups if group] + [[name] for name in names_of.values() if name not in grouped]
 
-    def plan(self, members: Sequence[Member], order: Sequence[str]) -> merging.Plan:
+    def plan(self, members: Sequence[ParameterInfo], order: Sequence[str]) -> merging.Plan:
         """One merge buffer a group, in the order in which groups are complete; ``order``: names by readiness."""
         place = {name: index for index, name in enumerate(order)}
         groups = [sorted(group, key=place.__getitem__) for group in self.by_name(members)]

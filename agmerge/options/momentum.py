@@ -97,25 +97,25 @@ def rates(optimizer: torch.optim.Optimizer, memory: sparsifiers.Memory, groups: 
 
 
 @contextmanager
-def withheld(engine: Any, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def withheld(reducer: Any, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Inside, a step of ``optimizer`` applies no momentum that a memory has applied already; its hooks see it.
 
     Raises ``ValueError`` if the groups have got what the memory does not know of.
     """
-    memory = engine.config.memory
-    if not memory.corrects or engine.outside:
+    memory = reducer.config.memory
+    if not memory.corrects or reducer.outside:
         yield
         return
-    if engine.config.rates is None:
+    if reducer.config.rates is None:
         if rates(optimizer, memory) is not None:
             raise ValueError(
                 f"a group of {type(optimizer).__name__} has got a momentum, and {memory} applies its own, 0.9, before "
-                f"selection: set it back to 0, or call set_compressor({engine.config.sparsifier.name!r}) on every rank"
+                f"selection: set it back to 0, or call set_compressor({reducer.config.sparsifier.name!r}) on every rank"
             )
         yield
         return
     _check_dampening(optimizer.param_groups)
-    if engine.comm.rank == 0 and not any(group["momentum"] for group in optimizer.param_groups):
+    if reducer.comm.rank == 0 and not any(group["momentum"] for group in optimizer.param_groups):
         warnings.warn(GONE.format(memory=memory.name, optimizer=type(optimizer).__name__), stacklevel=4)
     hidden: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
@@ -140,14 +140,14 @@ def withheld(engine: Any, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         first.remove()
 
 
-def take_over(engine: Any, optimizer: torch.optim.Optimizer) -> None:
+def take_over(reducer: Any, optimizer: torch.optim.Optimizer) -> None:
     """Before the next agreement: make the momentum buffers of ``optimizer`` the memory's momentum.
 
     It is the same recursion. They are averages (or sums) over all ranks and alike on all of them: where updates are
     averages every rank takes them; where they are sums rank 0 does, so that they count once.
     """
-    running = engine.session is not None and not engine._stale
-    if engine.config.rates is None or engine.comm is None or running:
+    running = reducer.session is not None and not reducer._stale
+    if reducer.config.rates is None or reducer.comm is None or running:
         return
     dropped = False
     for parameter, group in [(p, one) for one in optimizer.param_groups for p in one["params"]]:
@@ -157,13 +157,13 @@ def take_over(engine: Any, optimizer: torch.optim.Optimizer) -> None:
             optimizer.state.pop(parameter, None)
         if buffer is None:
             continue
-        place = "momentum", engine.members.name_of(parameter)
-        engine.parked.pop(place, None)  # an older one
-        dropped |= engine.shard is not None
-        if engine.shard is None and (engine.config.op is Average or engine.comm.rank == 0):
+        place = "momentum", reducer.members.name_of(parameter)
+        reducer.parked.pop(place, None)  # an older one
+        dropped |= reducer.shard is not None
+        if reducer.shard is None and (reducer.config.op is Average or reducer.comm.rank == 0):
             factor, nesterov = rate(group)
-            engine.parked[place] = buffer * factor if nesterov else buffer  # nesterov's has its factor in DGCMemory
-    if dropped and engine.comm.rank == 0:
+            reducer.parked[place] = buffer * factor if nesterov else buffer  # nesterov's has its factor in DGCMemory
+    if dropped and reducer.comm.rank == 0:
         warnings.warn(SHARDS.format(optimizer=type(optimizer).__name__), stacklevel=4)
 
 

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from agmerge.backends.handshake import gather_bytes
-from agmerge.exchanges import Exchange, Load
+from agmerge.exchanges import Exchange, SegmentBuffers
 from agmerge.options.config import AUTO
-from agmerge.planning.message_timing import MANY, Rehearsal
-from agmerge.step.merge_buffers import Session
+from agmerge.planning.message_timing import MANY, MessageTimer
+from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.layout import Layout, Segment
 from merging import Curve
 from sparsifiers import Selection
@@ -30,7 +30,7 @@ BETWEEN = (1e-3, 0.05)  # seconds of work from one of them to the next, least an
 Samples = dict[int, list[float]]
 
 
-class Found(NamedTuple):
+class MeasuredCosts(NamedTuple):
     """Curves: of selection (None where nothing is selected), the exchange, a dense one where that is a choice, and
     what a message takes of the processor, by elements sent (None: nothing that is known)."""
 
@@ -40,7 +40,7 @@ class Found(NamedTuple):
     message: Curve | None = None
 
 
-def probe(session: Session, step: int, backward: float, finish: float = 0.0) -> Found:
+def probe(session: MergeBuffers, step: int, backward: float, finish: float = 0.0) -> MeasuredCosts:
     """What selection and exchanges cost. Collective, between steps.
 
     ``backward``: its seconds on this rank. ``finish``: seconds of a step's exchange, the same on all ranks.
@@ -56,28 +56,28 @@ def probe(session: Session, step: int, backward: float, finish: float = 0.0) -> 
     choice: Curve | None = None
     if segments[0].lane.sparse and config.sparsifier is not None:
         selections, packs, travels = _measured(session, segments, sparse, step, backward, spend)
-        beside = _beside(Rehearsal(session, segments[0], sparse, step, backward), selections, packs, travels)
+        beside = _beside(MessageTimer(session, segments[0], sparse, step, backward), selections, packs, travels)
         message = Curve.fit({load: [one + beside for one in runs] for load, runs in packs.items()})
         apart = _apart(session, segments[-1], sparse, step)
         if config.exchange == AUTO:  # the last one: it leaves nothing to select from
             choice = Curve.fit(_measured(session, segments, dense, step, backward, spend)[2])
         config.sparsifier.retain(session.keys())
         sparsify = Curve.fit({size: [one + apart for one in runs] for size, runs in selections.items()}, zero=True)
-        return Found(sparsify, Curve.fit(travels), choice, message)
+        return MeasuredCosts(sparsify, Curve.fit(travels), choice, message)
     selections, packs, travels = _measured(session, segments, dense, step, backward, spend)
-    beside = _beside(Rehearsal(session, segments[0], dense, step, backward), selections, packs, travels)
-    return Found(None, Curve.fit(travels), None, Curve((0,), (beside,)))
+    beside = _beside(MessageTimer(session, segments[0], dense, step, backward), selections, packs, travels)
+    return MeasuredCosts(None, Curve.fit(travels), None, Curve((0,), (beside,)))
 
 
 def _measured(
-    session: Session, segments: list[Segment], exchange: Exchange, step: int, backward: float, spend: float
+    session: MergeBuffers, segments: list[Segment], exchange: Exchange, step: int, backward: float, spend: float
 ) -> tuple[Samples, Samples, Samples]:
     """Seconds of selection by elements, of packing and of the exchange by load, as far as there is time for them."""
     selections: Samples = {}
     packs: Samples = {}
     travels: Samples = {}
     # One message to begin with: on a slow network the first size would take all the time there is.
-    first = Rehearsal(session, segments[0], exchange, step, backward)
+    first = MessageTimer(session, segments[0], exchange, step, backward)
     cost, before = 2 * _agreed(session, first.exchange(1))[0], segments[0].numel
     spent = cost
     for segment in segments:
@@ -86,7 +86,7 @@ def _measured(
         if spent + RUNS[0] * expected > spend and travels:
             break
         runs = int(min(max(spend / SHARE / expected, RUNS[0]), RUNS[1])) if expected else RUNS[1]
-        trial = Rehearsal(session, segment, exchange, step, backward)
+        trial = MessageTimer(session, segment, exchange, step, backward)
         select, pack, travel = _agreed(session, *trial.select(runs), trial.exchange(runs))
         load = trial.capacity if exchange.selects else segment.numel
         travels.setdefault(load, []).append(travel)
@@ -97,7 +97,7 @@ def _measured(
     return selections, packs, travels
 
 
-def _beside(trial: Rehearsal, selections: Samples, packs: Samples, travels: Samples) -> float:
+def _beside(trial: MessageTimer, selections: Samples, packs: Samples, travels: Samples) -> float:
     """Seconds that a small message takes of the processor beside selection and packing, the maximum over ranks:
     how much longer the same work takes when messages leave in between and arrive.
 
@@ -115,20 +115,20 @@ def _beside(trial: Rehearsal, selections: Samples, packs: Samples, travels: Samp
     return max(0.0, _agreed(trial.session, extra)[0] - known)
 
 
-def _apart(session: Session, segment: Segment, exchange: Exchange, step: int) -> float:
+def _apart(session: MergeBuffers, segment: Segment, exchange: Exchange, step: int) -> float:
     """Seconds to pack what was selected from one more vector into the same message, the maximum over ranks."""
     slots = segment.slots[: MANY // 2]
     several = [Segment(segment.lane, (slot,)) for slot in slots]
     packs = []
     for segments in ([Segment(segment.lane, slots)], several):
-        trials = [Rehearsal(session, one, exchange, step, 0.0) for one in segments]
+        trials = [MessageTimer(session, one, exchange, step, 0.0) for one in segments]
         loads, offers = [one.load for one in trials], [one.offer for one in trials]
         packs.append([_packed(trials[0], loads, offers, len(slots)) for _ in range(RUNS[1])])
     more = statistics.median(packs[1]) - statistics.median(packs[0])
     return max(0.0, _agreed(session, more)[0]) / max(1, len(slots) - 1)
 
 
-def _packed(trial: Rehearsal, loads: list[Load], offers: list[Selection | None], tensors: int) -> float:
+def _packed(trial: MessageTimer, loads: list[SegmentBuffers], offers: list[Selection | None], tensors: int) -> float:
     """Seconds to pack and start one message of several loads."""
     begin = trial.now()
     pending = trial.start("probe of several", loads, offers, tensors)
@@ -150,7 +150,7 @@ def sizes(layout: Layout) -> list[Segment]:
     return [*chosen, whole]
 
 
-def _agreed(session: Session, *seconds: float) -> list[float]:
+def _agreed(session: MergeBuffers, *seconds: float) -> list[float]:
     """The maximum over ranks of each."""
     mine = np.array(seconds, dtype=np.float64).tobytes()
     rows = gather_bytes(session.comm, mine, "probe/seconds", session.config.timeout)

@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import merging
-from agmerge.options.dense_cutoff import Partial
+from agmerge.options.dense_cutoff import DenseCutoff
 from agmerge.step.agreement import check, share
-from agmerge.step.merge_buffers import Session
+from agmerge.step.merge_buffers import MergeBuffers
 from merging import dense_cutoff
 
 
-def settle(session: Session, planner: merging.Planner, measured: merging.Measurements) -> bool:
+def settle(session: MergeBuffers, planner: merging.Planner, measured: merging.Measurements) -> bool:
     """Put the cut that is predicted to end steps first into the session's config; whether it is another one than that
     in use. Collective; ``measured``: rank 0's counts.
 
@@ -37,5 +37,5 @@ def settle(session: Session, planner: merging.Planner, measured: merging.Measure
             told = {"problem": f"{planner!r}: {error}"}
     told = share(session.comm, told, config.timeout)
     check(session.comm, told.get("problem", ""), config.timeout)
-    session.config = replace(config, partial=Partial(told["cut"], settled=True))
+    session.config = replace(config, partial=DenseCutoff(told["cut"], settled=True))
     return bool(told["cut"] != rule.most)

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import torch
 
-from agmerge.exchanges import Exchange, Load, Pending
-from agmerge.exchanges.message.format import Control
-from agmerge.step.merge_buffers import Session
+from agmerge.exchanges import Exchange, InFlight, SegmentBuffers
+from agmerge.exchanges.message.format import RoundHeader
+from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.layout import Segment
 from sparsifiers import Selection
 
@@ -18,10 +18,10 @@ BUSY = torch.ones(128, 128)  # a piece of work: a tenth of a millisecond, more o
 MANY = 16  # small messages in a row
 
 
-class Rehearsal:
+class MessageTimer:
     """One size: the same message again and again. ``backward``: its seconds on this rank."""
 
-    def __init__(self, session: Session, segment: Segment, exchange: Exchange, step: int, backward: float) -> None:
+    def __init__(self, session: MergeBuffers, segment: Segment, exchange: Exchange, step: int, backward: float) -> None:
         self.session, self.segment, self.step, self._exchange = session, segment, step, exchange
         self._busy = backward / 2  # seconds, about, that backward goes on after a message has left
         self.load = session.load(segment) if exchange.selects else _zeros(session.load(segment))
@@ -37,12 +37,12 @@ class Rehearsal:
         work, k, shapes = self.session.vector(self.segment, self.step)
         return sparsifier.select(work, k=k, key=f"probe of {self.segment.numel}", step=self.step, shapes=shapes)
 
-    def start(self, name: str, loads: list[Load], offers: list[Selection | None], tensors: int) -> Pending:
+    def start(self, name: str, loads: list[SegmentBuffers], offers: list[Selection | None], tensors: int) -> InFlight:
         """Send one message of this step."""
-        control = Control(self.step, self.session.fingerprint, 0, 0, (False,) * tensors)
+        control = RoundHeader(self.step, self.session.fingerprint, 0, 0, (False,) * tensors)
         return self._exchange.start(name, loads, offers, control)
 
-    def wait(self, pending: Pending) -> None:
+    def wait(self, pending: InFlight) -> None:
         """Receive it."""
         self._exchange.wait(pending)
 
@@ -81,7 +81,7 @@ class Rehearsal:
 
     def burst(self, messages: int, pieces: int) -> float:
         """Seconds of work, so much for each of ``MANY`` messages, with this many under way and all of them received."""
-        scratch = Load(self.segment, self.load.work, torch.empty_like(self.load.update))
+        scratch = SegmentBuffers(self.segment, self.load.work, torch.empty_like(self.load.update))
         under_way = []
         begin = self.now()
         for number in range(MANY):
@@ -113,10 +113,10 @@ class Rehearsal:
         return time.perf_counter()
 
 
-def _zeros(load: Load) -> Load:
+def _zeros(load: SegmentBuffers) -> SegmentBuffers:
     """Return a load that may be summed where it lies, again and again.
 
     Between steps ``work`` is nobody's, unless the last update is in it.
     """
     shared = load.work.data_ptr() == load.update.data_ptr()
-    return Load(load.segment, torch.zeros_like(load.work) if shared else load.work.zero_(), load.update)
+    return SegmentBuffers(load.segment, torch.zeros_like(load.work) if shared else load.work.zero_(), load.update)

@@ -19,14 +19,14 @@ from agmerge.backends.handshake import gather_bytes
 from agmerge.exchanges.message.format import slot_bytes
 from agmerge.exchanges.routing import AHEAD
 from agmerge.metrics.clock import Seconds
-from agmerge.metrics.running_times import Averages
+from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.options.config import AUTO
-from agmerge.planning.cost_probe import Found, probe
+from agmerge.planning.cost_probe import MeasuredCosts, probe
 from agmerge.planning.cutoff_choice import settle
 from agmerge.planning.plan_trial import Trial
 from agmerge.step.agreement import check, labelled, misfit, share
 from agmerge.step.gradient_energy import Energies, left_behind
-from agmerge.step.merge_buffers import SPARSE, Session
+from agmerge.step.merge_buffers import SPARSE, MergeBuffers
 from merging import Measurements
 from merging.budgets import loads
 from merging.measured import sent_whole
@@ -40,10 +40,10 @@ TWICE = 2  # looks in a row that must see a change
 KEEP, PLAN, PROBE = range(3)  # what a look finds: all is well; plan anew; measure costs anew, then plan
 
 
-class Adaptation:
+class Replanner:
     """The planner of one session at work. ``measured``: what the plan in use was made from."""
 
-    def __init__(self, session: Session, averages: Averages) -> None:
+    def __init__(self, session: MergeBuffers, averages: RunningStepTimes) -> None:
         self.session, self.averages = session, averages
         self.measured: Measurements | None = None
         self._latest: Measurements | None = None  # the last ones, from which no better plan came
@@ -153,7 +153,7 @@ class Adaptation:
             found = probe(self.session, step, float(ready[-1]), float(finish))
         else:
             was = self._latest
-            found = Found(was.sparsify, was.exchange, was.dense, was.message)
+            found = MeasuredCosts(was.sparsify, was.exchange, was.dense, was.message)
         config = self.session.config
         return Measurements(
             profile=profile(self.session, ready, step, self._noise()),
@@ -297,7 +297,7 @@ def takes(plan: merging.Plan, measured: Measurements) -> Seconds:
     return np.array([span.end - span.start for span in timeline.spans])
 
 
-def profile(session: Session, ready: Seconds, step: int, noise: Energies | None = None) -> merging.Profile:
+def profile(session: MergeBuffers, ready: Seconds, step: int, noise: Energies | None = None) -> merging.Profile:
     """The tensors of a session, ready at these times. A load is in selected elements, index and value as they
     are sent; an element that is sent whole has no index, and counts by its bytes."""
     names, numel, work, load = [], [], [], []
@@ -313,7 +313,7 @@ def profile(session: Session, ready: Seconds, step: int, noise: Energies | None 
     return merging.Profile(names, numel, np.diff(ready, prepend=0.0), work=work, load=load, noise=noise)
 
 
-def _element_bytes(session: Session, step: int) -> float:
+def _element_bytes(session: MergeBuffers, step: int) -> float:
     """What a selected element of the largest sparse lane takes in a message, index and value, about."""
     lane, length = max(
         ((lane, length) for lane, length in session.layout.lengths.items() if lane.sparse), key=lambda pair: pair[1]

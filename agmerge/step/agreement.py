@@ -14,8 +14,8 @@ from agmerge.backends.topology import Nodes
 from agmerge.exchanges.routing import AHEAD
 from agmerge.exchanges.splitting import refused
 from agmerge.options.config import AUTO, Config
-from agmerge.step.merge_buffers import Session, model_facts
-from agmerge.tensors.parameters import Member
+from agmerge.step.merge_buffers import MergeBuffers, model_facts
+from agmerge.tensors.parameters import ParameterInfo
 
 ADVICE = "Change parameters (add_param_group, requires_grad, dtype, device) on every rank at the same step."
 
@@ -23,13 +23,13 @@ ADVICE = "Change parameters (add_param_group, requires_grad, dtype, device) on e
 def open_session(
     comm: Backend,
     config: Config,
-    members: Sequence[Member],
+    members: Sequence[ParameterInfo],
     order: Iterable[str],
     steps: int,
     recorded: merging.Plan | None,
     nodes: Nodes | None = None,
     shares: dict[str, int] | None = None,
-) -> tuple[Session, int]:
+) -> tuple[MergeBuffers, int]:
     """Agree on members, order and plan, and set up memory. Collective.
 
     ``order``: names in the order in which this rank saw them ready; tensors it did not see go last. ``steps``:
@@ -50,7 +50,7 @@ def open_session(
     told = share(comm, told, config.timeout)
     problem = told.get("problem") or misfit(merging.Plan.loads(told["plan"]), [member.name for member in members])
     check(comm, problem, config.timeout)
-    session = Session(comm, config, members, merging.Plan.loads(told["plan"]), nodes)
+    session = MergeBuffers(comm, config, members, merging.Plan.loads(told["plan"]), nodes)
     session.give(told["shares"] or {})
     return session, told["steps"]
 
@@ -87,7 +87,7 @@ def labelled(plan: merging.Plan, mode: str) -> merging.Plan:
 
 
 def _make_plan(
-    config: Config, members: Sequence[Member], order: Iterable[str], recorded: merging.Plan | None
+    config: Config, members: Sequence[ParameterInfo], order: Iterable[str], recorded: merging.Plan | None
 ) -> merging.Plan:
     """This rank's plan, from what it saw. A saved plan with names brings its own order.
 

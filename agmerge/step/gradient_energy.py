@@ -13,7 +13,7 @@ from agmerge.tensors.layout import Slot
 Energies = Seconds  # float64, one a tensor
 
 
-class Energy:
+class GradientEnergy:
     """The squared L2 norms of this rank's gradients, added up over the first steps, tensor by tensor."""
 
     def __init__(self) -> None:

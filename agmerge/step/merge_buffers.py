@@ -22,21 +22,21 @@ from agmerge.exchanges import (
     Commit,
     DenseExchange,
     Exchange,
-    Load,
     MaskedExchange,
     OkTopkExchange,
+    SegmentBuffers,
     SparseExchange,
     routing,
 )
-from agmerge.exchanges.node_shards import Shards, sharded
-from agmerge.exchanges.routing import AHEAD, Route, alike, routes, title
+from agmerge.exchanges.node_shards import NodeShards, sharded
+from agmerge.exchanges.routing import AHEAD, Message, alike, routes, title
 from agmerge.exchanges.splitting import divided
 from agmerge.metrics.clock import clock_for
 from agmerge.options.config import AUTO, Config
-from agmerge.step.gradient_energy import Energy
+from agmerge.step.gradient_energy import GradientEnergy
 from agmerge.tensors.arena import Arena, rest, trim
 from agmerge.tensors.layout import Lane, Layout, Segment, Slot
-from agmerge.tensors.parameters import Member
+from agmerge.tensors.parameters import ParameterInfo
 from sparsifiers.memories import NoMemory
 from sparsifiers.randomk import RandomK
 
@@ -44,7 +44,7 @@ SMALL = 1 << 14  # elements up to which a tensor that is sent whole waits for it
 State = dict[tuple[str, str], torch.Tensor]  # by kind ("residual", "momentum") and name of the tensor
 
 
-def model_facts(members: Sequence[Member], config: Config) -> list[Fact]:
+def model_facts(members: Sequence[ParameterInfo], config: Config) -> list[Fact]:
     """What ranks must agree on about the model: every tensor, in the order of the groups."""
     groups = config.groups.by_name(members) if config.groups is not None else []
     group_of = {name: f" group {number}" for number, group in enumerate(groups) for name in group}
@@ -54,14 +54,14 @@ def model_facts(members: Sequence[Member], config: Config) -> list[Fact]:
     return facts
 
 
-class Session:
+class MergeBuffers:
     """The state of the exchange between two agreements."""
 
     def __init__(
         self,
         comm: Backend,
         config: Config,
-        members: Sequence[Member],
+        members: Sequence[ParameterInfo],
         plan: merging.Plan,
         nodes: Nodes | None = None,
     ) -> None:
@@ -72,9 +72,9 @@ class Session:
         self.parameters = [member.parameter for member in ordered]
         self.tensors = Layout([(member.name, member.shape, _lane(member)) for member in ordered])
         self.layout = self.tensors if nodes is None else sharded(self.tensors, nodes.places)
-        self.shards: Shards | None = None  # two-level: whose sums are exchanged
+        self.shards: NodeShards | None = None  # two-level: whose sums are exchanged
         if nodes is not None:
-            self.shards = Shards(nodes, self.tensors, self.layout, config.timeout, ordered=config.ordered)
+            self.shards = NodeShards(nodes, self.tensors, self.layout, config.timeout, ordered=config.ordered)
         self.slot_of = dict(zip(self.parameters, self.layout.slots, strict=True))
         self.arenas = {lane: self._arena(lane, length) for lane, length in self.layout.lengths.items()}
         self.arena_of = [self.arenas[slot.lane] for slot in self.layout.slots]
@@ -87,7 +87,7 @@ class Session:
         }
         self.clock = clock_for(lane.device for lane in self.arenas)
         self.shares: tuple[int, ...] | None = None  # by slot: elements to send, by importance, once that is known
-        self.energy = Energy() if config.importance and config.sparsifier is not None else None
+        self.energy = GradientEnergy() if config.importance and config.sparsifier is not None else None
         self._untrimmed = 2  # steps
         self._copies: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
         self.follow(plan)
@@ -100,7 +100,7 @@ class Session:
             self.shards.follow(plan.bounds)
         self.fingerprint = zlib.crc32(plan.dumps().encode()) & 0x7FFFFFFF
         ride = sparse.rides and not self.config.ordered
-        self.buffers: list[list[Route]] = []
+        self.messages: list[list[Message]] = []
         kinds = zip(plan.bounds, plan.labels, plan.dense, plan.parts, strict=True)
         for index, (bounds, label, goes_dense, parts) in enumerate(kinds):
             found = routing.segments(self.layout, *bounds, label == AHEAD and not goes_dense)
@@ -112,9 +112,9 @@ class Session:
                 groups = alike(found, lambda lane: lane)
             if parts > 1:
                 groups = [message for group in groups for message in divided(group, parts)]
-            self.buffers.append(
+            self.messages.append(
                 [
-                    Route(title(index, number), index, sparse if selects(group, goes_dense) else dense, tuple(group))
+                    Message(title(index, number), index, sparse if selects(group, goes_dense) else dense, tuple(group))
                     for number, group in enumerate(groups)
                 ]
             )
@@ -122,7 +122,7 @@ class Session:
         # By slot: its own segment, if it is selected from before it is merged; in parts, each is when its turn comes.
         self.alone = {
             part.slots[0].index: part
-            for buffer in self.buffers
+            for buffer in self.messages
             for route in buffer
             for part in route.segments
             if part.lane.sparse and route.exchange.selects and plan.labels[route.buffer] == AHEAD
@@ -150,10 +150,10 @@ class Session:
     def commit(self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor | None) -> None:
         self.arenas[segment.lane].commit(segment, indices, sent)
 
-    def load(self, segment: Segment) -> Load:
+    def load(self, segment: Segment) -> SegmentBuffers:
         """The segment with its memory as it is in this step."""
         arena, part = self.arenas[segment.lane], slice(segment.start, segment.stop)
-        return Load(segment, arena.work[part], arena.update[part])
+        return SegmentBuffers(segment, arena.work[part], arena.update[part])
 
     def tensor_budget(self, slot: Slot, step: int) -> int:
         """How many elements of one tensor a step sends, if it is selected from by itself."""
@@ -244,7 +244,7 @@ class Session:
 
     def keys(self) -> set[str]:
         """Owners of sparsifier state."""
-        return {routing.key(part) for buffer in self.buffers for route in buffer for part in route.segments}
+        return {routing.key(part) for buffer in self.messages for route in buffer for part in route.segments}
 
     def correct(self, used: Sequence[bool]) -> int:
         """Every update is there; returns the bytes that go round in the node then. ``used``: by slot, by any rank."""
@@ -295,5 +295,5 @@ def exchanges(comm: Backend, config: Config, commit: Commit) -> tuple[Exchange, 
     )
 
 
-def _lane(member: Member) -> Lane:
+def _lane(member: ParameterInfo) -> Lane:
     return Lane(member.device, member.dtype, member.sparse, member.density)

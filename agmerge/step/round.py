@@ -10,14 +10,14 @@ from collections.abc import Callable
 
 import torch
 
-from agmerge.exchanges import Pending
-from agmerge.exchanges.message.format import NONFINITE, RELAYOUT, Control
-from agmerge.exchanges.routing import Route, key
-from agmerge.metrics.step_times import Recorder
-from agmerge.metrics.totals import Stats
-from agmerge.step.merge_buffers import Session
+from agmerge.exchanges import InFlight
+from agmerge.exchanges.message.format import NONFINITE, RELAYOUT, RoundHeader
+from agmerge.exchanges.routing import Message, key
+from agmerge.metrics.step_times import StepRecorder
+from agmerge.metrics.totals import Totals
+from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.layout import Lane, Segment, Slot
-from agmerge.tensors.nonfinite import Watch
+from agmerge.tensors.nonfinite import NonFiniteGuard
 from sparsifiers import Selection
 
 
@@ -30,7 +30,7 @@ class Round:
     any rank has a gradient in this step, once all of them are there.
     """
 
-    def __init__(self, session: Session, step: int, stats: Stats, *, dirty: bool, flags: int = 0) -> None:
+    def __init__(self, session: MergeBuffers, step: int, stats: Totals, *, dirty: bool, flags: int = 0) -> None:
         self.session, self.step, self.stats, self.dirty = session, step, stats, dirty
         self.flags, self.said = flags, 0
         self.used = [False] * len(session.layout.slots)
@@ -38,11 +38,11 @@ class Round:
         self._fed: dict[int, bool] = {}  # by slot: whether there was a gradient
         self._small: dict[int, list[tuple[Slot, torch.Tensor]]] = {}  # by merge buffer: not yet in `work`
         self._offers: dict[int, Selection] = {}  # by slot, of tensors that are sparsified ahead
-        self._pending: list[list[tuple[Route, Pending]]] = []  # per merge buffer under way
+        self._pending: list[list[tuple[Message, InFlight]]] = []  # per merge buffer under way
         self._counted: dict[int, tuple[int, int]] = {}  # bytes and elements of each message that are in the totals
         self._arrived = 0  # merge buffers whose messages are known to be here
-        self.recorder = Recorder(session.clock, len(session.layout.slots), len(session.buffers))
-        self.watch = self._of_work = Watch(session.config.nonfinite)
+        self.recorder = StepRecorder(session.clock, len(session.layout.slots), len(session.messages))
+        self.watch = self._of_work = NonFiniteGuard(session.config.nonfinite)
         self.nonfinite = False  # a rank has found a gradient that is not finite: nothing of this may be kept
         sparsifier = session.config.sparsifier
         self._known = sparsifier.snapshot() if sparsifier is not None else {}
@@ -103,7 +103,7 @@ class Round:
     def _send(self, buffer: int) -> None:
         """One message after the other: the next is selected and encoded while the one before travels."""
         self._catch_up(buffer)
-        first, *others = self.session.buffers[buffer]
+        first, *others = self.session.messages[buffer]
         messages = [(first, self._start(first))]
         self.recorder.mark(buffer)
         messages += [(route, self._start(route)) for route in others]
@@ -152,7 +152,7 @@ class Round:
         return agreed
 
     def left_over(self, slot: Slot) -> bool:
-        """Tell whether a tensor that no rank used has an update all the same: see :meth:`Session.moves`."""
+        """Tell whether a tensor that no rank used has an update all the same: see :meth:`MergeBuffers.moves`."""
         return not self.nonfinite and self.session.moves(slot)
 
     def withdraw(self) -> None:
@@ -160,11 +160,11 @@ class Round:
         if self.nonfinite and self.session.config.sparsifier is not None:
             self.session.config.sparsifier.load_state_dict(self._known)
 
-    def _control(self, buffer: int, used: tuple[bool, ...], device: torch.device) -> Control:
+    def _control(self, buffer: int, used: tuple[bool, ...], device: torch.device) -> RoundHeader:
         flags = self.flags | (RELAYOUT if self.dirty else 0) | (NONFINITE if self.watch.found else 0)
-        return Control(self.step, self.session.fingerprint, buffer, flags, used, self.watch.alarm(device))
+        return RoundHeader(self.step, self.session.fingerprint, buffer, flags, used, self.watch.alarm(device))
 
-    def _start(self, route: Route) -> Pending:
+    def _start(self, route: Message) -> InFlight:
         loads = [self.session.load(segment) for segment in route.segments]
         offers = [self._offer(segment) if route.exchange.selects else None for segment in route.segments]
         used = tuple(self._fed[slot.index] for slot in route.slots)
@@ -173,7 +173,7 @@ class Round:
         self._count(pending)
         return pending
 
-    def _count(self, pending: Pending) -> None:
+    def _count(self, pending: InFlight) -> None:
         """Put into the totals what is new of a message: some go on sending after their start."""
         size, elements = self._counted.get(id(pending), (0, 0))
         if (pending.bytes, pending.elements) != (size, elements):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from agmerge.exchanges.message.format import NONFINITE, RELAYOUT, Control
-from agmerge.metrics.totals import Stats
-from agmerge.step.merge_buffers import Session
+from agmerge.exchanges.message.format import NONFINITE, RELAYOUT, RoundHeader
+from agmerge.metrics.totals import Totals
+from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.round import Round
 from agmerge.tensors.layout import Slot
-from agmerge.tensors.nonfinite import ALLOW, Watch
+from agmerge.tensors.nonfinite import ALLOW, NonFiniteGuard
 
 
 class TwoLevelRound(Round):
@@ -24,13 +24,13 @@ class TwoLevelRound(Round):
     what is not finite tells its node, and each rank of that the other nodes.
     """
 
-    def __init__(self, session: Session, step: int, stats: Stats, *, dirty: bool, flags: int = 0) -> None:
+    def __init__(self, session: MergeBuffers, step: int, stats: Totals, *, dirty: bool, flags: int = 0) -> None:
         super().__init__(session, step, stats, dirty=dirty, flags=flags)
         assert session.shards is not None
         self._shards = session.shards
         # What a node's sum makes of finite gradients its ranks cannot tell each other any more: it is sent, not kept.
-        self._of_work = Watch(ALLOW, forces=session.config.nonfinite == ALLOW)
-        self._summed: list[Control] = []  # by merge buffer: what this rank said when the node began to add it up
+        self._of_work = NonFiniteGuard(ALLOW, forces=session.config.nonfinite == ALLOW)
+        self._summed: list[RoundHeader] = []  # by merge buffer: what this rank said when the node began to add it up
 
     def _take(self, slot: Slot, gradient: torch.Tensor | None) -> None:
         good = gradient is None or self.watch.policy == ALLOW or not self.watch.look(slot, gradient)
@@ -68,7 +68,7 @@ class TwoLevelRound(Round):
         return self.session.layout.slots[start:stop]
 
 
-def round_for(session: Session, step: int, stats: Stats, *, dirty: bool, flags: int = 0) -> Round:
+def round_for(session: MergeBuffers, step: int, stats: Totals, *, dirty: bool, flags: int = 0) -> Round:
     """The attempt that the session's exchange asks for."""
     kind = Round if session.shards is None else TwoLevelRound
     return kind(session, step, stats, dirty=dirty, flags=flags)

@@ -32,7 +32,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return all(math.isfinite(extreme.item()) for extreme in torch.aminmax(tensor))
 
 
-class Watch:
+class NonFiniteGuard:
     """What this rank has found in one attempt at a step. ``found`` and ``alarm`` are what its messages say."""
 
     def __init__(self, policy: str, *, forces: bool | None = None) -> None:

@@ -11,7 +11,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Member:
+class ParameterInfo:
     """A parameter that takes part in the exchange, as it is now."""
 
     name: str
@@ -29,7 +29,7 @@ class Member:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} {self.device.type} {lane}"
 
 
-class Members:
+class ParameterTable:
     """The parameters of an optimizer, by name.
 
     ``named_parameters`` may name more parameters than the optimizer owns, not fewer; None: names are made
@@ -101,10 +101,12 @@ class Members:
             )
         parameter.grad = parameter.grad.to_dense()
 
-    def active(self) -> list[Member]:
+    def active(self) -> list[ParameterInfo]:
         """The parameters that need a gradient now, in the order of the groups."""
         return [
-            Member(self._names[p], p, p.dtype, p.device, tuple(p.shape)) for p in self.name_all() if p.requires_grad
+            ParameterInfo(self._names[p], p, p.dtype, p.device, tuple(p.shape))
+            for p in self.name_all()
+            if p.requires_grad
         ]
 
     def snapshot(self) -> list[tuple[Any, ...]]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from agmerge import testing
-from agmerge.exchanges import DenseExchange, Exchange, Load, SparseExchange
+from agmerge.exchanges import DenseExchange, Exchange, SegmentBuffers, SparseExchange
 from agmerge.exchanges.masked import MaskedExchange
-from agmerge.exchanges.message.format import Control
+from agmerge.exchanges.message.format import RoundHeader
 from agmerge.exchanges.oktopk.exchange import OkTopkExchange
 from agmerge.ops import Average, ReduceOp
 from agmerge.runtime import workers
@@ -32,7 +32,7 @@ class Seen:
     rest: list[torch.Tensor]
     update: list[torch.Tensor]
     sent: list[tuple[torch.Tensor | None, torch.Tensor] | None]
-    control: Control
+    control: RoundHeader
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -61,9 +61,9 @@ def draw_work(segment: Segment, seed: int, magnitude: float) -> torch.Tensor:
     return work
 
 
-def control_of(rank: int, segments: Sequence[Segment], step: int = 7) -> Control:
+def control_of(rank: int, segments: Sequence[Segment], step: int = 7) -> RoundHeader:
     tensors = sum(len(segment.slots) for segment in segments)
-    return Control(step, 2**31 - 1, 3, 2 << (rank % 7), tuple(i % 4 == rank for i in range(tensors)))
+    return RoundHeader(step, 2**31 - 1, 3, 2 << (rank % 7), tuple(i % 4 == rank for i in range(tensors)))
 
 
 def exchange(
@@ -87,7 +87,7 @@ def exchange(
             commit(works[index], indices, values)
 
         updates = [torch.full((s.length,), torch.nan, dtype=s.lane.dtype) for s in segments]
-        loads = [Load(s, w, u) for s, w, u in zip(segments, works, updates, strict=True)]
+        loads = [SegmentBuffers(s, w, u) for s, w, u in zip(segments, works, updates, strict=True)]
         control = control_of(rank, segments)
         here = make(record)
         pending = here.start("buffer 3", loads, [offer(rank, i) for i in range(len(segments))], control)

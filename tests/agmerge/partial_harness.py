@@ -13,7 +13,7 @@ from support import seeded, wrap
 from torch import nn
 
 import agmerge
-from agmerge.planning.cost_probe import Found
+from agmerge.planning.cost_probe import MeasuredCosts
 from merging import Curve, dense_cutoff
 
 SIZES = [(32, 32), (32, 48), (48, 64), (64, 256), (256, 256), (256, 10)]  # 1024 and 1536 elements may go dense
@@ -53,13 +53,13 @@ def wrapped(model: nn.Module, lr: float = 0.01, **options: Any) -> agmerge.Distr
 
 
 def cut(optimizer: agmerge.DistributedOptimizer) -> tuple[int | None, bool]:
-    rule = optimizer._engine.config.partial
+    rule = optimizer._reducer.config.partial
     assert rule is not None
     return rule.most, rule.settled
 
 
 def sparse(optimizer: agmerge.DistributedOptimizer) -> set[str]:
-    session = optimizer._engine.session
+    session = optimizer._reducer.session
     assert session is not None
     return {slot.name for slot in session.layout.slots if slot.lane.sparse}
 
@@ -76,7 +76,7 @@ def choosing(chosen: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return asked
 
 
-def costing(selecting: float) -> Callable[..., Found]:
+def costing(selecting: float) -> Callable[..., MeasuredCosts]:
     """A probe that finds a second for an element of load, and so many for one that is selected from."""
     line = Curve((0, 1000), (0.0, 1000.0))
-    return lambda *_: Found(Curve((0, 1000), (0.0, selecting * 1000.0)), line, None)
+    return lambda *_: MeasuredCosts(Curve((0, 1000), (0.0, selecting * 1000.0)), line, None)

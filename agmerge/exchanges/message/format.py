@@ -40,7 +40,7 @@ _WHOLE = (
 
 
 @dataclass(frozen=True)
-class Control:
+class RoundHeader:
     """What travels with every message beside gradients.
 
     ``plan``: fingerprint of the plan in use, 31 bits. ``used``: for each tensor of the message, in order,
@@ -55,7 +55,7 @@ class Control:
     used: tuple[bool, ...]
     alarm: torch.Tensor | None = field(default=None, compare=False)
 
-    def merged(self, others: Sequence[Control]) -> Control:
+    def merged(self, others: Sequence[RoundHeader]) -> RoundHeader:
         """Flags and used bits OR-ed over ranks."""
         flags = 0
         for other in others:
@@ -123,7 +123,7 @@ class Format:
 
     # -- writing --------------------------------------------------------------------------------------------
 
-    def write_header(self, message: torch.Tensor, control: Control, counts: Sequence[int | torch.Tensor]) -> None:
+    def write_header(self, message: torch.Tensor, control: RoundHeader, counts: Sequence[int | torch.Tensor]) -> None:
         """Put ``control`` and the counts of the sections in front. A count on a device is copied there."""
         words = [MAGIC, control.step, control.plan, control.buffer, control.flags, self.words, self.size, 0, 0]
         on_host = message.device.type == "cpu"
@@ -157,7 +157,7 @@ class Format:
 
     # -- reading --------------------------------------------------------------------------------------------
 
-    def read_headers(self, messages: torch.Tensor, mine: Control, name: str) -> Control:
+    def read_headers(self, messages: torch.Tensor, mine: RoundHeader, name: str) -> RoundHeader:
         """Check the headers of all ranks (``messages`` uint8[W, ...]); what they say together.
 
         Raises :class:`agmerge.MessageError`, the same on every rank, if a message is not one of ours, has changed on
@@ -212,7 +212,7 @@ class Format:
         # The checksum of a longer or shorter header is another one; that it has no place here is found next.
         return row[_WORDS] == self.words and row[_CHECKSUM] != _header_sum(row)
 
-    def _check_place(self, rows: Sequence[Sequence[int]], mine: Control, name: str) -> None:
+    def _check_place(self, rows: Sequence[Sequence[int]], mine: RoundHeader, name: str) -> None:
         """That all headers are those of this message."""
         own = [mine.step, mine.plan, mine.buffer, self.words, self.size]
         own += [fact for section in self.sections for fact in _facts(section)]

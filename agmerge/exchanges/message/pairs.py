@@ -18,32 +18,32 @@ from agmerge.tensors.layout import aligned
 
 
 @dataclass(frozen=True)
-class Parcel:
+class IndexValuePairs:
     """``indices`` int32[count] and ``values`` [count]."""
 
     indices: torch.Tensor
     values: torch.Tensor
 
-    def first(self, count: int) -> Parcel:
+    def first(self, count: int) -> IndexValuePairs:
         """The first ``count`` pairs."""
-        return Parcel(self.indices[:count], self.values[:count])
+        return IndexValuePairs(self.indices[:count], self.values[:count])
 
-    def where(self, mask: torch.Tensor) -> Parcel:
+    def where(self, mask: torch.Tensor) -> IndexValuePairs:
         """The pairs where ``mask`` (bool[count]) is set."""
-        return Parcel(self.indices[mask], self.values[mask])
+        return IndexValuePairs(self.indices[mask], self.values[mask])
 
-    def split(self, counts: Sequence[int]) -> list[Parcel]:
+    def split(self, counts: Sequence[int]) -> list[IndexValuePairs]:
         """Parcels of ``counts`` pairs, one after the other."""
         parts = zip(torch.split(self.indices, list(counts)), torch.split(self.values, list(counts)), strict=True)
-        return [Parcel(indices, values) for indices, values in parts]
+        return [IndexValuePairs(indices, values) for indices, values in parts]
 
 
-def joined(parcels: Sequence[Parcel]) -> Parcel:
+def joined(parcels: Sequence[IndexValuePairs]) -> IndexValuePairs:
     """The pairs of all parcels, in order: a copy."""
-    return Parcel(torch.cat([one.indices for one in parcels]), torch.cat([one.values for one in parcels]))
+    return IndexValuePairs(torch.cat([one.indices for one in parcels]), torch.cat([one.values for one in parcels]))
 
 
-class Form:
+class PairFormat:
     """How ``count`` pairs with ascending indices in ``where`` become ``size`` bytes; none take none."""
 
     def __init__(self, where: range, count: int, dtype: torch.dtype) -> None:
@@ -56,7 +56,9 @@ class Form:
         self.size = aligned(self.values.stop, grain) if count else 0
 
 
-def write(forms: Sequence[Form], parcels: Sequence[Parcel], message: torch.Tensor, sealed: bool, sound: bool) -> None:
+def write(
+    forms: Sequence[PairFormat], parcels: Sequence[IndexValuePairs], message: torch.Tensor, sealed: bool, sound: bool
+) -> None:
     """Write parcels side by side into ``message``, uint8. ``sealed``: with checksums, where it is in the host's memory.
 
     What does not fit its form, because of whatever somebody selected or said, or is not ``sound``, is written so that
@@ -78,7 +80,9 @@ def write(forms: Sequence[Form], parcels: Sequence[Parcel], message: torch.Tenso
         start += form.size
 
 
-def read(forms: Sequence[Form], messages: Sequence[torch.Tensor], sealed: bool) -> tuple[list[Parcel], list[bool]]:
+def read(
+    forms: Sequence[PairFormat], messages: Sequence[torch.Tensor], sealed: bool
+) -> tuple[list[IndexValuePairs], list[bool]]:
     """The parcels at the beginning of each message, uint8, and which of them are what was written; of the others the
     pairs may be any."""
     found, checks = [], []
@@ -87,9 +91,9 @@ def read(forms: Sequence[Form], messages: Sequence[torch.Tensor], sealed: bool) 
         if form.count:
             indices, good = form.codec.decode(data[form.indices], form.count)
             good = good & in_order(indices, len(form.where)) & crc.ok(data, sealed)
-            found.append(Parcel(indices + form.where.start, data[form.values].view(form.dtype)))
+            found.append(IndexValuePairs(indices + form.where.start, data[form.values].view(form.dtype)))
             checks.append(good)
         else:
-            found.append(Parcel(data.new_empty(0, dtype=torch.int32), data.new_empty(0, dtype=form.dtype)))
+            found.append(IndexValuePairs(data.new_empty(0, dtype=torch.int32), data.new_empty(0, dtype=form.dtype)))
             checks.append(torch.ones((), dtype=torch.bool, device=data.device))
     return found, torch.stack(checks).tolist()

@@ -16,10 +16,10 @@ from itertools import accumulate
 import torch
 
 from agmerge.errors import MessageError
-from agmerge.exchanges.base import Load, Pending
-from agmerge.exchanges.message.format import Control, Format
-from agmerge.exchanges.message.pairs import Parcel, joined
-from agmerge.exchanges.multi_round import LockstepExchange, Phases, State
+from agmerge.exchanges.base import InFlight, SegmentBuffers
+from agmerge.exchanges.message.format import Format, RoundHeader
+from agmerge.exchanges.message.pairs import IndexValuePairs, joined
+from agmerge.exchanges.multi_round import MultiRoundExchange, Phases, State
 from agmerge.exchanges.oktopk import histogram, regions
 from agmerge.exchanges.oktopk.reduction import added, check_faults, check_kept, offered, within
 from sparsifiers import Selection
@@ -33,11 +33,13 @@ class _Message(State):
 
     layout: Format | None = None
     starts: tuple[int, ...] = ()
-    offer: Parcel | None = None  # what this rank selected, ascending; behind its count, the length stands for nothing
-    kept: Parcel | None = None  # the result, ascending
+    offer: IndexValuePairs | None = (
+        None  # what this rank selected, ascending; behind its count, the length stands for nothing
+    )
+    kept: IndexValuePairs | None = None  # the result, ascending
 
 
-class OkTopkExchange(LockstepExchange):
+class OkTopkExchange(MultiRoundExchange):
     """Split and reduce, one threshold for all ranks, balanced all-gather. The segments of a message are of one lane.
 
     With k what a rank may offer, never more than k elements are kept, and k where so many are offered: all above a
@@ -53,7 +55,9 @@ class OkTopkExchange(LockstepExchange):
 
     rides = mixes = False
 
-    def start(self, name: str, loads: Sequence[Load], offers: Sequence[Selection | None], control: Control) -> Pending:
+    def start(
+        self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
+    ) -> InFlight:
         chosen = [offer for offer in offers if offer is not None]
         segments = [load.segment for load in loads]
         if len(chosen) < len(loads) or len({segment.lane for segment in segments}) > 1:
@@ -74,9 +78,9 @@ class OkTopkExchange(LockstepExchange):
         elements = sum(min(one.indices.numel(), part.numel) for one, part in zip(chosen, segments, strict=True))
         handle = self.comm.all_gather(received, message, name)
         state = _Message(layout=layout, starts=starts, offer=offer)
-        return self.follow(Pending(name, loads, control, handle, message.numel(), elements, message, received, state))
+        return self.follow(InFlight(name, loads, control, handle, message.numel(), elements, message, received, state))
 
-    def phases(self, pending: Pending) -> Phases[None]:
+    def phases(self, pending: InFlight) -> Phases[None]:
         state, name, rank = pending.extra, pending.name, self.comm.rank
         k, length, storage = _budget(state.layout), state.starts[-1], pending.loads[0].work.dtype
         headers = pending.received.view(self.comm.size, -1)
@@ -108,7 +112,7 @@ class OkTopkExchange(LockstepExchange):
         check_faults(name, [faulty for _, _, faulty in tallies], cuts)
         takes = histogram.allotted([at_edge for _, at_edge, _ in tallies], room)
         mine = mine.where(histogram.kept(found, edge, takes[rank]))
-        mine = Parcel(mine.indices, mine.values.to(state.offer.values.dtype))
+        mine = IndexValuePairs(mine.indices, mine.values.to(state.offer.values.dtype))
 
         # Balance and all-gather.
         held = [above + take for (above, _, _), take in zip(tallies, takes, strict=True)]
@@ -121,7 +125,7 @@ class OkTopkExchange(LockstepExchange):
         check_kept(name, kept, fault)
         state.kept = joined(kept)
 
-    def finish(self, pending: Pending) -> None:
+    def finish(self, pending: InFlight) -> None:
         state: _Message = pending.extra
         assert state.offer is not None and state.kept is not None
         sent = state.offer.where(within(state.offer.indices, state.kept.indices))

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from agmerge.errors import MessageError
-from agmerge.exchanges.base import Load
-from agmerge.exchanges.message.pairs import Parcel, joined
+from agmerge.exchanges.base import SegmentBuffers
+from agmerge.exchanges.message.pairs import IndexValuePairs, joined
 from sparsifiers import Selection
 
 
-def offered(loads: Sequence[Load], offers: Sequence[Selection], starts: Sequence[int]) -> Parcel:
+def offered(loads: Sequence[SegmentBuffers], offers: Sequence[Selection], starts: Sequence[int]) -> IndexValuePairs:
     """What is selected from all segments, ascending, in the gradient's dtype, saturated.
 
     Indices (int32) count from ``starts[i]`` in segment i. Counts on a device are not looked at: what stands behind
@@ -32,22 +32,22 @@ def offered(loads: Sequence[Load], offers: Sequence[Selection], starts: Sequence
         if not known:
             behind = torch.arange(indices.numel(), device=indices.device) >= offer.count
             indices.masked_fill_(behind, starts[-1])
-        parts.append(Parcel(indices, values))
+        parts.append(IndexValuePairs(indices, values))
     whole = joined(parts)
     if len(parts) > 1 and any(isinstance(offer.count, torch.Tensor) for offer in offers):
         order = torch.argsort(whole.indices, stable=True)
-        whole = Parcel(whole.indices[order], whole.values[order])
+        whole = IndexValuePairs(whole.indices[order], whole.values[order])
     return whole
 
 
-def added(pieces: Sequence[Parcel], dtype: torch.dtype, scale: float) -> Parcel:
+def added(pieces: Sequence[IndexValuePairs], dtype: torch.dtype, scale: float) -> IndexValuePairs:
     """The sum of ``scale * values`` of all pieces, in their order, in ``dtype``; every index once, ascending."""
     whole = torch.cat([piece.indices for piece in pieces])
     indices, places = torch.unique(whole, return_inverse=True)
     total = torch.zeros(indices.numel(), dtype=dtype, device=indices.device)
     for piece, here in zip(pieces, torch.split(places, [piece.indices.numel() for piece in pieces]), strict=True):
         total.index_add_(0, here, piece.values.to(dtype, copy=True).mul_(scale))
-    return Parcel(indices, total)
+    return IndexValuePairs(indices, total)
 
 
 def within(some: torch.Tensor, all_: torch.Tensor) -> torch.Tensor:
@@ -69,7 +69,7 @@ def check_faults(name: str, faults: Sequence[int], cuts: Sequence[int]) -> None:
             )
 
 
-def check_kept(name: str, kept: Sequence[Parcel], fault: int) -> None:
+def check_kept(name: str, kept: Sequence[IndexValuePairs], fault: int) -> None:
     """Raise :class:`agmerge.MessageError` if what ranks hand round is damaged (``fault``: 1 + whose), or does not
     ascend from one to the next."""
     last = -1

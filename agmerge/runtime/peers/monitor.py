@@ -21,9 +21,9 @@ from typing import Any
 from agmerge.backends import Backend, addresses, status
 from agmerge.backends.base import Gather
 from agmerge.backends.handshake import gather_texts
-from agmerge.backends.status import Place
+from agmerge.backends.status import RankStatus
 from agmerge.errors import NoAnswer
-from agmerge.runtime.peers.status_server import ENDED, PATIENCE, STUCK, Listener, Silence, ask
+from agmerge.runtime.peers.status_server import ENDED, PATIENCE, STUCK, PeerUnreachable, StatusServer, ask
 
 SHOWN = 8  # ranks that are described; more are only named
 FIRST = 10.0  # seconds, for the first question of all: a machine that starts many processes is busy
@@ -41,7 +41,7 @@ DIFFERENT = (
 )
 UNEVEN = "Do ranks have different numbers of batches? Then let each call optimizer.join() after its last one."
 
-_current: RollCall | None = None
+_current: PeerMonitor | None = None
 
 
 @dataclass(frozen=True)
@@ -56,16 +56,16 @@ class Peer:
     problem: str = ""
 
 
-class RollCall:
+class PeerMonitor:
     """All ranks, which are processes, and what they have told. Collective.
 
     ``gather`` moves texts between them. ``env``: of the launcher, which may say at what address all can be reached.
     """
 
-    def __init__(self, rank: int, gather: Gather, place: Place, env: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, rank: int, gather: Gather, place: RankStatus, env: Mapping[str, str] = os.environ) -> None:
         self.rank, self._place = rank, place
         self._told: dict[int, dict[str, Any]] = {}  # by rank: what it has said unasked, the last thing
-        self._listener: Listener | None = None
+        self._listener: StatusServer | None = None
         self._ended = False  # the script has come to its end
         mine = (socket.gethostname(), addresses.network(), addresses.to_master(env))
         known = [tuple(json.loads(text)) for text in gather(_json(mine), "roll call/hosts")]
@@ -85,7 +85,7 @@ class RollCall:
         own = Peer(socket.gethostname(), os.getpid(), token=secrets.token_hex(16))
         try:
             address = address or addresses.reachable(hosts, env)
-            self._listener = Listener(address, own.token, self._answer)
+            self._listener = StatusServer(address, own.token, self._answer)
         except OSError as error:
             return replace(own, problem=f"it has no port to be asked at ({error})")
         return replace(own, address=address, port=self._listener.port)
@@ -98,7 +98,7 @@ class RollCall:
         if not why:
             try:
                 self._ask(following, {}, FIRST)
-            except Silence as silence:
+            except PeerUnreachable as silence:
                 peer, what = self.peers[following], str(silence)
                 what = REFUSED if what == ENDED else what  # it has just said where it listens
                 why = f"it could not be asked at {peer.address}, port {peer.port}, from the start ({what})"
@@ -131,14 +131,14 @@ class RollCall:
 
     def tell(
         self, says: dict[str, Any], ranks: Sequence[int] = (), patience: float = PATIENCE
-    ) -> dict[int, dict[str, Any] | Silence]:
+    ) -> dict[int, dict[str, Any] | PeerUnreachable]:
         """Say something to ``ranks`` (none given: all), at once; what each answers, or what its silence means."""
-        answers: dict[int, dict[str, Any] | Silence] = {}
+        answers: dict[int, dict[str, Any] | PeerUnreachable] = {}
 
         def one(rank: int) -> None:
             try:
                 answers[rank] = self._ask(rank, says, patience)
-            except Silence as silence:
+            except PeerUnreachable as silence:
                 answers[rank] = silence
 
         others = [rank for rank in ranks or range(len(self.peers)) if rank != self.rank]
@@ -150,7 +150,7 @@ class RollCall:
             thread.start()
         for thread in threads:
             thread.join(max(0.0, end - time.monotonic()))
-        return {rank: answers.get(rank, Silence(STUCK)) for rank in others if not self.peers[rank].problem}
+        return {rank: answers.get(rank, PeerUnreachable(STUCK)) for rank in others if not self.peers[rank].problem}
 
     def call(self, call: str, ranks: Sequence[int]) -> tuple[str, tuple[int, ...]]:
         """Who of ``ranks`` is missing from the collective ``call``: as text, and by number."""
@@ -162,11 +162,11 @@ class RollCall:
         uneven = False
         answers = self.tell({**own, "words": given_up, "given_up": True}, ranks)
         for answer in answers.values():
-            for rank, said in {} if isinstance(answer, Silence) else answer.get("heard", {}).items():
+            for rank, said in {} if isinstance(answer, PeerUnreachable) else answer.get("heard", {}).items():
                 self._told.setdefault(int(rank), said)
         for rank, answer in answers.items():
             last = self._told.get(rank)
-            if isinstance(answer, Silence):
+            if isinstance(answer, PeerUnreachable):
                 text = str(answer) if last is None else f"it {last['words']}; {answer}"
                 text = f"it {last['words']}" if last is not None and last["ended"] and str(answer) == ENDED else text
             else:
@@ -228,11 +228,11 @@ class RollCall:
 # -- of this process --------------------------------------------------------------------------------------------
 
 
-def open(rank: int, gather: Gather, env: Mapping[str, str] = os.environ) -> RollCall:
+def open(rank: int, gather: Gather, env: Mapping[str, str] = os.environ) -> PeerMonitor:
     """Listen, and ask when a wait fails. Collective. A second roll call takes the place of the first."""
     global _current
     close()
-    _current = RollCall(rank, gather, status.here(), env)
+    _current = PeerMonitor(rank, gather, status.here(), env)
     status.ask = _current.call
     return _current
 

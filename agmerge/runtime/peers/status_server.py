@@ -18,11 +18,11 @@ STUCK = "its process does not answer: it is stopped, or busy in code that lets n
 CUT = "no answer: its host is down, or the network to it is cut"
 
 
-class Silence(Exception):
+class PeerUnreachable(Exception):
     """There is no answer; the text says what that means."""
 
 
-class Listener:
+class StatusServer:
     """A port at ``address`` and a thread that answers there, to those that know ``token``.
 
     ``answer(asked)`` gets what was asked and returns what to say; both are dicts that JSON can hold.
@@ -73,22 +73,22 @@ class Listener:
 
 
 def ask(address: str, port: int, token: str, question: dict[str, Any], patience: float = PATIENCE) -> dict[str, Any]:
-    """What is said there; :class:`Silence` if nothing is. Takes at most twice ``patience`` seconds."""
+    """What is said there; :class:`PeerUnreachable` if nothing is. Takes at most twice ``patience`` seconds."""
     try:
         with socket.create_connection((address, port), timeout=patience) as connection:
             try:
                 connection.sendall(json.dumps({**question, "token": token}).encode() + b"\n")
                 reply = json.loads(_line(connection, patience))
             except TimeoutError as error:
-                raise Silence(STUCK) from error
+                raise PeerUnreachable(STUCK) from error
     except TimeoutError as error:
-        raise Silence(CUT) from error
+        raise PeerUnreachable(CUT) from error
     except (ConnectionError, ValueError) as error:
-        raise Silence(ENDED) from error
+        raise PeerUnreachable(ENDED) from error
     except OSError as error:
-        raise Silence(f"it cannot be reached ({error})") from error
+        raise PeerUnreachable(f"it cannot be reached ({error})") from error
     if reply.get("token") != token:
-        raise Silence(ENDED)  # its port is another's now
+        raise PeerUnreachable(ENDED)  # its port is another's now
     return dict(reply)
 
 

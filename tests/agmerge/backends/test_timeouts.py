@@ -122,7 +122,7 @@ def test_a_collective_that_cannot_start_tells_the_same() -> None:
 @pytest.fixture
 def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test before this one has left a step behind, which errors would name."""
-    monkeypatch.setattr(status, "_process", status.Place())
+    monkeypatch.setattr(status, "_process", status.RankStatus())
 
 
 @pytest.mark.usefixtures("nowhere")

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from agmerge import testing
 from agmerge.backends.local import Call
 from agmerge.errors import MessageError
-from agmerge.exchanges import Load, SparseExchange
+from agmerge.exchanges import SegmentBuffers, SparseExchange
 from agmerge.exchanges.message.format import Format
 from agmerge.ops import Average, ReduceOp, Sum
 from agmerge.runtime import workers
@@ -299,7 +299,7 @@ def test_buffers_are_reused_and_leak_nothing(kind: str) -> None:
         for step, capacity in enumerate(capacities):
             here = here if keep else make(lambda *_: None)
             loads = [
-                Load(s, draw_work(s, 10 * step + rank, 10.0**-step), torch.full((s.length,), torch.nan))
+                SegmentBuffers(s, draw_work(s, 10 * step + rank, 10.0**-step), torch.full((s.length,), torch.nan))
                 for s in segments
             ]
             offers = [draw_offer(64, capacity, 10 * step + rank, False) if s.lane.sparse else None for s in segments]
@@ -332,7 +332,7 @@ def test_ranks_at_different_places_are_the_same_error_on_every_rank(kind: str, f
         control = control_of(rank, [segment])
         if rank == odd:
             control = replace(control, **{field: getattr(control, field) - 1})
-        load = Load(segment, torch.ones(segment.length), torch.full((segment.length,), torch.nan))
+        load = SegmentBuffers(segment, torch.ones(segment.length), torch.full((segment.length,), torch.nan))
         here = make(lambda *_: None)
         pending = here.start("buffer 3", [load], [draw_offer(64, 9, rank, False)], control)
         try:
@@ -363,7 +363,7 @@ def test_an_index_out_of_range_names_the_rank_that_sent_it(wrong: int, odd: int)
             call.tensor[layout.sections[0].indices].view(torch.int32).fill_(wrong)
 
     def body(rank: int) -> None:
-        load = Load(segment, torch.ones(segment.length), torch.zeros(segment.length))
+        load = SegmentBuffers(segment, torch.ones(segment.length), torch.zeros(segment.length))
         here = SparseExchange(workers.world(), Average, lambda *_: None, WAIT, payload=False)
         offer = Selection(torch.zeros(1, dtype=torch.int32), 1)
         pending = here.start("buffer 3", [load], [offer], control_of(rank, [segment]))

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agmerge.errors import MessageError
-from agmerge.exchanges.message.format import FIXED, MAGIC, OF_SECTION, Control, Format
+from agmerge.exchanges.message.format import FIXED, MAGIC, OF_SECTION, Format, RoundHeader
 from agmerge.tensors.layout import Lane, Layout, Segment
 from sparsifiers import Selection
 
@@ -49,11 +49,11 @@ def simple(tensor_count: int = 3, capacity: int = 4) -> Format:
     return Format(segments_of(drawn), [capacity, None])
 
 
-def control(rank: int = 0, tensors: int = 3) -> Control:
-    return Control(step=7, plan=2**31 - 1, buffer=3, flags=0, used=tuple(i % 3 == rank for i in range(tensors)))
+def control(rank: int = 0, tensors: int = 3) -> RoundHeader:
+    return RoundHeader(step=7, plan=2**31 - 1, buffer=3, flags=0, used=tuple(i % 3 == rank for i in range(tensors)))
 
 
-def messages(layout: Format, controls: list[Control], count: int = 2) -> torch.Tensor:
+def messages(layout: Format, controls: list[RoundHeader], count: int = 2) -> torch.Tensor:
     rows = torch.zeros(len(controls), layout.size, dtype=torch.uint8)
     for row, one in zip(rows, controls, strict=True):
         layout.write_header(row, one, [count, 0])
@@ -125,7 +125,7 @@ def test_headers_come_back(layout: Format, size: int, data: st.DataObject) -> No
     controls, rows = [], torch.zeros(size, layout.size, dtype=torch.uint8)
     for row in rows:
         used = tuple(data.draw(st.lists(st.booleans(), min_size=layout.tensors, max_size=layout.tensors)))
-        controls.append(Control(step, plan, buffer, data.draw(st.integers(0, 2**31 - 1)), used))
+        controls.append(RoundHeader(step, plan, buffer, data.draw(st.integers(0, 2**31 - 1)), used))
         counts = [data.draw(st.integers(0, section.capacity or 0)) for section in layout.sections]
         layout.write_header(row, controls[-1], counts)
     arrived = layout.read_headers(rows, controls[0], "buffer 0")
@@ -140,14 +140,14 @@ def test_each_used_bit_has_its_place(tensors: int) -> None:
     layout = Format(segments_of([((1,), lane)] * tensors), [None])
     for one in range(tensors):
         used = tuple(i == one for i in range(tensors))
-        mine = Control(0, 0, 0, 0, used)
+        mine = RoundHeader(0, 0, 0, 0, used)
         rows = torch.zeros(1, layout.size, dtype=torch.uint8)
         layout.write_header(rows[0], mine, [0])
         assert layout.read_headers(rows, mine, "b").used == used
 
 
 def test_no_tensors_at_all() -> None:
-    layout, mine = Format([], []), Control(1, 2, 3, 4, ())
+    layout, mine = Format([], []), RoundHeader(1, 2, 3, 4, ())
     rows = torch.zeros(2, layout.size, dtype=torch.uint8)
     for row in rows:
         layout.write_header(row, mine, [])
@@ -166,7 +166,7 @@ def test_a_count_on_the_device_is_written_like_a_number() -> None:
     assert layout.counts(rows) == [[3, 0]]
 
 
-def refused(layout: Format, rows: torch.Tensor, controls: list[Control]) -> str:
+def refused(layout: Format, rows: torch.Tensor, controls: list[RoundHeader]) -> str:
     """The text of the error, which is the same whichever rank reads."""
     texts = set()
     for mine in controls:

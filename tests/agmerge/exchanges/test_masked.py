@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 import sparsifiers
 from agmerge import testing
 from agmerge.errors import MessageError
-from agmerge.exchanges.base import Load
+from agmerge.exchanges.base import SegmentBuffers
 from agmerge.exchanges.dense import largest_summand
 from agmerge.exchanges.masked import MaskedExchange, checksum
 from agmerge.exchanges.message.format import RELAYOUT
@@ -146,7 +146,7 @@ def bytes_of(size: int, drawn: bool) -> tuple[int, int]:
     offers = [Selection(torch.arange(rank % 2, 2000, 2, dtype=torch.int32), 1000) for rank in range(size)]
 
     def body(rank: int) -> tuple[int, int]:
-        load = Load(segment, torch.randn(segment.length), torch.zeros(segment.length))
+        load = SegmentBuffers(segment, torch.randn(segment.length), torch.zeros(segment.length))
         here = masked(drawn=drawn)(lambda *_: None)
         pending = here.start("b", [load], [offers[0 if drawn else rank]], control_of(rank, [segment]))
         here.wait(pending)
@@ -199,7 +199,7 @@ def test_several_messages_under_way_make_the_same_calls_on_every_rank(size: int,
         here, pending, updates = masked(drawn=drawn)(lambda *_: None), [], []
         for step in range(3):
             for number, part in enumerate(parts):
-                load = Load(part, draw_work(part, 9 * step + rank, 1.0), torch.zeros(part.length))
+                load = SegmentBuffers(part, draw_work(part, 9 * step + rank, 1.0), torch.zeros(part.length))
                 offer = draw_offer(part.length, 2 + number, 3 * (0 if drawn else rank), False)
                 control = replace(control_of(rank, [part], step), buffer=number)
                 pending.append(here.start(f"buffer {number}", [load], [offer], control))
@@ -227,7 +227,7 @@ def test_a_round_that_will_be_repeated_writes_nothing_and_sends_no_values(drawn:
     (segment,) = segments_of([(64, FP32)])
 
     def body(rank: int) -> tuple[int, int, bool]:
-        load = Load(segment, torch.ones(64), torch.full((64,), torch.nan))
+        load = SegmentBuffers(segment, torch.ones(64), torch.full((64,), torch.nan))
         here = masked(drawn=drawn)(lambda *_: None)
         empty = Selection(torch.zeros(9, dtype=torch.int32), 0)
         control = replace(control_of(rank, [segment]), flags=RELAYOUT if rank == 1 else 0)
@@ -250,7 +250,7 @@ def test_ranks_at_different_places_are_told_so(drawn: bool, what: str) -> None:
         pytest.skip("ranks that vote choose as they like")
 
     def body(rank: int) -> None:
-        load = Load(segment, torch.ones(64), torch.full((64,), torch.nan))
+        load = SegmentBuffers(segment, torch.ones(64), torch.full((64,), torch.nan))
         control, seed = control_of(0, [segment]), 0
         if rank == 1:
             control = control if what == "draw" else replace(control, **{what: getattr(control, what) - 1})
@@ -278,7 +278,7 @@ def test_a_checksum_tells_draws_apart() -> None:
 
 def test_a_segment_without_a_selection_has_no_place() -> None:
     (segment,) = segments_of([(64, FP32)])
-    load = Load(segment, torch.ones(64), torch.zeros(64))
+    load = SegmentBuffers(segment, torch.ones(64), torch.zeros(64))
     here = MaskedExchange(testing.run(1, lambda rank: workers.world())[0], Average, lambda *_: None, WAIT)
     with pytest.raises(ValueError, match="without a selection"):
         here.start("b", [load], [None], control_of(0, [segment]))

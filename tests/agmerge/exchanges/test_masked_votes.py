@@ -14,7 +14,7 @@ from agmerge import testing
 from agmerge.backends.local import Call
 from agmerge.errors import MessageError
 from agmerge.exchanges import mask_votes
-from agmerge.exchanges.base import Load
+from agmerge.exchanges.base import SegmentBuffers
 from agmerge.tensors.layout import Lane
 from sparsifiers import Selection
 
@@ -79,7 +79,7 @@ def told(odd: int, damage: Callable[[torch.Tensor], None] | None = None, offer: 
             damage(call.tensor[-papers_of(640, 90).size :])
 
     def body(rank: int) -> None:
-        load = Load(segment, torch.ones(1000)[: segment.length], torch.zeros(segment.length))
+        load = SegmentBuffers(segment, torch.ones(1000)[: segment.length], torch.zeros(segment.length))
         here = masked()(lambda *_: None)
         mine = draw_offer(640, 90, 0, False) if offer is None or rank != odd else offer
         here.wait(here.start("b", [load], [mine], control_of(0, [segment])))
@@ -90,8 +90,8 @@ def told(odd: int, damage: Callable[[torch.Tensor], None] | None = None, offer: 
     return str(errors[0])
 
 
-def papers_of(length: int, k: int, workers: int = 3) -> mask_votes.Papers:
-    return mask_votes.Papers([length], [mask_votes.slots(k, workers)], workers)
+def papers_of(length: int, k: int, workers: int = 3) -> mask_votes.VoteFormat:
+    return mask_votes.VoteFormat([length], [mask_votes.slots(k, workers)], workers)
 
 
 @LIGHT
@@ -121,7 +121,7 @@ def test_a_selection_that_may_not_be_names_the_rank(odd: int, indices: list[int]
 def test_papers_bring_what_was_named(lengths: list[int], workers: int, density: float, seed: int, sealed: bool) -> None:
     source = torch.Generator().manual_seed(seed)
     slots = [mask_votes.slots(round(density * length), workers) for length in lengths]
-    papers, seen = mask_votes.Papers(lengths, slots, workers), []
+    papers, seen = mask_votes.VoteFormat(lengths, slots, workers), []
     assert papers.size <= 4 + sum(4 + 4 * count for count in slots)  # an index takes four bytes at most
     for share in range(workers):
         named = []

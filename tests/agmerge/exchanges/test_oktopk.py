@@ -26,7 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agmerge import testing
-from agmerge.exchanges import Load
+from agmerge.exchanges import SegmentBuffers
 from agmerge.exchanges.oktopk import regions
 from agmerge.ops import Average, ReduceOp, Sum
 from agmerge.tensors.layout import Lane, Segment
@@ -200,7 +200,7 @@ def test_nothing_on_offer_is_one_call() -> None:
 
     def body(rank: int) -> list[str]:
         here = oktopk()(lambda *_: None)
-        load = Load(segment, torch.ones(64), torch.full((64,), torch.nan))
+        load = SegmentBuffers(segment, torch.ones(64), torch.full((64,), torch.nan))
         pending = here.start("buffer 3", [load], [draw_offer(64, 0, rank, False)], control_of(rank, [segment]))
         here.wait(pending)
         here.finish(pending)
@@ -275,14 +275,16 @@ def test_a_lane_of_another_kind_is_refused() -> None:
 
     def body(rank: int) -> None:
         for (other,), offer in zip(others, (None, draw_offer(64, 3, 1, False)), strict=True):
-            loads = [Load(part, torch.ones(64), torch.ones(64, dtype=part.lane.dtype)) for part in (first, other)]
+            loads = [
+                SegmentBuffers(part, torch.ones(64), torch.ones(64, dtype=part.lane.dtype)) for part in (first, other)
+            ]
             with pytest.raises(ValueError, match="buffer 3: oktopk sends what is selected from one lane, and was"):
                 oktopk()(lambda *_: None).start(
                     "buffer 3", loads, [draw_offer(64, 3, 1, False), offer], control_of(rank, [first, other])
                 )
 
         with pytest.raises(ValueError, match="oktopk sends what is selected"):
-            load = Load(first, torch.ones(64), torch.ones(64))
+            load = SegmentBuffers(first, torch.ones(64), torch.ones(64))
             oktopk()(lambda *_: None).start("buffer 3", [load], [None], control_of(rank, [first]))
 
     testing.run(1, body)

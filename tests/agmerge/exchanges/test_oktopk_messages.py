@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from agmerge import testing
 from agmerge.backends.local import Call
 from agmerge.errors import MessageError
-from agmerge.exchanges import Load, Pending
+from agmerge.exchanges import InFlight, SegmentBuffers
 from agmerge.exchanges.message.format import FIXED, MAGIC, OF_SECTION
 from agmerge.tensors.layout import Lane
 from sparsifiers import Selection
@@ -34,7 +34,7 @@ def test_buffers_are_reused_and_leak_nothing() -> None:
         for step, capacity in enumerate(capacities):
             here = here if keep else oktopk()(lambda *_: None)
             work = draw_work(segment, 10 * step + rank, 10.0**-step)
-            load = Load(segment, work, torch.full((segment.length,), torch.nan))
+            load = SegmentBuffers(segment, work, torch.full((segment.length,), torch.nan))
             offer = draw_offer(640, capacity, 10 * step + rank, False)
             pending = here.start("buffer 3", [load], [offer], control_of(rank, [segment], step))
             here.wait(pending)
@@ -52,7 +52,9 @@ def test_messages_under_way_advance_together_in_the_same_order_everywhere() -> N
 
     def body(rank: int) -> tuple[list[tuple[str, str]], list[torch.Tensor], int]:
         here = oktopk()(lambda *_: None)
-        loads = [Load(part, draw_work(part, rank, 1.0), torch.full((part.length,), torch.nan)) for part in segments]
+        loads = [
+            SegmentBuffers(part, draw_work(part, rank, 1.0), torch.full((part.length,), torch.nan)) for part in segments
+        ]
         abandoned = here.start(
             "buffer 2", [loads[2]], [draw_offer(928, 9, rank, False)], control_of(rank, [segments[2]], 6)
         )
@@ -89,8 +91,8 @@ def test_after_an_error_nothing_of_it_goes_on() -> None:
     def body(rank: int) -> list[str]:
         here = oktopk()(lambda *_: None)
 
-        def start(name: str) -> Pending:
-            load = Load(segment, draw_work(segment, rank, 1.0), torch.full((segment.length,), torch.nan))
+        def start(name: str) -> InFlight:
+            load = SegmentBuffers(segment, draw_work(segment, rank, 1.0), torch.full((segment.length,), torch.nan))
             return here.start(name, [load], [draw_offer(640, 60, 3 * rank, False)], control_of(rank, [segment]))
 
         first, second = start("buffer 0"), start("buffer 1")
@@ -117,7 +119,7 @@ def errors_of(inject: Callable[[Call], None] | None = None, odd: int = -1, field
         control = control_of(rank, [segment])
         if rank == odd:
             control = replace(control, **{field: getattr(control, field) - 1})
-        load = Load(segment, draw_work(segment, rank, 1.0), torch.full((segment.length,), torch.nan))
+        load = SegmentBuffers(segment, draw_work(segment, rank, 1.0), torch.full((segment.length,), torch.nan))
         here = oktopk()(lambda *_: None)
         # With the seeds 0, 3, 6 an offer is as large as it may be.
         pending = here.start("buffer 3", [load], [draw_offer(segment.length, 400, 3 * rank, False)], control)
@@ -209,7 +211,7 @@ def test_what_a_sparsifier_may_not_select_is_the_same_error_on_every_rank(odd: i
     (segment,) = segments_of([(3968, FP32)])
 
     def body(rank: int) -> None:
-        load = Load(segment, torch.ones(4096), torch.full((segment.length,), torch.nan))
+        load = SegmentBuffers(segment, torch.ones(4096), torch.full((segment.length,), torch.nan))
         indices = torch.tensor(wrong if rank == odd else [1, 2, 3000], dtype=torch.int32)
         here = oktopk()(lambda *_: None)
         here.wait(here.start("buffer 3", [load], [Selection(indices, 3)], control_of(rank, [segment])))
@@ -231,7 +233,7 @@ def test_what_was_told_of_an_offer_is_only_about_speed() -> None:
             points[:] = torch.arange(len(points), dtype=torch.int32) * -(2**22)
 
     def body(rank: int) -> torch.Tensor:
-        load = Load(segment, work(rank, 0), torch.full((segment.length,), torch.nan))
+        load = SegmentBuffers(segment, work(rank, 0), torch.full((segment.length,), torch.nan))
         here = oktopk()(lambda *_: None)
         pending = here.start("buffer 3", [load], [offer(rank, 0)], control_of(rank, [segment]))
         here.wait(pending)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from agmerge.errors import MessageError
 from agmerge.exchanges.message import candidates, pairs, smallest
-from agmerge.exchanges.message.pairs import Form, Parcel
+from agmerge.exchanges.message.pairs import IndexValuePairs, PairFormat
 from agmerge.exchanges.oktopk import histogram, reduction, regions
 
 INF, NAN = torch.inf, torch.nan
@@ -132,13 +132,15 @@ def test_ranks_keep_the_k_largest_together(rows: list[list[int]], k: int) -> Non
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
-def drawn_parcel(where: range, count: int, dtype: torch.dtype, seed: int) -> Parcel:
+def drawn_parcel(where: range, count: int, dtype: torch.dtype, seed: int) -> IndexValuePairs:
     source = torch.Generator().manual_seed(seed)
     indices = torch.randperm(len(where), generator=source)[:count].sort().values + where.start
-    return Parcel(indices.to(torch.int32), torch.randn(count, generator=source).to(dtype))
+    return IndexValuePairs(indices.to(torch.int32), torch.randn(count, generator=source).to(dtype))
 
 
-def written(forms: list[Form], pieces: list[Parcel], sealed: bool, sound: bool = True) -> list[torch.Tensor]:
+def written(
+    forms: list[PairFormat], pieces: list[IndexValuePairs], sealed: bool, sound: bool = True
+) -> list[torch.Tensor]:
     sizes = [form.size for form in forms]
     message = torch.randint(0, 256, (sum(sizes),), dtype=torch.uint8)  # what happened to lie there
     pairs.write(forms, pieces, message, sealed, sound)
@@ -159,7 +161,7 @@ def test_parcels_lie_side_by_side(
     forms, pieces = [], []
     for length, density in parts:
         where = range(start, start + length)
-        forms.append(Form(where, round(density * length), dtype))
+        forms.append(PairFormat(where, round(density * length), dtype))
         pieces.append(drawn_parcel(where, forms[-1].count, dtype, seed))
     back, good = pairs.read(forms, written(forms, pieces, sealed), sealed)
     assert all(good) and len(back) == len(pieces)
@@ -176,7 +178,7 @@ def test_the_smallest_codec_is_the_smallest(octave: int, part: float, density: f
     for count in {round(density * length), round(density * min(length, 40)), round(length**density) % (length + 1)}:
         best = min(-(-codec.size // grain) for codec in candidates(length, count))
         assert -(-smallest(length, count, grain).size // grain) == best
-        form = Form(range(length), count, torch.float32)
+        form = PairFormat(range(length), count, torch.float32)
         assert form.size <= (4 + 8 * count if count else 0)  # and so never more than plain, the checksum apart
 
 
@@ -185,19 +187,22 @@ def test_the_smallest_codec_is_the_smallest(octave: int, part: float, density: f
 def test_what_does_not_fit_its_form_is_found_where_it_is_read(where: range, sealed: bool) -> None:
     wrong = [[9], [where.stop], [-1], [2**31 - 1], [12, 11], [20, 20], [11, 12, where.stop], [9, *range(11, 40)]]
     for indices in wrong:
-        forms = [Form(where, 2, torch.float32), Form(where, len(indices), torch.float32)]
-        pieces = [drawn_parcel(where, 2, torch.float32, 0), Parcel(torch.tensor(indices), torch.ones(len(indices)))]
+        forms = [PairFormat(where, 2, torch.float32), PairFormat(where, len(indices), torch.float32)]
+        pieces = [
+            drawn_parcel(where, 2, torch.float32, 0),
+            IndexValuePairs(torch.tensor(indices), torch.ones(len(indices))),
+        ]
         assert pairs.read(forms, written(forms, pieces, sealed), sealed)[1] == [True, False], indices
     for length, count in ((40, 40), (40, 1), (40, 20), (1, 1), (10**6, 1), (10**6, 999)):  # every codec
-        forms = [Form(range(length), count, torch.float32)]
+        forms = [PairFormat(range(length), count, torch.float32)]
         pieces = [drawn_parcel(range(length), count, torch.float32, 0)]
         assert pairs.read(forms, written(forms, pieces, sealed, sound=False), sealed)[1] == [False], (length, count)
 
 
 def test_a_table_that_says_more_than_there_is_room_for_is_found() -> None:
     for length, count in ((0, 3), (2, 5), (8, 9)):
-        forms = [Form(range(length), count, torch.float32)]
-        pieces = [Parcel(torch.arange(count, dtype=torch.int32), torch.ones(count))]
+        forms = [PairFormat(range(length), count, torch.float32)]
+        pieces = [IndexValuePairs(torch.arange(count, dtype=torch.int32), torch.ones(count))]
         assert pairs.read(forms, written(forms, pieces, True), True)[1] == [False]
 
 
@@ -209,7 +214,7 @@ def test_a_damaged_parcel_is_never_taken_for_another(
     length: int, density: float, place: float, flips: int, dtype: torch.dtype, sealed: bool
 ) -> None:
     where = range(70, 70 + length)
-    form = Form(where, max(1, round(density * length)), dtype)
+    form = PairFormat(where, max(1, round(density * length)), dtype)
     (data,) = written([form], [drawn_parcel(where, form.count, dtype, 0)], sealed)
     data[round(place * (form.size - 1))] ^= flips
     (found,), (good,) = pairs.read([form], [data], sealed)
@@ -231,10 +236,10 @@ def test_within() -> None:
 def test_added_goes_rank_by_rank() -> None:
     """(1e8 + 1) - 1e8 is 0 in float32, (1e8 - 1e8) + 1 is not."""
     pieces = [
-        Parcel(torch.tensor([2, 5], dtype=torch.int32), torch.tensor([1e8, 7.0])),
-        Parcel(torch.tensor([], dtype=torch.int32), torch.tensor([])),
-        Parcel(torch.tensor([0, 2], dtype=torch.int32), torch.tensor([3.0, 1.0])),
-        Parcel(torch.tensor([2], dtype=torch.int32), torch.tensor([-1e8])),
+        IndexValuePairs(torch.tensor([2, 5], dtype=torch.int32), torch.tensor([1e8, 7.0])),
+        IndexValuePairs(torch.tensor([], dtype=torch.int32), torch.tensor([])),
+        IndexValuePairs(torch.tensor([0, 2], dtype=torch.int32), torch.tensor([3.0, 1.0])),
+        IndexValuePairs(torch.tensor([2], dtype=torch.int32), torch.tensor([-1e8])),
     ]
     total = reduction.added(pieces, torch.float32, 1.0)
     assert total.indices.tolist() == [0, 2, 5] and total.values.tolist() == [3.0, 0.0, 7.0]
@@ -269,8 +274,8 @@ def test_room_is_allotted_to_the_first(at_edge: list[int], room: int) -> None:
     "damaged, fault, named", [([[0, 3], [2]], 0, 1), ([[], [3], [], [1]], 0, 3), ([[0], [4]], 2, 1)]
 )
 def test_a_result_must_ascend(damaged: list[list[int]], fault: int, named: int) -> None:
-    def parcels_of(rows: list[list[int]]) -> list[Parcel]:
-        return [Parcel(torch.tensor(row, dtype=torch.int32), torch.zeros(len(row))) for row in rows]
+    def parcels_of(rows: list[list[int]]) -> list[IndexValuePairs]:
+        return [IndexValuePairs(torch.tensor(row, dtype=torch.int32), torch.zeros(len(row))) for row in rows]
 
     reduction.check_kept("buffer 3", parcels_of([[0, 3], [], [4, 8]]), 0)
     with pytest.raises(MessageError, match=f"buffer 3: the result that rank {named} handed round is damaged"):

@@ -13,8 +13,8 @@ from exchange_harness import CPU, WAIT, control_of, draw_offer, draw_work, segme
 from agmerge import testing
 from agmerge.backends.local import Call
 from agmerge.errors import MessageError
-from agmerge.exchanges import Load, SparseExchange
-from agmerge.exchanges.message.format import FIXED, MAGIC, OF_SECTION, Control, Format
+from agmerge.exchanges import SegmentBuffers, SparseExchange
+from agmerge.exchanges.message.format import FIXED, MAGIC, OF_SECTION, Format, RoundHeader
 from agmerge.ops import Average
 from agmerge.runtime import workers
 from agmerge.tensors.layout import Lane, Segment
@@ -29,13 +29,13 @@ Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 Damage = Callable[[Bytes, np.random.Generator], None]
 
 
-def parts_of(kind: str) -> tuple[list[Segment], list[int | None], list[Control]]:
+def parts_of(kind: str) -> tuple[list[Segment], list[int | None], list[RoundHeader]]:
     segments = segments_of(TENSORS[kind])
     capacities = [math.ceil(0.05 * s.length) if s.lane.sparse else None for s in segments]
     return segments, capacities, [control_of(rank, segments) for rank in range(SIZE)]
 
 
-def packed(kind: str, wire: str) -> tuple[Format, torch.Tensor, list[Control]]:
+def packed(kind: str, wire: str) -> tuple[Format, torch.Tensor, list[RoundHeader]]:
     """Sound messages of all ranks, uint8[W, size]."""
     segments, capacities, controls = parts_of(kind)
     layout = Format(segments, capacities, wire)
@@ -104,7 +104,7 @@ each_wire = pytest.mark.parametrize("wire", WIRES)
 each_damage = pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 
 
-def read(layout: Format, rows: torch.Tensor, mine: Control, payload: bool) -> None:
+def read(layout: Format, rows: torch.Tensor, mine: RoundHeader, payload: bool) -> None:
     """All that a receiver does with messages before it adds."""
     layout.read_headers(rows, mine, "buffer 3")
     if payload:
@@ -173,7 +173,9 @@ def test_in_a_group_all_ranks_raise_the_same_and_write_nothing(kind: str, damage
 
         def body(rank: int, updates: list[list[torch.Tensor]] = updates) -> None:
             empty = [torch.full((segment.length,), torch.nan, dtype=segment.lane.dtype) for segment in segments]
-            loads = [Load(s, draw_work(s, rank, 1.0), update) for s, update in zip(segments, empty, strict=True)]
+            loads = [
+                SegmentBuffers(s, draw_work(s, rank, 1.0), update) for s, update in zip(segments, empty, strict=True)
+            ]
             offers = [
                 None if c is None else draw_offer(s.length, c, rank, False)
                 for s, c in zip(segments, capacities, strict=True)

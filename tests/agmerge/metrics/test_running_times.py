@@ -8,32 +8,32 @@ import numpy as np
 import pytest
 
 from agmerge.metrics.clock import HostClock, Seconds
-from agmerge.metrics.running_times import KEEP, Averages
-from agmerge.metrics.step_times import Recorder, Times
+from agmerge.metrics.running_times import KEEP, RunningStepTimes
+from agmerge.metrics.step_times import StepRecorder, StepTimes
 
 
-def times_of(ready: Sequence[float], travel: Sequence[float]) -> Times:
+def times_of(ready: Sequence[float], travel: Sequence[float]) -> StepTimes:
     """A step in which tensors were ready then, and exchanges took so long, all of it waited for."""
     n = np.array(ready, dtype=np.float64)
     handed = 100.0 * np.arange(len(travel), dtype=np.float64)
     received: Seconds = handed + np.array(travel, dtype=np.float64)
-    return Times(n, n + 1.0, handed - 1.0, handed, handed, received, received + 1.0, received)
+    return StepTimes(n, n + 1.0, handed - 1.0, handed, handed, received, received + 1.0, received)
 
 
-class Done(Recorder):
+class Done(StepRecorder):
     """A recorder of a step that is known. ``read``: how often it was asked."""
 
-    def __init__(self, times: Times) -> None:
+    def __init__(self, times: StepTimes) -> None:
         super().__init__(HostClock(), 0, 0)
         self._times, self.read = times, 0
 
-    def times(self) -> Times:
+    def times(self) -> StepTimes:
         self.read += 1
         return self._times
 
 
-def averages_of(steps: Sequence[Times]) -> Averages:
-    averages = Averages()
+def averages_of(steps: Sequence[StepTimes]) -> RunningStepTimes:
+    averages = RunningStepTimes()
     for times in steps:
         averages.observe(Done(times))
     return averages
@@ -41,7 +41,7 @@ def averages_of(steps: Sequence[Times]) -> Averages:
 
 def test_a_step_is_read_when_the_next_one_comes_and_once() -> None:
     recorders = [Done(times_of([1.0], [1.0])) for _ in range(4)]
-    averages = Averages()
+    averages = RunningStepTimes()
     for number, recorder in enumerate(recorders):
         averages.observe(recorder)
         assert [one.read for one in recorders] == [1] * number + [0] * (4 - number)
@@ -53,7 +53,7 @@ def test_a_step_is_read_when_the_next_one_comes_and_once() -> None:
 
 @pytest.mark.parametrize("ask", ["ready", "travel", "typical", "restart", "forget"])
 def test_who_asks_gets_the_last_step_too(ask: str) -> None:
-    averages, last = Averages(), Done(times_of([1.0], [5.0]))
+    averages, last = RunningStepTimes(), Done(times_of([1.0], [5.0]))
     averages.observe(last)
     getattr(averages, ask)()
     assert last.read == 1 and averages.exposed == 5.0
@@ -110,6 +110,6 @@ def test_only_the_last_steps_count() -> None:
 def test_the_typical_step_is_the_median_of_every_mark() -> None:
     found = averages_of([times_of([0.0, later], [later, 7.0]) for later in (1.0, 8.0, 2.0)]).typical()
     expected = times_of([0.0, 2.0], [2.0, 7.0])
-    assert found is not None and Averages().typical() is None
-    for name in Times.__dataclass_fields__:
+    assert found is not None and RunningStepTimes().typical() is None
+    for name in StepTimes.__dataclass_fields__:
         assert getattr(found, name).tolist() == getattr(expected, name).tolist(), name

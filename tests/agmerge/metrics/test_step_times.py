@@ -17,7 +17,7 @@ import sparsifiers
 from agmerge import testing
 from agmerge.backends import local
 from agmerge.metrics.clock import Clock, Seconds
-from agmerge.metrics.step_times import Recorder, Times
+from agmerge.metrics.step_times import StepRecorder, StepTimes
 from sparsifiers.arguments import Request
 
 MODEL = seeded(mlp)
@@ -54,10 +54,10 @@ class Virtual(Clock):
         return np.array(marks, dtype=np.float64) - origin
 
 
-def recorded(slots: Sequence[int], counts: Sequence[int], times: Iterable[float]) -> Times:
+def recorded(slots: Sequence[int], counts: Sequence[int], times: Iterable[float]) -> StepTimes:
     """A step in which tensors come in the order ``slots``, sent as soon as a merge buffer is complete."""
     clock = Script(times)
-    recorder = Recorder(clock, len(slots), len(counts))
+    recorder = StepRecorder(clock, len(slots), len(counts))
     owner = [buffer for buffer, count in enumerate(counts) for _ in range(count)]
     missing, sent = list(counts), 0
     for slot in slots:
@@ -95,10 +95,10 @@ def test_every_field_is_what_it_says() -> None:
     assert found.travel.tolist() == [25 - 9, 30 - 25]  # the second could not begin before the first had ended
 
 
-def times_of(handed: Sequence[float], arrived: Sequence[float]) -> Times:
+def times_of(handed: Sequence[float], arrived: Sequence[float]) -> StepTimes:
     """Of exchanges that nothing else is known about."""
     zero, begun, ended = (np.array(column, dtype=np.float64) for column in ([0.0] * len(handed), handed, arrived))
-    return Times(zero, zero, begun, begun, ended, ended, ended, ended)
+    return StepTimes(zero, zero, begun, begun, ended, ended, ended, ended)
 
 
 def test_an_exchange_begins_when_it_is_handed_over_and_the_channel_is_free() -> None:
@@ -109,7 +109,7 @@ def test_an_exchange_begins_when_it_is_handed_over_and_the_channel_is_free() -> 
 def test_what_backward_hides_is_known_from_the_hook_that_sees_it() -> None:
     """Two merge buffers; the first was seen to have arrived at the last hook, the second is waited for."""
     clock = Script([0, 1, 2, 3, 4, 7, 8, 9, 12, 13, 14, 15, 16, 17, 26, 27])
-    recorder = Recorder(clock, 2, 2)
+    recorder = StepRecorder(clock, 2, 2)
     recorder.begin()  # 0
     for slot in (0, 1):
         recorder.ready(slot)  # 1, 7
@@ -143,7 +143,7 @@ def test_arrival_order_and_hooks_do_not_change_what_backward_took(seed: int) -> 
     counts = list(merging.Plan((1,) * n).counts) if seed % 2 else [n]
     slots = [int(slot) for slot in source.permutation(n)]
     clock = Virtual()
-    recorder = Recorder(clock, n, len(counts))
+    recorder = StepRecorder(clock, n, len(counts))
     backward = source.integers(0, 9, n).astype(float)
     for slot, seconds in zip(slots, backward, strict=True):
         recorder.begin()
@@ -177,8 +177,8 @@ class Slow(sparsifiers.Sparsifier):
         return sparsifiers.Selection(found, request.k)
 
 
-def observed(optimizer: agmerge.DistributedOptimizer) -> list[Times]:
-    averages = optimizer._engine.averages
+def observed(optimizer: agmerge.DistributedOptimizer) -> list[StepTimes]:
+    averages = optimizer._reducer.averages
     averages.settle()
     return averages.steps
 
@@ -190,7 +190,7 @@ def test_selecting_and_sending_in_hooks_is_not_counted_as_backward(
     clock = Virtual()
     monkeypatch.setattr("agmerge.step.merge_buffers.clock_for", lambda devices: clock)
 
-    def body(rank: int, model: nn.Module) -> list[Times]:
+    def body(rank: int, model: nn.Module) -> list[StepTimes]:
         for parameter in model.parameters():
             parameter.register_hook(lambda gradient: clock.advance(1.0))
         plan = merging.Plan((2, 2, 2))
@@ -223,10 +223,10 @@ def test_a_tensor_without_gradient_is_ready_when_the_step_waits_for_it(monkeypat
         clock.advance(7.0)
         optimizer.step()
         times = observed(optimizer)[-1]
-        names = [slot.name for slot in optimizer._engine.session.layout.slots]  # type: ignore[union-attr]
+        names = [slot.name for slot in optimizer._reducer.session.layout.slots]  # type: ignore[union-attr]
         late = {name for name, at in zip(names, times.since.tolist(), strict=True) if at == 7.0}
         assert late == {"b.weight", "b.bias"}
-        for name in Times.__dataclass_fields__:
+        for name in StepTimes.__dataclass_fields__:
             assert np.isfinite(getattr(times, name)).all()
 
     on_ranks(1, seeded(Parts), body)
@@ -268,7 +268,7 @@ def test_waiting_for_a_slow_rank_is_exposed_and_counts_as_travel(monkeypatch: py
     monkeypatch.setattr(local.LocalHandle, "wait", wait)
     monkeypatch.setattr(local.LocalHandle, "done", lambda handle: handle._name != "buffer 1")
 
-    def body(rank: int, model: nn.Module) -> tuple[list[Times], float]:
+    def body(rank: int, model: nn.Module) -> tuple[list[StepTimes], float]:
         optimizer = wrap(model, sgd(model), compression="none", merging=merging.Plan((2, 2, 2)))
         train(model, optimizer, rank, range(3))
         return observed(optimizer), optimizer.stats()["exposed_seconds"]
@@ -285,7 +285,7 @@ def test_a_hidden_exchange_takes_until_the_first_hook_after_its_end(monkeypatch:
     monkeypatch.setattr("agmerge.step.merge_buffers.clock_for", lambda devices: clock)
     monkeypatch.setattr(local.LocalHandle, "done", lambda handle: clock.now >= sent[handle._name] + 2.5)
 
-    def body(rank: int, model: nn.Module) -> Times:
+    def body(rank: int, model: nn.Module) -> StepTimes:
         for parameter in model.parameters():
             parameter.register_hook(lambda gradient: clock.advance(1.0))
         optimizer = wrap(model, compression="none", merging="layerwise")
@@ -313,7 +313,7 @@ def test_messages_that_have_arrived_by_one_hook_are_all_seen_there(monkeypatch: 
 
     monkeypatch.setattr(local.LocalHandle, "wait", wait)
 
-    def body(rank: int, model: nn.Module) -> Times:
+    def body(rank: int, model: nn.Module) -> StepTimes:
         for parameter in model.parameters():
             parameter.register_hook(lambda gradient: clock.advance(1.0))
         optimizer = wrap(model, compression="none", merging="layerwise")
@@ -358,6 +358,6 @@ def test_ranks_of_a_group_have_clocks_of_their_own() -> None:
         optimizer = wrap(model, merging="layerwise")
         train(model, optimizer, rank, range(3))
         assert len(testing.calls()) > 0
-        return id(optimizer._engine.session.clock)  # type: ignore[union-attr]
+        return id(optimizer._reducer.session.clock)  # type: ignore[union-attr]
 
     assert len(set(on_ranks(3, MODEL, body))) == 3

@@ -34,9 +34,9 @@ def updates(
             found |= {f"{step} {name}": one for name, one in gradients(model).items() if one is not None}
             with optimizer.skip_synchronize():
                 optimizer.step()
-        session = optimizer._engine.session
+        session = optimizer._reducer.session
         assert session is not None
-        alone = any(isinstance(route.exchange, DenseExchange) for buffer in session.buffers for route in buffer)
+        alone = any(isinstance(route.exchange, DenseExchange) for buffer in session.messages for route in buffer)
         return alone, found | residuals(optimizer), given
 
     found = on_ranks(size, MODEL, body)

@@ -73,7 +73,7 @@ def test_the_default_goes_by_the_optimizer(case: str) -> None:
         other = copy.deepcopy(MODEL)
         by_name = wrap(other, make(other), compression=compressor, **options)
         assert train(other, by_name, rank, range(3)) == seen
-        return optimizer.stats()["compressor"], optimizer._engine.config.memory.name, seen
+        return optimizer.stats()["compressor"], optimizer._reducer.config.memory.name, seen
 
     found = agreed(on_ranks(2, MODEL, body))
     assert found[:2] == (compressor, memory)
@@ -169,7 +169,7 @@ def test_whoever_swaps_during_training_keeps_what_was_said_of_selection() -> Non
             optimizer.set_compressor("none", warmup=5)
         optimizer.set_compressor("topk")
         train(model, optimizer, rank, range(5, 7))
-        config = optimizer._engine.config
+        config = optimizer._reducer.config
         return config.wire, [pattern.pattern for pattern in config.patterns]
 
     assert agreed(on_ranks(2, MODEL, body)) == ("int8", given["dense"])

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 import agmerge
 from agmerge import testing
 from agmerge.planning import cost_probe, message_timing
-from agmerge.planning.cost_probe import GROWTH, RUNS, SHARE, SPEND, Found, probe, sizes
+from agmerge.planning.cost_probe import GROWTH, RUNS, SHARE, SPEND, MeasuredCosts, probe, sizes
 from agmerge.runtime import workers
-from agmerge.step.merge_buffers import Session
+from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.layout import Lane, Layout
 
 MODEL = seeded(mlp)
@@ -54,9 +54,9 @@ def wrapped(model: nn.Module, **options: Any) -> agmerge.DistributedOptimizer:
     return wrap(model, inner, merging="layerwise", **options)
 
 
-def session_of(optimizer: agmerge.DistributedOptimizer) -> Session:
-    assert optimizer._engine.session is not None
-    return optimizer._engine.session
+def session_of(optimizer: agmerge.DistributedOptimizer) -> MergeBuffers:
+    assert optimizer._reducer.session is not None
+    return optimizer._reducer.session
 
 
 @pytest.fixture(autouse=True)
@@ -85,10 +85,10 @@ class Ticking:
         return float(self._here.now)
 
 
-def probed(size: int, model: nn.Module, **options: Any) -> list[tuple[Found, Calls]]:
+def probed(size: int, model: nn.Module, **options: Any) -> list[tuple[MeasuredCosts, Calls]]:
     """What a probe after two steps finds, and what it calls, rank by rank."""
 
-    def body(rank: int, here: nn.Module) -> tuple[Found, Calls]:
+    def body(rank: int, here: nn.Module) -> tuple[MeasuredCosts, Calls]:
         optimizer = wrapped(here, **options)
         train(here, optimizer, rank, range(2))
         before = len(testing.calls())
@@ -155,7 +155,7 @@ def test_ranks_find_and_call_the_same_though_their_clocks_differ(
 
 def test_what_is_found_is_the_maximum_over_ranks_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 selects slowly, rank 1 sends slowly."""
-    trial = cost_probe.Rehearsal
+    trial = cost_probe.MessageTimer
     original = {"select": trial.select, "exchange": trial.exchange, "burst": trial.burst}
     monkeypatch.setattr(cost_probe, "BETWEEN", (1e-3, 100.0))  # sizes take seconds here
     monkeypatch.setattr(cost_probe, "_apart", lambda *_: 0.0)
@@ -227,7 +227,7 @@ def test_a_probe_writes_nothing_that_anyone_can_see(case: str) -> None:
         optimizer = wrapped(model, **CASES[case])
         train(model, optimizer, rank, range(3))
         before, stats = kept(model, optimizer), optimizer.stats()
-        sparsifier = optimizer._engine.config.sparsifier
+        sparsifier = optimizer._reducer.config.sparsifier
         state = repr(sparsifier.state_dict()) if sparsifier else ""
         probe(session_of(optimizer), 3, 0.01)
         after = kept(model, optimizer)

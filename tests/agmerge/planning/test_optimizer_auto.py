@@ -14,7 +14,7 @@ import agmerge
 import merging
 from agmerge.planning import cost_probe, plan_trial, replanner
 from agmerge.planning.replanner import FIRST
-from agmerge.step.merge_buffers import Session
+from agmerge.step.merge_buffers import MergeBuffers
 from merging import Curve
 
 MODEL = seeded(mlp)
@@ -24,8 +24,8 @@ TENSORS = 6
 def costing(sparse: float, dense: float) -> Any:
     """A probe that finds these seconds an element of load and of numel."""
 
-    def probe(session: Session, step: int, backward: float, finish: float = 0.0) -> cost_probe.Found:
-        return cost_probe.Found(Curve((0, 1), (0.0, 0.0)), line(sparse), line(dense) if dense else None)
+    def probe(session: MergeBuffers, step: int, backward: float, finish: float = 0.0) -> cost_probe.MeasuredCosts:
+        return cost_probe.MeasuredCosts(Curve((0, 1), (0.0, 0.0)), line(sparse), line(dense) if dense else None)
 
     return probe
 
@@ -74,7 +74,7 @@ def test_a_merge_buffer_that_goes_dense_sends_all_and_keeps_nothing(size: int, m
     def body(rank: int, model: nn.Module) -> tuple[str, list[float]]:
         optimizer = trained(rank, model, 5, merging=plan, memory=memory)
         kept = optimizer.state_dict()["agmerge"]["residuals"]
-        order = [slot.name for slot in optimizer._engine.session.layout.slots]  # type: ignore[union-attr]
+        order = [slot.name for slot in optimizer._reducer.session.layout.slots]  # type: ignore[union-attr]
         return digest(model), [float(kept[name].abs().sum()) if name in kept else 0.0 for name in order]
 
     found = on_ranks(size, MODEL, body)
@@ -108,7 +108,7 @@ def test_from_dense_to_sparse_and_back_residuals_are_sent_in_the_end() -> None:
     def body(rank: int, model: nn.Module) -> tuple[float, float]:
         optimizer = trained(rank, model, 4, merging=merging.Plan((6,)))
         before = optimizer.stats()["residual_norm"]
-        optimizer._engine._follow(merging.Plan((6,), dense=(True,), names=optimizer.plan.names))  # type: ignore[union-attr]
+        optimizer._reducer._follow(merging.Plan((6,), dense=(True,), names=optimizer.plan.names))  # type: ignore[union-attr]
         train(model, optimizer, rank, range(4, 5))
         return before, optimizer.stats()["residual_norm"]
 

@@ -36,9 +36,9 @@ def trained(rank: int, net: nn.Module, steps: int, **options: Any) -> agmerge.Di
 
 def shares(optimizer: agmerge.DistributedOptimizer) -> dict[str, int]:
     """Elements to send by name."""
-    session = optimizer._engine.session
+    session = optimizer._reducer.session
     assert session is not None
-    return {slot.name: session.tensor_budget(slot, optimizer._engine.steps) for slot in session.layout.slots}
+    return {slot.name: session.tensor_budget(slot, optimizer._reducer.steps) for slot in session.layout.slots}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -82,7 +82,7 @@ def test_another_compressor_measures_anew() -> None:
         optimizer.set_compressor("threshold", tau=0.5)
         net(torch.ones(1, 64)).sum().backward()
         optimizer.step()
-        session = optimizer._engine.session
+        session = optimizer._reducer.session
         assert session is not None and session.energy is not None
         return set(shares(optimizer).values())
 

@@ -35,9 +35,9 @@ import merging
 import sparsifiers
 from agmerge import testing
 from agmerge.backends import topology
-from agmerge.metrics.step_times import Recorder
+from agmerge.metrics.step_times import StepRecorder
 from agmerge.planning import replanner
-from agmerge.planning.cost_probe import Found
+from agmerge.planning.cost_probe import MeasuredCosts
 from agmerge.planning.replanner import FIRST
 from agmerge.step.round import Round
 from merging import Curve, Plan
@@ -94,9 +94,9 @@ def test_each_part_has_its_own_budget(compression: str) -> None:
     def body(rank: int, model: nn.Module) -> list[tuple[int, int, int]]:
         optimizer = wrap(model, inner(model, compression), merging=Plan((6,), parts=(4,)), compression=compression)
         train(model, optimizer, rank, range(3))
-        session = optimizer._engine.session
+        session = optimizer._reducer.session
         assert session is not None
-        pieces = [part for route in session.buffers[0] for part in route.segments if part.lane.sparse]
+        pieces = [part for route in session.messages[0] for part in route.segments if part.lane.sparse]
         assert len({name for name in session.keys() if name.startswith("2.weight")}) == len(pieces[:2])
         return [(part.numel, session.budget(part, 0), len(session.vector(part, 0)[2])) for part in pieces]
 
@@ -185,7 +185,7 @@ def test_replanning_between_parts_moves_no_residual(monkeypatch: pytest.MonkeyPa
         train(model, optimizer, rank, [0])
         for number, parts in enumerate((4, 2, 1, 3)):
             before = {name: kept.clone() for name, kept in residuals(optimizer).items()}
-            optimizer._engine._follow(replace(optimizer.plan, parts=(parts,)))
+            optimizer._reducer._follow(replace(optimizer.plan, parts=(parts,)))
             after = residuals(optimizer)
             assert all(same_bits(kept, after[name]) for name, kept in before.items())
             sent.of[rank] = {}
@@ -246,7 +246,7 @@ def test_a_checkpoint_goes_on_in_parts(compression: str) -> None:
 @pytest.mark.parametrize("plan", [Plan((6,), parts=(3,)), replace(LAYERWISE, parts=(1, 1, 1, 3, 1, 3))])
 def test_a_part_leaves_before_the_next_is_selected(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    select, start, mark = Round._select, Round._start, Recorder.mark
+    select, start, mark = Round._select, Round._start, StepRecorder.mark
 
     def selecting(self: Any, segment: Any) -> Any:
         events.append("select")
@@ -263,7 +263,7 @@ def test_a_part_leaves_before_the_next_is_selected(plan: Plan, monkeypatch: pyte
 
     monkeypatch.setattr(Round, "_select", selecting)
     monkeypatch.setattr(Round, "_start", starting)
-    monkeypatch.setattr(Recorder, "mark", marking)
+    monkeypatch.setattr(StepRecorder, "mark", marking)
 
     def body(rank: int, model: nn.Module) -> None:
         train(model, wrap(model, merging=plan, compression="topk"), rank, range(2))
@@ -303,7 +303,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, planner: Any, **options: Any) -> tu
     """The plan after the first measurements, where selecting takes long; and the columns of its report."""
     monkeypatch.setattr("merging.message_split.SMALLEST", 64)  # the model is small, and so is what it can gain
     monkeypatch.setattr("merging.message_split.GAIN", 0.01)
-    found = Found(Curve((0, 3072), (0.0, 50.0)), Curve((0, 700), (0.1, 50.0)), None)
+    found = MeasuredCosts(Curve((0, 3072), (0.0, 50.0)), Curve((0, 700), (0.1, 50.0)), None)
     monkeypatch.setattr(replanner, "probe", lambda *_: found)
 
     def body(rank: int, model: nn.Module) -> tuple[Plan, list[str], list[str]]:
@@ -342,9 +342,9 @@ def test_by_importance_parts_share_the_budget_of_a_tensor() -> None:
     def body(rank: int, model: nn.Module) -> None:
         optimizer = wrap(model, merging=Plan((6,), parts=(5,)), compression="topk", density="importance")
         train(model, optimizer, rank, range(FIRST + 2))
-        session = optimizer._engine.session
+        session = optimizer._reducer.session
         assert session is not None and session.shares is not None
-        pieces = [part for route in session.buffers[0] for part in route.segments if part.lane.sparse]
+        pieces = [part for route in session.messages[0] for part in route.segments if part.lane.sparse]
         slots = [slot for slot in session.layout.slots if slot.lane.sparse]
         whole = sum(session.tensor_budget(slot, 0) for slot in slots)
         budgets = [session.budget(piece, 0) for piece in pieces]

@@ -14,12 +14,12 @@ from torch import nn
 import merging
 from agmerge import testing
 from agmerge.metrics.clock import Seconds
-from agmerge.metrics.running_times import Averages
+from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.planning import replanner
-from agmerge.planning.cost_probe import Found
+from agmerge.planning.cost_probe import MeasuredCosts
 from agmerge.planning.replanner import FIRST, LATE, STEADY, TWICE
 from agmerge.runtime import workers
-from agmerge.step.merge_buffers import Session
+from agmerge.step.merge_buffers import MergeBuffers
 from merging import Curve
 
 MODEL = seeded(mlp)
@@ -57,7 +57,7 @@ class World:
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         world = self
 
-        class Scripted(Averages):
+        class Scripted(RunningStepTimes):
             look = -1
 
             def ready(self) -> Seconds:
@@ -70,13 +70,13 @@ class World:
                 seconds = world.travel(self.look) * world.told(workers.world().rank)
                 return np.full(len(self.steps[-1].handed), seconds)
 
-        def probe(session: Session, step: int, backward: float, finish: float = 0.0) -> Found:
+        def probe(session: MergeBuffers, step: int, backward: float, finish: float = 0.0) -> MeasuredCosts:
             start = world.start(len(world.probes)) * 1.0
             session.comm.barrier("probe").wait(10)  # every rank reads the number before rank 0 counts
             if session.comm.rank == 0:
                 world.probes.append(step)
             selecting = None if session.config.sparsifier is None else Curve((0,), (0.0,))
-            return Found(selecting, Curve((0, LOAD), (start, 5 * start)), None)
+            return MeasuredCosts(selecting, Curve((0, LOAD), (start, 5 * start)), None)
 
         original = merging.best
 
@@ -84,7 +84,7 @@ class World:
             world.plans.append(int(dict(measured.facts)["step"]))
             return original(planner, measured)
 
-        monkeypatch.setattr("agmerge.engine.reducer.Averages", Scripted)
+        monkeypatch.setattr("agmerge.engine.reducer.RunningStepTimes", Scripted)
         monkeypatch.setattr(replanner, "probe", probe)
         monkeypatch.setattr(merging, "best", best)
 
@@ -248,7 +248,7 @@ def test_a_plan_that_is_kept_is_compared_with_what_was_measured_last(monkeypatch
     def body(rank: int, model: nn.Module) -> tuple[float, str]:
         optimizer = wrap(model, merging=planner)
         train(model, optimizer, rank, range(at(8)))
-        work = optimizer._engine.adaptation
+        work = optimizer._reducer.replanner
         assert work is not None and work.measured is not None
         return float(work.measured.profile.backward.sum()), dict(work.measured.facts)["step"]
 
@@ -278,7 +278,7 @@ def test_the_rank_that_waited_least_says_what_an_exchange_takes(late: int, monke
         waits = START * (1 if workers.world().rank == late or self.look < 2 else 50)
         return np.full(len(self.steps[-1].handed), waits)
 
-    monkeypatch.setattr("agmerge.engine.reducer.Averages.travel", travel)
+    monkeypatch.setattr("agmerge.engine.reducer.RunningStepTimes.travel", travel)
 
     def body(rank: int, model: nn.Module) -> merging.Plan:
         optimizer = wrap(model, merging=merging.get("agmerge", check_every=EVERY))
@@ -292,13 +292,13 @@ def test_the_rank_that_waited_least_says_what_an_exchange_takes(late: int, monke
 def test_rank_0_decides_and_the_others_need_not_be_able_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planning, looking back, comparing: all of it happens on one rank, and what it finds is what all do."""
     for what in ("_look", "_better"):
-        original = getattr(replanner.Adaptation, what)
+        original = getattr(replanner.Replanner, what)
 
         def only(self: Any, *arguments: Any, original: Any = original) -> Any:
             assert self.session.comm.rank == 0
             return original(self, *arguments)
 
-        monkeypatch.setattr(replanner.Adaptation, what, only)
+        monkeypatch.setattr(replanner.Replanner, what, only)
     world = World(backward=change(LONG, SHORT, at=1))
     assert plans_of(world, 3, monkeypatch, size=3) == [MANY, MANY, 1, 1]
 

@@ -18,11 +18,11 @@ import pytest
 from agmerge import testing
 from agmerge.backends import addresses, status, torch_store
 from agmerge.backends.local import Group, LocalBackend
-from agmerge.backends.status import Place
+from agmerge.backends.status import RankStatus
 from agmerge.errors import CollectiveTimeout
 from agmerge.runtime import workers
 from agmerge.runtime.peers import monitor, status_server
-from agmerge.runtime.peers.monitor import RollCall, over
+from agmerge.runtime.peers.monitor import PeerMonitor, over
 from agmerge.runtime.peers.status_server import CUT, ENDED, STUCK
 
 ROOT = Path(__file__).parents[3]
@@ -30,14 +30,14 @@ WAIT = 20.0
 CALL, STEP = "buffer 3", 12
 
 
-def waits() -> Place:
-    return Place(f"waits for {CALL}", step=STEP, call=CALL)
+def waits() -> RankStatus:
+    return RankStatus(f"waits for {CALL}", step=STEP, call=CALL)
 
 
-def called(places: list[Place], change: Callable[[list[RollCall]], None], ranks: tuple[int, ...] = ()) -> Any:
+def called(places: list[RankStatus], change: Callable[[list[PeerMonitor]], None], ranks: tuple[int, ...] = ()) -> Any:
     """The roll call of rank 0, which waits, when the others are at ``places`` and ``change`` has happened."""
     everybody = [waits(), *places]
-    calls = testing.run(len(everybody), lambda rank: RollCall(rank, over(workers.world(), WAIT), everybody[rank]))
+    calls = testing.run(len(everybody), lambda rank: PeerMonitor(rank, over(workers.world(), WAIT), everybody[rank]))
     try:
         change(calls)
         return calls[0].call(CALL, ranks)
@@ -46,7 +46,7 @@ def called(places: list[Place], change: Callable[[list[RollCall]], None], ranks:
             one.close()
 
 
-def nothing(calls: list[RollCall]) -> None:
+def nothing(calls: list[PeerMonitor]) -> None:
     """As it is."""
 
 
@@ -61,14 +61,14 @@ def test_ranks_that_wait_for_the_same_are_not_missing() -> None:
 @pytest.mark.parametrize(
     ("place", "words"),
     [
-        (Place(), "it is in its script, before the first step, for "),
-        (Place("is in a backward pass", step=11), "it is in a backward pass (step 11), for "),
-        (Place("waits for buffer 3", step=11, call=CALL), "it waits for buffer 3 (step 11), for "),
-        (Place("waits for buffer 2", step=STEP, call="buffer 2"), "it waits for buffer 2 (step 12), for "),
-        (Place("is in its script, before a backward pass", step=0), "before a backward pass (step 0), for "),
+        (RankStatus(), "it is in its script, before the first step, for "),
+        (RankStatus("is in a backward pass", step=11), "it is in a backward pass (step 11), for "),
+        (RankStatus("waits for buffer 3", step=11, call=CALL), "it waits for buffer 3 (step 11), for "),
+        (RankStatus("waits for buffer 2", step=STEP, call="buffer 2"), "it waits for buffer 2 (step 12), for "),
+        (RankStatus("is in its script, before a backward pass", step=0), "before a backward pass (step 0), for "),
     ],
 )
-def test_a_rank_that_is_elsewhere_says_where(place: Place, words: str) -> None:
+def test_a_rank_that_is_elsewhere_says_where(place: RankStatus, words: str) -> None:
     text, missing = called([waits(), place], nothing)
     assert missing == (2,)
     first, second = text.split(" Waiting too: ")
@@ -77,7 +77,7 @@ def test_a_rank_that_is_elsewhere_says_where(place: Place, words: str) -> None:
 
 
 def test_a_rank_says_for_how_long() -> None:
-    place = Place("is in a backward pass", step=11)
+    place = RankStatus("is in a backward pass", step=11)
     place.since -= 30.0
     text, _ = called([place], nothing)
     assert "for 30." in text
@@ -100,7 +100,7 @@ def test_a_port_that_is_anothers_now_is_no_answer() -> None:
 
         threading.Thread(target=serve, daemon=True).start()
 
-        def change(calls: list[RollCall]) -> None:
+        def change(calls: list[PeerMonitor]) -> None:
             calls[0].peers[1] = monitor.replace(calls[0].peers[1], port=other.getsockname()[1])
 
         text, missing = called([waits()], change)
@@ -110,11 +110,11 @@ def test_a_port_that_is_anothers_now_is_no_answer() -> None:
 def test_a_process_that_is_stopped_is_told_from_one_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
 
-    def change(calls: list[RollCall]) -> None:
+    def change(calls: list[PeerMonitor]) -> None:
         assert calls[1]._listener is not None
         monkeypatch.setattr(calls[1]._listener, "_answer", lambda asked: go_on.wait(WAIT) and {})
 
-    text, missing = called([Place()], change)
+    text, missing = called([RankStatus()], change)
     go_on.set()
     assert missing == (1,) and STUCK in text
 
@@ -125,7 +125,7 @@ def test_a_host_that_does_not_answer_is_told_from_one_that_refuses() -> None:
             waiting.setblocking(False)
             waiting.connect_ex(full.getsockname())
 
-        def change(calls: list[RollCall]) -> None:
+        def change(calls: list[PeerMonitor]) -> None:
             calls[0].peers[1] = monitor.replace(calls[0].peers[1], port=full.getsockname()[1])
 
         text, missing = called([waits()], change)
@@ -133,13 +133,13 @@ def test_a_host_that_does_not_answer_is_told_from_one_that_refuses() -> None:
 
 
 def test_a_rank_that_has_given_up_is_not_the_one_that_is_missing() -> None:
-    def change(calls: list[RollCall]) -> None:
+    def change(calls: list[PeerMonitor]) -> None:
         calls[2].close()
         text, missing = calls[1].call(CALL, ())
         assert missing == (2,) and "Waiting too: rank 0" in text
         calls[1].close()
 
-    text, missing = called([waits(), Place()], change)
+    text, missing = called([waits(), RankStatus()], change)
     assert missing == (2,)
     first, second = text.split(" Waiting too: ")
     assert ENDED in first and "given up" not in first
@@ -148,12 +148,12 @@ def test_a_rank_that_has_given_up_is_not_the_one_that_is_missing() -> None:
 
 @pytest.mark.parametrize("still_there", [True, False])
 def test_a_rank_whose_script_raised_says_what(still_there: bool) -> None:
-    def change(calls: list[RollCall]) -> None:
+    def change(calls: list[PeerMonitor]) -> None:
         calls[1].raised(FloatingPointError("of its own"))
         if not still_there:
             calls[1].close()
 
-    text, missing = called([Place("is in a backward pass", step=STEP)], change)
+    text, missing = called([RankStatus("is in a backward pass", step=STEP)], change)
     assert missing == (1,)
     assert "it raised FloatingPointError: of its own (step 12)" in text
     assert (ENDED in text) is not still_there
@@ -162,7 +162,7 @@ def test_a_rank_whose_script_raised_says_what(still_there: bool) -> None:
 @pytest.mark.parametrize("given_up", [False, True])
 def test_ranks_in_different_calls_are_told_so_whoever_gives_up_first(given_up: bool) -> None:
     """One rank alone computes a metric: neither is the network to blame, nor is nobody missing."""
-    text, missing = called([Place("in allreduce", step=STEP, call="allreduce/digest", given_up=given_up)], nothing)
+    text, missing = called([RankStatus("in allreduce", step=STEP, call="allreduce/digest", given_up=given_up)], nothing)
     assert missing == (() if given_up else (1,))
     word = "waited" if given_up else "waits"
     assert f"make different calls: rank 1 {word} for allreduce/digest, this rank for buffer 3. Is there a call" in text
@@ -171,18 +171,18 @@ def test_ranks_in_different_calls_are_told_so_whoever_gives_up_first(given_up: b
 
 @pytest.mark.parametrize("call", ["buffer 2", "buffer 3.1"])
 def test_messages_of_one_step_are_no_different_calls(call: str) -> None:
-    text, _ = called([Place("gave up", step=STEP, call=call, given_up=True)], nothing)
+    text, _ = called([RankStatus("gave up", step=STEP, call=call, given_up=True)], nothing)
     assert "different calls" not in text and "Nobody is missing" in text
 
 
 def test_a_rank_that_is_a_step_behind_makes_no_different_calls() -> None:
-    place = Place("waits", step=STEP - 1, call="times/length")
+    place = RankStatus("waits", step=STEP - 1, call="times/length")
     assert "different calls" not in called([place], nothing)[0]
 
 
 def test_who_has_died_is_to_blame_and_not_who_is_elsewhere() -> None:
-    place = Place("gave up", step=STEP, call="plan/length", given_up=True)
-    text, missing = called([place, Place()], lambda calls: calls[2].close())
+    place = RankStatus("gave up", step=STEP, call="plan/length", given_up=True)
+    text, missing = called([place, RankStatus()], lambda calls: calls[2].close())
     assert missing == (2,) and "different calls" not in text
 
 
@@ -194,24 +194,24 @@ def test_a_rank_that_has_come_to_its_end_says_so_and_what_helps(
     """Also where it has told another rank, which is asked."""
     monkeypatch.setattr(monitor, "TOLD", 1)
 
-    def change(calls: list[RollCall]) -> None:
+    def change(calls: list[PeerMonitor]) -> None:
         calls[1].ended(how)
         calls[1].close()
 
-    text, missing = called([Place("waits", step=STEP), *(waits() for _ in range(ranks - 2))], change)
+    text, missing = called([RankStatus("waits", step=STEP), *(waits() for _ in range(ranks - 2))], change)
     assert missing == (1,)
     assert f"): it {how} (step 12)." in text and "Do ranks have different numbers of batches?" in text
     assert "optimizer.join()" in text and ENDED not in text
 
 
 def test_a_rank_that_has_given_up_elsewhere_is_not_missing_either() -> None:
-    place = Place("has given up waiting for buffer 2", step=STEP, call="buffer 2", given_up=True)
-    text, missing = called([place, Place()], nothing)
+    place = RankStatus("has given up waiting for buffer 2", step=STEP, call="buffer 2", given_up=True)
+    text, missing = called([place, RankStatus()], nothing)
     assert missing == (2,) and "Waiting too: rank 1" in text
 
 
 def test_a_rank_that_raises_for_want_of_another_tells_nothing_new() -> None:
-    def change(calls: list[RollCall]) -> None:
+    def change(calls: list[PeerMonitor]) -> None:
         calls[1].call(CALL, (0,))
         calls[1].raised(CollectiveTimeout("buffer 3: no answer"))
         calls[1].close()
@@ -237,13 +237,13 @@ def test_a_machine_without_an_address_is_not_known_about(monkeypatch: pytest.Mon
 def test_what_cannot_be_reached_from_the_start_is_not_said_to_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(status_server.Listener, "port", closed.getsockname()[1], raising=False)
-        original = monitor.RollCall._listen
+        monkeypatch.setattr(status_server.StatusServer, "port", closed.getsockname()[1], raising=False)
+        original = monitor.PeerMonitor._listen
 
-        def elsewhere(self: RollCall, address: str | None, hosts: list[str], env: Any) -> monitor.Peer:
+        def elsewhere(self: PeerMonitor, address: str | None, hosts: list[str], env: Any) -> monitor.Peer:
             return monitor.replace(original(self, address, hosts, env), port=closed.getsockname()[1])
 
-        monkeypatch.setattr(monitor.RollCall, "_listen", elsewhere)
+        monkeypatch.setattr(monitor.PeerMonitor, "_listen", elsewhere)
         with pytest.warns(UserWarning, match="rank 1 .*could not be asked at 127.0.0.1, port .*all TCP ports"):
             text, missing = called([waits(), waits()], nothing)
     assert missing == ()
@@ -253,19 +253,19 @@ def test_what_cannot_be_reached_from_the_start_is_not_said_to_have_ended(monkeyp
 
 
 def test_only_the_ranks_of_the_collective_are_asked() -> None:
-    text, missing = called([Place(), waits()], lambda calls: calls[1].close(), ranks=(0, 2))
+    text, missing = called([RankStatus(), waits()], lambda calls: calls[1].close(), ranks=(0, 2))
     assert missing == () and "rank 1" not in text and text.startswith("Waiting too: rank 2")
 
 
 def test_of_many_missing_ranks_the_first_are_described_and_all_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor, "SHOWN", 2)
-    text, missing = called([Place() for _ in range(5)], nothing)
+    text, missing = called([RankStatus() for _ in range(5)], nothing)
     assert missing == (1, 2, 3, 4, 5)
     assert text.count("(host") == 2 and text.endswith("and ranks 3, 4, 5.")
 
 
 def test_strangers_are_not_answered_and_do_no_harm() -> None:
-    def change(calls: list[RollCall]) -> None:
+    def change(calls: list[PeerMonitor]) -> None:
         peer = calls[1].peers[1]
         for line in (b"GET / HTTP/1.0\r\n\r\n", b'{"token": "?", "rank": 0}\n', b"[]\n", b'{"token": 3}\n', b""):
             with socket.create_connection((peer.address, peer.port), timeout=WAIT) as stranger:
@@ -302,7 +302,7 @@ def test_a_forked_child_does_not_keep_the_port_of_a_process_that_was_killed() ->
         assert status_server.ask(address, port, token, {"rank": 0})["words"]
         os.kill(process.pid, signal.SIGKILL)
         process.wait(60)
-        with pytest.raises(status_server.Silence, match=ENDED):
+        with pytest.raises(status_server.PeerUnreachable, match=ENDED):
             status_server.ask(address, port, token, {"rank": 0})
 
 
@@ -367,7 +367,7 @@ def test_the_others_addresses_lead_to_this_machines_own(monkeypatch: pytest.Monk
 
     def body(rank: int) -> None:
         here.name = "ab"[rank]
-        RollCall(rank, over(workers.world(), WAIT), waits(), {}).close()
+        PeerMonitor(rank, over(workers.world(), WAIT), waits(), {}).close()
 
     with pytest.warns(UserWarning, match="no address but its own loopback"):
         testing.run(2, body)

@@ -20,7 +20,7 @@ from agmerge import testing
 from agmerge.backends import topology
 from agmerge.exchanges.message.format import NONFINITE
 from agmerge.step import nonfinite_verdict
-from agmerge.tensors.nonfinite import ALLOW, RAISE, SKIP, Watch, first_of_all, is_finite
+from agmerge.tensors.nonfinite import ALLOW, RAISE, SKIP, NonFiniteGuard, first_of_all, is_finite
 from sparsifiers import Selection
 
 MODEL = seeded(mlp)
@@ -74,7 +74,7 @@ def everything(model: nn.Module, optimizer: Any) -> list[Any]:
 
 
 def finite(optimizer: agmerge.DistributedOptimizer) -> bool:
-    return all(tensor.isfinite().all() for tensor in optimizer._engine.state().values())
+    return all(tensor.isfinite().all() for tensor in optimizer._reducer.state().values())
 
 
 # -- nothing of the step is kept --------------------------------------------------------------------------------------
@@ -359,13 +359,13 @@ def test_is_finite_is_exact(dtype: torch.dtype) -> None:
 def test_what_only_a_device_knows_travels_as_a_tensor() -> None:
     """The way of a device, on this one."""
     from agmerge.exchanges.dense import decode, tail_of
-    from agmerge.exchanges.message.format import Control
+    from agmerge.exchanges.message.format import RoundHeader
 
     for bad in (False, True):
-        control = Control(3, 4, 5, 0, (True, False), torch.tensor(bad))
+        control = RoundHeader(3, 4, 5, 0, (True, False), torch.tensor(bad))
         tail = tail_of(control, torch.float16, torch.device("cpu"))
         assert decode((2 * tail).tolist(), control, "buffer 5").flags == (NONFINITE if bad else 0)
-    assert Watch(ALLOW).alarm(torch.device("cpu")) is None
+    assert NonFiniteGuard(ALLOW).alarm(torch.device("cpu")) is None
 
 
 def test_ranks_with_other_policies_hear_of_it() -> None:

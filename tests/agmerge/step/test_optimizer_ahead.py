@@ -34,7 +34,7 @@ import sparsifiers
 from agmerge import testing
 from agmerge.planning import replanner
 from agmerge.planning.replanner import FIRST
-from agmerge.step.merge_buffers import Session
+from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.layout import Segment
 
 MODEL = seeded(mlp)
@@ -90,14 +90,14 @@ def test_layer_by_layer_ahead_is_behind(compression: str) -> None:
 def test_every_tensor_is_heard_in_every_step(compression: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also a bias beside a weight of a thousand times its gradient; behind, it would wait."""
     sent: list[dict[str, int]] = []
-    original = Session.commit
+    original = MergeBuffers.commit
 
-    def commit(session: Session, segment: Segment, indices: Tensor | None, values: Tensor) -> None:
+    def commit(session: MergeBuffers, segment: Segment, indices: Tensor | None, values: Tensor) -> None:
         assert indices is not None and len(segment.slots) == 1
         sent[-1][segment.slots[0].name] = int(values.count_nonzero())
         original(session, segment, indices, values)
 
-    monkeypatch.setattr(Session, "commit", commit)
+    monkeypatch.setattr(MergeBuffers, "commit", commit)
 
     def body(rank: int, model: nn.Sequential) -> None:
         model.get_parameter("0.weight").register_hook(lambda gradient: gradient * 1000)
@@ -185,7 +185,7 @@ def test_ahead_a_plan_from_times_trains_what_any_other_plan_does(
     compression: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So neither probes nor changes of plan leave a trace: not in a residual, nor in what a sparsifier remembers."""
-    monkeypatch.setattr(replanner.Adaptation, "_look", lambda *_: replanner.PROBE)
+    monkeypatch.setattr(replanner.Replanner, "_look", lambda *_: replanner.PROBE)
     options: dict[str, Any] = {"sparsify": "ahead", "dense_sum": "ordered", "compression": compression}
 
     def body(rank: int, model: nn.Module, planner: Any) -> tuple[list[str], int]:
@@ -272,15 +272,15 @@ def test_freezing_and_thawing_repeats_the_round_with_every_rank() -> None:
 
 @pytest.mark.parametrize("compression", ["randomk", "adtopk", "topk"])
 def test_padding_between_tensors_is_never_chosen(compression: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Session.vector
+    original = MergeBuffers.vector
     seen: list[tuple[int, int]] = []
 
-    def vector(session: Session, segment: Segment, step: int) -> Any:
+    def vector(session: MergeBuffers, segment: Segment, step: int) -> Any:
         found = original(session, segment, step)
         seen.append((found[0].numel(), segment.numel))
         return found
 
-    monkeypatch.setattr(Session, "vector", vector)
+    monkeypatch.setattr(MergeBuffers, "vector", vector)
     model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
 
     def body(rank: int, net: nn.Module) -> None:

@@ -14,8 +14,8 @@ from agmerge import testing
 from agmerge.backends import topology
 from agmerge.backends.topology import arranged, form, grouped
 from agmerge.errors import MessageError
-from agmerge.exchanges.message.format import Control
-from agmerge.exchanges.node_shards import Shards, collect, deal, shard_shape
+from agmerge.exchanges.message.format import RoundHeader
+from agmerge.exchanges.node_shards import NodeShards, collect, deal, shard_shape
 from agmerge.runtime import workers
 from agmerge.tensors.arena import Arena
 from agmerge.tensors.layout import Lane, Layout
@@ -125,8 +125,8 @@ def test_a_node_adds_up_and_hands_round(
         drawn = torch.randn(shapes[index], generator=source).to(lanes[index].dtype) * 10**rank
         return None if index == 1 and rank % 2 else drawn
 
-    def body(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[Control], int]:
-        here = Shards(form(workers.world(), WAIT), whole, parts, WAIT, ordered=ordered)
+    def body(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[RoundHeader], int]:
+        here = NodeShards(form(workers.world(), WAIT), whole, parts, WAIT, ordered=ordered)
         before = len(testing.calls())
         here.follow([(0, 1), (1, 4)])
         controls, size = [], 0
@@ -134,7 +134,7 @@ def test_a_node_adds_up_and_hands_round(
             for slot in parts.slots[start:stop]:
                 here.put(slot, gradient(rank, slot.index))
             used = tuple(gradient(rank, i) is not None for i in range(start, stop))
-            control = Control(3, 9, buffer, 2 << rank, used)
+            control = RoundHeader(3, 9, buffer, 2 << rank, used)
             size += here.start(buffer, control)
             controls.append(here.wait(buffer, control))
         arenas = {lane: Arena(lane, length, [], memory("residual")) for lane, length in parts.lengths.items()}
@@ -168,10 +168,10 @@ def test_ranks_of_a_node_at_different_places_are_told_so(monkeypatch: pytest.Mon
     parts = Layout([("t", (2,), Lane(CPU, torch.float32, True))])
 
     def body(rank: int) -> None:
-        here = Shards(form(workers.world(), WAIT), layout, parts, WAIT, ordered=False)
+        here = NodeShards(form(workers.world(), WAIT), layout, parts, WAIT, ordered=False)
         here.follow([(0, 1)])
         here.put(parts.slots[0], torch.ones(4))
-        control = Control(3 + rank, 9, 0, 0, (True,))
+        control = RoundHeader(3 + rank, 9, 0, 0, (True,))
         here.start(0, control)
         here.wait(0, control)
 
