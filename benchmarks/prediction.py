@@ -47,7 +47,7 @@ def worker(args: argparse.Namespace) -> None:
     import agmerge
     import merging
     from agmerge.planning.replanner import finish
-    from agmerge.step.agreement import labelled
+    from agmerge.step.agreement import with_mode
 
     agmerge.init()
     torch.set_num_threads(1)
@@ -79,7 +79,7 @@ def worker(args: argparse.Namespace) -> None:
         measured, _ = trained("threshold", compression, sparsify, steps, True)
         for name in PLANNERS:
             mode = measured.modes[0]
-            plan = labelled(merging.get(name).plan(measured.profile, measured.costs, mode), mode)
+            plan = with_mode(merging.get(name).plan(measured.profile, measured.costs, mode), mode)
             _, mean = trained(plan, compression, sparsify, steps, False)
             found = {
                 "compression": compression,

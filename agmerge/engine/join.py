@@ -16,7 +16,7 @@ from agmerge.backends.handshake import gather_bytes
 from agmerge.engine.divergence import digest
 from agmerge.engine.reducer import Reducer
 from agmerge.errors import DivergenceError
-from agmerge.exchanges.message.format import GOING, JOINED
+from agmerge.exchanges.message.format import Flag
 from agmerge.runtime import workers
 from agmerge.runtime.broadcast import broadcast_optimizer_state, broadcast_parameters, plain_state
 
@@ -34,16 +34,16 @@ def join(reducer: Reducer, optimizer: torch.optim.Optimizer, step: Callable[[], 
     if reducer.outside:
         return workers.rank()
     assert reducer.comm is not None
-    reducer.flag, alone = JOINED, 0
+    reducer.flag, alone = Flag.JOINED, 0
     try:
         while True:
             reducer.synchronize()
-            if not reducer.said & GOING:
+            if not reducer.said & Flag.ACTIVE:
                 break
             step()
             alone += 1
     finally:
-        reducer.flag = GOING
+        reducer.flag = Flag.ACTIVE
     _discard(reducer)
     said = gather_bytes(reducer.comm, alone.to_bytes(8, "little"), "join", reducer.config.timeout)
     waited = [int.from_bytes(one, "little") for one in said]

@@ -22,7 +22,7 @@ from agmerge.engine import divergence
 from agmerge.engine.grad_hooks import GradientHooks, HandedOver
 from agmerge.engine.grad_scaler import LossScale
 from agmerge.errors import NO_GRADIENT, NO_SYNC_LATE, SYNCHRONIZE, TOO_MANY, AGMergeError
-from agmerge.exchanges.message.format import GOING, JOINED
+from agmerge.exchanges.message.format import Flag
 from agmerge.metrics.chrome_trace import Trace
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.totals import Totals
@@ -61,7 +61,10 @@ class Reducer:
         self.shares: dict[str, int] | None = None  # from a checkpoint, for the next agreement
         self.paused = False  # no_sync()
         self.synchronized = False  # gradients are combined, step() has not been called
-        self.flag, self.said = GOING, 0  # what this rank says in its messages (JOINED: in join()); what all said last
+        self.flag, self.said = (
+            Flag.ACTIVE,
+            0,
+        )  # what this rank says in its messages (Flag.JOINED: in join()); what all said last
         self.skipped = False  # ... and come to nothing: the inner optimizer must not step
         self.scaling = LossScale(None)
         self._fired: dict[torch.Tensor, int] = {}  # backward passes since the last step
@@ -257,7 +260,7 @@ class Reducer:
         self.stats.stepped(len(session.messages), session.layout.numel, session.tensors.numel)
         self._clear()
         due = not self._compared or (self.config.check_every and self.steps % self.config.check_every == 0)
-        if due and not self.said & JOINED:  # a rank that has joined may step otherwise, until all have
+        if due and not self.said & Flag.JOINED:  # a rank that has joined may step otherwise, until all have
             with self._breaking():
                 divergence.check(self.comm, self.members, self.steps, self.config.timeout)
             self._compared = True
@@ -314,9 +317,9 @@ class Reducer:
         return self._round
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        if self.flag != JOINED and parameter.grad is not None and parameter.grad.layout != torch.strided:
+        if self.flag != Flag.JOINED and parameter.grad is not None and parameter.grad.layout != torch.strided:
             self.members.make_dense(parameter, self.config.sparse_as_dense)
-        return self.scaling.divided(parameter, None if self.flag == JOINED else parameter.grad)
+        return self.scaling.divided(parameter, None if self.flag == Flag.JOINED else parameter.grad)
 
     def _attach(self, attempt: Round) -> None:
         """Make the updates the gradients; none may reach the inner optimizer that was not combined (G3)."""
@@ -330,7 +333,7 @@ class Reducer:
             used = self.config.zero_unused or attempt.used[slot.index] or attempt.left_over(slot)
             parameter.grad = session.gradient(slot) if used else None
         self.scaling.multiply(session.parameters)
-        if not any(attempt.used) and self.flag == GOING:
+        if not any(attempt.used) and self.flag == Flag.ACTIVE:
             warnings.warn(NO_GRADIENT, stacklevel=5)
         if self.members.snapshot() != self._snapshot:
             for member in self._members():

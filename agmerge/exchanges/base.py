@@ -61,10 +61,10 @@ class Exchange(ABC):
     whether dense segments may come along.
     """
 
-    selects: ClassVar[bool] = True
-    rides: ClassVar[bool] = True
-    mixes: ClassVar[bool] = True  # whether a message may have segments of several lanes
-    divides: ClassVar[bool] = False  # whether a merge buffer in several messages overlaps their ways
+    sparse: ClassVar[bool] = True
+    carries_dense: ClassVar[bool] = True
+    mixes_lanes: ClassVar[bool] = True  # whether a message may have segments of several lanes
+    pipelines_parts: ClassVar[bool] = False  # whether a merge buffer in several messages overlaps their ways
 
     def __init__(self, comm: Backend, op: ReduceOp, commit: Commit, timeout: float) -> None:
         self.comm, self.scale, self.commit, self.timeout = comm, op.scale(comm.size), commit, timeout
@@ -77,13 +77,13 @@ class Exchange(ABC):
         """Send the message of one merge buffer; returns at once. An offer is what the compressor chose."""
 
     @property
-    def polls(self) -> bool:
+    def can_poll(self) -> bool:
         """Whether :meth:`arrived` can tell that a whole exchange has ended."""
         return True
 
     def arrived(self, pending: InFlight) -> bool:
         """Whether the exchange is known to have ended."""
-        return self.polls and pending.handle.done()
+        return self.can_poll and pending.handle.done()
 
     @abstractmethod
     def wait(self, pending: InFlight) -> RoundHeader:

@@ -17,7 +17,7 @@ from agmerge.backends import Backend
 from agmerge.errors import MessageError
 from agmerge.exchanges import all_reduce
 from agmerge.exchanges.base import Commit, Exchange, InFlight, SegmentBuffers
-from agmerge.exchanges.message.format import NONFINITE, RoundHeader
+from agmerge.exchanges.message.format import Flag, RoundHeader
 from agmerge.ops import ReduceOp
 from sparsifiers import Selection
 
@@ -36,7 +36,7 @@ class DenseExchange(Exchange):
     three ranks on).
     """
 
-    selects = False
+    sparse = False
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class DenseExchange(Exchange):
         return sent.copy_(payload).mul_(self.predivide)
 
     @property
-    def polls(self) -> bool:
+    def can_poll(self) -> bool:
         return not self.ordered  # in rank order, the shards are still to be gathered
 
     def wait(self, pending: InFlight) -> RoundHeader:
@@ -159,7 +159,7 @@ def tail_of(control: RoundHeader, dtype: torch.dtype, device: torch.device) -> t
     """The same on a device, 1-D, with what only the device knows."""
     tail = torch.tensor(encode(control), dtype=dtype).to(device)
     if control.alarm is not None:
-        tail[2 * _HOT + NONFINITE.bit_length() - 1] = control.alarm
+        tail[2 * _HOT + Flag.NONFINITE.bit_length() - 1] = control.alarm
     return tail
 
 

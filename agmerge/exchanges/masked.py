@@ -17,7 +17,7 @@ from agmerge.errors import MessageError
 from agmerge.exchanges import all_reduce, mask_votes
 from agmerge.exchanges.base import Commit, Exchange, InFlight, SegmentBuffers
 from agmerge.exchanges.dense import decode, largest_summand, tail_of
-from agmerge.exchanges.message.format import RELAYOUT, Format, RoundHeader
+from agmerge.exchanges.message.format import Flag, Format, RoundHeader
 from agmerge.ops import ReduceOp
 from sparsifiers import Selection
 
@@ -52,7 +52,7 @@ class MaskedExchange(Exchange):
     messages one after the other: votes travel while backward runs, values after it, all merge buffers' together.
     """
 
-    rides = False  # a dense segment is an all-reduce already
+    carries_dense = False  # a dense segment is an all-reduce already
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class MaskedExchange(Exchange):
         share = mask_votes.share_of(self.comm.rank, workers, control.step)
         named = [torch.empty(0, dtype=torch.int64, device=device)] * len(loads)
         for i, (load, offer, k) in enumerate(zip(loads, chosen, budgets, strict=True)):
-            if k and not control.flags & RELAYOUT:
+            if k and not control.flags & Flag.REPLAN:
                 most = mask_votes.quota(k, workers, share)
                 named[i] = mask_votes.ballot(load.work, offer.trimmed(), share, workers, most)
         papers.write(named, share, message[layout.size :], self.payload)
@@ -121,11 +121,11 @@ class MaskedExchange(Exchange):
         return InFlight(name, loads, control, first.handle, size, elements, first.message, first.message, state)
 
     @property
-    def polls(self) -> bool:
+    def can_poll(self) -> bool:
         return self.drawn and not self.ordered  # else something is still to be sent when the first handle is done
 
     def arrived(self, pending: InFlight) -> bool:
-        return self.polls and all(one.handle.done() for one in pending.extra.sums)
+        return self.can_poll and all(one.handle.done() for one in pending.extra.sums)
 
     def wait(self, pending: InFlight) -> RoundHeader:
         state: _State = pending.extra
@@ -147,7 +147,7 @@ class MaskedExchange(Exchange):
         pending.handle.wait(self.timeout)
         messages = pending.received.view(self.comm.size, -1)
         state.control = state.layout.read_headers(messages, pending.control, pending.name)
-        if state.control.flags & RELAYOUT:
+        if state.control.flags & Flag.REPLAN:
             return
         said = []
         for rank, message in enumerate(messages):
@@ -195,7 +195,7 @@ class MaskedExchange(Exchange):
         control = decode(rest, pending.control, pending.name)
         # A rank that sends nothing but a flag has drawn nothing.
         hot = [sum(value != 0.0 for value in digits[at : at + _BASE]) for at in range(0, len(digits), _BASE)]
-        if not control.flags & RELAYOUT and hot != [1] * _DIGITS:
+        if not control.flags & Flag.REPLAN and hot != [1] * _DIGITS:
             raise MessageError(
                 f"{pending.name}: ranks drew different coordinates in step {control.step}. Give every rank the same "
                 "compressor with the same seed, and load a checkpoint of the same step on all of them"

@@ -54,7 +54,7 @@ class MultiRoundExchange(Exchange):
         return pending
 
     @property
-    def polls(self) -> bool:
+    def can_poll(self) -> bool:
         return False  # without a wait nothing goes on
 
     def arrived(self, pending: InFlight) -> bool:

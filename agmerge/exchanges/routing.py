@@ -51,7 +51,7 @@ def segments(layout: Layout, start: int, stop: int, ahead: bool) -> list[Segment
     ]
 
 
-def routes(segments: Sequence[Segment], size: int, *, ride: bool = True) -> list[list[Segment]]:
+def group_into_messages(segments: Sequence[Segment], size: int, *, ride: bool = True) -> list[list[Segment]]:
     """Which segments of a merge buffer share a message.
 
     Per device, sparse segments share one, and, with ``ride``, the dense ones come along while an all-gather of them
@@ -71,7 +71,7 @@ def routes(segments: Sequence[Segment], size: int, *, ride: bool = True) -> list
     return messages
 
 
-def alike(segments: Sequence[Segment], key: Callable[[Lane], Hashable]) -> list[list[Segment]]:
+def group_by(segments: Sequence[Segment], key: Callable[[Lane], Hashable]) -> list[list[Segment]]:
     """A message for the segments whose lanes have the same key."""
     messages: dict[Hashable, list[Segment]] = {}
     for segment in segments:
@@ -79,6 +79,6 @@ def alike(segments: Sequence[Segment], key: Callable[[Lane], Hashable]) -> list[
     return list(messages.values())
 
 
-def title(buffer: int, number: int) -> str:
+def message_name(buffer: int, number: int) -> str:
     """The name of a message's collectives."""
     return f"buffer {buffer}" if number == 0 else f"buffer {buffer}.{number}"

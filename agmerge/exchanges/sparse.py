@@ -26,7 +26,7 @@ class SparseExchange(Exchange):
     ``wire``: the value codec of sparse sections. ``payload``: whether a checksum covers them, beside the header's.
     """
 
-    divides = True
+    pipelines_parts = True
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from agmerge.exchanges.routing import AHEAD
 from agmerge.tensors.layout import ALIGNMENT, Segment, Slot
 
 
-def refused(plan: merging.Plan) -> str:
+def why_parts_impossible(plan: merging.Plan) -> str:
     """Why the merge buffers of ``plan`` cannot travel in its parts; empty if they can."""
     for buffer, (count, parts, label) in enumerate(zip(plan.counts, plan.parts, plan.labels, strict=True)):
         if parts > 1 and count > 1 and label == AHEAD:
@@ -22,7 +22,7 @@ def refused(plan: merging.Plan) -> str:
     return ""
 
 
-def divided(group: Sequence[Segment], parts: int) -> list[list[Segment]]:
+def split(group: Sequence[Segment], parts: int) -> list[list[Segment]]:
     """The messages in which what would be one message travels.
 
     Every sparse segment is cut into ``parts`` pieces, as far as it is long enough, and each message has one of each;

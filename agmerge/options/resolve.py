@@ -17,7 +17,7 @@ import merging
 import sparsifiers
 from agmerge.backends import horovod, timeouts
 from agmerge.exchanges.routing import AHEAD
-from agmerge.exchanges.splitting import refused
+from agmerge.exchanges.splitting import why_parts_impossible
 from agmerge.ops import Average, ReduceOp
 from agmerge.options import dense_cutoff
 from agmerge.options import density_schedule as schedules
@@ -175,7 +175,7 @@ def _planner(given: Any, sparsify: str, exchange: str) -> tuple[merging.Planner 
             raise ValueError("sparsify='behind', and merging is a plan made to sparsify ahead; leave one of them out")
         if sparsify == AHEAD:
             given = replace(given, labels=(AHEAD,) * len(given.counts))
-        if problem := refused(given):
+        if problem := why_parts_impossible(given):
             raise ValueError(f"merging: {problem}")
         return None, given
     names = ", ".join(merging.names())

@@ -88,7 +88,7 @@ def _measured(
         runs = int(min(max(spend / SHARE / expected, RUNS[0]), RUNS[1])) if expected else RUNS[1]
         trial = MessageTimer(session, segment, exchange, step, backward)
         select, pack, travel = _agreed(session, *trial.select(runs), trial.exchange(runs))
-        load = trial.capacity if exchange.selects else segment.numel
+        load = trial.capacity if exchange.sparse else segment.numel
         travels.setdefault(load, []).append(travel)
         packs.setdefault(load, []).append(pack)
         selections.setdefault(segment.numel, []).append(select)

@@ -7,7 +7,7 @@ from typing import Any
 
 import merging
 from agmerge.options.dense_cutoff import DenseCutoff
-from agmerge.step.agreement import check, share
+from agmerge.step.agreement import broadcast_json, raise_on_all_ranks
 from agmerge.step.merge_buffers import MergeBuffers
 from merging import dense_cutoff
 
@@ -35,7 +35,7 @@ def settle(session: MergeBuffers, planner: merging.Planner, measured: merging.Me
                 told = {"cut": dense_cutoff.choose(planner, measured, sizes, exempt, density, rule.most, gain)}
         except Exception as error:  # a planner may be the script's own; the others wait for word
             told = {"problem": f"{planner!r}: {error}"}
-    told = share(session.comm, told, config.timeout)
-    check(session.comm, told.get("problem", ""), config.timeout)
+    told = broadcast_json(session.comm, told, config.timeout)
+    raise_on_all_ranks(session.comm, told.get("problem", ""), config.timeout)
     session.config = replace(config, partial=DenseCutoff(told["cut"], settled=True))
     return bool(told["cut"] != rule.most)

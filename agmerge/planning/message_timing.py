@@ -24,15 +24,15 @@ class MessageTimer:
     def __init__(self, session: MergeBuffers, segment: Segment, exchange: Exchange, step: int, backward: float) -> None:
         self.session, self.segment, self.step, self._exchange = session, segment, step, exchange
         self._busy = backward / 2  # seconds, about, that backward goes on after a message has left
-        self.load = session.load(segment) if exchange.selects else _zeros(session.load(segment))
+        self.load = session.load(segment) if exchange.sparse else _zeros(session.load(segment))
         self.on_host = segment.lane.device.type == "cpu"
-        self._shares_cores = self.on_host and exchange.polls
+        self._shares_cores = self.on_host and exchange.can_poll
         self.offer = self._select()
         self.capacity = 0 if self.offer is None else self.offer.indices.numel()
 
     def _select(self) -> Selection | None:
         sparsifier = self.session.config.sparsifier
-        if sparsifier is None or not self._exchange.selects:
+        if sparsifier is None or not self._exchange.sparse:
             return None
         work, k, shapes = self.session.vector(self.segment, self.step)
         return sparsifier.select(work, k=k, key=f"probe of {self.segment.numel}", step=self.step, shapes=shapes)

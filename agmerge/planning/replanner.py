@@ -24,7 +24,7 @@ from agmerge.options.config import AUTO
 from agmerge.planning.cost_probe import MeasuredCosts, probe
 from agmerge.planning.cutoff_choice import settle
 from agmerge.planning.plan_trial import Trial
-from agmerge.step.agreement import check, labelled, misfit, share
+from agmerge.step.agreement import broadcast_json, raise_on_all_ranks, why_plan_does_not_fit, with_mode
 from agmerge.step.gradient_energy import Energies, left_behind
 from agmerge.step.merge_buffers import SPARSE, MergeBuffers
 from merging import Measurements
@@ -112,7 +112,7 @@ class Replanner:
     def measure(self, step: int) -> Measurements:
         """Measure now; the plan stays. Collective."""
         latest = self._measure(step)
-        told = share(self.session.comm, {"measured": latest.dumps()}, self.session.config.timeout)
+        told = broadcast_json(self.session.comm, {"measured": latest.dumps()}, self.session.config.timeout)
         self.measured = self._latest = Measurements.loads(told["measured"])
         self._seen = []
         return self.measured
@@ -137,7 +137,7 @@ class Replanner:
         shares = [0] * len(session.layout.slots)
         for slot, elements in zip(slots, given.tolist(), strict=True):
             shares[slot.index] = max(1, elements)
-        told = share(session.comm, {"shares": shares}, session.config.timeout)
+        told = broadcast_json(session.comm, {"shares": shares}, session.config.timeout)
         session.shares = tuple(told["shares"])
 
     # -- what is measured -----------------------------------------------------------------------------------
@@ -222,10 +222,14 @@ class Replanner:
                 told = {"plans": [one.dumps() for one in tried], "measured": latest.dumps()}
             except Exception as error:  # the others wait for word: whatever it is, they get it
                 told = {"problem": f"{planner!r}: {error}"}
-        told = share(comm, told, timeout)
+        told = broadcast_json(comm, told, timeout)
         names = [slot.name for slot in self.session.layout.slots]
         plans = [merging.Plan.loads(text) for text in told.get("plans", ())]
-        check(comm, told.get("problem") or next(filter(None, (misfit(one, names) for one in plans)), ""), timeout)
+        raise_on_all_ranks(
+            comm,
+            told.get("problem") or next(filter(None, (why_plan_does_not_fit(one, names) for one in plans)), ""),
+            timeout,
+        )
         chosen, self._latest, self._seen = plans[0], Measurements.loads(told["measured"]), []
         if len(plans) > 1:
             self._trial = Trial(*plans)
@@ -250,8 +254,8 @@ class Replanner:
     def _planned(self, planner: merging.Planner, latest: Measurements) -> merging.Plan:
         planner = self._by_groups(planner)
         plan, mode = merging.best(planner, latest)
-        most = getattr(planner, "parts", 1) if SPARSE[self.session.config.exchange].divides else 1
-        return labelled(merging.divide(plan, latest.profile, latest.costs, mode, most) if most > 1 else plan, mode)
+        most = getattr(planner, "parts", 1) if SPARSE[self.session.config.exchange].pipelines_parts else 1
+        return with_mode(merging.divide(plan, latest.profile, latest.costs, mode, most) if most > 1 else plan, mode)
 
     def _rivals(self, planner: merging.Planner, latest: Measurements, chosen: merging.Plan) -> list[merging.Plan]:
         """What is tried beside a new plan: all dense and all compressed, if predicted to end not much later."""
@@ -288,7 +292,7 @@ def all_dense(planner: merging.Planner, measured: Measurements) -> merging.Plan:
     """The planner's plan if everything went dense."""
     whole = sent_whole(measured)
     plan = planner.plan(whole.profile, whole.costs, "dense")
-    return replace(labelled(plan, "behind"), dense=(True,) * len(plan.counts))
+    return replace(with_mode(plan, "behind"), dense=(True,) * len(plan.counts))
 
 
 def takes(plan: merging.Plan, measured: Measurements) -> Seconds:

@@ -12,7 +12,7 @@ from agmerge.backends import Backend
 from agmerge.backends.handshake import agree, broadcast_bytes
 from agmerge.backends.topology import Nodes
 from agmerge.exchanges.routing import AHEAD
-from agmerge.exchanges.splitting import refused
+from agmerge.exchanges.splitting import why_parts_impossible
 from agmerge.options.config import AUTO, Config
 from agmerge.step.merge_buffers import MergeBuffers, model_facts
 from agmerge.tensors.parameters import ParameterInfo
@@ -47,36 +47,38 @@ def open_session(
             told = {"plan": _make_plan(config, members, order, recorded).dumps(), "steps": steps, "shares": shares}
         except Exception as error:  # a planner may be the script's own; the other ranks wait to hear of it
             told = {"problem": f"{type(error).__name__}: {error}"}
-    told = share(comm, told, config.timeout)
-    problem = told.get("problem") or misfit(merging.Plan.loads(told["plan"]), [member.name for member in members])
-    check(comm, problem, config.timeout)
+    told = broadcast_json(comm, told, config.timeout)
+    problem = told.get("problem") or why_plan_does_not_fit(
+        merging.Plan.loads(told["plan"]), [member.name for member in members]
+    )
+    raise_on_all_ranks(comm, problem, config.timeout)
     session = MergeBuffers(comm, config, members, merging.Plan.loads(told["plan"]), nodes)
     session.give(told["shares"] or {})
     return session, told["steps"]
 
 
-def share(comm: Backend, told: dict[str, Any], timeout: float) -> Any:
+def broadcast_json(comm: Backend, told: dict[str, Any], timeout: float) -> Any:
     """What rank 0 has to say about the plan, on every rank. Collective."""
     return json.loads(broadcast_bytes(comm, json.dumps(told).encode(), 0, "plan", timeout))
 
 
-def check(comm: Backend, problem: str, timeout: float) -> None:
+def raise_on_all_ranks(comm: Backend, problem: str, timeout: float) -> None:
     """Raise the same error on every rank if the plan does not fit on one. Collective."""
     agree(comm, [("the plan", problem or "fits")], what="plan", advice=ADVICE, timeout=timeout)
     if problem:
         raise ValueError(f"there is no plan for this model: {problem}")
 
 
-def misfit(plan: merging.Plan, members: Iterable[str]) -> str:
+def why_plan_does_not_fit(plan: merging.Plan, members: Iterable[str]) -> str:
     """Why ``plan`` cannot serve these members; empty if it can."""
     names = sorted(members)
     if sum(plan.counts) != len(names):
         return f"it covers {sum(plan.counts)} tensors, the model has {len(names)}"
     different = sorted(set(plan.names or ()) ^ set(names))
-    return f"tensors that only one of them has: {', '.join(different)}" if different else refused(plan)
+    return f"tensors that only one of them has: {', '.join(different)}" if different else why_parts_impossible(plan)
 
 
-def labelled(plan: merging.Plan, mode: str) -> merging.Plan:
+def with_mode(plan: merging.Plan, mode: str) -> merging.Plan:
     """The plan with what it was made for: whether tensors are sparsified before they are merged.
 
     Then merge buffers of several tensors are one message.
@@ -96,25 +98,25 @@ def _make_plan(
     parameters = {member.name: member.parameter for member in members}
     if config.plan is not None and config.plan.names is not None:
         return config.plan
-    if recorded is not None and not misfit(recorded, parameters):
+    if recorded is not None and not why_plan_does_not_fit(recorded, parameters):
         if config.exchange != AUTO:
             recorded = replace(recorded, dense=(False,) * len(recorded.counts))
         ahead = AHEAD in recorded.labels
         if (AHEAD if ahead else "behind") in config.modes or config.sparsifier is None:
             return recorded
-        return labelled(recorded, config.modes[0])  # the script asks for the other way now
+        return with_mode(recorded, config.modes[0])  # the script asks for the other way now
     # Reversed registration stands in for tensors that no backward pass has reached yet.
     names = list(dict.fromkeys([*(name for name in order if name in parameters), *reversed(list(parameters))]))
     if config.plan is not None:
         config.plan.check(len(names))
         return replace(config.plan, names=tuple(names))
     if config.groups is not None:
-        return labelled(config.groups.plan(members, names), config.modes[0])
+        return with_mode(config.groups.plan(members, names), config.modes[0])
     assert config.planner is not None
     planner = merging.get("threshold") if config.planner.timed else config.planner
     numel = [parameters[name].numel() for name in names]
     profile = merging.Profile(names, numel, [0.0] * len(names))
-    return labelled(planner.plan(profile, _UNMEASURED), config.modes[0])
+    return with_mode(planner.plan(profile, _UNMEASURED), config.modes[0])
 
 
 def _free(elements: Any) -> Any:

@@ -29,8 +29,8 @@ from agmerge.exchanges import (
     routing,
 )
 from agmerge.exchanges.node_shards import NodeShards, sharded
-from agmerge.exchanges.routing import AHEAD, Message, alike, routes, title
-from agmerge.exchanges.splitting import divided
+from agmerge.exchanges.routing import AHEAD, Message, group_by, group_into_messages, message_name
+from agmerge.exchanges.splitting import split
 from agmerge.metrics.clock import clock_for
 from agmerge.options.config import AUTO, Config
 from agmerge.step.gradient_energy import GradientEnergy
@@ -99,22 +99,27 @@ class MergeBuffers:
         if self.shards is not None:
             self.shards.follow(plan.bounds)
         self.fingerprint = zlib.crc32(plan.dumps().encode()) & 0x7FFFFFFF
-        ride = sparse.rides and not self.config.ordered
+        ride = sparse.carries_dense and not self.config.ordered
         self.messages: list[list[Message]] = []
         kinds = zip(plan.bounds, plan.labels, plan.dense, plan.parts, strict=True)
         for index, (bounds, label, goes_dense, parts) in enumerate(kinds):
             found = routing.segments(self.layout, *bounds, label == AHEAD and not goes_dense)
             if goes_dense:
-                groups = alike(found, lambda lane: (lane.device, lane.dtype))
-            elif sparse.mixes:
-                groups = routes(found, self.across.size, ride=ride)
+                groups = group_by(found, lambda lane: (lane.device, lane.dtype))
+            elif sparse.mixes_lanes:
+                groups = group_into_messages(found, self.across.size, ride=ride)
             else:
-                groups = alike(found, lambda lane: lane)
+                groups = group_by(found, lambda lane: lane)
             if parts > 1:
-                groups = [message for group in groups for message in divided(group, parts)]
+                groups = [message for group in groups for message in split(group, parts)]
             self.messages.append(
                 [
-                    Message(title(index, number), index, sparse if selects(group, goes_dense) else dense, tuple(group))
+                    Message(
+                        message_name(index, number),
+                        index,
+                        sparse if selects(group, goes_dense) else dense,
+                        tuple(group),
+                    )
                     for number, group in enumerate(groups)
                 ]
             )
@@ -125,7 +130,7 @@ class MergeBuffers:
             for buffer in self.messages
             for route in buffer
             for part in route.segments
-            if part.lane.sparse and route.exchange.selects and plan.labels[route.buffer] == AHEAD
+            if part.lane.sparse and route.exchange.sparse and plan.labels[route.buffer] == AHEAD
             if plan.parts[route.buffer] == 1
         }
 

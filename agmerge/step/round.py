@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from agmerge.exchanges import InFlight
-from agmerge.exchanges.message.format import NONFINITE, RELAYOUT, RoundHeader
+from agmerge.exchanges.message.format import Flag, RoundHeader
 from agmerge.exchanges.routing import Message, key
 from agmerge.metrics.step_times import StepRecorder
 from agmerge.metrics.totals import Totals
@@ -135,9 +135,9 @@ class Round:
             if buffer == 0:  # a flag is in all messages of its rank, so all ranks see it here
                 for control in controls:
                     self.said |= control.flags
-                agreed = not self.said & RELAYOUT
+                agreed = not self.said & Flag.REPLAN
             for control in controls:
-                self.nonfinite |= bool(control.flags & NONFINITE)
+                self.nonfinite |= bool(control.flags & Flag.NONFINITE)
             if agreed:
                 for (route, pending), control in zip(messages, controls, strict=True):
                     if not self.nonfinite:
@@ -161,12 +161,12 @@ class Round:
             self.session.config.sparsifier.load_state_dict(self._known)
 
     def _control(self, buffer: int, used: tuple[bool, ...], device: torch.device) -> RoundHeader:
-        flags = self.flags | (RELAYOUT if self.dirty else 0) | (NONFINITE if self.watch.found else 0)
+        flags = self.flags | (Flag.REPLAN if self.dirty else 0) | (Flag.NONFINITE if self.watch.found else 0)
         return RoundHeader(self.step, self.session.fingerprint, buffer, flags, used, self.watch.alarm(device))
 
     def _start(self, route: Message) -> InFlight:
         loads = [self.session.load(segment) for segment in route.segments]
-        offers = [self._offer(segment) if route.exchange.selects else None for segment in route.segments]
+        offers = [self._offer(segment) if route.exchange.sparse else None for segment in route.segments]
         used = tuple(self._fed[slot.index] for slot in route.slots)
         control = self._control(route.buffer, used, loads[0].work.device)
         pending = route.exchange.start(route.name, loads, offers, control)

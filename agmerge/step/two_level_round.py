@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from agmerge.exchanges.message.format import NONFINITE, RELAYOUT, RoundHeader
+from agmerge.exchanges.message.format import Flag, RoundHeader
 from agmerge.metrics.totals import Totals
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.round import Round
@@ -54,9 +54,9 @@ class TwoLevelRound(Round):
         """The node's sum of the next merge buffer is there, or waited for: compensate, select, send."""
         buffer = len(self._pending)
         control = self._shards.wait(buffer, self._summed[buffer])
-        self.dirty = self.dirty or bool(control.flags & RELAYOUT)
-        self.flags |= control.flags & ~(RELAYOUT | NONFINITE)  # between nodes it says what its node says
-        self.watch.told = self.watch.told or bool(control.flags & NONFINITE)
+        self.dirty = self.dirty or bool(control.flags & Flag.REPLAN)
+        self.flags |= control.flags & ~(Flag.REPLAN | Flag.NONFINITE)  # between nodes it says what its node says
+        self.watch.told = self.watch.told or bool(control.flags & Flag.NONFINITE)
         for slot, used in zip(self._slots(buffer), control.used, strict=True):
             self._fed[slot.index] = used
             self._compensate(slot, self._shards.shard(slot) if used else None)

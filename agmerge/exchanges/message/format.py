@@ -14,6 +14,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntFlag
 
 import torch
 
@@ -26,10 +27,17 @@ from agmerge.tensors.layout import Segment, aligned
 from sparsifiers import Selection
 
 MAGIC = 0x41474D32  # "AGM2": the last byte is the version of this format
-RELAYOUT = 1  # flag: this rank's membership, dtypes or devices have changed; discard this round and re-plan
-NONFINITE = 2  # flag: this rank has a gradient that is infinite or NaN; this step comes to nothing
-JOINED = 4  # flag: this rank has no batches left and takes part with what it kept
-GOING = 8  # flag: this rank has not joined
+
+
+class Flag(IntFlag):
+    """What a rank says in every message of a round; what all say together is the union."""
+
+    REPLAN = 1  # this rank's parameters have changed: discard the round, and agree anew
+    NONFINITE = 2  # this rank found an infinity or a NaN: the step comes to nothing
+    JOINED = 4  # this rank has no batches left, and sends what it has kept
+    ACTIVE = 8  # this rank still has batches; join() ends in the first round in which nobody says so
+
+
 FIXED = ("magic", "step", "plan", "buffer", "flags", "words", "size", "checksum", "payload")
 OF_SECTION = ("codecs", "length", "capacity", "count")
 _FLAGS, _WORDS, _SIZE, _CHECKSUM, _PAYLOAD = range(FIXED.index("flags"), len(FIXED))
@@ -45,7 +53,7 @@ class RoundHeader:
 
     ``plan``: fingerprint of the plan in use, 31 bits. ``used``: for each tensor of the message, in order,
     whether this rank (after merging: any rank) had a gradient for it in this step. ``alarm``: bool, 0-dim, on the
-    device of the message: whether it is to have the flag :data:`NONFINITE`, which the host does not know yet.
+    device of the message: whether it is to have the flag :data:`Flag.NONFINITE`, which the host does not know yet.
     """
 
     step: int
@@ -136,7 +144,7 @@ class Format:
         header.copy_(torch.tensor(words, dtype=torch.int32))
         if not on_host:
             if control.alarm is not None:
-                header[_FLAGS] += NONFINITE * control.alarm
+                header[_FLAGS] += Flag.NONFINITE * control.alarm
             for place, count in enumerate(counts, start=1):
                 if isinstance(count, torch.Tensor):
                     header[_FIRST + _EACH * place - 1].copy_(count)

@@ -53,7 +53,7 @@ class OkTopkExchange(MultiRoundExchange):
     more; where a call is dear and k is small, its six or seven calls cost more than they save.
     """
 
-    rides = mixes = False
+    carries_dense = mixes_lanes = False
 
     def start(
         self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader

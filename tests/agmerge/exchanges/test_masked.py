@@ -28,7 +28,7 @@ from agmerge.errors import MessageError
 from agmerge.exchanges.base import SegmentBuffers
 from agmerge.exchanges.dense import largest_summand
 from agmerge.exchanges.masked import MaskedExchange, checksum
-from agmerge.exchanges.message.format import RELAYOUT
+from agmerge.exchanges.message.format import Flag
 from agmerge.ops import Average, ReduceOp, Sum
 from agmerge.runtime import workers
 from agmerge.tensors.layout import Lane
@@ -230,7 +230,7 @@ def test_a_round_that_will_be_repeated_writes_nothing_and_sends_no_values(drawn:
         load = SegmentBuffers(segment, torch.ones(64), torch.full((64,), torch.nan))
         here = masked(drawn=drawn)(lambda *_: None)
         empty = Selection(torch.zeros(9, dtype=torch.int32), 0)
-        control = replace(control_of(rank, [segment]), flags=RELAYOUT if rank == 1 else 0)
+        control = replace(control_of(rank, [segment]), flags=Flag.REPLAN if rank == 1 else 0)
         flags = here.wait(here.start("b", [load], [empty if rank == 1 else draw_offer(64, 9, 0, False)], control)).flags
         # The exchange is as good as new.
         again = here.start("b", [load], [draw_offer(64, 9, 0, False)], control_of(0, [segment], 8))
@@ -239,7 +239,7 @@ def test_a_round_that_will_be_repeated_writes_nothing_and_sends_no_values(drawn:
         here.finish(again)
         return flags, len(testing.calls()), nothing and bool(load.update.isfinite().all())
 
-    assert testing.run(3, body) == [(RELAYOUT, 2 if drawn else 3, True)] * 3
+    assert testing.run(3, body) == [(Flag.REPLAN, 2 if drawn else 3, True)] * 3
 
 
 @pytest.mark.parametrize("what", ["step", "plan", "buffer", "draw"])

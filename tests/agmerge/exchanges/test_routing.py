@@ -13,7 +13,7 @@ from support import mlp, on_ranks, random_plan, seeded, train, wrap
 from torch import nn
 
 import merging
-from agmerge.exchanges.routing import RIDE, key, routes, segments, title
+from agmerge.exchanges.routing import RIDE, group_into_messages, key, message_name, segments
 from agmerge.tensors.layout import Lane, Layout, Segment
 
 DEVICES = [torch.device("cpu"), torch.device("meta")]
@@ -72,7 +72,7 @@ def test_ahead_every_sparse_tensor_is_alone_and_nothing_else_differs(layout: Lay
 @given(layouts, st.integers(2, 9), st.booleans(), st.booleans())
 def test_messages_are_a_partition_and_keep_to_one_device(layout: Layout, size: int, ahead: bool, ride: bool) -> None:
     parts = segments(layout, 0, len(layout.slots), ahead)
-    messages = routes(parts, size, ride=ride)
+    messages = group_into_messages(parts, size, ride=ride)
     assert sorted(indices([part for message in messages for part in message])) == list(range(len(layout.slots)))
     for message in messages:
         assert len({part.lane.device for part in message}) == 1
@@ -86,7 +86,7 @@ def test_messages_are_a_partition_and_keep_to_one_device(layout: Layout, size: i
 @settings(deadline=None)
 @given(layouts, st.integers(1, 9), st.booleans())
 def test_without_a_ride_dense_segments_go_by_themselves(layout: Layout, size: int, ahead: bool) -> None:
-    for message in routes(segments(layout, 0, len(layout.slots), ahead), size, ride=False):
+    for message in group_into_messages(segments(layout, 0, len(layout.slots), ahead), size, ride=False):
         assert all(part.lane.sparse for part in message) or len(message) == 1
 
 
@@ -98,9 +98,9 @@ def test_dense_segments_ride_up_to_a_bound_that_two_ranks_do_not_have(size: int)
     for numel, together in ((most - 32, True), (most + 32, size == 2)):
         lanes = [Lane(cpu, torch.float32, True), Lane(cpu, torch.float32, False)]
         layout = Layout([("a", (64,), lanes[0]), ("b", (numel,), lanes[1])])
-        messages = routes(segments(layout, 0, 2, False), size)
+        messages = group_into_messages(segments(layout, 0, 2, False), size)
         assert [len(message) for message in messages] == ([2] if together else [1, 1])
-        assert len(routes(segments(layout, 1, 2, False), size)) == 1  # nothing to ride with
+        assert len(group_into_messages(segments(layout, 1, 2, False), size)) == 1  # nothing to ride with
 
 
 @settings(deadline=None)
@@ -118,9 +118,9 @@ def test_a_key_tells_which_tensors_whatever_the_plan(layout: Layout, seeds: list
 
 
 def test_a_message_is_named_after_its_merge_buffer() -> None:
-    names = [title(buffer, number) for buffer in range(30) for number in range(30)]
+    names = [message_name(buffer, number) for buffer in range(30) for number in range(30)]
     assert len(set(names)) == 900 and max(map(len, names)) < 30
-    assert names[0] == "buffer 0" and title(3, 2) == "buffer 3.2"
+    assert names[0] == "buffer 0" and message_name(3, 2) == "buffer 3.2"
 
 
 def test_ahead_the_owners_of_state_are_the_same_under_every_plan() -> None:

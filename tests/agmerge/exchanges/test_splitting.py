@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import merging
 from agmerge.exchanges.routing import key
-from agmerge.exchanges.splitting import cut, divided, refused
+from agmerge.exchanges.splitting import cut, split, why_parts_impossible
 from agmerge.tensors.layout import ALIGNMENT, Lane, Layout, Segment
 
 CPU = torch.device("cpu")
@@ -114,7 +114,7 @@ def test_keys_tell_parts_apart_and_do_not_depend_on_what_lies_before() -> None:
 @given(layouts, st.integers(1, 5))
 def test_what_is_sent_whole_goes_with_the_first_message(layout: Layout, parts: int) -> None:
     group = sorted(layout.segments(0, len(layout.slots)), key=lambda segment: not segment.lane.sparse)
-    messages = divided(group, parts)
+    messages = split(group, parts)
     assert 1 <= len(messages) <= parts
     for segment in group:
         pieces = [piece for message in messages for piece in message if piece.lane == segment.lane]
@@ -125,7 +125,7 @@ def test_what_is_sent_whole_goes_with_the_first_message(layout: Layout, parts: i
 
 def test_several_tensors_ahead_are_refused() -> None:
     labels = ("ahead", "ahead", "")
-    assert refused(merging.Plan((2, 1, 2), labels=labels, parts=(1, 3, 3))) == ""
-    assert "merge buffer 0 has 2 parts, and each of its 2 tensors" in refused(
+    assert why_parts_impossible(merging.Plan((2, 1, 2), labels=labels, parts=(1, 3, 3))) == ""
+    assert "merge buffer 0 has 2 parts, and each of its 2 tensors" in why_parts_impossible(
         merging.Plan((2, 1, 2), labels=labels, parts=(2, 1, 1))
     )

@@ -35,7 +35,7 @@ from agmerge import testing
 from agmerge.exchanges.message.format import slot_bytes
 from agmerge.planning import cost_probe, replanner
 from agmerge.planning.replanner import FIRST
-from agmerge.step.agreement import labelled
+from agmerge.step.agreement import with_mode
 from agmerge.step.merge_buffers import MergeBuffers
 
 MODEL = seeded(mlp)
@@ -142,7 +142,7 @@ def test_the_first_plan_is_what_the_saved_measurements_give(name: str, sparsify:
     assert measured.dumps() == text
     assert measured.modes == (("behind", "ahead") if sparsify == "auto" else (sparsify,))
     assert measured.workers == 2 and dict(measured.facts)["step"] == str(FIRST)
-    assert plan == labelled(*merging.best(merging.get(name), measured))
+    assert plan == with_mode(*merging.best(merging.get(name), measured))
 
 
 def test_the_measurements_are_those_of_the_model() -> None:

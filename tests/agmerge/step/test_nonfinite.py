@@ -18,7 +18,7 @@ import merging
 import sparsifiers
 from agmerge import testing
 from agmerge.backends import topology
-from agmerge.exchanges.message.format import NONFINITE
+from agmerge.exchanges.message.format import Flag
 from agmerge.step import nonfinite_verdict
 from agmerge.tensors.nonfinite import ALLOW, RAISE, SKIP, NonFiniteGuard, first_of_all, is_finite
 from sparsifiers import Selection
@@ -364,7 +364,7 @@ def test_what_only_a_device_knows_travels_as_a_tensor() -> None:
     for bad in (False, True):
         control = RoundHeader(3, 4, 5, 0, (True, False), torch.tensor(bad))
         tail = tail_of(control, torch.float16, torch.device("cpu"))
-        assert decode((2 * tail).tolist(), control, "buffer 5").flags == (NONFINITE if bad else 0)
+        assert decode((2 * tail).tolist(), control, "buffer 5").flags == (Flag.NONFINITE if bad else 0)
     assert NonFiniteGuard(ALLOW).alarm(torch.device("cpu")) is None
 
 
