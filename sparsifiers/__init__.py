@@ -15,9 +15,12 @@ from __future__ import annotations
 from sparsifiers.arguments import Request, budget
 from sparsifiers.base import Selection, Sparsifier
 from sparsifiers.catalogue import get, memory, names, register
+from sparsifiers.compressor import Compressor, Kind
 from sparsifiers.memories import Memory, Momentum, Rate
 
 __all__ = [
+    "Compressor",
+    "Kind",
     "Memory",
     "Momentum",
     "Rate",

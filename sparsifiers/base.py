@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparsifiers.arguments import Request, check_density, check_request, check_vector
 from sparsifiers.canonical import canonical
+from sparsifiers.compressor import Compressor, Kind
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,22 +46,18 @@ class Selection:
         return self.indices[: int(self.count)].long()
 
 
-class Sparsifier(ABC):
-    """Chooses which coordinates of a vector to send.
+class Sparsifier(Compressor):
+    """Choose which coordinates of a vector to send.
 
     A subclass sets `name` and writes `_select`; everything else has a default that is right for a sparsifier
-    that has no options, sends exactly k indices and remembers nothing. One with hyper-parameters returns them
-    from `options`; one whose message is smaller than k writes `_capacity`; one that remembers something
-    between calls writes `state_dict`, `load_state_dict` and `retain`. Arguments are checked here, once, and
-    arrive as a `Request`: k carries warm-up, per-tensor densities and budgets, and step is the only clock.
-
-    name: the canonical name that it is registered under.
-    density: selected / total elements, in (0, 1]; used where the caller gives no k.
-    memory: the name of the memory that it is meant to be used with.
+    that has no options, sends exactly k indices and remembers nothing. One whose message is smaller than k writes
+    `_capacity`; for options and state see `Compressor`. Arguments are checked here, once, and arrive as a `Request`:
+    k carries warm-up, per-tensor densities and budgets, and step is the only clock.
     """
 
-    name: str
-    memory: str = "residual"
+    kind = Kind.SPARSE
+    memory = "residual"
+    density: float  # selected / total elements, in (0, 1]; used where the caller gives no k
 
     def __init__(self, density: float = 0.01) -> None:
         self.density = check_density(density)
@@ -106,27 +103,6 @@ class Sparsifier(ABC):
     def _capacity(self, numel: int, request: Request) -> int:
         """Slots of the message; request.k unless the method has a reason to send fewer."""
         return request.k
-
-    def options(self) -> dict[str, object]:
-        """Hyper-parameters as plain values: get(name, density, **options()) is this sparsifier again."""
-        return {}
-
-    def state_dict(self) -> dict[str, object]:
-        """What must survive a restart for the next selections to be the same; empty if stateless."""
-        return {}
-
-    def snapshot(self) -> Mapping[str, object]:
-        """The same for a moment, in this process: what `load_state_dict` takes back. Waits for no device."""
-        return self.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Restore what `state_dict` returned. ValueError if it belongs to another kind of sparsifier."""
-        if state:
-            raise ValueError(f"{self}: keeps no state, but was given {sorted(state)}; load that into what saved it")
-
-    def retain(self, keys: Iterable[str]) -> None:
-        """After a re-plan: forget the state of every key that is not in `keys`."""
-        return  # nothing is remembered
 
     def __repr__(self) -> str:
         return canonical(self.name, {"density": self.density, **dict(sorted(self.options().items()))})
