@@ -213,7 +213,7 @@ class Player:
 
     def replan(self, seed: int) -> None:
         """Let the planner find another plan once, if there is a session that it could be for."""
-        adaptation = self.optimizer._reducer.replanner
+        adaptation = self.optimizer._reducer.exchange.plans
         if adaptation is None:
             return
         plan = plan_for(adaptation.session, seed)

@@ -21,6 +21,10 @@ class RunningStepTimes:
         self._last: StepRecorder | None = None
         self._before: StepTimes | None = None  # what was typical up to the last look
 
+    def add_exposed(self, seconds: float) -> None:
+        """Count seconds that were waited for messages outside of what a recorder sees."""
+        self.exposed += seconds
+
     def observe(self, recorder: StepRecorder) -> None:
         """A step has been received. Its marks are read one step later: by then every device has got there."""
         self.settle()
@@ -35,6 +39,11 @@ class RunningStepTimes:
             self.steps = [*self.steps[1 - KEEP :], times]
             if self.trace is not None:
                 self.trace.add(recorder.began, times)
+
+    def record(self, trace: Trace | None) -> None:
+        """Tell ``trace`` of every step from the next one on; None: no longer."""
+        self.settle()
+        self.trace = trace
 
     def restart(self) -> None:
         """Begin a new average under the same plan."""

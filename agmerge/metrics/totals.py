@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sparsifiers.proof import Proof
-
 
 @dataclass
 class Totals:
@@ -22,7 +20,6 @@ class Totals:
     elements_sent: int = 0
     elements: int = 0
     wire: Counter[str] = field(default_factory=Counter)  # bytes_sent by what they are
-    proof: Proof | None = None  # measures selections, where the script has asked for it
 
     def sent(self, size: int, elements: int, codecs: Mapping[str, int] | None = None) -> None:
         """A message of ``size`` bytes has left; ``codecs``: these by what they are, if codecs have made them."""

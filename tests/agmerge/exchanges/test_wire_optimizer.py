@@ -56,7 +56,7 @@ def test_every_sparse_exchange_is_told_what_to_check(exchange: str, check: str) 
     def body(rank: int, model: nn.Module) -> None:
         optimizer = wrap(model, compression="topk", exchange=exchange, wire_check=check)
         train(model, optimizer, rank, range(1))
-        session = optimizer._reducer.session
+        session = optimizer._reducer.exchange.buffers
         assert session is not None
         chosen, _ = session.exchanges()
         assert chosen.payload == (check == "payload")  # type: ignore[attr-defined]

@@ -55,8 +55,8 @@ def wrapped(model: nn.Module, **options: Any) -> agmerge.DistributedOptimizer:
 
 
 def session_of(optimizer: agmerge.DistributedOptimizer) -> MergeBuffers:
-    assert optimizer._reducer.session is not None
-    return optimizer._reducer.session
+    assert optimizer._reducer.exchange.buffers is not None
+    return optimizer._reducer.exchange.buffers
 
 
 @pytest.fixture(autouse=True)

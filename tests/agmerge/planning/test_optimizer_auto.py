@@ -74,7 +74,7 @@ def test_a_merge_buffer_that_goes_dense_sends_all_and_keeps_nothing(size: int, m
     def body(rank: int, model: nn.Module) -> tuple[str, list[float]]:
         optimizer = trained(rank, model, 5, merging=plan, memory=memory)
         kept = optimizer.state_dict()["agmerge"]["residuals"]
-        order = [slot.name for slot in optimizer._reducer.session.layout.slots]  # type: ignore[union-attr]
+        order = [slot.name for slot in optimizer._reducer.exchange.buffers.layout.slots]  # type: ignore[union-attr]
         return digest(model), [float(kept[name].abs().sum()) if name in kept else 0.0 for name in order]
 
     found = on_ranks(size, MODEL, body)
@@ -108,7 +108,7 @@ def test_from_dense_to_sparse_and_back_residuals_are_sent_in_the_end() -> None:
     def body(rank: int, model: nn.Module) -> tuple[float, float]:
         optimizer = trained(rank, model, 4, merging=merging.Plan((6,)))
         before = optimizer.stats()["residual_norm"]
-        optimizer._reducer._follow(merging.Plan((6,), dense=(True,), names=optimizer.plan.names))  # type: ignore[union-attr]
+        optimizer._reducer.exchange.use_plan(merging.Plan((6,), dense=(True,), names=optimizer.plan.names))
         train(model, optimizer, rank, range(4, 5))
         return before, optimizer.stats()["residual_norm"]
 

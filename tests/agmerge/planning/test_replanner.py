@@ -84,7 +84,7 @@ class World:
             world.plans.append(int(dict(measured.facts)["step"]))
             return original(planner, measured)
 
-        monkeypatch.setattr("agmerge.engine.reducer.RunningStepTimes", Scripted)
+        monkeypatch.setattr("agmerge.step.agreed_state.RunningStepTimes", Scripted)
         monkeypatch.setattr(replanner, "probe", probe)
         monkeypatch.setattr(merging, "best", best)
 
@@ -248,7 +248,7 @@ def test_a_plan_that_is_kept_is_compared_with_what_was_measured_last(monkeypatch
     def body(rank: int, model: nn.Module) -> tuple[float, str]:
         optimizer = wrap(model, merging=planner)
         train(model, optimizer, rank, range(at(8)))
-        work = optimizer._reducer.replanner
+        work = optimizer._reducer.exchange.plans
         assert work is not None and work.measured is not None
         return float(work.measured.profile.backward.sum()), dict(work.measured.facts)["step"]
 
@@ -278,7 +278,7 @@ def test_the_rank_that_waited_least_says_what_an_exchange_takes(late: int, monke
         waits = START * (1 if workers.world().rank == late or self.look < 2 else 50)
         return np.full(len(self.steps[-1].handed), waits)
 
-    monkeypatch.setattr("agmerge.engine.reducer.RunningStepTimes.travel", travel)
+    monkeypatch.setattr("agmerge.step.agreed_state.RunningStepTimes.travel", travel)
 
     def body(rank: int, model: nn.Module) -> merging.Plan:
         optimizer = wrap(model, merging=merging.get("agmerge", check_every=EVERY))
