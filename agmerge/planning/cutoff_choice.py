@@ -28,7 +28,7 @@ def settle(session: MergeBuffers, planner: merging.Planner, measured: merging.Me
             config.dense(slot.name, parameter)
             for slot, parameter in zip(session.tensors.slots, session.parameters, strict=True)
         ]
-        density, gain = sparsifier.density, getattr(planner, "gain", 0.0)
+        density, gain = sparsifier.density, planner.min_gain
         try:
             told = {"cut": rule.most}
             if dense_cutoff.feasible(sizes, exempt, density):

@@ -66,7 +66,7 @@ class Replanner:
             return self._first(planner, step) if self._steps == FIRST else None
         if self._trial is not None:
             return self._tried(self._trial)
-        every = getattr(planner, "check_every", 0)
+        every = planner.recheck_every
         if not every or self._steps % every:
             return None
         ready, travel = self._told(self.averages.ready(), self.averages.travel())
@@ -242,7 +242,7 @@ class Replanner:
     def _better(self, planner: merging.Planner, latest: Measurements) -> merging.Plan:
         """The planner's plan, or after the first one the plan in use, unless a new one gains enough."""
         chosen, current = self._planned(planner, latest), self.session.plan
-        gain = getattr(planner, "gain", 0.0)
+        gain = planner.min_gain
         if self.measured is not None and finish(current, latest) <= finish(chosen, latest) * (1 + gain):
             return current
         return chosen
@@ -254,7 +254,7 @@ class Replanner:
     def _planned(self, planner: merging.Planner, latest: Measurements) -> merging.Plan:
         planner = self._by_groups(planner)
         plan, mode = merging.best(planner, latest)
-        most = getattr(planner, "parts", 1) if SPARSE[self.session.config.exchange].pipelines_parts else 1
+        most = planner.max_messages if SPARSE[self.session.config.exchange].pipelines_parts else 1
         return with_mode(merging.divide(plan, latest.profile, latest.costs, mode, most) if most > 1 else plan, mode)
 
     def _rivals(self, planner: merging.Planner, latest: Measurements, chosen: merging.Plan) -> list[merging.Plan]:

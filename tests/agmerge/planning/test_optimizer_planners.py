@@ -90,7 +90,7 @@ def test_a_model_with_everything_that_is_awkward_keeps_its_residuals_too(monkeyp
         """Another plan, and the other mode if it may, at every look."""
 
         name: ClassVar[str] = "restless"
-        check_every: int = 3
+        recheck_every: ClassVar[int] = 3
         made: ClassVar[list[str]] = []
 
         def partition(self, profile: merging.Profile, costs: merging.Costs, mode: str) -> merging.Plan:
