@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import merging
 from agmerge.options.dense_cutoff import DenseCutoff
-from agmerge.step.agreement import broadcast_json, raise_on_all_ranks
+from agmerge.step.agreement import decide_on_rank_0
 from agmerge.step.merge_buffers import MergeBuffers
 from merging import dense_cutoff
 
@@ -21,21 +20,18 @@ def settle(session: MergeBuffers, planner: merging.Planner, measured: merging.Me
     config = session.config
     rule, sparsifier = config.partial, config.sparsifier
     assert rule is not None and rule.most is not None and sparsifier is not None
-    told: dict[str, Any] = {}
-    if session.comm.rank == 0:
+    most, density = rule.most, sparsifier.density
+
+    def decide() -> dict[str, int]:
         sizes = [slot.numel for slot in session.tensors.slots]  # whole tensors, where ranks have shards of them
         exempt = [
             config.dense(slot.name, parameter)
             for slot, parameter in zip(session.tensors.slots, session.parameters, strict=True)
         ]
-        density, gain = sparsifier.density, planner.min_gain
-        try:
-            told = {"cut": rule.most}
-            if dense_cutoff.feasible(sizes, exempt, density):
-                told = {"cut": dense_cutoff.choose(planner, measured, sizes, exempt, density, rule.most, gain)}
-        except Exception as error:  # a planner may be the script's own; the others wait for word
-            told = {"problem": f"{planner!r}: {error}"}
-    told = broadcast_json(session.comm, told, config.timeout)
-    raise_on_all_ranks(session.comm, told.get("problem", ""), config.timeout)
-    session.config = replace(config, partial=DenseCutoff(told["cut"], settled=True))
-    return bool(told["cut"] != rule.most)
+        if not dense_cutoff.feasible(sizes, exempt, density):
+            return {"cut": most}
+        return {"cut": dense_cutoff.choose(planner, measured, sizes, exempt, density, most, planner.min_gain)}
+
+    cut = decide_on_rank_0(session.comm, decide, lambda decision: "", config.timeout, decider=repr(planner))["cut"]
+    session.config = replace(config, partial=DenseCutoff(cut, settled=True))
+    return bool(cut != most)

@@ -24,7 +24,7 @@ from agmerge.options.config import AUTO
 from agmerge.planning.cost_probe import MeasuredCosts, probe
 from agmerge.planning.cutoff_choice import settle
 from agmerge.planning.plan_trial import Trial
-from agmerge.step.agreement import broadcast_json, raise_on_all_ranks, why_plan_does_not_fit, with_mode
+from agmerge.step.agreement import decide_on_rank_0, why_plan_does_not_fit, with_mode
 from agmerge.step.gradient_energy import Energies, left_behind
 from agmerge.step.merge_buffers import SPARSE, MergeBuffers
 from merging import Measurements
@@ -112,7 +112,8 @@ class Replanner:
     def measure(self, step: int) -> Measurements:
         """Measure now; the plan stays. Collective."""
         latest = self._measure(step)
-        told = broadcast_json(self.session.comm, {"measured": latest.dumps()}, self.session.config.timeout)
+        timeout = self.session.config.timeout
+        told = decide_on_rank_0(self.session.comm, lambda: {"measured": latest.dumps()}, None, timeout)
         self.measured = self._latest = Measurements.loads(told["measured"])
         self._seen = []
         return self.measured
@@ -129,16 +130,19 @@ class Replanner:
         assert session.energy is not None and sparsifier is not None
         (energy,) = self._told(session.energy.of(session.layout.slots))
         session.energy = None
-        slots = [slot for slot in session.layout.slots if slot.lane.sparse]
-        mean = np.where(np.isfinite(energy), energy, 0.0).mean(axis=0)
         density = sparsifier.density
-        energies, numel = [mean[slot.index] for slot in slots], [slot.numel for slot in slots]
-        given = loads(numel, energies, density, least=density / SPREAD, most=min(1.0, density * SPREAD))
-        shares = [0] * len(session.layout.slots)
-        for slot, elements in zip(slots, given.tolist(), strict=True):
-            shares[slot.index] = max(1, elements)
-        told = broadcast_json(session.comm, {"shares": shares}, session.config.timeout)
-        session.shares = tuple(told["shares"])
+
+        def decide() -> dict[str, Any]:
+            slots = [slot for slot in session.layout.slots if slot.lane.sparse]
+            mean = np.where(np.isfinite(energy), energy, 0.0).mean(axis=0)
+            energies, numel = [mean[slot.index] for slot in slots], [slot.numel for slot in slots]
+            given = loads(numel, energies, density, least=density / SPREAD, most=min(1.0, density * SPREAD))
+            shares = [0] * len(session.layout.slots)
+            for slot, elements in zip(slots, given.tolist(), strict=True):
+                shares[slot.index] = max(1, elements)
+            return {"shares": shares}
+
+        session.shares = tuple(decide_on_rank_0(session.comm, decide, None, session.config.timeout)["shares"])
 
     # -- what is measured -----------------------------------------------------------------------------------
 
@@ -213,23 +217,21 @@ class Replanner:
 
         Where merge buffers go dense or sparse by choice, a new plan has to show what it promises, see ``_rivals``.
         """
-        comm, timeout, plan = self.session.comm, self.session.config.timeout, self.session.plan
-        told: dict[str, Any] = {}
-        if comm.rank == 0:
-            try:
-                chosen = self._better(planner, latest)
-                tried = [chosen, *self._rivals(planner, latest, chosen)]
-                told = {"plans": [one.dumps() for one in tried], "measured": latest.dumps()}
-            except Exception as error:  # the others wait for word: whatever it is, they get it
-                told = {"problem": f"{planner!r}: {error}"}
-        told = broadcast_json(comm, told, timeout)
+        plan = self.session.plan
         names = [slot.name for slot in self.session.layout.slots]
-        plans = [merging.Plan.loads(text) for text in told.get("plans", ())]
-        raise_on_all_ranks(
-            comm,
-            told.get("problem") or next(filter(None, (why_plan_does_not_fit(one, names) for one in plans)), ""),
-            timeout,
-        )
+
+        def decide() -> dict[str, Any]:
+            chosen = self._better(planner, latest)
+            tried = [chosen, *self._rivals(planner, latest, chosen)]
+            return {"plans": [one.dumps() for one in tried], "measured": latest.dumps()}
+
+        def reject(decision: dict[str, Any]) -> str:
+            problems = (why_plan_does_not_fit(merging.Plan.loads(text), names) for text in decision["plans"])
+            return next(filter(None, problems), "")
+
+        timeout = self.session.config.timeout
+        told = decide_on_rank_0(self.session.comm, decide, reject, timeout, decider=repr(planner))
+        plans = [merging.Plan.loads(text) for text in told["plans"]]
         chosen, self._latest, self._seen = plans[0], Measurements.loads(told["measured"]), []
         if len(plans) > 1:
             self._trial = Trial(*plans)
