@@ -27,7 +27,7 @@ from agmerge.metrics.chrome_trace import Trace
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.totals import Totals
 from agmerge.options.config import Config, check_two_level
-from agmerge.planning.replanner import Replanner
+from agmerge.planning.replanner import Decision, Replanner
 from agmerge.runtime import process_sets, workers
 from agmerge.step import nonfinite_verdict
 from agmerge.step.agreement import open_session
@@ -266,10 +266,8 @@ class Reducer:
             self._compared = True
         with self._breaking():
             if not self._stale:
-                plan = self.replanner.after_step(self._clock)
-                if plan is not None:
-                    self._follow(plan)
-                self._settle()
+                for decision in self.replanner.after_step(self._clock):  # each is applied before the next is made
+                    self._apply(decision)
 
     def _follow(self, plan: planning.Plan) -> None:
         """Another plan from the next step on. Residuals stay where they are."""
@@ -286,12 +284,17 @@ class Reducer:
         if self.stats.proof is not None:
             self.stats.proof.reset()
 
-    def _settle(self) -> None:
-        """Go on with the cut of dense="partial" that the adaptation has found, once it has: see settle()."""
+    def _apply(self, decision: Decision) -> None:
+        """Go on as all ranks have decided, from the next step on."""
         assert self.session is not None
-        before, self.config = self.config.partial, self.session.config
-        if before is not None and self.config.partial is not None and before.most != self.config.partial.most:
-            self._reopen()
+        if decision.budgets is not None:
+            self.session.set_budgets(decision.budgets)
+        if decision.cutoff is not None:
+            before, self.config = self.config.partial, replace(self.config, partial=decision.cutoff)
+            if before is None or before.most != decision.cutoff.most:
+                self._reopen()  # tensors change lanes
+        if decision.plan is not None:
+            self._follow(decision.plan)
 
     def measured(self) -> planning.Measurements | None:
         """What the plan in use was made from."""

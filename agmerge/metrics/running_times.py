@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from agmerge.metrics.chrome_trace import Trace
-from agmerge.metrics.clock import Seconds
-from agmerge.metrics.step_times import StepRecorder, StepTimes
+from agmerge.metrics.step_times import Seconds, StepRecorder, StepTimes
 
 KEEP = 50  # steps
 
