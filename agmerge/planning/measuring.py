@@ -1,4 +1,4 @@
-"""What plans are made from: the tensors of a session with their times and loads, and what all ranks have measured."""
+"""Put together what plans are made from: the tensors with their times and loads, and what all ranks have measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which plan is best for what was measured, and what is predicted of it: pure functions, called on rank 0.
+"""Choose the best plan for what was measured, and predict what it takes: pure functions.
 
 ``planner`` is the one in training, ``session`` the merge buffers that there are; neither is changed.
 """

@@ -72,9 +72,9 @@ class Replanner:
         self._has_warned = False
 
     def after_step(self, step: int) -> Iterator[Decision]:
-        """Collective at steps that all ranks count alike. Yield what changes before ``step``, the one to come.
+        """Collective. Yield what changes before ``step``, the one to come; at most steps nothing does.
 
-        Whoever asks applies each decision before asking for the next one: costs are measured with the budgets that
+        Ranks communicate at steps that all of them count alike. Whoever asks applies each decision before asking for the next one: costs are measured with the budgets that
         were chosen. After a cutoff of another size nothing more comes.
         """
         config, planner = self.session.config, self.session.config.planner
@@ -135,7 +135,7 @@ class Replanner:
         return self._plan(planner, self._measure(step, ready, probing=finding is Finding.PROBE))
 
     def _advance_trial(self, trial: PlanTrial) -> Decision:
-        """Return the trial's next plan, and in the end the fastest one, by the slowest rank. Collective at the end."""
+        """Collective. Return the trial's next plan, and when it is over the fastest one, by the slowest rank."""
         following = trial.after_step()
         if not trial.over:
             return Decision(plan=following)

@@ -1,4 +1,4 @@
-"""What all ranks agree on before they exchange: members, their order, and the plan, which rank 0 makes."""
+"""Agree, before anything is exchanged, on members, their order, and the plan, which rank 0 makes."""
 
 from __future__ import annotations
 
