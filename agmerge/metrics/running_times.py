@@ -61,7 +61,7 @@ class RunningStepTimes:
         return np.asarray(np.median([times.travel for times in self.steps], axis=0))
 
     def typical(self) -> StepTimes | None:
-        """Return the median step, mark by mark: of the last average where this one has no step yet; None: there is none."""
+        """Return the median step, mark by mark; of the last average where this one has none yet; else None."""
         self.settle()
         if not self.steps:
             return self._before

@@ -27,7 +27,7 @@ class Clock(ABC):
 
     @abstractmethod
     def since(self, origin: Any, marks: Sequence[Any]) -> Seconds:
-        """Return the seconds from ``origin`` to each mark, (k,). May wait until the device has got there: not for hooks."""
+        """Return the seconds from ``origin`` to each mark, (k,). May wait for the device: not for hooks."""
 
 
 class HostClock(Clock):
@@ -104,9 +104,7 @@ class StepRecorder:
         self._slots: list[int] = []  # of the tensors, as they came
         self._ready: list[Any] = []  # a mark each, in that order
         self._resumed: list[Any] = []  # likewise
-        self._buffers: list[list[Any]] = [
-            [] for _ in range(buffers)
-        ]  # five marks each, from ``complete`` to ``written``
+        self._buffers: list[list[Any]] = [[] for _ in range(buffers)]  # five marks each: ``complete`` to ``written``
         self._arrived: list[Any] = []  # of merge buffers, in plan order, as far as they were seen to arrive
 
     def begin(self) -> None:

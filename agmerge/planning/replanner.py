@@ -74,8 +74,8 @@ class Replanner:
     def after_step(self, step: int) -> Iterator[Decision]:
         """Collective. Yield what changes before ``step``, the one to come; at most steps nothing does.
 
-        Ranks communicate at steps that all of them count alike. Whoever asks applies each decision before asking for the next one: costs are measured with the budgets that
-        were chosen. After a cutoff of another size nothing more comes.
+        Ranks communicate at steps that all of them count alike. Whoever asks applies each decision before asking for
+        the next one: costs are measured with the budgets that were chosen. A cutoff of another size is the last one.
         """
         config, planner = self.session.config, self.session.config.planner
         by_times = planner is not None and planner.timed and config.groups is None
