@@ -15,7 +15,8 @@ from agmerge.errors import AGMergeError
 from agmerge.metrics.chrome_trace import Trace, path_of
 from agmerge.metrics.step_times import StepTimes
 from agmerge.options.config import Config
-from agmerge.planning.replanner import FIRST, mode
+from agmerge.planning.plan_choice import mode_of
+from agmerge.planning.replanner import FIRST
 from agmerge.step.gradient_exchange import GradientExchange
 from agmerge.step.merge_buffers import MergeBuffers
 from sparsifiers.observed import Observed
@@ -141,7 +142,7 @@ def merge_buffers_table(
     plan, slots = buffers.plan, buffers.tensors.slots
     spans: Sequence[planning.Span] = ()
     if measured is not None:
-        spans = planning.predict(plan, measured.profile, measured.costs, mode(plan, measured)).spans
+        spans = planning.predict(plan, measured.profile, measured.costs, mode_of(plan, measured)).spans
     rows = [["buffer", "tensors", "elements", "ready", "start", "end", "exposed", "predicted ready", "start", "end"]]
     for index, (start, stop) in enumerate(plan.bounds):
         elements = sum(slot.numel for slot in slots[start:stop])

@@ -21,9 +21,10 @@ import merging as planning
 from agmerge.engine.dear_modules import ModuleHooks, Parameters, Updates, check_hooks, check_readers
 from agmerge.engine.reducer import Reducer
 from agmerge.errors import AGMergeError
-from agmerge.metrics.clock import Clock, Seconds
 from agmerge.metrics.running_times import KEEP, RunningStepTimes
+from agmerge.metrics.step_times import Clock, Seconds
 from agmerge.options.config import Config
+from agmerge.planning.measuring import gather_seconds
 from agmerge.planning.replanner import Replanner
 from agmerge.step.agreed_state import Plans
 from agmerge.step.gradient_exchange import Combined
@@ -221,7 +222,7 @@ class DearReplanner(Replanner):
 
     def _measure(self, step: int, ready: Seconds | None = None, *, probing: bool = True) -> planning.Measurements:
         self._reducer.flush()  # nothing is in flight while exchanges are timed
-        (forward,) = self._told(self._reducer.forward_seconds())
+        (forward,) = gather_seconds(self.session, self._reducer.forward_seconds())
         measured = super()._measure(step, ready, probing=probing)
         profile = measured.profile
         whole = planning.Profile(**{**profile.plain(), "forward": forward.max(axis=0)})

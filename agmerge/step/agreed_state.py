@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -16,6 +16,7 @@ from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.totals import Totals
 from agmerge.ops import Average, ReduceOp
 from agmerge.options.config import TWO_LEVEL, Config
+from agmerge.options.dense_cutoff import DenseCutoff
 from agmerge.step.agreement import open_session
 from agmerge.step.merge_buffers import MergeBuffers, State, model_facts
 from agmerge.tensors.parameters import ParameterInfo
@@ -32,11 +33,20 @@ class TensorTable(Protocol):
         """Return what must not change unnoticed, to be compared with ``==``. Cheap: asked once a step."""
 
 
+@dataclass(frozen=True)
+class Decision:
+    """Hold what changes from the next step on, the same on every rank; None: that stays as it is."""
+
+    plan: merging.Plan | None = None  # for the tensors that take part, in their order
+    cutoff: DenseCutoff | None = None  # of dense="partial"; with another size ranks agree anew
+    budgets: tuple[int, ...] | None = None  # elements that each tensor may send in a step, by slot
+
+
 class Plans(Protocol):
     """Make plans between steps, from what is measured."""
 
-    def after_step(self, step: int) -> merging.Plan | None:
-        """Collective. Return another plan for the steps from ``step`` on; None: the plan stays."""
+    def after_step(self, step: int) -> Iterable[Decision]:
+        """Collective. Yield what changes before ``step``, the one to come; each is applied before the next is made."""
 
 
 OnAgreement = Callable[[MergeBuffers, RunningStepTimes], "Plans | None"]
@@ -168,12 +178,15 @@ class AgreedState:
         """Collective. Between steps: go on with another plan, where the measured times ask for one."""
         if self.plans is None or self.buffers is None or self._stale:
             return
-        plan = self.plans.after_step(self.step)
-        if plan is not None:
-            self.use_plan(plan)
-        before, self.config = self.config.partial, replace(self.config, partial=self.buffers.config.partial)
-        if before is not None and self.config.partial is not None and before.most != self.config.partial.most:
-            self.reopen()
+        for decision in self.plans.after_step(self.step):
+            if decision.budgets is not None:
+                self.buffers.set_budgets(decision.budgets)
+            if decision.cutoff is not None:
+                before, self.config = self.config.partial, replace(self.config, partial=decision.cutoff)
+                if before is None or before.most != decision.cutoff.most:
+                    self.reopen()  # tensors change lanes
+            if decision.plan is not None:
+                self.use_plan(decision.plan)
 
     def use_plan(self, plan: merging.Plan) -> None:
         """Go on with ``plan`` from the next step on; every rank calls this alike. Residuals stay where they are."""

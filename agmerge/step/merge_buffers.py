@@ -32,9 +32,9 @@ from agmerge.exchanges.node_shards import NodeShards, sharded
 from agmerge.exchanges.reduce_scatter import ScatterExchange
 from agmerge.exchanges.routing import AHEAD, Message, group_by, group_into_messages, message_name
 from agmerge.exchanges.splitting import split
-from agmerge.metrics.clock import clock_for
+from agmerge.metrics.step_times import clock_for
 from agmerge.options.config import AUTO, Config
-from agmerge.step.gradient_energy import GradientEnergy
+from agmerge.step.importance import GradientEnergy
 from agmerge.step.update_home import InArenas
 from agmerge.tensors.arena import Arena, trim
 from agmerge.tensors.layout import Lane, Layout, Segment, Slot
@@ -280,7 +280,11 @@ class MergeBuffers:
     def give(self, shares: dict[str, int]) -> None:
         """Take shares by importance as they were, if they are of all the tensors here."""
         if self.energy is not None and all(slot.name in shares for slot in self.layout.slots):
-            self.energy, self.shares = None, tuple(shares[slot.name] for slot in self.layout.slots)
+            self.set_budgets(tuple(shares[slot.name] for slot in self.layout.slots))
+
+    def set_budgets(self, budgets: tuple[int, ...]) -> None:
+        """Send so many elements of each tensor from now on, by slot; what they were chosen by is not added up more."""
+        self.energy, self.shares = None, budgets
 
     def shares_by_name(self) -> dict[str, int] | None:
         """How many elements of each tensor to send, by importance, once that is known."""

@@ -16,8 +16,7 @@ import merging
 import sparsifiers
 from agmerge import testing
 from agmerge.backends import local
-from agmerge.metrics.clock import Clock, Seconds
-from agmerge.metrics.step_times import StepRecorder, StepTimes
+from agmerge.metrics.step_times import Clock, Seconds, StepRecorder, StepTimes
 from sparsifiers.arguments import Request
 
 MODEL = seeded(mlp)

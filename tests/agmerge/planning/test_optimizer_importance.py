@@ -10,7 +10,8 @@ from torch import nn
 
 import agmerge
 import merging
-from agmerge.planning.replanner import FIRST, SPREAD
+from agmerge.planning.replanner import FIRST
+from agmerge.step.importance import SPREAD
 from tests.support import agreed, on_ranks
 
 

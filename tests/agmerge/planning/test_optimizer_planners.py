@@ -33,7 +33,7 @@ import agmerge
 import merging
 from agmerge import testing
 from agmerge.exchanges.message.format import slot_bytes
-from agmerge.planning import cost_probe, replanner
+from agmerge.planning import cost_probe, plan_choice, replanner
 from agmerge.planning.replanner import FIRST
 from agmerge.step.agreement import with_mode
 from agmerge.step.merge_buffers import MergeBuffers
@@ -90,15 +90,17 @@ def test_a_model_with_everything_that_is_awkward_keeps_its_residuals_too(monkeyp
         """Another plan, and the other mode if it may, at every look."""
 
         name: ClassVar[str] = "restless"
-        check_every: int = 3
+        recheck_every: ClassVar[int] = 3
         made: ClassVar[list[str]] = []
 
         def partition(self, profile: merging.Profile, costs: merging.Costs, mode: str) -> merging.Plan:
             self.made.append(mode)
             return random_plan(len(self.made), len(profile))
 
-    monkeypatch.setattr(replanner.Replanner, "_look", lambda *_: replanner.PLAN)
-    monkeypatch.setattr(replanner, "finish", lambda plan, measured: float("nan"))  # never better, never worse
+    monkeypatch.setattr(replanner.Replanner, "_compare_with_prediction", lambda *_: replanner.Finding.PLAN)
+    monkeypatch.setattr(
+        plan_choice, "predicted_finish", lambda plan, measured: float("nan")
+    )  # never better, never worse
 
     def best(planner: merging.Planner, measured: merging.Measurements) -> tuple[merging.Plan, str]:
         mode = measured.modes[len(Restless.made) % len(measured.modes)]
