@@ -15,9 +15,10 @@ import torch
 from agmerge.backends import Backend
 from agmerge.errors import MessageError
 from agmerge.exchanges import all_reduce, mask_votes
-from agmerge.exchanges.base import Commit, Exchange, InFlight, SegmentBuffers
+from agmerge.exchanges.base import Commit, InFlight, SegmentBuffers
 from agmerge.exchanges.dense import decode, largest_summand, tail_of
 from agmerge.exchanges.message.format import Flag, Format, RoundHeader
+from agmerge.exchanges.multi_round import MultiRoundExchange, Phases, State
 from agmerge.ops import ReduceOp
 from sparsifiers import Selection
 
@@ -25,20 +26,19 @@ _DIGITS, _BASE = 4, 8  # of a checksum, one-hot
 
 
 @dataclass
-class _State:
-    """By load: ``votes``: whether its mask is voted on; ``masks``: int32 or int64, once all ranks agree on them."""
+class _State(State):
+    """What is known of a message; lists are by load."""
 
-    votes: list[bool]
-    papers: mask_votes.VoteFormat | None = None
-    layout: Format | None = None
-    control: RoundHeader | None = None
-    masks: list[torch.Tensor] = field(default_factory=list)
-    sums: list[all_reduce.Sum] = field(default_factory=list)
+    votes: list[bool] = field(default_factory=list)  # whether the mask is voted on
+    papers: mask_votes.VoteFormat | None = None  # None: nothing is voted on
+    layout: Format | None = None  # the header in front of the votes
+    masks: list[torch.Tensor] = field(default_factory=list)  # int32 or int64, once all ranks agree on them
+    sums: list[all_reduce.Sum] = field(default_factory=list)  # values under way, one for each dtype
     totals: dict[int, torch.Tensor] = field(default_factory=dict)  # by load: its part of a sum
-    tail: torch.Tensor | None = None  # behind the first sum
+    tail: torch.Tensor | None = None  # what stands behind the first sum
 
 
-class MaskedExchange(Exchange):
+class MaskedExchange(MultiRoundExchange):
     """A mask that all ranks agree on, then one all-reduce of every rank's own values there.
 
     ``drawn``: what is offered depends on (seed, key, step) alone, so offers are the mask; a checksum of it travels in
@@ -65,9 +65,8 @@ class MaskedExchange(Exchange):
         ordered: bool = False,
         payload: bool = True,
     ) -> None:
-        super().__init__(comm, op, commit, timeout)
-        self.drawn, self.ordered, self.payload = drawn, ordered, payload
-        self._voting: dict[str, InFlight] = {}  # messages whose votes are not counted yet, in the order of their starts
+        super().__init__(comm, op, commit, timeout, payload=payload)
+        self.drawn, self.ordered = drawn, ordered
 
     def start(
         self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
@@ -95,10 +94,8 @@ class MaskedExchange(Exchange):
                 named[i] = mask_votes.ballot(load.work, offer.trimmed(), share, workers, most)
         papers.write(named, share, message[layout.size :], self.payload)
         handle = self.comm.all_gather(received, message, name)
-        state = _State([not all_of_it for all_of_it in whole], papers, layout)
-        self._voting.pop(name, None)  # of an attempt that came to nothing
-        self._voting[name] = pending = InFlight(name, loads, control, handle, size, 0, message, received, state)
-        return pending
+        state = _State(votes=[not all_of_it for all_of_it in whole], papers=papers, layout=layout)
+        return self.follow(InFlight(name, loads, control, handle, size, 0, message, received, state))
 
     def _start_agreed(
         self,
@@ -108,7 +105,7 @@ class MaskedExchange(Exchange):
         whole: Sequence[bool],
         control: RoundHeader,
     ) -> InFlight:
-        state = _State([False] * len(loads))
+        state = _State()
         state.masks = [
             _all(load) if all_of_it else offer.indices
             for load, offer, all_of_it in zip(loads, offers, whole, strict=True)
@@ -129,22 +126,15 @@ class MaskedExchange(Exchange):
 
     def wait(self, pending: InFlight) -> RoundHeader:
         state: _State = pending.extra
-        if pending.name in self._voting:
-            under_way, self._voting = self._voting, {}
-            for one in under_way.values():
-                self._count(one)
+        control = None if state.papers is None else super().wait(pending)  # one round, where all agree from the start
         for total in state.sums:
             all_reduce.wait(self.comm, total, self.timeout)
-        if state.layout is None:
-            state.control = self._decode(pending, state)
-        assert state.control is not None
-        return state.control
+        return self._decode(pending, state) if control is None else control
 
-    def _count(self, pending: InFlight) -> None:
+    def phases(self, pending: InFlight) -> Phases[None]:
         """All votes are in: the mask is known, values leave. If the round will be repeated, none do."""
         state: _State = pending.extra
         assert state.layout is not None and state.papers is not None
-        pending.handle.wait(self.timeout)
         messages = pending.received.view(self.comm.size, -1)
         state.control = state.layout.read_headers(messages, pending.control, pending.name)
         if state.control.flags & Flag.REPLAN:
@@ -164,6 +154,7 @@ class MaskedExchange(Exchange):
         self._send(f"{pending.name}/values", pending.loads, state, torch.empty(0, device=messages.device))
         pending.bytes += sum(one.bytes for one in state.sums)
         pending.elements = sum(_real(load, mask) for load, mask in zip(pending.loads, state.masks, strict=True))
+        yield from ()  # sums are waited for one by one, so that an update is written while those behind it travel
 
     def _send(self, name: str, loads: Sequence[SegmentBuffers], state: _State, tail: torch.Tensor) -> None:
         """Begin to add up what lies at the masks, one sum for each dtype; ``tail`` goes behind the first."""
