@@ -29,6 +29,7 @@ class RandomK(Sparsifier):
     """
 
     name = "randomk"
+    same_on_all_ranks = True
 
     def __init__(self, density: float = 0.01, seed: int = 0) -> None:
         super().__init__(density)

@@ -80,17 +80,7 @@ class DearReducer(Reducer):
 
     def _scatter(self, session: MergeBuffers) -> None:
         """Send in two halves whatever the session would send by an all-reduce: everything."""
-        config = self.config
-        self._exchange = ScatterExchange(
-            session.comm,
-            config.op,
-            session.commit,
-            config.timeout,
-            keeps=config.memory_of(False).keeps,
-            cast=config.cast,
-            predivide=config.predivide,
-            ordered=config.ordered,
-        )
+        self._exchange = ScatterExchange(session.exchange_context())
         session.messages = [
             [replace(route, exchange=self._exchange) for route in buffer] for buffer in session.messages
         ]

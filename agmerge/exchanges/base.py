@@ -26,6 +26,23 @@ Commit = Callable[[Segment, "torch.Tensor | None", "torch.Tensor | None"], None]
 
 
 @dataclass(frozen=True)
+class ExchangeContext:
+    """Say what an exchange is made from: every exchange takes what concerns it, and ignores the rest."""
+
+    comm: Backend  # the ranks that exchange messages
+    op: ReduceOp  # Average or Sum
+    commit: Commit  # takes off the work what this rank has sent
+    timeout: float  # seconds, of every wait for a collective
+    wire: str = "auto"  # value codec of sparse sections, see agmerge.exchanges.message.value_codec
+    ordered: bool = False  # add in rank order: a sum then does not depend on the place of an element
+    same_on_all_ranks: bool = False  # all ranks choose the same coordinates by themselves, so no vote is needed
+    predivide: float = 1.0  # f: dense sums are of `work / f`, and multiplied by f afterwards
+    cast: torch.dtype | None = None  # dtype of dense segments on the wire; None: the gradient's own
+    keeps: bool = False  # `work` of dense segments holds a residual, so that what is sent has to be committed
+    workers: int | None = None  # whose gradients are in a sum; None: one of each rank of `comm`
+
+
+@dataclass(frozen=True)
 class SegmentBuffers:
     """One segment with its memory, 1-D of ``segment.length``: ``work`` goes out, ``update`` is written."""
 
@@ -66,8 +83,9 @@ class Exchange(ABC):
     mixes_lanes: ClassVar[bool] = True  # whether a message may have segments of several lanes
     pipelines_parts: ClassVar[bool] = False  # whether a merge buffer in several messages overlaps their ways
 
-    def __init__(self, comm: Backend, op: ReduceOp, commit: Commit, timeout: float) -> None:
-        self.comm, self.scale, self.commit, self.timeout = comm, op.scale(comm.size), commit, timeout
+    def __init__(self, context: ExchangeContext) -> None:
+        self.context, self.comm, self.commit, self.timeout = context, context.comm, context.commit, context.timeout
+        self.scale = context.op.scale(context.workers or context.comm.size)  # of sums over ranks
         self._kept: dict[tuple[object, ...], torch.Tensor] = {}
 
     @abstractmethod

@@ -13,12 +13,10 @@ from dataclasses import replace
 
 import torch
 
-from agmerge.backends import Backend
 from agmerge.errors import MessageError
 from agmerge.exchanges import all_reduce
-from agmerge.exchanges.base import Commit, Exchange, InFlight, SegmentBuffers
+from agmerge.exchanges.base import Exchange, ExchangeContext, InFlight, SegmentBuffers
 from agmerge.exchanges.message.format import Flag, RoundHeader
-from agmerge.ops import ReduceOp
 from sparsifiers import Selection
 
 LARGE = 1 << 18  # elements from which on a segment is not copied: the all-reduce of 1 MB takes longer than one more
@@ -38,20 +36,10 @@ class DenseExchange(Exchange):
 
     sparse = False
 
-    def __init__(
-        self,
-        comm: Backend,
-        op: ReduceOp,
-        commit: Commit,
-        timeout: float,
-        *,
-        keeps: bool = False,
-        cast: torch.dtype | None = None,
-        predivide: float = 1.0,
-        ordered: bool = False,
-    ) -> None:
-        super().__init__(comm, op, commit, timeout)
-        self.keeps, self.cast, self.predivide, self.ordered = keeps, cast, predivide, ordered
+    def __init__(self, context: ExchangeContext) -> None:
+        super().__init__(context)
+        self.keeps, self.cast, self.predivide = context.keeps, context.cast, context.predivide
+        self.ordered = context.ordered
 
     def start(
         self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader

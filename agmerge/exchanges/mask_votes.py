@@ -70,7 +70,7 @@ class VoteFormat:
             end += aligned(size, _GRAIN)
         self.size = end
 
-    def write(self, named: Sequence[torch.Tensor], share: int, out: torch.Tensor, sealed: bool) -> None:
+    def write(self, named: Sequence[torch.Tensor], share: int, out: torch.Tensor) -> None:
         """Fill ``out``, uint8[size], with what a rank names of each vector: int64, of its share, in no order."""
         counts = []
         for codec, part, length, some in zip(self.codecs, self.parts, self.lengths, named, strict=True):
@@ -82,13 +82,13 @@ class VoteFormat:
                 room[: places.numel()] = places
                 codec.encode(room, max(counts[-1], 0), out[part])
         out[self.counts].view(torch.int32).copy_(torch.tensor(counts, dtype=torch.int32))
-        crc.write(out, sealed)
+        crc.write(out)
 
-    def read(self, data: torch.Tensor, share: int, sealed: bool) -> list[torch.Tensor] | None:
+    def read(self, data: torch.Tensor, share: int) -> list[torch.Tensor] | None:
         """What the rank that judges ``share`` names of each vector, int64, ascending; None if ``data`` is damaged."""
         counts = data[self.counts].view(torch.int32).tolist()
         fits = all(0 <= count <= most for count, most in zip(counts, self.slots, strict=True))
-        if not fits or not crc.ok(data, sealed):
+        if not fits or not crc.ok(data):
             return None
         named = []
         for codec, part, length, count in zip(self.codecs, self.parts, self.lengths, counts, strict=True):

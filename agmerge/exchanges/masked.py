@@ -12,14 +12,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from agmerge.backends import Backend
 from agmerge.errors import MessageError
 from agmerge.exchanges import all_reduce, mask_votes
-from agmerge.exchanges.base import Commit, InFlight, SegmentBuffers
+from agmerge.exchanges.base import ExchangeContext, InFlight, SegmentBuffers
 from agmerge.exchanges.dense import decode, largest_summand, tail_of
 from agmerge.exchanges.message.format import Flag, Format, RoundHeader
 from agmerge.exchanges.multi_round import MultiRoundExchange, Phases, State
-from agmerge.ops import ReduceOp
 from sparsifiers import Selection
 
 _DIGITS, _BASE = 4, 8  # of a checksum, one-hot
@@ -45,7 +43,7 @@ class MaskedExchange(MultiRoundExchange):
     the control numbers. Otherwise ranks vote: each names k/W of the coordinates that are its to judge in this step
     (:mod:`agmerge.exchanges.mask_votes`). The mask has at most k elements and at least 0.8 k; where k is all of a
     segment, it is that, without a vote. A rank has sent its own values at the mask, and keeps all others. ``ordered``:
-    values are added in rank order. ``payload``: whether a checksum covers votes, beside their header's.
+    values are added in rank order.
 
     A mask by vote is nobody's own choice: with W ranks whose gradients have little in common it leaves about as much
     behind as an own choice of k/W would, with ranks that agree about as much as ``sparse`` does. And it takes two
@@ -54,19 +52,9 @@ class MaskedExchange(MultiRoundExchange):
 
     carries_dense = False  # a dense segment is an all-reduce already
 
-    def __init__(
-        self,
-        comm: Backend,
-        op: ReduceOp,
-        commit: Commit,
-        timeout: float,
-        *,
-        drawn: bool = False,
-        ordered: bool = False,
-        payload: bool = True,
-    ) -> None:
-        super().__init__(comm, op, commit, timeout, payload=payload)
-        self.drawn, self.ordered = drawn, ordered
+    def __init__(self, context: ExchangeContext) -> None:
+        super().__init__(context)
+        self.drawn, self.ordered = context.same_on_all_ranks, context.ordered
 
     def start(
         self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
@@ -92,7 +80,7 @@ class MaskedExchange(MultiRoundExchange):
             if k and not control.flags & Flag.REPLAN:
                 most = mask_votes.quota(k, workers, share)
                 named[i] = mask_votes.ballot(load.work, offer.trimmed(), share, workers, most)
-        papers.write(named, share, message[layout.size :], self.payload)
+        papers.write(named, share, message[layout.size :])
         handle = self.comm.all_gather(received, message, name)
         state = _State(votes=[not all_of_it for all_of_it in whole], papers=papers, layout=layout)
         return self.follow(InFlight(name, loads, control, handle, size, 0, message, received, state))
@@ -142,7 +130,7 @@ class MaskedExchange(MultiRoundExchange):
         said = []
         for rank, message in enumerate(messages):
             share = mask_votes.share_of(rank, self.comm.size, pending.control.step)
-            named = state.papers.read(message[state.layout.size :], share, self.payload)
+            named = state.papers.read(message[state.layout.size :], share)
             if named is None:
                 raise MessageError(
                     f"{pending.name}: what rank {rank} votes has changed on its way, or is not in the vector: look at "

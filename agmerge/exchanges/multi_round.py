@@ -9,11 +9,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from agmerge.backends import Backend, Handle
-from agmerge.exchanges.base import Commit, Exchange, InFlight
+from agmerge.backends import Handle
+from agmerge.exchanges.base import Exchange, ExchangeContext, InFlight
 from agmerge.exchanges.message.format import RoundHeader
 from agmerge.exchanges.message.pairs import IndexValuePairs, PairFormat, read, write
-from agmerge.ops import ReduceOp
 
 T = TypeVar("T")
 Phases = Generator[Handle, None, T]  # yields each collective that it starts; goes on when that has ended
@@ -33,13 +32,10 @@ class MultiRoundExchange(Exchange):
     The rest happens in ``wait``, where all messages under way advance together, phase by phase in the order in which
     they were started. That is the plan's, so all ranks make the same calls in the same order, whatever arrives when;
     and a step pays the latency of a phase once, and not once for each message.
-
-    ``payload``: whether checksums cover what later messages carry, beside the first one's header.
     """
 
-    def __init__(self, comm: Backend, op: ReduceOp, commit: Commit, timeout: float, *, payload: bool = True) -> None:
-        super().__init__(comm, op, commit, timeout)
-        self.payload = payload
+    def __init__(self, context: ExchangeContext) -> None:
+        super().__init__(context)
         self._under_way: dict[str, InFlight] = {}
 
     @abstractmethod
@@ -115,10 +111,10 @@ class MultiRoundExchange(Exchange):
         sizes, out_sizes = ([form.size for form in forms] for forms in (sent, arriving))
         message = self._bytes(pending, what, sum(sizes))
         received = self._bytes(pending, f"{what} received", sum(out_sizes))
-        write(sent, mine.split(table[rank]), message, self.payload, sound=True)
+        write(sent, mine.split(table[rank]), message, sound=True)
         pending.bytes += message.numel()
         yield self.comm.all_to_all(received, message, out_sizes, sizes, f"{pending.name}/{what}")
-        pieces, good = read(arriving, torch.split(received, out_sizes), self.payload)
+        pieces, good = read(arriving, torch.split(received, out_sizes))
         return pieces, 0 if all(good) else 1 + good.index(False)
 
     def spread(
@@ -136,10 +132,10 @@ class MultiRoundExchange(Exchange):
         longest = max(form.size for form in forms)
         message = self._bytes(pending, what, longest)
         received = self._bytes(pending, f"{what} received", self.comm.size * longest)
-        write([forms[self.comm.rank]], [mine], message, self.payload, sound)
+        write([forms[self.comm.rank]], [mine], message, sound)
         pending.bytes += message.numel()
         yield self.comm.all_gather(received, message, f"{pending.name}/{what}")
-        parcels, good = read(forms, torch.split(received, [longest] * self.comm.size), self.payload)
+        parcels, good = read(forms, torch.split(received, [longest] * self.comm.size))
         return parcels, 0 if all(good) else 1 + good.index(False)
 
     def _bytes(self, pending: InFlight, what: str, length: int) -> torch.Tensor:

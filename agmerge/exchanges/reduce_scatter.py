@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from agmerge.exchanges import all_reduce
-from agmerge.exchanges.base import InFlight, SegmentBuffers
+from agmerge.exchanges.base import ExchangeContext, InFlight, SegmentBuffers
 from agmerge.exchanges.dense import DenseExchange, decode, tail_of
 from agmerge.exchanges.message.format import RoundHeader
 from sparsifiers import Selection
@@ -28,8 +27,8 @@ class ScatterExchange(DenseExchange):
     alike in an all-reduce and in a reduce-scatter. The all-gather comes back into the message, which is free by then.
     """
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, context: ExchangeContext) -> None:
+        super().__init__(context)
         self._scattered: list[InFlight] = []
 
     def start(

@@ -10,11 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from agmerge.backends import Backend
 from agmerge.errors import MessageError
-from agmerge.exchanges.base import Commit, Exchange, InFlight, SegmentBuffers
+from agmerge.exchanges.base import Exchange, InFlight, SegmentBuffers
 from agmerge.exchanges.message.format import Format, RoundHeader, Section
-from agmerge.ops import ReduceOp
 from sparsifiers import Selection, kernel
 
 Part = tuple[torch.Tensor, torch.Tensor]  # indices and values of one rank
@@ -23,30 +21,17 @@ Part = tuple[torch.Tensor, torch.Tensor]  # indices and values of one rank
 class SparseExchange(Exchange):
     """All-gather of sparse sections; bytes received are ``(W - 1) * size``.
 
-    ``wire``: the value codec of sparse sections. ``payload``: whether a checksum covers them, beside the header's.
+    ``context.wire``: the value codec of sparse sections.
     """
 
     pipelines_parts = True
-
-    def __init__(
-        self,
-        comm: Backend,
-        op: ReduceOp,
-        commit: Commit,
-        timeout: float,
-        *,
-        wire: str = "auto",
-        payload: bool = True,
-    ) -> None:
-        super().__init__(comm, op, commit, timeout)
-        self.wire, self.payload = wire, payload
 
     def start(
         self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
     ) -> InFlight:
         segments = [load.segment for load in loads]
         capacities = [None if offer is None else offer.indices.numel() for offer in offers]
-        layout = Format(segments, capacities, self.wire)
+        layout = Format(segments, capacities, self.context.wire)
         device = segments[0].lane.device
         message = self.keep(("message", name), layout.size, torch.uint8, device)
         received = self.keep(("received", name), layout.size * self.comm.size, torch.uint8, device)
@@ -60,8 +45,7 @@ class SparseExchange(Exchange):
                 sent = layout.put(message, section, offer, _chosen(load.work, offer))
                 self.commit(load.segment, offer.indices, sent)
                 elements += min(offer.indices.numel(), load.segment.numel)
-        if self.payload:
-            layout.seal(message)
+        layout.seal(message)
         handle = self.comm.all_gather(received, message, name)
         codecs = layout.by_codec()
         return InFlight(
@@ -73,8 +57,7 @@ class SparseExchange(Exchange):
         messages = pending.received.view(self.comm.size, -1)
         layout: Format = pending.extra
         control = layout.read_headers(messages, pending.control, pending.name)
-        if self.payload:
-            layout.check_payloads(messages, pending.name)
+        layout.check_payloads(messages, pending.name)
         return control
 
     def finish(self, pending: InFlight) -> None:

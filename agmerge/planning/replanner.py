@@ -18,6 +18,7 @@ import merging
 from agmerge.backends.handshake import gather_bytes
 from agmerge.exchanges.message.format import slot_bytes
 from agmerge.exchanges.routing import AHEAD
+from agmerge.exchanges.table import EXCHANGES
 from agmerge.metrics.clock import Seconds
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.options.config import AUTO
@@ -26,7 +27,7 @@ from agmerge.planning.cutoff_choice import settle
 from agmerge.planning.plan_trial import Trial
 from agmerge.step.agreement import broadcast_json, raise_on_all_ranks, why_plan_does_not_fit, with_mode
 from agmerge.step.gradient_energy import Energies, left_behind
-from agmerge.step.merge_buffers import SPARSE, MergeBuffers
+from agmerge.step.merge_buffers import MergeBuffers
 from merging import Measurements
 from merging.budgets import loads
 from merging.measured import sent_whole
@@ -254,7 +255,7 @@ class Replanner:
     def _planned(self, planner: merging.Planner, latest: Measurements) -> merging.Plan:
         planner = self._by_groups(planner)
         plan, mode = merging.best(planner, latest)
-        most = getattr(planner, "parts", 1) if SPARSE[self.session.config.exchange].pipelines_parts else 1
+        most = getattr(planner, "parts", 1) if EXCHANGES[self.session.config.exchange].pipelines_parts else 1
         return with_mode(merging.divide(plan, latest.profile, latest.costs, mode, most) if most > 1 else plan, mode)
 
     def _rivals(self, planner: merging.Planner, latest: Measurements, chosen: merging.Plan) -> list[merging.Plan]:

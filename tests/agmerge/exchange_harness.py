@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from agmerge import testing
-from agmerge.exchanges import DenseExchange, Exchange, SegmentBuffers, SparseExchange
+from agmerge.exchanges import Commit, DenseExchange, Exchange, ExchangeContext, SegmentBuffers, SparseExchange
 from agmerge.exchanges.masked import MaskedExchange
 from agmerge.exchanges.message.format import RoundHeader
 from agmerge.exchanges.oktopk.exchange import OkTopkExchange
@@ -105,14 +106,20 @@ def exchange(
     return seen
 
 
+def context(commit: Commit, op: ReduceOp = Average, **options: Any) -> ExchangeContext:
+    """What an exchange of this rank is made from, in the group that the test runs in."""
+    return ExchangeContext(workers.world(), op, commit, WAIT, **options)
+
+
 def dense(op: ReduceOp, cast: torch.dtype | None = None, predivide: float = 1.0, ordered: bool = False) -> Make:
+    keeps = cast is not None
     return lambda record: DenseExchange(
-        workers.world(), op, record, WAIT, keeps=cast is not None, cast=cast, predivide=predivide, ordered=ordered
+        context(record, op, keeps=keeps, cast=cast, predivide=predivide, ordered=ordered)
     )
 
 
 def sparse(op: ReduceOp) -> Make:
-    return lambda record: SparseExchange(workers.world(), op, record, WAIT)
+    return lambda record: SparseExchange(context(record, op))
 
 
 def draw_offer(length: int, capacity: int, seed: int, on_device: bool) -> Selection:
@@ -134,7 +141,7 @@ Works = Callable[[int, int], torch.Tensor]
 
 
 def oktopk(op: ReduceOp = Average) -> Make:
-    return lambda record: OkTopkExchange(workers.world(), op, record, WAIT)
+    return lambda record: OkTopkExchange(context(record, op))
 
 
 def draws(
@@ -159,4 +166,4 @@ def apart(segments: Sequence[Segment]) -> list[Segment]:
 
 
 def masked(op: ReduceOp = Average, *, drawn: bool = False, ordered: bool = False) -> Make:
-    return lambda record: MaskedExchange(workers.world(), op, record, WAIT, drawn=drawn, ordered=ordered)
+    return lambda record: MaskedExchange(context(record, op, same_on_all_ranks=drawn, ordered=ordered))

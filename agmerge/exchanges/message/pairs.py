@@ -56,10 +56,8 @@ class PairFormat:
         self.size = aligned(self.values.stop, grain) if count else 0
 
 
-def write(
-    forms: Sequence[PairFormat], parcels: Sequence[IndexValuePairs], message: torch.Tensor, sealed: bool, sound: bool
-) -> None:
-    """Write parcels side by side into ``message``, uint8. ``sealed``: with checksums, where it is in the host's memory.
+def write(forms: Sequence[PairFormat], parcels: Sequence[IndexValuePairs], message: torch.Tensor, sound: bool) -> None:
+    """Write parcels side by side into ``message``, uint8.
 
     What does not fit its form, because of whatever somebody selected or said, or is not ``sound``, is written so that
     :func:`read` finds that out wherever it is read: only there is it known by all ranks.
@@ -76,13 +74,11 @@ def write(
         else:  # indices of -1; no marks
             out[form.indices] = 255 if isinstance(form.codec, Int32) else 0
         out[form.values].view(form.dtype).copy_(parcel.values)
-        crc.write(out, sealed)
+        crc.write(out)
         start += form.size
 
 
-def read(
-    forms: Sequence[PairFormat], messages: Sequence[torch.Tensor], sealed: bool
-) -> tuple[list[IndexValuePairs], list[bool]]:
+def read(forms: Sequence[PairFormat], messages: Sequence[torch.Tensor]) -> tuple[list[IndexValuePairs], list[bool]]:
     """The parcels at the beginning of each message, uint8, and which of them are what was written; of the others the
     pairs may be any."""
     found, checks = [], []
@@ -90,7 +86,7 @@ def read(
         data = message[: form.size]
         if form.count:
             indices, good = form.codec.decode(data[form.indices], form.count)
-            good = good & in_order(indices, len(form.where)) & crc.ok(data, sealed)
+            good = good & in_order(indices, len(form.where)) & crc.ok(data)
             found.append(IndexValuePairs(indices + form.where.start, data[form.values].view(form.dtype)))
             checks.append(good)
         else:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from exchange_harness import CPU, WAIT, Make, draw_offer, draw_work, exchange, same, segments_of
+from exchange_harness import CPU, Make, context, draw_offer, draw_work, exchange, same, segments_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +14,6 @@ from agmerge.exchanges import SparseExchange
 from agmerge.exchanges.message import value_codec
 from agmerge.exchanges.message.format import Format, slot_bytes
 from agmerge.ops import Average, ReduceOp, Sum
-from agmerge.runtime import workers
 from agmerge.tensors.layout import Lane
 from sparsifiers import Selection
 
@@ -22,8 +21,8 @@ WIRES = ["auto", "fp32", "fp16", "bf16", "int8"]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
-def coded(op: ReduceOp, wire: str, payload: bool = True) -> Make:
-    return lambda record: SparseExchange(workers.world(), op, record, WAIT, wire=wire, payload=payload)
+def coded(op: ReduceOp, wire: str) -> Make:
+    return lambda record: SparseExchange(context(record, op, wire=wire))
 
 
 def arrives(wire: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -44,7 +43,6 @@ def arrives(wire: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
     magnitude=st.sampled_from([1e-6, 1.0, 1e6]),
     seed=st.integers(0, 1000),
     on_device=st.booleans(),
-    payload=st.booleans(),
 )
 def test_the_sum_is_that_of_what_was_sent_and_the_rest_is_kept(
     size: int,
@@ -55,7 +53,6 @@ def test_the_sum_is_that_of_what_was_sent_and_the_rest_is_kept(
     magnitude: float,
     seed: int,
     on_device: bool,
-    payload: bool,
 ) -> None:
     segments = segments_of([(numel, Lane(CPU, dtype, True)) for numel, dtype in tensors])
 
@@ -65,7 +62,7 @@ def test_the_sum_is_that_of_what_was_sent_and_the_rest_is_kept(
 
     seen = exchange(
         size,
-        coded(op, wire, payload),
+        coded(op, wire),
         segments,
         lambda rank, index: draw_work(segments[index], 100 * seed + 10 * index + rank, magnitude),
         offer,
