@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from agmerge.exchanges.message import crc, smallest
+from agmerge.exchanges.message import bits, smallest
 from agmerge.exchanges.message.indices import in_order
 from agmerge.tensors.layout import aligned
 
@@ -62,8 +62,8 @@ class VoteFormat:
         self.lengths, self.slots, self.workers = lengths, slots, workers
         pairs = zip(lengths, slots, strict=True)
         self.codecs = [smallest(-(-length // workers), count, _GRAIN) for length, count in pairs]
-        self.parts, end = [], crc.HEAD + 4 * len(slots)
-        self.counts = slice(crc.HEAD, end)
+        self.parts, end = [], bits.CRC_BYTES + 4 * len(slots)
+        self.counts = slice(bits.CRC_BYTES, end)
         for codec, count in zip(self.codecs, slots, strict=True):
             size = codec.size if count else 0
             self.parts.append(slice(end, end + size))
@@ -82,13 +82,13 @@ class VoteFormat:
                 room[: places.numel()] = places
                 codec.encode(room, max(counts[-1], 0), out[part])
         out[self.counts].view(torch.int32).copy_(torch.tensor(counts, dtype=torch.int32))
-        crc.write(out)
+        bits.write_crc(out)
 
     def read(self, data: torch.Tensor, share: int) -> list[torch.Tensor] | None:
         """What the rank that judges ``share`` names of each vector, int64, ascending; None if ``data`` is damaged."""
         counts = data[self.counts].view(torch.int32).tolist()
         fits = all(0 <= count <= most for count, most in zip(counts, self.slots, strict=True))
-        if not fits or not crc.ok(data):
+        if not fits or not bits.crc_fits(data):
             return None
         named = []
         for codec, part, length, count in zip(self.codecs, self.parts, self.lengths, counts, strict=True):

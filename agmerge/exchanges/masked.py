@@ -69,7 +69,7 @@ class MaskedExchange(MultiRoundExchange):
         budgets = [0 if all_of_it else offer.indices.numel() for offer, all_of_it in zip(chosen, whole, strict=True)]
         slots = [mask_votes.slots(k, workers) for k in budgets]
         papers = mask_votes.VoteFormat([load.segment.length for load in loads], slots, workers)
-        layout = Format([load.segment for load in loads], [0] * len(loads))  # a header; ballots follow
+        layout = self.format_of(name, loads, [0] * len(loads))  # a header; ballots follow
         size = layout.size + papers.size
         message = self.keep(("votes", name), size, torch.uint8, device)
         received = self.keep(("all votes", name), size * workers, torch.uint8, device)

@@ -11,7 +11,7 @@ import torch
 from agmerge import testing
 from agmerge.exchanges import Commit, DenseExchange, Exchange, ExchangeContext, SegmentBuffers, SparseExchange
 from agmerge.exchanges.masked import MaskedExchange
-from agmerge.exchanges.message.format import RoundHeader
+from agmerge.exchanges.message.format import RoundHeader, Section
 from agmerge.exchanges.oktopk.exchange import OkTopkExchange
 from agmerge.ops import Average, ReduceOp
 from agmerge.runtime import workers
@@ -23,6 +23,13 @@ WAIT = 30.0
 CPU = torch.device("cpu")
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 Make = Callable[[Callable[..., None]], Exchange]
+
+
+def put(message: torch.Tensor, section: Section, offer: Selection, values: torch.Tensor) -> torch.Tensor:
+    """Write a sparse section; what receivers will read of ``values``, (capacity,), 0 at and after the count."""
+    assert section.index is not None and section.value is not None
+    section.index.encode(offer.indices, offer.count, message[section.indices])
+    return section.value.encode(values, message[section.values])
 
 
 @dataclass

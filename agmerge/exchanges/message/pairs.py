@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from agmerge.exchanges.message import IndexCodec, Int32, crc, smallest
+from agmerge.exchanges.message import IndexCodec, Int32, bits, smallest
 from agmerge.exchanges.message.indices import in_order
 from agmerge.tensors.layout import aligned
 
@@ -48,9 +48,9 @@ class PairFormat:
 
     def __init__(self, where: range, count: int, dtype: torch.dtype) -> None:
         self.where, self.count, self.dtype = where, count, dtype
-        grain = max(crc.HEAD, dtype.itemsize)  # everything starts where a value may
+        grain = max(bits.CRC_BYTES, dtype.itemsize)  # everything starts where a value may
         self.codec: IndexCodec = smallest(len(where), count, grain)
-        self.indices = slice(crc.HEAD, crc.HEAD + self.codec.size)
+        self.indices = slice(bits.CRC_BYTES, bits.CRC_BYTES + self.codec.size)
         start = aligned(self.indices.stop, grain)
         self.values = slice(start, start + count * dtype.itemsize)
         self.size = aligned(self.values.stop, grain) if count else 0
@@ -74,7 +74,7 @@ def write(forms: Sequence[PairFormat], parcels: Sequence[IndexValuePairs], messa
         else:  # indices of -1; no marks
             out[form.indices] = 255 if isinstance(form.codec, Int32) else 0
         out[form.values].view(form.dtype).copy_(parcel.values)
-        crc.write(out)
+        bits.write_crc(out)
         start += form.size
 
 
@@ -86,7 +86,7 @@ def read(forms: Sequence[PairFormat], messages: Sequence[torch.Tensor]) -> tuple
         data = message[: form.size]
         if form.count:
             indices, good = form.codec.decode(data[form.indices], form.count)
-            good = good & in_order(indices, len(form.where)) & crc.ok(data)
+            good = good & in_order(indices, len(form.where)) & bits.crc_fits(data)
             found.append(IndexValuePairs(indices + form.where.start, data[form.values].view(form.dtype)))
             checks.append(good)
         else:

@@ -63,7 +63,7 @@ class OkTopkExchange(MultiRoundExchange):
         if len(chosen) < len(loads) or len({segment.lane for segment in segments}) > 1:
             found = ", ".join(str(segment.lane) for segment in segments)
             raise ValueError(f"{name}: oktopk sends what is selected from one lane, and was given {found}")
-        layout = Format(segments, [offer.indices.numel() for offer in chosen])
+        layout = self.format_of(name, loads, [offer.indices.numel() for offer in chosen])
         starts = (0, *accumulate(segment.length for segment in segments))
         offer = offered(loads, chosen, starts)
         counts = [selection.count for selection in chosen]

@@ -15,7 +15,7 @@ from agmerge.backends.local import Call
 from agmerge.errors import MessageError
 from agmerge.exchanges import mask_votes
 from agmerge.exchanges.base import SegmentBuffers
-from agmerge.exchanges.message import crc
+from agmerge.exchanges.message import bits
 from agmerge.tensors.layout import Lane
 from sparsifiers import Selection
 
@@ -137,7 +137,7 @@ def test_papers_bring_what_was_named(lengths: list[int], workers: int, density: 
         if papers.size > 4:  # whatever arrives under a right checksum, nothing is named that is not there, or another's
             data[int(torch.randint(4, papers.size, ()))] ^= 1 + seed
             assert papers.read(data, share) is None
-            crc.write(data)
+            bits.write_crc(data)
             for one, length in zip(papers.read(data, share) or [], lengths, strict=False):
                 assert set(one.tolist()) <= set(range(share, length, workers)) and len(one.unique()) == len(one)
     for of_all in zip(*seen, strict=True):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agmerge.errors import MessageError
-from agmerge.exchanges.message import candidates, crc, pairs, smallest
+from agmerge.exchanges.message import bits, candidates, pairs, smallest
 from agmerge.exchanges.message.pairs import IndexValuePairs, PairFormat
 from agmerge.exchanges.oktopk import histogram, reduction, regions
 
@@ -212,7 +212,7 @@ def test_a_damaged_parcel_is_never_taken_for_another(
     (data,) = written([form], [drawn_parcel(where, form.count, dtype, 0)])
     data[round(place * (form.size - 1))] ^= flips
     if resealed:
-        crc.write(data)
+        bits.write_crc(data)
     (found,), (good,) = pairs.read([form], [data])
     if not resealed:
         assert not good

@@ -10,7 +10,8 @@ from exchange_harness import CPU, Make, context, draw_offer, draw_work, exchange
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agmerge.exchanges import SparseExchange
+from agmerge import testing
+from agmerge.exchanges import SegmentBuffers, SparseExchange
 from agmerge.exchanges.message import value_codec
 from agmerge.exchanges.message.format import Format, slot_bytes
 from agmerge.ops import Average, ReduceOp, Sum
@@ -151,3 +152,14 @@ def test_bytes_of_a_slot_with_its_header(wire: str, density: float, n: int) -> N
     layout = Format(segments_of([(n, Lane(CPU, torch.float32, True))]), [k], wire)
     assert layout.size / k <= LIMITS[density][wire]
     assert 0 < layout.size - k * slot_bytes(n, k, torch.float32, wire) < 100  # the header
+
+
+def test_a_format_is_made_once_for_the_same_segments_and_capacities() -> None:
+    segments = segments_of([(100, Lane(CPU, torch.float32, True)), (9, Lane(CPU, torch.float32, False))])
+    loads = [SegmentBuffers(part, torch.zeros(part.length), torch.zeros(part.length)) for part in segments]
+    here = testing.run(1, lambda rank: SparseExchange(context(lambda *_: None, wire="fp16")))[0]
+    first = here.format_of("buffer 0", loads, [4, None], "fp16")
+    assert here.format_of("buffer 0", list(loads), [4, None], "fp16") is first
+    assert here.format_of("buffer 1", loads, [4, None], "fp16") is not first
+    assert here.format_of("buffer 0", loads, [5, None], "fp16").capacities == [5, None]  # k changes in a warm-up
+    assert here.format_of("buffer 0", loads[:1], [5], "fp16").segments == segments[:1]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from exchange_harness import CPU, context, control_of, draw_offer, draw_work, segments_of
+from exchange_harness import CPU, context, control_of, draw_offer, draw_work, put, segments_of
 
 from agmerge import testing
 from agmerge.backends.local import Call
@@ -51,7 +51,7 @@ def packed(kind: str, wire: str) -> tuple[Format, torch.Tensor, list[RoundHeader
             else:
                 values = work[offer.indices.long()]
                 values[int(offer.count) :] = 0.0
-                layout.put(row, section, offer, values)
+                put(row, section, offer, values)
         layout.seal(row)
     return layout, rows, controls
 
