@@ -1,4 +1,4 @@
-"""How messages are combined: one exchange a file."""
+"""Combine the messages of all ranks: one exchange a file, by name in `table`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an exchange is: ``start`` sends, ``wait`` receives, ``finish`` writes the update.
+"""Say what an exchange is: ``start`` sends, ``wait`` receives, ``finish`` writes the update.
 
 An exchange never touches a residual. It calls ``commit`` with this rank's part of the update as soon as that
 part is known: at the start where what is sent is what counts (dense, sparse), in ``finish`` where the ranks

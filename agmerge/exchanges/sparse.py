@@ -1,4 +1,4 @@
-"""``sparse``: every rank sends what it selected, one all-gather, added up in rank order.
+"""Gather what every rank has selected in one all-gather, and add it up in rank order: ``sparse``.
 
 Dense segments may ride in the same message, whole: for a few small tensors that is cheaper than an
 all-reduce of their own.
@@ -34,6 +34,7 @@ class SparseExchange(Exchange):
     def start(
         self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
     ) -> InFlight:
+        """Collective. Encode what is offered, commit what receivers will read of it, and start the all-gather."""
         capacities = [None if offer is None else offer.indices.numel() for offer in offers]
         layout = self.format_of(name, loads, capacities, self.context.wire)
         device = loads[0].work.device
@@ -56,6 +57,7 @@ class SparseExchange(Exchange):
         )
 
     def wait(self, pending: InFlight) -> RoundHeader:
+        """Collective. Wait for the all-gather, check all messages, and return what all ranks say together."""
         pending.handle.wait(self.timeout)
         layout: Format = pending.extra
         messages = pending.received.view(self.comm.size, -1)

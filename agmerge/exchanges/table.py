@@ -1,6 +1,6 @@
-"""The exchanges of what a sparsifier selects, by the names that ``exchange=`` takes; the rest goes by `DENSE`.
+"""List the exchanges of what a sparsifier selects, by the names that ``exchange=`` takes; the rest goes by `DENSE`.
 
-A new exchange is a class that is made from one :class:`ExchangeContext`, and a line here.
+To add one, write a class that is made from one :class:`ExchangeContext`, and a line here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What messages are made of: integers of a few bits side by side in bytes, and checksums in front of bytes.
+"""Put integers of a few bits side by side in bytes, and checksums in front of bytes: what messages are made of.
 
 The first integer is in the lowest bits. The bytes are the same on every device; machines are little-endian, as
 everywhere in a message. Only the host computes checksums: on a device the word is 0, and not looked at.
@@ -84,6 +84,7 @@ def marked(data: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _marked_on_host(data: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Do what :func:`marked` does, in the host's memory."""
     ones = np.flatnonzero(np.unpackbits(data.numpy(), bitorder="little").view(np.bool_))
     places = np.zeros(count, dtype=np.int32)
     held = min(count, len(ones))
@@ -113,5 +114,6 @@ def crc_fits(part: Tensor) -> bool:
 
 
 def _crc(part: Tensor) -> int:
+    """Return the CRC-32 of what follows the first four bytes of ``part``."""
     checksum = zlib.crc32(part[CRC_BYTES:].numpy().data)
     return checksum - (checksum >> 31 << 32)  # as int32 has these bits

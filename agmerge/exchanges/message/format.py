@@ -164,6 +164,7 @@ class Format:
             message[4 * _PAYLOAD : 4 * _PAYLOAD + 4].view(torch.int32).fill_(self._payload_sum(message))
 
     def _payload_sum(self, message: torch.Tensor) -> int:
+        """Return the CRC-32 of what comes after the header of ``message``, uint8[size]."""
         return _signed(zlib.crc32(message[4 * self.words : self.size].numpy().data))
 
     # -- reading --------------------------------------------------------------------------------------------
@@ -204,6 +205,7 @@ class Format:
             _refuse_damaged(name, [rank for rank, (written, read) in pairs if written != read])
 
     def _check_length(self, fits: bool, messages: torch.Tensor, name: str) -> None:
+        """Raise :class:`agmerge.MessageError` unless ``fits``."""
         if not fits:
             raise MessageError(
                 f"{name}: messages of {messages.shape[1]} bytes arrived where {self.size} are sent, headers of "
@@ -216,9 +218,11 @@ class Format:
         return [self._counts(row) for row in rows]
 
     def _counts(self, row: list[int]) -> list[int]:
+        """Return the counts of all sections that a header, ``row``, announces."""
         return row[_FIRST + _EACH - 1 : self._used_from : _EACH]
 
     def _damaged(self, row: list[int]) -> bool:
+        """Tell whether the checksum of a header, ``row``, is wrong."""
         # The checksum of a longer or shorter header is another one; that it has no place here is found next.
         return row[_WORDS] == self.words and row[_CHECKSUM] != _header_sum(row)
 
@@ -242,10 +246,12 @@ class Format:
         raise MessageError(f"{name}: messages are laid out otherwise: {what} is {value}, not {expected}")
 
     def _place(self, row: Sequence[int]) -> list[int]:
+        """Return the words of a header, ``row``, that are the same for all messages that belong together."""
         sections = [row[start : start + _EACH - 1] for start in range(_FIRST, self._used_from, _EACH)]
         return [*row[_STEP:_FLAGS], *row[_WORDS:_CHECKSUM], *(word for section in sections for word in section)]
 
     def _named(self, place: Sequence[int]) -> list[Fact]:
+        """Return these words with their names, as facts to compare between ranks."""
         names = [*FIXED[_STEP:_FLAGS], *FIXED[_WORDS:_CHECKSUM]]
         names += [f"{field} of section {i}" for i in range(len(self.sections)) for field in OF_SECTION[:-1]]
         return list(zip(names, map(str, place), strict=True))
@@ -274,6 +280,7 @@ def slot_bytes(length: int, capacity: int, dtype: torch.dtype, wire: str) -> flo
 
 
 def _refuse_damaged(name: str, ranks: list[int]) -> None:
+    """Raise :class:`agmerge.MessageError` if there are ``ranks`` whose checksums are wrong."""
     if ranks:
         raise MessageError(
             f"{name}: what ranks {ranks} sent has changed on its way, its checksum is wrong: look at the network, the "
@@ -301,4 +308,5 @@ def _bits(flags: Sequence[bool]) -> list[int]:
 
 
 def _unbits(words: Sequence[int], count: int) -> tuple[bool, ...]:
+    """Return the first ``count`` flags of such words."""
     return tuple(bool(words[i // 31] >> (i % 31) & 1) for i in range(count))

@@ -97,8 +97,8 @@ def test_moves_keep_the_order(held: list[int]) -> None:
 def test_bins_are_in_the_order_of_magnitudes(dtype: torch.dtype) -> None:
     tiny = torch.finfo(torch.float32).smallest_normal
     values = [0.0, tiny / 2**20, tiny / 2, tiny, 1e-30, 1.0, 1.124, 1.125, 1.9, 2.0, 3e38, INF, NAN]
-    found = histogram.bins(torch.tensor(values, dtype=dtype)).tolist()
-    assert found == sorted(found) and found == histogram.bins(-torch.tensor(values, dtype=dtype)).tolist()
+    found = histogram.bin_of(torch.tensor(values, dtype=dtype)).tolist()
+    assert found == sorted(found) and found == histogram.bin_of(-torch.tensor(values, dtype=dtype)).tolist()
     assert found[0] == 0 < found[1] and found[5] == found[6] < found[7] < found[8] < found[9]
     assert found[9] == found[5] + 8 and found[-1] == histogram.BINS - 4 < histogram.BINS
     assert found[-3] < found[-2] < found[-1]
@@ -106,7 +106,7 @@ def test_bins_are_in_the_order_of_magnitudes(dtype: torch.dtype) -> None:
 
 def test_what_float32_does_not_hold_has_a_bin_all_the_same() -> None:
     values = torch.tensor([1e-300, -1e300, 0.0], dtype=torch.float64)
-    assert histogram.bins(values).tolist() == [1, histogram.bins(torch.tensor([INF])).item(), 0]
+    assert histogram.bin_of(values).tolist() == [1, histogram.bin_of(torch.tensor([INF])).item(), 0]
 
 
 SOME_BINS = st.lists(st.sampled_from([0, 1, 2, 3, 900, 901, histogram.BINS - 1]), max_size=30)
@@ -116,7 +116,7 @@ SOME_BINS = st.lists(st.sampled_from([0, 1, 2, 3, 900, 901, histogram.BINS - 1])
 @given(st.lists(SOME_BINS, min_size=1, max_size=5), st.integers(0, 60))
 def test_ranks_keep_the_k_largest_together(rows: list[list[int]], k: int) -> None:
     ranks = [torch.tensor(row, dtype=torch.int32) for row in rows]
-    counts = sum(histogram.counted(row) for row in ranks)
+    counts = sum(histogram.bin_counts(row) for row in ranks)
     assert isinstance(counts, torch.Tensor) and counts.dtype == torch.int32
     edge, room = histogram.crossing(counts, k)
     takes = histogram.allotted([int((row == edge).sum()) for row in ranks], room)
