@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -64,8 +65,7 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
       layers beside these, up to a size that is chosen so that the volume stays (docs/compressors.md).
     * ``merging``: a planner's name or object, a :class:`merging.Plan`, or the path of a saved one. ``"dear"``, with
       ``model=``, applies updates in the next forward (docs/dear.md); :meth:`flush` before you read parameters.
-    * ``wire``: how selected values travel, ``"auto"`` (the gradient's dtype), ``"fp32"``, ``"fp16"``, ``"bf16"`` or
-      ``"int8"``; ``wire_check``: whether checksums cover the ``"payload"`` or the ``"header"`` alone (docs/wire.md).
+    * ``wire``: values on the wire (docs/wire.md): ``"auto"``, as the gradient, ``"fp32" | "fp16" | "bf16" | "int8"``.
     * ``dense_sum``: ``"ordered"`` adds in rank order whatever the plan; ``"native"`` as the backend does.
     * ``scaler``: the ``torch.amp.GradScaler`` in use (or :meth:`attach_scaler`); residuals are kept without its scale.
     * ``nonfinite``: a gradient that is infinite or NaN on any rank is ``"raise"``, the same
@@ -98,7 +98,6 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
         sparsify: str = "auto",
         exchange: str = "auto",
         wire: str = "auto",
-        wire_check: str = "payload",
         dense_sum: str = "native",
         scaler: Any = None,
         nonfinite: str | None = None,
@@ -351,7 +350,8 @@ def _restore(
 ) -> DistributedOptimizer:
     """An unpickled or copied wrapper; it shakes hands at its first synchronize()."""
     self = DistributedOptimizer.__new__(DistributedOptimizer)
-    self._set_up(optimizer, named, arguments)
+    known = signature(DistributedOptimizer).parameters  # a pickle of an older version may have arguments that are gone
+    self._set_up(optimizer, named, {name: value for name, value in arguments.items() if name in known})
     rank_state.load(self._reducer, section)
     exchange = self._reducer.exchange
     exchange.adopt(rank_state.keeping(exchange, exchange.config, arguments["memory"]))

@@ -31,7 +31,7 @@ import torch
 from agmerge import testing
 from agmerge.backends import Backend, Handle
 from agmerge.backends.local import LocalBackend
-from agmerge.exchanges import Commit, Exchange, SegmentBuffers, SparseExchange
+from agmerge.exchanges import Commit, Exchange, ExchangeContext, SegmentBuffers, SparseExchange
 from agmerge.exchanges.message.format import Format, RoundHeader
 from agmerge.exchanges.message.pairs import PairFormat
 from agmerge.exchanges.oktopk.exchange import OkTopkExchange
@@ -220,7 +220,7 @@ def measure(kind: type[Exchange], case: str, workers: int, k: int, numel: int, s
 
 
 def _made(kind: type[Exchange], comm: Backend, taken: Commit) -> Exchange:
-    return kind(comm, Average, taken, WAIT)
+    return kind(ExchangeContext(comm, Average, taken, WAIT))
 
 
 def _volume(comm: Counting, k: int, kept: int, whole: bool) -> Volume:

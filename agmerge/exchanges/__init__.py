@@ -1,8 +1,8 @@
-"""How messages are combined: one exchange a file."""
+"""Combine the messages of all ranks: one exchange a file, by name in `table`."""
 
 from __future__ import annotations
 
-from agmerge.exchanges.base import Commit, Exchange, InFlight, SegmentBuffers
+from agmerge.exchanges.base import Commit, Exchange, ExchangeContext, InFlight, SegmentBuffers
 from agmerge.exchanges.dense import DenseExchange
 from agmerge.exchanges.masked import MaskedExchange
 from agmerge.exchanges.oktopk.exchange import OkTopkExchange
@@ -12,6 +12,7 @@ __all__ = [
     "Commit",
     "DenseExchange",
     "Exchange",
+    "ExchangeContext",
     "SegmentBuffers",
     "MaskedExchange",
     "OkTopkExchange",

@@ -1,4 +1,4 @@
-"""Sums over ranks that are under way: an all-reduce, as the backend adds or in rank order."""
+"""Add up over ranks: an all-reduce, as the backend adds or in rank order."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from agmerge.backends import Backend, Handle
 
 @dataclass
 class Sum:
-    """``message``: 1-D, summed in place. ``bytes``: handed to collectives, all in all."""
+    """Hold a sum over all ranks that is under way."""
 
-    message: torch.Tensor
-    received: torch.Tensor | None  # in rank order: this rank's shard of every rank's message
-    handle: Handle
-    bytes: int
-    name: str
+    message: torch.Tensor  # 1-D, summed in place
+    received: torch.Tensor | None  # in rank order: this rank's shard of every rank's message, one after the other
+    handle: Handle  # of the first collective
+    bytes: int  # handed to collectives, all in all
+    name: str  # of its collectives
 
 
 def start(comm: Backend, message: torch.Tensor, received: torch.Tensor | None, name: str) -> Sum:
-    """Begin to add ``message`` up over all ranks. With ``received``, of its length, in rank order.
+    """Collective. Begin to add ``message``, 1-D, up over all ranks; in rank order with ``received``, of its length.
 
     Their length is then a multiple of ``comm.size``. In rank order the sum of an element does not depend on its place.
     """
@@ -34,17 +34,22 @@ def start(comm: Backend, message: torch.Tensor, received: torch.Tensor | None, n
 
 
 def wait(comm: Backend, under_way: Sum, timeout: float, wide: torch.dtype | None = None) -> None:
-    """Return when the sum is in place. In rank order it is added in ``wide`` and rounded once (None: float32 for 16
-    bits, else the message's own dtype)."""
+    """Collective. Return when the sum is in place.
+
+    In rank order it is added in ``wide`` and rounded once (None: float32 for 16 bits, else the message's own dtype).
+    """
     under_way.handle.wait(timeout)
     if under_way.received is None:
         return
-    mine = in_rank_order(under_way.received.view(comm.size, -1), wide).to(under_way.message.dtype)
-    comm.all_gather(under_way.message, mine, f"{under_way.name}/sum").wait(timeout)
+    shard = in_rank_order(under_way.received.view(comm.size, -1), wide).to(under_way.message.dtype)
+    comm.all_gather(under_way.message, shard, f"{under_way.name}/sum").wait(timeout)
 
 
 def in_rank_order(rows: torch.Tensor, wide: torch.dtype | None = None) -> torch.Tensor:
-    """The sum of ``rows``, (W, n), first to last, in ``wide`` (None: float32 for 16 bits, else their own dtype)."""
+    """Return the sum of ``rows``, (W, n), added from first to last: (n,).
+
+    ``wide``: the dtype to add in; None: float32 for 16 bits, else their own.
+    """
     narrow = rows.dtype in (torch.float16, torch.bfloat16)
     total = rows[0].to(wide or (torch.float32 if narrow else rows.dtype), copy=True)
     for row in rows[1:]:

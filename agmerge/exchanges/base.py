@@ -1,4 +1,4 @@
-"""What an exchange is: ``start`` sends, ``wait`` receives, ``finish`` writes the update.
+"""Say what an exchange is: ``start`` sends, ``wait`` receives, ``finish`` writes the update.
 
 An exchange never touches a residual. It calls ``commit`` with this rank's part of the update as soon as that
 part is known: at the start where what is sent is what counts (dense, sparse), in ``finish`` where the ranks
@@ -16,85 +16,117 @@ from typing import Any, ClassVar
 import torch
 
 from agmerge.backends import Backend, Handle
-from agmerge.exchanges.message.format import RoundHeader
+from agmerge.exchanges.message.format import Format, RoundHeader
 from agmerge.ops import ReduceOp
 from agmerge.tensors.layout import Segment
 from sparsifiers import Selection
 
-# (segment, indices or None for all of it, sent): take `sent` (None: all there is, as it is) off the segment's work.
+# commit(segment, indices, sent) takes this rank's part of the update off the segment's work: work[indices] -= sent.
+# indices: int32 or int64, (n,), or None: of all its elements. sent: (n,), or None: all there is, as it is.
 Commit = Callable[[Segment, "torch.Tensor | None", "torch.Tensor | None"], None]
 
 
 @dataclass(frozen=True)
+class ExchangeContext:
+    """Say what an exchange is made from. Every exchange reads what concerns it, and leaves the rest alone."""
+
+    comm: Backend  # the ranks that exchange messages
+    op: ReduceOp  # Average or Sum
+    commit: Commit  # takes off the work what this rank has sent
+    timeout: float  # seconds, of every wait for a collective
+    wire: str = "auto"  # value codec of sparse sections, see agmerge.exchanges.message.value_codec
+    ordered: bool = False  # add in rank order: a sum then does not depend on where an element lies in its message
+    same_on_all_ranks: bool = False  # all ranks choose the same coordinates by themselves: no vote is needed
+    predivide: float = 1.0  # f: dense sums are of `work / f`, and multiplied by f afterwards
+    cast: torch.dtype | None = None  # dtype of dense segments on the wire; None: the gradient's own
+    keeps: bool = False  # `work` of dense segments holds a residual, so that what is sent has to be committed
+    workers: int | None = None  # whose gradients a sum has; None: one of each rank of `comm`
+
+
+@dataclass(frozen=True)
 class SegmentBuffers:
-    """One segment with its memory, 1-D of ``segment.length``: ``work`` goes out, ``update`` is written."""
+    """Hold one segment with its memory, 1-D of ``segment.length``."""
 
     segment: Segment
-    work: torch.Tensor
-    update: torch.Tensor
+    work: torch.Tensor  # goes out: residual and gradient, in the dtype of the residual
+    update: torch.Tensor  # is written, in the gradient's dtype
 
 
 @dataclass
 class InFlight:
-    """A message under way: started, not finished.
+    """Hold a message under way: started, not finished."""
 
-    ``bytes``: handed to collectives so far. ``codecs``: those by what they are, see
-    :meth:`agmerge.exchanges.message.format.Format.by_codec`; empty where they are elements sent whole.
-    """
-
-    name: str
-    loads: Sequence[SegmentBuffers]
-    control: RoundHeader
-    handle: Handle
-    bytes: int
-    elements: int
-    message: torch.Tensor
-    received: torch.Tensor
-    extra: Any = None
+    name: str  # of its collectives, the same on all ranks
+    loads: Sequence[SegmentBuffers]  # the segments that it carries
+    control: RoundHeader  # what this rank says
+    handle: Handle  # the collective that is waited for next
+    bytes: int  # handed to collectives so far
+    elements: int  # sent of the segments, padding not counted
+    message: torch.Tensor  # what this rank has sent, 1-D
+    received: torch.Tensor  # what arrives, 1-D; may be `message`
+    extra: Any = None  # what else the exchange that made it knows of it: each has a type of its own
+    # `bytes` by what they are, see Format.by_codec; empty where they are elements sent whole
     codecs: Mapping[str, int] = field(default_factory=dict)
 
 
 class Exchange(ABC):
-    """Combines the messages of all ranks. Its buffers are kept from step to step.
+    """Combine the messages of all ranks. Buffers and formats are kept from step to step."""
 
-    ``selects``: whether it sends what a sparsifier offers of sparse segments; else it sends all of them. ``rides``:
-    whether dense segments may come along.
-    """
+    sparse: ClassVar[bool] = True  # sends what a sparsifier offers of sparse segments; else all of them
+    carries_dense: ClassVar[bool] = True  # dense segments may come along, whole
+    mixes_lanes: ClassVar[bool] = True  # a message may have segments of several lanes
+    pipelines_parts: ClassVar[bool] = False  # a merge buffer in several messages overlaps their ways
 
-    sparse: ClassVar[bool] = True
-    carries_dense: ClassVar[bool] = True
-    mixes_lanes: ClassVar[bool] = True  # whether a message may have segments of several lanes
-    pipelines_parts: ClassVar[bool] = False  # whether a merge buffer in several messages overlaps their ways
-
-    def __init__(self, comm: Backend, op: ReduceOp, commit: Commit, timeout: float) -> None:
-        self.comm, self.scale, self.commit, self.timeout = comm, op.scale(comm.size), commit, timeout
-        self._kept: dict[tuple[object, ...], torch.Tensor] = {}
+    def __init__(self, context: ExchangeContext) -> None:
+        self.context, self.comm, self.commit, self.timeout = context, context.comm, context.commit, context.timeout
+        self.scale = context.op.scale(context.workers or context.comm.size)  # factor of sums over ranks
+        self._kept: dict[tuple[object, ...], torch.Tensor] = {}  # buffers, by key, dtype and device
+        self._formats: dict[str, Format] = {}  # by message, as it was last
 
     @abstractmethod
     def start(
         self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
     ) -> InFlight:
-        """Send the message of one merge buffer; returns at once. An offer is what the compressor chose."""
+        """Collective. Send the message of one merge buffer, and return at once.
+
+        ``offers``: what the compressor chose of each load; None: all of it is sent. ``control``: what this rank says.
+        """
 
     @property
     def can_poll(self) -> bool:
-        """Whether :meth:`arrived` can tell that a whole exchange has ended."""
+        """Tell whether :meth:`arrived` sees the end of a whole exchange."""
         return True
 
     def arrived(self, pending: InFlight) -> bool:
-        """Whether the exchange is known to have ended."""
+        """Tell whether the exchange is known to have ended."""
         return self.can_poll and pending.handle.done()
 
     @abstractmethod
     def wait(self, pending: InFlight) -> RoundHeader:
-        """Return what all ranks say together, once every message is here and checked. Writes nothing."""
+        """Collective. Wait until every message is here and checked, and return what all ranks say together.
+
+        Starts what collectives the exchange has left to make. Writes no update. Called in plan order.
+        """
 
     @abstractmethod
     def finish(self, pending: InFlight) -> None:
         """Write the update of every load. Called after ``wait``, in plan order."""
 
+    def format_of(
+        self, name: str, loads: Sequence[SegmentBuffers], capacities: list[int | None], wire: str = "auto"
+    ) -> Format:
+        """Return the format of the message ``name``: the same object as long as segments and capacities stay.
+
+        ``capacities``: slots by load; None: sent whole. ``wire``: the value codec, always the same one.
+        """
+        segments = [load.segment for load in loads]
+        kept = self._formats.get(name)
+        if kept is None or kept.capacities != capacities or kept.segments != segments:
+            kept = self._formats[name] = Format(segments, capacities, wire)
+        return kept
+
     def keep(self, key: tuple[object, ...], length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A 1-D buffer of this exchange's own, the same one at every step."""
+        """Return a 1-D buffer of this exchange's own, the same one at every step."""
         full = (*key, dtype, device)
         buffer = self._kept.get(full)
         if buffer is None or buffer.numel() < length:
@@ -103,7 +135,7 @@ class Exchange(ABC):
         return buffer[:length]
 
     def accumulator(self, load: SegmentBuffers) -> torch.Tensor:
-        """Where contributions to ``load`` are added up: its update, or float32 scratch for 16 bits."""
+        """Return where contributions to ``load`` are added up: its update, or float32 scratch for 16 bits."""
         if load.update.dtype == load.work.dtype:
             return load.update
         return self.keep(("accumulator",), load.update.numel(), load.work.dtype, load.update.device)

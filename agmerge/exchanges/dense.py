@@ -1,4 +1,4 @@
-"""``dense``: an all-reduce of whole segments, as they are or cast to 16 bits.
+"""Combine whole segments by an all-reduce, as they are or cast to 16 bits: ``dense``.
 
 The all-reduce has no room for a header, so control travels as a few numbers behind the gradients that mean
 the same after summing: a flag is raised if the sum is not zero, and step and buffer are one-hot, so that
@@ -13,12 +13,10 @@ from dataclasses import replace
 
 import torch
 
-from agmerge.backends import Backend
 from agmerge.errors import MessageError
 from agmerge.exchanges import all_reduce
-from agmerge.exchanges.base import Commit, Exchange, InFlight, SegmentBuffers
+from agmerge.exchanges.base import Exchange, ExchangeContext, InFlight, SegmentBuffers
 from agmerge.exchanges.message.format import Flag, RoundHeader
-from agmerge.ops import ReduceOp
 from sparsifiers import Selection
 
 LARGE = 1 << 18  # elements from which on a segment is not copied: the all-reduce of 1 MB takes longer than one more
@@ -27,35 +25,30 @@ _FLAGS = 8
 
 
 class DenseExchange(Exchange):
-    """All-reduce of segments of one dtype, one after the other.
+    """Add up whole segments of one dtype over all ranks.
 
-    ``keeps``: whether ``work`` holds a residual, so that what is sent has to be committed; without a cast there is
-    one only after a change of compressor. ``cast``: dtype on the wire (None: the gradient's own). ``predivide``: f,
-    sums are of ``work / f`` and multiplied by f afterwards. ``ordered``: shards by all-to-all, added in rank order,
-    all-gathered: the sum of an element does not depend on its place in the buffer (a native all-reduce's does, from
-    three ranks on).
+    1. Each rank copies its small segments into one message, one after the other, in the dtype of the wire, with its
+       control numbers behind them; a large segment stays where it is.
+    2. One all-reduce adds up the message, and one each large segment, in place, under backward. With
+       ``context.ordered``: shards by all-to-all, added in rank order, all-gathered; the sum of an element does not
+       depend on its place in the buffer then (a native all-reduce's does, from three ranks on).
+    3. The update is the sum times ``scale``.
+
+    With ``context.keeps``, ``work`` holds a residual, so that what is sent has to be committed; without a cast there is
+    one only after a change of compressor.
     """
 
     sparse = False
 
-    def __init__(
-        self,
-        comm: Backend,
-        op: ReduceOp,
-        commit: Commit,
-        timeout: float,
-        *,
-        keeps: bool = False,
-        cast: torch.dtype | None = None,
-        predivide: float = 1.0,
-        ordered: bool = False,
-    ) -> None:
-        super().__init__(comm, op, commit, timeout)
-        self.keeps, self.cast, self.predivide, self.ordered = keeps, cast, predivide, ordered
+    def __init__(self, context: ExchangeContext) -> None:
+        super().__init__(context)
+        self.keeps, self.cast, self.predivide = context.keeps, context.cast, context.predivide
+        self.ordered = context.ordered
 
     def start(
         self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
     ) -> InFlight:
+        """Collective. Start the all-reduces; what is sent is committed, where a residual is kept."""
         dtype = self.cast or loads[0].update.dtype
         tail = tail_of(control, dtype, loads[0].work.device)
         large = [load for load in loads if self._stays(load)]
@@ -76,7 +69,7 @@ class DenseExchange(Exchange):
         ]
         sums.append(all_reduce.start(self.comm, message, received, name))
         sent = sum(load.segment.numel for load in loads)
-        size = sum(one.bytes for one in sums)
+        size = sum(part.bytes for part in sums)
         return InFlight(name, loads, control, sums[0].handle, size, sent, message, message, sums)
 
     def _stays(self, load: SegmentBuffers) -> bool:
@@ -85,7 +78,7 @@ class DenseExchange(Exchange):
         return exact and not self.ordered and load.segment.length >= LARGE
 
     def _pack(self, load: SegmentBuffers, payload: torch.Tensor) -> None:
-        """``work / predivide`` in the dtype of the wire; a cast to float16 saturates, also when summed."""
+        """Write ``work / predivide`` into ``payload``, in the dtype of the wire; a cast saturates, also when summed."""
         if self.predivide == 1.0:
             payload.copy_(load.work)
         else:
@@ -95,7 +88,7 @@ class DenseExchange(Exchange):
             payload.clamp_(-limit, limit)
 
     def _sent(self, load: SegmentBuffers, payload: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the sum, as the others see it: in the dtype of ``work``, not of the wire."""
+        """Return this rank's part of the sum as the others see it; with a predivision, in the dtype of ``work``."""
         if self.predivide == 1.0:
             return payload
         sent = self.keep(("sent",), payload.numel(), load.work.dtype, load.work.device)
@@ -106,8 +99,9 @@ class DenseExchange(Exchange):
         return not self.ordered  # in rank order, the shards are still to be gathered
 
     def wait(self, pending: InFlight) -> RoundHeader:
-        for one in pending.extra:
-            all_reduce.wait(self.comm, one, self.timeout, pending.loads[0].work.dtype)
+        """Collective. Wait for all sums, and return what all ranks say together, by the numbers behind them."""
+        for part in pending.extra:
+            all_reduce.wait(self.comm, part, self.timeout, pending.loads[0].work.dtype)
         packed = sum(load.segment.length for load in pending.loads if not self._stays(load))
         return decode(pending.message[packed:].tolist(), pending.control, pending.name)
 
@@ -122,13 +116,13 @@ class DenseExchange(Exchange):
                 self.commit(load.segment, None, None)  # all of it was sent
 
     def _totals(self, pending: InFlight) -> Iterator[tuple[SegmentBuffers, torch.Tensor]]:
-        """Each load with its sum over the ranks."""
+        """Yield each load with its sum over the ranks."""
         yield from ((load, load.work) for load in pending.loads if self._stays(load))
         yield from _parts(pending.message, [load for load in pending.loads if not self._stays(load)])
 
 
 def _parts(message: torch.Tensor, loads: Sequence[SegmentBuffers]) -> Iterator[tuple[SegmentBuffers, torch.Tensor]]:
-    """Each load with its part of the message."""
+    """Yield each load with its part of the message."""
     start = 0
     for load in loads:
         yield load, message[start : start + load.segment.length]
@@ -136,7 +130,7 @@ def _parts(message: torch.Tensor, loads: Sequence[SegmentBuffers]) -> Iterator[t
 
 
 def largest_summand(dtype: torch.dtype, size: int) -> float:
-    """The largest magnitude of which ``size`` add up without overflow, whatever the order.
+    """Return the largest magnitude of which ``size`` add up without overflow, whatever the order.
 
     Its multiples are exact, so rounding cannot carry a partial sum beyond them. (The maximum of float16
     divided by 3 rounds up, and three of that are infinite.)
@@ -146,7 +140,7 @@ def largest_summand(dtype: torch.dtype, size: int) -> float:
 
 
 def encode(control: RoundHeader) -> list[float]:
-    """Control as numbers that mean the same after summing."""
+    """Return control as numbers that mean the same after summing: step and buffer one-hot, flags, used bits."""
     tail = [0.0] * (2 * _HOT + _FLAGS)
     tail[control.step % _HOT] = 1.0
     tail[_HOT + (control.buffer + control.plan) % _HOT] = 1.0
@@ -156,7 +150,7 @@ def encode(control: RoundHeader) -> list[float]:
 
 
 def tail_of(control: RoundHeader, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The same on a device, 1-D, with what only the device knows."""
+    """Return the numbers of :func:`encode` on a device, 1-D, with what only the device knows."""
     tail = torch.tensor(encode(control), dtype=dtype).to(device)
     if control.alarm is not None:
         tail[2 * _HOT + Flag.NONFINITE.bit_length() - 1] = control.alarm
@@ -164,7 +158,10 @@ def tail_of(control: RoundHeader, dtype: torch.dtype, device: torch.device) -> t
 
 
 def decode(tail: Sequence[float], mine: RoundHeader, name: str) -> RoundHeader:
-    """What all ranks say together, from the sum of their numbers; :class:`agmerge.MessageError` if out of step."""
+    """Return what all ranks say together, from the sum of their numbers; ``mine``: what this rank has said.
+
+    Raises :class:`agmerge.MessageError` if ranks are not at the same place.
+    """
     hot = [[i for i in range(_HOT) if tail[start + i] != 0.0] for start in (0, _HOT)]
     if hot != [[mine.step % _HOT], [(mine.buffer + mine.plan) % _HOT]]:
         raise MessageError(

@@ -1,4 +1,4 @@
-"""``masked``: one index set for all ranks, values by all-reduce.
+"""Agree on one index set for all ranks, and add up values there by an all-reduce: ``masked``.
 
 No rank sends indices of its own with its values, so what travels does not grow with the number of workers: an
 index for each of k elements, in votes, and an all-reduce of k values, where an all-gather receives ``k (W-1)`` of
@@ -12,66 +12,58 @@ from dataclasses import dataclass, field
 
 import torch
 
-from agmerge.backends import Backend
 from agmerge.errors import MessageError
 from agmerge.exchanges import all_reduce, mask_votes
-from agmerge.exchanges.base import Commit, Exchange, InFlight, SegmentBuffers
+from agmerge.exchanges.base import ExchangeContext, InFlight, SegmentBuffers
 from agmerge.exchanges.dense import decode, largest_summand, tail_of
 from agmerge.exchanges.message.format import Flag, Format, RoundHeader
-from agmerge.ops import ReduceOp
+from agmerge.exchanges.multi_round import MultiRoundExchange, Phases, State
 from sparsifiers import Selection
 
 _DIGITS, _BASE = 4, 8  # of a checksum, one-hot
 
 
 @dataclass
-class _State:
-    """By load: ``votes``: whether its mask is voted on; ``masks``: int32 or int64, once all ranks agree on them."""
+class _State(State):
+    """Hold what is known of a message under way; lists are by load."""
 
-    votes: list[bool]
-    papers: mask_votes.VoteFormat | None = None
-    layout: Format | None = None
-    control: RoundHeader | None = None
-    masks: list[torch.Tensor] = field(default_factory=list)
-    sums: list[all_reduce.Sum] = field(default_factory=list)
-    totals: dict[int, torch.Tensor] = field(default_factory=dict)  # by load: its part of a sum
-    tail: torch.Tensor | None = None  # behind the first sum
+    header: Format | None = None  # in front of the votes
+    votes: mask_votes.VoteFormat | None = None  # None: nothing is voted on
+    voted: list[bool] = field(default_factory=list)  # the mask of this load is voted on; else it is all of it
+    masks: list[torch.Tensor] = field(default_factory=list)  # int32 or int64, once all ranks agree on them
+    sums: list[all_reduce.Sum] = field(default_factory=list)  # values under way, one for each dtype
+    totals: dict[int, torch.Tensor] = field(default_factory=dict)  # by load: its part of a sum, a view
+    tail: torch.Tensor | None = None  # what stands behind the first sum: digits of the masks, control numbers
 
 
-class MaskedExchange(Exchange):
-    """A mask that all ranks agree on, then one all-reduce of every rank's own values there.
+class MaskedExchange(MultiRoundExchange):
+    """Agree on a mask, then add up every rank's own values there by one all-reduce.
 
-    ``drawn``: what is offered depends on (seed, key, step) alone, so offers are the mask; a checksum of it travels in
-    the control numbers. Otherwise ranks vote: each names k/W of the coordinates that are its to judge in this step
-    (:mod:`agmerge.exchanges.mask_votes`). The mask has at most k elements and at least 0.8 k; where k is all of a
-    segment, it is that, without a vote. A rank has sent its own values at the mask, and keeps all others. ``ordered``:
-    values are added in rank order. ``payload``: whether a checksum covers votes, beside their header's.
+    1. Each rank names k/W of the coordinates that are its to judge in this step (:mod:`agmerge.exchanges.mask_votes`).
+       One all-gather brings the votes to all ranks, under backward.
+    2. What all votes name is the mask: at most k elements, and at least 0.8 k. Each rank takes its values at the mask
+       off its work, and an all-reduce adds them up, after backward, all merge buffers' together.
+    3. The update is the sum at the mask, and zero elsewhere.
+
+    Two masks need no vote. With ``context.same_on_all_ranks`` what is offered depends on (seed, key, step) alone, so
+    offers are the mask; and where k is all of a segment, the mask is all of it. Without a vote there is one round: a
+    checksum of the mask and the control numbers travel behind the values. With ``context.ordered`` values are added in
+    rank order.
 
     A mask by vote is nobody's own choice: with W ranks whose gradients have little in common it leaves about as much
-    behind as an own choice of k/W would, with ranks that agree about as much as ``sparse`` does. And it takes two
-    messages one after the other: votes travel while backward runs, values after it, all merge buffers' together.
+    behind as an own choice of k/W would, with ranks that agree about as much as ``sparse`` does.
     """
 
     carries_dense = False  # a dense segment is an all-reduce already
 
-    def __init__(
-        self,
-        comm: Backend,
-        op: ReduceOp,
-        commit: Commit,
-        timeout: float,
-        *,
-        drawn: bool = False,
-        ordered: bool = False,
-        payload: bool = True,
-    ) -> None:
-        super().__init__(comm, op, commit, timeout)
-        self.drawn, self.ordered, self.payload = drawn, ordered, payload
-        self._voting: dict[str, InFlight] = {}  # messages whose votes are not counted yet, in the order of their starts
+    def __init__(self, context: ExchangeContext) -> None:
+        super().__init__(context)
+        self.drawn, self.ordered = context.same_on_all_ranks, context.ordered
 
     def start(
         self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
     ) -> InFlight:
+        """Collective. Send this rank's votes, or its values where no vote is needed."""
         chosen = [offer for offer in offers if offer is not None]
         if len(chosen) < len(loads):
             raise ValueError(f"{name}: a segment without a selection cannot share a message of masked")
@@ -81,24 +73,22 @@ class MaskedExchange(Exchange):
         workers, device = self.comm.size, loads[0].work.device
         budgets = [0 if all_of_it else offer.indices.numel() for offer, all_of_it in zip(chosen, whole, strict=True)]
         slots = [mask_votes.slots(k, workers) for k in budgets]
-        papers = mask_votes.VoteFormat([load.segment.length for load in loads], slots, workers)
-        layout = Format([load.segment for load in loads], [0] * len(loads))  # a header; ballots follow
-        size = layout.size + papers.size
+        votes = mask_votes.VoteFormat([load.segment.length for load in loads], slots, workers)
+        header = self.format_of(name, loads, [0] * len(loads))  # votes follow it
+        size = header.size + votes.size
         message = self.keep(("votes", name), size, torch.uint8, device)
         received = self.keep(("all votes", name), size * workers, torch.uint8, device)
-        layout.write_header(message, control, [0] * len(loads))
+        header.write_header(message, control, [0] * len(loads))
         share = mask_votes.share_of(self.comm.rank, workers, control.step)
         named = [torch.empty(0, dtype=torch.int64, device=device)] * len(loads)
         for i, (load, offer, k) in enumerate(zip(loads, chosen, budgets, strict=True)):
             if k and not control.flags & Flag.REPLAN:
                 most = mask_votes.quota(k, workers, share)
-                named[i] = mask_votes.ballot(load.work, offer.trimmed(), share, workers, most)
-        papers.write(named, share, message[layout.size :], self.payload)
+                named[i] = mask_votes.vote(load.work, offer.trimmed(), share, workers, most)
+        votes.write(named, share, message[header.size :])
         handle = self.comm.all_gather(received, message, name)
-        state = _State([not all_of_it for all_of_it in whole], papers, layout)
-        self._voting.pop(name, None)  # of an attempt that came to nothing
-        self._voting[name] = pending = InFlight(name, loads, control, handle, size, 0, message, received, state)
-        return pending
+        state = _State(header=header, votes=votes, voted=[not all_of_it for all_of_it in whole])
+        return self.schedule(InFlight(name, loads, control, handle, size, 0, message, received, state))
 
     def _start_agreed(
         self,
@@ -108,7 +98,8 @@ class MaskedExchange(Exchange):
         whole: Sequence[bool],
         control: RoundHeader,
     ) -> InFlight:
-        state = _State([False] * len(loads))
+        """Collective. Send values at masks that all ranks know already; ``whole``: the mask of a load is all of it."""
+        state = _State()
         state.masks = [
             _all(load) if all_of_it else offer.indices
             for load, offer, all_of_it in zip(loads, offers, whole, strict=True)
@@ -117,7 +108,7 @@ class MaskedExchange(Exchange):
         self._send(name, loads, state, torch.cat([digits, tail_of(control, torch.float32, digits.device)]))
         first = state.sums[0]
         elements = sum(_real(load, mask) for load, mask in zip(loads, state.masks, strict=True))
-        size = sum(one.bytes for one in state.sums)
+        size = sum(part.bytes for part in state.sums)
         return InFlight(name, loads, control, first.handle, size, elements, first.message, first.message, state)
 
     @property
@@ -125,48 +116,46 @@ class MaskedExchange(Exchange):
         return self.drawn and not self.ordered  # else something is still to be sent when the first handle is done
 
     def arrived(self, pending: InFlight) -> bool:
-        return self.can_poll and all(one.handle.done() for one in pending.extra.sums)
+        return self.can_poll and all(part.handle.done() for part in pending.extra.sums)
 
     def wait(self, pending: InFlight) -> RoundHeader:
+        """Collective. Count the votes of all messages under way, if there are any; then wait for this one's values."""
         state: _State = pending.extra
-        if pending.name in self._voting:
-            under_way, self._voting = self._voting, {}
-            for one in under_way.values():
-                self._count(one)
-        for total in state.sums:
-            all_reduce.wait(self.comm, total, self.timeout)
-        if state.layout is None:
-            state.control = self._decode(pending, state)
-        assert state.control is not None
-        return state.control
+        control = None if state.votes is None else super().wait(pending)
+        for part in state.sums:
+            all_reduce.wait(self.comm, part, self.timeout)
+        return self._decode(pending, state) if control is None else control
 
-    def _count(self, pending: InFlight) -> None:
-        """All votes are in: the mask is known, values leave. If the round will be repeated, none do."""
+    def phases(self, pending: InFlight) -> Phases[None]:
+        """Collective. Make the mask of all votes and send the values; none, if the round will be repeated."""
         state: _State = pending.extra
-        assert state.layout is not None and state.papers is not None
-        pending.handle.wait(self.timeout)
+        assert state.header is not None and state.votes is not None
         messages = pending.received.view(self.comm.size, -1)
-        state.control = state.layout.read_headers(messages, pending.control, pending.name)
+        state.control = state.header.read_headers(messages, pending.control, pending.name)
         if state.control.flags & Flag.REPLAN:
             return
-        said = []
+        by_rank = []
         for rank, message in enumerate(messages):
             share = mask_votes.share_of(rank, self.comm.size, pending.control.step)
-            named = state.papers.read(message[state.layout.size :], share, self.payload)
+            named = state.votes.read(message[state.header.size :], share)
             if named is None:
                 raise MessageError(
                     f"{pending.name}: what rank {rank} votes has changed on its way, or is not in the vector: look at "
                     "the network and the memory of its machine; what a sparsifier selects must be in range"
                 )
-            said.append(named)
-        for load, vote, of_all in zip(pending.loads, state.votes, zip(*said, strict=True), strict=True):
-            state.masks.append(mask_votes.counted(of_all) if vote else _all(load))
+            by_rank.append(named)
+        for load, voted, named_by_all in zip(pending.loads, state.voted, zip(*by_rank, strict=True), strict=True):
+            state.masks.append(mask_votes.merge_votes(named_by_all) if voted else _all(load))
         self._send(f"{pending.name}/values", pending.loads, state, torch.empty(0, device=messages.device))
-        pending.bytes += sum(one.bytes for one in state.sums)
+        pending.bytes += sum(part.bytes for part in state.sums)
         pending.elements = sum(_real(load, mask) for load, mask in zip(pending.loads, state.masks, strict=True))
+        yield from ()  # `wait` waits for sums one by one, so that an update is written while those behind it travel
 
     def _send(self, name: str, loads: Sequence[SegmentBuffers], state: _State, tail: torch.Tensor) -> None:
-        """Begin to add up what lies at the masks, one sum for each dtype; ``tail`` goes behind the first."""
+        """Collective. Begin to add up what lies at the masks, one sum for each dtype; ``tail`` goes behind the first.
+
+        ``tail``: 1-D, the same length on all ranks.
+        """
         for number, dtype in enumerate(dict.fromkeys(load.segment.lane.dtype for load in loads)):
             members = [i for i, load in enumerate(loads) if load.segment.lane.dtype == dtype]
             lengths = [state.masks[i].numel() for i in members]
@@ -176,22 +165,23 @@ class MaskedExchange(Exchange):
             if not length:
                 continue
             message = self.keep(("values", name, number), length, dtype, loads[0].work.device)
-            *parts, state_of_all, rest = torch.split(message, [*lengths, behind.numel(), length - used])
+            *parts, sent_tail, rest = torch.split(message, [*lengths, behind.numel(), length - used])
             for i, part in zip(members, parts, strict=True):
                 part.copy_(_values(loads[i], state.masks[i], self.comm.size))
                 self.commit(loads[i].segment, state.masks[i], part)  # before it leaves: it is summed in place
                 state.totals[i] = part
-            state_of_all.copy_(behind)
+            sent_tail.copy_(behind)
             rest.zero_()
             if number == 0:
-                state.tail = state_of_all
+                state.tail = sent_tail
             received = self.keep(("shards", name, number), length, dtype, message.device) if self.ordered else None
             state.sums.append(all_reduce.start(self.comm, message, received, f"{name}/{number}" if number else name))
 
     def _decode(self, pending: InFlight, state: _State) -> RoundHeader:
+        """Return what all ranks say together behind the values; :class:`agmerge.MessageError` if masks differ."""
         assert state.tail is not None
-        said = state.tail.tolist()
-        digits, rest = said[: _DIGITS * _BASE], said[_DIGITS * _BASE :]
+        numbers = state.tail.tolist()
+        digits, rest = numbers[: _DIGITS * _BASE], numbers[_DIGITS * _BASE :]
         control = decode(rest, pending.control, pending.name)
         # A rank that sends nothing but a flag has drawn nothing.
         hot = [sum(value != 0.0 for value in digits[at : at + _BASE]) for at in range(0, len(digits), _BASE)]
@@ -211,7 +201,10 @@ class MaskedExchange(Exchange):
 
 
 def checksum(masks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Digits of a number that stands for ``masks`` (int32 or int64), one-hot, float32. Waits for no device."""
+    """Return the digits of a number that stands for ``masks`` (int32 or int64): one-hot, float32[32].
+
+    One-hot digits can be summed: where all ranks have the same, one position of each is not zero. Waits for no device.
+    """
     number = torch.zeros((), dtype=torch.int64, device=masks[0].device)
     for mask in masks:
         places = torch.arange(1, mask.numel() + 1, device=mask.device)
@@ -221,11 +214,12 @@ def checksum(masks: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _all(load: SegmentBuffers) -> torch.Tensor:
+    """Return the mask of everything: int64[length]."""
     return torch.arange(load.segment.length, device=load.work.device)
 
 
 def _values(load: SegmentBuffers, mask: torch.Tensor, workers: int) -> torch.Tensor:
-    """``work`` at the mask; where it is wider than the gradient, saturated so that the sum of all ranks fits."""
+    """Return ``work`` at the mask; where it is wider than the gradient, saturated so that the sum of all ranks fits."""
     values = load.work.index_select(0, mask)
     if load.segment.lane.dtype != values.dtype:
         limit = largest_summand(load.segment.lane.dtype, workers)
@@ -234,5 +228,5 @@ def _values(load: SegmentBuffers, mask: torch.Tensor, workers: int) -> torch.Ten
 
 
 def _real(load: SegmentBuffers, mask: torch.Tensor) -> int:
-    """Elements that a mask sends, padding not counted where everything is sent."""
+    """Count the elements that a mask sends, padding apart where everything is sent."""
     return min(mask.numel(), load.segment.numel)

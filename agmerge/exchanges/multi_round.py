@@ -1,4 +1,4 @@
-"""Exchanges in phases: what follows the first collective is written as one generator, and all messages go in step."""
+"""Combine in several rounds: what follows the first collective is one generator, and all messages go in step."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from agmerge.backends import Backend, Handle
-from agmerge.exchanges.base import Commit, Exchange, InFlight
+from agmerge.backends import Handle
+from agmerge.exchanges.base import Exchange, ExchangeContext, InFlight
 from agmerge.exchanges.message.format import RoundHeader
 from agmerge.exchanges.message.pairs import IndexValuePairs, PairFormat, read, write
-from agmerge.ops import ReduceOp
 
 T = TypeVar("T")
 Phases = Generator[Handle, None, T]  # yields each collective that it starts; goes on when that has ended
@@ -21,33 +20,40 @@ Phases = Generator[Handle, None, T]  # yields each collective that it starts; go
 
 @dataclass
 class State:
-    """``extra`` of a message under way. ``control``: what all ranks say together, once that is known."""
+    """Hold what is known of a message under way: its ``extra``."""
 
-    phases: Phases[None] | None = None
-    control: RoundHeader | None = None
+    phases: Phases[None] | None = None  # what is left to do; None: not scheduled
+    control: RoundHeader | None = None  # what all ranks say together, once that is known
 
 
 class MultiRoundExchange(Exchange):
-    """An exchange whose later messages depend on earlier ones. ``start`` sends the first and calls ``follow``.
+    """Combine messages in rounds, where later ones depend on what earlier ones brought.
 
-    The rest happens in ``wait``, where all messages under way advance together, phase by phase in the order in which
-    they were started. That is the plan's, so all ranks make the same calls in the same order, whatever arrives when;
-    and a step pays the latency of a phase once, and not once for each message.
+    1. ``start`` sends the first message of each merge buffer, under backward, and schedules ``phases``.
+    2. ``wait`` runs the phases of all messages under way together: each goes one collective further, in the order in
+       which they were started, then each one more, until the one that is waited for has ended.
+    3. ``finish`` writes the update.
 
-    ``payload``: whether checksums cover what later messages carry, beside the first one's header.
+    That order is the plan's, so all ranks make the same calls in the same order, whatever arrives when; and a step pays
+    the latency of a round once, and not once for each message.
     """
 
-    def __init__(self, comm: Backend, op: ReduceOp, commit: Commit, timeout: float, *, payload: bool = True) -> None:
-        super().__init__(comm, op, commit, timeout)
-        self.payload = payload
-        self._under_way: dict[str, InFlight] = {}
+    def __init__(self, context: ExchangeContext) -> None:
+        super().__init__(context)
+        self._under_way: dict[str, InFlight] = {}  # messages with phases left, in the order of their starts
 
     @abstractmethod
     def phases(self, pending: InFlight) -> Phases[None]:
-        """Everything behind the first collective, which has ended when this begins. Sets the control numbers."""
+        """Collective. Do everything behind the first collective, which has ended when this begins.
 
-    def follow(self, pending: InFlight) -> InFlight:
-        """Have ``phases`` run in the next ``wait``; a message of this name that was never waited for is forgotten."""
+        Yields each collective that is to be waited for, and sets ``pending.extra.control``.
+        """
+
+    def schedule(self, pending: InFlight) -> InFlight:
+        """Have ``phases`` run in the next ``wait``, and return ``pending``.
+
+        A message of this name that was never waited for is forgotten: it is of an attempt that came to nothing.
+        """
         pending.extra.phases = self.phases(pending)
         self._under_way.pop(pending.name, None)  # the new one goes to the end
         self._under_way[pending.name] = pending
@@ -61,10 +67,14 @@ class MultiRoundExchange(Exchange):
         return pending.name not in self._under_way
 
     def wait(self, pending: InFlight) -> RoundHeader:
+        """Collective. Run the phases of all messages under way until those of ``pending`` have ended.
+
+        Returns what all ranks say together. After an error none of the messages goes on.
+        """
         try:
             while pending.name in self._under_way:
-                for one in list(self._under_way.values()):
-                    self._advance(one)
+                for message in list(self._under_way.values()):
+                    self._advance(message)
         except BaseException:
             self._under_way.clear()  # what is left of them would be calls that other ranks do not make
             raise
@@ -73,6 +83,7 @@ class MultiRoundExchange(Exchange):
         return control
 
     def _advance(self, pending: InFlight) -> None:
+        """Collective. Wait for the collective of a message, and start its next one."""
         pending.handle.wait(self.timeout)
         following = next(pending.extra.phases, None)
         if following is None:
@@ -80,68 +91,73 @@ class MultiRoundExchange(Exchange):
         else:
             pending.handle = following
 
-    # -- phases that exchanges are made of: ``yield from`` them ----------------------------------------------------
+    # -- phases that exchanges are made of: ``yield from`` them. ``what`` names a phase, once in a message ---------
 
-    def tell(self, pending: InFlight, what: str, numbers: Sequence[int]) -> Phases[list[list[int]]]:
-        """What every rank says, as many numbers (int32) from each."""
-        mine = torch.tensor(numbers, dtype=torch.int32, device=pending.message.device)
-        rows = mine.new_empty(self.comm.size * len(numbers))
-        pending.bytes += mine.nbytes
-        yield self.comm.all_gather(rows, mine, f"{pending.name}/{what}")
-        found: list[list[int]] = rows.view(self.comm.size, -1).tolist()
-        return found
+    def all_gather_ints(self, pending: InFlight, what: str, numbers: Sequence[int]) -> Phases[list[list[int]]]:
+        """Collective. Gather ``numbers`` (int32), as many from each rank; return them by rank."""
+        own = torch.tensor(numbers, dtype=torch.int32, device=pending.message.device)
+        rows = own.new_empty(self.comm.size * len(numbers))
+        pending.bytes += own.nbytes
+        yield self.comm.all_gather(rows, own, f"{pending.name}/{what}")
+        by_rank: list[list[int]] = rows.view(self.comm.size, -1).tolist()
+        return by_rank
 
-    def add_up(self, pending: InFlight, what: str, numbers: torch.Tensor) -> Phases[torch.Tensor]:
-        """The sum of all ranks' ``numbers``, in place."""
+    def all_reduce(self, pending: InFlight, what: str, numbers: torch.Tensor) -> Phases[torch.Tensor]:
+        """Collective. Add ``numbers`` (1-D) up over all ranks, in place, and return them."""
         pending.bytes += numbers.nbytes
         yield self.comm.all_reduce(numbers, f"{pending.name}/{what}")
         return numbers
 
-    def trade(
+    def all_to_all_pairs(
         self,
         pending: InFlight,
         what: str,
-        mine: IndexValuePairs,
+        own: IndexValuePairs,
         table: list[list[int]],
         ranges: Sequence[Sequence[range]],
     ) -> Phases[tuple[list[IndexValuePairs], int]]:
-        """Cut ``mine`` into ``table[own rank]`` pieces and send piece r to rank r; the pieces that arrive, by rank.
+        """Collective. Cut ``own`` pairs into pieces, send piece r to rank r, and return what arrives, by rank.
 
-        Also 1 + the first rank whose piece is damaged, or does not ascend in its range, ``ranges[from][to]``; else 0.
+        ``table[a][b]``: pairs that rank a sends to rank b, the same table on all ranks. ``ranges[a][b]``: where their
+        indices lie, which ascend in it. Also returns 1 + the first rank whose piece is damaged or not so; else 0.
         """
-        dtype, rank = mine.values.dtype, self.comm.rank
-        sent = [PairFormat(*one, dtype) for one in zip(ranges[rank], table[rank], strict=True)]
-        arriving = [PairFormat(one[rank], row[rank], dtype) for one, row in zip(ranges, table, strict=True)]
-        sizes, out_sizes = ([form.size for form in forms] for forms in (sent, arriving))
+        dtype, rank = own.values.dtype, self.comm.rank
+        leaving = [PairFormat(*pair, dtype) for pair in zip(ranges[rank], table[rank], strict=True)]
+        arriving = [PairFormat(places[rank], row[rank], dtype) for places, row in zip(ranges, table, strict=True)]
+        sizes, out_sizes = ([form.size for form in forms] for forms in (leaving, arriving))
         message = self._bytes(pending, what, sum(sizes))
         received = self._bytes(pending, f"{what} received", sum(out_sizes))
-        write(sent, mine.split(table[rank]), message, self.payload, sound=True)
+        write(leaving, own.split(table[rank]), message, sound=True)
         pending.bytes += message.numel()
         yield self.comm.all_to_all(received, message, out_sizes, sizes, f"{pending.name}/{what}")
-        pieces, good = read(arriving, torch.split(received, out_sizes), self.payload)
+        pieces, good = read(arriving, torch.split(received, out_sizes))
         return pieces, 0 if all(good) else 1 + good.index(False)
 
-    def spread(
+    def all_gather_pairs(
         self,
         pending: InFlight,
         what: str,
-        mine: IndexValuePairs,
+        own: IndexValuePairs,
         held: Sequence[int],
         ranges: Sequence[range],
         sound: bool,
     ) -> Phases[tuple[list[IndexValuePairs], int]]:
-        """The pairs of all ranks, of which rank r has ``held[r]``, in ``ranges[r]``; messages are as long as the
-        longest. Also 1 + the first rank whose pairs are damaged or not ``sound`` on the rank itself; else 0."""
-        forms = [PairFormat(*one, mine.values.dtype) for one in zip(ranges, held, strict=True)]
+        """Collective. Gather the pairs of all ranks, and return them by rank; messages are as long as the longest.
+
+        ``held[r]``: how many rank r has; ``ranges[r]``: where their indices lie, which ascend in it. ``sound``: whether
+        this rank's own are right. Also returns 1 + the first rank whose pairs are damaged or not sound; else 0.
+        """
+        forms = [PairFormat(*pair, own.values.dtype) for pair in zip(ranges, held, strict=True)]
         longest = max(form.size for form in forms)
         message = self._bytes(pending, what, longest)
         received = self._bytes(pending, f"{what} received", self.comm.size * longest)
-        write([forms[self.comm.rank]], [mine], message, self.payload, sound)
+        write([forms[self.comm.rank]], [own], message, sound)
         pending.bytes += message.numel()
         yield self.comm.all_gather(received, message, f"{pending.name}/{what}")
-        parcels, good = read(forms, torch.split(received, [longest] * self.comm.size), self.payload)
+        parcels, good = read(forms, torch.split(received, [longest] * self.comm.size))
         return parcels, 0 if all(good) else 1 + good.index(False)
 
     def _bytes(self, pending: InFlight, what: str, length: int) -> torch.Tensor:
+        """Return the kept uint8[length] of a phase of a message."""
         key: tuple[Any, ...] = (what, pending.name)
         return self.keep(key, length, torch.uint8, pending.message.device)

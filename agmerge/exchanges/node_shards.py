@@ -1,4 +1,4 @@
-"""``two-level``: a node adds up its gradients and deals the sum out, so that each of its ranks owns one shard.
+"""Add up gradients in a node and deal the sum out, so that each of its ranks owns one shard: ``two-level``.
 
 A shard of every tensor lies on every rank of a node, the same one whatever the plan is. From there on the shards are
 the tensors: residuals, selection, messages between nodes and updates are as large as they are. At the end of a step
@@ -23,7 +23,7 @@ from agmerge.tensors.layout import Lane, Layout, Segment, Slot
 
 
 def shard_shape(shape: Sequence[int], places: int) -> tuple[int, ...]:
-    """The shape of a tensor's shards, equal for all: whole rows where they divide evenly, else a flat part.
+    """Return the shape of a tensor's shards, equal for all: whole rows where they divide evenly, else a flat part.
 
     The last shards may end in elements that are nobody's; they are zero.
     """
@@ -35,7 +35,7 @@ def shard_shape(shape: Sequence[int], places: int) -> tuple[int, ...]:
 
 
 def sharded(whole: Layout, places: int) -> Layout:
-    """Where the shards of one rank lie, tensor by tensor."""
+    """Return where the shards of one rank lie, tensor by tensor; ``places``: ranks of a node."""
     return Layout([(slot.name, shard_shape(slot.shape, places), slot.lane) for slot in whole.slots])
 
 
@@ -63,22 +63,24 @@ def collect(rows: torch.Tensor, tensor: torch.Tensor) -> None:
 
 @dataclass
 class _Message:
-    """What one merge buffer has of one device and dtype. ``rows``: (places, width), one row for each rank of the node.
+    """Hold what one merge buffer has of one device and dtype."""
 
-    ``mine``: (width,), this rank's row of the sum. ``offsets``: by slot, where its shard starts in a row.
-    """
-
-    name: str
-    rows: torch.Tensor
-    mine: torch.Tensor
+    name: str  # of its collectives
+    rows: torch.Tensor  # (places, width): what this rank has for each rank of the node
+    own: torch.Tensor  # (width,): this rank's row of the sum
     received: torch.Tensor | None  # in rank order: this rank's row of every rank
-    tail: int  # where the control numbers start
-    offsets: dict[int, int] = field(default_factory=dict)
-    handle: Handle | None = None
+    tail: int  # where in a row the control numbers start
+    offsets: dict[int, int] = field(default_factory=dict)  # by slot: where its shard starts in a row
+    handle: Handle | None = None  # of the collective under way
 
 
 class NodeShards:
-    """The stage before compensation: gradients of a node in, this rank's shard of their sum out.
+    """Add up the gradients of a node before compensation: gradients in, this rank's shard of their sum out.
+
+    1. ``put`` deals each gradient out into rows, one for each rank of the node.
+    2. ``start`` adds a merge buffer up by a reduce-scatter in the node; after ``wait`` every rank has ``shard``s of the
+       sum. From there they are exchanged between nodes as tensors are.
+    3. ``hand_round`` gathers the updates of all shards in the node at the end of the step.
 
     ``whole``: the layout of the tensors; ``parts``: that of their shards, slot by slot the same order. ``ordered``: add
     in the order of the ranks of the node. What a node sums has the gradient's dtype.
@@ -90,9 +92,9 @@ class NodeShards:
         # Whole updates, each with a version of its own: see Arena.
         self.gradients = {slot.index: view(updates[slot.lane], slot).data for slot in whole.slots}
         self._collected = {lane: _memory(lane, nodes.places * length) for lane, length in parts.lengths.items()}
-        self._messages: list[list[_Message]] = []
+        self._messages: list[list[_Message]] = []  # by merge buffer
         self._tensors: list[list[int]] = []  # by merge buffer: slots, in the order of their used bits
-        self._place_of: dict[int, _Message] = {}
+        self._place_of: dict[int, _Message] = {}  # by slot
 
     def rebuild(self, bounds: Sequence[tuple[int, int]]) -> None:
         """Gather by a plan whose merge buffers are tensors ``start`` to ``stop``. Nothing may be in flight."""
@@ -107,6 +109,7 @@ class NodeShards:
             self._place_of |= {index: message for message in made for index in message.offsets}
 
     def _message(self, buffer: int, number: int, segments: Sequence[Segment]) -> _Message:
+        """Make the message of the ``segments`` of one device and dtype, the ``number``-th of its merge buffer."""
         lane, places, tail = segments[0].lane, self.nodes.places, sum(segment.length for segment in segments)
         width = tail + len(encode(RoundHeader(0, 0, 0, 0, (False,) * len(self._tensors[buffer]))))
         name = f"buffer {buffer}/node" if number == 0 else f"buffer {buffer}.{number}/node"
@@ -121,7 +124,7 @@ class NodeShards:
         return message
 
     def put(self, slot: Slot, gradient: torch.Tensor | None) -> None:
-        """This rank's gradient of a whole tensor (None: it has none)."""
+        """Take this rank's gradient of a whole tensor (None: it has none)."""
         message = self._place_of[slot.index]
         start = message.offsets[slot.index]
         rows = message.rows[:, start : start + slot.numel]
@@ -131,13 +134,16 @@ class NodeShards:
             deal(gradient, rows)
 
     def start(self, buffer: int, control: RoundHeader) -> int:
-        """Add up a merge buffer in the node; returns bytes handed over. ``control``: of all its tensors."""
+        """Collective. Start to add up a merge buffer in the node; return the bytes handed over.
+
+        ``control``: what this rank says, of all tensors of the merge buffer.
+        """
         size = 0
         for message in self._messages[buffer]:
             message.rows[:, message.tail :] = tail_of(control, message.rows.dtype, message.rows.device)
-            inside, flat, width = self.nodes.inside, message.rows.view(-1), message.mine.numel()
+            inside, flat, width = self.nodes.inside, message.rows.view(-1), message.own.numel()
             if message.received is None:
-                message.handle = inside.reduce_scatter(message.mine, flat, message.name)
+                message.handle = inside.reduce_scatter(message.own, flat, message.name)
             else:
                 row = [width] * inside.size
                 message.handle = inside.all_to_all(message.received, flat, row, row, message.name)
@@ -145,26 +151,26 @@ class NodeShards:
         return size
 
     def arrived(self, buffer: int) -> bool:
-        """Whether :meth:`wait` would return at once."""
+        """Tell whether :meth:`wait` would return at once."""
         return all(message.handle is not None and message.handle.done() for message in self._messages[buffer])
 
     def wait(self, buffer: int, control: RoundHeader) -> RoundHeader:
-        """Return when this rank's shards are there: what the ranks of the node say together."""
-        said = []
+        """Collective. Wait for this rank's shards, and return what the ranks of the node say together."""
+        headers = []
         for message in self._messages[buffer]:
             assert message.handle is not None
             message.handle.wait(self.timeout)
             message.handle = None
             if message.received is not None:
-                message.mine.copy_(in_rank_order(message.received.view(self.nodes.places, -1)))
-            said.append(decode(message.mine[message.tail :].tolist(), control, message.name))
-        return control.merged(said)
+                message.own.copy_(in_rank_order(message.received.view(self.nodes.places, -1)))
+            headers.append(decode(message.own[message.tail :].tolist(), control, message.name))
+        return control.merged(headers)
 
     def shard(self, slot: Slot) -> torch.Tensor:
-        """This rank's shard of a tensor's gradient, summed over the node: a view, in the shape of the slot."""
+        """Return this rank's shard of a tensor's gradient, summed over the node: a view, in the shape of the slot."""
         message = self._place_of[slot.index]
         start = message.offsets[slot.index]
-        return message.mine[start : start + slot.numel].view(slot.shape)
+        return message.own[start : start + slot.numel].view(slot.shape)
 
     def of(self, slot: Slot) -> torch.Tensor:
         """Return the update of a whole tensor, in C order: a view. ``slot``: of the tensor or of its shards."""
@@ -189,4 +195,5 @@ class NodeShards:
 
 
 def _memory(lane: Lane, length: int) -> torch.Tensor:
+    """Return zeros of a lane's dtype, on its device."""
     return torch.zeros(length, dtype=lane.dtype, device=lane.device)

@@ -1,4 +1,4 @@
-"""``scatter``: the all-reduce of a dense segment in its two halves, with time between them.
+"""Cut the all-reduce of a dense segment into its two halves, with time between them.
 
 The reduce-scatter runs under backward, the all-gather under the next forward. What ranks have to say to each
 other must not wait that long, so every shard carries a copy of the control numbers: with its own shard a rank
@@ -9,32 +9,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from agmerge.exchanges import all_reduce
-from agmerge.exchanges.base import InFlight, SegmentBuffers
+from agmerge.exchanges.base import ExchangeContext, InFlight, SegmentBuffers
 from agmerge.exchanges.dense import DenseExchange, decode, tail_of
 from agmerge.exchanges.message.format import RoundHeader
 from sparsifiers import Selection
 
 
 class ScatterExchange(DenseExchange):
-    """A dense exchange whose ``finish`` writes nothing yet: :meth:`gather`, then :meth:`receive`.
+    """Add up one dense segment in two halves, so that the second can run under the next forward.
 
-    A message is W rows, one for each rank: its shard of the segment, then the control numbers. Casts, predivision and
-    sums in rank order are those of :class:`DenseExchange`, and so are the sums, to the bit where the backend adds
-    alike in an all-reduce and in a reduce-scatter. The all-gather comes back into the message, which is free by then.
+    1. Each rank writes W rows, one for each rank: its shard of the segment, then the control numbers.
+    2. One reduce-scatter adds them up, under backward: every rank gets its own row of the sum. ``wait`` reads what all
+       ranks say; ``finish`` writes nothing yet.
+    3. :meth:`gather` starts the all-gathers of the shards. Each comes back into the message, which is free by then.
+    4. :meth:`receive` waits for one of them, and writes its update.
+
+    Casts, predivision and sums in rank order are those of :class:`DenseExchange`, and so are the sums, to the bit where
+    the backend adds alike in an all-reduce and in a reduce-scatter.
     """
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._scattered: list[InFlight] = []
+    def __init__(self, context: ExchangeContext) -> None:
+        super().__init__(context)
+        self._scattered: list[InFlight] = []  # finished, not yet handed round
 
     def start(
         self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
     ) -> InFlight:
+        """Collective. Start the reduce-scatter of one segment."""
         (load,) = loads
         self._scattered = []  # what an attempt that came to nothing has left
         dtype, device, workers = self.cast or load.update.dtype, load.work.device, self.comm.size
@@ -45,21 +50,22 @@ class ScatterExchange(DenseExchange):
         rows = message.view(workers, width)
         self._fill(load, rows[:, :shard])
         rows[:, shard:] = tail
-        mine = self.keep(("shard", name), width, dtype, device)
+        own = self.keep(("shard", name), width, dtype, device)
         if self.ordered:
             received = self.keep(("received", name), workers * width, dtype, device)
             handle = self.comm.all_to_all(received, message, [width] * workers, [width] * workers, name)
         else:
-            received = mine
-            handle = self.comm.reduce_scatter(mine, message, name)
+            received = own
+            handle = self.comm.reduce_scatter(own, message, name)
         size = (message.numel() + shard) * message.element_size()
-        return InFlight(name, loads, control, handle, size, load.segment.numel, message, received, mine)
+        return InFlight(name, loads, control, handle, size, load.segment.numel, message, received, own)
 
     def _stays(self, load: SegmentBuffers) -> bool:
+        """Tell that no segment is summed where it lies."""
         return False  # shards have control numbers behind each of them
 
     def _fill(self, load: SegmentBuffers, rows: torch.Tensor) -> None:
-        """Write ``work`` into the shards, (W, shard); commit it, if anything is kept."""
+        """Write ``work`` into ``rows``, the shards of all ranks, (W, shard); commit it, if anything is kept."""
         if not self.keeps:
             for work, part in _pieces(load.work, rows):
                 self._pack(replace(load, work=work), part)
@@ -71,7 +77,7 @@ class ScatterExchange(DenseExchange):
             part.copy_(sent)
 
     def wait(self, pending: InFlight) -> RoundHeader:
-        """Return when this rank's shard is there. What all ranks say travels in it."""
+        """Collective. Wait for this rank's shard, and return what all ranks say together: it travels in it."""
         pending.handle.wait(self.timeout)
         if self.ordered:
             rows = pending.received.view(self.comm.size, -1)
@@ -83,7 +89,7 @@ class ScatterExchange(DenseExchange):
         self._scattered.append(pending)
 
     def gather(self) -> list[InFlight]:
-        """Start to hand the finished shards round, the last merge buffer first: forward needs that one first."""
+        """Collective. Start to hand the finished shards round, the last merge buffer first: forward needs it first."""
         under_way, self._scattered = self._scattered[::-1], []
         for pending in under_way:
             shard = self._shard(pending)
@@ -92,16 +98,17 @@ class ScatterExchange(DenseExchange):
         return under_way
 
     def receive(self, pending: InFlight) -> None:
-        """Wait for one message of :meth:`gather`, in any order, and write its update."""
+        """Collective. Wait for one message of :meth:`gather`, in any order, and write its update."""
         pending.handle.wait(self.timeout)
         super().finish(pending)
 
     def _shard(self, pending: InFlight) -> int:
+        """Return the elements of a shard."""
         return -(-pending.loads[0].segment.length // self.comm.size)
 
 
 def _pieces(flat: torch.Tensor, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of equal shape that lay ``flat`` (1-D) out in ``rows``, row by row; what is left over becomes zero."""
+    """Yield pairs of equal shape that lay ``flat`` (1-D) out in ``rows``, row by row, and write zero behind its end."""
     shard = rows.shape[1]
     full, rest = divmod(flat.numel(), shard)
     yield flat[: full * shard].view(full, shard), rows[:full]

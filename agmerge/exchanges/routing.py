@@ -1,4 +1,4 @@
-"""Which segments of a merge buffer share a message, and who carries it: pure, the same on every rank."""
+"""Decide which segments of a merge buffer share a message, and who carries it: pure, the same on every rank."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ AHEAD = "ahead"  # label of a merge buffer whose tensors are sparsified one by o
 
 @dataclass(frozen=True)
 class Message:
-    """The segments of one merge buffer that share a message, and the exchange that takes them."""
+    """Hold the segments of one merge buffer that share a message, and the exchange that takes them."""
 
-    name: str
-    buffer: int
+    name: str  # of its collectives
+    buffer: int  # number of the merge buffer
     exchange: Exchange
     segments: tuple[Segment, ...]
 
     @cached_property
     def slots(self) -> list[Slot]:
-        """The tensors of the message, in the order of its used bits."""
+        """Return the tensors of the message, in the order of its used bits."""
         return [slot for segment in self.segments for slot in segment.slots]
 
 
 def key(segment: Segment) -> str:
-    """Owner of a sparsifier's state for this vector: the same as long as it holds the same tensors, or part of them."""
+    """Return the owner of a sparsifier's state for this vector, the same while it holds the same tensors, or parts."""
     first, last = segment.slots[0].name, segment.slots[-1].name
     part = ""
     if segment.span is not None:  # counted from its first tensor, which other plans do not move
@@ -40,28 +40,28 @@ def key(segment: Segment) -> str:
 
 
 def segments(layout: Layout, start: int, stop: int, ahead: bool) -> list[Segment]:
-    """What a merge buffer of tensors ``start`` to ``stop`` covers; ahead, every sparse tensor by itself."""
-    found = layout.segments(start, stop)
+    """Return what a merge buffer of tensors ``start`` to ``stop`` covers; ahead, every sparse tensor by itself."""
+    merged = layout.segments(start, stop)
     if not ahead:
-        return found
+        return merged
     return [
         part
-        for segment in found
+        for segment in merged
         for part in ([Segment(segment.lane, (slot,)) for slot in segment.slots] if segment.lane.sparse else [segment])
     ]
 
 
 def group_into_messages(segments: Sequence[Segment], size: int, *, ride: bool = True) -> list[list[Segment]]:
-    """Which segments of a merge buffer share a message.
+    """Decide which segments of a merge buffer share a message, between ``size`` ranks.
 
     Per device, sparse segments share one, and, with ``ride``, the dense ones come along while an all-gather of them
     is not much dearer than an all-reduce: it receives ``(W-1) m`` bytes instead of ``2 (W-1)/W m``.
     """
     messages: list[list[Segment]] = []
     for device in dict.fromkeys(segment.lane.device for segment in segments):
-        here = [segment for segment in segments if segment.lane.device == device]
-        sparse = [segment for segment in here if segment.lane.sparse]
-        dense = [segment for segment in here if not segment.lane.sparse]
+        on_device = [segment for segment in segments if segment.lane.device == device]
+        sparse = [segment for segment in on_device if segment.lane.sparse]
+        dense = [segment for segment in on_device if not segment.lane.sparse]
         riding = sum(segment.length * segment.lane.dtype.itemsize for segment in dense)
         if ride and sparse and riding * (size - 1) * (1 - 2 / size) <= RIDE:
             messages.append(sparse + dense)
@@ -72,7 +72,7 @@ def group_into_messages(segments: Sequence[Segment], size: int, *, ride: bool = 
 
 
 def group_by(segments: Sequence[Segment], key: Callable[[Lane], Hashable]) -> list[list[Segment]]:
-    """A message for the segments whose lanes have the same key."""
+    """Make one message of the segments whose lanes have the same key."""
     messages: dict[Hashable, list[Segment]] = {}
     for segment in segments:
         messages.setdefault(key(segment.lane), []).append(segment)
@@ -80,5 +80,5 @@ def group_by(segments: Sequence[Segment], key: Callable[[Lane], Hashable]) -> li
 
 
 def message_name(buffer: int, number: int) -> str:
-    """The name of a message's collectives."""
+    """Return the name of a message's collectives; ``number``: of the message in its merge buffer."""
     return f"buffer {buffer}" if number == 0 else f"buffer {buffer}.{number}"

@@ -1,4 +1,4 @@
-"""``sparse``: every rank sends what it selected, one all-gather, added up in rank order.
+"""Gather what every rank has selected in one all-gather, and add it up in rank order: ``sparse``.
 
 Dense segments may ride in the same message, whole: for a few small tensors that is cheaper than an
 all-reduce of their own.
@@ -10,77 +10,65 @@ from collections.abc import Sequence
 
 import torch
 
-from agmerge.backends import Backend
 from agmerge.errors import MessageError
-from agmerge.exchanges.base import Commit, Exchange, InFlight, SegmentBuffers
+from agmerge.exchanges.base import Exchange, InFlight, SegmentBuffers
 from agmerge.exchanges.message.format import Format, RoundHeader, Section
-from agmerge.ops import ReduceOp
 from sparsifiers import Selection, kernel
 
-Part = tuple[torch.Tensor, torch.Tensor]  # indices and values of one rank
+Part = tuple[torch.Tensor, torch.Tensor]  # indices (int32) and values of one rank
 
 
 class SparseExchange(Exchange):
-    """All-gather of sparse sections; bytes received are ``(W - 1) * size``.
+    """Gather what every rank selected, and add it up in the same order everywhere.
 
-    ``wire``: the value codec of sparse sections. ``payload``: whether a checksum covers them, beside the header's.
+    1. Each rank gathers the values at the offered indices, encodes both into one message behind a header
+       (:class:`agmerge.exchanges.message.format.Format`), and takes off its work what receivers will read.
+    2. One all-gather brings every message to every rank, under backward; a rank receives ``(W - 1) * size`` bytes.
+    3. Each rank checks all messages, then adds ``scale * values`` to the update, rank by rank.
+
+    ``context.wire`` is the value codec of sparse sections.
     """
 
     pipelines_parts = True
 
-    def __init__(
-        self,
-        comm: Backend,
-        op: ReduceOp,
-        commit: Commit,
-        timeout: float,
-        *,
-        wire: str = "auto",
-        payload: bool = True,
-    ) -> None:
-        super().__init__(comm, op, commit, timeout)
-        self.wire, self.payload = wire, payload
-
     def start(
         self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
     ) -> InFlight:
-        segments = [load.segment for load in loads]
+        """Collective. Encode what is offered, commit what receivers will read of it, and start the all-gather."""
         capacities = [None if offer is None else offer.indices.numel() for offer in offers]
-        layout = Format(segments, capacities, self.wire)
-        device = segments[0].lane.device
+        layout = self.format_of(name, loads, capacities, self.context.wire)
+        device = loads[0].work.device
         message = self.keep(("message", name), layout.size, torch.uint8, device)
         received = self.keep(("received", name), layout.size * self.comm.size, torch.uint8, device)
-        layout.write_header(message, control, [0 if offer is None else offer.count for offer in offers])
         elements = 0
         for load, offer, section in zip(loads, offers, layout.sections, strict=True):
-            if offer is None:
-                layout.whole(message, section).copy_(load.work)
+            if offer is None or section.index is None or section.value is None:
+                message[section.values].view(load.segment.lane.dtype).copy_(load.work)
                 elements += load.segment.numel
             else:
-                sent = layout.put(message, section, offer, _chosen(load.work, offer))
+                section.index.encode(offer.indices, offer.count, message[section.indices])
+                sent = section.value.encode(_chosen(load.work, offer), message[section.values])
                 self.commit(load.segment, offer.indices, sent)
                 elements += min(offer.indices.numel(), load.segment.numel)
-        if self.payload:
-            layout.seal(message)
+        layout.write_header(message, control, [0 if offer is None else offer.count for offer in offers], seal=True)
         handle = self.comm.all_gather(received, message, name)
-        codecs = layout.by_codec()
         return InFlight(
-            name, loads, control, handle, layout.size, elements, message, received, extra=layout, codecs=codecs
+            name, loads, control, handle, layout.size, elements, message, received, layout, codecs=layout.by_codec
         )
 
     def wait(self, pending: InFlight) -> RoundHeader:
+        """Collective. Wait for the all-gather, check all messages, and return what all ranks say together."""
         pending.handle.wait(self.timeout)
-        messages = pending.received.view(self.comm.size, -1)
         layout: Format = pending.extra
+        messages = pending.received.view(self.comm.size, -1)
         control = layout.read_headers(messages, pending.control, pending.name)
-        if self.payload:
-            layout.check_payloads(messages, pending.name)
+        layout.check_payloads(messages, pending.name)
         return control
 
     def finish(self, pending: InFlight) -> None:
         layout: Format = pending.extra
         messages = pending.received.view(self.comm.size, -1)
-        parts = self._open(pending, messages)  # all of them before anything is written
+        parts = self._decode(pending, messages)  # all of them before anything is written
         for load, section, sparse in zip(pending.loads, layout.sections, parts, strict=True):
             total = self.accumulator(load)
             if section.capacity is None:
@@ -94,13 +82,16 @@ class SparseExchange(Exchange):
             if total is not load.update:
                 load.update.copy_(total)
 
-    def _open(self, pending: InFlight, messages: torch.Tensor) -> list[list[Part]]:
-        """What every rank sent, by section and rank; nothing for dense sections."""
+    def _decode(self, pending: InFlight, messages: torch.Tensor) -> list[list[Part]]:
+        """Return what every rank sent, by section and rank; nothing for dense sections.
+
+        ``messages``: uint8[W, size]. Raises :class:`agmerge.MessageError` where indices cannot be right.
+        """
         layout: Format = pending.extra
         counts = layout.counts(messages)
         parts: list[list[Part]] = []
         checks: list[torch.Tensor] = []
-        whose: list[tuple[int, Section]] = []
+        senders: list[tuple[int, Section]] = []  # of each check
         for number, (load, section) in enumerate(zip(pending.loads, layout.sections, strict=True)):
             parts.append([])
             if section.capacity is None:
@@ -109,9 +100,9 @@ class SparseExchange(Exchange):
                 indices, values, good = layout.get(message, section, counts[rank][number], load.work.dtype)
                 parts[-1].append((indices, values))
                 checks.append(good)
-                whose.append((rank, section))
-        right = torch.stack(checks).tolist() if checks else []  # one look at a device for the whole message
-        for (rank, section), good in zip(whose, right, strict=True):
+                senders.append((rank, section))
+        results = torch.stack(checks).tolist() if checks else []  # one look at a device for the whole message
+        for (rank, section), good in zip(senders, results, strict=True):
             if not good:
                 raise MessageError(
                     f"{pending.name}: the indices that rank {rank} sent are not ascending within 0 to "
@@ -121,6 +112,7 @@ class SparseExchange(Exchange):
         return parts
 
     def _add_dense(self, total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        """Write the sum of ``scale * part`` over all ranks' parts into ``total``, each product rounded by itself."""
         total.copy_(parts[0]).mul_(self.scale)
         scaled = self.keep(("scaled",), total.numel(), total.dtype, total.device)
         for part in parts[1:]:
@@ -129,7 +121,7 @@ class SparseExchange(Exchange):
 
 
 def _chosen(work: torch.Tensor, offer: Selection) -> torch.Tensor:
-    """``work`` at the offered indices; 0 in slots at and after the count."""
+    """Return ``work`` at the offered indices, (capacity,); 0 in slots at and after the count."""
     values = work.index_select(0, offer.indices)
     if isinstance(offer.count, torch.Tensor):
         behind = torch.arange(values.numel(), device=values.device) >= offer.count

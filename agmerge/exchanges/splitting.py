@@ -1,4 +1,4 @@
-"""Several messages of one merge buffer: pure, the same on every rank."""
+"""Cut a merge buffer into several messages: pure, the same on every rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agmerge.tensors.layout import ALIGNMENT, Segment, Slot
 
 
 def why_parts_impossible(plan: merging.Plan) -> str:
-    """Why the merge buffers of ``plan`` cannot travel in its parts; empty if they can."""
+    """Say why the merge buffers of ``plan`` cannot travel in its parts; empty if they can."""
     for buffer, (count, parts, label) in enumerate(zip(plan.counts, plan.parts, plan.labels, strict=True)):
         if parts > 1 and count > 1 and label == AHEAD:
             return (
@@ -23,7 +23,7 @@ def why_parts_impossible(plan: merging.Plan) -> str:
 
 
 def split(group: Sequence[Segment], parts: int) -> list[list[Segment]]:
-    """The messages in which what would be one message travels.
+    """Cut what would be one message into at most ``parts`` of them.
 
     Every sparse segment is cut into ``parts`` pieces, as far as it is long enough, and each message has one of each;
     what is sent whole goes with the first.
@@ -36,7 +36,7 @@ def split(group: Sequence[Segment], parts: int) -> list[list[Segment]]:
 
 
 def cut(segment: Segment, parts: int) -> list[Segment]:
-    """``segment``, of whole tensors, in at most ``parts`` pieces of about the same length.
+    """Cut ``segment``, of whole tensors, into at most ``parts`` pieces of about the same length.
 
     Cuts are multiples of ``ALIGNMENT``, and between two tensors, or else two rows of one, where such a place is
     within a quarter of a piece's length: row-wise sparsifiers then see whole rows.
@@ -57,7 +57,7 @@ def cut(segment: Segment, parts: int) -> list[Segment]:
 
 
 def _place(segment: Segment, goal: float, tolerance: float) -> int:
-    """Where to cut near ``goal``: between tensors, else between rows, else anywhere."""
+    """Choose where to cut near ``goal``: between tensors, else between rows, else anywhere."""
     slot = next(slot for slot in segment.slots if goal < slot.end)
     row = math.prod(slot.shape[1:]) if len(slot.shape) > 1 else 1
     places = [slot.offset, slot.end]
@@ -66,5 +66,5 @@ def _place(segment: Segment, goal: float, tolerance: float) -> int:
 
 
 def _nearest(slot: Slot, goal: float, step: int) -> int:
-    """The place nearest to ``goal`` that is a multiple of ``step`` away from where the tensor begins, or its end."""
+    """Return the place nearest to ``goal``: a multiple of ``step`` behind where the tensor begins, or its end."""
     return min(slot.offset + round((goal - slot.offset) / step) * step, slot.end)

@@ -33,7 +33,6 @@ _MEANT = {  # by others' names
 # What is about selection alone: the value that says nothing, and what the argument is about.
 _SELECTION: dict[str, tuple[Any, str]] = {
     "wire": ("auto", "the values that a sparsifier selects"),
-    "wire_check": ("payload", "messages of what a sparsifier selects"),
     "dense": (None, "which parameters a sparsifier leaves whole"),
     "sparsify": ("auto", "when a sparsifier selects"),
     "warmup": (None, "how much a sparsifier selects"),

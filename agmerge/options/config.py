@@ -29,7 +29,6 @@ MERGING = "agmerge"  # the default planner
 IMPORTANCE = "importance"
 AUTO = "auto"
 TWO_LEVEL = topology.EXCHANGE
-EXCHANGES = (AUTO, "sparse", "oktopk", "masked", "two-level")
 SMALL = 1024  # elements; a smaller tensor costs more to select from than to send
 WIRES = ("auto", *VALUES)
 
@@ -49,7 +48,6 @@ class Config:
     sparsify: str
     exchange: str  # of the sparse lane
     wire: str  # the value codec of the sparse lane
-    checks_payload: bool  # whether the checksum covers values and indices, not the header alone
     planner: merging.Planner | None
     plan: merging.Plan | None
     groups: Groups | None  # plans by themselves; the planner is then not asked
@@ -164,7 +162,6 @@ class Config:
             ("sparsify", self.sparsify),
             ("exchange", self.exchange),
             ("wire", self.wire),
-            ("wire_check", "payload" if self.checks_payload else "header"),
             ("op", self.op.value),
             ("sparse_as_dense", str(self.sparse_as_dense)),
             ("backward_passes_per_step", str(self.passes)),

@@ -18,11 +18,12 @@ import sparsifiers
 from agmerge.backends import horovod, timeouts
 from agmerge.exchanges.routing import AHEAD
 from agmerge.exchanges.splitting import why_parts_impossible
+from agmerge.exchanges.table import EXCHANGES
 from agmerge.ops import Average, ReduceOp
 from agmerge.options import dense_cutoff
 from agmerge.options import density_schedule as schedules
 from agmerge.options.compressors import DENSITY, compressor_of, densities_of, memory_for
-from agmerge.options.config import AUTO, EXCHANGES, IMPORTANCE, MERGING, WIRES, Config, DenseRule, is_small
+from agmerge.options.config import AUTO, IMPORTANCE, MERGING, WIRES, Config, DenseRule, is_small
 from agmerge.options.groups import checked as checked_groups
 from agmerge.runtime import process_sets
 from agmerge.tensors.nonfinite import POLICIES, RAISE, SKIP
@@ -39,7 +40,6 @@ def resolve(
     sparsify: str,
     exchange: str,
     wire: str,
-    wire_check: str,
     dense_sum: str,
     op: Any,
     backward_passes_per_step: Any,
@@ -58,9 +58,8 @@ def resolve(
 ) -> Config:
     """Check every argument; raises ``ValueError`` or ``TypeError`` that says which and why."""
     _choice("sparsify", sparsify, ("auto", "ahead", "behind"))
-    _choice("exchange", exchange, EXCHANGES, hint=_DENSE_HINT)
+    _choice("exchange", exchange, tuple(EXCHANGES), hint=_DENSE_HINT)
     _choice("wire", wire, WIRES)
-    _choice("wire_check", wire_check, ("payload", "header"), later=("none",))
     _choice("dense_sum", dense_sum, ("native", "ordered"))
     _choice("unused", unused, ("none", "zero"))
     scaled = _scales(scaler)
@@ -99,7 +98,6 @@ def resolve(
         sparsify=sparsify,
         exchange=exchange,
         wire=wire,
-        checks_payload=wire_check == "payload",
         cast=cast,
         memory=memory_for(memory, sparsifier, cast),
         densities=densities,
@@ -129,15 +127,12 @@ def resolve(
 _DENSE_HINT = {"dense": "a dense exchange sends every element; ask for it with compression='none'"}
 
 
-def _choice(
-    name: str, value: Any, allowed: tuple[str, ...], later: tuple[str, ...] = (), hint: dict[str, str] | None = None
-) -> None:
+def _choice(name: str, value: Any, allowed: tuple[str, ...], hint: dict[str, str] | None = None) -> None:
     if value in allowed:
         return
     if value in (hint or {}):
         raise ValueError(f"{name}={value!r}: {(hint or {})[value]}")
-    why = "is not built yet" if value in later else "is unknown"
-    raise ValueError(f"{name}={value!r} {why}; choose from: {', '.join(map(repr, allowed))}")
+    raise ValueError(f"{name}={value!r} is unknown; choose from: {', '.join(map(repr, allowed))}")
 
 
 def _reduction(op: Any) -> ReduceOp:

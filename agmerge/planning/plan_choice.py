@@ -12,9 +12,10 @@ import numpy as np
 
 import merging
 from agmerge.exchanges.routing import AHEAD
+from agmerge.exchanges.table import EXCHANGES
 from agmerge.metrics.step_times import Seconds
 from agmerge.step.agreement import with_mode
-from agmerge.step.merge_buffers import SPARSE, MergeBuffers
+from agmerge.step.merge_buffers import MergeBuffers
 from merging import Measurements
 
 
@@ -39,7 +40,7 @@ def best_plan(planner: merging.Planner, session: MergeBuffers, measured: Measure
     """Return the plan with which the planner predicts steps to end first, divided into messages where that helps."""
     fitting = planner_of(session, planner)
     plan, mode = merging.best(fitting, measured)
-    if fitting.max_messages > 1 and SPARSE[session.config.exchange].pipelines_parts:
+    if fitting.max_messages > 1 and EXCHANGES[session.config.exchange].pipelines_parts:
         plan = merging.divide(plan, measured.profile, measured.costs, mode, fitting.max_messages)
     return with_mode(plan, mode)
 

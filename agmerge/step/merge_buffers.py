@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -19,28 +18,25 @@ from agmerge.backends import Backend
 from agmerge.backends.handshake import Fact
 from agmerge.backends.topology import Nodes
 from agmerge.exchanges import (
-    Commit,
     DenseExchange,
     Exchange,
-    MaskedExchange,
-    OkTopkExchange,
+    ExchangeContext,
     SegmentBuffers,
-    SparseExchange,
     routing,
 )
 from agmerge.exchanges.node_shards import NodeShards, sharded
 from agmerge.exchanges.reduce_scatter import ScatterExchange
 from agmerge.exchanges.routing import AHEAD, Message, group_by, group_into_messages, message_name
 from agmerge.exchanges.splitting import split
+from agmerge.exchanges.table import DENSE, EXCHANGES
 from agmerge.metrics.step_times import clock_for
-from agmerge.options.config import AUTO, Config
+from agmerge.options.config import Config
 from agmerge.step.importance import GradientEnergy
 from agmerge.step.update_home import InArenas
 from agmerge.tensors.arena import Arena, trim
 from agmerge.tensors.layout import Lane, Layout, Segment, Slot
 from agmerge.tensors.parameters import ParameterInfo
 from sparsifiers.memories import NoMemory
-from sparsifiers.randomk import RandomK
 
 BATCH_COPY_LIMIT = 1 << 14  # elements up to which a tensor that is sent whole waits for its merge buffer
 State = dict[tuple[str, str], torch.Tensor]  # by kind ("residual", "momentum") and name of the tensor
@@ -105,7 +101,7 @@ class MergeBuffers:
         """Send by ``plan`` from now on; its order is the one in use. No data moves. Nothing may be in flight."""
         sparse, dense = self.exchanges()
         if self.config.model is not None:  # merging="dear": each all-reduce in two halves
-            dense = in_two_halves(self.comm, self.config, self.commit)
+            dense = ScatterExchange(self.exchange_context())
         self.dense, self.plan = dense, plan
         self._budgets = {}
         self.updates.rebuild(plan.bounds)
@@ -157,10 +153,25 @@ class MergeBuffers:
 
     def exchanges(self) -> tuple[Exchange, DenseExchange]:
         """Return new exchanges, of the sparse and of the dense lane."""
-        made = exchanges(self.across, self.config, self.commit)
-        for one in made:
-            one.scale = self.config.op.scale(self.comm.size)  # a node's sum counts for all of its ranks
-        return made
+        context = self.exchange_context()
+        return EXCHANGES[self.config.exchange](context), DENSE(context)
+
+    def exchange_context(self) -> ExchangeContext:
+        """Return what the exchanges of these merge buffers are made from."""
+        config = self.config
+        return ExchangeContext(
+            self.across,
+            config.op,
+            self.commit,
+            config.timeout,
+            wire=config.wire,
+            ordered=config.ordered,
+            same_on_all_ranks=getattr(config.sparsifier, "same_on_all_ranks", False),
+            predivide=config.predivide,
+            cast=config.cast,
+            keeps=config.memory_of(False).keeps or config.memory_of(True).keeps,
+            workers=self.comm.size,  # a node's sum counts for all of its ranks
+        )
 
     def commit(self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor | None) -> None:
         """Take what was sent of a segment off what is kept: see :meth:`Arena.commit`."""
@@ -294,49 +305,6 @@ class MergeBuffers:
 def selects(group: Sequence[Segment], goes_dense: bool) -> bool:
     """Tell whether a message of a merge buffer carries what a sparsifier selects."""
     return group[0].lane.sparse and not goes_dense
-
-
-SPARSE: dict[str, type[Exchange]] = {  # of the sparse lane, by name
-    AUTO: SparseExchange,
-    "sparse": SparseExchange,
-    "oktopk": OkTopkExchange,
-    "masked": MaskedExchange,
-    "two-level": SparseExchange,
-}
-
-
-def exchanges(comm: Backend, config: Config, commit: Commit) -> tuple[Exchange, DenseExchange]:
-    """The exchanges of the sparse and of the dense lane."""
-    kind: type[Any] = SPARSE[config.exchange]
-    more: dict[str, Any] = {"payload": config.checks_payload}
-    if kind is MaskedExchange:
-        more |= {"drawn": isinstance(config.sparsifier, RandomK), "ordered": config.ordered}
-    elif kind is SparseExchange:
-        more |= {"wire": config.wire}
-    return kind(comm, config.op, commit, config.timeout, **more), DenseExchange(
-        comm,
-        config.op,
-        commit,
-        config.timeout,
-        keeps=config.memory_of(False).keeps or config.memory_of(True).keeps,  # of lanes that keep nothing, nothing is
-        cast=config.cast,
-        predivide=config.predivide,
-        ordered=config.ordered,
-    )
-
-
-def in_two_halves(comm: Backend, config: Config, commit: Commit) -> ScatterExchange:
-    """Return the exchange of ``merging="dear"``, where nothing is selected from."""
-    return ScatterExchange(
-        comm,
-        config.op,
-        commit,
-        config.timeout,
-        keeps=config.memory_of(False).keeps,
-        cast=config.cast,
-        predivide=config.predivide,
-        ordered=config.ordered,
-    )
 
 
 def _lane(member: ParameterInfo) -> Lane:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from agmerge import testing
-from agmerge.exchanges import DenseExchange, Exchange, SegmentBuffers, SparseExchange
+from agmerge.exchanges import Commit, DenseExchange, Exchange, ExchangeContext, SegmentBuffers, SparseExchange
 from agmerge.exchanges.masked import MaskedExchange
-from agmerge.exchanges.message.format import RoundHeader
+from agmerge.exchanges.message.format import RoundHeader, Section
 from agmerge.exchanges.oktopk.exchange import OkTopkExchange
 from agmerge.ops import Average, ReduceOp
 from agmerge.runtime import workers
@@ -22,6 +23,13 @@ WAIT = 30.0
 CPU = torch.device("cpu")
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 Make = Callable[[Callable[..., None]], Exchange]
+
+
+def put(message: torch.Tensor, section: Section, offer: Selection, values: torch.Tensor) -> torch.Tensor:
+    """Write a sparse section; what receivers will read of ``values``, (capacity,), 0 at and after the count."""
+    assert section.index is not None and section.value is not None
+    section.index.encode(offer.indices, offer.count, message[section.indices])
+    return section.value.encode(values, message[section.values])
 
 
 @dataclass
@@ -105,14 +113,20 @@ def exchange(
     return seen
 
 
+def context(commit: Commit, op: ReduceOp = Average, **options: Any) -> ExchangeContext:
+    """What an exchange of this rank is made from, in the group that the test runs in."""
+    return ExchangeContext(workers.world(), op, commit, WAIT, **options)
+
+
 def dense(op: ReduceOp, cast: torch.dtype | None = None, predivide: float = 1.0, ordered: bool = False) -> Make:
+    keeps = cast is not None
     return lambda record: DenseExchange(
-        workers.world(), op, record, WAIT, keeps=cast is not None, cast=cast, predivide=predivide, ordered=ordered
+        context(record, op, keeps=keeps, cast=cast, predivide=predivide, ordered=ordered)
     )
 
 
 def sparse(op: ReduceOp) -> Make:
-    return lambda record: SparseExchange(workers.world(), op, record, WAIT)
+    return lambda record: SparseExchange(context(record, op))
 
 
 def draw_offer(length: int, capacity: int, seed: int, on_device: bool) -> Selection:
@@ -134,7 +148,7 @@ Works = Callable[[int, int], torch.Tensor]
 
 
 def oktopk(op: ReduceOp = Average) -> Make:
-    return lambda record: OkTopkExchange(workers.world(), op, record, WAIT)
+    return lambda record: OkTopkExchange(context(record, op))
 
 
 def draws(
@@ -159,4 +173,4 @@ def apart(segments: Sequence[Segment]) -> list[Segment]:
 
 
 def masked(op: ReduceOp = Average, *, drawn: bool = False, ordered: bool = False) -> Make:
-    return lambda record: MaskedExchange(workers.world(), op, record, WAIT, drawn=drawn, ordered=ordered)
+    return lambda record: MaskedExchange(context(record, op, same_on_all_ranks=drawn, ordered=ordered))

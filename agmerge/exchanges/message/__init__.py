@@ -1,4 +1,4 @@
-"""How the indices and the values of a sparse section become bytes: every size is known beforehand, on every rank."""
+"""Turn the indices and the values of a sparse section into bytes: every size is known beforehand, on every rank."""
 
 from __future__ import annotations
 

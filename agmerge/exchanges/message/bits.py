@@ -1,19 +1,23 @@
-"""Integers of a few bits, side by side in bytes; the first in the lowest bits.
+"""Put integers of a few bits side by side in bytes, and checksums in front of bytes: what messages are made of.
 
-The same bytes on every device; machines are little-endian, as everywhere in a message.
+The first integer is in the lowest bits. The bytes are the same on every device; machines are little-endian, as
+everywhere in a message. Only the host computes checksums: on a device the word is 0, and not looked at.
 """
 
 from __future__ import annotations
+
+import zlib
 
 import numpy as np
 import torch
 from torch import Tensor
 
-WORDS = {4: torch.int16, 2: torch.int32, 1: torch.int64}  # as many bytes as there are integers in one
+WORDS = {4: torch.int16, 2: torch.int32, 1: torch.int64}  # by width: as many bytes as there are integers in one
+CRC_BYTES = 4  # of the checksum in front of a part
 
 
 def bytes_of(count: int, width: int) -> int:
-    """What ``count`` integers of ``width`` bits take."""
+    """Return the bytes that ``count`` integers of ``width`` bits take."""
     return -(-count * width // 8)
 
 
@@ -38,7 +42,7 @@ def pack(values: Tensor, width: int, out: Tensor) -> None:
 
 
 def unpack(data: Tensor, width: int, count: int) -> Tensor:
-    """The first ``count`` integers of ``data``, uint8: int32[count]."""
+    """Return the first ``count`` integers of ``width`` bits of ``data``, uint8: int32[count]."""
     if width == 16:
         return data.view(torch.int16)[:count].to(torch.int32) & 0xFFFF
     if width == 8:
@@ -64,28 +68,32 @@ def mark(places: Tensor, out: Tensor) -> None:
 
 
 def mark_on_device(places: Tensor, out: Tensor) -> None:
-    """The same on any device."""
+    """Do what :func:`mark` does, on any device."""
     marks = torch.zeros(8 * out.numel() + 1, dtype=torch.uint8, device=out.device)
     marks.scatter_(0, places.long(), 1)
     pack(marks[:-1], 1, out)
 
 
 def marked(data: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Places of the first ``count`` bits of ``data``, uint8, that are set, int32[count] (0 for those that are
-    missing), and how many are set, 0-dim."""
+    """Find the bits of ``data``, uint8, that are set.
+
+    Returns the places of the first ``count`` of them, int32[count] (0 for those that are missing), and how many are
+    set, 0-dim.
+    """
     return _marked_on_host(data, count) if data.device.type == "cpu" else marked_on_device(data, count)
 
 
 def _marked_on_host(data: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    found = np.flatnonzero(np.unpackbits(data.numpy(), bitorder="little").view(np.bool_))
+    """Do what :func:`marked` does, in the host's memory."""
+    ones = np.flatnonzero(np.unpackbits(data.numpy(), bitorder="little").view(np.bool_))
     places = np.zeros(count, dtype=np.int32)
-    held = min(count, len(found))
-    places[:held] = found[:held]
-    return torch.from_numpy(places), torch.tensor(len(found))
+    held = min(count, len(ones))
+    places[:held] = ones[:held]
+    return torch.from_numpy(places), torch.tensor(len(ones))
 
 
 def marked_on_device(data: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The same on any device, with nothing that waits for it."""
+    """Do what :func:`marked` does, on any device, with nothing that waits for it."""
     bits = unpack(data, 1, 8 * data.numel())
     rank = bits.cumsum(0)
     place = torch.where((bits > 0) & (rank <= count), rank - 1, count)
@@ -93,3 +101,19 @@ def marked_on_device(data: Tensor, count: int) -> tuple[Tensor, Tensor]:
     # What falls on the last one is not looked at, so it does not matter which comes last.
     places.scatter_(0, place, torch.arange(len(bits), dtype=torch.int32, device=data.device))
     return places[:count], bits.sum()
+
+
+def write_crc(part: Tensor) -> None:
+    """Write the CRC-32 of what follows into the first four bytes of ``part``, uint8; 0 on a device."""
+    part[:CRC_BYTES].view(torch.int32).fill_(_crc(part) if part.device.type == "cpu" else 0)
+
+
+def crc_fits(part: Tensor) -> bool:
+    """Tell whether ``part``, uint8, is as :func:`write_crc` left it; on a device it always seems to be."""
+    return part.device.type != "cpu" or int(part[:CRC_BYTES].view(torch.int32)[0]) == _crc(part)
+
+
+def _crc(part: Tensor) -> int:
+    """Return the CRC-32 of what follows the first four bytes of ``part``."""
+    checksum = zlib.crc32(part[CRC_BYTES:].numpy().data)
+    return checksum - (checksum >> 31 << 32)  # as int32 has these bits

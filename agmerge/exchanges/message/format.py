@@ -1,4 +1,4 @@
-"""The bytes of one sparse message: header | sections, in one flat uint8 tensor.
+"""Lay out the bytes of one sparse message: header | sections, in one flat uint8 tensor.
 
 All ranks' messages for a merge buffer have the same size, a pure function of the plan, the step and the value codec,
 so one all-gather carries everything and no sizes are negotiated. A sparse section is ``indices | values``, each in its
@@ -12,6 +12,7 @@ is how many these are, ``size`` the bytes of the message. ``checksum`` covers th
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntFlag
@@ -21,16 +22,14 @@ import torch
 from agmerge.backends.handshake import Fact, first_difference
 from agmerge.errors import MessageError
 from agmerge.exchanges.message import IndexCodec, ValueCodec, smallest, value_codec
-from agmerge.exchanges.message.crc import checksum
 from agmerge.exchanges.message.indices import GRAIN, in_order
 from agmerge.tensors.layout import Segment, aligned
-from sparsifiers import Selection
 
 MAGIC = 0x41474D32  # "AGM2": the last byte is the version of this format
 
 
 class Flag(IntFlag):
-    """What a rank says in every message of a round; what all say together is the union."""
+    """Say something about this rank in every message of a round; what all say together is the union."""
 
     REPLAN = 1  # this rank's parameters have changed: discard the round, and agree anew
     NONFINITE = 2  # this rank found an infinity or a NaN: the step comes to nothing
@@ -49,22 +48,18 @@ _WHOLE = (
 
 @dataclass(frozen=True)
 class RoundHeader:
-    """What travels with every message beside gradients.
+    """Carry with every message what the ranks have to tell each other beside gradients."""
 
-    ``plan``: fingerprint of the plan in use, 31 bits. ``used``: for each tensor of the message, in order,
-    whether this rank (after merging: any rank) had a gradient for it in this step. ``alarm``: bool, 0-dim, on the
-    device of the message: whether it is to have the flag :data:`Flag.NONFINITE`, which the host does not know yet.
-    """
-
-    step: int
-    plan: int
-    buffer: int
-    flags: int
-    used: tuple[bool, ...]
+    step: int  # committed exchanges so far
+    plan: int  # fingerprint of the plan in use, 31 bits
+    buffer: int  # number of the merge buffer
+    flags: int  # of Flag
+    used: tuple[bool, ...]  # by tensor of the message: this rank (after merging: any rank) had a gradient in this step
+    # bool, 0-dim, on the device of the message: it is to have Flag.NONFINITE, which the host does not know yet.
     alarm: torch.Tensor | None = field(default=None, compare=False)
 
     def merged(self, others: Sequence[RoundHeader]) -> RoundHeader:
-        """Flags and used bits OR-ed over ranks."""
+        """Return this with the flags and the used bits of all ``others``, OR-ed."""
         flags = 0
         for other in others:
             flags |= other.flags
@@ -74,35 +69,43 @@ class RoundHeader:
 
 @dataclass(frozen=True)
 class Section:
-    """Where one segment lies in the message, in bytes. ``capacity``: slots; None: all of it, dense, with no codecs."""
+    """Say where one segment lies in the message, and in which codecs."""
 
     segment: Segment
-    capacity: int | None
-    indices: slice
-    values: slice
+    capacity: int | None  # slots; None: all of it, dense, with no codecs
+    indices: slice  # bytes of the message; empty where dense
+    values: slice  # bytes of the message
     index: IndexCodec | None = None
     value: ValueCodec | None = None
 
     @property
     def codecs(self) -> int:
-        """Both codecs in one word of the header: value, index; for a dense section its dtype in the byte above."""
+        """Return both codecs in one word of the header: value, index; where dense, the dtype in the byte above."""
         if self.index is None or self.value is None:
             return (1 + _WHOLE.index(self.segment.lane.dtype)) << 16
         return self.value.identity << 8 | self.index.identity
 
     @property
     def name(self) -> str:
-        """The codecs, as figures tell them."""
+        """Return the codecs as figures tell them."""
         return "plain" if self.index is None or self.value is None else f"{self.index.name}/{self.value.name}"
 
 
 class Format:
-    """The layout of one message: which bytes mean what.
+    """Lay out one message: which bytes mean what.
 
-    ``wire``: the value codec, see :func:`agmerge.exchanges.message.value_codec`.
+    This is a pure function of the segments, of their capacities (slots; None: sent whole) and of ``wire``, the value
+    codec, see :func:`agmerge.exchanges.message.value_codec`: exchanges keep it from step to step.
     """
 
+    tensors: int  # of the message, one used bit each
+    words: int  # int32, of the header
+    size: int  # bytes of the message
+    sections: tuple[Section, ...]  # one a segment
+    by_codec: dict[str, int]  # bytes: "index codec/value codec", "plain" for what is sent whole, the rest is "header"
+
     def __init__(self, segments: Sequence[Segment], capacities: Sequence[int | None], wire: str = "auto") -> None:
+        self.segments, self.capacities = list(segments), list(capacities)
         self.tensors = sum(len(segment.slots) for segment in segments)
         self.words = _FIRST + _EACH * len(segments) + -(-self.tensors // 31)
         end = aligned(4 * self.words, GRAIN)
@@ -119,24 +122,28 @@ class Format:
                 sections.append(Section(segment, capacity, indices, where, index, value))
             end = aligned(where.stop, GRAIN)
         self.sections, self.size = tuple(sections), end
-
-    def by_codec(self) -> dict[str, int]:
-        """Bytes of the message: "index codec/value codec", "plain" for what is sent whole, the rest is "header"."""
-        found = {"header": self.size}
+        self.by_codec = {"header": self.size}
         for section in self.sections:
             taken = section.values.stop - section.indices.start
-            found[section.name] = found.get(section.name, 0) + taken
-            found["header"] -= taken
-        return found
+            self.by_codec[section.name] = self.by_codec.get(section.name, 0) + taken
+            self.by_codec["header"] -= taken
+        # Words of each section in the header but for its count, and where the used bits begin.
+        self._facts = [[part.codecs, part.segment.length, part.capacity or 0] for part in self.sections]
+        self._used_from = _FIRST + _EACH * len(self.sections)
 
     # -- writing --------------------------------------------------------------------------------------------
 
-    def write_header(self, message: torch.Tensor, control: RoundHeader, counts: Sequence[int | torch.Tensor]) -> None:
-        """Put ``control`` and the counts of the sections in front. A count on a device is copied there."""
+    def write_header(
+        self, message: torch.Tensor, control: RoundHeader, counts: Sequence[int | torch.Tensor], *, seal: bool = False
+    ) -> None:
+        """Put ``control`` and the counts of the sections in front of ``message``, uint8. With ``seal``, the checksum of
+        what comes after too, so that must be there. A count on a device is copied there.
+        """
         words = [MAGIC, control.step, control.plan, control.buffer, control.flags, self.words, self.size, 0, 0]
         on_host = message.device.type == "cpu"
-        for section, count in zip(self.sections, counts, strict=True):
-            words += [*_facts(section), 0 if isinstance(count, torch.Tensor) and not on_host else int(count)]
+        for facts, count in zip(self._facts, counts, strict=True):
+            words += facts
+            words.append(0 if isinstance(count, torch.Tensor) and not on_host else int(count))
         words += _bits(control.used)
         if on_host:
             words[_CHECKSUM] = _header_sum(words)
@@ -148,12 +155,8 @@ class Format:
             for place, count in enumerate(counts, start=1):
                 if isinstance(count, torch.Tensor):
                     header[_FIRST + _EACH * place - 1].copy_(count)
-
-    def put(self, message: torch.Tensor, section: Section, offer: Selection, values: torch.Tensor) -> torch.Tensor:
-        """Write a sparse section; what receivers will read of ``values``, (capacity,), 0 at and after the count."""
-        assert section.index is not None and section.value is not None
-        section.index.encode(offer.indices, offer.count, message[section.indices])
-        return section.value.encode(values, message[section.values])
+        if seal:
+            self.seal(message)
 
     def seal(self, message: torch.Tensor) -> None:
         """Put in the checksum of what comes after the header; on a device there is none."""
@@ -161,13 +164,15 @@ class Format:
             message[4 * _PAYLOAD : 4 * _PAYLOAD + 4].view(torch.int32).fill_(self._payload_sum(message))
 
     def _payload_sum(self, message: torch.Tensor) -> int:
-        return checksum(message[4 * self.words : self.size].numpy().data)
+        """Return the CRC-32 of what comes after the header of ``message``, uint8[size]."""
+        return _signed(zlib.crc32(message[4 * self.words : self.size].numpy().data))
 
     # -- reading --------------------------------------------------------------------------------------------
 
     def read_headers(self, messages: torch.Tensor, mine: RoundHeader, name: str) -> RoundHeader:
-        """Check the headers of all ranks (``messages`` uint8[W, ...]); what they say together.
+        """Check the headers of all ranks, and return what they say together.
 
+        ``messages``: uint8[W, ...], a message a rank, or the beginning of it. ``mine``: what this rank has said.
         Raises :class:`agmerge.MessageError`, the same on every rank, if a message is not one of ours, has changed on
         its way, belongs to another step, plan, buffer or layout, or holds more than fits.
         """
@@ -183,25 +188,24 @@ class Format:
             _refuse_damaged(name, [r for r, row in enumerate(rows) if self._damaged(row)])
         self._check_place(rows, mine, name)
         for rank, row in enumerate(rows):
-            for section, count in zip(self.sections, self._counts(row), strict=True):
-                if not 0 <= count <= (section.capacity or 0):
-                    raise MessageError(
-                        f"{name}: rank {rank} announces {count} elements where {section.capacity or 0} fit"
-                    )
-        said = [replace(mine, flags=row[_FLAGS], used=_unbits(row[self._used_from :], self.tensors)) for row in rows]
-        return mine.merged(said)
+            for capacity, count in zip(self.capacities, self._counts(row), strict=True):
+                if not 0 <= count <= (capacity or 0):
+                    raise MessageError(f"{name}: rank {rank} announces {count} elements where {capacity or 0} fit")
+        headers = [replace(mine, flags=row[_FLAGS], used=_unbits(row[self._used_from :], self.tensors)) for row in rows]
+        return mine.merged(headers)
 
     def check_payloads(self, messages: torch.Tensor, name: str) -> None:
         """Raise :class:`agmerge.MessageError` for messages, uint8[W, size], that were sealed and have changed since."""
         self._check_length(messages.shape[1] == self.size, messages, name)
         if messages.device.type == "cpu":
             at = slice(4 * _PAYLOAD, 4 * _PAYLOAD + 4)
-            said = messages[:, at].contiguous().view(torch.int32).view(-1).tolist()
-            found = [self._payload_sum(message) for message in messages]
-            pairs = enumerate(zip(said, found, strict=True))
-            _refuse_damaged(name, [rank for rank, (told, real) in pairs if told != real])
+            announced = messages[:, at].contiguous().view(torch.int32).view(-1).tolist()
+            sums = [self._payload_sum(message) for message in messages]
+            pairs = enumerate(zip(announced, sums, strict=True))
+            _refuse_damaged(name, [rank for rank, (written, read) in pairs if written != read])
 
     def _check_length(self, fits: bool, messages: torch.Tensor, name: str) -> None:
+        """Raise :class:`agmerge.MessageError` unless ``fits``."""
         if not fits:
             raise MessageError(
                 f"{name}: messages of {messages.shape[1]} bytes arrived where {self.size} are sent, headers of "
@@ -209,70 +213,74 @@ class Format:
             )
 
     def counts(self, messages: torch.Tensor) -> list[list[int]]:
-        """How many elements each rank sends, by rank and section; headers have been checked."""
+        """Return how many elements each rank sends, by rank and section; headers have been checked."""
         rows = messages[:, : 4 * self.words].contiguous().view(torch.int32).tolist()
         return [self._counts(row) for row in rows]
 
     def _counts(self, row: list[int]) -> list[int]:
+        """Return the counts of all sections that a header, ``row``, announces."""
         return row[_FIRST + _EACH - 1 : self._used_from : _EACH]
 
     def _damaged(self, row: list[int]) -> bool:
+        """Tell whether the checksum of a header, ``row``, is wrong."""
         # The checksum of a longer or shorter header is another one; that it has no place here is found next.
         return row[_WORDS] == self.words and row[_CHECKSUM] != _header_sum(row)
 
     def _check_place(self, rows: Sequence[Sequence[int]], mine: RoundHeader, name: str) -> None:
-        """That all headers are those of this message."""
+        """Raise :class:`agmerge.MessageError` unless all headers are those of this message."""
         own = [mine.step, mine.plan, mine.buffer, self.words, self.size]
-        own += [fact for section in self.sections for fact in _facts(section)]
+        own += [fact for facts in self._facts for fact in facts]
         theirs = [self._place(row) for row in rows]
         if all(place == own for place in theirs):
             return
-        said = [self._named(place) for place in theirs]
-        if any(facts != said[0] for facts in said):
-            raise MessageError(f"{name}: messages do not belong together: {first_difference(said)}")
+        named = [self._named(place) for place in theirs]
+        if any(facts != named[0] for facts in named):
+            raise MessageError(f"{name}: messages do not belong together: {first_difference(named)}")
         if theirs[0][:3] != own[:3]:
             raise MessageError(
                 f"{name}: messages of step, plan, buffer {theirs[0][:3]} arrived in the place of {own[:3]}"
             )
-        what, found = next(pair for pair, here in zip(said[0], self._named(own), strict=True) if pair != here)
-        raise MessageError(
-            f"{name}: messages are laid out otherwise: {what} is {found}, not {dict(self._named(own))[what]}"
+        (what, value), (_, expected) = next(
+            pair for pair in zip(named[0], self._named(own), strict=True) if pair[0] != pair[1]
         )
+        raise MessageError(f"{name}: messages are laid out otherwise: {what} is {value}, not {expected}")
 
     def _place(self, row: Sequence[int]) -> list[int]:
+        """Return the words of a header, ``row``, that are the same for all messages that belong together."""
         sections = [row[start : start + _EACH - 1] for start in range(_FIRST, self._used_from, _EACH)]
         return [*row[_STEP:_FLAGS], *row[_WORDS:_CHECKSUM], *(word for section in sections for word in section)]
 
     def _named(self, place: Sequence[int]) -> list[Fact]:
+        """Return these words with their names, as facts to compare between ranks."""
         names = [*FIXED[_STEP:_FLAGS], *FIXED[_WORDS:_CHECKSUM]]
         names += [f"{field} of section {i}" for i in range(len(self.sections)) for field in OF_SECTION[:-1]]
         return list(zip(names, map(str, place), strict=True))
 
-    @property
-    def _used_from(self) -> int:
-        return _FIRST + _EACH * len(self.sections)
-
     def get(
         self, message: torch.Tensor, section: Section, count: int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The first ``count`` indices, int32, and values, of ``dtype``, of a sparse section of one rank's message,
-        and whether the indices can be right, 0-dim; where not, they may be anything."""
+        """Return what a sparse section of one rank's ``message`` holds: the first ``count`` indices, int32, and values,
+        of ``dtype``, and whether the indices can be right, bool, 0-dim; where not, they may be anything.
+        """
         assert section.index is not None and section.value is not None
         indices, good = section.index.decode(message[section.indices], count)
         values = section.value.decode(message[section.values], count, dtype)
         return indices, values, good & in_order(indices, section.segment.length)
 
     def whole(self, message: torch.Tensor, section: Section) -> torch.Tensor:
-        """The elements of a dense section, in the gradient's dtype: a view."""
+        """Return the elements of a dense section, in the gradient's dtype: a view of ``message``."""
         return message[section.values].view(section.segment.lane.dtype)
 
 
 def slot_bytes(length: int, capacity: int, dtype: torch.dtype, wire: str) -> float:
-    """What one slot of such a section takes, header and padding apart; ``capacity`` is not 0."""
+    """Return the bytes of one slot of a section of ``length`` elements and ``capacity`` slots, which is not 0; header
+    and padding apart.
+    """
     return (smallest(length, capacity).size + value_codec(wire, dtype).size(capacity)) / capacity
 
 
 def _refuse_damaged(name: str, ranks: list[int]) -> None:
+    """Raise :class:`agmerge.MessageError` if there are ``ranks`` whose checksums are wrong."""
     if ranks:
         raise MessageError(
             f"{name}: what ranks {ranks} sent has changed on its way, its checksum is wrong: look at the network, the "
@@ -281,17 +289,18 @@ def _refuse_damaged(name: str, ranks: list[int]) -> None:
 
 
 def _header_sum(words: Sequence[int]) -> int:
-    """CRC-32 of a header without its checksums."""
+    """Return the CRC-32 of a header, int32 words, without its checksums."""
     covered = [*words[:_CHECKSUM], *words[_PAYLOAD + 1 :]]
-    return checksum(struct.pack(f"<{len(covered)}i", *covered))
+    return _signed(zlib.crc32(struct.pack(f"<{len(covered)}i", *covered)))
 
 
-def _facts(section: Section) -> list[int]:
-    return [section.codecs, section.segment.length, section.capacity or 0]
+def _signed(checksum: int) -> int:
+    """Return 32 bits as int32 has them."""
+    return checksum - (checksum >> 31 << 32)
 
 
 def _bits(flags: Sequence[bool]) -> list[int]:
-    """31 flags a word, so that every word is a valid int32."""
+    """Pack 31 flags a word, so that every word is a valid int32."""
     words = [0] * -(-len(flags) // 31)
     for i, flag in enumerate(flags):
         words[i // 31] |= int(flag) << (i % 31)
@@ -299,4 +308,5 @@ def _bits(flags: Sequence[bool]) -> list[int]:
 
 
 def _unbits(words: Sequence[int], count: int) -> tuple[bool, ...]:
+    """Return the first ``count`` flags of such words."""
     return tuple(bool(words[i // 31] >> (i % 31) & 1) for i in range(count))

@@ -1,4 +1,4 @@
-"""Index codecs: ascending, unique indices as bytes whose number depends on length and capacity only.
+"""Write ascending, unique indices as bytes whose number depends on length and capacity only: index codecs.
 
 Three layouts. ``int32`` is the plain one, for very few. ``bitmap`` is one bit an element, for more than a quarter.
 Between them, the vector is cut into blocks of ``2**low`` elements: the low bits of every index stand side by side,
@@ -24,33 +24,33 @@ _LOWS = (8, 16, 24, 2, 4, 6, 10, 12, 14, 18, 20, 22, 26, 28, 30)  # whole bytes 
 
 
 class IndexCodec(ABC):
-    """The indices of up to ``capacity`` elements of a vector of ``length``, in ``size`` bytes.
+    """Write the indices of up to ``capacity`` elements of a vector of ``length`` elements."""
 
-    ``identity``: what it is called in a message, 1 to 255. ``name``: in figures and errors.
-    """
-
-    name: str
-    identity: int
-    size: int
+    name: str  # in figures and errors
+    identity: int  # in a message, 1 to 255
+    size: int  # bytes, a pure function of length and capacity
 
     def __init__(self, length: int, capacity: int) -> None:
         self.length, self.capacity = length, capacity
 
     @abstractmethod
     def encode(self, indices: Tensor, count: int | Tensor, out: Tensor) -> None:
-        """Write the first ``count`` of ``indices``, int32[capacity], into all of ``out``, uint8[size].
+        """Write the first ``count`` of ``indices``, int32[capacity], into ``out``, uint8[size], and fill all of it.
 
-        A count on a device stays there.
+        A count on a device, int32, 0-dim, stays there.
         """
 
     @abstractmethod
     def decode(self, data: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The ``count`` indices in ``data``, uint8[size]: int32[count], and whether the bytes can be those of so
-        many, 0-dim. Whatever the bytes are, there is no error; see :func:`in_order` for the indices."""
+        """Return the ``count`` indices in ``data``, uint8[size]: int32[count].
+
+        Also whether the bytes can be those of so many, bool, 0-dim. Whatever the bytes are, there is no error; see
+        :func:`in_order` for the indices.
+        """
 
 
 class Int32(IndexCodec):
-    """Four bytes a slot."""
+    """Write four bytes a slot."""
 
     name, identity = "int32", 1
 
@@ -71,7 +71,7 @@ class Int32(IndexCodec):
 
 
 class Bitmap(IndexCodec):
-    """One bit an element."""
+    """Write one bit an element."""
 
     name, identity = "bitmap", 2
 
@@ -91,7 +91,7 @@ class Bitmap(IndexCodec):
 
 
 class Blocks(IndexCodec):
-    """``low`` bits a slot within blocks of ``2**low`` elements, and one more a slot and a block for the counts.
+    """Write ``low`` bits a slot within blocks of ``2**low`` elements, and one more a slot and a block for the counts.
 
     low: even, 2 to 30. The low bits lie in planes of 16, 8, 4 and 2 bits, the counts behind them.
     """
@@ -143,7 +143,7 @@ class Blocks(IndexCodec):
 
 
 def in_order(indices: Tensor, length: int) -> Tensor:
-    """Whether ``indices`` are ascending, unique and within ``[0, length)``, 0-dim."""
+    """Tell whether ``indices`` are ascending, unique and within ``[0, length)``: bool, 0-dim."""
     if indices.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=indices.device)
     if indices.device.type == "cpu":
@@ -154,7 +154,7 @@ def in_order(indices: Tensor, length: int) -> Tensor:
 
 
 def candidates(length: int, capacity: int) -> Iterator[IndexCodec]:
-    """All codecs for such a vector, the cheapest to write and read first."""
+    """Yield all codecs for such a vector, the cheapest to write and read first."""
     yield Int32(length, capacity)
     yield Bitmap(length, capacity)
     for low in _LOWS:
@@ -163,7 +163,10 @@ def candidates(length: int, capacity: int) -> Iterator[IndexCodec]:
 
 @lru_cache(maxsize=4096)
 def smallest(length: int, capacity: int, grain: int = GRAIN) -> IndexCodec:
-    """The codec of the smallest message where parts are multiples of ``grain`` bytes; of several, the cheapest."""
+    """Return the codec of the smallest message where parts take multiples of ``grain`` bytes; of equals, the cheapest.
+
+    Cheap is to write and to read. ``length`` and ``capacity`` as in :class:`IndexCodec`.
+    """
     plain, bitmap = -(-4 * capacity // grain), -(-bits.bytes_of(length, 1) // grain)
     # Blocks of about as many elements as there are for each index; others are larger, whatever is rounded up.
     middle = (length // max(capacity, 1)).bit_length()
@@ -176,10 +179,11 @@ def smallest(length: int, capacity: int, grain: int = GRAIN) -> IndexCodec:
 
 
 def _bytes_of_blocks(length: int, capacity: int, low: int) -> int:
-    """The size of :class:`Blocks`, without making one."""
+    """Return the size of :class:`Blocks`, without making one."""
     planes = sum(bits.bytes_of(capacity, width) for width in (16, 8, 4, 2) if low & width)
     return planes + bits.bytes_of(capacity + (max(length - 1, 0) >> low), 1)
 
 
 def _live(indices: Tensor, count: Tensor) -> Tensor:
+    """Mark the first ``count`` slots: bool[capacity]."""
     return torch.arange(indices.numel(), dtype=torch.int32, device=indices.device) < count

@@ -1,4 +1,4 @@
-"""Value codecs: what is sent of the selected elements, and what of it arrives.
+"""Write the selected values, and say what of them arrives: value codecs.
 
 ``encode`` returns what receivers will read, so that the residual keeps exactly what was not sent. Whatever is finite
 stays finite, however large; what is not finite arrives as not finite.
@@ -17,26 +17,29 @@ LARGEST = torch.finfo(torch.float32).max / 128  # of a scale: 127 of them are fi
 
 
 class ValueCodec(ABC):
-    """``identity``: what it is called in a message, 1 to 255. ``name``: in figures and errors."""
+    """Write the values of a section, so many bytes for so many slots."""
 
-    name: str
-    identity: int
+    name: str  # in figures and errors
+    identity: int  # in a message, 1 to 255
 
     @abstractmethod
     def size(self, slots: int) -> int:
-        """Bytes of so many values."""
+        """Return the bytes of so many values."""
 
     @abstractmethod
     def encode(self, values: Tensor, out: Tensor) -> Tensor:
-        """Write ``values``, of any float dtype, (m,), into ``out``, uint8[size(m)]; what receivers will read, (m,)."""
+        """Write ``values``, of any float dtype, (m,), into ``out``, uint8[size(m)].
+
+        Returns what receivers will read of them, (m,); it may be a view of ``out``.
+        """
 
     @abstractmethod
     def decode(self, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-        """The first ``count`` values of ``data``, uint8[size(m)]: (count,), of ``dtype``, not a view."""
+        """Return the first ``count`` values of ``data``, uint8[size(m)]: (count,), of ``dtype``, not a view."""
 
 
 class Cast(ValueCodec):
-    """One number of a float dtype a value."""
+    """Write one number of a float dtype a value."""
 
     def __init__(self, name: str, identity: int, dtype: torch.dtype) -> None:
         self.name, self.identity, self.dtype = name, identity, dtype
@@ -52,9 +55,9 @@ class Cast(ValueCodec):
 
 
 class Int8(ValueCodec):
-    """Symmetric int8 with a float32 scale for every 256 values: the largest of them is 127 steps.
+    """Write symmetric int8 with a float32 scale for every 256 values: the largest of them is 127 steps.
 
-    A value that is not finite makes its block so.
+    One value that is not finite makes its block so.
     """
 
     name, identity = "int8", 8
@@ -90,8 +93,10 @@ class Int8(ValueCodec):
 
 
 def saturated(values: Tensor, limit: float) -> Tensor:
-    """``values`` with what is finite and beyond ``limit`` in magnitude at it, and what is not finite as NaN; where
-    no number is beyond it, ``values`` themselves."""
+    """Return ``values`` with what is finite and beyond ``limit`` in magnitude at it, and what is not finite as NaN.
+
+    Where no number of their dtype is beyond it, these are ``values`` themselves.
+    """
     if torch.finfo(values.dtype).max <= limit:
         return values
     # Adding 0 times the value changes no bit of what is finite, and makes NaN of what is not.
@@ -99,7 +104,7 @@ def saturated(values: Tensor, limit: float) -> Tensor:
 
 
 def _slots(size: int) -> int:
-    """How many values so many bytes of int8 hold: ``size`` is that of some number of them."""
+    """Return how many values so many bytes of int8 hold: ``size`` is that of some number of them."""
     return size - 4 * -(-size // (BLOCK + 4))
 
 
@@ -113,7 +118,7 @@ VALUES: dict[str, ValueCodec] = {codec.name: codec for codec in (*CASTS[:3], Int
 
 
 def value_codec(wire: str, dtype: torch.dtype) -> ValueCodec:
-    """The codec called ``wire``; "auto": the one of ``dtype``, the gradient's."""
+    """Return the codec called ``wire``; "auto": the one of ``dtype``, the gradient's."""
     if wire != "auto":
         return VALUES[wire]
     return next(codec for codec in CASTS if codec.dtype == dtype)

@@ -1,4 +1,4 @@
-"""``oktopk``: a sparse all-reduce. The k largest elements of the sum are what all ranks get.
+"""Combine by a sparse all-reduce: ``oktopk``. The k largest elements of the sum are what all ranks get.
 
 Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022, Algorithm 1: what ranks
 select is cut by regions of the vector, each of which one rank adds up (split and reduce); the k largest of the sum
@@ -28,29 +28,37 @@ SLACK = 1.125  # a rank's part of the result may be this much longer than the me
 
 
 @dataclass
-class _Message(State):
-    """Indices are those of all segments one after the other, from ``starts`` on; the last of these is the length."""
+class _State(State):
+    """Hold what is known of a message under way. Indices are those of all segments, one after the other."""
 
-    layout: Format | None = None
-    starts: tuple[int, ...] = ()
-    offer: IndexValuePairs | None = (
-        None  # what this rank selected, ascending; behind its count, the length stands for nothing
-    )
-    kept: IndexValuePairs | None = None  # the result, ascending
+    layout: Format | None = None  # of the header
+    starts: tuple[int, ...] = ()  # where each segment begins among the indices; the last of these is the length
+    # What this rank selected, ascending; behind its count, the length stands for nothing.
+    offer: IndexValuePairs | None = None
+    kept: IndexValuePairs | None = None  # the result, ascending; None: not there yet
 
 
 class OkTopkExchange(MultiRoundExchange):
-    """Split and reduce, one threshold for all ranks, balanced all-gather. The segments of a message are of one lane.
+    """Reduce what all ranks selected to the k largest elements of the sum, and give these to every rank.
+
+    1. Header: each rank sends its control numbers, its count and a sample of its offer, by an all-gather under
+       backward. How long later messages are is known only when all headers are there, so they follow in ``wait``.
+    2. Split and reduce: the samples cut the vector into one region a rank; every offer is cut along them, its pieces go
+       to the ranks of their regions (all-to-all), and each rank adds up what it gets, in rank order.
+    3. One threshold: an all-reduce adds up the histograms of the sums' magnitudes, and its count says which bin is
+       the last of which anything is kept, and how much of it each rank may keep.
+    4. Balance and all-gather: where one rank holds much more than the mean, the surplus goes to others (all-to-all);
+       then every rank gets all of the result.
+    5. The update is the result. Each rank takes off its work what it offered of the elements that are kept.
 
     With k what a rank may offer, never more than k elements are kept, and k where so many are offered: all above a
-    bin of the magnitudes' histogram (see ``histogram``), and of that bin those of lowest index. A rank
-    has sent what it offered of the elements that are kept; the rest stays in its residual, though it has travelled.
-    Values are scaled and added in rank order, as ``sparse`` does, so an element that is kept has the same bits. Which
-    are kept depends neither on how regions are cut nor on timing.
+    bin of the magnitudes' histogram (see ``histogram``), and of that bin those of lowest index. What a rank offered and
+    is not kept stays in its residual, though it has travelled. Values are scaled and added in rank order, as ``sparse``
+    does, so an element that is kept has the same bits. Which are kept depends neither on how regions are cut nor on
+    timing. The segments of a message are of one lane.
 
-    ``start`` sends a header with the control numbers and a sample of the offer. How long later messages are is known
-    only when all headers are there, so they follow in ``wait``. Better than ``sparse`` for large k on four ranks or
-    more; where a call is dear and k is small, its six or seven calls cost more than they save.
+    Better than ``sparse`` for large k on four ranks or more. Where a call is dear and k is small, its six or seven
+    calls cost more than they save.
     """
 
     carries_dense = mixes_lanes = False
@@ -58,12 +66,13 @@ class OkTopkExchange(MultiRoundExchange):
     def start(
         self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
     ) -> InFlight:
+        """Collective. Send the header; values stay here until all headers are there."""
         chosen = [offer for offer in offers if offer is not None]
         segments = [load.segment for load in loads]
         if len(chosen) < len(loads) or len({segment.lane for segment in segments}) > 1:
-            found = ", ".join(str(segment.lane) for segment in segments)
-            raise ValueError(f"{name}: oktopk sends what is selected from one lane, and was given {found}")
-        layout = Format(segments, [offer.indices.numel() for offer in chosen])
+            lanes = ", ".join(str(segment.lane) for segment in segments)
+            raise ValueError(f"{name}: oktopk sends what is selected from one lane, and was given {lanes}")
+        layout = self.format_of(name, loads, [offer.indices.numel() for offer in chosen])
         starts = (0, *accumulate(segment.length for segment in segments))
         offer = offered(loads, chosen, starts)
         counts = [selection.count for selection in chosen]
@@ -75,12 +84,15 @@ class OkTopkExchange(MultiRoundExchange):
         received = self.keep(("headers", name), self.comm.size * message.numel(), torch.uint8, words.device)
         layout.write_header(message, control, counts)
         message[header:].view(torch.int32).copy_(words)
-        elements = sum(min(one.indices.numel(), part.numel) for one, part in zip(chosen, segments, strict=True))
+        elements = sum(min(pick.indices.numel(), part.numel) for pick, part in zip(chosen, segments, strict=True))
         handle = self.comm.all_gather(received, message, name)
-        state = _Message(layout=layout, starts=starts, offer=offer)
-        return self.follow(InFlight(name, loads, control, handle, message.numel(), elements, message, received, state))
+        state = _State(layout=layout, starts=starts, offer=offer)
+        return self.schedule(
+            InFlight(name, loads, control, handle, message.numel(), elements, message, received, state)
+        )
 
     def phases(self, pending: InFlight) -> Phases[None]:
+        """Collective. Reduce the offers to the result, once all headers are there: phases 2 to 4."""
         state, name, rank = pending.extra, pending.name, self.comm.rank
         k, length, storage = _budget(state.layout), state.starts[-1], pending.loads[0].work.dtype
         headers = pending.received.view(self.comm.size, -1)
@@ -94,47 +106,47 @@ class OkTopkExchange(MultiRoundExchange):
         if not any(counts):
             return
 
-        # Split and reduce.
+        # 2. Split and reduce.
         cuts = regions.bounds(words[:, 1:], counts, length)
-        table = yield from self.tell(pending, "counts", regions.split(state.offer.indices, cuts))
+        table = yield from self.all_gather_ints(pending, "counts", regions.split(state.offer.indices, cuts))
         if [sum(row) for row in table] != counts or min(map(min, table)) < 0:
             raise MessageError(f"{name}: ranks announce {counts} elements, and by region {table}")
         parts = [range(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
-        pieces, fault = yield from self.trade(pending, "pieces", state.offer, table, [parts] * len(parts))
-        mine = added(pieces, storage, self.scale)
+        pieces, fault = yield from self.all_to_all_pairs(pending, "pieces", state.offer, table, [parts] * len(parts))
+        own = added(pieces, storage, self.scale)
 
-        # One threshold for all.
-        found = histogram.bins(mine.values)
-        everywhere = yield from self.add_up(pending, "histogram", histogram.counted(found))
+        # 3. One threshold for all.
+        bins = histogram.bin_of(own.values)
+        everywhere = yield from self.all_reduce(pending, "histogram", histogram.bin_counts(bins))
         edge, room = histogram.crossing(everywhere, k)
-        tally = [int((found > edge).sum()), int((found == edge).sum()), fault]
-        tallies = yield from self.tell(pending, "tally", tally)
+        tally = [int((bins > edge).sum()), int((bins == edge).sum()), fault]
+        tallies = yield from self.all_gather_ints(pending, "tally", tally)
         check_faults(name, [faulty for _, _, faulty in tallies], cuts)
         takes = histogram.allotted([at_edge for _, at_edge, _ in tallies], room)
-        mine = mine.where(histogram.kept(found, edge, takes[rank]))
-        mine = IndexValuePairs(mine.indices, mine.values.to(state.offer.values.dtype))
+        own = own.where(histogram.kept(bins, edge, takes[rank]))
+        own = IndexValuePairs(own.indices, own.values.to(state.offer.values.dtype))
 
-        # Balance and all-gather.
+        # 4. Balance and all-gather.
         held = [above + take for (above, _, _), take in zip(tallies, takes, strict=True)]
         equal = regions.shares(sum(held), self.comm.size)
         if max(held) > SLACK * equal[0]:
             table, ranges = regions.moves(held, equal), [[part] * len(parts) for part in parts]
-            pieces, fault = yield from self.trade(pending, "surplus", mine, table, ranges)
-            mine, held, parts = joined(pieces), equal, regions.covered(table, parts)
-        kept, fault = yield from self.spread(pending, "kept", mine, held, parts, sound=not fault)
+            pieces, fault = yield from self.all_to_all_pairs(pending, "surplus", own, table, ranges)
+            own, held, parts = joined(pieces), equal, regions.covered(table, parts)
+        kept, fault = yield from self.all_gather_pairs(pending, "kept", own, held, parts, sound=not fault)
         check_kept(name, kept, fault)
         state.kept = joined(kept)
 
     def finish(self, pending: InFlight) -> None:
-        state: _Message = pending.extra
+        state: _State = pending.extra
         assert state.offer is not None and state.kept is not None
         sent = state.offer.where(within(state.offer.indices, state.kept.indices))
-        parts = (one.split(regions.split(one.indices, state.starts)) for one in (state.kept, sent))
-        for load, start, total, mine in zip(pending.loads, state.starts, *parts, strict=False):
+        parts = (pairs.split(regions.split(pairs.indices, state.starts)) for pairs in (state.kept, sent))
+        for load, start, total, own in zip(pending.loads, state.starts, *parts, strict=False):
             load.update.zero_().index_copy_(0, (total.indices - start).long(), total.values)
-            self.commit(load.segment, mine.indices - start, mine.values)
+            self.commit(load.segment, own.indices - start, own.values)
 
 
 def _budget(layout: Format) -> int:
-    """How many elements each rank may offer, and all of them keep."""
+    """Return k: how many elements each rank may offer, and all of them together keep."""
     return sum(section.capacity or 0 for section in layout.sections)

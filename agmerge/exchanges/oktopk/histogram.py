@@ -1,4 +1,4 @@
-"""The k largest of a vector that no rank has whole: a histogram of magnitudes is added up, and its count decides.
+"""Find the k largest of a vector that no rank has whole, by a histogram of magnitudes that is added up.
 
 A bin is an exponent and the first three bits of the mantissa, so it is an eighth of a power of two wide, and larger
 magnitudes are in later bins: the first round of a radix selection. One round is enough here, since what is taken of
@@ -17,24 +17,24 @@ _SHIFT = 20  # of the 23 bits of a float32's mantissa: three are left
 _MAGNITUDE = 0x7FFFFFFF
 
 
-def bins(values: torch.Tensor) -> torch.Tensor:
-    """int32, the bin of each of ``values``, float32 or float64: 0 for zero and for nothing else, the last for NaN.
+def bin_of(values: torch.Tensor) -> torch.Tensor:
+    """Return the bin of each of ``values``, float32 or float64: int32, 0 for zero and nothing else, the last for NaN.
 
     float64 goes by its float32, which is in the same order; what is zero or infinite there shares a bin.
     """
-    found = (values.float().view(torch.int32) & _MAGNITUDE) >> _SHIFT
-    return torch.maximum(found, (values != 0).to(torch.int32))
+    bins = (values.float().view(torch.int32) & _MAGNITUDE) >> _SHIFT
+    return torch.maximum(bins, (values != 0).to(torch.int32))
 
 
-def counted(found: torch.Tensor) -> torch.Tensor:
-    """int32[BINS]: how many are in each bin."""
-    return torch.bincount(found, minlength=BINS).to(torch.int32)
+def bin_counts(bins: torch.Tensor) -> torch.Tensor:
+    """Return how many are in each bin: int32[BINS]."""
+    return torch.bincount(bins, minlength=BINS).to(torch.int32)
 
 
 def crossing(counts: torch.Tensor, k: int) -> tuple[int, int]:
-    """(edge, room): all of the bins above ``edge`` are among the ``k`` largest, and ``room`` of bin ``edge``.
+    """Return (edge, room): all of the bins above ``edge`` are among the ``k`` largest, and ``room`` of bin ``edge``.
 
-    ``counts``: of all ranks together. (-1, 0) if there are no more than ``k``: all of them are.
+    ``counts``: int32[BINS], of all ranks together. (-1, 0) if there are no more than ``k``: all of them are.
     """
     larger = counts.to(torch.int64).flip(0).cumsum(0)  # larger[i]: in the last i + 1 bins
     if int(larger[-1]) <= k:
@@ -45,13 +45,13 @@ def crossing(counts: torch.Tensor, k: int) -> tuple[int, int]:
 
 
 def allotted(at_edge: Sequence[int], room: int) -> list[int]:
-    """How many of its ``at_edge[rank]`` elements each rank may keep, ``room`` in all: the first ranks come first."""
+    """Return how many of its ``at_edge[rank]`` elements each rank may keep of ``room``, the first ranks first."""
     before = [0, *accumulate(at_edge)]
-    return [min(max(room - earlier, 0), mine) for earlier, mine in zip(before, at_edge, strict=False)]
+    return [min(max(room - earlier, 0), own) for earlier, own in zip(before, at_edge, strict=False)]
 
 
-def kept(found: torch.Tensor, edge: int, take: int) -> torch.Tensor:
-    """bool: the elements above bin ``edge``, and the first ``take`` of it."""
-    mask = found > edge
-    mask[(found == edge).nonzero().view(-1)[:take]] = True
+def kept(bins: torch.Tensor, edge: int, take: int) -> torch.Tensor:
+    """Mark the elements above bin ``edge``, and the first ``take`` of it: bool, in the shape of ``bins``."""
+    mask = bins > edge
+    mask[(bins == edge).nonzero().view(-1)[:take]] = True
     return mask

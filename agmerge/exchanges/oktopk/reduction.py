@@ -1,4 +1,4 @@
-"""What `oktopk` does with pairs of indices and values: pure functions, and checks of what arrived."""
+"""Make, add up and check the pairs of indices and values of `oktopk`: pure functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparsifiers import Selection
 
 
 def offered(loads: Sequence[SegmentBuffers], offers: Sequence[Selection], starts: Sequence[int]) -> IndexValuePairs:
-    """What is selected from all segments, ascending, in the gradient's dtype, saturated.
+    """Return what is selected from all segments, ascending, in the gradient's dtype, saturated.
 
     Indices (int32) count from ``starts[i]`` in segment i. Counts on a device are not looked at: what stands behind
     one gets the index ``starts[-1]``, and comes last. ValueError if the segments together have 2**31 elements or more.
@@ -41,17 +41,17 @@ def offered(loads: Sequence[SegmentBuffers], offers: Sequence[Selection], starts
 
 
 def added(pieces: Sequence[IndexValuePairs], dtype: torch.dtype, scale: float) -> IndexValuePairs:
-    """The sum of ``scale * values`` of all pieces, in their order, in ``dtype``; every index once, ascending."""
+    """Return the sum of ``scale * values`` of all pieces, in their order, in ``dtype``; each index once, ascending."""
     whole = torch.cat([piece.indices for piece in pieces])
     indices, places = torch.unique(whole, return_inverse=True)
     total = torch.zeros(indices.numel(), dtype=dtype, device=indices.device)
-    for piece, here in zip(pieces, torch.split(places, [piece.indices.numel() for piece in pieces]), strict=True):
-        total.index_add_(0, here, piece.values.to(dtype, copy=True).mul_(scale))
+    for piece, targets in zip(pieces, torch.split(places, [piece.indices.numel() for piece in pieces]), strict=True):
+        total.index_add_(0, targets, piece.values.to(dtype, copy=True).mul_(scale))
     return IndexValuePairs(indices, total)
 
 
 def within(some: torch.Tensor, all_: torch.Tensor) -> torch.Tensor:
-    """bool: which of ``some`` are in ``all_``; both ascending."""
+    """Mark which of ``some`` are in ``all_``, both ascending: bool, in the shape of ``some``."""
     if not all_.numel():
         return torch.zeros(some.numel(), dtype=torch.bool, device=some.device)
     places = torch.searchsorted(all_, some).clamp_(max=all_.numel() - 1)
@@ -59,7 +59,10 @@ def within(some: torch.Tensor, all_: torch.Tensor) -> torch.Tensor:
 
 
 def check_faults(name: str, faults: Sequence[int], cuts: Sequence[int]) -> None:
-    """Raise :class:`agmerge.MessageError` if a rank was sent a piece that is damaged: 1 + whose, by receiver."""
+    """Raise :class:`agmerge.MessageError` if a rank was sent a piece that is damaged.
+
+    ``faults``: by receiver, 1 + whose piece is damaged; else 0. ``cuts``: of the regions.
+    """
     for rank, fault in enumerate(faults):
         if fault:
             raise MessageError(
@@ -70,8 +73,10 @@ def check_faults(name: str, faults: Sequence[int], cuts: Sequence[int]) -> None:
 
 
 def check_kept(name: str, kept: Sequence[IndexValuePairs], fault: int) -> None:
-    """Raise :class:`agmerge.MessageError` if what ranks hand round is damaged (``fault``: 1 + whose), or does not
-    ascend from one to the next."""
+    """Raise :class:`agmerge.MessageError` if what ranks hand round does not ascend from one to the next, or is damaged.
+
+    ``fault``: 1 + whose is damaged; else 0.
+    """
     last = -1
     for rank, parcel in enumerate(kept):
         indices = parcel.indices

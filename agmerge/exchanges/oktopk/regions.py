@@ -1,4 +1,4 @@
-"""Who adds up which part of a vector, and who holds which part of the result: pure, the same on every rank.
+"""Decide who adds up which part of a vector, and who holds which part of the result: pure, the same on every rank.
 
 Regions follow what is offered, not the length of the vector: gradients are never evenly large. Every rank tells the
 others a few of its indices at equal distances in its offer, and from all of them the cuts follow. That is the
@@ -20,12 +20,12 @@ POINTS = 256  # indices that a rank tells at most; a region's load is known to a
 
 
 def number(k: int) -> int:
-    """How many indices a rank tells of ``k`` or fewer: every fourth, up to `POINTS`."""
+    """Return how many indices a rank tells of ``k`` or fewer: every fourth, up to `POINTS`."""
     return min(POINTS, -(-k // 4))
 
 
 def sample(indices: torch.Tensor, count: int | torch.Tensor, number: int) -> torch.Tensor:
-    """int32[number]: the last index of each of ``number`` equal chunks of the first ``count`` ``indices``, ascending.
+    """Return the last index of each of ``number`` equal chunks of the first ``count`` ``indices``, ascending: int32.
 
     What stands there for an empty chunk means nothing. ``count`` may be on a device; nothing waits for it.
     """
@@ -36,7 +36,7 @@ def sample(indices: torch.Tensor, count: int | torch.Tensor, number: int) -> tor
 
 
 def bounds(points: NDArray[np.int64], counts: Sequence[int], length: int) -> list[int]:
-    """Cuts [0, ..., length], W + 1 of them, never falling: region j is from cut j up to cut j + 1.
+    """Return the cuts [0, ..., length], W + 1 of them, never falling: region j is from cut j up to cut j + 1.
 
     ``points``: [W, number], what every rank said by `sample` of its ``counts[rank]`` indices below ``length``. A
     region gets at most ``total / W`` indices, the largest chunk, and a chunk of every rank.
@@ -51,20 +51,20 @@ def bounds(points: NDArray[np.int64], counts: Sequence[int], length: int) -> lis
 
 
 def split(indices: torch.Tensor, cuts: Sequence[int]) -> list[int]:
-    """How many of ``indices``, ascending, are in each region."""
+    """Count how many of ``indices``, ascending, are in each region between ``cuts``."""
     inner = torch.tensor(cuts[1:-1], dtype=indices.dtype, device=indices.device)
     places = [0, *torch.searchsorted(indices, inner).tolist(), indices.numel()]
     return [stop - start for start, stop in zip(places, places[1:], strict=False)]
 
 
 def shares(total: int, workers: int) -> list[int]:
-    """``total`` in equal parts; what is missing to a whole part is missing at the end."""
+    """Return ``total`` in equal parts, one a rank; what is missing to a whole part is missing at the end."""
     part = -(-total // workers)
     return [min(part, max(0, total - rank * part)) for rank in range(workers)]
 
 
 def moves(held: Sequence[int], wanted: Sequence[int]) -> list[list[int]]:
-    """[from][to]: how many elements of one sequence change hands, of which rank r holds ``held[r]``, in order.
+    """Return how many elements of one sequence change hands, [from][to]; rank r holds ``held[r]`` of it, in order.
 
     Afterwards it holds ``wanted[r]``, with the same sum, in the same order.
     """
@@ -76,9 +76,9 @@ def moves(held: Sequence[int], wanted: Sequence[int]) -> list[list[int]]:
 
 
 def covered(table: Sequence[Sequence[int]], parts: Sequence[range]) -> list[range]:
-    """Where elements lie, by rank, after they have changed hands: ``table`` by `moves`, from regions ``parts``."""
-    found = []
+    """Return where elements lie, by rank, after they changed hands: ``table`` by `moves`, from regions ``parts``."""
+    ranges = []
     for column in zip(*table, strict=True):
         givers = [part for part, count in zip(parts, column, strict=True) if count]
-        found.append(range(givers[0].start, givers[-1].stop) if givers else range(0))
-    return found
+        ranges.append(range(givers[0].start, givers[-1].stop) if givers else range(0))
+    return ranges

@@ -9,7 +9,7 @@ import pytest
 import torch
 from exchange_harness import (
     CPU,
-    WAIT,
+    context,
     control_of,
     dense,
     draw_offer,
@@ -28,7 +28,6 @@ from agmerge.errors import MessageError
 from agmerge.exchanges import SegmentBuffers, SparseExchange
 from agmerge.exchanges.message.format import Format
 from agmerge.ops import Average, ReduceOp, Sum
-from agmerge.runtime import workers
 from agmerge.tensors.layout import Lane, Segment
 from sparsifiers import Selection
 
@@ -353,7 +352,7 @@ def test_ranks_at_different_places_are_the_same_error_on_every_rank(kind: str, f
 @pytest.mark.parametrize("wrong", [-1, -(2**31), 64, 2**31 - 1])
 @pytest.mark.parametrize("odd", [0, 2])
 def test_an_index_out_of_range_names_the_rank_that_sent_it(wrong: int, odd: int) -> None:
-    """Also one that its sender believes in, or where no checksum covers it; nothing is written then."""
+    """Also one that its sender believes in, and has made a checksum of; nothing is written then."""
     (segment,) = segments_of([(40, Lane(CPU, torch.float32, True))])
     layout = Format([segment], [1])
     assert layout.sections[0].index is not None and layout.sections[0].index.name == "int32"
@@ -361,10 +360,11 @@ def test_an_index_out_of_range_names_the_rank_that_sent_it(wrong: int, odd: int)
     def damage(call: Call) -> None:
         if call.rank == odd and call.kind == "all_gather":
             call.tensor[layout.sections[0].indices].view(torch.int32).fill_(wrong)
+            layout.seal(call.tensor)
 
     def body(rank: int) -> None:
         load = SegmentBuffers(segment, torch.ones(segment.length), torch.zeros(segment.length))
-        here = SparseExchange(workers.world(), Average, lambda *_: None, WAIT, payload=False)
+        here = SparseExchange(context(lambda *_: None))
         offer = Selection(torch.zeros(1, dtype=torch.int32), 1)
         pending = here.start("buffer 3", [load], [offer], control_of(rank, [segment]))
         here.wait(pending)

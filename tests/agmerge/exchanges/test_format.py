@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from exchange_harness import put
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -81,7 +82,7 @@ def test_regions_are_disjoint_and_aligned(layout: Format) -> None:
 @settings(deadline=None)
 @given(formats())
 def test_bytes_by_codec_are_all_of_them(layout: Format) -> None:
-    found = layout.by_codec()
+    found = layout.by_codec
     assert sum(found.values()) == layout.size
     assert 4 * layout.words <= found["header"] < 4 * layout.words + 16 * (2 * len(layout.sections) + 1)
     assert set(found) == {"header", *(section.name for section in layout.sections)}
@@ -107,7 +108,7 @@ def test_sections_share_no_byte_and_come_back(layout: Format, seed: int) -> None
         indices[:count] = torch.randperm(length, generator=source)[:count].sort().values
         values = torch.randn(section.capacity, generator=source).to(storage)
         values[count:] = 0.0
-        sent = layout.put(message, section, Selection(indices, count), values)
+        sent = put(message, section, Selection(indices, count), values)
         told.append((indices[:count], sent[:count].to(storage, copy=True)))
     assert torch.equal(message[: 4 * layout.words], header)
     for section, (chosen, values) in zip(layout.sections, told, strict=True):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from exchange_harness import (
     CPU,
-    WAIT,
     control_of,
     dense,
     draw_offer,
@@ -27,10 +26,9 @@ from agmerge import testing
 from agmerge.errors import MessageError
 from agmerge.exchanges.base import SegmentBuffers
 from agmerge.exchanges.dense import largest_summand
-from agmerge.exchanges.masked import MaskedExchange, checksum
+from agmerge.exchanges.masked import checksum
 from agmerge.exchanges.message.format import Flag
 from agmerge.ops import Average, ReduceOp, Sum
-from agmerge.runtime import workers
 from agmerge.tensors.layout import Lane
 from sparsifiers import Selection
 
@@ -279,6 +277,6 @@ def test_a_checksum_tells_draws_apart() -> None:
 def test_a_segment_without_a_selection_has_no_place() -> None:
     (segment,) = segments_of([(64, FP32)])
     load = SegmentBuffers(segment, torch.ones(64), torch.zeros(64))
-    here = MaskedExchange(testing.run(1, lambda rank: workers.world())[0], Average, lambda *_: None, WAIT)
+    here = testing.run(1, lambda rank: masked()(lambda *_: None))[0]
     with pytest.raises(ValueError, match="without a selection"):
         here.start("b", [load], [None], control_of(0, [segment]))

@@ -15,6 +15,7 @@ from agmerge.backends.local import Call
 from agmerge.errors import MessageError
 from agmerge.exchanges import mask_votes
 from agmerge.exchanges.base import SegmentBuffers
+from agmerge.exchanges.message import bits
 from agmerge.tensors.layout import Lane
 from sparsifiers import Selection
 
@@ -39,7 +40,7 @@ def test_shares_cover_everything_once_and_quotas_make_k(k: int, extra: int, work
     offered=st.floats(0.0, 1.0),
     seed=st.integers(0, 1000),
 )
-def test_a_ballot_is_of_its_share_and_0_8_full(
+def test_a_vote_is_of_its_share_and_0_8_full(
     length: int, workers: int, density: float, offered: float, seed: int
 ) -> None:
     source = torch.Generator().manual_seed(seed)
@@ -48,7 +49,7 @@ def test_a_ballot_is_of_its_share_and_0_8_full(
     k, before = max(1, round(density * length)), work.clone()
     for share in range(workers):
         most = mask_votes.quota(k, workers, share)
-        named = mask_votes.ballot(work, chosen, share, workers, most)
+        named = mask_votes.vote(work, chosen, share, workers, most)
         assert len(named.unique()) == len(named) <= most and (named % workers == share).all()
         assert 5 * len(named) >= 4 * most and bool((named >= 0).all() and (named < length).all())
         first = [i for i in chosen.tolist() if i % workers == share]
@@ -76,7 +77,7 @@ def told(odd: int, damage: Callable[[torch.Tensor], None] | None = None, offer: 
 
     def inject(call: Call) -> None:
         if damage is not None and call.rank == odd and call.kind == "all_gather":
-            damage(call.tensor[-papers_of(640, 90).size :])
+            damage(call.tensor[-votes_of(640, 90).size :])
 
     def body(rank: int) -> None:
         load = SegmentBuffers(segment, torch.ones(1000)[: segment.length], torch.zeros(segment.length))
@@ -90,15 +91,15 @@ def told(odd: int, damage: Callable[[torch.Tensor], None] | None = None, offer: 
     return str(errors[0])
 
 
-def papers_of(length: int, k: int, workers: int = 3) -> mask_votes.VoteFormat:
+def votes_of(length: int, k: int, workers: int = 3) -> mask_votes.VoteFormat:
     return mask_votes.VoteFormat([length], [mask_votes.slots(k, workers)], workers)
 
 
 @LIGHT
 @given(odd=st.sampled_from([0, 2]), place=st.floats(0, 1), flips=st.integers(1, 255))
 def test_a_vote_that_has_changed_on_its_way_names_the_rank(odd: int, place: float, flips: int) -> None:
-    def damage(papers: torch.Tensor) -> None:
-        papers[round(place * (len(papers) - 1))] ^= flips
+    def damage(votes: torch.Tensor) -> None:
+        votes[round(place * (len(votes) - 1))] ^= flips
 
     assert f"what rank {odd} votes has changed on its way" in told(odd, damage)
 
@@ -116,28 +117,29 @@ def test_a_selection_that_may_not_be_names_the_rank(odd: int, indices: list[int]
     workers=st.integers(1, 6),
     density=st.floats(0, 1),
     seed=st.integers(0, 100),
-    sealed=st.booleans(),
 )
-def test_papers_bring_what_was_named(lengths: list[int], workers: int, density: float, seed: int, sealed: bool) -> None:
+def test_votes_bring_what_was_named(lengths: list[int], workers: int, density: float, seed: int) -> None:
     source = torch.Generator().manual_seed(seed)
     slots = [mask_votes.slots(round(density * length), workers) for length in lengths]
-    papers, seen = mask_votes.VoteFormat(lengths, slots, workers), []
-    assert papers.size <= 4 + sum(4 + 4 * count for count in slots)  # an index takes four bytes at most
+    votes, seen = mask_votes.VoteFormat(lengths, slots, workers), []
+    assert votes.size <= 4 + sum(4 + 4 * count for count in slots)  # an index takes four bytes at most
     for share in range(workers):
         named = []
         for length, most in zip(lengths, slots, strict=True):
             mine = torch.tensor(range(share, length, workers), dtype=torch.int64)
             named.append(mine[torch.randperm(len(mine), generator=source)[: max(0, most - seed % 2)]])
-        data = torch.randint(0, 256, (papers.size,), dtype=torch.uint8)  # what happened to lie there
-        papers.write(named, share, data, sealed)
-        found = papers.read(data, share, sealed)
+        data = torch.randint(0, 256, (votes.size,), dtype=torch.uint8)  # what happened to lie there
+        votes.write(named, share, data)
+        found = votes.read(data, share)
         assert found is not None
         assert all(torch.equal(one, two.sort().values) for one, two in zip(found, named, strict=True))
         seen.append(found)
-        if not sealed:  # whatever arrives, nothing is named that is not there, or another's
-            data[int(torch.randint(0, papers.size, ()))] ^= 1 + seed
-            for one, length in zip(papers.read(data, share, False) or [], lengths, strict=False):
+        if votes.size > 4:  # whatever arrives under a right checksum, nothing is named that is not there, or another's
+            data[int(torch.randint(4, votes.size, ()))] ^= 1 + seed
+            assert votes.read(data, share) is None
+            bits.write_crc(data)
+            for one, length in zip(votes.read(data, share) or [], lengths, strict=False):
                 assert set(one.tolist()) <= set(range(share, length, workers)) and len(one.unique()) == len(one)
     for of_all in zip(*seen, strict=True):
-        mask = mask_votes.counted(of_all)
+        mask = mask_votes.merge_votes(of_all)
         assert torch.equal(mask, mask.unique()) and len(mask) == sum(map(len, of_all))

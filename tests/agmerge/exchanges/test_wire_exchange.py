@@ -6,15 +6,15 @@ import math
 
 import pytest
 import torch
-from exchange_harness import CPU, WAIT, Make, draw_offer, draw_work, exchange, same, segments_of
+from exchange_harness import CPU, Make, context, draw_offer, draw_work, exchange, same, segments_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agmerge.exchanges import SparseExchange
+from agmerge import testing
+from agmerge.exchanges import SegmentBuffers, SparseExchange
 from agmerge.exchanges.message import value_codec
 from agmerge.exchanges.message.format import Format, slot_bytes
 from agmerge.ops import Average, ReduceOp, Sum
-from agmerge.runtime import workers
 from agmerge.tensors.layout import Lane
 from sparsifiers import Selection
 
@@ -22,8 +22,8 @@ WIRES = ["auto", "fp32", "fp16", "bf16", "int8"]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
-def coded(op: ReduceOp, wire: str, payload: bool = True) -> Make:
-    return lambda record: SparseExchange(workers.world(), op, record, WAIT, wire=wire, payload=payload)
+def coded(op: ReduceOp, wire: str) -> Make:
+    return lambda record: SparseExchange(context(record, op, wire=wire))
 
 
 def arrives(wire: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -44,7 +44,6 @@ def arrives(wire: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
     magnitude=st.sampled_from([1e-6, 1.0, 1e6]),
     seed=st.integers(0, 1000),
     on_device=st.booleans(),
-    payload=st.booleans(),
 )
 def test_the_sum_is_that_of_what_was_sent_and_the_rest_is_kept(
     size: int,
@@ -55,7 +54,6 @@ def test_the_sum_is_that_of_what_was_sent_and_the_rest_is_kept(
     magnitude: float,
     seed: int,
     on_device: bool,
-    payload: bool,
 ) -> None:
     segments = segments_of([(numel, Lane(CPU, dtype, True)) for numel, dtype in tensors])
 
@@ -65,7 +63,7 @@ def test_the_sum_is_that_of_what_was_sent_and_the_rest_is_kept(
 
     seen = exchange(
         size,
-        coded(op, wire, payload),
+        coded(op, wire),
         segments,
         lambda rank, index: draw_work(segments[index], 100 * seed + 10 * index + rank, magnitude),
         offer,
@@ -154,3 +152,14 @@ def test_bytes_of_a_slot_with_its_header(wire: str, density: float, n: int) -> N
     layout = Format(segments_of([(n, Lane(CPU, torch.float32, True))]), [k], wire)
     assert layout.size / k <= LIMITS[density][wire]
     assert 0 < layout.size - k * slot_bytes(n, k, torch.float32, wire) < 100  # the header
+
+
+def test_a_format_is_made_once_for_the_same_segments_and_capacities() -> None:
+    segments = segments_of([(100, Lane(CPU, torch.float32, True)), (9, Lane(CPU, torch.float32, False))])
+    loads = [SegmentBuffers(part, torch.zeros(part.length), torch.zeros(part.length)) for part in segments]
+    here = testing.run(1, lambda rank: SparseExchange(context(lambda *_: None, wire="fp16")))[0]
+    first = here.format_of("buffer 0", loads, [4, None], "fp16")
+    assert here.format_of("buffer 0", list(loads), [4, None], "fp16") is first
+    assert here.format_of("buffer 1", loads, [4, None], "fp16") is not first
+    assert here.format_of("buffer 0", loads, [5, None], "fp16").capacities == [5, None]  # k changes in a warm-up
+    assert here.format_of("buffer 0", loads[:1], [5], "fp16").segments == segments[:1]

@@ -8,15 +8,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from exchange_harness import CPU, WAIT, control_of, draw_offer, draw_work, segments_of
+from exchange_harness import CPU, context, control_of, draw_offer, draw_work, put, segments_of
 
 from agmerge import testing
 from agmerge.backends.local import Call
 from agmerge.errors import MessageError
 from agmerge.exchanges import SegmentBuffers, SparseExchange
 from agmerge.exchanges.message.format import FIXED, MAGIC, OF_SECTION, Format, RoundHeader
-from agmerge.ops import Average
-from agmerge.runtime import workers
 from agmerge.tensors.layout import Lane, Segment
 
 SIZE = 3
@@ -53,7 +51,7 @@ def packed(kind: str, wire: str) -> tuple[Format, torch.Tensor, list[RoundHeader
             else:
                 values = work[offer.indices.long()]
                 values[int(offer.count) :] = 0.0
-                layout.put(row, section, offer, values)
+                put(row, section, offer, values)
         layout.seal(row)
     return layout, rows, controls
 
@@ -105,7 +103,7 @@ each_damage = pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: dama
 
 
 def read(layout: Format, rows: torch.Tensor, mine: RoundHeader, payload: bool) -> None:
-    """All that a receiver does with messages before it adds."""
+    """All that a receiver does with messages before it adds; on a device there is no checksum of the payload."""
     layout.read_headers(rows, mine, "buffer 3")
     if payload:
         layout.check_payloads(rows, "buffer 3")
@@ -130,7 +128,7 @@ def looked_at(rows: torch.Tensor, layout: Format) -> torch.Tensor:
 @each_kind
 @each_wire
 @each_damage
-@pytest.mark.parametrize("payload", [True, False], ids=["payload", "header"])
+@pytest.mark.parametrize("payload", [True, False], ids=["host", "device"])
 def test_a_damaged_message_is_an_error(kind: str, wire: str, damage: Damage, payload: bool) -> None:
     layout, clean, controls = packed(kind, wire)
     read(layout, clean, controls[0], payload)
@@ -181,7 +179,7 @@ def test_in_a_group_all_ranks_raise_the_same_and_write_nothing(kind: str, damage
                 for s, c in zip(segments, capacities, strict=True)
             ]
             updates[rank] = empty
-            here = SparseExchange(workers.world(), Average, lambda *_: None, WAIT)
+            here = SparseExchange(context(lambda *_: None))
             pending = here.start("buffer 3", loads, offers, control_of(rank, segments))
             here.wait(pending)
             here.finish(pending)

@@ -43,22 +43,3 @@ def test_smaller_values_are_smaller_messages_and_other_bits() -> None:
     sizes = [runs[wire][1]["bytes_sent"] for wire in ("fp32", "bf16", "int8")]
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 3
     assert len({tuple(seen) for seen, _ in runs.values()}) == 3
-
-
-def test_the_check_changes_no_bit_and_no_size() -> None:
-    (header, sent), (payload, all_sent) = (run(3, wire_check=check) for check in ("header", "payload"))
-    assert header == payload and sent["bytes_sent"] == all_sent["bytes_sent"]
-
-
-@pytest.mark.parametrize("exchange", ["sparse", "oktopk", "masked"])
-@pytest.mark.parametrize("check", ["header", "payload"])
-def test_every_sparse_exchange_is_told_what_to_check(exchange: str, check: str) -> None:
-    def body(rank: int, model: nn.Module) -> None:
-        optimizer = wrap(model, compression="topk", exchange=exchange, wire_check=check)
-        train(model, optimizer, rank, range(1))
-        session = optimizer._reducer.exchange.buffers
-        assert session is not None
-        chosen, _ = session.exchanges()
-        assert chosen.payload == (check == "payload")  # type: ignore[attr-defined]
-
-    on_ranks(2, MODEL, body)

@@ -36,7 +36,6 @@ class HorovodStyle:
 REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     # not built yet
     ({"model": MODEL}, ValueError, ["model=", "not built yet"]),
-    ({"wire_check": "none"}, ValueError, ["wire_check='none'", "not built yet", "'payload', 'header'"]),
     ({"density": "importanc"}, ValueError, ["density='importanc'", "give a number", "'importance'"]),
     ({"merging": merging.Plan((6,), dense=(True,)), "exchange": "sparse"}, ValueError, ["dense merge", "'auto'"]),
     ({"merging": merging.Plan((6,), labels=("int8",))}, ValueError, ["labels", "'ahead'"]),
@@ -53,7 +52,6 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"wire": "fp8"}, ValueError, ["wire='fp8'", "unknown", "'auto', 'fp32', 'fp16', 'bf16', 'int8'"]),
     ({"wire": "int8", "exchange": "oktopk"}, ValueError, ["wire='int8'", "exchange='oktopk'", "'sparse'"]),
     ({"wire": "fp16", "exchange": "masked"}, ValueError, ["wire='fp16'", "exchange='masked'", "'sparse'"]),
-    ({"wire_check": True}, ValueError, ["wire_check=True", "unknown"]),
     ({"dense_sum": "orderd"}, ValueError, ["dense_sum='orderd'", "unknown", "'native', 'ordered'"]),
     ({"nonfinite": "skipp"}, ValueError, ["nonfinite='skipp'", "unknown", "'raise', 'skip'"]),
     ({"scaler": "GradScaler"}, TypeError, ["scaler='GradScaler'", "torch.amp.GradScaler"]),
@@ -122,7 +120,6 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
         for compression in ("none", "FP16", agmerge.Compression.bf16)
         for name, value in {
             "wire": "int8",
-            "wire_check": "header",
             "dense": ["0.weight"],
             "sparsify": "ahead",
             "exchange": "masked",
@@ -190,7 +187,7 @@ def test_every_argument_has_an_effect_or_is_refused() -> None:
     assert known == {
         "self", "optimizer", "named_parameters", "compression", "backward_passes_per_step", "op",
         "gradient_predivide_factor", "num_groups", "groups", "sparse_as_dense", "process_set", "density", "warmup",
-        "memory", "dense", "merging", "sparsify", "exchange", "wire", "wire_check", "dense_sum", "scaler",
+        "memory", "dense", "merging", "sparsify", "exchange", "wire", "dense_sum", "scaler",
         "nonfinite", "timeout", "check_every", "unused", "model",
     }  # fmt: skip
     with pytest.raises(TypeError, match="densty"):

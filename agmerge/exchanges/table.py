@@ -1,0 +1,23 @@
+"""List the exchanges of what a sparsifier selects, by the names that ``exchange=`` takes; the rest goes by `DENSE`.
+
+To add one, write a class that is made from one :class:`ExchangeContext`, and a line here.
+"""
+
+from __future__ import annotations
+
+from agmerge.exchanges.base import Exchange, ExchangeContext
+from agmerge.exchanges.dense import DenseExchange
+from agmerge.exchanges.masked import MaskedExchange
+from agmerge.exchanges.oktopk.exchange import OkTopkExchange
+from agmerge.exchanges.sparse import SparseExchange
+
+__all__ = ["DENSE", "EXCHANGES", "ExchangeContext"]
+
+DENSE = DenseExchange  # of dense segments, and of merge buffers that are planned dense
+EXCHANGES: dict[str, type[Exchange]] = {
+    "auto": SparseExchange,  # or DENSE, a merge buffer at a time, by what was measured
+    "sparse": SparseExchange,
+    "oktopk": OkTopkExchange,
+    "masked": MaskedExchange,
+    "two-level": SparseExchange,  # between nodes; inside one, see node_shards
+}
