@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from numbers import Integral, Real
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 NUMEL_LIMIT = 2**31  # indices travel as int32
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+PLAIN = frozenset({int})
 
 
 @dataclass(frozen=True)
@@ -84,29 +86,43 @@ def check_request(
     step: int,
     shapes: Sequence[Sequence[int]] | None,
 ) -> Request:
-    """The call as a Request, k filled in from the density where the caller left it open."""
-    numel = check_numel(owner, numel, key)
-    k = budget(density, numel) if k is None else _integer(owner, key, "k", k)
-    least = min(1, numel)
+    """Return the call as a Request, with k from the density where it is None.
+
+    ValueError or TypeError for an argument outside the contract. Plain ints, which is what the core passes, are looked
+    at without a call: this runs for every selection. Only what is of another type is converted, or refused.
+    """
+    if type(numel) is not int or not 0 <= numel < NUMEL_LIMIT:
+        numel = check_numel(owner, numel, key)
+    if k is None:
+        k = budget(density, numel)
+    elif type(k) is not int:
+        k = _integer(owner, key, "k", k)
+    least = 1 if numel else 0
     if not least <= k <= numel:
         raise ValueError(
             f"{_where(owner, key)}: k is {k}, but of {numel} elements [{least}, {numel}] can be selected; "
             f"sparsifiers.budget(density, numel) stays in that range"
         )
-    step = _integer(owner, key, "step", step)
+    if type(step) is not int:
+        step = _integer(owner, key, "step", step)
     if step < 0:
         raise ValueError(f"{_where(owner, key)}: step is {step}; it counts committed exchanges from 0")
-    parts = tuple(
-        tuple(_integer(owner, key, "a size in shapes", size) for size in shape)
-        for shape in ([(numel,)] if shapes is None else shapes)
-    )
-    covered = sum(math.prod(shape) for shape in parts)
+    parts = ((numel,),) if shapes is None else _shapes(owner, key, numel, shapes)
+    return Request(k, key, step, parts)
+
+
+def _shapes(owner: object, key: str, numel: int, shapes: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes as tuples of ints. ValueError unless they hold `numel` elements in all."""
+    parts = tuple(map(tuple, shapes))
+    if not PLAIN.issuperset(map(type, chain.from_iterable(parts))):
+        parts = tuple(tuple(_integer(owner, key, "a size in shapes", size) for size in shape) for shape in parts)
+    covered = sum(map(math.prod, parts))
     if covered != numel:
         raise ValueError(
             f"{_where(owner, key)}: shapes hold {covered} elements in {len(parts)} tensors, but the vector "
             f"has {numel}; list the shape of every tensor that it concatenates, in order"
         )
-    return Request(k=k, key=key, step=step, shapes=parts)
+    return parts
 
 
 def _integer(owner: object, key: str, name: str, value: int) -> int:
