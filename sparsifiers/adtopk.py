@@ -40,6 +40,9 @@ class AdTopKRow(Sparsifier):
     def _select(self, vector: Tensor, request: Request) -> Selection:
         return _row_wise(vector, request, request.step)
 
+    def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
+        return _row_wise_on_device(vector, request, request.step)
+
 
 class AdTopK(Keyed):
     """Send the largest of each row at even steps, and the largest of all at odd steps.
@@ -65,8 +68,6 @@ class AdTopK(Keyed):
     def _select(self, vector: Tensor, request: Request) -> Selection:
         if request.step % 2 == 0:
             return _row_wise(vector, request, request.step // 2)
-        if vector.device.type != "cpu":
-            return Selection(largest_magnitudes_on_device(vector, request.k), request.k)
         known = self._recall(request.key, vector.numel()) if self.reuse else None
         found = threshold_reuse.reuse(vector, request.k, known[0] if known else None)
         if self.reuse and found.threshold is not None:
@@ -74,6 +75,11 @@ class AdTopK(Keyed):
         indices = np.zeros(request.k, dtype=np.int32)
         indices[: len(found.indices)] = found.indices
         return Selection(torch.from_numpy(indices), len(found.indices))
+
+    def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
+        if request.step % 2 == 0:
+            return _row_wise_on_device(vector, request, request.step // 2)
+        return Selection(largest_magnitudes_on_device(vector, request.k), request.k)
 
     def options(self) -> dict[str, object]:
         return {"reuse": self.reuse}
@@ -95,19 +101,21 @@ class AdTopKFill(Sparsifier):
 
     def _select(self, vector: Tensor, request: Request) -> Selection:
         forced = [matrix for matrix in matrices(request.shapes) if matrix.structured]
-        if vector.device.type != "cpu":
-            if not forced:
-                return Selection(largest_magnitudes_on_device(vector, request.k), request.k)
-            return Selection(maxima_and_largest_on_device(vector, request.k, request.step, forced), request.k)
         bits, mask = bit_view(vector).numpy(), magnitude_mask(vector.dtype)
         indices = maxima_and_largest(bits, mask, request.k, request.step, forced)
         return Selection(torch.from_numpy(indices), request.k)
 
+    def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
+        forced = [matrix for matrix in matrices(request.shapes) if matrix.structured]
+        if not forced:
+            return Selection(largest_magnitudes_on_device(vector, request.k), request.k)
+        return Selection(maxima_and_largest_on_device(vector, request.k, request.step, forced), request.k)
+
 
 def _row_wise(vector: Tensor, request: Request, turn: int) -> Selection:
-    if vector.device.type == "cpu":
-        bits, mask = bit_view(vector).numpy(), magnitude_mask(vector.dtype)
-        indices = torch.from_numpy(largest_in_rows(bits, mask, request.k, turn, request.shapes))
-    else:
-        indices = largest_in_rows_on_device(vector, request.k, turn, request.shapes)
-    return Selection(indices, request.k)
+    bits, mask = bit_view(vector).numpy(), magnitude_mask(vector.dtype)
+    return Selection(torch.from_numpy(largest_in_rows(bits, mask, request.k, turn, request.shapes)), request.k)
+
+
+def _row_wise_on_device(vector: Tensor, request: Request, turn: int) -> Selection:
+    return Selection(largest_in_rows_on_device(vector, request.k, turn, request.shapes), request.k)

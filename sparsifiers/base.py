@@ -82,7 +82,8 @@ class Sparsifier(Compressor):
         request = check_request(self, self.density, vector.numel(), k=k, key=key, step=step, shapes=shapes)
         if request.k == 0:
             return Selection(torch.empty(0, dtype=torch.int32, device=vector.device), 0)
-        return self._select(vector.detach().resolve_neg(), request)
+        vector = vector.detach().resolve_neg()
+        return self._select(vector, request) if vector.device.type == "cpu" else self._select_on_device(vector, request)
 
     def capacity(
         self,
@@ -98,7 +99,15 @@ class Sparsifier(Compressor):
 
     @abstractmethod
     def _select(self, vector: Tensor, request: Request) -> Selection:
-        """Select from a detached, non-empty vector, with exactly the slots that `_capacity` says."""
+        """Select from a detached, non-empty vector in CPU memory, with exactly the slots that `_capacity` says."""
+
+    def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
+        """Select from a vector that is not in CPU memory, with the same slots, without waiting for its device.
+
+        The default is `_select`: right where that only calls torch, uses no shape that depends on values, and reads
+        none on the host.
+        """
+        return self._select(vector, request)
 
     def _capacity(self, numel: int, request: Request) -> int:
         """Slots of the message; request.k unless the method has a reason to send fewer."""

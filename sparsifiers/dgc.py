@@ -76,8 +76,6 @@ class DGC(Sparsifier):
         return ranked(sample, sample_rank(len(sample), k / n, margin=self.mode == "exact"))
 
     def _select(self, vector: Tensor, request: Request) -> Selection:
-        if vector.device.type != "cpu":
-            return self.select_on_device(vector, request)
         key, k = self._threshold(vector, request), request.k
         if self.mode == "paper":
             return padded(_factor_loop(vector, key, k), k)
@@ -85,7 +83,7 @@ class DGC(Sparsifier):
         found = scan(bits, mask, k, int(key) - 1)
         return padded(found if len(found) == k else largest_magnitudes(bits, mask, k), k)
 
-    def select_on_device(self, vector: Tensor, request: Request) -> Selection:
+    def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
         """The same without a host in it, for a vector on any device. count is a tensor in mode "paper"."""
         keys, dtype, k = keys_of(vector), vector.dtype, request.k
         key = self._threshold(vector, request)

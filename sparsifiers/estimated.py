@@ -62,8 +62,6 @@ class Estimated(Keyed):
         return eta.double() * sample.unit, sample
 
     def _select(self, vector: Tensor, request: Request) -> Selection:
-        if vector.device.type != "cpu":
-            return self.select_on_device(vector, request)
         k = request.k
         tau, sample = self.start(vector, request)
         bits, mask, floor = bit_view(vector).numpy(), magnitude_mask(vector.dtype), int(key_floor(tau, vector.dtype))
@@ -74,7 +72,7 @@ class Estimated(Keyed):
             enough = len(found) >= self.least * k or (floor == 0 and self.least < 1.0)
         return padded(found if enough else largest_magnitudes(bits, mask, k), k)
 
-    def select_on_device(self, vector: Tensor, request: Request) -> Selection:
+    def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
         """The same without a host in it, for a vector on any device."""
         keys, start = keys_of(vector), key_floor(self.start(vector, request)[0], vector.dtype)
         return Selection(take(keys, *bracket(keys, request.k, vector.dtype, start=start), request.k)[0], request.k)

@@ -53,6 +53,9 @@ class Observed(Sparsifier):
     def _select(self, vector: Tensor, request: Request) -> Selection:
         return self.wrapped._select(vector, request)
 
+    def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
+        return self.wrapped._select_on_device(vector, request)
+
     def _capacity(self, numel: int, request: Request) -> int:
         return self.wrapped._capacity(numel, request)
 

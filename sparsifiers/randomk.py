@@ -38,11 +38,18 @@ class RandomK(Sparsifier):
         self.seed = seed
 
     def _select(self, vector: Tensor, request: Request) -> Selection:
-        drawn = permuted(vector.numel(), request.k, f"{self.seed}/{request.step}/{request.key}")
-        indices = torch.from_numpy(np.sort(drawn).astype(np.int32))
+        return Selection(self._draw(vector.numel(), request), request.k)
+
+    def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
+        indices = self._draw(vector.numel(), request)
         if vector.device.type == "cuda":
             indices = indices.pin_memory()  # from pageable memory the copy would wait for the device
         return Selection(indices.to(vector.device, non_blocking=True), request.k)
+
+    def _draw(self, numel: int, request: Request) -> Tensor:
+        """Return k places in [0, numel) in CPU memory, int32[k], ascending; the same for an equal request."""
+        drawn = permuted(numel, request.k, f"{self.seed}/{request.step}/{request.key}")
+        return torch.from_numpy(np.sort(drawn).astype(np.int32))
 
     def options(self) -> dict[str, object]:
         return {"seed": self.seed}

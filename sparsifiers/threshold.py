@@ -46,8 +46,6 @@ class Threshold(Keyed):
         return {"tau": self.tau}
 
     def _select(self, vector: Tensor, request: Request) -> Selection:
-        if vector.device.type != "cpu":
-            return self.select_on_device(vector, request)
         if self.tau is not None:
             bits, floor = bit_view(vector).numpy(), key_from(self.tau, vector.dtype) - 1
             return padded(scan(bits, magnitude_mask(vector.dtype), request.k, floor), request.k)
@@ -57,7 +55,7 @@ class Threshold(Keyed):
             self._keep(request.key, vector.numel(), found.threshold)
         return padded(found.indices, request.k)
 
-    def select_on_device(self, vector: Tensor, request: Request) -> Selection:
+    def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
         """The same without a host in it, for a vector on any device. count is a tensor where tau is given."""
         k, n, dtype = request.k, vector.numel(), vector.dtype
         keys = keys_of(vector)
