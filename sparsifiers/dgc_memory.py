@@ -27,8 +27,8 @@ class DGCMemory(Memory):
     """
 
     name = "dgc"
-    keeps = True
-    corrects = True
+    has_residual = True
+    has_momentum = True
 
     def __init__(
         self,
@@ -85,14 +85,14 @@ class DGCMemory(Memory):
             # By product, not by fill: a padding slot holds an index that may be a real one elsewhere, and sends 0.
             momentum.scatter_reduce_(0, indices.long(), (sent == 0).to(momentum.dtype), "prod")
 
-    def of_dense(self) -> Memory:
+    def for_dense_lane(self) -> Memory:
         return _MomentumOfAverage(self)
 
 
 class _MomentumOfAverage(NoMemory):
     """For tensors that are sent whole: the same momentum, once, on the average of all workers."""
 
-    corrects = True
+    has_momentum = True
 
     def __init__(self, memory: DGCMemory) -> None:
         self._memory = memory

@@ -34,19 +34,48 @@ class Momentum(NamedTuple):
     rate: Rate | None = None
 
 
-class Memory(ABC):
-    """How a residual and a gradient become the vector that selection reads.
+class _Renamed:
+    """Read and write an attribute of a memory under the name that it had in version 0.1."""
 
-    keeps: True if what is not sent must be kept as the residual; False if it is dropped. corrects: True if
-    it has a momentum too, of the residual's shape and dtype: `compensate` applies it where the memory keeps
-    a residual, else `correct` does. follows: True if it takes the momentum of an optimizer that has one from
-    `Momentum.rate`.
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, memory: Memory | None, owner: type[Memory]) -> bool:
+        return bool(getattr(owner if memory is None else memory, self._name))
+
+    def __set__(self, memory: Memory, value: bool) -> None:
+        setattr(memory, self._name, value)
+
+
+class Memory(ABC):
+    """Make the vector that selection reads out of a residual and a gradient.
+
+    A subclass sets `name` and `has_residual` and writes `_compensate`. One with a momentum sets `has_momentum`, and
+    writes `mask` and `for_dense_lane`: its momentum has the residual's shape and dtype, and `compensate` applies it
+    where there is a residual, else `correct` does.
     """
 
-    name: str
-    keeps: bool
-    corrects: bool = False
-    follows: bool = False
+    name: str  # the canonical name that it is registered under
+    has_residual: bool  # what is not sent is kept as the residual; False: it is dropped
+    has_momentum: bool = False  # it applies a momentum, in the place of the optimizer
+    follows: bool = False  # it takes the momentum of an optimizer that has one, from `Momentum.rate`
+
+    # The names of version 0.1: memories of scripts may use them for one version more.
+    keeps = _Renamed("has_residual")
+    corrects = _Renamed("has_momentum")
+
+    def __init_subclass__(cls, **options: object) -> None:
+        """Give what a subclass still writes under a name of version 0.1 its present name."""
+        super().__init_subclass__(**options)
+        for old, new in (("keeps", "has_residual"), ("corrects", "has_momentum")):
+            if old in vars(cls):
+                setattr(cls, new, vars(cls)[old])
+                delattr(cls, old)  # so that the old name reads the new one again
+        # Both names in each class, so that super() of either finds the right method.
+        for name, other in (("of_dense", "for_dense_lane"), ("for_dense_lane", "of_dense")):
+            if name in vars(cls):
+                setattr(cls, other, vars(cls)[name])
+                break
 
     def compensate(
         self,
@@ -66,8 +95,9 @@ class Memory(ABC):
         Returns whether all of work is finite, if it is known without another look at it, else None.
         """
         self._check(work, residual, gradient)
-        if (self.corrects and self.keeps) is (momentum is None):
-            raise ValueError(f"{self}: momentum must be {'given' if self.corrects else 'None: this memory has none'}")
+        if (self.has_momentum and self.has_residual) is (momentum is None):
+            wanted = "given" if self.has_momentum else "None: this memory has none"
+            raise ValueError(f"{self}: momentum must be {wanted}")
         if not torch.is_grad_enabled():
             return self._compensate(work, residual, gradient, momentum, size)
         with torch.no_grad():  # a hook under create_graph=True sees gradients that require grad
@@ -83,9 +113,11 @@ class Memory(ABC):
         """`sent` has been taken off the residual at `indices`; an index may come again with 0."""
         return  # no momentum
 
-    def of_dense(self) -> Memory:
-        """The memory of tensors that are sent whole beside those of this one: there is nothing to keep."""
+    def for_dense_lane(self) -> Memory:
+        """Return the memory of tensors that are sent whole beside those of this one: there is nothing to keep."""
         return NoMemory()
+
+    of_dense = for_dense_lane  # its name in version 0.1
 
     def correct(self, update: Tensor, momentum: Momentum) -> None:
         """Apply momentum to the combined `update` of tensors that are sent whole, in place."""
@@ -99,9 +131,9 @@ class Memory(ABC):
         return canonical(self.name, dict(sorted(self.options().items())))
 
     def _check(self, work: Tensor, residual: Tensor | None, gradient: Tensor | None) -> None:
-        if self.keeps is (residual is None):
+        if self.has_residual is (residual is None):
             raise ValueError(
-                f"{self}: residual must be {'a tensor' if self.keeps else 'None: this memory drops the rest'}"
+                f"{self}: residual must be {'a tensor' if self.has_residual else 'None: this memory drops the rest'}"
             )
         if residual is not None:
             if residual.shape != work.shape or residual.dtype != work.dtype:
@@ -130,7 +162,7 @@ class NoMemory(Memory):
     """
 
     name = "none"
-    keeps = False
+    has_residual = False
 
     def _compensate(
         self, work: Tensor, residual: Tensor | None, gradient: Tensor | None, momentum: Momentum | None, size: int
@@ -150,7 +182,7 @@ class Residual(Memory):
     """
 
     name = "residual"
-    keeps = True
+    has_residual = True
 
     def _compensate(
         self, work: Tensor, residual: Tensor | None, gradient: Tensor | None, momentum: Momentum | None, size: int
