@@ -1,4 +1,4 @@
-"""What every compressor has in common: a name, a kind, options, and state that survives a restart.
+"""Define what compressors have in common: a name, a kind, options, and state that survives a restart.
 
 A sparsifier sends some of the elements of a vector, a cast sends all of them in fewer bits, a low-rank compressor
 sends two thin factors. What they share is here, so that the code that plans, checks and saves a training asks one type.

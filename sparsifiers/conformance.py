@@ -29,7 +29,7 @@ from sparsifiers.compressor import Kind
 from sparsifiers.conformance_inputs import Case, cases, degenerate, drifting, gaussian, structured
 from sparsifiers.magnitude import bit_view
 
-SECONDS = 60.0  # on one input, after which a selection counts as endless
+SECONDS = 60.0  # on one input; a selection that takes longer counts as endless
 Maker = Callable[..., Sparsifier]  # called as make(density, **options)
 
 
@@ -86,6 +86,7 @@ def selected(sparsifier: Sparsifier, case: Case, at_least: float, **request: Any
 
 
 def _construction(make: Maker) -> None:
+    """Check that name, density and options make a sparsifier again, and that its text tells settings apart."""
     made = make(0.125)
     _require(isinstance(made, Sparsifier), "the factory made no Sparsifier", repr(made))
     _require(made.density == 0.125, f"density is {made.density}, not the 0.125 it was made with", repr(made))
@@ -101,6 +102,7 @@ def _construction(make: Maker) -> None:
 
 
 def _protocol(made: Sparsifier) -> None:
+    """Check what a compressor says of itself."""
     where = repr(made)
     _require(isinstance(made.name, str) and bool(made.name), f"name is {made.name!r}, no text", where)
     _require(made.kind is Kind.SPARSE, f"kind is {made.kind!r}, not Kind.SPARSE", where)
@@ -117,7 +119,7 @@ def _protocol(made: Sparsifier) -> None:
 
 
 def _equal_on_all_ranks(make: Maker, at_least: float) -> None:
-    # Two ranks that have nothing in common but seed, key and step: other values, of another scale, in every step.
+    """Check that two ranks choose alike that have nothing in common but seed, key and step."""
     expected = _run(make(0.02), at_least, stop=4)
     other = make(0.02)
     for step in range(4):
@@ -127,6 +129,8 @@ def _equal_on_all_ranks(make: Maker, at_least: float) -> None:
 
 
 def _selections(make: Maker, at_least: float) -> None:
+    """Check single selections on all inputs, from k = 1 to all, and of nothing."""
+
     def all_of(case: Case) -> None:
         n = case.vector.numel()
         for k in sorted({1, budget(0.01, n), budget(0.3, n), n}):
@@ -142,6 +146,7 @@ def _selections(make: Maker, at_least: float) -> None:
 
 
 def _dtypes_and_strides(make: Maker, at_least: float) -> None:
+    """Check that each dtype is selected from, and that strides and autograd make no difference."""
     for dtype in DTYPES:
         for n in (1000, 70_001):
             plain = Case("gaussian", gaussian(n, dtype=dtype))
@@ -154,6 +159,7 @@ def _dtypes_and_strides(make: Maker, at_least: float) -> None:
 
 
 def _symmetries(make: Maker, at_least: float) -> None:
+    """Check that equal runs select alike, and so do vectors times -1 and powers of two."""
     expected = _run(make(0.02), at_least)
     _same(_run(make(0.02), at_least), expected, "two equal runs differ", make)
     for factor in (-1.0, 0.125, 1024.0) if at_least else (-1.0,):
@@ -161,6 +167,7 @@ def _symmetries(make: Maker, at_least: float) -> None:
 
 
 def _state(make: Maker, at_least: float) -> None:
+    """Check that state belongs to a key, goes through all ways of saving it, and is forgotten where it must be."""
     straight = _run(make(0.02), at_least, stop=12)
     both = make(0.02)
     turns = [selected(both, drifting(t), at_least, key=key, step=t) for t in range(12) for key in "ba"]
@@ -204,6 +211,7 @@ def _state(make: Maker, at_least: float) -> None:
 def _run(
     sparsifier: Sparsifier, at_least: float, *, start: int = 0, stop: int = 6, factor: float = 1.0, key: str = "a"
 ) -> list[Tensor]:
+    """Return the indices of each step from `start` to `stop`, on vectors of a slowly changing scale times `factor`."""
     return [selected(sparsifier, drifting(t, factor), at_least, key=key, step=t) for t in range(start, stop)]
 
 
@@ -214,6 +222,7 @@ def _same(chosen: list[Tensor], expected: list[Tensor], what: str, make: Maker) 
 
 
 def _in_time(call: Callable[[], None], case: Case) -> None:
+    """Call in a thread, so that one that never returns can be told; its exception passes through."""
     ended: list[BaseException | None] = []
 
     def run() -> None:
@@ -232,6 +241,7 @@ def _in_time(call: Callable[[], None], case: Case) -> None:
 
 
 def _generators() -> tuple[object, ...]:
+    """Return the states of the process's generators: torch's, Python's and numpy's."""
     name, words, *rest = np.random.get_state(legacy=True)
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), name, np.asarray(words).tobytes(), rest
 

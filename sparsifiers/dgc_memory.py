@@ -1,4 +1,4 @@
-"""Deep gradient compression's memory: momentum is applied before selection, so that it is not lost on the way."""
+"""Apply momentum before selection, so that it is not lost on the way: the memory of deep gradient compression."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ MOMENTUM = 0.9  # where neither the memory nor the optimizer says one
 
 
 class DGCMemory(Memory):
-    """Momentum correction, factor masking and local clipping (Lin et al., "Deep Gradient Compression", ICLR 2018).
+    """Correct momentum, mask it where a coordinate is sent, and clip locally (Lin et al., "Deep Gradient Compression").
 
-    Per tensor a momentum u and a velocity v, which is the residual: u = m u + g, v = v + u (equation 7 and
+    ICLR 2018. Per tensor a momentum u and a velocity v, which is the residual: u = m u + g, v = v + u (equation 7 and
     appendix D; nesterov: u = m (u + g), v = v + u + g), selection reads v, and where a coordinate was sent u and v
     are cleared (masking, section 3.3). Tensors that are sent whole get the same momentum once, on the average.
 
@@ -21,9 +21,11 @@ class DGCMemory(Memory):
     momentum either. With masking=False and density 1 the training is that of SGD with momentum m.
 
     momentum: m in [0, 1); None: what the optimizer says in each step, tensor by tensor, `nesterov` included, and 0.9
-    where it says none (in Nesterov's form, where m changes, the factor of the step before counts once more). clipping:
-    bound of the norm of a tensor's gradient summed over all workers; each worker clips its own to clipping * W**-0.5
-    before it is accumulated (section 3.2); None: no clipping.
+        where it says none (in Nesterov's form, where m changes, the factor of the step before counts once more).
+    nesterov: Nesterov's form of the momentum, where the optimizer does not say.
+    masking: clear the momentum of a coordinate that is sent.
+    clipping: bound of the norm of a tensor's gradient summed over all W workers; each worker clips its own to
+        clipping * W**-0.5 before it is accumulated (section 3.2); None: no clipping.
     """
 
     name = "dgc"
@@ -71,7 +73,7 @@ class DGCMemory(Memory):
             torch.add(residual, momentum.after, out=work)
 
     def _advance(self, gradient: Tensor, momentum: Momentum) -> bool:
-        """Write the momentum of this step; whether it is in Nesterov's form."""
+        """Write the momentum of this step to `momentum.after`; return whether it is in Nesterov's form."""
         own = Rate(MOMENTUM if self.momentum is None else self.momentum, self.nesterov)
         factor, nesterov = own if momentum.rate is None else momentum.rate
         if nesterov:
@@ -90,7 +92,7 @@ class DGCMemory(Memory):
 
 
 class _MomentumOfAverage(NoMemory):
-    """For tensors that are sent whole: the same momentum, once, on the average of all workers."""
+    """Apply the same momentum to tensors that are sent whole, once, on the average of all workers."""
 
     has_momentum = True
 

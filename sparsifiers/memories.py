@@ -1,4 +1,4 @@
-"""What becomes of the coordinates that were not sent: added to the next gradient, or dropped.
+"""Add what was not sent to the next gradient, or drop it.
 
 A memory owns no storage. It writes the work slice that selection reads; the core then takes away what was
 sent, and what is left of the work slice is the next residual.
@@ -17,21 +17,18 @@ from sparsifiers.canonical import canonical
 
 
 class Rate(NamedTuple):
-    """What an optimizer says of a tensor's momentum: its factor, and whether Nesterov's form is asked for."""
+    """Hold what an optimizer says of a tensor's momentum."""
 
-    momentum: float
-    nesterov: bool = False
+    momentum: float  # the factor m, in [0, 1)
+    nesterov: bool = False  # Nesterov's form is asked for
 
 
 class Momentum(NamedTuple):
-    """The momentum of a tensor, as of the last step and as of this one. `after` is written, `before` is not.
+    """Hold the momentum of a tensor, as of the last step and as of this one, each of the residual's shape and dtype."""
 
-    rate: for a memory that follows the optimizer's, in this step; None: the memory's own.
-    """
-
-    before: Tensor
-    after: Tensor
-    rate: Rate | None = None
+    before: Tensor  # of the last step; only read
+    after: Tensor  # of this step; written
+    rate: Rate | None = None  # of the optimizer in this step, for a memory that follows it; None: the memory's own
 
 
 class _Renamed:
@@ -87,12 +84,15 @@ class Memory(ABC):
     ) -> bool | None:
         """Write `work` from one tensor's residual and gradient; neither of these is changed.
 
-        All have the same shape and may have any strides. residual has the dtype of work, shares no storage
-        with it, and is None exactly if the memory keeps nothing. gradient has the dtype of work or a narrower
-        one; None means that the tensor got no gradient in this step. momentum is None exactly if the memory
-        has none. size: the number of workers. Nothing of the tensor's size is allocated.
+        All have the same shape and may have any strides; nothing of the tensor's size is allocated.
 
-        Returns whether all of work is finite, if it is known without another look at it, else None.
+        residual: of the dtype of work, sharing no storage with it; None exactly if the memory keeps nothing.
+        gradient: of the dtype of work or a narrower one; None: the tensor got no gradient in this step.
+        momentum: None exactly if the memory has none that is applied here.
+        size: the number of workers.
+
+        Returns whether all of work is finite, if that is known without another look at it, else None. ValueError for
+        arguments that do not fit.
         """
         self._check(work, residual, gradient)
         if (self.has_momentum and self.has_residual) is (momentum is None):
@@ -107,10 +107,10 @@ class Memory(ABC):
     def _compensate(
         self, work: Tensor, residual: Tensor | None, gradient: Tensor | None, momentum: Momentum | None, size: int
     ) -> bool | None:
-        """Write `work`; the arguments were checked. Returns whether all of it is finite; None: not looked at."""
+        """Write `work`; the arguments were checked. Return whether all of it is finite; None: not looked at."""
 
     def mask(self, momentum: Tensor, indices: Tensor, sent: Tensor) -> None:
-        """`sent` has been taken off the residual at `indices`; an index may come again with 0."""
+        """Clear the momentum, 1-D, where `sent` was taken off the residual at `indices`; one may come again with 0."""
         return  # no momentum
 
     def for_dense_lane(self) -> Memory:
@@ -124,7 +124,7 @@ class Memory(ABC):
         raise NotImplementedError(f"{self} has no momentum for what is sent whole")
 
     def options(self) -> dict[str, object]:
-        """Hyper-parameters as plain values: memory(name, **options()) is this memory again."""
+        """Return the hyper-parameters as plain values: memory(name, **options()) is this memory again."""
         return {}
 
     def __repr__(self) -> str:
@@ -174,9 +174,9 @@ class NoMemory(Memory):
 
 
 class Residual(Memory):
-    """Error feedback: work = residual + gradient.
+    """Keep what is not sent and add the next gradient to it: work = residual + gradient, which is error feedback.
 
-    Stich, Cordonnier, Jaggi 2018, "Sparsified SGD with Memory", Algorithm 1, with the learning rate left to
+    Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018, Algorithm 1, with the learning rate left to
     the optimizer: the gradient enters as it is, and the learning rate of the step that sends it applies.
     Nothing is weighted or decayed, so what was sent plus the residual is always the sum of all gradients.
     """
@@ -202,7 +202,7 @@ class Residual(Memory):
 
 
 class ResidualGTopK(Residual):
-    """Error feedback for a selection in two stages: only what was sent *and* selected globally leaves the residual.
+    """Keep the rest of a selection in two stages: only what was sent *and* selected globally leaves the residual.
 
     Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification" (gTop-k), ICDCS 2019. The
     core takes off the residual what became part of the update, whichever exchange decided it; so this is the rule of

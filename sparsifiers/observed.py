@@ -1,4 +1,4 @@
-"""A sparsifier that is watched: it selects what another one selects, and keeps figures of how good that was."""
+"""Watch a sparsifier at work: select what it selects, and keep figures of how good that was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random-k: coordinates drawn by lot, the same ones on every rank."""
+"""Draw coordinates by lot, the same ones on all ranks: random-k."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparsifiers.permutation import permuted
 class RandomK(Sparsifier):
     """Send k coordinates drawn uniformly without replacement, whatever their values.
 
-    The draw depends on (seed, key, step) and the length alone, so all ranks hold the same indices without a word
+    The draw depends on (seed, key, step) and the length alone, so all ranks hold the same indices without a message,
     and an exchange need not send them; two keys, or two steps of one key, draw apart. With a larger k the same
     draw goes on, so indices drawn for less are among them. count is always k, no value is read, and the cost is
     O(k). No generator of the process is touched.
@@ -29,7 +29,7 @@ class RandomK(Sparsifier):
     """
 
     name = "randomk"
-    same_on_all_ranks = True
+    same_on_all_ranks = True  # no value is read: (seed, key, step) and the length decide
 
     def __init__(self, density: float = 0.01, seed: int = 0) -> None:
         super().__init__(density)

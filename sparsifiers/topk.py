@@ -1,4 +1,4 @@
-"""Exact top-k: the reference every other sparsifier approximates."""
+"""Select exactly: top-k, the reference that all other sparsifiers approximate."""
 
 from __future__ import annotations
 
