@@ -11,11 +11,12 @@ MOMENTUM = 0.9  # where neither the memory nor the optimizer says one
 
 
 class DGCMemory(Memory):
-    """Correct momentum, mask it where a coordinate is sent, and clip locally (Lin et al., "Deep Gradient Compression").
+    """Apply momentum before selection, clear it where a coordinate was sent, and clip gradients locally.
 
-    ICLR 2018. Per tensor a momentum u and a velocity v, which is the residual: u = m u + g, v = v + u (equation 7 and
-    appendix D; nesterov: u = m (u + g), v = v + u + g), selection reads v, and where a coordinate was sent u and v
-    are cleared (masking, section 3.3). Tensors that are sent whole get the same momentum once, on the average.
+    Lin, Han, Mao, Wang and Dally, "Deep Gradient Compression", ICLR 2018. Each tensor has a momentum u and a velocity v,
+    which is the residual: u = m u + g, v = v + u (equation 7 and appendix D; nesterov: u = m (u + g), v = v + u + g).
+    Selection reads v, and where a coordinate was sent u and v are cleared (masking, section 3.3). Tensors that are sent
+    whole get the same momentum once, on the average.
 
     The wrapped optimizer must not apply momentum again: the core sees to it for SGD's, and its weight decay then has no
     momentum either. With masking=False and density 1 the training is that of SGD with momentum m.
@@ -43,7 +44,8 @@ class DGCMemory(Memory):
             raise ValueError(f"memory 'dgc': momentum must lie in [0, 1), but is {momentum!r}")
         if clipping is not None and not 0.0 < clipping < float("inf"):
             raise ValueError(f"memory 'dgc': clipping must be a norm > 0 or None, but is {clipping!r}")
-        self.momentum, self.follows = None if momentum is None else float(momentum), momentum is None
+        self.momentum = None if momentum is None else float(momentum)
+        self.follows = momentum is None  # the optimizer's momentum applies, where it has one
         self.nesterov, self.masking = bool(nesterov), bool(masking)
         self.clipping = None if clipping is None else float(clipping)
 
@@ -65,6 +67,8 @@ class DGCMemory(Memory):
         else:
             work.copy_(gradient)
         if self.clipping is not None:
+            # Norms of independent gradients add up as squares: each of W workers may have W**-0.5 of the sum's. The
+            # quotient is NaN for a gradient of zeros or with a NaN, neither of which can be clipped.
             norm = torch.linalg.vector_norm(work)
             work.mul_((self.clipping * size**-0.5 / norm).clamp_(max=1.0).nan_to_num_(nan=1.0))
         if self._advance(work, momentum):

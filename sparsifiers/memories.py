@@ -19,12 +19,12 @@ from sparsifiers.canonical import canonical
 class Rate(NamedTuple):
     """Hold what an optimizer says of a tensor's momentum."""
 
-    momentum: float  # the factor m, in [0, 1)
+    momentum: float  # the factor m
     nesterov: bool = False  # Nesterov's form is asked for
 
 
 class Momentum(NamedTuple):
-    """Hold the momentum of a tensor, as of the last step and as of this one, each of the residual's shape and dtype."""
+    """Hold the momentum of a tensor, as of the last step and as of this one, each of the tensor's shape."""
 
     before: Tensor  # of the last step; only read
     after: Tensor  # of this step; written
@@ -62,7 +62,7 @@ class Memory(ABC):
     corrects = _Renamed("has_momentum")
 
     def __init_subclass__(cls, **options: object) -> None:
-        """Give what a subclass still writes under a name of version 0.1 its present name."""
+        """Rename what a subclass still writes under a name of version 0.1."""
         super().__init_subclass__(**options)
         for old, new in (("keeps", "has_residual"), ("corrects", "has_momentum")):
             if old in vars(cls):

@@ -24,7 +24,7 @@ def moments(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def exponential(mean: Tensor, delta: Tensor) -> Tensor:
-    """Return -mu ln delta: |a| of a Laplace distribution is exponential with mean mu."""
+    """Return -mean ln delta: |a| is exponential where a is Laplacian, and P(|a| > t) = exp(-t / mean)."""
     return -mean * delta.log()
 
 
