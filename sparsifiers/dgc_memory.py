@@ -13,10 +13,10 @@ MOMENTUM = 0.9  # where neither the memory nor the optimizer says one
 class DGCMemory(Memory):
     """Apply momentum before selection, clear it where a coordinate was sent, and clip gradients locally.
 
-    Lin, Han, Mao, Wang and Dally, "Deep Gradient Compression", ICLR 2018. Each tensor has a momentum u and a velocity v,
-    which is the residual: u = m u + g, v = v + u (equation 7 and appendix D; nesterov: u = m (u + g), v = v + u + g).
-    Selection reads v, and where a coordinate was sent u and v are cleared (masking, section 3.3). Tensors that are sent
-    whole get the same momentum once, on the average.
+    Lin, Han, Mao, Wang and Dally, "Deep Gradient Compression", ICLR 2018. Each tensor has a momentum u and a velocity
+    v, which is the residual: u = m u + g, v = v + u (equation 7 and appendix D; nesterov: u = m (u + g), v = v + u +
+    g). Selection reads v, and where a coordinate was sent u and v are cleared (masking, section 3.3). Tensors that are
+    sent whole get the same momentum once, on the average.
 
     The wrapped optimizer must not apply momentum again: the core sees to it for SGD's, and its weight decay then has no
     momentum either. With masking=False and density 1 the training is that of SGD with momentum m.
@@ -68,7 +68,7 @@ class DGCMemory(Memory):
             work.copy_(gradient)
         if self.clipping is not None:
             # Norms of independent gradients add up as squares: each of W workers may have W**-0.5 of the sum's. The
-            # quotient is NaN for a gradient of zeros or with a NaN, neither of which can be clipped.
+            # quotient is inf for a gradient of zeros, and NaN for one with a NaN: neither is clipped.
             norm = torch.linalg.vector_norm(work)
             work.mul_((self.clipping * size**-0.5 / norm).clamp_(max=1.0).nan_to_num_(nan=1.0))
         if self._advance(work, momentum):
