@@ -47,7 +47,7 @@ class AdTopKRow(Sparsifier):
 class AdTopK(Keyed):
     """Send the largest of each row at even steps, and the largest of all at odd steps.
 
-    The default compressor: as wide as `adtopk-row`, nearly as deep as topk. Even steps send exactly k. Odd steps
+    As wide as `adtopk-row`, nearly as deep as topk. Even steps send exactly k. Odd steps
     send 0.8 k to k on the CPU, where the last odd step's threshold is used again if its count fits, which saves
     the search for a new one; cold keys and misfits select exactly. reuse=False selects exactly at every odd
     step: for comparisons, or where counts must not vary. On a device odd steps are always exact, because
