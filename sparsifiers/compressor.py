@@ -1,4 +1,4 @@
-"""What every compressor has in common: a name, a kind, options, and state that survives a restart.
+"""Define what compressors have in common: a name, a kind, options, and state that survives a restart.
 
 A sparsifier sends some of the elements of a vector, a cast sends all of them in fewer bits, a low-rank compressor
 sends two thin factors. What they share is here, so that the code that plans, checks and saves a training asks one type.
@@ -30,7 +30,7 @@ class Compressor(ABC):
     `state_dict` would wait for a device.
     """
 
-    name: str  # the canonical name, as in compression=name; equal on all instances of a class
+    name: str  # the canonical name, as in compression=name
     kind: Kind  # decides the lane of a tensor, and with it which exchange carries it
     memory: str = "none"  # name of the memory that it is meant to be used with; "none" drops what is not sent
     same_on_all_ranks: bool = False  # all ranks choose the same coordinates from (seed, key, step) alone: no vote

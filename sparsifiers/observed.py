@@ -1,4 +1,4 @@
-"""A sparsifier that is watched: it selects what another one selects, and keeps figures of how good that was."""
+"""Watch a sparsifier at work: select what it selects, and keep figures of how good that was."""
 
 from __future__ import annotations
 
@@ -52,6 +52,9 @@ class Observed(Sparsifier):
 
     def _select(self, vector: Tensor, request: Request) -> Selection:
         return self.wrapped._select(vector, request)
+
+    def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
+        return self.wrapped._select_on_device(vector, request)
 
     def _capacity(self, numel: int, request: Request) -> int:
         return self.wrapped._capacity(numel, request)
