@@ -14,9 +14,18 @@ from typing import Any
 
 import torch
 
-from agmerge.backends import horovod_elastic, status, timeouts
-from agmerge.backends.base import Backend, Handle, matched
+from agmerge.backends import horovod_elastic, mpi, status, timeouts
+from agmerge.backends.base import Backend, Handle, Listen, matched
+from agmerge.backends.diagnosis import ProbeResult, Row, built_in
 from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost, RankMismatchError
+
+SIZES: tuple[str, ...] = ("HOROVOD_SIZE", *mpi.SIZES)
+READS_SLURM = False
+PROBE = """
+import json, horovod, horovod.torch as hvd
+print(json.dumps({"version": horovod.__version__, "mpi": bool(hvd.mpi_built()), "gloo": bool(hvd.gloo_built()),
+                  "nccl": bool(hvd.nccl_built())}))
+"""
 
 # Set before hvd.init() unless the user has set them. Merging is ours: Horovod's own fusion depends on timing,
 # and so do the bits it gives. A message lies for half a cycle (milliseconds) before it leaves, but in each cycle all
@@ -30,18 +39,23 @@ SHORTEST, LONGEST = 2e-5, 1e-3  # seconds between two looks at a handle
 
 
 def initialised() -> bool:
-    """Whether the script has already called ``hvd.init()``."""
+    """Tell whether the script has already called ``hvd.init()``."""
     hvd = sys.modules.get("horovod.torch")
     return hvd is not None and bool(hvd.is_initialized())
 
 
 def launched(env: Mapping[str, str]) -> bool:
-    """Whether horovodrun has started this process."""
+    """Tell whether horovodrun has started this process."""
     return "HOROVOD_RANK" in env
 
 
+def can_join(env: Mapping[str, str]) -> bool:
+    """Tell whether an MPI launcher has started this process, and Horovod can use it."""
+    return mpi.started_by_mpi(env) and has_mpi()
+
+
 def has_mpi() -> bool:
-    """Whether Horovod's torch part is here, loads, and was built with MPI."""
+    """Tell whether Horovod's torch part is here, loads, and was built with MPI."""
     try:
         import horovod.torch as hvd
     except Exception:  # a broken build fails in many ways
@@ -70,8 +84,12 @@ def is_process_set(given: object) -> bool:
     return type(given).__module__ == "horovod.common.process_sets"
 
 
-def open(env: Mapping[str, str], timeout: float) -> HorovodBackend:
-    """Initialise Horovod, or take it as the script has initialised it."""
+def open(env: Mapping[str, str], timeout: float, listen: Listen) -> HorovodBackend:
+    """Collective. Initialise Horovod, or take it as the script has initialised it.
+
+    ``env`` and ``listen`` are not needed: Horovod reads its launcher's variables and connects its ranks by itself.
+    ``timeout``: seconds. Raises :class:`agmerge.AGMergeError` if Horovod is missing or does not load.
+    """
     try:
         import horovod.torch as hvd
     except Exception as error:
@@ -85,6 +103,15 @@ def open(env: Mapping[str, str], timeout: float) -> HorovodBackend:
             os.environ.setdefault(name, value)
         timeouts.bounded(lambda: _init(hvd), timeout, "init()", STARTING)
     return HorovodBackend(hvd, None, "agmerge", owned=owned)
+
+
+def diagnose(probe: ProbeResult, python: str, mpirun: str) -> Row:
+    """Return the doctor's row of this backend, see :class:`agmerge.backends.registry.BackendModule`."""
+    if probe.error:
+        # A wheel that is broken may be the one in the cache.
+        anew = "" if "No module named 'horovod'" in probe.error else " --force"
+        return Row("backend", "horovod", False, probe.error, f"{python} -m agmerge build-horovod{anew}")
+    return Row("backend", "horovod", True, f"Horovod {probe.facts['version']}: {built_in(probe.facts)}")
 
 
 def _init(hvd: Any) -> None:

@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from agmerge.backends.base import OPERATIONS, Backend, Handle, matched
+from agmerge.backends.base import OPERATIONS, Backend, Handle, Listen, matched
+from agmerge.backends.diagnosis import ProbeResult, Row
 from agmerge.errors import AGMergeError, CollectiveTimeout, NoAnswer, PeerLost, RankMismatchError
+from agmerge.version import __version__
+
+SIZES: tuple[str, ...] = ()
+READS_SLURM = False
+PROBE = ""
 
 
 @dataclass(frozen=True)
@@ -265,6 +271,34 @@ def _shape(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
-def open() -> LocalBackend:
-    """A group of one."""
+def alone() -> LocalBackend:
+    """Return the one rank of a group of one."""
     return LocalBackend(Group(1), [0], 0)
+
+
+# -- as a backend of the table ----------------------------------------------------------------------------------
+
+
+def initialised() -> bool:
+    """Return False: there is nothing that a script could initialise."""
+    return False
+
+
+def launched(env: Mapping[str, str]) -> bool:
+    """Return False: no launcher starts workers of this backend."""
+    return False
+
+
+def can_join(env: Mapping[str, str]) -> bool:
+    """Return False: it is taken where no other backend can join."""
+    return False
+
+
+def open(env: Mapping[str, str], timeout: float, listen: Listen) -> LocalBackend:
+    """Return a group of this process alone, whatever the arguments say."""
+    return alone()
+
+
+def diagnose(probe: ProbeResult, python: str, mpirun: str) -> Row:
+    """Return the doctor's row of this backend, which always works."""
+    return Row("backend", "local", True, f"agmerge {__version__}: one worker, this process")
