@@ -63,27 +63,6 @@ def has_mpi() -> bool:
     return bool(hvd.mpi_built())
 
 
-def reduction(op: object) -> str | None:
-    """What a constant of Horovod's means ("average", "sum", "adasum", ...); None for anything else."""
-    hvd = sys.modules.get("horovod.torch")
-    if hvd is None or type(op) is not int:
-        return None
-    names = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
-    return next((name.lower() for name in names if getattr(hvd, name, None) == op), None)
-
-
-def compression(given: object) -> str | None:
-    """The name of one of Horovod's own compressors ("none", "fp16"); None for anything else."""
-    if getattr(given, "__module__", None) != "horovod.torch.compression":
-        return None
-    return {"NoneCompressor": "none", "FP16Compressor": "fp16"}.get(getattr(given, "__name__", ""))
-
-
-def is_process_set(given: object) -> bool:
-    """Whether this is a process set of Horovod's."""
-    return type(given).__module__ == "horovod.common.process_sets"
-
-
 def open(env: Mapping[str, str], timeout: float, listen: Listen) -> HorovodBackend:
     """Collective. Initialise Horovod, or take it as the script has initialised it.
 
@@ -183,7 +162,10 @@ class HorovodBackend(Backend):
         return HorovodBackend(self._hvd, None, "agmerge", owned=self._owned)
 
     def over(self, process_set: Any) -> HorovodBackend | None:
-        """A communicator over a process set that Horovod knows, None on ranks outside. Not collective."""
+        """Return a communicator over a process set that Horovod knows; None on ranks outside. Not collective.
+
+        Raises ``ValueError`` for a set that Horovod does not know.
+        """
         if process_set.process_set_id is None:
             raise ValueError(f"process_set={process_set}: Horovod does not know it; hvd.add_process_set() it first")
         if not process_set.included():

@@ -19,7 +19,8 @@ def init(backend: str | None = None) -> None:
 
     ``backend``: ``"horovod"``, ``"torch"``, ``"mpi"`` or ``"local"`` (this process alone); None: detected, see
     :func:`agmerge.backends.registry.detect`. A second call is allowed and does nothing. Raises ``ValueError`` for an
-    unknown or other backend, and :class:`agmerge.AGMergeError` if the backend does not see all the workers that were launched.
+    unknown or other backend, and :class:`agmerge.AGMergeError` if the backend does not see all the workers that were
+    launched.
     """
     global _process
     if is_initialized():
