@@ -51,7 +51,7 @@ class Handle(ABC):
         ``timeout`` is in seconds. Raises :class:`agmerge.CollectiveTimeout` when it has passed and
         :class:`agmerge.PeerLost` when another rank is known to have left. Both say what is known of the others.
         """
-        with status.waiting(self._name, self._ranks):
+        with status.waiting_for(self._name, self._ranks):
             self._wait(timeout)
 
     @abstractmethod

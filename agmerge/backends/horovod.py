@@ -181,7 +181,7 @@ class HorovodBackend(Backend):
     def _start(
         self, name: str, place: Callable[[Any], object], call: Callable[..., int], *given: Any, **how: Any
     ) -> Handle:
-        with status.starting(name, self._ranks), _translated(name):
+        with status.launching(name, self._ranks), _translated(name):
             handle = call(*given, **how, **self._options(name))
         return HorovodHandle(self._hvd, handle, name, self._ranks, place)
 

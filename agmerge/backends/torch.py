@@ -243,7 +243,7 @@ class TorchBackend(Backend):
     def _start(
         self, name: str, call: Callable[..., Any], *given: Any, tensors: Sequence[torch.Tensor], **how: Any
     ) -> Handle:
-        with status.starting(name, self._ranks), _translated(name):
+        with status.launching(name, self._ranks), _translated(name):
             self._finished.clear()
             if _dropped:
                 _give_back(self._dist)
@@ -299,7 +299,9 @@ class TorchBackend(Backend):
         self._group = None
 
     def close(self) -> None:
-        for child in () if status.lost else self._children:  # to close what a rank is missing from is to wait
+        for child in (
+            () if status.any_wait_failed() else self._children
+        ):  # to close what a rank is missing from is to wait
             child.close()
         self._finished.clear()
         self._dropping.detach()

@@ -199,7 +199,7 @@ class Reducer:
             if self.synchronized:
                 self._clear()  # synchronize() without step(): the update is discarded
             if not self._fired:
-                status.here().move(self._clock, "is in a backward pass")
+                status.current().enter("is in a backward pass", self._clock)
             if self.paused:
                 if parameter in self._ready:
                     self._ready.overrun = True
@@ -230,7 +230,7 @@ class Reducer:
             self._check_unbroken()
             if self.outside or self.synchronized:
                 return  # nothing new: a backward pass would have begun another round
-            status.here().move(self._clock, "is in step()")
+            status.current().enter("is in step()", self._clock)
             changed = self._ready.error(self.members, self.steps, self.remedy)
             with self._breaking():
                 round_ = self._attempt()
@@ -255,7 +255,7 @@ class Reducer:
         assert self.session is not None and self.comm is not None and self.replanner is not None
         self.session.swap()
         self.steps = self._clock = self._clock + 1
-        status.here().move(self._clock, "is in its script, before a backward pass")
+        status.current().enter("is in its script, before a backward pass", self._clock)
         session = self.session
         self.stats.stepped(len(session.messages), session.layout.numel, session.tensors.numel)
         self._clear()

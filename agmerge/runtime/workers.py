@@ -43,7 +43,7 @@ def init(backend: str | None = None) -> None:
         opened = BACKENDS[name].open(env, timeout, monitor.listen)
     finally:
         if name != ALONE:
-            exit_guard.prepare()
+            exit_guard.install()
     variable = registry.size_variable(env, name)
     if name != ALONE and variable is not None and opened.size == 1:
         # Going on would train as many unrelated models as there are workers.
@@ -91,7 +91,7 @@ def shutdown() -> None:
 def bind(backend: Backend | None) -> None:
     """Make ``backend`` this thread's own (None: the process's again). For in-memory groups."""
     _thread.backend = backend
-    status.separate(backend is not None)
+    status.bind_thread(backend is not None)
 
 
 def bound() -> Backend | None:
