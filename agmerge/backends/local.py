@@ -7,6 +7,7 @@ order, records every call, and lets a test inject faults and delays.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from agmerge.backends import collective_marks
 from agmerge.backends.base import OPERATIONS, Backend, Handle, Listen, matched
 from agmerge.backends.diagnosis import ProbeResult, Row
 from agmerge.errors import AGMergeError, CollectiveTimeout, NoAnswer, PeerLost, RankMismatchError
@@ -22,6 +24,7 @@ from agmerge.version import __version__
 SIZES: tuple[str, ...] = ()
 READS_SLURM = False
 PROBE = ""
+CHECKS_MARKS = False  # whether groups check that what starts a collective says so in its docstring; for our own tests
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,11 @@ class _Op:
 class Group:
     """What the ranks of one in-memory group share."""
 
-    def __init__(self, size: int, inject: Callable[[Call], None] | None = None) -> None:
+    def __init__(
+        self, size: int, inject: Callable[[Call], None] | None = None, checks_marks: bool | None = None
+    ) -> None:
         self.size, self.inject = size, inject
+        self.checks_marks = CHECKS_MARKS if checks_marks is None else checks_marks
         self.changed = threading.Condition()
         self.ops: dict[tuple[str, int], _Op] = {}
         self.left: dict[int, str] = {}
@@ -150,6 +156,8 @@ class LocalBackend(Backend):
         group, tensor, log = self.group, part.tensor, self.group.calls[self._world_rank]
         if self._closed:
             raise AGMergeError(f"{name}: this communicator was closed")
+        if group.checks_marks and self.size > 1:
+            collective_marks.require_marks(name, sys._getframe(1))
         if not tensor.is_contiguous():
             raise ValueError(f"{name}: the tensor of shape {list(tensor.shape)} must be contiguous")
         if group.inject is not None:

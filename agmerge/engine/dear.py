@@ -113,7 +113,7 @@ class DearReducer(Reducer):
         raise ValueError(f"synchronize(): {TOGETHER}")
 
     def step(self, closure: Any, combine: bool) -> Any:
-        """Wait for the reduce-scatters; leave the update to the next forward.
+        """Collective. Wait for the reduce-scatters; leave the update to the next forward.
 
         What the last forward has not used takes its last update first. Refuses a closure and
         ``skip_synchronize()`` (``combine`` False) with ``ValueError``.

@@ -86,7 +86,7 @@ class LossScale:
 
 
 def adopt(reducer: Any, config: Any) -> None:
-    """Go on with a config that differs in what a scaler needs, from the next step on. Collective."""
+    """Collective. Go on with a config that differs in what a scaler needs, from the next step on. Collective."""
     advice = "Attach the scaler on every rank, at the same step."
     if reducer.comm is not None:
         agree(reducer.comm, config.facts(), what="attach_scaler()", advice=advice, timeout=config.timeout)

@@ -84,7 +84,7 @@ class Reducer:
     # -- agreement ------------------------------------------------------------------------------------------
 
     def connect(self, world: Backend) -> None:
-        """Take a communicator of its own and shake hands (G1). Collective."""
+        """Collective. Take a communicator of its own and shake hands (G1). Collective."""
         facts = [("library version", __version__), *self.config.facts()]
         facts += model_facts(self._members(), self.config)
         self.world = world
@@ -143,7 +143,7 @@ class Reducer:
         self.comm = self.nodes = self.session = self.replanner = self._round = self._broken = None
 
     def reconfigure(self, config: Config) -> None:
-        """Go on with another compressor from the next step on, residuals and plan as they are. Collective."""
+        """Collective. Go on with another compressor from the next step on, residuals and plan as they are."""
         self.check_idle("set_compressor()")
         check_two_level(config)
         if config.partial is not None:
@@ -194,7 +194,10 @@ class Reducer:
     # -- a step ---------------------------------------------------------------------------------------------
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
-        """The hook: ``parameter.grad`` has been accumulated once more. It is called for every tensor: keep it short."""
+        """Collective. The hook: ``parameter.grad`` has been accumulated once more.
+
+        It is called for every tensor: keep it short.
+        """
         with self._lock:
             if self.synchronized:
                 self._clear()  # synchronize() without step(): the update is discarded
@@ -225,7 +228,7 @@ class Reducer:
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Send what is left, receive, and make every ``p.grad`` the agreed update. Collective."""
+        """Collective. Send what is left, receive, and make every ``p.grad`` the agreed update. Collective."""
         with self._lock:
             self._check_unbroken()
             if self.outside or self.synchronized:
@@ -248,7 +251,7 @@ class Reducer:
             self.synchronized = True
 
     def end_step(self) -> None:
-        """The inner optimizer has stepped: the residuals change places."""
+        """Collective. The inner optimizer has stepped: the residuals change places."""
         if self.outside or self.skipped:
             self._clear()
             return
@@ -298,7 +301,7 @@ class Reducer:
         return self.replanner.measured if self.replanner is not None and not self._stale else None
 
     def measure(self) -> planning.Measurements:
-        """Measure costs now, for reports; the plan stays. Collective."""
+        """Collective. Measure costs now, for reports; the plan stays. Collective."""
         self.check_idle("measure()")
         if self.replanner is None or self._stale or not self.averages.typical():
             raise AGMergeError("measure() needs a step to measure: call it after step()")
@@ -366,7 +369,7 @@ class Reducer:
         return len(self._ready) > 0 and not self.synchronized
 
     def abandon(self) -> bool:
-        """End the exchange of gradients that a refused pass has changed; whether none is left then. Collective."""
+        """Collective. End the exchange of gradients that a refused pass has changed; whether none is left then."""
         if self._ready.overrun and not self.synchronized:
             try:
                 Reducer.synchronize(self)

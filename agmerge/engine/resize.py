@@ -74,7 +74,7 @@ def _sums(parts: Sequence[Mapping[str, torch.Tensor]], own: set[str], by: float)
 
 
 def connect(reducer: Reducer) -> None:
-    """Join the workers that there are now, if this has not happened, and fit what is kept to their number.
+    """Collective. Join the workers that there are now, if this has not happened, and fit what is kept to their number.
 
     Collective. The group is another one after ``shutdown()`` and ``init()``, and after a reset of an elastic Horovod.
     """

@@ -21,7 +21,7 @@ class Sum:
 
 
 def start(comm: Backend, message: torch.Tensor, received: torch.Tensor | None, name: str) -> Sum:
-    """Begin to add ``message`` up over all ranks. With ``received``, of its length, in rank order.
+    """Collective. Begin to add ``message`` up over all ranks. With ``received``, of its length, in rank order.
 
     Their length is then a multiple of ``comm.size``. In rank order the sum of an element does not depend on its place.
     """
@@ -34,8 +34,8 @@ def start(comm: Backend, message: torch.Tensor, received: torch.Tensor | None, n
 
 
 def wait(comm: Backend, under_way: Sum, timeout: float, wide: torch.dtype | None = None) -> None:
-    """Return when the sum is in place. In rank order it is added in ``wide`` and rounded once (None: float32 for 16
-    bits, else the message's own dtype)."""
+    """Collective. Return when the sum is in place. In rank order it is added in ``wide`` and rounded once
+    (None: float32 for 16 bits, else the message's own dtype)."""
     under_way.handle.wait(timeout)
     if under_way.received is None:
         return

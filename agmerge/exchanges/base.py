@@ -74,7 +74,7 @@ class Exchange(ABC):
     def start(
         self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
     ) -> InFlight:
-        """Send the message of one merge buffer; returns at once. An offer is what the compressor chose."""
+        """Collective. Send the message of one merge buffer; returns at once. An offer is what the compressor chose."""
 
     @property
     def can_poll(self) -> bool:
@@ -87,7 +87,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def wait(self, pending: InFlight) -> RoundHeader:
-        """Return what all ranks say together, once every message is here and checked. Writes nothing."""
+        """Collective. Return what all ranks say together, once every message is here and checked. Writes nothing."""
 
     @abstractmethod
     def finish(self, pending: InFlight) -> None:

@@ -44,7 +44,9 @@ class MultiRoundExchange(Exchange):
 
     @abstractmethod
     def phases(self, pending: InFlight) -> Phases[None]:
-        """Everything behind the first collective, which has ended when this begins. Sets the control numbers."""
+        """Collective. Everything behind the first collective, which has ended when this begins. Sets the
+        control numbers.
+        """
 
     def follow(self, pending: InFlight) -> InFlight:
         """Have ``phases`` run in the next ``wait``; a message of this name that was never waited for is forgotten."""
@@ -83,7 +85,7 @@ class MultiRoundExchange(Exchange):
     # -- phases that exchanges are made of: ``yield from`` them ----------------------------------------------------
 
     def tell(self, pending: InFlight, what: str, numbers: Sequence[int]) -> Phases[list[list[int]]]:
-        """What every rank says, as many numbers (int32) from each."""
+        """Collective. What every rank says, as many numbers (int32) from each."""
         mine = torch.tensor(numbers, dtype=torch.int32, device=pending.message.device)
         rows = mine.new_empty(self.comm.size * len(numbers))
         pending.bytes += mine.nbytes
@@ -92,7 +94,7 @@ class MultiRoundExchange(Exchange):
         return found
 
     def add_up(self, pending: InFlight, what: str, numbers: torch.Tensor) -> Phases[torch.Tensor]:
-        """The sum of all ranks' ``numbers``, in place."""
+        """Collective. The sum of all ranks' ``numbers``, in place."""
         pending.bytes += numbers.nbytes
         yield self.comm.all_reduce(numbers, f"{pending.name}/{what}")
         return numbers
@@ -105,7 +107,8 @@ class MultiRoundExchange(Exchange):
         table: list[list[int]],
         ranges: Sequence[Sequence[range]],
     ) -> Phases[tuple[list[IndexValuePairs], int]]:
-        """Cut ``mine`` into ``table[own rank]`` pieces and send piece r to rank r; the pieces that arrive, by rank.
+        """Collective. Cut ``mine`` into ``table[own rank]`` pieces and send piece r to rank r; the pieces that
+        arrive, by rank.
 
         Also 1 + the first rank whose piece is damaged, or does not ascend in its range, ``ranges[from][to]``; else 0.
         """
@@ -130,8 +133,8 @@ class MultiRoundExchange(Exchange):
         ranges: Sequence[range],
         sound: bool,
     ) -> Phases[tuple[list[IndexValuePairs], int]]:
-        """The pairs of all ranks, of which rank r has ``held[r]``, in ``ranges[r]``; messages are as long as the
-        longest. Also 1 + the first rank whose pairs are damaged or not ``sound`` on the rank itself; else 0."""
+        """Collective. The pairs of all ranks, of which rank r has ``held[r]``, in ``ranges[r]``; messages are as long
+        as the longest. Also 1 + the first rank whose pairs are damaged or not ``sound`` on the rank itself; else 0."""
         forms = [PairFormat(*one, mine.values.dtype) for one in zip(ranges, held, strict=True)]
         longest = max(form.size for form in forms)
         message = self._bytes(pending, what, longest)

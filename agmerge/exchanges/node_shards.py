@@ -131,7 +131,7 @@ class NodeShards:
             deal(gradient, rows)
 
     def start(self, buffer: int, control: RoundHeader) -> int:
-        """Add up a merge buffer in the node; returns bytes handed over. ``control``: of all its tensors."""
+        """Collective. Add up a merge buffer in the node; returns bytes handed over. ``control``: of all its tensors."""
         size = 0
         for message in self._messages[buffer]:
             message.rows[:, message.tail :] = tail_of(control, message.rows.dtype, message.rows.device)
@@ -167,7 +167,7 @@ class NodeShards:
         return message.mine[start : start + slot.numel].view(slot.shape)
 
     def hand_round(self, arenas: Mapping[Lane, Arena]) -> int:
-        """Make the whole update of every tensor from the shards' updates; returns bytes handed over. Collective."""
+        """Collective. Make the whole update of every tensor from the shards' updates; returns bytes handed over."""
         inside, size, handles = self.nodes.inside, 0, []
         for number, (lane, arena) in enumerate(arenas.items()):
             handles.append(inside.all_gather(self._collected[lane], arena.update, f"updates {number}/node"))

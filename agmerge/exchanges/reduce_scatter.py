@@ -83,7 +83,10 @@ class ScatterExchange(DenseExchange):
         self._scattered.append(pending)
 
     def gather(self) -> list[InFlight]:
-        """Start to hand the finished shards round, the last merge buffer first: forward needs that one first."""
+        """Collective. Start to hand the finished shards round, the last merge buffer first.
+
+        Forward needs that one first.
+        """
         under_way, self._scattered = self._scattered[::-1], []
         for pending in under_way:
             shard = self._shard(pending)

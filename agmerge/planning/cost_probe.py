@@ -41,7 +41,7 @@ class MeasuredCosts(NamedTuple):
 
 
 def probe(session: MergeBuffers, step: int, backward: float, finish: float = 0.0) -> MeasuredCosts:
-    """What selection and exchanges cost. Collective, between steps.
+    """Collective. What selection and exchanges cost. Collective, between steps.
 
     ``backward``: its seconds on this rank. ``finish``: seconds of a step's exchange, the same on all ranks.
     Runs of tensors of the largest lane, of sizes that double, are selected from and exchanged as in a step;

@@ -13,8 +13,8 @@ from merging import dense_cutoff
 
 
 def settle(session: MergeBuffers, planner: merging.Planner, measured: merging.Measurements) -> bool:
-    """Put the cut that is predicted to end steps first into the session's config; whether it is another one than that
-    in use. Collective; ``measured``: rank 0's counts.
+    """Collective. Put the cut that is predicted to end steps first into the session's config; whether it is another one
+    than that in use. ``measured``: rank 0's counts.
 
     It goes by the compressor's density, not by that of the step: a warm-up ends, the cut stays.
     """

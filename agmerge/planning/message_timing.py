@@ -38,12 +38,12 @@ class MessageTimer:
         return sparsifier.select(work, k=k, key=f"probe of {self.segment.numel}", step=self.step, shapes=shapes)
 
     def start(self, name: str, loads: list[SegmentBuffers], offers: list[Selection | None], tensors: int) -> InFlight:
-        """Send one message of this step."""
+        """Collective. Send one message of this step."""
         control = RoundHeader(self.step, self.session.fingerprint, 0, 0, (False,) * tensors)
         return self._exchange.start(name, loads, offers, control)
 
     def wait(self, pending: InFlight) -> None:
-        """Receive it."""
+        """Collective. Receive it."""
         self._exchange.wait(pending)
 
     def _send(self) -> Callable[[], object]:
@@ -61,7 +61,7 @@ class MessageTimer:
         return wait
 
     def select(self, runs: int) -> tuple[float, float]:
-        """Seconds to select, and to pack and start, means."""
+        """Collective. Seconds to select, and to pack and start, means."""
         selecting = packing = 0.0
         for _ in range(runs):
             begin = self.now()
@@ -80,7 +80,10 @@ class MessageTimer:
         return self.now() - begin
 
     def burst(self, messages: int, pieces: int) -> float:
-        """Seconds of work, so much for each of ``MANY`` messages, with this many under way and all of them received."""
+        """Collective. Seconds of work, so much for each of ``MANY`` messages, with this many under way.
+
+        All are received in the end.
+        """
         scratch = SegmentBuffers(self.segment, self.load.work, torch.empty_like(self.load.update))
         under_way = []
         begin = self.now()
@@ -95,7 +98,7 @@ class MessageTimer:
         return self.now() - begin
 
     def exchange(self, runs: int) -> float:
-        """Seconds from the packed message to its arrival, the median; dense, packing counts too."""
+        """Collective. Seconds from the packed message to its arrival, the median; dense, packing counts too."""
         took = []
         for _ in range(runs):
             begin = self.now()

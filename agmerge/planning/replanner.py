@@ -54,7 +54,7 @@ class Replanner:
         self._said = False
 
     def after_step(self, step: int) -> merging.Plan | None:
-        """A new plan, now and then. ``step``: the one to come. Collective at steps that all ranks count alike."""
+        """Collective. A new plan, now and then. ``step``: the one to come. All ranks count steps alike."""
         config, planner = self.session.config, self.session.config.planner
         by_times = planner is not None and planner.timed and config.groups is None
         self._steps += 1
@@ -110,7 +110,7 @@ class Replanner:
             )
 
     def measure(self, step: int) -> Measurements:
-        """Measure now; the plan stays. Collective."""
+        """Collective. Measure now; the plan stays. Collective."""
         latest = self._measure(step)
         told = broadcast_json(self.session.comm, {"measured": latest.dumps()}, self.session.config.timeout)
         self.measured = self._latest = Measurements.loads(told["measured"])

@@ -80,7 +80,7 @@ _known: WeakKeyDictionary[Backend, _Known] = WeakKeyDictionary()
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Let the ranks of ``process_set`` call collectives among themselves. Collective over all ranks.
+    """Collective. Let the ranks of ``process_set`` call collectives among themselves. Collective over all ranks.
 
     Every rank names the same ranks, members or not, else all of them get :class:`agmerge.RankMismatchError`. Raises
     ``ValueError`` for a rank that does not exist and for ranks that have a set already. Returns the set, for
@@ -169,7 +169,7 @@ def checked(given: Any) -> Chosen:
 
 
 def communicator(world: Backend, chosen: Chosen, timeout: float) -> Backend | None:
-    """A communicator of one optimizer's own; None on a rank outside its set.
+    """Collective. A communicator of one optimizer's own; None on a rank outside its set.
 
     Collective over all ranks of ``world``, but for a set of Horovod's, which it knows already: then over its
     members. Different ranks may name different sets. The same error on every rank if a set names a rank that

@@ -30,7 +30,7 @@ def open_session(
     nodes: Nodes | None = None,
     shares: dict[str, int] | None = None,
 ) -> tuple[MergeBuffers, int]:
-    """Agree on members, order and plan, and set up memory. Collective.
+    """Collective. Agree on members, order and plan, and set up memory. Collective.
 
     ``order``: names in the order in which this rank saw them ready; tensors it did not see go last. ``steps``:
     committed exchanges so far. Rank 0's count, in both. ``recorded``: a plan to go on with, if it still fits.
@@ -58,12 +58,12 @@ def open_session(
 
 
 def broadcast_json(comm: Backend, told: dict[str, Any], timeout: float) -> Any:
-    """What rank 0 has to say about the plan, on every rank. Collective."""
+    """Collective. What rank 0 has to say about the plan, on every rank. Collective."""
     return json.loads(broadcast_bytes(comm, json.dumps(told).encode(), 0, "plan", timeout))
 
 
 def raise_on_all_ranks(comm: Backend, problem: str, timeout: float) -> None:
-    """Raise the same error on every rank if the plan does not fit on one. Collective."""
+    """Collective. Raise the same error on every rank if the plan does not fit on one. Collective."""
     agree(comm, [("the plan", problem or "fits")], what="plan", advice=ADVICE, timeout=timeout)
     if problem:
         raise ValueError(f"there is no plan for this model: {problem}")

@@ -227,7 +227,7 @@ class MergeBuffers:
         }
 
     def take(self, parked: State) -> None:
-        """Move state in; what has no place here stays in ``parked``. Collective.
+        """Collective. Move state in; what has no place here stays in ``parked``. Collective.
 
         The momentum of averages is the same on every rank, and rank 0's counts: others may not have loaded it.
         """
@@ -252,7 +252,10 @@ class MergeBuffers:
         return {routing.key(part) for buffer in self.messages for route in buffer for part in route.segments}
 
     def correct(self, used: Sequence[bool]) -> int:
-        """Every update is there; returns the bytes that go round in the node then. ``used``: by slot, by any rank."""
+        """Collective. Every update is there; returns the bytes that go round in the node then.
+
+        ``used``: by slot, by any rank.
+        """
         for lane, arena in self.arenas.items():
             arena.correct(slot for slot in self.layout.slots if slot.lane == lane and not used[slot.index])
         return 0 if self.shards is None else self.shards.hand_round(self.arenas)

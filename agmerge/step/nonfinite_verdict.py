@@ -19,7 +19,7 @@ MOST_IN_A_ROW = 100  # skipped steps: a scaler halves its scale at each, and has
 
 
 def judge(attempt: Round, attach: Callable[[Round], None]) -> NonFiniteError | None:
-    """What becomes of an attempt whose messages are all here: ``attach`` makes its updates the gradients.
+    """Collective. What becomes of an attempt whose messages are all here: ``attach`` makes its updates the gradients.
 
     Where a rank has found something, the attempt is withdrawn: all updates are infinite, or there is an error, for the
     caller to raise and the same on every rank. Collective where there is an error.

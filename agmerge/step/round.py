@@ -48,7 +48,7 @@ class Round:
         self._known = sparsifier.snapshot() if sparsifier is not None else {}
 
     def feed(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        """The gradient of one tensor is ready (None: it has none); send what is now complete."""
+        """Collective. The gradient of one tensor is ready (None: it has none); send what is now complete."""
         self.recorder.begin()
         slot = self.session.slot_of[parameter]
         self._take(slot, gradient)
@@ -119,7 +119,7 @@ class Round:
             self._arrived += 1
 
     def complete(self, gradient_of: Callable[[torch.Tensor], torch.Tensor | None]) -> bool:
-        """Feed the tensors that are missing and write every update; False, with nothing written, to repeat."""
+        """Collective. Feed the tensors that are missing and write every update; False, nothing written: repeat."""
         for slot, parameter in zip(self.session.layout.slots, self.session.parameters, strict=True):
             if slot.index not in self._fed:
                 self.feed(parameter, None if self.dirty else gradient_of(parameter))
