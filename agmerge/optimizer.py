@@ -213,10 +213,7 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
     # -- a step ---------------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Collective. Wait until every ``p.grad`` is the combined update.
-
-        For clipping between ``backward`` and ``step``.
-        """
+        """Collective. Wait until every ``p.grad`` is the combined update. For clipping before ``step``."""
         self._connect_once()
         momentum.take_over(self._reducer, self.optimizer)
         self._reducer.synchronize()
@@ -309,10 +306,7 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
         notices.tell(self._reducer, self.optimizer, before)
 
     def attach_scaler(self, scaler: torch.amp.GradScaler) -> None:
-        """Collective. Work with ``scaler`` from the next step on, as ``scaler=`` does from the first.
-
-        Called between steps.
-        """
+        """Collective. Work with ``scaler`` from the next step on, as ``scaler=`` does from the first."""
         self._reducer.check_idle("attach_scaler()")
         arguments = {**self._arguments, "scaler": scaler}
         config = resolve(**arguments)
