@@ -220,9 +220,9 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
             yield
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Combine the gradients, then step the inner optimizer; returns the closure's loss, if there is one.
+        """Collective. Combine the gradients, then step the inner optimizer; returns the closure's loss, if there is one.
 
-        A closure runs once, before the gradients are combined. Collective, unless in ``skip_synchronize()``.
+        A closure runs once, before the gradients are combined. In ``skip_synchronize()`` they are taken as they are.
         """
         return self._reducer.step(self, closure, combine=self._should_synchronize)
 
@@ -231,7 +231,7 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
         self._reducer.flush()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the inner optimizer's; an error while gradients are on their way.
+        """Collective. As the inner optimizer's; an error while gradients are on their way.
 
         After a backward pass too many was refused, it drops the gradients of the step: then it is collective.
         """
@@ -249,7 +249,7 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
     def set_compressor(
         self, compression: Any, *, density: Any = None, memory: Any = None, warmup: Any = None, **options: Any
     ) -> None:
-        """Compress otherwise from the next step on. Collective, between steps; residuals and plan stay.
+        """Collective. Compress otherwise from the next step on. Collective, between steps; residuals and plan stay.
 
         Arguments as at construction; ``density`` None: as before; ``options``: of the sparsifier. What was not sent
         is sent by the new compressor; with one that drops nothing, all of it in the next step. A momentum that the
@@ -271,7 +271,7 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
         notices.tell(self._reducer.exchange, self.optimizer, before)
 
     def attach_scaler(self, scaler: torch.amp.GradScaler) -> None:
-        """Work with ``scaler`` from the next step on, as ``scaler=`` does from the first. Collective, between steps."""
+        """Collective. Work with ``scaler`` from the next step on, as ``scaler=`` does from the first. Collective, between steps."""
         self._reducer.check_idle("attach_scaler()")
         arguments = {**self._arguments, "scaler": scaler}
         config = resolve(**arguments)
@@ -294,7 +294,7 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
         self._reducer.combine_for(scaler, combine=self._should_synchronize)
 
     def join(self) -> int:
-        """Called by a rank that has no batches left: take part without gradients until every rank has called it.
+        """Collective. Called by a rank that has no batches left: take part without gradients until every rank has called it.
 
         Returns the rank that joined last. Averages go on being over all ranks; what this rank has kept goes on being
         sent. Steps are taken here as on the others, hooks of the optimizer's step included. Collective.

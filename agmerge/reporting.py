@@ -81,10 +81,10 @@ class ReportingMixin:
         return compression_table(self.plan, exchange.buffers, exchange.config, exchange.steps)
 
     def measure(self) -> planning.Measurements:
-        """Measure what selection and exchanges cost now; :meth:`merge_report` predicts from it. The plan stays.
+        """Collective. Measure what selection and exchanges cost now; :meth:`merge_report` predicts from it.
 
-        Collective, after ``step()``; takes a few seconds at most. Planners that go by times measure by themselves in
-        the first steps: this is for the others, and for what ``python -m agmerge plan`` reads.
+        The plan stays. Called after ``step()``; takes a few seconds at most. Planners that go by times measure by
+        themselves in the first steps: this is for the others, and for what ``python -m agmerge plan`` reads.
         """
         self._reducer.check_idle("measure()")
         return self._reducer.measure()

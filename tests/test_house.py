@@ -35,7 +35,7 @@ ROOMS = {  # of agmerge/, from below to above: which of the rooms below it each 
     "testing": "backends runtime",
     "optimizer": "runtime options engine checkpoint reporting",
     "agmerge": "runtime options checkpoint testing optimizer",
-    "cli": "runtime options step planning optimizer agmerge",
+    "cli": "backends options step planning optimizer agmerge",
     "__main__": "cli",
 }
 MOST_BOXES, MOST_LEVELS, MOST_ARROWS, MOST_SMALL = 22, 12, 100, 10  # of agmerge/; small: files below 40 lines

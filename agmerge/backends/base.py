@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from agmerge.backends import status
+from agmerge.errors import AGMergeError
 
 Gather = Callable[[bytes, str], list[bytes]]  # (text, name of the call) -> every rank's text
 # (rank, gather, environment) -> this rank's address if ranks are spread over several machines, else None
@@ -49,7 +51,7 @@ class Handle(ABC):
         ``timeout`` is in seconds. Raises :class:`agmerge.CollectiveTimeout` when it has passed and
         :class:`agmerge.PeerLost` when another rank is known to have left. Both say what is known of the others.
         """
-        with status.waiting(self._name, self._ranks):
+        with status.waiting_for(self._name, self._ranks):
             self._wait(timeout)
 
     @abstractmethod
@@ -119,6 +121,15 @@ class Backend(ABC):
     @abstractmethod
     def subgroup(self, ranks: Sequence[int], label: str, timeout: float) -> Backend | None:
         """A communicator over ``ranks`` (None on the others); collective over all ranks of this one."""
+
+    def over(self, process_set: Any) -> Backend | None:
+        """Return a communicator over one of Horovod's process sets; None on ranks outside of it. Not collective.
+
+        Raises :class:`agmerge.AGMergeError` on a backend that is not Horovod's.
+        """
+        raise AGMergeError(
+            f"process_set={process_set} is Horovod's, but agmerge runs on {self.name!r}; give a list of ranks"
+        )
 
     def drop(self) -> None:  # noqa: B027  most hold nothing that can be given back by one rank alone
         """Release what this communicator holds, soon. Not collective, allowed at any moment, once or more often.

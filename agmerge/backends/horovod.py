@@ -14,9 +14,18 @@ from typing import Any
 
 import torch
 
-from agmerge.backends import horovod_elastic, status, timeouts
-from agmerge.backends.base import Backend, Handle, matched
+from agmerge.backends import horovod_elastic, mpi, status, timeouts
+from agmerge.backends.base import Backend, Handle, Listen, matched
+from agmerge.backends.diagnosis import ProbeResult, Row, built_in
 from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost, RankMismatchError
+
+SIZES: tuple[str, ...] = ("HOROVOD_SIZE", *mpi.SIZES)
+READS_SLURM = False
+PROBE = """
+import json, horovod, horovod.torch as hvd
+print(json.dumps({"version": horovod.__version__, "mpi": bool(hvd.mpi_built()), "gloo": bool(hvd.gloo_built()),
+                  "nccl": bool(hvd.nccl_built())}))
+"""
 
 # Set before hvd.init() unless the user has set them. Merging is ours: Horovod's own fusion depends on timing,
 # and so do the bits it gives. A message lies for half a cycle (milliseconds) before it leaves, but in each cycle all
@@ -30,18 +39,23 @@ SHORTEST, LONGEST = 2e-5, 1e-3  # seconds between two looks at a handle
 
 
 def initialised() -> bool:
-    """Whether the script has already called ``hvd.init()``."""
+    """Tell whether the script has already called ``hvd.init()``."""
     hvd = sys.modules.get("horovod.torch")
     return hvd is not None and bool(hvd.is_initialized())
 
 
 def launched(env: Mapping[str, str]) -> bool:
-    """Whether horovodrun has started this process."""
+    """Tell whether horovodrun has started this process."""
     return "HOROVOD_RANK" in env
 
 
+def can_join(env: Mapping[str, str]) -> bool:
+    """Tell whether an MPI launcher has started this process, and Horovod can use it."""
+    return mpi.started_by_mpi(env) and has_mpi()
+
+
 def has_mpi() -> bool:
-    """Whether Horovod's torch part is here, loads, and was built with MPI."""
+    """Tell whether Horovod's torch part is here, loads, and was built with MPI."""
     try:
         import horovod.torch as hvd
     except Exception:  # a broken build fails in many ways
@@ -49,29 +63,12 @@ def has_mpi() -> bool:
     return bool(hvd.mpi_built())
 
 
-def reduction(op: object) -> str | None:
-    """What a constant of Horovod's means ("average", "sum", "adasum", ...); None for anything else."""
-    hvd = sys.modules.get("horovod.torch")
-    if hvd is None or type(op) is not int:
-        return None
-    names = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
-    return next((name.lower() for name in names if getattr(hvd, name, None) == op), None)
+def open(env: Mapping[str, str], timeout: float, listen: Listen) -> HorovodBackend:
+    """Collective. Initialise Horovod, or take it as the script has initialised it.
 
-
-def compression(given: object) -> str | None:
-    """The name of one of Horovod's own compressors ("none", "fp16"); None for anything else."""
-    if getattr(given, "__module__", None) != "horovod.torch.compression":
-        return None
-    return {"NoneCompressor": "none", "FP16Compressor": "fp16"}.get(getattr(given, "__name__", ""))
-
-
-def is_process_set(given: object) -> bool:
-    """Whether this is a process set of Horovod's."""
-    return type(given).__module__ == "horovod.common.process_sets"
-
-
-def open(env: Mapping[str, str], timeout: float) -> HorovodBackend:
-    """Initialise Horovod, or take it as the script has initialised it."""
+    ``env`` and ``listen`` are not needed: Horovod reads its launcher's variables and connects its ranks by itself.
+    ``timeout``: seconds. Raises :class:`agmerge.AGMergeError` if Horovod is missing or does not load.
+    """
     try:
         import horovod.torch as hvd
     except Exception as error:
@@ -85,6 +82,15 @@ def open(env: Mapping[str, str], timeout: float) -> HorovodBackend:
             os.environ.setdefault(name, value)
         timeouts.bounded(lambda: _init(hvd), timeout, "init()", STARTING)
     return HorovodBackend(hvd, None, "agmerge", owned=owned)
+
+
+def diagnose(probe: ProbeResult, python: str, mpirun: str) -> Row:
+    """Return the doctor's row of this backend, see :class:`agmerge.backends.registry.BackendModule`."""
+    if probe.error:
+        # A wheel that is broken may be the one in the cache.
+        anew = "" if "No module named 'horovod'" in probe.error else " --force"
+        return Row("backend", "horovod", False, probe.error, f"{python} -m agmerge build-horovod{anew}")
+    return Row("backend", "horovod", True, f"Horovod {probe.facts['version']}: {built_in(probe.facts)}")
 
 
 def _init(hvd: Any) -> None:
@@ -156,7 +162,10 @@ class HorovodBackend(Backend):
         return HorovodBackend(self._hvd, None, "agmerge", owned=self._owned)
 
     def over(self, process_set: Any) -> HorovodBackend | None:
-        """A communicator over a process set that Horovod knows, None on ranks outside. Not collective."""
+        """Return a communicator over a process set that Horovod knows; None on ranks outside. Not collective.
+
+        Raises ``ValueError`` for a set that Horovod does not know.
+        """
         if process_set.process_set_id is None:
             raise ValueError(f"process_set={process_set}: Horovod does not know it; hvd.add_process_set() it first")
         if not process_set.included():
@@ -172,7 +181,7 @@ class HorovodBackend(Backend):
     def _start(
         self, name: str, place: Callable[[Any], object], call: Callable[..., int], *given: Any, **how: Any
     ) -> Handle:
-        with status.starting(name, self._ranks), _translated(name):
+        with status.launching(name, self._ranks), _translated(name):
             handle = call(*given, **how, **self._options(name))
         return HorovodHandle(self._hvd, handle, name, self._ranks, place)
 

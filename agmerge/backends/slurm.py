@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from agmerge.errors import AGMergeError
 
+SIZE = "SLURM_STEP_NUM_TASKS"  # the variable that says how many tasks the step has
 FIRST, PORTS = 20_000, 12_000  # MASTER_PORT is one of these: below those that Linux hands out by itself
 INSTEAD = (
     "launch with `srun --ntasks-per-node=1 torchrun --nnodes=$SLURM_NNODES ... script.py`, or set RANK, WORLD_SIZE and "
@@ -26,7 +27,7 @@ def launched(env: Mapping[str, str]) -> bool:
 
 def tasks(env: Mapping[str, str]) -> int:
     """How many tasks the step has that this process is in; 1 outside of steps."""
-    text = env.get("SLURM_STEP_NUM_TASKS") or "1"
+    text = env.get(SIZE) or "1"
     return int(text) if text.isdigit() else 1
 
 

@@ -1,7 +1,8 @@
-"""Where this rank is in its script, and what an error says when another rank is missing.
+"""Know what this rank is doing, and say in an error where it was and what the other ranks do.
 
-A backend's handle notes what it waits for; an optimizer, in which step. When a wait fails its error is told the step
-and, where ranks are processes, the answers to a roll call (:mod:`agmerge.runtime.peers.monitor`).
+A backend's handle notes which collective it waits for; an optimizer notes in which phase of which step it is. When a
+wait fails, :func:`annotate` adds the step to the error and, where ranks are processes, what the other ranks answer
+when they are asked (:mod:`agmerge.runtime.peers.monitor`).
 """
 
 from __future__ import annotations
@@ -10,97 +11,146 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from agmerge.errors import AGMergeError, NoAnswer
 
 
 @dataclass
 class RankStatus:
-    """What a rank does, in words, since when (monotonic seconds), in which step (committed exchanges so far).
+    """Hold what one rank is doing, since when and in which step."""
 
-    ``call``: the collective that it waits for, or waited for in vain (``given_up``); empty: none.
-    """
+    phase: str = "is in its script, before the first step"  # in words, to be read after "rank 3" or "it"
+    since: float = field(default_factory=time.monotonic)  # seconds of the monotonic clock: when the phase began
+    step: int | None = None  # exchanges that it has committed; None: before the first step
+    call: str = ""  # the collective that it waits for, or waited for in vain; empty: none
+    given_up: bool = False  # a wait has failed
+    thread: int = 0  # identity of the thread that has entered the last phase of a step
 
-    doing: str = "is in its script, before the first step"
-    since: float = field(default_factory=time.monotonic)
-    step: int | None = None
-    call: str = ""
-    given_up: bool = False
-    thread: int = 0  # that of its last step
-
-    def move(self, step: int, doing: str) -> None:
-        """It goes on with something else."""
-        self.doing, self.since, self.step = doing, time.monotonic(), step
+    def enter(self, phase: str, step: int) -> None:
+        """Record that this rank is now in ``phase`` ("is in a backward pass") of ``step``; peers are told so."""
+        self.phase, self.since, self.step = phase, time.monotonic(), step
         self.call, self.given_up = "", False
         self.thread = threading.get_ident()
 
-    def words(self) -> str:
-        """For others to read."""
-        return self.doing if self.step is None else f"{self.doing} (step {self.step})"
+    def end(self, phase: str) -> None:
+        """Record that the script has ended, how ``phase`` says; step and thread stay those of the last step."""
+        self.phase, self.since, self.call = phase, time.monotonic(), ""
+
+    def wait_for(self, call: str) -> None:
+        """Record that this rank waits for the collective ``call`` from now on."""
+        self.phase, self.since, self.call = f"waits for {call}", time.monotonic(), call
+
+    def resume(self, before: RankStatus) -> None:
+        """Record that a wait is over, and that this rank goes on with what it did ``before``."""
+        self.phase, self.since, self.call = before.phase, before.since, before.call
+
+    def stop_at(self, call: str, error: AGMergeError) -> None:
+        """Record that ``call`` has ended with ``error``: given up where there was no answer, else stopped."""
+        gave_up = isinstance(error, NoAnswer)
+        self.phase = f"has given up waiting for {call}" if gave_up else f"has stopped at {call}: {type(error).__name__}"
+        self.since, self.given_up = time.monotonic(), self.given_up or gave_up
+
+    def fail_at(self, call: str) -> float:
+        """Record that there is no answer to ``call``; return for how many seconds it was waited for."""
+        waited = time.monotonic() - self.since if self.call == call else 0.0
+        self.call = call
+        return waited
+
+    def describe(self) -> str:
+        """Return phase and step for others to read, for example ``"is in a backward pass (step 5)"``."""
+        return self.phase if self.step is None else f"{self.phase} (step {self.step})"
 
 
-Ask = Callable[[str, Sequence[int]], tuple[str, tuple[int, ...]]]
+# (call, ranks) -> what is known of those ranks, as text, and which of them are missing from the call
+PeerQuery = Callable[[str, Sequence[int]], tuple[str, tuple[int, ...]]]
 
-ask: Ask | None = None  # (call, ranks) -> what is known of those ranks, and which of them are missing
-lost = False  # whether a wait of this process has ever failed
-
-_process = RankStatus()  # also of the threads on which autograd runs hooks
-_thread = threading.local()
-
-
-def here() -> RankStatus:
-    """This rank's: the process's, or the thread's where ranks are threads."""
-    return getattr(_thread, "place", None) or _process
+_process = RankStatus()  # this process's; its threads share it, since autograd runs hooks on threads of its own
+_of_thread = threading.local()  # .status: that of one rank of an in-memory group; written by bind_thread alone
+_peer_query: PeerQuery | None = None  # how to ask other processes; written by install_peer_query alone
+_any_wait_failed = False  # whether a wait of this process has ever failed; written by _record_failed_wait alone
 
 
-def separate(yes: bool) -> None:
-    """Whether this thread is a rank by itself, of an in-memory group."""
-    _thread.place = RankStatus() if yes else None
+def current() -> RankStatus:
+    """Return this rank's status: the process's, or the thread's where ranks are threads."""
+    return getattr(_of_thread, "status", None) or _process
+
+
+def bind_thread(is_rank: bool) -> None:
+    """Give this thread a status of its own, as a rank of an in-memory group; False: it shares the process's again."""
+    _of_thread.status = RankStatus() if is_rank else None
+
+
+def install_peer_query(query: PeerQuery | None) -> None:
+    """Have ``query(call, ranks)`` called when a wait of this process fails; None: ask nobody."""
+    global _peer_query
+    _peer_query = query
+
+
+def any_wait_failed() -> bool:
+    """Tell whether a wait of this process has ever failed: then to wait for other ranks at its end is in vain."""
+    return _any_wait_failed
+
+
+def reset() -> None:
+    """Forget failed waits and how to ask other processes. For tests."""
+    install_peer_query(None)
+    _record_failed_wait(False)
+
+
+def _record_failed_wait(failed: bool) -> None:
+    """Keep for :func:`any_wait_failed` that a wait of this process has failed, or that none has."""
+    global _any_wait_failed
+    _any_wait_failed = failed
 
 
 @contextmanager
-def waiting(call: str, ranks: Sequence[int]) -> Iterator[None]:
-    """Around a wait for the collective ``call`` of ``ranks`` (of the world; empty: all)."""
-    place = here()
-    doing, since, before = place.doing, place.since, place.call
-    place.doing, place.since, place.call = f"waits for {call}", time.monotonic(), call
+def waiting_for(call: str, ranks: Sequence[int]) -> Iterator[None]:
+    """Note around a wait that this rank waits for ``call``, and complete the error if the wait fails.
+
+    ``call``: the name of a collective, such as ``"buffer 3"``. ``ranks``: of the world, those that take part; empty:
+    all. The status goes back to what it was when the wait has succeeded.
+    """
+    status = current()
+    before = replace(status)
+    status.wait_for(call)
     try:
         yield
-    except NoAnswer as error:
-        explain(error, call, ranks)
-        place.doing, place.since, place.given_up = f"has given up waiting for {call}", time.monotonic(), True
-        raise
     except AGMergeError as error:
-        place.doing, place.since = f"has stopped at {call}: {type(error).__name__}", time.monotonic()
+        if isinstance(error, NoAnswer):
+            annotate(error, call, ranks)
+        status.stop_at(call, error)
         raise
     else:
-        place.doing, place.since, place.call = doing, since, before
-
-
-def explain(error: NoAnswer, call: str, ranks: Sequence[int]) -> None:
-    """Put into ``error`` where this rank was, and what others say."""
-    global lost
-    place, text = here(), str(error)
-    error.call, error.step = call, place.step
-    error.waited = time.monotonic() - place.since if place.call == call else 0.0
-    place.call = call
-    if place.step is not None:
-        text += f" (in step {place.step}, after {error.waited:.1f} s)"
-    if place is _process:
-        lost = True
-        if ask is not None:
-            said, error.missing = ask(call, ranks)
-            text += f". {said}".rstrip(".")
-    text += f". {error.advice}" if error.advice else ""
-    error.args = (f"{text} ({error.words})" if error.words else text,)
+        status.resume(before)
 
 
 @contextmanager
-def starting(call: str, ranks: Sequence[int]) -> Iterator[None]:
-    """Around the start of a collective, which fails where an earlier one has."""
+def launching(call: str, ranks: Sequence[int]) -> Iterator[None]:
+    """Complete the error of a collective that cannot even start, because an earlier one has failed.
+
+    Arguments as those of :func:`waiting_for`.
+    """
     try:
         yield
     except NoAnswer as error:
-        explain(error, call, ranks)
+        annotate(error, call, ranks)
         raise
+
+
+def annotate(error: NoAnswer, call: str, ranks: Sequence[int]) -> None:
+    """Write into ``error`` in which step this rank was, how long it waited, and what the other ranks say.
+
+    ``call`` and ``ranks`` as those of :func:`waiting_for`. Asks other processes, which takes up to 2.5 seconds.
+    """
+    status, text = current(), str(error)
+    error.call, error.step, error.waited = call, status.step, status.fail_at(call)
+    if status.step is not None:
+        text += f" (in step {status.step}, after {error.waited:.1f} s)"
+    if status is _process:
+        _record_failed_wait(True)
+        if _peer_query is not None:
+            answers, error.missing = _peer_query(call, ranks)
+            text += f". {answers}".rstrip(".")
+    text += f". {error.advice}" if error.advice else ""
+    error.args = (f"{text} ({error.words})" if error.words else text,)

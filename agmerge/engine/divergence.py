@@ -13,7 +13,7 @@ from agmerge.tensors.parameters import ParameterTable
 
 
 def check(comm: Backend, members: ParameterTable, steps: int, timeout: float) -> None:
-    """Raise :class:`agmerge.DivergenceError` on every rank unless all parameters are equal to the bit.
+    """Collective. Raise :class:`agmerge.DivergenceError` on every rank unless all parameters are equal to the bit.
 
     Collective; reads every parameter once. One all-gather of 16 bytes for each parameter.
     """

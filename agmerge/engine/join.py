@@ -22,7 +22,7 @@ from agmerge.runtime.broadcast import broadcast_optimizer_state, broadcast_param
 
 
 def join(reducer: Reducer, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> int:
-    """Take part without gradients until every rank has joined; the rank that did so last. Collective.
+    """Collective. Take part without gradients until every rank has joined; the rank that did so last. Collective.
 
     ``step`` takes a step with the gradients as ``synchronize()`` left them. ``optimizer``: the wrapped one. Of ranks
     that join at the same step the highest counts as the last one. If replicas differ in the end (the others clipped

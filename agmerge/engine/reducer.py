@@ -148,7 +148,7 @@ class Reducer:
             if self.synchronized:
                 self.discard()  # synchronize() without step(): the update is discarded
             if not self._fired:
-                status.here().move(self.exchange.step, "is in a backward pass")
+                status.current().enter("is in a backward pass", self.exchange.step)
             if self._paused:
                 if parameter in self._handed_over:
                     self._handed_over.overrun = True
@@ -213,7 +213,7 @@ class Reducer:
             self.exchange.check_unbroken()
             if self.exchange.outside or self.synchronized:
                 return  # nothing new: a backward pass would have begun another round
-            status.here().move(self.exchange.step, "is in step()")
+            status.current().enter("is in step()", self.exchange.step)
             changed = self._handed_over.error(self.members, self.exchange.steps, self.remedy)
             try:
                 combined = self.exchange.finish(self._late, self._flag)
@@ -263,7 +263,7 @@ class Reducer:
                     )
 
     def step(self, wrapper: torch.optim.Optimizer, closure: Callable[[], Any] | None, *, combine: bool) -> Any:
-        """Collective, unless ``combine`` is False. Combine the gradients, then step the inner optimizer.
+        """Collective. Combine the gradients (unless ``combine`` is False: they are), then step the inner optimizer.
 
         ``wrapper``: whom a GradScaler knows. ``closure`` runs once, before the gradients are combined. Returns its
         loss, or what the inner step returns.
@@ -293,7 +293,7 @@ class Reducer:
             self.discard()
             return
         self.exchange.commit()
-        status.here().move(self.exchange.step, "is in its script, before a backward pass")
+        status.current().enter("is in its script, before a backward pass", self.exchange.step)
         self.discard()
         self._compare_replicas()
         with self.exchange.breaking():

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 import sparsifiers
-from agmerge.backends import horovod
 from agmerge.ops import Compression
 from agmerge.options import momentum
-from agmerge.runtime import workers
+from agmerge.runtime import horovod_names, workers
 from sparsifiers.registry import spelling
 
 DENSITY = 0.01  # the default
@@ -60,7 +59,7 @@ def cast_name(compression: Any) -> str | None:
     """``"none"``, ``"fp16"`` or ``"bf16"``, in whatever way they are said; None for anything else."""
     if isinstance(compression, Compression):
         return compression.value
-    name = horovod.compression(compression) or (spelling(compression) if isinstance(compression, str) else None)
+    name = horovod_names.compression(compression) or (spelling(compression) if isinstance(compression, str) else None)
     return name if name in CASTS else None
 
 

@@ -15,7 +15,7 @@ import torch
 
 import merging
 import sparsifiers
-from agmerge.backends import horovod, timeouts
+from agmerge.backends import timeouts
 from agmerge.exchanges.routing import AHEAD
 from agmerge.exchanges.splitting import why_parts_impossible
 from agmerge.exchanges.table import EXCHANGES
@@ -25,7 +25,7 @@ from agmerge.options import density_schedule as schedules
 from agmerge.options.compressors import DENSITY, compressor_of, densities_of, memory_for
 from agmerge.options.config import AUTO, IMPORTANCE, MERGING, WIRES, Config, DenseRule, is_small
 from agmerge.options.groups import checked as checked_groups
-from agmerge.runtime import process_sets
+from agmerge.runtime import horovod_names, process_sets
 from agmerge.tensors.nonfinite import POLICIES, RAISE, SKIP
 from merging.planners.dear import DeAR
 
@@ -137,7 +137,7 @@ def _choice(name: str, value: Any, allowed: tuple[str, ...], hint: dict[str, str
 
 def _reduction(op: Any) -> ReduceOp:
     """``op`` as ours, also where the script says it with a constant of Horovod's."""
-    name = op.value if isinstance(op, ReduceOp) else horovod.reduction(op)
+    name = op.value if isinstance(op, ReduceOp) else horovod_names.reduction(op)
     if name in ("average", "sum"):
         return ReduceOp(name)
     raise ValueError(

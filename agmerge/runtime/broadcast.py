@@ -24,7 +24,7 @@ Parameters = Mapping[str, Any] | Iterable[Any]
 
 
 def broadcast_parameters(params: Parameters, root_rank: int = 0) -> None:
-    """Overwrite ``params`` in place with rank ``root_rank``'s, to the bit.
+    """Collective. Overwrite ``params`` in place with rank ``root_rank``'s, to the bit.
 
     ``params``: ``model.state_dict()``, ``model.named_parameters()``, a list of (name, tensor), or tensors.
     Any dtype, any strides, any device. Raises :class:`agmerge.RankMismatchError` on every rank if names,
@@ -41,7 +41,7 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0) -> None:
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:
-    """Give every rank the state and the options of rank ``root_rank``'s ``optimizer``.
+    """Collective. Give every rank the state and the options of rank ``root_rank``'s ``optimizer``.
 
     Works for every optimizer, also where only the root has state (after a checkpoint was loaded there); what
     the root does not have, the others lose.

@@ -21,7 +21,7 @@ ADVICE = "Every rank must make the same call."
 
 
 def agree(comm: Backend, label: str, facts: Sequence[Fact], what: str = "collective", advice: str = ADVICE) -> None:
-    """Raise :class:`agmerge.RankMismatchError` on every rank unless all ranks state the same ``facts``. Collective.
+    """Collective. Raise :class:`agmerge.RankMismatchError` on every rank unless all ranks state the same ``facts``.
 
     One all-gather of 16 bytes a rank, more on a mismatch or where a rank has joined.
     """
@@ -41,12 +41,12 @@ def agree(comm: Backend, label: str, facts: Sequence[Fact], what: str = "collect
 
 
 def exchange_digests(comm: Backend, label: str, mine: bytes) -> list[bytes]:
-    """Return what every rank is about to do, in 16 bytes."""
+    """Collective. Return what every rank is about to do, in 16 bytes."""
     return gather_bytes(comm, mine, f"agreement ({label})", timeouts.default())
 
 
 def exchange_texts(comm: Backend, label: str, mine: bytes) -> list[bytes]:
-    """Return what every rank is about to do, in full; nothing from one that has joined."""
+    """Collective. Return what every rank is about to do, in full; nothing from one that has joined."""
     return gather_texts(comm, mine, f"agreement ({label})", timeouts.default())
 
 
@@ -57,7 +57,7 @@ def joinable(facts: Sequence[Sequence[str]]) -> bool:
 
 
 def share_numbers(comm: Backend, label: str, numbers: Sequence[int]) -> list[list[int]]:
-    """Return every rank's ``numbers``, of which all have equally many. Collective."""
+    """Collective. Return every rank's ``numbers``, of which all have equally many."""
     mine = np.asarray(numbers, dtype=np.int64).tobytes()
     told = gather_bytes(comm, mine, f"numbers ({label})", timeouts.default())
     return [np.frombuffer(one, dtype=np.int64).tolist() for one in told]

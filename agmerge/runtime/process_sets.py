@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from agmerge.backends import Backend, horovod, timeouts
+from agmerge.backends import Backend, timeouts
 from agmerge.backends.handshake import gather_texts
-from agmerge.errors import AGMergeError, RankMismatchError
-from agmerge.runtime import workers
+from agmerge.errors import RankMismatchError
+from agmerge.runtime import horovod_names, workers
 from agmerge.runtime.call_agreement import agree
 
 
@@ -80,7 +80,7 @@ _known: WeakKeyDictionary[Backend, _Known] = WeakKeyDictionary()
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Let the ranks of ``process_set`` call collectives among themselves. Collective over all ranks.
+    """Collective. Let the ranks of ``process_set`` call collectives among themselves. Collective over all ranks.
 
     Every rank names the same ranks, members or not, else all of them get :class:`agmerge.RankMismatchError`. Raises
     ``ValueError`` for a rank that does not exist and for ranks that have a set already. Returns the set, for
@@ -117,7 +117,7 @@ def group(given: Any, call: str) -> Group:
     world = workers.world()
     if given is None or given is global_process_set:
         return Group(world, range(world.size))
-    if horovod.is_process_set(given):
+    if horovod_names.is_process_set(given):
         return _of_horovod(world, given, call)
     ranks = tuple(given.ranks) if isinstance(given, ProcessSet) else tuple(_checked_ranks(given))
     known = _known.setdefault(world, _Known())
@@ -137,19 +137,10 @@ def _member(comm: Backend | None, ranks: Sequence[int], world: Backend, call: st
 def _of_horovod(world: Backend, given: Any, call: str) -> Group:
     if given.process_set_id == 0:
         return Group(world, range(world.size))
-    of_world = _horovod_world(world, given)
     known = _known.setdefault(world, _Known()).by_object
     if given.process_set_id is None or given not in known:
-        known[given] = of_world.over(given)
+        known[given] = world.over(given)
     return _member(known[given], given.ranks, world, call)
-
-
-def _horovod_world(world: Backend, given: Any) -> horovod.HorovodBackend:
-    if not isinstance(world, horovod.HorovodBackend):
-        raise AGMergeError(
-            f"process_set={given} is Horovod's, but agmerge runs on {world.name!r}; give a list of ranks"
-        )
-    return world
 
 
 # -- of an optimizer ------------------------------------------------------------------------------------------------
@@ -172,20 +163,20 @@ def checked(given: Any) -> Chosen:
     """None, a process set of ours or Horovod's, or ranks. ``TypeError`` or ``ValueError`` for anything else."""
     if given is None or given is global_process_set:
         return Chosen()
-    if horovod.is_process_set(given):
+    if horovod_names.is_process_set(given):
         return Chosen() if given.process_set_id == 0 else Chosen(horovod=given)
     return Chosen(tuple(given.ranks if isinstance(given, ProcessSet) else _checked_ranks(given)))
 
 
 def communicator(world: Backend, chosen: Chosen, timeout: float) -> Backend | None:
-    """A communicator of one optimizer's own; None on a rank outside its set.
+    """Collective. A communicator of one optimizer's own; None on a rank outside its set.
 
     Collective over all ranks of ``world``, but for a set of Horovod's, which it knows already: then over its
     members. Different ranks may name different sets. The same error on every rank if a set names a rank that
     does not exist, or one that names another set.
     """
     if chosen.horovod is not None:
-        return _horovod_world(world, chosen.horovod).over(chosen.horovod)
+        return world.over(chosen.horovod)
     said = [tuple(json.loads(text)) for text in gather_texts(world, json.dumps(chosen.ranks).encode(), "sets", timeout)]
     if not any(said):
         return world.duplicate("agmerge optimizer", timeout)

@@ -4,57 +4,23 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
 
-from agmerge.backends import Backend, horovod, local, mpi, slurm, status, timeouts
-from agmerge.backends import torch as torch_backend
+from agmerge.backends import Backend, registry, slurm, status, timeouts
+from agmerge.backends.registry import ALONE, BACKENDS, detect
 from agmerge.errors import AGMergeError
 from agmerge.runtime.peers import exit_guard, monitor
 
-BACKENDS = ("horovod", "torch", "mpi", "local")
-_SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")  # what launchers say
-
 _process: Backend | None = None
 _thread = threading.local()
-
-
-def detect(env: Mapping[str, str]) -> str:
-    """The backend to open when the script names none.
-
-    In this order: a Horovod or torch.distributed that the script has initialised; ``AGMERGE_BACKEND``;
-    horovodrun's variables; torchrun's, also when set by hand; an MPI launcher's (Horovod if it is here and
-    built with MPI, else mpi4py); srun's where it has started several tasks (torch); else ``local``.
-    """
-    if horovod.initialised():
-        return "horovod"
-    if torch_backend.initialised():
-        return "torch"
-    if env.get("AGMERGE_BACKEND"):
-        return env["AGMERGE_BACKEND"]
-    if horovod.launched(env):
-        return "horovod"
-    if torch_backend.launched(env):
-        return "torch"
-    if int(env.get("WORLD_SIZE") or 1) > 1:
-        missing = [key for key in ("RANK", "MASTER_ADDR") if key not in env]
-        raise AGMergeError(
-            f"WORLD_SIZE={env['WORLD_SIZE']}, but {' and '.join(missing)} not set; set them too, or launch with "
-            "torchrun"
-        )
-    if mpi.launched(env):
-        if horovod.has_mpi():
-            return "horovod"
-        if mpi.installed() or not slurm.launched(env):
-            return "mpi"
-    return "torch" if slurm.launched(env) else "local"
 
 
 def init(backend: str | None = None) -> None:
     """Join the other workers.
 
     ``backend``: ``"horovod"``, ``"torch"``, ``"mpi"`` or ``"local"`` (this process alone); None: detected, see
-    :func:`detect`. A second call is allowed and does nothing. Raises ``ValueError`` for an unknown or other
-    backend, and :class:`agmerge.AGMergeError` if the backend does not see all the workers that were launched.
+    :func:`agmerge.backends.registry.detect`. A second call is allowed and does nothing. Raises ``ValueError`` for an
+    unknown or other backend, and :class:`agmerge.AGMergeError` if the backend does not see all the workers that were
+    launched.
     """
     global _process
     if is_initialized():
@@ -74,21 +40,19 @@ def init(backend: str | None = None) -> None:
         raise ValueError(f"unknown backend {name!r}; backends: {', '.join(BACKENDS)}")
     timeout = timeouts.default()
     try:
-        opened = _open(name, env, timeout)
+        opened = BACKENDS[name].open(env, timeout, monitor.listen)
     finally:
-        if name != "local":
-            exit_guard.prepare()
-    launched = next((key for key in _SIZES if int(env.get(key) or 1) > 1), None)
-    if name in ("horovod", "mpi") and slurm.launched(env):
-        launched = launched or "SLURM_STEP_NUM_TASKS"
-    if name != "local" and launched is not None and opened.size == 1:
+        if name != ALONE:
+            exit_guard.install()
+    variable = registry.size_variable(env, name)
+    if name != ALONE and variable is not None and opened.size == 1:
         # Going on would train as many unrelated models as there are workers.
         raise AGMergeError(
-            f"the launcher has started {env[launched]} workers ({launched}), but the {name} backend sees one: it was "
+            f"the launcher has started {env[variable]} workers ({variable}), but the {name} backend sees one: it was "
             "built for another launcher. `python -m agmerge doctor` says which launchers work here"
             + ("; under srun, AGMERGE_BACKEND=torch needs none" if slurm.launched(env) else "")
         )
-    if name != "local" and opened.size > 1 and not elastic() and not monitor.is_open():
+    if opened.size > 1 and not elastic() and not monitor.is_open():
         monitor.open(opened.rank, monitor.over(opened, timeout))
     _process = opened
 
@@ -110,18 +74,8 @@ def elastic() -> bool:
 
 def adopt() -> None:
     """Take a Horovod or torch.distributed that the script has initialised; :func:`init` for scripts that call none."""
-    if not is_initialized() and (horovod.initialised() or torch_backend.initialised()):
+    if not is_initialized() and registry.initialised() is not None:
         init()
-
-
-def _open(name: str, env: Mapping[str, str], timeout: float) -> Backend:
-    if name == "horovod":
-        return horovod.open(env, timeout)
-    if name == "torch":
-        return torch_backend.open(env, timeout, monitor.listen)
-    if name == "mpi":
-        return mpi.open(env, timeout)
-    return local.open()
 
 
 def shutdown() -> None:
@@ -137,7 +91,7 @@ def shutdown() -> None:
 def bind(backend: Backend | None) -> None:
     """Make ``backend`` this thread's own (None: the process's again). For in-memory groups."""
     _thread.backend = backend
-    status.separate(backend is not None)
+    status.bind_thread(backend is not None)
 
 
 def bound() -> Backend | None:

@@ -33,7 +33,7 @@ class Alltoall(Operation):
         return [("dtype", row_kind(mine)), ("trailing dimensions", str(list(mine.shape[1:])))]
 
     def begin(self) -> list[Handle]:
-        """One message, when all know how much comes from whom."""
+        """Collective. One message, when all know how much comes from whom."""
         (mine,) = self.tensors
         told = share_numbers(self.comm, self.label, self._splits)
         self._received = [gives[self.comm.rank] for gives in told]
@@ -50,7 +50,7 @@ class Alltoall(Operation):
         return [self._result, counts]
 
     def backward(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Send every gradient back to where its row came from."""
+        """Collective. Send every gradient back to where its row came from."""
         back = Alltoall(gradients[0], self._received, f"gradient of {self.label}", where=self.group)
         return [run(back)[0]]
 
@@ -62,7 +62,7 @@ class Alltoall(Operation):
 def alltoall(
     tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: Any = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Send rows of ``tensor`` to every rank, and return those that come from all, in the order of ranks. Collective.
+    """Collective. Send rows of ``tensor`` to every rank, and return those that come from all, in the order of ranks.
 
     ``splits``: how many rows go to each rank, integers whose sum is ``len(tensor)``; the numbers of rows that came from
     each are then returned too. None: equal shares. ``process_set``: as in :func:`allreduce`. Differentiable: gradients
@@ -76,9 +76,9 @@ def alltoall(
 def alltoall_async(
     tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: Any = None
 ) -> Pending:
-    """Start :func:`alltoall`; :func:`synchronize` always gives both, the rows and their numbers, as in Horovod.
+    """Collective. Start :func:`alltoall`; :func:`synchronize` gives both, the rows and their numbers, as in Horovod.
 
-    Leave ``tensor`` alone until then. Collective.
+    Leave ``tensor`` alone until then.
     """
     arguments.check_tensor(tensor, arguments.label(name, "alltoall_async"))
     return start(Alltoall(tensor, splits, name, process_set))

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 import torch
 
-from agmerge.backends import horovod
 from agmerge.errors import AGMergeError
 from agmerge.ops import Average, ReduceOp, Sum
+from agmerge.runtime import horovod_names
 
 OPS = "agmerge.Average, Sum, Min, Max or Product"
 
@@ -78,7 +78,7 @@ def reduction(op: Any, average: Any, call: str) -> ReduceOp:
         raise ValueError(f"{call}: The op parameter supersedes average. Please provide only one of them.")
     if op is None:
         return Sum if average is not None and not average else Average
-    name = horovod.reduction(op)
+    name = horovod_names.reduction(op)
     if name is not None:
         op = ReduceOp(name)
     if not isinstance(op, ReduceOp):

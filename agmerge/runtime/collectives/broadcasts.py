@@ -31,7 +31,7 @@ class Broadcast(Operation):
         return [("root_rank", str(self.root)), ("tensor", described(self.tensors[0]))]
 
     def begin(self) -> list[Handle]:
-        """One message, into the tensor itself where that can be."""
+        """Collective. One message, into the tensor itself where that can be."""
         self._given = self.tensors[0]
         straight = self.in_place and self._given.is_contiguous() and not self._given.is_neg()
         self._result = self._given.detach() if straight else copied(self._given)
@@ -49,14 +49,14 @@ class Broadcast(Operation):
         return [self._given]
 
     def backward(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the average of all gradients on the root, zeros on the others, as in Horovod."""
+        """Collective. Return the average of all gradients on the root, zeros on the others, as in Horovod."""
         back = Allreduce(gradients, f"gradient of {self.label}", Average, 1.0, 1.0, where=self.group)
         mean: torch.Tensor = run(back)
         return [mean if self.comm.rank == self._index else mean * 0]
 
 
 def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> torch.Tensor:
-    """Rank ``root_rank``'s ``tensor``, as a new tensor. Collective. Shape and dtype must be the same on all ranks.
+    """Collective. Rank ``root_rank``'s ``tensor``, as a new tensor. Shape and dtype must be the same on all ranks.
 
     Any dtype. ``root_rank`` is a rank of the world, also with ``process_set`` (as in :func:`allreduce`).
     Differentiable: the root gets the average of all ranks' gradients, the others zeros, as in Horovod.
@@ -65,18 +65,18 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None, pro
 
 
 def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> torch.Tensor:
-    """Overwrite ``tensor`` with rank ``root_rank``'s, and return it. Collective. Without a gradient."""
+    """Collective. Overwrite ``tensor`` with rank ``root_rank``'s, and return it. Without a gradient."""
     made = _operation(tensor, "broadcast_", root_rank, name, process_set, in_place=True)
     return run(made)  # type: ignore[no-any-return]
 
 
 def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> Pending:
-    """Start :func:`broadcast`; a handle for :func:`synchronize`. Collective. ``tensor`` is copied first."""
+    """Collective. Start :func:`broadcast`; a handle for :func:`synchronize`. ``tensor`` is copied first."""
     return start(_operation(tensor, "broadcast_async", root_rank, name, process_set))
 
 
 def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> Pending:
-    """Start :func:`broadcast_`; a handle for :func:`synchronize`. Leave ``tensor`` alone until then. Collective."""
+    """Collective. Start :func:`broadcast_`; a handle for :func:`synchronize`. Leave ``tensor`` alone until then."""
     return start(_operation(tensor, "broadcast_async_", root_rank, name, process_set, in_place=True))
 
 

@@ -36,7 +36,7 @@ class Allgather(Operation):
         return facts
 
     def begin(self) -> list[Handle]:
-        """Straight into the results: one message a tensor, or one a rank where lengths differ."""
+        """Collective. Straight into the results: one message a tensor, or one a rank where lengths differ."""
         told = share_numbers(self.comm, self.label, [len(tensor) for tensor in self.tensors])
         self.rows = [list(rows) for rows in zip(*told, strict=True)]  # of every tensor, by ranks
         given = list(zip(self.tensors, self.rows, strict=True))
@@ -64,7 +64,7 @@ class Allgather(Operation):
         return results
 
     def backward(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the average over the ranks of what belongs to this rank's rows, as in Horovod."""
+        """Collective. Return the average over the ranks of what belongs to this rank's rows, as in Horovod."""
         given = (gradients, f"gradient of {self.label}", Average, 1.0, 1.0)
         back = Allreduce(*given, where=self.group)
         here, wholes = self.comm.rank, run_all(back)
@@ -72,7 +72,7 @@ class Allgather(Operation):
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Any = None) -> torch.Tensor:
-    """Every rank's ``tensor``, one after the other along the first dimension, whose length may differ. Collective.
+    """Collective. Every rank's ``tensor``, one after the other along the first dimension, whose length may differ.
 
     Any dtype. ``process_set``: as in :func:`allreduce`. Differentiable: the gradient is the *average* over the ranks of
     the gradients of this rank's rows, as in Horovod (docs/migrate.md says when that is what you mean).
@@ -82,7 +82,7 @@ def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Any = 
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: Any = None) -> Pending:
-    """Start :func:`allgather`; a handle for :func:`synchronize`. Leave ``tensor`` alone until then. Collective."""
+    """Collective. Start :func:`allgather`; a handle for :func:`synchronize`. Leave ``tensor`` alone until then."""
     arguments.check_tensor(tensor, arguments.label(name, "allgather_async"))
     return start(Allgather([tensor], name, process_set))
 
@@ -90,7 +90,7 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: Any = None
 ) -> list[torch.Tensor]:
-    """Gather each of ``tensors`` as :func:`allgather`, all of them agreed on at once; a list. Collective."""
+    """Collective. Gather each of ``tensors`` as :func:`allgather`, all of them agreed on at once; a list."""
     return list(run(_grouped(tensors, "grouped_allgather", name, process_set)))
 
 

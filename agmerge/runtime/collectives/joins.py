@@ -18,7 +18,7 @@ LABEL = "join() of the module's own collectives; an optimizer has a join() of it
 
 
 def join(device: int | str = -1) -> int:
-    """Stand in, with zeros, for the sums and averages that other ranks still call; who joined last. Collective.
+    """Collective. Stand in, with zeros, for the sums and averages that other ranks still call; who joined last.
 
     For ``agmerge.allreduce`` and its kin over all ranks: of a :class:`agmerge.DistributedOptimizer`, whose steps are
     no such calls, it is ``optimizer.join()``. Any other collective that is called while a rank has joined raises

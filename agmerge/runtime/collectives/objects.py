@@ -19,7 +19,7 @@ from agmerge.runtime.process_sets import group
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, process_set: Any = None) -> Any:
-    """Rank ``root_rank``'s ``obj`` (anything that pickles); it is returned as it is on the root itself. Collective.
+    """Collective. Rank ``root_rank``'s ``obj`` (anything that pickles); it is returned as it is on the root itself.
 
     ``root_rank`` is a rank of the world, also with ``process_set`` (as in :func:`agmerge.allreduce`).
     """
@@ -35,7 +35,7 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, proc
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: Any = None) -> list[Any]:
-    """Return every rank's ``obj`` (anything that pickles), in the order of ranks. Collective."""
+    """Collective. Return every rank's ``obj`` (anything that pickles), in the order of ranks."""
     label = arguments.label(name, "allgather_object")
     data, problem = _pickled(obj)
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
@@ -48,7 +48,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: Any = None)
 
 
 def barrier(process_set: Any = None) -> None:
-    """Return when every rank has called it. Collective. ``process_set``: as in :func:`agmerge.allreduce`."""
+    """Collective. Return when every rank has called it. ``process_set``: as in :func:`agmerge.allreduce`."""
     agree(group(process_set, "barrier").comm, "barrier", [("call", "barrier")])
 
 

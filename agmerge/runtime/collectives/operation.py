@@ -121,6 +121,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Collective. Return the gradients of the inputs; none of the operation and its results."""
         return (None, None, *ctx.operation.backward(gradients))
 
 
@@ -136,7 +137,7 @@ _lines: WeakKeyDictionary[Backend, _Line] = WeakKeyDictionary()
 
 
 def start(operation: Operation, *, waits: bool = False) -> Pending:
-    """Agree, then start ``operation``. Collective: returns when every rank has come here.
+    """Collective. Agree, then start ``operation``. Collective: returns when every rank has come here.
 
     ``waits``: the caller asks for the result at once. A name that is under way is a ``ValueError``.
     """
@@ -167,12 +168,12 @@ def count(comm: Backend) -> None:
 
 
 def run(operation: Operation) -> Any:
-    """Return the result of ``operation``. Collective."""
+    """Collective. Return the result of ``operation``."""
     return start(operation, waits=True).result()
 
 
 def run_all(operation: Operation) -> list[torch.Tensor]:
-    """Return the results of ``operation``, however many there are. Collective."""
+    """Collective. Return the results of ``operation``, however many there are."""
     operation.single = False
     return list(run(operation))
 

@@ -28,7 +28,7 @@ class Allreduce(Reduction):
         self.in_place = in_place
 
     def begin(self) -> list[Handle]:
-        """One message a tensor."""
+        """Collective. One message a tensor."""
         self._given = self.tensors if self.in_place else []
         self._dtypes = [tensor.dtype for tensor in self.tensors]
         self._totals = [self._sent(tensor) for tensor in self.tensors]
@@ -59,7 +59,7 @@ class Allreduce(Reduction):
         return self._given
 
     def backward(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the same reduction of the gradients: those of an average are averaged, those of a sum are added."""
+        """Collective. Return the same reduction of the gradients: of an average the average, of a sum the sum."""
         if self.op not in (Average, Sum):
             raise AGMergeError(f"{self.label}: op={self.op.value} has no gradient; give it tensor.detach()")
         given = (gradients, f"gradient of {self.label}", self.op, self.prescale, self.postscale)
@@ -77,7 +77,7 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: Any = None,
 ) -> torch.Tensor:
-    """Combine every rank's ``tensor`` into a new one of its shape and dtype. Collective.
+    """Collective. Combine every rank's ``tensor`` into a new one of its shape and dtype.
 
     ``op``: ``Average`` (the default), ``Sum``, ``Min``, ``Max`` or ``Product``; ``average``: True or False, its old
     form. An average of integers is cut towards zero, as in Horovod. ``compression``: a cast for the way.
@@ -105,7 +105,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: Any = None,
 ) -> torch.Tensor:
-    """Combine as :func:`allreduce`, over ``tensor`` itself, which is returned. Collective. Without a gradient."""
+    """Collective. Combine as :func:`allreduce`, over ``tensor`` itself, which is returned. Without a gradient."""
     scales = (prescale_factor, postscale_factor)
     return run(_in_place([tensor], "allreduce_", average, name, op, *scales, process_set))  # type: ignore[no-any-return]
 
@@ -119,7 +119,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: Any = None,
 ) -> Pending:
-    """Start :func:`allreduce`; a handle for :func:`synchronize`. Collective. ``tensor`` is copied first."""
+    """Collective. Start :func:`allreduce`; a handle for :func:`synchronize`. ``tensor`` is copied first."""
     call = "allreduce_async"
     return start(_operation([tensor], call, average, name, op, prescale_factor, postscale_factor, process_set))
 
@@ -133,7 +133,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: Any = None,
 ) -> Pending:
-    """Start :func:`allreduce_`; a handle for :func:`synchronize`. Leave ``tensor`` alone until then. Collective."""
+    """Collective. Start :func:`allreduce_`; a handle for :func:`synchronize`. Leave ``tensor`` alone until then."""
     call = "allreduce_async_"
     return start(_in_place([tensor], call, average, name, op, prescale_factor, postscale_factor, process_set))
 
@@ -148,7 +148,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: Any = None,
 ) -> list[torch.Tensor]:
-    """Combine each of ``tensors`` as :func:`allreduce`, all of them agreed on at once; a list. Collective."""
+    """Collective. Combine each of ``tensors`` as :func:`allreduce`, all of them agreed on at once; a list."""
     label = arguments.label(name, "grouped_allreduce")
     cast = arguments.compressor(compression, label)
     packed = [cast.compress(tensor) for tensor in arguments.check_list(tensors, label)]
@@ -166,7 +166,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: Any = None,
 ) -> list[torch.Tensor]:
-    """Combine as :func:`grouped_allreduce`, over the tensors themselves. Collective. Without a gradient."""
+    """Collective. Combine as :func:`grouped_allreduce`, over the tensors themselves. Without a gradient."""
     given = (average, name, op, prescale_factor, postscale_factor, process_set)
     return list(run(_in_place(tensors, "grouped_allreduce_", *given, single=False)))
 
@@ -180,7 +180,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: Any = None,
 ) -> Pending:
-    """Start :func:`grouped_allreduce`; a handle for :func:`synchronize`. Collective. Tensors are copied first."""
+    """Collective. Start :func:`grouped_allreduce`; a handle for :func:`synchronize`. Tensors are copied first."""
     given = (average, name, op, prescale_factor, postscale_factor, process_set)
     return start(_operation(tensors, "grouped_allreduce_async", *given, single=False))
 
@@ -194,7 +194,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: Any = None,
 ) -> Pending:
-    """Start :func:`grouped_allreduce_`; a handle for :func:`synchronize`. Leave the tensors alone. Collective."""
+    """Collective. Start :func:`grouped_allreduce_`; a handle for :func:`synchronize`. Leave the tensors alone."""
     given = (average, name, op, prescale_factor, postscale_factor, process_set)
     return start(_in_place(tensors, "grouped_allreduce_async_", *given, single=False))
 

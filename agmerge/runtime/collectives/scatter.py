@@ -32,7 +32,10 @@ class ReduceScatter(Reduction):
                 raise ValueError(f"{self.label}: a tensor of no dimensions has no rows to scatter; use allreduce")
 
     def begin(self) -> list[Handle]:
-        """One message a tensor, of pieces of equal size: where rows do not divide, some end with an empty one."""
+        """Collective. Start one message a tensor, of pieces of equal size.
+
+        Where rows do not divide, some ranks' pieces end with an empty row.
+        """
         self._dtypes = [tensor.dtype for tensor in self.tensors]
         self._pieces: list[torch.Tensor] = []
         handles = []
@@ -65,7 +68,10 @@ class ReduceScatter(Reduction):
         return [self.finished(piece, dtype).contiguous() for piece, dtype in zip(pieces, self._dtypes, strict=True)]
 
     def backward(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the gradients of all rows, gathered; of a sum, times the number of ranks, as in Horovod."""
+        """Collective. Return the gradients of all rows, gathered; of a sum, times the number of ranks.
+
+        As in Horovod.
+        """
         factor = self.prescale * self.postscale * (self.comm.size if self.op is Sum else 1)
         back = Allgather([one * factor for one in gradients], f"gradient of {self.label}", where=self.group)
         return run_all(back)
@@ -80,7 +86,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Combine every rank's ``tensor`` and return this rank's share of the rows. Collective.
+    """Collective. Combine every rank's ``tensor`` and return this rank's share of the rows.
 
     Shares are equal; where the rows do not divide the first ranks get one more. ``op``: ``Average`` or ``Sum``; the
     other arguments are those of :func:`allreduce`. Differentiable: gradients are gathered, and of a sum multiplied by
@@ -133,7 +139,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Pending:
-    """Start :func:`grouped_reducescatter`; a handle for :func:`synchronize`. Collective. Tensors are copied first."""
+    """Collective. Start :func:`grouped_reducescatter`; a handle for :func:`synchronize`. Tensors are copied first."""
     given = (name, op, prescale_factor, postscale_factor, process_set)
     return start(_operation(tensors, "grouped_reducescatter_async", *given, single=False))
 

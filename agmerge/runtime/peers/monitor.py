@@ -1,4 +1,4 @@
-"""Which ranks are still there, and where: asked when a wait has failed, whatever the backend.
+"""Know which ranks are still there, and where: they are asked when a wait has failed, whatever the backend.
 
 Every process listens at a port of its own, where a thread says what the script does. Addresses, ports and tokens are
 gathered when a process joins the others. A rank that misses one asks all of them at once, and tells them that it gives
@@ -23,9 +23,9 @@ from agmerge.backends.base import Gather
 from agmerge.backends.handshake import gather_texts
 from agmerge.backends.status import RankStatus
 from agmerge.errors import NoAnswer
-from agmerge.runtime.peers.status_server import ENDED, PATIENCE, STUCK, PeerUnreachable, StatusServer, ask
+from agmerge.runtime.peers.report import Answer, Report, listed, report
+from agmerge.runtime.peers.status_server import ENDED, PATIENCE, STUCK, PeerUnreachable, StatusServer, query_peer
 
-SHOWN = 8  # ranks that are described; more are only named
 FIRST = 10.0  # seconds, for the first question of all: a machine that starts many processes is busy
 TEXT = 1000  # characters of an error that is told
 TOLD = 8  # ranks that are told of a normal end: any of them can be asked
@@ -35,263 +35,259 @@ OPEN = (
     "let the machines of a job reach each other at all TCP ports, or choose their network by "
     "GLOO_SOCKET_IFNAME=<interface>"
 )
-DIFFERENT = (
-    "The ranks make different calls: {others}, this rank for {call}. Is there a call inside `if rank() == 0`, or one "
-    "that only some ranks come to?"
-)
-UNEVEN = "Do ranks have different numbers of batches? Then let each call optimizer.join() after its last one."
-
-_current: PeerMonitor | None = None
 
 
 @dataclass(frozen=True)
 class Peer:
-    """How to reach a rank. ``problem``: why it cannot be."""
+    """Know how to reach a rank."""
 
-    host: str
-    pid: int
-    address: str = ""
+    host: str  # the name of its machine
+    pid: int  # of its process
+    address: str = ""  # where it listens
     port: int = 0
-    token: str = ""
-    problem: str = ""
+    token: str = ""  # what a question must hold to be answered
+    problem: str = ""  # why it cannot be reached; empty: it can
 
 
 class PeerMonitor:
-    """All ranks, which are processes, and what they have told. Collective.
+    """Answer other ranks what this one does, and ask them when one is missing.
 
-    ``gather`` moves texts between them. ``env``: of the launcher, which may say at what address all can be reached.
+    Making one is collective. ``rank``: this one's number. ``gather`` moves texts between the ranks. ``status``: what
+    this rank does, read whenever it is asked. ``env``: of the launcher, which may say at what address all can be
+    reached. Warns on rank 0 if a rank cannot be reached, and raises nothing for that.
     """
 
-    def __init__(self, rank: int, gather: Gather, place: RankStatus, env: Mapping[str, str] = os.environ) -> None:
-        self.rank, self._place = rank, place
-        self._told: dict[int, dict[str, Any]] = {}  # by rank: what it has said unasked, the last thing
-        self._listener: StatusServer | None = None
+    def __init__(self, rank: int, gather: Gather, status: RankStatus, env: Mapping[str, str] = os.environ) -> None:
+        self.rank = rank
+        self._status = status
+        self._last_words: dict[int, Answer] = {}  # by rank: the last thing that it has said unasked
+        self._server: StatusServer | None = None  # None: this rank has found no port to listen at
         self._ended = False  # the script has come to its end
-        mine = (socket.gethostname(), addresses.network(), addresses.to_master(env))
-        known = [tuple(json.loads(text)) for text in gather(_json(mine), "roll call/hosts")]
-        self.spread = len({network for _, network, _ in known}) > 1  # over several machines
-        others = [address for _, network, address in known if network != mine[1] and address]
-        others += [host for host, network, _ in known if network != mine[1]]
+        own_place = (socket.gethostname(), addresses.network(), addresses.to_master(env))
+        places = [tuple(json.loads(text)) for text in gather(_json(own_place), "roll call/hosts")]
+        self.spread = len({network for _, network, _ in places}) > 1  # over several machines
+        others = [address for _, network, address in places if network != own_place[1] and address]
+        others += [host for host, network, _ in places if network != own_place[1]]
         own = self._listen(None if self.spread else "127.0.0.1", list(dict.fromkeys(others)), env)
-        self.peers = [Peer(**json.loads(text)) for text in gather(_json(asdict(own)), "roll call/ports")]
+        self.peers = [Peer(**json.loads(text)) for text in gather(_json(asdict(own)), "roll call/ports")]  # by rank
         self._check(gather)
 
     @property
     def address(self) -> str:
-        """Where this rank listens; empty if nowhere."""
+        """Return where this rank listens; empty if nowhere."""
         return self.peers[self.rank].address
 
     def _listen(self, address: str | None, hosts: Sequence[str], env: Mapping[str, str]) -> Peer:
+        """Open a port and return how this rank is reached there.
+
+        ``address``: where to listen; None: wherever the machines ``hosts``, names or addresses, reach this one.
+        """
         own = Peer(socket.gethostname(), os.getpid(), token=secrets.token_hex(16))
         try:
             address = address or addresses.reachable(hosts, env)
-            self._listener = StatusServer(address, own.token, self._answer)
+            self._server = StatusServer(address, own.token, self._answer)
         except OSError as error:
             return replace(own, problem=f"it has no port to be asked at ({error})")
-        return replace(own, address=address, port=self._listener.port)
+        return replace(own, address=address, port=self._server.port)
 
     def _check(self, gather: Gather) -> None:
-        """Ask the next rank once now: what cannot be reached cannot be told from what has ended."""
+        """Collective. Ask the next rank once now: what cannot be reached cannot be told from what has ended."""
         size = len(self.peers)
         following = (self.rank + 1) % size
-        why = self.peers[following].problem
-        if not why:
+        problem = self.peers[following].problem
+        if not problem:
             try:
                 self._ask(following, {}, FIRST)
             except PeerUnreachable as silence:
-                peer, what = self.peers[following], str(silence)
-                what = REFUSED if what == ENDED else what  # it has just said where it listens
-                why = f"it could not be asked at {peer.address}, port {peer.port}, from the start ({what})"
-        for rank, said in enumerate(gather(why.encode(), "roll call/check")):
+                peer, why = self.peers[following], str(silence)
+                why = REFUSED if why == ENDED else why  # it has just said where it listens
+                problem = f"it could not be asked at {peer.address}, port {peer.port}, from the start ({why})"
+        for rank, text in enumerate(gather(problem.encode(), "roll call/check")):
             after = (rank + 1) % size
-            self.peers[after] = replace(self.peers[after], problem=said.decode())
-        problems = {rank: peer.problem for rank, peer in enumerate(self.peers) if peer.problem}
-        if problems and self.rank == 0:
+            self.peers[after] = replace(self.peers[after], problem=text.decode())
+        if self._problems() and self.rank == 0:
             warnings.warn(
-                f"should a rank fail, errors could not say what became of {self._listed(problems)}. Training goes on; "
-                f"to have it otherwise, {OPEN}",
+                f"should a rank fail, errors could not say what became of {self._listed(self._problems())}. Training "
+                f"goes on; to have it otherwise, {OPEN}",
                 stacklevel=2,
             )
 
-    def _answer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        if asked.get("says"):
-            self._told[int(asked["rank"])] = dict(asked["says"])
-        heard = {str(rank): said for rank, said in self._told.copy().items() if said["ended"]}
-        return {**self._own(), "heard": heard}
+    def _problems(self) -> dict[int, str]:
+        """Return why ranks cannot be asked, by rank; without those that can."""
+        return {rank: peer.problem for rank, peer in enumerate(self.peers) if peer.problem}
 
-    def _own(self) -> dict[str, Any]:
-        place = self._place
-        seconds = time.monotonic() - place.since
-        at = {"call": place.call, "step": place.step, "given_up": place.given_up, "ended": self._ended}
-        return {"words": place.words(), "seconds": seconds, **at}
+    # -- answer and ask ---------------------------------------------------------------------------------------------
 
-    def _ask(self, rank: int, says: dict[str, Any], patience: float = PATIENCE) -> dict[str, Any]:
+    def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Return what this rank does, and which others have told it their end. Runs on the server's thread."""
+        if question.get("says"):
+            self._last_words[int(question["rank"])] = dict(question["says"])
+        ends = {str(rank): words for rank, words in self._last_words.copy().items() if words["ended"]}
+        return {**self._own_answer(), "heard": ends}
+
+    def _own_answer(self) -> Answer:
+        """Return what this rank does, as others get it."""
+        own = self._status
+        progress = {"call": own.call, "step": own.step, "given_up": own.given_up, "ended": self._ended}
+        return {"words": own.describe(), "seconds": time.monotonic() - own.since, **progress}
+
+    def _ask(self, rank: int, says: Answer, patience: float = PATIENCE) -> Answer:
+        """Return what ``rank`` answers, and tell it ``says``; raise :class:`PeerUnreachable` if it does not answer."""
         peer = self.peers[rank]
-        return ask(peer.address, peer.port, peer.token, {"rank": self.rank, "says": says}, patience)
+        return query_peer(peer.address, peer.port, peer.token, {"rank": self.rank, "says": says}, patience)
 
     def tell(
-        self, says: dict[str, Any], ranks: Sequence[int] = (), patience: float = PATIENCE
-    ) -> dict[int, dict[str, Any] | PeerUnreachable]:
-        """Say something to ``ranks`` (none given: all), at once; what each answers, or what its silence means."""
-        answers: dict[int, dict[str, Any] | PeerUnreachable] = {}
+        self, says: Answer, ranks: Sequence[int] = (), patience: float = PATIENCE
+    ) -> dict[int, Answer | PeerUnreachable]:
+        """Say something to ``ranks`` at once and return, by rank, what each answers or what its silence means.
 
-        def one(rank: int) -> None:
+        ``ranks``: none given: all. Those that cannot be reached are left out. ``patience``: seconds for a connection,
+        and again for an answer; the call takes half a second more at most.
+        """
+        answers: dict[int, Answer | PeerUnreachable] = {}
+
+        def ask(rank: int) -> None:
             try:
                 answers[rank] = self._ask(rank, says, patience)
             except PeerUnreachable as silence:
                 answers[rank] = silence
 
         others = [rank for rank in ranks or range(len(self.peers)) if rank != self.rank]
-        threads = [
-            threading.Thread(target=one, args=(rank,), daemon=True) for rank in others if not self.peers[rank].problem
-        ]
+        reachable = [rank for rank in others if not self.peers[rank].problem]
+        threads = [threading.Thread(target=ask, args=(rank,), daemon=True) for rank in reachable]
         end = time.monotonic() + 2 * patience + 0.5
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(max(0.0, end - time.monotonic()))
-        return {rank: answers.get(rank, PeerUnreachable(STUCK)) for rank in others if not self.peers[rank].problem}
+        return {rank: answers.get(rank, PeerUnreachable(STUCK)) for rank in reachable}
 
-    def call(self, call: str, ranks: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-        """Who of ``ranks`` is missing from the collective ``call``: as text, and by number."""
-        own = self._own()
-        given_up = replace(self._place, doing=f"has given up waiting for {call}").words()
-        missing: dict[int, str] = {}
-        waiting: dict[int, str] = {}
-        elsewhere: dict[int, str] = {}
-        uneven = False
+    def describe_missing(self, call: str, ranks: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+        """Return who of ``ranks`` is missing from the collective ``call``: as text, and by number.
+
+        ``ranks``: of the world; empty: all. Asks all of them at once, and tells them that this rank gives up.
+        """
+        own = self._own_answer()
+        given_up = replace(self._status, phase=f"has given up waiting for {call}").describe()
         answers = self.tell({**own, "words": given_up, "given_up": True}, ranks)
         for answer in answers.values():
-            for rank, said in {} if isinstance(answer, PeerUnreachable) else answer.get("heard", {}).items():
-                self._told.setdefault(int(rank), said)
-        for rank, answer in answers.items():
-            last = self._told.get(rank)
-            if isinstance(answer, PeerUnreachable):
-                text = str(answer) if last is None else f"it {last['words']}; {answer}"
-                text = f"it {last['words']}" if last is not None and last["ended"] and str(answer) == ENDED else text
-            else:
-                last, text = answer, f"it {answer['words']}, for {answer['seconds']:.1f} s"
-            # Who has given up, wherever that was, was not the first to be missing.
-            there = last is not None and (last["given_up"] or (last["call"], last["step"]) == (call, own["step"]))
-            (waiting if there else missing)[rank] = text
-            if last is not None:
-                uneven = uneven or (last["ended"] and None not in (last["step"], own["step"]))
-                if last["step"] == own["step"] and _differ(last["call"], call):
-                    elsewhere[rank] = f"rank {rank} {'waited' if last['given_up'] else 'waits'} for {last['call']}"
-        unknown = {rank: peer.problem for rank, peer in enumerate(self.peers) if rank in (ranks or [rank])}
-        unknown = {rank: why for rank, why in unknown.items() if why and rank != self.rank}
-        found = {"Missing": missing, "Not known": unknown, "Waiting too": waiting}
-        parts = [f"{title}: {self._listed(of)}." for title, of in found.items() if of]
-        problem = self.peers[self.rank].problem
-        if problem:
-            parts.append(f"Of this rank others say: {problem}.")
-        if elsewhere and not unknown and set(missing) <= set(elsewhere):
-            parts.append(DIFFERENT.format(others=", ".join(list(elsewhere.values())[:SHOWN]), call=call))
-        elif not missing and not unknown and not problem:
-            parts.append("Nobody is missing: the network or the backend is stuck.")
-        return " ".join(parts + [UNEVEN] * uneven), tuple(missing)
+            if not isinstance(answer, PeerUnreachable):
+                for rank, words in answer.get("heard", {}).items():
+                    self._last_words.setdefault(int(rank), words)
+        found: Report = report(call, own["step"], answers, self._last_words)
+        asked = {rank: why for rank, why in self._problems().items() if rank in (ranks or [rank])}
+        unknown = {rank: why for rank, why in asked.items() if rank != self.rank}
+        text = found.text(call, unknown, self.peers[self.rank].problem, self._listed)
+        return text, tuple(found.missing)
 
-    def _listed(self, of: dict[int, str]) -> str:
-        shown = [
-            f"rank {rank} (host {self.peers[rank].host}, pid {self.peers[rank].pid}): {text}"
-            for rank, text in list(of.items())[:SHOWN]
-        ]
-        more = [str(rank) for rank in list(of)[SHOWN:]]
-        return "; ".join(shown + ([f"and ranks {', '.join(more)}"] if more else []))
+    def _listed(self, texts: Mapping[int, str]) -> str:
+        """Return ``texts``, by rank, as one line that names the host and process of each."""
+        return listed(
+            {rank: (f"host {self.peers[rank].host}, pid {self.peers[rank].pid}", texts[rank]) for rank in texts}
+        )
+
+    # -- the end ----------------------------------------------------------------------------------------------------
 
     def raised(self, error: BaseException) -> None:
-        """The script ends with ``error``: let those know that will wait in vain."""
+        """Tell those that will wait in vain that the script ends with ``error``."""
         if isinstance(error, NoAnswer):
             return  # they were told when it gave up
-        text = f"{type(error).__name__}: {error}"[:TEXT]
-        self._place.doing, self._place.since, self._place.call = f"raised {text}", time.monotonic(), ""
-        self.tell(self._own())
+        self._status.end("raised " + f"{type(error).__name__}: {error}"[:TEXT])
+        self.tell(self._own_answer())
 
     def ended(self, how: str) -> None:
-        """The script comes to its normal end: let some know, of whom those that will wait in vain can hear it."""
-        self._place.doing, self._place.since, self._place.call = how, time.monotonic(), ""
+        """Tell some ranks, of whom those that will wait in vain can hear it, that the script has ended normally.
+
+        ``how``: in words, to be read after "it".
+        """
+        self._status.end(how)
         self._ended = True
         size = len(self.peers)
-        self.tell(self._own(), [(self.rank + i) % size for i in range(1, min(size, TOLD + 1))], HURRY)
+        self.tell(self._own_answer(), [(self.rank + i) % size for i in range(1, min(size, TOLD + 1))], HURRY)
 
     def close(self) -> None:
         """Listen no more."""
-        if self._listener is not None:
-            self._listener.close()
+        if self._server is not None:
+            self._server.close()
 
     def forget(self) -> None:
-        """In a forked child: the port is the parent's."""
-        if self._listener is not None:
-            self._listener.forget()
+        """Let go of the port in a forked child: it is the parent's."""
+        if self._server is not None:
+            self._server.forget()
 
 
 # -- of this process --------------------------------------------------------------------------------------------
 
+_current: PeerMonitor | None = None  # the monitor of this process, None: alone; written by _install alone
+
+
+def _install(monitor: PeerMonitor | None) -> None:
+    """Make ``monitor`` this process's, which is asked when a wait fails; None: there is none any more."""
+    global _current
+    _current = monitor
+    status.install_peer_query(None if monitor is None else monitor.describe_missing)
+
 
 def open(rank: int, gather: Gather, env: Mapping[str, str] = os.environ) -> PeerMonitor:
-    """Listen, and ask when a wait fails. Collective. A second roll call takes the place of the first."""
-    global _current
+    """Collective. Listen, and ask when a wait fails. A second monitor takes the place of the first.
+
+    Arguments as those of :class:`PeerMonitor`.
+    """
     close()
-    _current = PeerMonitor(rank, gather, status.here(), env)
-    status.ask = _current.call
-    return _current
+    opened = PeerMonitor(rank, gather, status.current(), env)
+    _install(opened)
+    return opened
 
 
 def listen(rank: int, gather: Gather, env: Mapping[str, str]) -> str | None:
-    """Open the roll call; return where this rank listens if ranks are spread over several machines. Collective."""
-    calls = open(rank, gather, env)
-    return calls.address if calls.spread else None
+    """Collective. Open the monitor; return where this rank listens if ranks are spread over several machines.
+
+    For backends that connect their ranks only afterwards. Arguments as those of :class:`PeerMonitor`.
+    """
+    opened = open(rank, gather, env)
+    return opened.address if opened.spread else None
 
 
 def over(world: Backend, timeout: float) -> Gather:
-    """Texts by way of a backend that is open. ``timeout``: seconds, for each message."""
+    """Return a ``gather`` that moves texts through ``world``, an open backend. ``timeout``: seconds for a message."""
     return lambda text, name: gather_texts(world, text, name, timeout)
 
 
 def is_open() -> bool:
-    """Whether this process listens."""
+    """Tell whether this process listens."""
     return _current is not None
 
 
 def close() -> None:
     """Neither listen nor ask any more."""
-    global _current
     if _current is not None:
         _current.close()
-    _current, status.ask = None, None
+    _install(None)
 
 
-def _in_child() -> None:
-    global _current
+def _after_fork_in_child() -> None:
+    """Forget the parent's monitor: a child, such as a worker of a DataLoader, is no rank."""
     if _current is not None:
         _current.forget()
-    _current, status.ask = None, None
+    _install(None)
 
 
 def raised(error: BaseException) -> None:
-    """The script ends with an error."""
+    """Tell the other ranks, if there are any, that the script ends with ``error``."""
     if _current is not None:
         _current.raised(error)
 
 
 def ended(how: str) -> None:
-    """The script comes to its normal end. ``how``: what it did, in words."""
+    """Tell the other ranks, if there are any, that the script has ended normally. ``how``: what it did, in words."""
     if _current is not None:
         _current.ended(how)
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
-
-
-def _differ(theirs: str, ours: str) -> bool:
-    """Whether two calls of one step are different ones: messages of one step follow each other, each in its time."""
-    return bool(theirs) and theirs != ours and not (_is_message(theirs) and _is_message(ours))
-
-
-def _is_message(call: str) -> bool:
-    return call.startswith("buffer ")
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _json(value: Any) -> bytes:
+    """Return ``value`` as JSON, for a ``gather``."""
     return json.dumps(value).encode()

@@ -72,7 +72,9 @@ class StatusServer:
         self._socket.close()
 
 
-def ask(address: str, port: int, token: str, question: dict[str, Any], patience: float = PATIENCE) -> dict[str, Any]:
+def query_peer(
+    address: str, port: int, token: str, question: dict[str, Any], patience: float = PATIENCE
+) -> dict[str, Any]:
     """What is said there; :class:`PeerUnreachable` if nothing is. Takes at most twice ``patience`` seconds."""
     try:
         with socket.create_connection((address, port), timeout=patience) as connection:

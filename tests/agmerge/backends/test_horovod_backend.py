@@ -61,5 +61,5 @@ def test_init_sets_what_the_user_has_not(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "horovod", SimpleNamespace(torch=hvd))
     monkeypatch.setitem(sys.modules, "horovod.torch", hvd)
     monkeypatch.setattr(os, "environ", {"HOROVOD_CYCLE_TIME": "20"})
-    horovod.open({}, timeout=10)
+    horovod.open({}, timeout=10, listen=lambda rank, gather, env: None)
     assert seen == {**SETTINGS, "HOROVOD_CYCLE_TIME": "20"}

@@ -97,11 +97,11 @@ def test_the_error_knows_buffer_step_and_rank(at: int) -> None:
 
 def test_a_place_goes_back_to_what_it_was_when_the_wait_is_over() -> None:
     def body(rank: int) -> tuple[str, float, str]:
-        place = status.here()
-        place.move(5, "is in its script, before a backward pass")
+        place = status.current()
+        place.enter("is in its script, before a backward pass", 5)
         since = place.since
         agmerge.barrier()
-        return place.words(), place.since - since, place.call
+        return place.describe(), place.since - since, place.call
 
     for words, moved, call in testing.run(2, body):
         assert (words, moved, call) == ("is in its script, before a backward pass (step 5)", 0.0, "")
@@ -109,8 +109,8 @@ def test_a_place_goes_back_to_what_it_was_when_the_wait_is_over() -> None:
 
 def test_a_collective_that_cannot_start_tells_the_same() -> None:
     def body(rank: int) -> None:
-        status.here().move(7, "is in a backward pass")
-        with status.starting("buffer 1", [0]):
+        status.current().enter("is in a backward pass", 7)
+        with status.launching("buffer 1", [0]):
             raise agmerge.PeerLost("buffer 1: shut down")
 
     (error,) = testing.run(1, body, return_errors=True)
@@ -133,7 +133,7 @@ def test_the_backends_own_words_come_last_and_are_short() -> None:
     )
     error = agmerge.PeerLost("buffer 1: the connection broke", gloo)
     error.advice = "Do this"
-    status.explain(error, "buffer 1", ())
+    status.annotate(error, "buffer 1", ())
     assert str(error) == "buffer 1: the connection broke. Do this (Connection closed by peer [127.0.0.1]:3)"
     assert error.words == "Connection closed by peer [127.0.0.1]:3"
 
@@ -143,19 +143,18 @@ def test_a_call_that_has_no_deadline_of_its_own_is_given_one() -> None:
     assert timeouts.bounded(lambda: 3, 60.0, "adding") == 3
     with pytest.raises(ZeroDivisionError):
         timeouts.bounded(lambda: 1 // 0, 60.0, "dividing")
-    before = status.lost
     try:
         with pytest.raises(agmerge.CollectiveTimeout, match="sleeping: no answer .* within 0.1 s. Wake up$"):
             timeouts.bounded(lambda: time.sleep(2), 0.1, "sleeping", "Wake up")
-        assert status.lost
+        assert status.any_wait_failed()
     finally:
-        status.lost = before
+        status.reset()
 
 
 HANGS = """
 import ctypes, sys, time
-from agmerge import deadline
-with deadline.or_die(0.5, sys.argv[1] == "armed"):
+from agmerge.backends import timeouts
+with timeouts.or_die(0.5, sys.argv[1] == "armed"):
     ctypes.PyDLL(None).sleep(2)  # lets no other thread run
 """
 
@@ -185,28 +184,29 @@ def test_the_end_of_a_child_of_multiprocessing_tells_what_it_raised(ends: Any, m
     told: list[object] = []
     monkeypatch.setattr(monitor, "raised", told.append)
     monkeypatch.setattr(monitor, "ended", told.append)
-    monkeypatch.setattr(exit_guard, "_raised", False)
+    monkeypatch.setattr(exit_guard, "_script_failed", False)
     error = FileNotFoundError("data/train.bin: no such file")
 
     def child() -> None:
         try:
             ends(error)
         finally:
-            exit_guard._leave_child()  # as multiprocessing calls it
+            exit_guard._at_exit_of_child()  # as multiprocessing calls it
 
     with pytest.raises((SystemExit, FileNotFoundError)):
         child()
-    exit_guard._leave_child()
+    exit_guard._at_exit_of_child()
     assert told == [error, "came to the end of its script"]
 
 
 THREAD = """
 import sys, threading
-from agmerge import leaving, rollcall
-leaving.prepare()
+from agmerge.backends import status
+from agmerge.runtime.peers import exit_guard, monitor
+exit_guard.install()
 told = []
-rollcall.raised = told.append
-work = threading.Thread(target=lambda: (leaving.whereabouts.here().move(1, "trains"), 1 // 0))
+monitor.raised = told.append
+work = threading.Thread(target=lambda: (status.current().enter("trains", 1), 1 // 0))
 other = threading.Thread(target=lambda: 1 // 0)
 for thread in (other, work):
     before = len(told)
@@ -223,15 +223,16 @@ def test_what_the_thread_that_trains_raises_is_told_and_what_others_raise_is_not
 LEAVES = """
 import atexit, ctypes, sys, time
 import agmerge
-from agmerge import leaving, whereabouts
+from agmerge.backends import status
+from agmerge.runtime.peers import exit_guard
 if sys.argv[1] == "in python":
     atexit.register(time.sleep, 60)
 else:
     ctypes.CDLL(None).atexit(ctypes.CDLL(None).pause)  # as a destructor of a library would
-leaving.GRACE = 1
-leaving.prepare()
-whereabouts.lost = sys.argv[2] == "lost"
-if not whereabouts.lost:
+exit_guard.GRACE = 1
+exit_guard.install()
+status._record_failed_wait(sys.argv[2] == "lost")
+if not status.any_wait_failed():
     atexit.register(lambda: __import__("os")._exit(7))
 """
 

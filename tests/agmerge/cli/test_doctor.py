@@ -10,14 +10,19 @@ from collections.abc import Mapping
 import pytest
 
 from agmerge.__main__ import main
+from agmerge.backends import horovod, mpi
+from agmerge.backends import torch as torch_backend
+from agmerge.backends.diagnosis import ProbeResult, Row
 from agmerge.cli import build_horovod, doctor
-from agmerge.cli.doctor import HOROVOD, HOROVODRUN, MPI4PY, TORCH, Found, Row
+from agmerge.cli.doctor import HOROVODRUN
 
-GOOD: Mapping[str, Found] = {
-    TORCH: Found({"version": "2.13.0", "distributed": True, "gloo": True, "nccl": False, "gpus": 0}),
-    HOROVOD: Found({"version": "0.28.1", "mpi": True, "gloo": True, "nccl": False}),
-    MPI4PY: Found({"version": "4.1.2", "threads": True, "library": "Open MPI v5.0.11"}),
-    HOROVODRUN: Found(),
+TORCH, HOROVOD, MPI4PY = torch_backend.PROBE, horovod.PROBE, mpi.PROBE
+
+GOOD: Mapping[str, ProbeResult] = {
+    TORCH: ProbeResult({"version": "2.13.0", "distributed": True, "gloo": True, "nccl": False, "gpus": 0}),
+    HOROVOD: ProbeResult({"version": "0.28.1", "mpi": True, "gloo": True, "nccl": False}),
+    MPI4PY: ProbeResult({"version": "4.1.2", "threads": True, "library": "Open MPI v5.0.11"}),
+    HOROVODRUN: ProbeResult(),
 }
 NAMES = ["torch", "horovod", "mpi", "local", "torchrun", "horovodrun", "mpirun", "compiled loops"]
 OPEN_MPI = "mpirun (Open MPI) 5.0.11"
@@ -30,7 +35,7 @@ def everything_is_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/python")
 
 
-def rows(mpirun: str = OPEN_MPI, **changed: Found) -> dict[str, Row]:
+def rows(mpirun: str = OPEN_MPI, **changed: ProbeResult) -> dict[str, Row]:
     """The table where ``changed`` is what the probes of that name find."""
     probes = {"torch": TORCH, "horovod": HOROVOD, "mpi4py": MPI4PY, "horovodrun": HOROVODRUN}
     found = {**GOOD, **{probes[name]: value for name, value in changed.items()}}
@@ -55,7 +60,9 @@ def test_where_everything_works_nothing_is_to_be_fixed() -> None:
 
 
 def test_where_nothing_but_torch_is_installed_each_command_is_named() -> None:
-    missing = {name: Found(error=f"ModuleNotFoundError: No module named '{name}'") for name in ("horovod", "mpi4py")}
+    missing = {
+        name: ProbeResult(error=f"ModuleNotFoundError: No module named '{name}'") for name in ("horovod", "mpi4py")
+    }
     table = rows(mpirun="", **missing)
     assert broken(table) == {
         "horovod": BUILD,
@@ -69,12 +76,12 @@ def test_where_nothing_but_torch_is_installed_each_command_is_named() -> None:
 
 
 def test_with_an_mpi_only_mpi4py_is_to_be_installed() -> None:
-    assert broken(rows(mpi4py=Found(error="No module named 'mpi4py'"))) == {"mpi": "python -m pip install mpi4py"}
+    assert broken(rows(mpi4py=ProbeResult(error="No module named 'mpi4py'"))) == {"mpi": "python -m pip install mpi4py"}
 
 
 def test_a_broken_build_is_built_anew() -> None:
     for error in ("ImportError: undefined symbol: _ZN3c10", "crashes: signal 11"):
-        table = rows(horovod=Found(error=error), mpi4py=Found(error=error))
+        table = rows(horovod=ProbeResult(error=error), mpi4py=ProbeResult(error=error))
         assert table["horovod"].detail == error
         assert broken(table) == {
             "horovod": f"{BUILD} --force",
@@ -84,7 +91,7 @@ def test_a_broken_build_is_built_anew() -> None:
 
 
 def test_a_probe_that_ran_out_of_time_is_no_broken_build() -> None:
-    slow = Found(error="not known: no answer within 15 s; it hangs, or this machine is busy", late=True)
+    slow = ProbeResult(error="not known: no answer within 15 s; it hangs, or this machine is busy", late=True)
     again = "python -m agmerge doctor --patience 120"
     table = rows(torch=slow, horovod=slow, mpi4py=slow)
     assert broken(table) == {name: again for name in ("torch", "horovod", "mpi", "torchrun", "horovodrun")}
@@ -93,7 +100,7 @@ def test_a_probe_that_ran_out_of_time_is_no_broken_build() -> None:
 def test_probes_run_side_by_side() -> None:
     together = threading.Barrier(4)
 
-    def probe(code: str) -> Found:
+    def probe(code: str) -> ProbeResult:
         together.wait(60)
         return GOOD[code]
 
@@ -122,22 +129,22 @@ def test_whether_the_compiled_loops_are_in_use(
 
 
 def test_what_horovodrun_can_use() -> None:
-    def horovod(mpi: bool, gloo: bool) -> Found:
-        return Found({"version": "0.28.1", "mpi": mpi, "gloo": gloo, "nccl": True})
+    def horovod(mpi: bool, gloo: bool) -> ProbeResult:
+        return ProbeResult({"version": "0.28.1", "mpi": mpi, "gloo": gloo, "nccl": True})
 
     assert rows(horovod=horovod(False, True))["horovodrun"].detail == "horovodrun: with --gloo"
     assert rows(horovod=horovod(False, True))["horovod"].detail == "Horovod 0.28.1: Gloo, NCCL (no MPI)"
     assert rows(horovod=horovod(True, False), mpirun="")["horovodrun"].detail == "neither Gloo nor an mpirun"
-    assert list(broken(rows(horovodrun=Found(error="ModuleNotFoundError: distutils")))) == ["horovodrun"]
+    assert list(broken(rows(horovodrun=ProbeResult(error="ModuleNotFoundError: distutils")))) == ["horovodrun"]
 
 
 def test_a_torch_without_gloo_and_nccl_does_not_work() -> None:
-    bare = Found({"version": "2.13.0", "distributed": False, "gloo": False, "nccl": False, "gpus": 0})
+    bare = ProbeResult({"version": "2.13.0", "distributed": False, "gloo": False, "nccl": False, "gpus": 0})
     assert set(broken(rows(torch=bare))) == {"torch", "torchrun"}
 
 
 def test_mpi_without_threads_does_not_work() -> None:
-    single = Found({"version": "4.1.2", "threads": False, "library": "X"})
+    single = ProbeResult({"version": "4.1.2", "threads": False, "library": "X"})
     assert broken(rows(mpi4py=single)) == {"mpi": "unset MPI4PY_RC_THREAD_LEVEL"}
 
 
@@ -176,12 +183,12 @@ def real_python(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_probe_survives(code: str, error: str) -> None:
-    assert doctor.probe(code) == Found(error=error)
+    assert doctor.probe(code) == ProbeResult(error=error)
 
 
 @pytest.mark.usefixtures("real_python")
 def test_a_probe_that_hangs_is_ended() -> None:
-    assert doctor.probe("import time; time.sleep(60)", timeout=1) == Found(
+    assert doctor.probe("import time; time.sleep(60)", timeout=1) == ProbeResult(
         error="not known: no answer within 1 s; it hangs, or this machine is busy", late=True
     )
 
@@ -190,12 +197,12 @@ def test_a_probe_that_hangs_is_ended() -> None:
 def test_a_probe_takes_the_last_line_and_is_nobodys_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
     code = "import os; print('noise'); print('{\"rank\": %d}' % ('OMPI_COMM_WORLD_RANK' in os.environ))"
-    assert doctor.probe(code) == Found({"rank": 0})
+    assert doctor.probe(code) == ProbeResult({"rank": 0})
 
 
 @pytest.mark.usefixtures("real_python")
 def test_torch_works_here() -> None:
-    row = doctor.torch_row(doctor.probe(TORCH))
+    row = doctor.backend_row("torch", doctor.probe(torch_backend.PROBE), "")
     assert row.works and "Gloo" in row.detail
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import agmerge
 from agmerge import testing
-from agmerge.backends import horovod, mpi, slurm
+from agmerge.backends import horovod, local, mpi, slurm
 from agmerge.backends import torch as torch_backend
 from agmerge.errors import AGMergeError
 from agmerge.runtime import workers
@@ -52,7 +52,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def opener(name: str) -> Callable[..., object]:
         def open_(env: object, timeout: float, listen: object = None) -> object:
             names.append(name)
-            return workers.local.open()
+            return local.alone()
 
         return open_
 

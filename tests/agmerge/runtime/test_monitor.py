@@ -21,7 +21,7 @@ from agmerge.backends.local import Group, LocalBackend
 from agmerge.backends.status import RankStatus
 from agmerge.errors import CollectiveTimeout
 from agmerge.runtime import workers
-from agmerge.runtime.peers import monitor, status_server
+from agmerge.runtime.peers import monitor, report, status_server
 from agmerge.runtime.peers.monitor import PeerMonitor, over
 from agmerge.runtime.peers.status_server import CUT, ENDED, STUCK
 
@@ -40,7 +40,7 @@ def called(places: list[RankStatus], change: Callable[[list[PeerMonitor]], None]
     calls = testing.run(len(everybody), lambda rank: PeerMonitor(rank, over(workers.world(), WAIT), everybody[rank]))
     try:
         change(calls)
-        return calls[0].call(CALL, ranks)
+        return calls[0].describe_missing(CALL, ranks)
     finally:
         for one in calls:
             one.close()
@@ -111,8 +111,8 @@ def test_a_process_that_is_stopped_is_told_from_one_that_has_ended(monkeypatch: 
     go_on = threading.Event()
 
     def change(calls: list[PeerMonitor]) -> None:
-        assert calls[1]._listener is not None
-        monkeypatch.setattr(calls[1]._listener, "_answer", lambda asked: go_on.wait(WAIT) and {})
+        assert calls[1]._server is not None
+        monkeypatch.setattr(calls[1]._server, "_answer", lambda asked: go_on.wait(WAIT) and {})
 
     text, missing = called([RankStatus()], change)
     go_on.set()
@@ -135,7 +135,7 @@ def test_a_host_that_does_not_answer_is_told_from_one_that_refuses() -> None:
 def test_a_rank_that_has_given_up_is_not_the_one_that_is_missing() -> None:
     def change(calls: list[PeerMonitor]) -> None:
         calls[2].close()
-        text, missing = calls[1].call(CALL, ())
+        text, missing = calls[1].describe_missing(CALL, ())
         assert missing == (2,) and "Waiting too: rank 0" in text
         calls[1].close()
 
@@ -212,7 +212,7 @@ def test_a_rank_that_has_given_up_elsewhere_is_not_missing_either() -> None:
 
 def test_a_rank_that_raises_for_want_of_another_tells_nothing_new() -> None:
     def change(calls: list[PeerMonitor]) -> None:
-        calls[1].call(CALL, (0,))
+        calls[1].describe_missing(CALL, (0,))
         calls[1].raised(CollectiveTimeout("buffer 3: no answer"))
         calls[1].close()
 
@@ -258,7 +258,7 @@ def test_only_the_ranks_of_the_collective_are_asked() -> None:
 
 
 def test_of_many_missing_ranks_the_first_are_described_and_all_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitor, "SHOWN", 2)
+    monkeypatch.setattr(report, "SHOWN", 2)
     text, missing = called([RankStatus() for _ in range(5)], nothing)
     assert missing == (1, 2, 3, 4, 5)
     assert text.count("(host") == 2 and text.endswith("and ranks 3, 4, 5.")
@@ -282,10 +282,10 @@ def world_of_one() -> LocalBackend:
 
 KILLED = """
 import json, os, sys
-from agmerge import rollcall
-from agmerge.backends.local import open
-rollcall.open(0, rollcall.over(open(), 60.0))
-peer = rollcall._current.peers[0]
+from agmerge.backends.local import alone
+from agmerge.runtime.peers import monitor
+monitor.open(0, monitor.over(alone(), 60.0))
+peer = monitor._current.peers[0]
 if os.fork() == 0:  # as a DataLoader's worker
     sys.stdin.read()  # until the test closes it
     os._exit(0)
@@ -299,11 +299,11 @@ def test_a_forked_child_does_not_keep_the_port_of_a_process_that_was_killed() ->
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdin is not None and process.stdout is not None
         address, port, token = json.loads(process.stdout.readline())
-        assert status_server.ask(address, port, token, {"rank": 0})["words"]
+        assert status_server.query_peer(address, port, token, {"rank": 0})["words"]
         os.kill(process.pid, signal.SIGKILL)
         process.wait(60)
         with pytest.raises(status_server.PeerUnreachable, match=ENDED):
-            status_server.ask(address, port, token, {"rank": 0})
+            status_server.query_peer(address, port, token, {"rank": 0})
 
 
 def test_opening_another_world_closes_the_first() -> None:
@@ -311,9 +311,9 @@ def test_opening_another_world_closes_the_first() -> None:
     for _ in range(3):
         monitor.open(0, over(world_of_one(), WAIT))
         assert threading.active_count() == before + 1
-        assert status.ask is not None
+        assert status._peer_query is not None
     monitor.close()
-    assert threading.active_count() == before and status.ask is None
+    assert threading.active_count() == before and status._peer_query is None
 
 
 def test_an_address_for_others_is_never_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,100 @@
+"""Say who is missing from a collective, from what all ranks have answered. Pure functions of the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from agmerge.runtime.peers.status_server import ENDED, PeerUnreachable
+
+SHOWN = 8  # ranks that are described; more are only named
+DIFFERENT = (
+    "The ranks make different calls: {others}, this rank for {call}. Is there a call inside `if rank() == 0`, or one "
+    "that only some ranks come to?"
+)
+UNEVEN = "Do ranks have different numbers of batches? Then let each call optimizer.join() after its last one."
+
+# What a rank says of itself, as JSON: "words" (what it does), "seconds" (since when), "call" and "step" (what it waits
+# for), "given_up", "ended", and, in answers, "heard" (by rank: what others that have ended have told it).
+Answer = dict[str, Any]
+
+
+@dataclass
+class Report:
+    """Hold the ranks of a collective that does not end, each with a description of what it does."""
+
+    missing: dict[int, str] = field(default_factory=dict)  # have not come as far
+    waiting: dict[int, str] = field(default_factory=dict)  # wait for the same, or had to give up before
+    elsewhere: dict[int, str] = field(default_factory=dict)  # of the missing: those that wait for another collective
+    uneven: bool = False  # a rank came to the end of its script while this one is in a step
+
+    def text(
+        self, call: str, unknown: Mapping[int, str], own_problem: str, listed: Callable[[Mapping[int, str]], str]
+    ) -> str:
+        """Return all of it in a few sentences, with what to do where that can be told.
+
+        ``call``: what this rank waits for. ``unknown``: the ranks that could not be asked, and why. ``own_problem``:
+        why others cannot ask this one; empty if they can. ``listed``: turns descriptions by rank into one line.
+        """
+        groups = {"Missing": self.missing, "Not known": unknown, "Waiting too": self.waiting}
+        parts = [f"{title}: {listed(group)}." for title, group in groups.items() if group]
+        if own_problem:
+            parts.append(f"Of this rank others say: {own_problem}.")
+        if self.elsewhere and not unknown and set(self.missing) <= set(self.elsewhere):
+            parts.append(DIFFERENT.format(others=", ".join(list(self.elsewhere.values())[:SHOWN]), call=call))
+        elif not self.missing and not unknown and not own_problem:
+            parts.append("Nobody is missing: the network or the backend is stuck.")
+        return " ".join(parts + [UNEVEN] * self.uneven)
+
+
+def report(
+    call: str, step: int | None, answers: Mapping[int, Answer | PeerUnreachable], last_words: Mapping[int, Answer]
+) -> Report:
+    """Return who is missing from the collective ``call`` of ``step`` (None: outside of steps), and who is not.
+
+    ``answers``: by rank, of those that were asked now. ``last_words``: by rank, what it has said unasked before: it
+    counts for ranks that do not answer any more.
+    """
+    made = Report()
+    for rank, answer in answers.items():
+        if isinstance(answer, PeerUnreachable):
+            last = last_words.get(rank)
+            text = _description_of_silent(answer, last)
+        else:
+            last, text = answer, f"it {answer['words']}, for {answer['seconds']:.1f} s"
+        # Who has given up, wherever that was, was not the first to be missing.
+        arrived = last is not None and (last["given_up"] or (last["call"], last["step"]) == (call, step))
+        (made.waiting if arrived else made.missing)[rank] = text
+        if last is not None:
+            made.uneven = made.uneven or (last["ended"] and None not in (last["step"], step))
+            if last["step"] == step and _different(last["call"], call):
+                verb = "waited" if last["given_up"] else "waits"
+                made.elsewhere[rank] = f"rank {rank} {verb} for {last['call']}"
+    return made
+
+
+def listed(texts: Mapping[int, tuple[str, str]]) -> str:
+    """Return one line of all ranks in ``texts``, of which each has a place and a description; many are only named."""
+    shown = [f"rank {rank} ({place}): {text}" for rank, (place, text) in list(texts.items())[:SHOWN]]
+    more = [str(rank) for rank in list(texts)[SHOWN:]]
+    return "; ".join(shown + ([f"and ranks {', '.join(more)}"] if more else []))
+
+
+def _description_of_silent(silence: PeerUnreachable, last: Answer | None) -> str:
+    """Return what is known of a rank that does not answer: its last words, and what its silence means."""
+    if last is None:
+        return str(silence)
+    if last["ended"] and str(silence) == ENDED:
+        return f"it {last['words']}"  # and its process has ended, which goes without saying
+    return f"it {last['words']}; {silence}"
+
+
+def _different(theirs: str, ours: str) -> bool:
+    """Tell whether two calls of one step are different ones: its messages follow each other, each in its time."""
+    return bool(theirs) and theirs != ours and not (_is_message(theirs) and _is_message(ours))
+
+
+def _is_message(call: str) -> bool:
+    """Tell whether a collective is the message of a merge buffer."""
+    return call.startswith("buffer ")
