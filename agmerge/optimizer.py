@@ -16,8 +16,8 @@ from agmerge.engine import dear, grad_scaler, join
 from agmerge.errors import AGMergeError
 from agmerge.ops import Average, ReduceOp
 from agmerge.options import compressors, notices
-from agmerge.options.compressors import DENSITY
 from agmerge.options.config import IMPORTANCE, followed
+from agmerge.options.density_policy import DENSITY
 from agmerge.options.resolve import check_passes, resolve
 from agmerge.options.wrapped import check_optimizer
 from agmerge.reporting import ReportingMixin
@@ -220,7 +220,7 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
             yield
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Collective. Combine the gradients, then step the inner optimizer; returns the closure's loss, if there is one.
+        """Collective. Combine the gradients, then step the inner optimizer. Return the closure's loss, if there is one.
 
         A closure runs once, before the gradients are combined. In ``skip_synchronize()`` they are taken as they are.
         """
@@ -271,7 +271,7 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
         notices.tell(self._reducer.exchange, self.optimizer, before)
 
     def attach_scaler(self, scaler: torch.amp.GradScaler) -> None:
-        """Collective. Work with ``scaler`` from the next step on, as ``scaler=`` does from the first. Collective, between steps."""
+        """Collective. Work with ``scaler`` from the next step on, as ``scaler=`` does from the first. Between steps."""
         self._reducer.check_idle("attach_scaler()")
         arguments = {**self._arguments, "scaler": scaler}
         config = resolve(**arguments)
@@ -294,10 +294,10 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
         self._reducer.combine_for(scaler, combine=self._should_synchronize)
 
     def join(self) -> int:
-        """Collective. Called by a rank that has no batches left: take part without gradients until every rank has called it.
+        """Collective. Take part without gradients until every rank does: for a rank that has no batches left.
 
         Returns the rank that joined last. Averages go on being over all ranks; what this rank has kept goes on being
-        sent. Steps are taken here as on the others, hooks of the optimizer's step included. Collective.
+        sent. Steps are taken here as on the others, hooks of the optimizer's step included.
         """
         return join.join(self._reducer, self.optimizer, self._step_combined)
 

@@ -53,13 +53,13 @@ class ReportingMixin:
         for messages in ``synchronize()``. ``compressor``: in use now, by its canonical name.
         """
         exchange = self._reducer.exchange
-        totals, sparsifier = exchange.totals, exchange.config.sparsifier
+        totals, compressor = exchange.totals, exchange.config.compressor
         exchange.times.settle()
         norms = [float(torch.linalg.vector_norm(r.double())) for r in exchange.residuals().values()]
         return {
             "steps": exchange.steps,
             "steps_skipped": totals.steps_skipped,
-            "compressor": exchange.config.compressor,
+            "compressor": compressor.name,
             "buffers": totals.buffers,
             "bytes_sent": totals.bytes_sent,
             "wire": dict(totals.wire),
@@ -68,7 +68,7 @@ class ReportingMixin:
             "density": totals.density,
             "exposed_seconds": exchange.times.exposed,
             "residual_norm": sum(norm**2 for norm in norms) ** 0.5,
-            **({"selection": sparsifier.figures()} if isinstance(sparsifier, Observed) else {}),
+            **({"selection": compressor.figures()} if isinstance(compressor, Observed) else {}),
         }
 
     def measure_selection(self, on: bool = True) -> None:
@@ -120,17 +120,16 @@ def compression_table(plan: planning.Plan, buffers: MergeBuffers | None, config:
     for slot in buffers.tensors.slots:
         density = "1"
         if slot.lane.sparse:
-            sent = config.density(slot.lane.density, step)
-            if buffers.shares is not None:
+            sent = config.density.at(step, slot.lane.density)
+            if buffers.budgets is not None:
                 sent = buffers.tensor_budget(slot, step) / slot.numel
             density, sparse = f"{sent:.3g}", sparse + slot.numel
         shape = "x".join(map(str, slot.shape)) or "scalar"
-        lane = "sparse" if slot.lane.sparse else "dense"
+        lane = slot.lane.kind.value
         rows.append((str(buffers.buffer_of[slot.index]), slot.name, shape, lane, density, str(slot.numel)))
     lines = _aligned(rows)
     total = buffers.tensors.numel
-    compressor = config.sparsifier or config.cast or "none"
-    lines.append(f"{compressor}: {sparse} of {total} elements ({sparse / max(total, 1):.1%}) are selected from")
+    lines.append(f"{config.compressor}: {sparse} of {total} elements ({sparse / max(total, 1):.1%}) are selected from")
     return "\n".join(lines)
 
 

@@ -41,7 +41,7 @@ from agmerge.ops import Average
 from agmerge.runtime import workers as runtime
 from agmerge.tensors.arena import commit
 from agmerge.tensors.layout import Lane, Layout, Segment
-from sparsifiers import Selection
+from sparsifiers import Kind, Selection
 
 WAIT = 300.0
 PAYLOAD = ("pieces", "surplus", "kept")
@@ -182,7 +182,7 @@ def crossover(k: int, density: float = 0.1) -> int | None:
 
 @functools.cache
 def _segment(numel: int) -> Segment:
-    lane = Lane(CPU, torch.float32, True)
+    lane = Lane(CPU, torch.float32, Kind.SPARSE)
     (segment,) = Layout([("gradient", (numel,), lane)]).segments(0, 1)
     return segment
 

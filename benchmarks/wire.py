@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from agmerge.exchanges.message import candidates, smallest  # noqa: E402  (found only through the line above)
 from agmerge.exchanges.message.format import Format, RoundHeader  # noqa: E402
 from agmerge.tensors.layout import Lane, Layout, Segment  # noqa: E402
-from sparsifiers import Selection  # noqa: E402
+from sparsifiers import Kind, Selection  # noqa: E402
 
 WIRES = ("fp32", "fp16", "bf16", "int8")
 PUBLISHED = {"int64 + fp32": 12.0, "int32 + fp32": 8.0}
@@ -58,7 +58,7 @@ def entropy(n: int, k: int) -> float:
 
 def segment_of(n: int) -> Segment:
     """One tensor of n elements, in a sparse lane."""
-    lane = Lane(torch.device("cpu"), torch.float32, True)
+    lane = Lane(torch.device("cpu"), torch.float32, Kind.SPARSE)
     return Layout([("x", (n,), lane)]).segments(0, 1)[0]
 
 

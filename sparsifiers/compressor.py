@@ -36,6 +36,11 @@ class Compressor(ABC):
     same_on_all_ranks: bool = False  # all ranks choose the same coordinates from (seed, key, step) alone: no vote
     density: float = 1.0  # elements sent / elements, in (0, 1]
 
+    @property
+    def selects(self) -> bool:
+        """Tell whether only some elements are sent, which a sparsifier chooses."""
+        return self.kind is Kind.SPARSE
+
     def options(self) -> dict[str, object]:
         """Return the hyper-parameters, `density` aside, as plain values: the same ones make this compressor again."""
         return {}

@@ -47,7 +47,7 @@ def save(reducer: Reducer) -> dict[str, Any]:
     """
     exchange = reducer.exchange
     rank, size = exchange.origin or _place(exchange) or (0, 1)
-    plan, cutoff, sparsifier = exchange.plan(), exchange.config.partial, exchange.config.sparsifier
+    plan, cutoff, compressor = exchange.plan(), exchange.config.partial, exchange.config.compressor
     return {
         "version": VERSION,
         "rank": rank,
@@ -58,7 +58,7 @@ def save(reducer: Reducer) -> dict[str, Any]:
         "plan": plan.dumps() if plan else None,
         "partial": None if cutoff is None else (cutoff.most, cutoff.settled),
         "shares": exchange.budgets(),
-        "compressor": None if sparsifier is None else (repr(sparsifier), sparsifier.state_dict()),
+        "compressor": (repr(compressor), compressor.state_dict()),
         "window": _window(reducer),
         **{plural: _copies(exchange, kind) for kind, plural in KINDS.items()},
     }
@@ -93,9 +93,9 @@ def load(reducer: Reducer, section: Mapping[str, Any] | None, *, own: bool = Fal
         if saved == (rank, size) and owned == shard:
             for kind, plural in KINDS.items():
                 state |= {(kind, name): tensor.clone() for name, tensor in section.get(plural, {}).items()}
-            sparsifier, kept = exchange.config.sparsifier, section.get("compressor")
-            if sparsifier is not None and kept is not None and kept[0] == repr(sparsifier):
-                sparsifier.load_state_dict(kept[1])
+            compressor, kept = exchange.config.compressor, section.get("compressor")
+            if kept is not None and kept[0] == repr(compressor):
+                compressor.load_state_dict(kept[1])
                 budgets = section.get("shares")
             window = section.get("window", {})
         else:
@@ -130,7 +130,7 @@ def _check_shapes(reducer: Reducer, state: State, shard: tuple[int, int] | None)
 
 def keeping(exchange: GradientExchange, config: Config, memory: Any) -> Config:
     """Return ``config``, with a memory for what was not sent yet where the script names none (``memory`` None)."""
-    if memory is None and not config.memory.keeps and exchange.residuals():
+    if memory is None and not config.memory.has_residual and exchange.residuals():
         return replace(config, memory=sparsifiers.memory("residual"))
     return config
 

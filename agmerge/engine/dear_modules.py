@@ -155,7 +155,7 @@ class Updates:
                     continue
                 if combined.used[slot.index] or zero_unused:
                     self._group_of[parameter] = number
-                elif buffers.arena_of[slot.index].memory.keeps:  # it is seen when it is there
+                elif buffers.arena_of[slot.index].memory.has_residual:  # it is seen when it is there
                     self._group_of[parameter] = number
                     self._left_over.add(parameter)
         self._arriving: dict[int, InFlight] = {  # by slot

@@ -13,10 +13,10 @@ import torch
 import sparsifiers
 from agmerge.ops import Compression
 from agmerge.options import momentum
+from agmerge.options.density_policy import DENSITY
 from agmerge.runtime import horovod_names, workers
 from sparsifiers.registry import spelling
 
-DENSITY = 0.01  # the default
 AUTO = "auto"
 DENSE = (
     "compression=Compression.none sends every gradient whole, as in Horovod. To send less leave it out, or name a "
@@ -37,6 +37,17 @@ _SELECTION: dict[str, tuple[Any, str]] = {
     "warmup": (None, "how much a sparsifier selects"),
 }
 _SELECTING = ("oktopk", "masked")  # exchanges that are nothing without a selection
+
+
+class Cast(sparsifiers.Compressor):
+    """Send every element, in the gradient's own dtype ("none") or cast to 16 bits ("fp16", "bf16")."""
+
+    kind = sparsifiers.Kind.DENSE
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.dtype = CASTS[name]  # None: nothing is cast, and nothing lost
+        self.memory = "none" if self.dtype is None else "residual"
 
 
 def chosen(compression: Any, optimizer: torch.optim.Optimizer, memory: Any) -> Any:
@@ -86,8 +97,8 @@ def check_meaning(compression: Any, given: Mapping[str, Any]) -> None:
         )
 
 
-def compressor_of(compression: Any, density: Any) -> tuple[sparsifiers.Sparsifier | None, torch.dtype | None]:
-    """The sparsifier, or None and the dtype of a cast (None: none). ``ValueError``, ``TypeError``: it is neither."""
+def compressor_of(compression: Any, density: Any) -> sparsifiers.Compressor:
+    """Return the sparsifier or cast that is meant. Raises ``ValueError`` or ``TypeError`` where it is neither."""
     try:
         sparsifiers.budget(density, 1)  # checked also where it is not needed
     except ValueError as error:
@@ -96,13 +107,13 @@ def compressor_of(compression: Any, density: Any) -> tuple[sparsifiers.Sparsifie
     if cast == "none" and not isinstance(compression, str) and workers.is_initialized() and workers.rank() == 0:
         warnings.warn(DENSE, UserWarning, stacklevel=5)  # the object of a script that was Horovod's
     if cast is not None:
-        return None, CASTS[cast]
+        return Cast(cast)
     if isinstance(compression, sparsifiers.Sparsifier):
         if density not in (DENSITY, compression.density):
             raise ValueError(
                 f"density={density!r} and compression={compression!r} disagree: give the density to the compressor only"
             )
-        return compression, None
+        return compression
     if not isinstance(compression, str):
         if hasattr(compression, "compress") and hasattr(compression, "decompress"):
             raise TypeError(
@@ -114,7 +125,7 @@ def compressor_of(compression: Any, density: Any) -> tuple[sparsifiers.Sparsifie
             "or agmerge.Compression.none | .fp16 | .bf16"
         )
     try:
-        return sparsifiers.get(compression, density=density), None
+        return sparsifiers.get(compression, density=density)
     except ValueError as error:
         text = f"compression={compression!r}, density={density!r}: {error}"
         near = get_close_matches(compression.casefold(), [AUTO, *CASTS], n=1)
@@ -127,17 +138,19 @@ def _names() -> str:
     return ", ".join((AUTO, *sparsifiers.names(), *CASTS))
 
 
-def memory_for(memory: Any, sparsifier: sparsifiers.Sparsifier | None, cast: torch.dtype | None) -> sparsifiers.Memory:
-    """The memory that is asked for, or the compressor's own; ``ValueError``, ``TypeError`` if it does not fit."""
-    lossless = sparsifier is None and cast is None
+def memory_for(memory: Any, compressor: sparsifiers.Compressor) -> sparsifiers.Memory:
+    """Return the memory that is asked for, or the compressor's own (``memory`` None).
+
+    Raises ``ValueError`` or ``TypeError`` for one that does not fit.
+    """
     if memory is None:
-        return sparsifiers.memory("none" if lossless else sparsifier.memory if sparsifier else "residual")
+        return sparsifiers.memory(compressor.memory)
     chosen = sparsifiers.memory(memory) if isinstance(memory, str) else memory
     if not isinstance(chosen, sparsifiers.Memory):
         raise TypeError(f"memory={memory!r}: give a name or a sparsifiers.Memory")
-    if chosen.corrects and sparsifier is None:
+    if chosen.has_momentum and not compressor.selects:
         raise ValueError(f"memory={memory!r} has momentum for what a sparsifier selects; give it to a sparsifier")
-    if lossless and chosen.keeps:
+    if isinstance(compressor, Cast) and compressor.dtype is None and chosen.has_residual:
         raise ValueError(f"memory={memory!r} keeps what a compressor drops, and compression='none' drops nothing")
     return chosen
 

@@ -19,11 +19,12 @@ from agmerge.backends.handshake import Fact
 from agmerge.exchanges.message import VALUES
 from agmerge.ops import ReduceOp
 from agmerge.options import dense_cutoff, momentum
-from agmerge.options import density_schedule as schedules
-from agmerge.options.compressors import CASTS, DENSITY
+from agmerge.options.compressors import Cast
+from agmerge.options.density_policy import DensityPolicy
 from agmerge.options.groups import Groups
 from agmerge.runtime import process_sets
 from agmerge.tensors.parameters import ParameterInfo
+from sparsifiers import Kind
 
 MERGING = "agmerge"  # the default planner
 IMPORTANCE = "importance"
@@ -37,58 +38,60 @@ DenseRule = Callable[[str, torch.Tensor], bool]
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What a step needs to know. ``sparsifier`` None: every tensor is in the dense lane, cast to ``cast``."""
+    """Hold what a step needs to know, checked: :func:`agmerge.options.resolve.resolve` makes it."""
 
-    sparsifier: sparsifiers.Sparsifier | None
-    cast: torch.dtype | None
-    memory: sparsifiers.Memory
-    densities: tuple[tuple[re.Pattern[str], float], ...]  # by pattern, where the script gives them so
-    importance: bool  # densities go by the energy of gradients, around the compressor's own
-    warmup: schedules.Schedule | None
-    sparsify: str
-    exchange: str  # of the sparse lane
+    compressor: sparsifiers.Compressor  # of every tensor that `dense` does not exempt
+    memory: sparsifiers.Memory  # of what it leaves behind
+    density: DensityPolicy
+    sparsify: str  # "ahead" of merging, "behind" it, or "auto"
+    exchange: str  # of the sparse lane, a name of exchanges.table.EXCHANGES
     wire: str  # the value codec of the sparse lane
-    planner: merging.Planner | None
+    planner: merging.Planner | None  # None: there is a plan
     plan: merging.Plan | None
     groups: Groups | None  # plans by themselves; the planner is then not asked
     process_set: process_sets.Chosen
-    dense: DenseRule
+    dense: DenseRule  # which parameters are always sent whole
     partial: dense_cutoff.DenseCutoff | None  # dense="partial": `dense` is what goes dense whatever the cut
     patterns: tuple[re.Pattern[str], ...]  # those that `dense` was made from, if it was
-    op: ReduceOp
-    passes: int
-    predivide: float
-    sparse_as_dense: bool
-    ordered: bool
-    timeout: float
-    check_every: int
-    zero_unused: bool
+    op: ReduceOp  # Average or Sum
+    passes: int  # backward passes per step
+    predivide: float  # dense sums are of gradient / predivide
+    sparse_as_dense: bool  # gradients of sparse layout are made dense
+    ordered: bool  # sums in rank order, whatever the plan
+    timeout: float  # seconds, for every wait
+    check_every: int  # steps between two comparisons of replicas; 0: after the first step alone
+    zero_unused: bool  # a parameter that no rank has used gets a gradient of zeros
     nonfinite: str  # what becomes of a step in which a rank has a gradient that is infinite or NaN
     scaled: bool  # by an attached GradScaler
     model: torch.nn.Module | None  # merging="dear": whose forward takes the updates
     rates: momentum.Rates | None = None  # where the memory takes the optimizer's momentum from, if it does
 
-    def lanes(self, members: Iterable[ParameterInfo]) -> list[ParameterInfo]:
-        """The members, each with its lane. A rule of the script's own is asked once, here."""
+    def assign_lanes(self, members: Iterable[ParameterInfo]) -> list[ParameterInfo]:
+        """Return the members, each with its lane. A rule of the script's own is asked once for each, here."""
         members = list(members)
-        if self.partial is not None and self.sparsifier is not None:
-            return dense_cutoff.place(members, self.partial, self.sparsifier.density, self.dense)
-        found = []
+        if self.partial is not None:
+            return dense_cutoff.place(members, self.partial, self.density.target, self.dense)
+        placed = []
         for member in members:
-            sparse = self.sparsifier is not None and not self.dense(member.name, member.parameter)
-            found.append(replace(member, sparse=sparse, density=self.density_of(member.name, sparse)))
-        return found
+            if self.compressor.kind is Kind.DENSE or self.dense(member.name, member.parameter):
+                placed.append(replace(member, kind=Kind.DENSE, density=None))
+            else:
+                density = self.density.of_parameter(member.name)
+                placed.append(replace(member, kind=self.compressor.kind, density=density))
+        return placed
 
-    def opened(self, members: Sequence[ParameterInfo], *, tells: bool) -> Config:
-        """This, as it holds once a session of ``members`` is open. ``tells``: this rank says what is to be said."""
-        if self.partial is None or self.sparsifier is None:
+    def with_cutoff_for(self, members: Sequence[ParameterInfo], *, warns: bool) -> Config:
+        """Return this, with the cutoff of dense="partial" for these members. ``warns``: if this rank is the one to."""
+        if self.partial is None:
             return self
-        rule = dense_cutoff.opened(members, self.partial, self.sparsifier.density, self.dense, tells=tells)
-        return replace(self, partial=rule)
+        return replace(
+            self,
+            partial=dense_cutoff.with_cutoff_for(members, self.partial, self.density.target, self.dense, warns=warns),
+        )
 
     def check(self, member: ParameterInfo) -> None:
         """Raise ``ValueError`` for a parameter whose gradient this compression cannot send."""
-        if member.dtype.is_complex and (self.cast is not None or member.sparse):
+        if member.dtype.is_complex and (self.cast is not None or member.kind is not Kind.DENSE):
             raise ValueError(
                 f"parameter {member.name!r} is {member.dtype}: sparsifiers and casts are for real numbers; use "
                 f"compression='none', send it whole (dense=), or hold it as torch.view_as_real()"
@@ -97,33 +100,24 @@ class Config:
     def check_patterns(self, names: Iterable[str]) -> None:
         """Raise ``ValueError`` for a pattern that matches none of ``names``: a slip is not ignored."""
         known = list(names)
-        given = {"dense": self.patterns, "density": [pattern for pattern, _ in self.densities]}
+        given = {"dense": self.patterns, "density": [pattern for pattern, _ in self.density.patterns]}
         for what, pattern in ((what, pattern) for what, patterns in given.items() for pattern in patterns):
             if not any(pattern.fullmatch(name) for name in known):
                 raise ValueError(f"{what}: {pattern.pattern!r} matches no whole name; parameters: {', '.join(known)}")
 
-    def density_of(self, name: str, sparse: bool) -> float | None:
-        """The density of a parameter where it is given by pattern (the first that matches counts), else None."""
-        if not sparse or not self.densities:
-            return None
-        return next((density for pattern, density in self.densities if pattern.fullmatch(name)), DENSITY)
+    def memory_of(self, kind: Kind) -> sparsifiers.Memory:
+        """Return the memory of a lane. What is sent whole beside what is compressed leaves nothing to remember."""
+        return self.memory if kind is self.compressor.kind else self.memory.for_dense_lane()
 
-    def density(self, of_lane: float | None, step: int) -> float:
-        """What a lane sends in a step; ``of_lane`` None: the compressor's own density."""
-        assert self.sparsifier is not None
-        target = self.sparsifier.density if of_lane is None else of_lane
-        return target if self.warmup is None else self.warmup(step, target)
-
-    def memory_of(self, sparse: bool) -> sparsifiers.Memory:
-        """The memory of a lane. What is sent whole leaves nothing to remember."""
-        if self.sparsifier is not None:
-            return self.memory if sparse else self.memory.of_dense()
-        return self.memory
+    @property
+    def cast(self) -> torch.dtype | None:
+        """Return the dtype in which dense lanes travel; None: the gradient's own."""
+        return self.compressor.dtype if isinstance(self.compressor, Cast) else None
 
     @property
     def modes(self) -> tuple[str, ...]:
         """How planners may predict, the first until times are measured: where selection is, if there is any."""
-        if self.sparsifier is None:
+        if not self.compressor.selects:
             return ("dense",)
         return ("behind", "ahead") if self.sparsify == "auto" else (self.sparsify,)
 
@@ -138,26 +132,22 @@ class Config:
     def _momentum(self) -> str:
         if self.rates is not None:
             return "the optimizer's"
-        return "the memory's" if self.memory.corrects else "None"
-
-    @property
-    def compressor(self) -> str:
-        """Its canonical name."""
-        cast = next(name for name, dtype in CASTS.items() if dtype == self.cast)
-        return self.sparsifier.name if self.sparsifier is not None else cast
+        return "the memory's" if self.memory.has_momentum else "None"
 
     def facts(self) -> list[Fact]:
-        """What must be the same on every rank. ``backward_passes_per_step`` too: it decides what a step is."""
+        """Return what must be the same on every rank, by name and as text.
+
+        ``backward_passes_per_step`` too: it decides what a step is.
+        """
+        lossless = not self.compressor.selects and self.cast is None
         return [
-            ("compression", self.compressor),
-            ("density", str(self.sparsifier.density if self.sparsifier else 1.0)),
-            ("density by importance", str(self.importance)),
+            ("compression", self.compressor.name),
+            *self.density.facts(),
             ("dense='partial'", str(self.partial)),
-            ("options", repr(self.sparsifier)),
+            ("options", repr(self.compressor)),
             # "none" has one on those ranks that have loaded what is still to be sent; messages are the same.
-            ("memory", repr(self.memory) if self.sparsifier or self.cast or self.memory.corrects else "None"),
+            ("memory", "None" if lossless and not self.memory.has_momentum else repr(self.memory)),
             ("momentum before selection", self._momentum),
-            ("warmup", self.warmup.text if self.warmup is not None else "None"),
             ("merging", self.merging),
             ("sparsify", self.sparsify),
             ("exchange", self.exchange),
@@ -185,7 +175,7 @@ def check_two_level(config: Config) -> None:
         return
     if config.model is not None:
         raise ValueError("exchange='two-level' and merging='dear' both cut a step in two; give one of them")
-    if config.importance:
+    if config.density.by_importance:
         raise ValueError(
             "exchange='two-level' and density='importance': the energy of a tensor lies on several ranks, and is not "
             "added up yet; give a number or {pattern: number}"

@@ -16,6 +16,7 @@ import torch
 import sparsifiers
 from agmerge.tensors.parameters import ParameterInfo
 from merging import dense_cutoff
+from sparsifiers import Kind
 
 NAME = "partial"
 Exempt = Callable[[str, torch.Tensor], bool]  # what goes dense whatever the cut
@@ -37,11 +38,13 @@ class DenseCutoff:
         return "by rule" if self.most is None else f"up to {self.most} elements{', settled' * self.settled}"
 
 
-def checked(dense: Any, sparsifier: sparsifiers.Sparsifier | None, compression: Any, density: Any, warmup: Any) -> Any:
+def parse_dense_cutoff(
+    dense: Any, compressor: sparsifiers.Compressor, compression: Any, density: Any, warmup: Any
+) -> DenseCutoff | None:
     """The start of ``dense="partial"``, None for other rules; ``ValueError`` for what has no meaning with it."""
     if not (isinstance(dense, str) and dense == NAME):
         return None
-    if sparsifier is None:
+    if not compressor.selects:
         raise ValueError(
             f"dense='partial' and compression={compression!r}: everything is sent whole, there is nothing to choose; "
             "leave dense out, or compress with a sparsifier"
@@ -71,17 +74,17 @@ def place(members: Sequence[ParameterInfo], rule: DenseCutoff, density: float, e
     rest = None if cut is None else dense_cutoff.remaining(sizes, always, cut, density)
     dense = [whole or size <= (cut or 0) for size, whole in zip(sizes, always, strict=True)]
     return [
-        replace(member, sparse=not whole, density=None if whole else rest)
+        replace(member, kind=Kind.DENSE if whole else Kind.SPARSE, density=None if whole else rest)
         for member, whole in zip(members, dense, strict=True)
     ]
 
 
-def opened(
-    members: Sequence[ParameterInfo], rule: DenseCutoff, density: float, exempt: Exempt, *, tells: bool
+def with_cutoff_for(
+    members: Sequence[ParameterInfo], rule: DenseCutoff, density: float, exempt: Exempt, *, warns: bool
 ) -> DenseCutoff:
-    """The rule from now on, for a session of these members. ``tells``: this rank warns where nothing is feasible."""
+    """Return the rule from now on, for these members. ``warns``: this rank does, where no cutoff is feasible."""
     cut = cut_of(members, rule, density, exempt)
-    if cut is None and rule.most != 0 and tells:
+    if cut is None and rule.most != 0 and warns:
         warnings.warn(CROWDED.format(density=density), stacklevel=2)
     return replace(rule, most=cut or 0)
 

@@ -32,7 +32,7 @@ def ladder(steps: int) -> Callable[[int], float]:
     return lambda step: RUNGS[min(step // steps, len(RUNGS) - 1)]
 
 
-def checked(warmup: Any, by_pattern: bool) -> Schedule | None:
+def parse_warmup(warmup: Any, by_pattern: bool) -> Schedule | None:
     """``None``, ``"dgc"``, a number of steps, or ``callable(step)``. ``by_pattern``: densities differ by parameter."""
     if warmup is None:
         return None

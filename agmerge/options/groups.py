@@ -56,7 +56,7 @@ class Groups:
         return merging.Plan(tuple(len(group) for group in groups), names=tuple(n for group in groups for n in group))
 
 
-def checked(groups: Any, num_groups: Any) -> Groups | None:
+def parse_groups(groups: Any, num_groups: Any) -> Groups | None:
     """Both arguments as Horovod means them. ``ValueError``, with Horovod's texts, for what it refuses."""
     if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 0:
         raise ValueError(f"num_groups={num_groups!r}: {NO_GROUPS}")

@@ -67,7 +67,7 @@ def rates(optimizer: torch.optim.Optimizer, memory: sparsifiers.Memory, groups: 
     ``optimizer``, or those that it is about to load.
     """
     groups = optimizer.param_groups if groups is None else groups
-    if not memory.corrects:
+    if not memory.has_momentum:
         return None
     kind = type(optimizer).__name__
     for number, group in enumerate(groups):
@@ -103,7 +103,7 @@ def withheld(exchange: Any, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     Raises ``ValueError`` if the groups have got what the memory does not know of.
     """
     memory = exchange.config.memory
-    if not memory.corrects or exchange.outside:
+    if not memory.has_momentum or exchange.outside:
         yield
         return
     if exchange.config.rates is None:
@@ -111,7 +111,7 @@ def withheld(exchange: Any, optimizer: torch.optim.Optimizer) -> Iterator[None]:
             raise ValueError(
                 f"a group of {type(optimizer).__name__} has got a momentum, and {memory} applies its own, 0.9, before "
                 "selection: set it back to 0, or call "
-                f"set_compressor({exchange.config.sparsifier.name!r}) on every rank"
+                f"set_compressor({exchange.config.compressor.name!r}) on every rank"
             )
         yield
         return

@@ -41,10 +41,9 @@ def tell(exchange: Any, optimizer: torch.optim.Optimizer, before: Any) -> None:
         decay = DECAY.format(optimizer=name) if any(group.get("weight_decay") for group in groups) else ""
         text = TAKEN.format(memory=config.memory.name, optimizer=name, momenta=momenta, decay=decay)
         warnings.warn(text, stacklevel=3)
-    if followed and config.rates is None and config.memory.corrects:
+    if followed and config.rates is None and config.memory.has_momentum:
         warnings.warn(OWN.format(memory=config.memory.name), stacklevel=3)
-    sparse_before = before is not None and before.sparsifier is not None
-    if config.sparsifier is not None and not sparse_before and any("betas" in group for group in groups):
-        densities = [density for _, density in config.densities] or [config.sparsifier.density]
-        if min(densities) < ENOUGH:
+    selected_before = before is not None and before.compressor.selects
+    if config.compressor.selects and not selected_before and any("betas" in group for group in groups):
+        if config.density.least < ENOUGH:
             warnings.warn(ADAM.format(optimizer=name), stacklevel=3)

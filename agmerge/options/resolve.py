@@ -22,9 +22,10 @@ from agmerge.exchanges.table import EXCHANGES
 from agmerge.ops import Average, ReduceOp
 from agmerge.options import dense_cutoff
 from agmerge.options import density_schedule as schedules
-from agmerge.options.compressors import DENSITY, compressor_of, densities_of, memory_for
+from agmerge.options.compressors import compressor_of, densities_of, memory_for
 from agmerge.options.config import AUTO, IMPORTANCE, MERGING, WIRES, Config, DenseRule, is_small
-from agmerge.options.groups import checked as checked_groups
+from agmerge.options.density_policy import DENSITY, DensityPolicy
+from agmerge.options.groups import parse_groups
 from agmerge.runtime import horovod_names, process_sets
 from agmerge.tensors.nonfinite import POLICIES, RAISE, SKIP
 from merging.planners.dear import DeAR
@@ -80,7 +81,7 @@ def resolve(
         raise ValueError(f"density={density!r}: give a number, {{pattern: number}}, or {IMPORTANCE!r}")
     by_importance = density == IMPORTANCE
     densities = densities_of(density)
-    sparsifier, cast = compressor_of(compression, DENSITY if densities or by_importance else density)
+    compressor = compressor_of(compression, DENSITY if densities or by_importance else density)
     if densities and isinstance(compression, sparsifiers.Sparsifier):
         raise ValueError(f"density={density!r} and compression={compression!r}: give a name, or one density")
     if wire != "auto" and exchange in ("oktopk", "masked"):
@@ -88,28 +89,27 @@ def resolve(
             f"wire={wire!r}: exchange={exchange!r} sends values in the gradient's dtype; leave wire out, or take "
             "exchange='sparse', 'two-level' or 'auto'"
         )
-    rule = dense_cutoff.checked(dense, sparsifier, compression, density, warmup)
+    cutoff = dense_cutoff.parse_dense_cutoff(dense, compressor, compression, density, warmup)
     planner, plan = _planner(merging, sparsify, exchange)
-    chosen = checked_groups(groups, num_groups)
+    chosen = parse_groups(groups, num_groups)
     if chosen is not None and merging != MERGING:
         raise ValueError(f"merging={merging!r} and groups both say which gradients share a message; give one of them")
     return Config(
-        sparsifier=sparsifier,
+        compressor=compressor,
         sparsify=sparsify,
         exchange=exchange,
         wire=wire,
-        cast=cast,
-        memory=memory_for(memory, sparsifier, cast),
-        densities=densities,
-        importance=by_importance,
-        warmup=schedules.checked(warmup, bool(densities)),
+        memory=memory_for(memory, compressor),
+        density=DensityPolicy(
+            compressor.density, densities, by_importance, schedules.parse_warmup(warmup, bool(densities))
+        ),
         planner=planner,
         plan=plan,
         groups=chosen,
-        process_set=process_sets.checked(process_set),
-        dense=is_small if rule is not None else _dense_rule(dense),
-        partial=rule,
-        patterns=() if dense is None or rule is not None or callable(dense) else tuple(map(re.compile, dense)),
+        process_set=process_sets.parse_process_set(process_set),
+        dense=is_small if cutoff is not None else _dense_rule(dense),
+        partial=cutoff,
+        patterns=() if dense is None or cutoff is not None or callable(dense) else tuple(map(re.compile, dense)),
         op=op,
         passes=backward_passes_per_step,
         predivide=float(gradient_predivide_factor),
@@ -120,7 +120,7 @@ def resolve(
         zero_unused=unused == "zero",
         nonfinite=nonfinite,
         scaled=scaled,
-        model=_model(model, planner, sparsifier, scaled),
+        model=_model(model, planner, compressor, scaled),
     )
 
 
@@ -178,7 +178,7 @@ def _planner(given: Any, sparsify: str, exchange: str) -> tuple[merging.Planner 
 
 
 def _model(
-    model: Any, planner: merging.Planner | None, sparsifier: sparsifiers.Sparsifier | None, scaled: bool
+    model: Any, planner: merging.Planner | None, compressor: sparsifiers.Compressor, scaled: bool
 ) -> torch.nn.Module | None:
     """The model of ``merging="dear"``, which needs one; no other merging takes one."""
     dear = isinstance(planner, DeAR)
@@ -193,9 +193,9 @@ def _model(
             "merging='dear' has its updates in the next forward only, where scaler.step() cannot see them: train "
             "in bfloat16, without scaler=, or use another merging"
         )
-    if dear and sparsifier is not None:
+    if dear and compressor.selects:
         raise ValueError(
-            f"merging='dear' halves an all-reduce, and what {sparsifier!r} selects travels by all-gather: pass "
+            f"merging='dear' halves an all-reduce, and what {compressor!r} selects travels by all-gather: pass "
             "compression='none', 'fp16' or 'bf16', or use another merging"
         )
     return model

@@ -64,7 +64,7 @@ def probe(session: MergeBuffers, step: int, backward: float, finish: float = 0.0
     config, spend = session.config, max(SPEND, WORTH * finish)
     sparse, dense = session.exchanges()
     segments = sizes(session.layout)
-    if not segments[0].lane.sparse or config.sparsifier is None:
+    if not segments[0].lane.sparse:
         times = _sample(session, segments, dense, step, backward, spend)
         overhead = _cpu_overhead_of_message(MessageTimer(session, segments[0], dense, step, backward), times)
         return MeasuredCosts(None, Curve.fit(times.exchange), None, Curve((0,), (overhead,)))
@@ -74,7 +74,7 @@ def probe(session: MergeBuffers, step: int, backward: float, finish: float = 0.0
     choice: Curve | None = None
     if config.exchange == AUTO:  # the last one: it leaves nothing to select from
         choice = Curve.fit(_sample(session, segments, dense, step, backward, spend).exchange)
-    config.sparsifier.retain(session.keys())
+    config.compressor.retain(session.keys())
     return MeasuredCosts(
         Curve.fit(_plus(per_vector, times.selection), zero=True),
         Curve.fit(times.exchange),

@@ -19,9 +19,9 @@ def choose_budgets(session: MergeBuffers) -> tuple[int, ...]:
 
     ``session`` has added up energies (``density="importance"``). The counts are by slot; 0: nothing is selected.
     """
-    sparsifier, slots = session.config.sparsifier, session.layout.slots
-    assert session.energy is not None and sparsifier is not None
-    density = sparsifier.density
+    slots = session.layout.slots
+    assert session.energy is not None
+    density = session.config.density.target
     (energies,) = gather_seconds(session, session.energy.of(slots))
     decision = decide_on_rank_0(
         session.comm, lambda: {"budgets": budgets_by_energy(slots, energies, density)}, None, session.config.timeout
@@ -40,9 +40,9 @@ def choose_cutoff(session: MergeBuffers, planner: merging.Planner, measured: mer
     It goes by the compressor's density, not by that of the step: a warm-up ends, the cutoff stays.
     """
     config = session.config
-    cutoff, sparsifier = config.partial, config.sparsifier
-    assert cutoff is not None and cutoff.most is not None and sparsifier is not None
-    in_use, density = cutoff.most, sparsifier.density
+    cutoff = config.partial
+    assert cutoff is not None and cutoff.most is not None
+    in_use, density = cutoff.most, config.density.target
 
     def decide() -> dict[str, int]:
         sizes = [slot.numel for slot in session.tensors.slots]  # whole tensors, where ranks have shards of them

@@ -43,7 +43,7 @@ def measurements(session: MergeBuffers, step: int, ready: Seconds, costs: Measur
         workers=session.comm.size,
         facts=(
             ("backend", session.comm.name),
-            ("compressor", repr(config.sparsifier or config.cast)),
+            ("compressor", repr(config.compressor)),
             ("step", str(step)),
             ("torch", torch.__version__),
         ),
@@ -56,7 +56,7 @@ def residual_energy(session: MergeBuffers) -> Energies | None:
     None where nothing is kept, or a residual is not finite.
     """
     residuals: dict[str, torch.Tensor] = {}
-    if session.config.sparsifier is not None:
+    if session.config.compressor.selects:
         residuals = {name: tensor for (kind, name), tensor in session.state().items() if kind == "residual"}
     norms = [
         float(torch.linalg.vector_norm(residuals[slot.name])) if slot.name in residuals else 0.0
@@ -78,7 +78,7 @@ def profile(session: MergeBuffers, ready: Seconds, step: int, noise: Energies | 
         noise: energy that selection leaves behind, (n,); None: not known.
     """
     names, numel, work, load = [], [], [], []
-    selects = session.config.sparsifier is not None and any(lane.sparse for lane in session.arenas)
+    selects = any(lane.sparse for lane in session.arenas)
     unit = _bytes_of_selected_element(session, step) if selects else 0.0
     for slot in session.layout.slots:
         sparse = slot.lane.sparse and selects

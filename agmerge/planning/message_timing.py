@@ -12,7 +12,8 @@ from agmerge.exchanges import Exchange, InFlight, SegmentBuffers
 from agmerge.exchanges.message.format import RoundHeader
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.layout import Segment
-from sparsifiers import Selection
+from sparsifiers import Selection, Sparsifier
+from sparsifiers.observed import Observed
 
 PIECE_OF_WORK = torch.ones(128, 128)  # its product with itself takes a tenth of a millisecond, more or less
 BURST = 16  # small messages in a row
@@ -113,9 +114,11 @@ class MessageTimer:
 
     def _select(self) -> Selection | None:
         """Select from the segment under a key of its own; return None where it is sent whole."""
-        sparsifier = self.session.config.sparsifier
-        if sparsifier is None or not self._exchange.sparse:
+        if not self._exchange.sparse or not self.segment.lane.sparse:
             return None
+        compressor = self.session.config.compressor
+        sparsifier = compressor.wrapped if isinstance(compressor, Observed) else compressor  # figures are of training
+        assert isinstance(sparsifier, Sparsifier)  # the lane is a sparse one
         work, k, shapes = self.session.vector(self.segment, self.step)
         return sparsifier.select(work, k=k, key=f"probe of {self.segment.numel}", step=self.step, shapes=shapes)
 

@@ -96,7 +96,7 @@ class Replanner:
     def _chooses_dense(self) -> bool:
         """Tell whether merge buffers go dense or sparse by what that costs."""
         config = self.session.config
-        return config.exchange == AUTO and config.sparsifier is not None
+        return config.exchange == AUTO and config.compressor.selects
 
     # -- when it plans --------------------------------------------------------------------------------------
 

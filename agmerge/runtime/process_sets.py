@@ -159,7 +159,7 @@ class Chosen:
         return list(self.ranks if self.horovod is None else self.horovod.ranks)
 
 
-def checked(given: Any) -> Chosen:
+def parse_process_set(given: Any) -> Chosen:
     """None, a process set of ours or Horovod's, or ranks. ``TypeError`` or ``ValueError`` for anything else."""
     if given is None or given is global_process_set:
         return Chosen()

@@ -20,6 +20,7 @@ from agmerge.options.dense_cutoff import DenseCutoff
 from agmerge.step.agreement import open_session
 from agmerge.step.merge_buffers import MergeBuffers, State, model_facts
 from agmerge.tensors.parameters import ParameterInfo
+from sparsifiers import Sparsifier
 from sparsifiers.observed import Observed
 
 
@@ -141,7 +142,7 @@ class AgreedState:
 
     def members(self) -> list[ParameterInfo]:
         """Return who takes part now, each with its lane. Raises ``ValueError`` for one that cannot be sent."""
-        members = self.config.lanes(member for member in self.table.active() if member.parameter.numel())
+        members = self.config.assign_lanes(member for member in self.table.active() if member.parameter.numel())
         for member in members:
             self.config.check(member)
         return members
@@ -156,7 +157,7 @@ class AgreedState:
             order = [*(slot.name for slot in self.buffers.layout.slots), *order]  # newcomers follow
             self._carried = self.copy_state()
         members = self.members()
-        self.config = self.config.opened(members, tells=self.comm.rank == 0)
+        self.config = self.config.with_cutoff_for(members, warns=self.comm.rank == 0)
         buffers, self.steps = open_session(
             self.comm,
             self.config,
@@ -199,7 +200,7 @@ class AgreedState:
 
         ``what``, ``advice``: for the error where ranks give different ones.
         """
-        before, self.config = self.config, observing(config, isinstance(self.config.sparsifier, Observed))
+        before, self.config = self.config, observing(config, isinstance(self.config.compressor, Observed))
         try:
             facts = [*config.facts(), *model_facts(self.members(), config)]
             if self.comm is not None:
@@ -213,7 +214,7 @@ class AgreedState:
         """Keep figures of every selection from now on, or no longer: see :class:`sparsifiers.observed.Observed`."""
         self.adopt(observing(self.config, on))
         if self.buffers is not None:
-            self.buffers.adopt(replace(self.buffers.config, sparsifier=self.config.sparsifier))
+            self.buffers.adopt(replace(self.buffers.config, compressor=self.config.compressor))
 
     def adopt(self, config: Config) -> None:
         """Use ``config`` from the next agreement on. Of what ranks compare nothing may differ."""
@@ -232,8 +233,7 @@ class AgreedState:
         """Drop what was measured, or kept by sparsifiers, of the merge buffers that there were."""
         self.times.forget()
         self.describe_to(self.times.trace)
-        if self.config.sparsifier is not None:
-            self.config.sparsifier.retain(buffers.keys())
+        self.config.compressor.retain(buffers.keys())
 
     # -- what is kept -----------------------------------------------------------------------------------------------
 
@@ -258,7 +258,7 @@ class AgreedState:
         """Return how many elements of each tensor a step sends, by importance; None where that is not known."""
         if self.buffers is None or self._stale or self._carried_budgets is not None:
             return self._carried_budgets
-        return self.buffers.shares_by_name()
+        return self.buffers.budgets_by_name()
 
     def restore(
         self,
@@ -289,8 +289,10 @@ class AgreedState:
 
 def observing(config: Config, on: bool) -> Config:
     """Return ``config`` with a sparsifier that keeps figures of its selections, or that does not. Nothing else."""
-    sparsifier = config.sparsifier.wrapped if isinstance(config.sparsifier, Observed) else config.sparsifier
-    return replace(config, sparsifier=Observed(sparsifier) if on and sparsifier is not None else sparsifier)
+    compressor = config.compressor.wrapped if isinstance(config.compressor, Observed) else config.compressor
+    if on and isinstance(compressor, Sparsifier):
+        compressor = Observed(compressor)
+    return replace(config, compressor=compressor)
 
 
 def weight_factor(op: ReduceOp, before: int, now: int) -> float:

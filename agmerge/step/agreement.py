@@ -49,7 +49,7 @@ def open_session(
         timeout=config.timeout,
     )
     session = MergeBuffers(comm, config, members, merging.Plan.loads(decision["plan"]), nodes)
-    session.give(decision["shares"] or {})
+    session.restore_budgets(decision["shares"] or {})
     return session, decision["steps"]
 
 
@@ -124,7 +124,7 @@ def _make_plan(
         if config.exchange != AUTO:
             recorded = replace(recorded, dense=(False,) * len(recorded.counts))
         ahead = AHEAD in recorded.labels
-        if (AHEAD if ahead else "behind") in config.modes or config.sparsifier is None:
+        if (AHEAD if ahead else "behind") in config.modes or not config.compressor.selects:
             return recorded
         return with_mode(recorded, config.modes[0])  # the script asks for the other way now
     # Reversed registration stands in for tensors that no backward pass has reached yet.

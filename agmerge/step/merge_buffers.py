@@ -6,14 +6,12 @@ has changed. Residuals move from one agreement to the next by name.
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Sequence
 
 import torch
 
 import merging
-import sparsifiers
 from agmerge.backends import Backend
 from agmerge.backends.handshake import Fact
 from agmerge.backends.topology import Nodes
@@ -36,6 +34,7 @@ from agmerge.step.update_home import InArenas
 from agmerge.tensors.arena import Arena, trim
 from agmerge.tensors.layout import Lane, Layout, Segment, Slot
 from agmerge.tensors.parameters import ParameterInfo
+from sparsifiers import Kind
 from sparsifiers.memories import NoMemory
 
 BATCH_COPY_LIMIT = 1 << 14  # elements up to which a tensor that is sent whole waits for its merge buffer
@@ -90,11 +89,10 @@ class MergeBuffers:
             if isinstance(self.arenas[slot.lane].memory, NoMemory)
         }
         self.clock = clock_for(lane.device for lane in self.arenas)
-        self.shares: tuple[int, ...] | None = None  # by slot: elements to send, by importance, once that is known
-        self.energy = GradientEnergy() if config.importance and config.sparsifier is not None else None
+        self.budgets: tuple[int, ...] | None = None  # by slot: elements to send, by importance, once that is known
+        self.energy = GradientEnergy() if config.density.by_importance and config.compressor.selects else None
         self._untrimmed = 2  # steps
         self._copies: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
-        self._budgets: dict[Segment, int] = {}
         self.rebuild(plan)
 
     def rebuild(self, plan: merging.Plan) -> None:
@@ -103,7 +101,6 @@ class MergeBuffers:
         if self.config.model is not None:  # merging="dear": each all-reduce in two halves
             dense = ScatterExchange(self.exchange_context())
         self.dense, self.plan = dense, plan
-        self._budgets = {}
         self.updates.rebuild(plan.bounds)
         self.fingerprint = zlib.crc32(plan.dumps().encode()) & 0x7FFFFFFF
         ride = sparse.carries_dense and not self.config.ordered
@@ -149,7 +146,7 @@ class MergeBuffers:
         slots = [slot for slot in self.layout.slots if slot.lane == lane]
         rates = self.config.rates
         rate = None if rates is None else rates.by_slot(self.parameters)
-        return Arena(lane, length, slots, self.config.memory_of(lane.sparse), self.comm.size, rate)
+        return Arena(lane, length, slots, self.config.memory_of(lane.kind), self.comm.size, rate)
 
     def exchanges(self) -> tuple[Exchange, DenseExchange]:
         """Return new exchanges, of the sparse and of the dense lane."""
@@ -166,10 +163,10 @@ class MergeBuffers:
             config.timeout,
             wire=config.wire,
             ordered=config.ordered,
-            same_on_all_ranks=getattr(config.sparsifier, "same_on_all_ranks", False),
+            same_on_all_ranks=config.compressor.same_on_all_ranks,
             predivide=config.predivide,
             cast=config.cast,
-            keeps=config.memory_of(False).keeps or config.memory_of(True).keeps,
+            keeps=any(config.memory_of(kind).has_residual for kind in Kind),
             workers=self.comm.size,  # a node's sum counts for all of its ranks
         )
 
@@ -186,17 +183,15 @@ class MergeBuffers:
 
     def tensor_budget(self, slot: Slot, step: int) -> int:
         """Return how many elements of one tensor a step sends, if it is selected from by itself."""
-        density = self.config.density(slot.lane.density, step)
-        if self.shares is None:
-            return sparsifiers.budget(density, slot.numel)
-        assert self.config.sparsifier is not None
-        share = self.shares[slot.index] * (density / self.config.sparsifier.density)  # a warm-up is for all alike
-        return min(max(1, math.ceil(share - 1e-6)), slot.numel)
+        density = self.config.density
+        if self.budgets is None:
+            return density.budget(slot.numel, step, slot.lane.density)
+        return density.budget_by_importance(self.budgets[slot.index], slot.numel, step)
 
     def budget(self, segment: Segment, step: int) -> int:
         """Return how many elements of the segment a step sends: merged tensors keep what each may send."""
-        if self.shares is None:
-            return sparsifiers.budget(self.config.density(segment.lane.density, step), segment.numel)
+        if self.budgets is None:
+            return self.config.density.budget(segment.numel, step, segment.lane.density)
         return sum(self._part_of_budget(segment, slot, step) for slot in segment.slots)
 
     def _part_of_budget(self, segment: Segment, slot: Slot, step: int) -> int:
@@ -227,7 +222,7 @@ class MergeBuffers:
 
     def left_over(self, slot: Slot) -> bool:
         """Tell whether something of earlier steps was sent, so that a tensor that no rank used has an update."""
-        return self.arena_of[slot.index].memory.keeps and bool(self.updates.of(slot).any())
+        return self.arena_of[slot.index].memory.has_residual and bool(self.updates.of(slot).any())
 
     def update(self, slot: Slot) -> torch.Tensor:
         """Return the tensor's part of the update, in the strides of its parameter: what ``p.grad`` becomes.
@@ -285,21 +280,21 @@ class MergeBuffers:
             if key in carried:
                 tensor.copy_(carried.pop(key))
         for number, arena in enumerate(self.arenas.values()):
-            if arena.memory.corrects and not arena.memory.keeps:
+            if arena.memory.has_momentum and not arena.memory.has_residual:
                 self.across.broadcast(arena.momentum, 0, f"momentum {number}").wait(self.config.timeout)
 
-    def give(self, shares: dict[str, int]) -> None:
-        """Take shares by importance as they were, if they are of all the tensors here."""
-        if self.energy is not None and all(slot.name in shares for slot in self.layout.slots):
-            self.set_budgets(tuple(shares[slot.name] for slot in self.layout.slots))
+    def restore_budgets(self, budgets: dict[str, int]) -> None:
+        """Take budgets by importance as they were, by name, if they are of all the tensors here."""
+        if self.energy is not None and all(slot.name in budgets for slot in self.layout.slots):
+            self.set_budgets(tuple(budgets[slot.name] for slot in self.layout.slots))
 
     def set_budgets(self, budgets: tuple[int, ...]) -> None:
         """Send so many elements of each tensor from now on, by slot; what they were chosen by is not added up more."""
-        self.energy, self.shares = None, budgets
+        self.energy, self.budgets = None, budgets
 
-    def shares_by_name(self) -> dict[str, int] | None:
-        """How many elements of each tensor to send, by importance, once that is known."""
-        return None if self.shares is None else {slot.name: self.shares[slot.index] for slot in self.layout.slots}
+    def budgets_by_name(self) -> dict[str, int] | None:
+        """Return how many elements of each tensor to send, by importance; None while that is not known."""
+        return None if self.budgets is None else {slot.name: self.budgets[slot.index] for slot in self.layout.slots}
 
 
 def selects(group: Sequence[Segment], goes_dense: bool) -> bool:
@@ -308,4 +303,4 @@ def selects(group: Sequence[Segment], goes_dense: bool) -> bool:
 
 
 def _lane(member: ParameterInfo) -> Lane:
-    return Lane(member.device, member.dtype, member.sparse, member.density)
+    return Lane(member.device, member.dtype, member.kind, member.density)

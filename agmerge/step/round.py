@@ -18,7 +18,7 @@ from agmerge.metrics.totals import Totals
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.layout import Lane, Segment, Slot
 from agmerge.tensors.nonfinite import NonFiniteGuard, is_finite
-from sparsifiers import Selection
+from sparsifiers import Selection, Sparsifier
 
 GradientOf = Callable[[str], "torch.Tensor | None"]  # asked for a tensor that nobody has handed over, by name
 
@@ -50,8 +50,7 @@ class Round:
         self._in_flight: list[list[tuple[Message, InFlight]]] = []  # per merge buffer that was sent
         self._counted: dict[int, tuple[int, int]] = {}  # bytes and elements of each message that are in the totals
         self._arrived = 0  # merge buffers whose messages are known to be here
-        sparsifier = buffers.config.sparsifier
-        self._known = sparsifier.snapshot() if sparsifier is not None else {}  # before this attempt
+        self._known = buffers.config.compressor.snapshot()  # what it remembers, before this attempt
 
     # -- 1. gradients come --------------------------------------------------------------------------------------
 
@@ -151,14 +150,14 @@ class Round:
 
     def _offer(self, segment: Segment) -> Selection | None:
         """Return what is sent of a segment; None: all of it."""
-        if not segment.lane.sparse or self.buffers.config.sparsifier is None:
+        if not segment.lane.sparse:
             return None
         first = segment.slots[0].index
         return self._offers.pop(first) if first in self.buffers.presparsified else self._select(segment)
 
     def _select(self, segment: Segment) -> Selection:
-        sparsifier = self.buffers.config.sparsifier
-        assert sparsifier is not None
+        sparsifier = self.buffers.config.compressor
+        assert isinstance(sparsifier, Sparsifier)  # the lane is a sparse one
         work, k, shapes = self.buffers.vector(segment, self.step)
         if self.dirty:
             capacity = sparsifier.capacity(work.numel(), k=k, step=self.step, shapes=shapes)
@@ -228,5 +227,5 @@ class Round:
 
     def withdraw(self) -> None:
         """If the attempt comes to nothing, leave nothing of it but the updates."""
-        if self.nonfinite and self.buffers.config.sparsifier is not None:
-            self.buffers.config.sparsifier.load_state_dict(self._known)
+        if self.nonfinite:
+            self.buffers.config.compressor.load_state_dict(self._known)

@@ -42,7 +42,7 @@ class TwoLevelRound(Round):
             return
         arena = self.buffers.arena_of[slot.index]
         finite = arena.accumulate(slot, gradient)
-        if gradient is None or not arena.memory.keeps or gradient.device.type != "cpu":
+        if gradient is None or not arena.memory.has_residual or gradient.device.type != "cpu":
             return
         if finite is False or (finite is None and not is_finite(arena.work_of(slot))):
             self._overflowed.append(slot)
@@ -82,7 +82,7 @@ class TwoLevelRound(Round):
             for arena in self.buffers.arenas.values():
                 # A device is not asked first. The momentum of an average is the same on all ranks, and so is what is
                 # dropped of it.
-                if arena.work.device.type != "cpu" or (arena.memory.corrects and not arena.memory.keeps):
+                if arena.work.device.type != "cpu" or (arena.memory.has_momentum and not arena.memory.has_residual):
                     arena.drop_nonfinite()
             for slot in self._overflowed:
                 self.buffers.arena_of[slot.index].drop_nonfinite(slot)

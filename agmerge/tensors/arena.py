@@ -99,13 +99,13 @@ class Arena:
             return zeros(length, lane.storage, lane.device)
 
         first = slab()
-        self._slabs = [first, slab() if memory.keeps else first]
-        self._momenta = [slab(), slab()] if memory.corrects else []
+        self._slabs = [first, slab() if memory.has_residual else first]
+        self._momenta = [slab(), slab()] if memory.has_momentum else []
         self._views = [{slot.index: view(flat, slot) for slot in slots} for flat in self._slabs]
         self._momentum_views = [{slot.index: view(flat, slot) for slot in slots} for flat in self._momenta]
         # The momentum of what is sent whole takes the average: see `apply_momentum`.
-        self._momentum_of_gradients = memory.corrects and memory.keeps
-        self.in_place = not memory.keeps and lane.dtype == lane.storage
+        self._momentum_of_gradients = memory.has_momentum and memory.has_residual
+        self.in_place = not memory.has_residual and lane.dtype == lane.storage
         self.update = first if self.in_place else zeros(length, lane.dtype, lane.device)
         # `.data`: each with a version of its own, which tells whether a script has written to it.
         self.gradients = {slot.index: view(self.update, slot).data for slot in slots}
@@ -115,7 +115,7 @@ class Arena:
     @property
     def residual(self) -> torch.Tensor | None:
         """Return what was accumulated and not sent, as of the last ``step()``; None if the memory keeps nothing."""
-        return self._slabs[1 - self._turn] if self.memory.keeps else None
+        return self._slabs[1 - self._turn] if self.memory.has_residual else None
 
     @property
     def momentum(self) -> torch.Tensor:
@@ -124,14 +124,14 @@ class Arena:
 
     def residual_of(self, slot: Slot) -> torch.Tensor | None:
         """Return the residual of one tensor, in its shape: a view; None if the memory keeps nothing."""
-        return self._views[1 - self._turn][slot.index] if self.memory.keeps else None
+        return self._views[1 - self._turn][slot.index] if self.memory.has_residual else None
 
     def state_of(self, slot: Slot) -> dict[str, torch.Tensor]:
         """Return what is kept of one tensor from step to step: views, by kind ("residual", "momentum")."""
         state = {}
-        if self.memory.keeps:
+        if self.memory.has_residual:
             state["residual"] = self._views[1 - self._turn][slot.index]
-        if self.memory.corrects:
+        if self.memory.has_momentum:
             state["momentum"] = self._momentum_views[1 - self._turn][slot.index]
         return state
 
@@ -142,9 +142,9 @@ class Arena:
     def drop_nonfinite(self, slot: Slot | None = None) -> None:
         """Make zero what is not finite of the next residual and momentum (of one tensor; None: of all)."""
         kept = []
-        if self.memory.keeps:
+        if self.memory.has_residual:
             kept.append(self.work if slot is None else self._views[self._turn][slot.index])
-        if self.memory.corrects:
+        if self.memory.has_momentum:
             momenta = self._momenta[self._turn]
             kept.append(momenta if slot is None else self._momentum_views[self._turn][slot.index])
         for tensor in kept:
@@ -157,7 +157,7 @@ class Arena:
         """
         index = slot.index
         momentum = self._momentum_of(slot) if self._momentum_of_gradients else None
-        residual = self._views[1 - self._turn][index] if self.memory.keeps else None
+        residual = self._views[1 - self._turn][index] if self.memory.has_residual else None
         return self.memory.compensate(self._views[self._turn][index], residual, gradient, momentum, self._size)
 
     def move_to_update(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
@@ -173,14 +173,14 @@ class Arena:
 
         ``indices``: int32 or int64 within the segment; None: all of it. ``sent``: the values; None: all there is.
         """
-        if not self.memory.keeps:
+        if not self.memory.has_residual:
             return
         part = slice(segment.start, segment.stop)
         if sent is None:
             self.work[part].zero_()
         else:
             commit(self.work[part], indices, sent)
-        if self.memory.corrects and indices is not None and sent is not None:
+        if self.memory.has_momentum and indices is not None and sent is not None:
             self.memory.mask(self._momenta[self._turn][part], indices, sent)
 
     def apply_momentum(self, unused: Iterable[Slot] = ()) -> None:
@@ -189,7 +189,7 @@ class Arena:
         ``unused``: tensors that no rank had a gradient for; their momentum stays as it was. Does nothing for memories
         that apply theirs before selection, or have none.
         """
-        if self.memory.corrects and not self.memory.keeps:
+        if self.memory.has_momentum and not self.memory.has_residual:
             rates = {self._rate(slot) for slot in self._slots} if self._rate is not None else {None}
             if len(rates) == 1:
                 before, after = self._momenta[1 - self._turn], self._momenta[self._turn]

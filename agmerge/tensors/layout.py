@@ -9,6 +9,8 @@ from functools import cached_property
 
 import torch
 
+from sparsifiers import Kind
+
 # Elements. 64 bytes of a 2-byte dtype, so that a tensor never shares a cache line with its neighbour.
 ALIGNMENT = 32
 
@@ -19,8 +21,13 @@ class Lane:
 
     device: torch.device
     dtype: torch.dtype
-    sparse: bool
+    kind: Kind  # how the ranks combine what is sent of them
     density: float | None = None
+
+    @property
+    def sparse(self) -> bool:
+        """Tell whether a sparsifier selects from the lane."""
+        return self.kind is Kind.SPARSE
 
     @property
     def storage(self) -> torch.dtype:
@@ -28,7 +35,7 @@ class Lane:
         return torch.float32 if self.dtype in (torch.float16, torch.bfloat16) else self.dtype
 
     def __str__(self) -> str:
-        kind = "sparse" if self.sparse else "dense"
+        kind = self.kind.value
         kind += "" if self.density is None else f"@{self.density:g}"
         return f"{kind}/{str(self.dtype).removeprefix('torch.')}/{self.device.type}"
 

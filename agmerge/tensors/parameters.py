@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from sparsifiers import Kind
+
 
 @dataclass(frozen=True)
 class ParameterInfo:
@@ -19,12 +21,12 @@ class ParameterInfo:
     dtype: torch.dtype
     device: torch.device
     shape: tuple[int, ...]
-    sparse: bool = False  # its lane
+    kind: Kind = Kind.DENSE  # of its lane
     density: float | None = None  # where the script gives densities by pattern
 
     def describe(self) -> str:
         """As in a handshake: ``float32[10, 20] cpu sparse``. The number of the device is the rank's own affair."""
-        lane = "sparse" if self.sparse else "dense"
+        lane = self.kind.value
         lane += "" if self.density is None else f" at {self.density}"
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} {self.device.type} {lane}"
 

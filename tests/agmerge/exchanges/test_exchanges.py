@@ -29,7 +29,7 @@ from agmerge.exchanges import SegmentBuffers, SparseExchange
 from agmerge.exchanges.message.format import Format
 from agmerge.ops import Average, ReduceOp, Sum
 from agmerge.tensors.layout import Lane, Segment
-from sparsifiers import Selection
+from sparsifiers import Kind, Selection
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 CASTS = [None, torch.float16, torch.bfloat16]
@@ -62,7 +62,9 @@ def test_dense(
 ) -> None:
     if dtype == torch.float16:
         magnitude = min(magnitude, 1e3)  # beyond that 16-bit gradients overflow by themselves, as anywhere
-    lane = Lane(CPU, dtype, cast is not None)  # a residual lies under a cast, so work need not fit the dtype
+    lane = Lane(
+        CPU, dtype, Kind.DENSE if cast is None else Kind.SPARSE
+    )  # a residual lies under a cast, so work need not fit the dtype
     (segment,) = segments_of([(numel, lane) for numel in numels])
     seen = exchange(
         size,
@@ -93,7 +95,7 @@ def test_dense(
 @pytest.mark.parametrize("op", [Average, Sum])
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_dense_adds_in_rank_order_to_the_bit(size: int, op: ReduceOp, ordered: bool) -> None:
-    (segment,) = segments_of([(100, Lane(CPU, torch.float32, False))])
+    (segment,) = segments_of([(100, Lane(CPU, torch.float32, Kind.DENSE))])
     seen = exchange(
         size,
         dense(op, ordered=ordered),
@@ -110,7 +112,7 @@ def test_dense_adds_in_rank_order_to_the_bit(size: int, op: ReduceOp, ordered: b
 @pytest.mark.parametrize("cast", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7])
 def test_a_cast_saturates_so_that_the_sum_does_not_overflow(size: int, cast: torch.dtype, ordered: bool) -> None:
-    (segment,) = segments_of([(64, Lane(CPU, torch.float32, False))])
+    (segment,) = segments_of([(64, Lane(CPU, torch.float32, Kind.DENSE))])
     for predivide, huge in ((1.0, 3.4e38), (16.0, 1e6)):
         values = torch.tensor([huge, -huge, torch.finfo(cast).max / size, 1.0] * 16)
         make = dense(Sum if predivide == 1.0 else Average, cast, predivide, ordered)
@@ -125,13 +127,13 @@ def test_a_cast_saturates_so_that_the_sum_does_not_overflow(size: int, cast: tor
 @pytest.mark.parametrize("predivide", [1.0, 3.0, 0.7])
 @pytest.mark.parametrize("cast", [torch.float16, torch.bfloat16], ids=str)
 def test_what_a_cast_commits_is_what_arrives(cast: torch.dtype, predivide: float) -> None:
-    (segment,) = segments_of([(100, Lane(CPU, torch.float32, False))])
+    (segment,) = segments_of([(100, Lane(CPU, torch.float32, Kind.DENSE))])
     (seen,) = exchange(1, dense(Average, cast, predivide), [segment], lambda r, i: draw_work(segment, 0, 1.0))
     assert seen.sent[0] is not None and same(seen.sent[0][1].float(), seen.update[0])
 
 
 def test_ordered_sums_do_not_depend_on_the_place_in_the_buffer() -> None:
-    lane = Lane(CPU, torch.float32, False)
+    lane = Lane(CPU, torch.float32, Kind.DENSE)
     (alone,), (among,) = segments_of([(50, lane)]), segments_of([(77, lane), (50, lane), (3, lane)])
     offset = among.slots[1].offset
 
@@ -217,7 +219,7 @@ def test_sparse(
 
 @pytest.mark.parametrize("dtype, huge", [(torch.float16, 1e6), (torch.bfloat16, 3.4e38)], ids=str)
 def test_a_residual_beyond_16_bits_saturates_and_the_rest_is_kept(dtype: torch.dtype, huge: float) -> None:
-    (segment,) = segments_of([(32, Lane(CPU, dtype, True))])
+    (segment,) = segments_of([(32, Lane(CPU, dtype, Kind.SPARSE))])
     work = torch.tensor([huge, -huge, 1.0, 0.0] * 8)
     largest = torch.finfo(dtype).max
 
@@ -232,7 +234,7 @@ def test_a_residual_beyond_16_bits_saturates_and_the_rest_is_kept(dtype: torch.d
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_element_from_one_rank(size: int) -> None:
     """W * k == n: the update is every rank's part, side by side."""
-    lane = Lane(CPU, torch.float32, True)
+    lane = Lane(CPU, torch.float32, Kind.SPARSE)
     (segment,) = segments_of([(32 * size, lane)])
 
     def offer(rank: int, index: int) -> Selection:
@@ -245,7 +247,7 @@ def test_every_element_from_one_rank(size: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_density_1_is_dense_to_the_bit_for_powers_of_two(size: int) -> None:
-    (segment,) = segments_of([(100, Lane(CPU, torch.float32, True))])
+    (segment,) = segments_of([(100, Lane(CPU, torch.float32, Kind.SPARSE))])
 
     def work(rank: int, index: int) -> torch.Tensor:
         return draw_work(segment, rank, 10.0**rank)
@@ -261,7 +263,7 @@ def test_density_1_is_dense_to_the_bit_for_powers_of_two(size: int) -> None:
 
 def test_a_sparse_update_does_not_depend_on_its_neighbours() -> None:
     """The same two segments in a message of their own, and in one with three more (and 3 ranks)."""
-    lanes = [Lane(CPU, dtype, kind) for dtype in (torch.float32, torch.bfloat16) for kind in (True, False)]
+    lanes = [Lane(CPU, dtype, kind) for dtype in (torch.float32, torch.bfloat16) for kind in (Kind.SPARSE, Kind.DENSE)]
     few = segments_of([(50, lanes[0]), (50, lanes[1])])
     many = segments_of([(50, lanes[2]), (50, lanes[0]), (9, lanes[3]), (50, lanes[1])])
 
@@ -283,7 +285,7 @@ def test_a_sparse_update_does_not_depend_on_its_neighbours() -> None:
 
 @pytest.mark.parametrize("kind", ["dense", "ordered", "fp16", "sparse"])
 def test_buffers_are_reused_and_leak_nothing(kind: str) -> None:
-    segments = segments_of([(40, Lane(CPU, torch.float32, True)), (33, Lane(CPU, torch.float32, False))])
+    segments = segments_of([(40, Lane(CPU, torch.float32, Kind.SPARSE)), (33, Lane(CPU, torch.float32, Kind.DENSE))])
     segments = segments if kind == "sparse" else segments[:1]
     capacities = [20, 5, 0, 3, 20, 20]
     make = {
@@ -319,7 +321,7 @@ def test_buffers_are_reused_and_leak_nothing(kind: str) -> None:
 @pytest.mark.parametrize("field", ["step", "buffer"])
 @pytest.mark.parametrize("odd", [0, 1, 2])
 def test_ranks_at_different_places_are_the_same_error_on_every_rank(kind: str, field: str, odd: int) -> None:
-    (segment,) = segments_of([(40, Lane(CPU, torch.float32, True))])
+    (segment,) = segments_of([(40, Lane(CPU, torch.float32, Kind.SPARSE))])
     make = {
         "dense": dense(Average),
         "ordered": dense(Average, ordered=True),
@@ -353,7 +355,7 @@ def test_ranks_at_different_places_are_the_same_error_on_every_rank(kind: str, f
 @pytest.mark.parametrize("odd", [0, 2])
 def test_an_index_out_of_range_names_the_rank_that_sent_it(wrong: int, odd: int) -> None:
     """Also one that its sender believes in, and has made a checksum of; nothing is written then."""
-    (segment,) = segments_of([(40, Lane(CPU, torch.float32, True))])
+    (segment,) = segments_of([(40, Lane(CPU, torch.float32, Kind.SPARSE))])
     layout = Format([segment], [1])
     assert layout.sections[0].index is not None and layout.sections[0].index.name == "int32"
 
@@ -383,7 +385,7 @@ def test_an_index_out_of_range_names_the_rank_that_sent_it(wrong: int, odd: int)
 def test_a_large_segment_is_summed_where_it_lies(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside it, in the message of the control numbers, travels what is small."""
     monkeypatch.setattr("agmerge.exchanges.dense.LARGE", 1000)
-    segments = segments_of([(1500, Lane(CPU, torch.float32, True)), (40, Lane(CPU, torch.float32, False))])
+    segments = segments_of([(1500, Lane(CPU, torch.float32, Kind.SPARSE)), (40, Lane(CPU, torch.float32, Kind.DENSE))])
 
     def work(rank: int, index: int) -> torch.Tensor:
         return draw_work(segments[index], 10 * rank + index, 1.0)

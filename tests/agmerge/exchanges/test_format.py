@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from agmerge.errors import MessageError
 from agmerge.exchanges.message.format import FIXED, MAGIC, OF_SECTION, Format, RoundHeader
 from agmerge.tensors.layout import Lane, Layout, Segment
-from sparsifiers import Selection
+from sparsifiers import Kind, Selection
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-LANES = [Lane(CPU, dtype, sparse) for dtype in DTYPES for sparse in (True, False)]
+LANES = [Lane(CPU, dtype, kind) for dtype in DTYPES for kind in (Kind.SPARSE, Kind.DENSE)]
 HEAD = len(FIXED)  # words before those of the sections
 COUNT = HEAD + OF_SECTION.index("count")  # of the first section
 
@@ -45,7 +45,7 @@ def formats(draw: st.DrawFn) -> Format:
 
 def simple(tensor_count: int = 3, capacity: int = 4) -> Format:
     """One sparse section of ``capacity`` slots and a dense one that rides along."""
-    sparse, dense = Lane(CPU, torch.float32, True), Lane(CPU, torch.float32, False)
+    sparse, dense = Lane(CPU, torch.float32, Kind.SPARSE), Lane(CPU, torch.float32, Kind.DENSE)
     drawn: list[tuple[tuple[int, ...], Lane]] = [((2,), sparse)] * (tensor_count - 1) + [((2,), dense)]
     return Format(segments_of(drawn), [capacity, None])
 
@@ -137,7 +137,7 @@ def test_headers_come_back(layout: Format, size: int, data: st.DataObject) -> No
 
 @pytest.mark.parametrize("tensors", [1, 2, 30, 31, 32, 61, 62, 63, 93, 94, 100])
 def test_each_used_bit_has_its_place(tensors: int) -> None:
-    lane = Lane(CPU, torch.float32, False)
+    lane = Lane(CPU, torch.float32, Kind.DENSE)
     layout = Format(segments_of([((1,), lane)] * tensors), [None])
     for one in range(tensors):
         used = tuple(i == one for i in range(tensors))
@@ -213,10 +213,10 @@ def test_a_damaged_header_names_its_rank_and_no_other_cause(odd: int) -> None:
 @pytest.mark.parametrize("other", ["capacity", "length", "codecs", "tensors"])
 def test_another_layout_is_named(other: str, odd: int) -> None:
     layout, controls = simple(), [control(rank) for rank in range(3)]
-    wide = Lane(CPU, torch.float32, True)
+    wide = Lane(CPU, torch.float32, Kind.SPARSE)
     strange = {
         "capacity": simple(capacity=3),
-        "length": Format(segments_of([((200,), wide), ((2,), Lane(CPU, torch.float32, False))]), [4, None]),
+        "length": Format(segments_of([((200,), wide), ((2,), Lane(CPU, torch.float32, Kind.DENSE))]), [4, None]),
         "codecs": Format([section.segment for section in layout.sections], [4, None], "fp16"),
         "tensors": simple(tensor_count=40),
     }[other]

@@ -30,11 +30,11 @@ from agmerge.exchanges.masked import checksum
 from agmerge.exchanges.message.format import Flag
 from agmerge.ops import Average, ReduceOp, Sum
 from agmerge.tensors.layout import Lane
-from sparsifiers import Selection
+from sparsifiers import Kind, Selection
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 LIGHT = settings(deadline=None)
-FP32 = Lane(CPU, torch.float32, True)
+FP32 = Lane(CPU, torch.float32, Kind.SPARSE)
 
 
 # -- sums ---------------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ def test_masked(
     how: str,
     ordered: bool,
 ) -> None:
-    segments = segments_of([(numel, Lane(CPU, dtype, True)) for numel, dtype in tensors])
+    segments = segments_of([(numel, Lane(CPU, dtype, Kind.SPARSE)) for numel, dtype in tensors])
     drawn = how == "drawn"
 
     def work(rank: int, index: int) -> torch.Tensor:
@@ -113,8 +113,8 @@ def test_masked(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_everything_is_the_dense_exchange_to_the_bit(size: int, dtype: torch.dtype, ordered: bool) -> None:
-    (segment,) = segments_of([(70, Lane(CPU, dtype, True)), (5, Lane(CPU, dtype, True))])
-    (twin,) = segments_of([(70, Lane(CPU, dtype, False)), (5, Lane(CPU, dtype, False))])
+    (segment,) = segments_of([(70, Lane(CPU, dtype, Kind.SPARSE)), (5, Lane(CPU, dtype, Kind.SPARSE))])
+    (twin,) = segments_of([(70, Lane(CPU, dtype, Kind.DENSE)), (5, Lane(CPU, dtype, Kind.DENSE))])
 
     def work(rank: int, index: int) -> torch.Tensor:
         return draw_work(twin, rank, 10.0**rank)  # it fits the gradient's dtype
@@ -129,7 +129,7 @@ def test_everything_is_the_dense_exchange_to_the_bit(size: int, dtype: torch.dty
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_sixteen_bits_saturate_so_that_the_sum_does_not_overflow(size: int) -> None:
-    (segment,) = segments_of([(64, Lane(CPU, torch.float16, True))])
+    (segment,) = segments_of([(64, Lane(CPU, torch.float16, Kind.SPARSE))])
     work = torch.tensor([1e9, -1e9, 6e4, 1.0] * 16)
     seen = exchange(size, masked(Sum), [segment], lambda *_: work.clone(), lambda *_: draw_offer(64, 63, 0, False))
     assert seen[0].update[0].isfinite().all() and seen[0].update[0].abs().max() > 6e4

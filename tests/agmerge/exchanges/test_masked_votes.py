@@ -17,10 +17,10 @@ from agmerge.exchanges import mask_votes
 from agmerge.exchanges.base import SegmentBuffers
 from agmerge.exchanges.message import bits
 from agmerge.tensors.layout import Lane
-from sparsifiers import Selection
+from sparsifiers import Kind, Selection
 
 LIGHT = settings(deadline=None)
-FP32 = Lane(CPU, torch.float32, True)
+FP32 = Lane(CPU, torch.float32, Kind.SPARSE)
 
 
 @given(k=st.integers(0, 200), extra=st.integers(0, 200), workers=st.integers(1, 9), step=st.integers(0, 20))

@@ -30,11 +30,11 @@ from agmerge.exchanges import SegmentBuffers
 from agmerge.exchanges.oktopk import regions
 from agmerge.ops import Average, ReduceOp, Sum
 from agmerge.tensors.layout import Lane, Segment
-from sparsifiers import Selection
+from sparsifiers import Kind, Selection
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 LIGHT = settings(deadline=None)
-FP32 = Lane(CPU, torch.float32, True)
+FP32 = Lane(CPU, torch.float32, Kind.SPARSE)
 
 
 def bins(values: torch.Tensor) -> list[tuple[int, int]]:
@@ -114,7 +114,7 @@ def test_oktopk(
     seed: int,
     on_device: bool,
 ) -> None:
-    lane = Lane(CPU, dtype, True)
+    lane = Lane(CPU, dtype, Kind.SPARSE)
     segments = apart([part for numel in numels for part in segments_of([(numel, lane)])])  # one a tensor, as ahead
     if dtype == torch.float16:
         magnitude = min(magnitude, 1e3)  # the sum of what saturates is infinite, as anywhere
@@ -227,7 +227,7 @@ def test_not_a_number_and_infinity_come_first() -> None:
 
 @pytest.mark.parametrize("dtype, huge", [(torch.float16, 1e6), (torch.bfloat16, 3.4e38)], ids=str)
 def test_a_residual_beyond_16_bits_saturates_and_the_rest_is_kept(dtype: torch.dtype, huge: float) -> None:
-    (segment,) = segments_of([(32, Lane(CPU, dtype, True))])
+    (segment,) = segments_of([(32, Lane(CPU, dtype, Kind.SPARSE))])
     work = torch.tensor([huge, -huge, 1.0, 0.0] * 8)
     largest = torch.finfo(dtype).max
 
@@ -241,7 +241,7 @@ def test_a_residual_beyond_16_bits_saturates_and_the_rest_is_kept(dtype: torch.d
 
 def test_16_bits_are_added_up_in_32() -> None:
     """256 + 1 and 1 in bfloat16 would be 256: one rounding, of the sum."""
-    (segment,) = segments_of([(32, Lane(CPU, torch.bfloat16, True))])
+    (segment,) = segments_of([(32, Lane(CPU, torch.bfloat16, Kind.SPARSE))])
 
     def offer(rank: int, index: int) -> Selection:
         return Selection(torch.tensor([5], dtype=torch.int32), 1)
@@ -270,7 +270,7 @@ def test_the_result_does_not_depend_on_the_regions(cut: str, monkeypatch: pytest
 
 
 def test_a_lane_of_another_kind_is_refused() -> None:
-    lanes = [FP32, Lane(CPU, torch.float32, False), Lane(CPU, torch.bfloat16, True)]
+    lanes = [FP32, Lane(CPU, torch.float32, Kind.DENSE), Lane(CPU, torch.bfloat16, Kind.SPARSE)]
     (first,), *others = (segments_of([(64, lane)]) for lane in lanes)
 
     def body(rank: int) -> None:

@@ -17,9 +17,9 @@ from agmerge.errors import MessageError
 from agmerge.exchanges import InFlight, SegmentBuffers
 from agmerge.exchanges.message.format import FIXED, MAGIC, OF_SECTION
 from agmerge.tensors.layout import Lane
-from sparsifiers import Selection
+from sparsifiers import Kind, Selection
 
-FP32 = Lane(CPU, torch.float32, True)
+FP32 = Lane(CPU, torch.float32, Kind.SPARSE)
 
 
 # -- steps ------------------------------------------------------------------------------------------------------

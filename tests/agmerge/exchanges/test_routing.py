@@ -15,13 +15,14 @@ from torch import nn
 import merging
 from agmerge.exchanges.routing import RIDE, group_into_messages, key, message_name, segments
 from agmerge.tensors.layout import Lane, Layout, Segment
+from sparsifiers import Kind
 
 DEVICES = [torch.device("cpu"), torch.device("meta")]
 LANES = [
-    Lane(device, dtype, sparse, density)
+    Lane(device, dtype, kind, density)
     for device in DEVICES
     for dtype in (torch.float32, torch.bfloat16)
-    for sparse, density in ((True, None), (True, 0.25), (False, None))
+    for kind, density in ((Kind.SPARSE, None), (Kind.SPARSE, 0.25), (Kind.DENSE, None))
 ]
 
 lengths = st.one_of(st.integers(1, 100), st.sampled_from([RIDE // 8, RIDE]))
@@ -96,7 +97,7 @@ def test_dense_segments_ride_up_to_a_bound_that_two_ranks_do_not_have(size: int)
     most = round(RIDE / extra / 4) // 32 * 32 if extra else 10 * RIDE
     cpu = DEVICES[0]
     for numel, together in ((most - 32, True), (most + 32, size == 2)):
-        lanes = [Lane(cpu, torch.float32, True), Lane(cpu, torch.float32, False)]
+        lanes = [Lane(cpu, torch.float32, Kind.SPARSE), Lane(cpu, torch.float32, Kind.DENSE)]
         layout = Layout([("a", (64,), lanes[0]), ("b", (numel,), lanes[1])])
         messages = group_into_messages(segments(layout, 0, 2, False), size)
         assert [len(message) for message in messages] == ([2] if together else [1, 1])

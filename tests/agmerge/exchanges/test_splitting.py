@@ -14,10 +14,11 @@ import merging
 from agmerge.exchanges.routing import key
 from agmerge.exchanges.splitting import cut, split, why_parts_impossible
 from agmerge.tensors.layout import ALIGNMENT, Lane, Layout, Segment
+from sparsifiers import Kind
 
 CPU = torch.device("cpu")
-SPARSE, NARROW = Lane(CPU, torch.float32, True), Lane(CPU, torch.float32, True, 0.5)
-DENSE = Lane(CPU, torch.float32, False)
+SPARSE, NARROW = Lane(CPU, torch.float32, Kind.SPARSE), Lane(CPU, torch.float32, Kind.SPARSE, 0.5)
+DENSE = Lane(CPU, torch.float32, Kind.DENSE)
 
 shapes = st.lists(st.integers(1, 40), max_size=3).map(tuple)
 layouts = st.lists(st.tuples(shapes, st.sampled_from([SPARSE, NARROW, DENSE])), min_size=1, max_size=8).map(

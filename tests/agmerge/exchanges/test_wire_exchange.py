@@ -16,7 +16,7 @@ from agmerge.exchanges.message import value_codec
 from agmerge.exchanges.message.format import Format, slot_bytes
 from agmerge.ops import Average, ReduceOp, Sum
 from agmerge.tensors.layout import Lane
-from sparsifiers import Selection
+from sparsifiers import Kind, Selection
 
 WIRES = ["auto", "fp32", "fp16", "bf16", "int8"]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -55,7 +55,7 @@ def test_the_sum_is_that_of_what_was_sent_and_the_rest_is_kept(
     seed: int,
     on_device: bool,
 ) -> None:
-    segments = segments_of([(numel, Lane(CPU, dtype, True)) for numel, dtype in tensors])
+    segments = segments_of([(numel, Lane(CPU, dtype, Kind.SPARSE)) for numel, dtype in tensors])
 
     def offer(rank: int, index: int) -> Selection:
         length = segments[index].length
@@ -91,7 +91,7 @@ def test_the_sum_is_that_of_what_was_sent_and_the_rest_is_kept(
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_every_element_from_one_rank(size: int, wire: str) -> None:
     """W * k == n: side by side, every rank's part, and nothing is left but what its codec rounds off."""
-    lane = Lane(CPU, torch.float32, True)
+    lane = Lane(CPU, torch.float32, Kind.SPARSE)
     (segment,) = segments_of([(320 * size, lane)])
 
     def offer(rank: int, index: int) -> Selection:
@@ -106,7 +106,7 @@ def test_every_element_from_one_rank(size: int, wire: str) -> None:
 @pytest.mark.parametrize("wire", WIRES)
 def test_auto_and_the_plain_codec_are_the_same_bits(wire: str) -> None:
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(wire, torch.float32)
-    (segment,) = segments_of([(5000, Lane(CPU, dtype, True))])
+    (segment,) = segments_of([(5000, Lane(CPU, dtype, Kind.SPARSE))])
 
     def update(wire: str) -> torch.Tensor:
         return exchange(
@@ -123,7 +123,7 @@ def test_auto_and_the_plain_codec_are_the_same_bits(wire: str) -> None:
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_reaches_every_rank(wire: str, bad: float) -> None:
-    (segment,) = segments_of([(64, Lane(CPU, torch.float32, True))])
+    (segment,) = segments_of([(64, Lane(CPU, torch.float32, Kind.SPARSE))])
 
     def work(rank: int, index: int) -> torch.Tensor:
         values = torch.ones(64)
@@ -149,13 +149,13 @@ LIMITS = {
 @pytest.mark.parametrize("wire", ["fp32", "fp16", "bf16", "int8"])
 def test_bytes_of_a_slot_with_its_header(wire: str, density: float, n: int) -> None:
     k = math.ceil(density * n)
-    layout = Format(segments_of([(n, Lane(CPU, torch.float32, True))]), [k], wire)
+    layout = Format(segments_of([(n, Lane(CPU, torch.float32, Kind.SPARSE))]), [k], wire)
     assert layout.size / k <= LIMITS[density][wire]
     assert 0 < layout.size - k * slot_bytes(n, k, torch.float32, wire) < 100  # the header
 
 
 def test_a_format_is_made_once_for_the_same_segments_and_capacities() -> None:
-    segments = segments_of([(100, Lane(CPU, torch.float32, True)), (9, Lane(CPU, torch.float32, False))])
+    segments = segments_of([(100, Lane(CPU, torch.float32, Kind.SPARSE)), (9, Lane(CPU, torch.float32, Kind.DENSE))])
     loads = [SegmentBuffers(part, torch.zeros(part.length), torch.zeros(part.length)) for part in segments]
     here = testing.run(1, lambda rank: SparseExchange(context(lambda *_: None, wire="fp16")))[0]
     first = here.format_of("buffer 0", loads, [4, None], "fp16")

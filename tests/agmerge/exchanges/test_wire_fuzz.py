@@ -16,12 +16,13 @@ from agmerge.errors import MessageError
 from agmerge.exchanges import SegmentBuffers, SparseExchange
 from agmerge.exchanges.message.format import FIXED, MAGIC, OF_SECTION, Format, RoundHeader
 from agmerge.tensors.layout import Lane, Segment
+from sparsifiers import Kind
 
 SIZE = 3
 WIRES = ["auto", "fp16", "int8"]
 TENSORS = {
-    "small": [(40, Lane(CPU, torch.float32, True)), (33, Lane(CPU, torch.float32, False))],
-    "blocks": [(20_000, Lane(CPU, torch.float32, True)), (700, Lane(CPU, torch.bfloat16, True))],
+    "small": [(40, Lane(CPU, torch.float32, Kind.SPARSE)), (33, Lane(CPU, torch.float32, Kind.DENSE))],
+    "blocks": [(20_000, Lane(CPU, torch.float32, Kind.SPARSE)), (700, Lane(CPU, torch.bfloat16, Kind.SPARSE))],
 }
 Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 Damage = Callable[[Bytes, np.random.Generator], None]

@@ -10,7 +10,7 @@ from support import agreed, digest, loss_of, mlp, on_ranks, residuals, seeded, s
 from torch import nn
 
 import agmerge
-from agmerge.options.density_schedule import checked, ladder
+from agmerge.options.density_schedule import parse_warmup, ladder
 
 MODEL = seeded(mlp)
 NUMEL = {"0.weight": 48 * 32, "2.weight": 32 * 48}
@@ -34,7 +34,7 @@ def sent_by_step(steps: int, **options: Any) -> list[int]:
 
 def test_the_papers_ladder() -> None:
     assert [ladder(3)(step) for step in range(0, 18, 3)] == [0.25, 0.0625, 0.015625, 0.004, 0.001, 0.001]
-    schedule = checked("dgc", False)
+    schedule = parse_warmup("dgc", False)
     assert schedule is not None
     found = [schedule(step, 0.01) for step in (0, 199, 200, 400, 600, 5000)]
     assert found == [0.25, 0.25, 0.0625, 0.015625, 0.01, 0.01]
@@ -43,7 +43,7 @@ def test_the_papers_ladder() -> None:
 
 
 def test_a_number_of_steps_is_geometric_and_ends_at_the_density() -> None:
-    schedule = checked(4, False)
+    schedule = parse_warmup(4, False)
     assert schedule is not None
     found = [schedule(step, 0.0625 * 0.25) for step in range(6)]
     assert found == pytest.approx([0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.015625])
@@ -169,7 +169,7 @@ def test_options_of_the_sparsifier_pass_through() -> None:
         optimizer = wrap(model, sgd(model))
         optimizer.set_compressor("randomk", density=0.1, seed=5)
         train(model, optimizer, rank, range(1))
-        return repr(optimizer._reducer.config.sparsifier)
+        return repr(optimizer._reducer.config.compressor)
 
     assert agreed(on_ranks(1, MODEL, body)) == "randomk(density=0.1, seed=5)"
 

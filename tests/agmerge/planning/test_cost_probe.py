@@ -22,6 +22,7 @@ from agmerge.planning.cost_probe import GROWTH, RUNS, SHARE, SPEND, MeasuredCost
 from agmerge.runtime import workers
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.layout import Lane, Layout
+from sparsifiers import Kind
 
 MODEL = seeded(mlp)
 CPU = torch.device("cpu")
@@ -100,7 +101,11 @@ def probed(size: int, model: nn.Module, **options: Any) -> list[tuple[MeasuredCo
 
 # -- sizes ------------------------------------------------------------------------------------------------------
 
-LANES = [Lane(CPU, torch.float32, True), Lane(CPU, torch.float32, False), Lane(CPU, torch.bfloat16, True)]
+LANES = [
+    Lane(CPU, torch.float32, Kind.SPARSE),
+    Lane(CPU, torch.float32, Kind.DENSE),
+    Lane(CPU, torch.bfloat16, Kind.SPARSE),
+]
 
 
 @settings(deadline=None)
@@ -227,7 +232,7 @@ def test_a_probe_writes_nothing_that_anyone_can_see(case: str) -> None:
         optimizer = wrapped(model, **CASES[case])
         train(model, optimizer, rank, range(3))
         before, stats = kept(model, optimizer), optimizer.stats()
-        sparsifier = optimizer._reducer.config.sparsifier
+        sparsifier = optimizer._reducer.config.compressor
         state = repr(sparsifier.state_dict()) if sparsifier else ""
         probe(session_of(optimizer), 3, 0.01)
         after = kept(model, optimizer)

@@ -19,7 +19,7 @@ from agmerge.exchanges.node_shards import NodeShards, collect, deal, shard_shape
 from agmerge.runtime import workers
 from agmerge.tensors.arena import Arena
 from agmerge.tensors.layout import Lane, Layout
-from sparsifiers import memory
+from sparsifiers import Kind, memory
 
 CPU = torch.device("cpu")
 WAIT = 30.0
@@ -116,7 +116,12 @@ def test_a_node_adds_up_and_hands_round(
 ) -> None:
     monkeypatch.setenv(topology.VARIABLE, str(places))
     shapes = [(6, 5), (7,), (), (4, 3)]
-    lanes = [Lane(CPU, dtype, True), Lane(CPU, dtype, False), Lane(CPU, torch.float64, True), Lane(CPU, dtype, True)]
+    lanes = [
+        Lane(CPU, dtype, Kind.SPARSE),
+        Lane(CPU, dtype, Kind.DENSE),
+        Lane(CPU, torch.float64, Kind.SPARSE),
+        Lane(CPU, dtype, Kind.SPARSE),
+    ]
     whole = Layout([(f"t{i}", shape, lane) for i, (shape, lane) in enumerate(zip(shapes, lanes, strict=True))])
     parts = Layout([(slot.name, shard_shape(slot.shape, places), slot.lane) for slot in whole.slots])
 
@@ -164,8 +169,8 @@ def test_a_node_adds_up_and_hands_round(
 
 def test_ranks_of_a_node_at_different_places_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(topology.VARIABLE, "2")
-    layout = Layout([("t", (4,), Lane(CPU, torch.float32, True))])
-    parts = Layout([("t", (2,), Lane(CPU, torch.float32, True))])
+    layout = Layout([("t", (4,), Lane(CPU, torch.float32, Kind.SPARSE))])
+    parts = Layout([("t", (2,), Lane(CPU, torch.float32, Kind.SPARSE))])
 
     def body(rank: int) -> None:
         here = NodeShards(form(workers.world(), WAIT), layout, parts, WAIT, ordered=False)

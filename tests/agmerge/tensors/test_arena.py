@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import sparsifiers
 from agmerge.tensors.arena import Arena, commit
 from agmerge.tensors.layout import Lane, Layout
+from sparsifiers import Kind
 
 CPU = torch.device("cpu")
 INT = {torch.float32: torch.int32, torch.float64: torch.int64}
@@ -32,7 +33,7 @@ def exact(tensor: torch.Tensor) -> list[Fraction]:
 def arena_of(
     shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32, memory: str = "residual"
 ) -> tuple[Arena, Layout]:
-    lane = Lane(CPU, dtype, True)
+    lane = Lane(CPU, dtype, Kind.SPARSE)
     layout = Layout([(f"t{i}", shape, lane) for i, shape in enumerate(shapes)])
     return Arena(lane, layout.lengths[lane], layout.slots, sparsifiers.memory(memory)), layout
 

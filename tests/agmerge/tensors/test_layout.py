@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agmerge.tensors.layout import ALIGNMENT, Lane, Layout, Slot, padded
+from sparsifiers import Kind
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-LANES = [Lane(CPU, dtype, sparse) for dtype in DTYPES for sparse in (True, False)]
+LANES = [Lane(CPU, dtype, kind) for dtype in DTYPES for kind in (Kind.SPARSE, Kind.DENSE)]
 
 shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 tensors = st.lists(st.tuples(shapes, st.sampled_from(LANES)), max_size=12)
@@ -93,10 +94,10 @@ def test_tensors_without_elements_take_no_place() -> None:
 
 def test_a_lane_keeps_apart_what_is_treated_differently() -> None:
     lanes = [
-        Lane(CPU, torch.float32, True),
-        Lane(CPU, torch.float32, False),
-        Lane(CPU, torch.float16, True),
-        Lane(torch.device("meta"), torch.float32, True),
+        Lane(CPU, torch.float32, Kind.SPARSE),
+        Lane(CPU, torch.float32, Kind.DENSE),
+        Lane(CPU, torch.float16, Kind.SPARSE),
+        Lane(torch.device("meta"), torch.float32, Kind.SPARSE),
     ]
     layout = layout_of([((5,), lane) for lane in [*lanes, *lanes]])
     assert [slot.offset for slot in layout.slots] == [0] * 4 + [ALIGNMENT] * 4
@@ -108,7 +109,7 @@ def test_a_lane_keeps_apart_what_is_treated_differently() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_16_bit_gradients_are_kept_in_32(dtype: torch.dtype) -> None:
     expected = torch.float64 if dtype == torch.float64 else torch.float32
-    assert Lane(CPU, dtype, True).storage == expected
+    assert Lane(CPU, dtype, Kind.SPARSE).storage == expected
 
 
 def test_a_0_dim_tensor_is_one_element() -> None:
