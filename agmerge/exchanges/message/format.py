@@ -11,6 +11,8 @@ is how many these are, ``size`` the bytes of the message. ``checksum`` covers th
 
 from __future__ import annotations
 
+import functools
+import operator
 import struct
 import zlib
 from collections.abc import Sequence
@@ -191,8 +193,9 @@ class Format:
             for capacity, count in zip(self.capacities, self._counts(row), strict=True):
                 if not 0 <= count <= (capacity or 0):
                     raise MessageError(f"{name}: rank {rank} announces {count} elements where {capacity or 0} fit")
-        headers = [replace(mine, flags=row[_FLAGS], used=_unbits(row[self._used_from :], self.tensors)) for row in rows]
-        return mine.merged(headers)
+        # Flags and used bits of all ranks together; other words of it mean nothing.
+        words = [functools.reduce(operator.or_, column) for column in zip(*rows, strict=True)]
+        return replace(mine, flags=words[_FLAGS], used=_unbits(words[self._used_from :], self.tensors))
 
     def check_payloads(self, messages: torch.Tensor, name: str) -> None:
         """Raise :class:`agmerge.MessageError` for messages, uint8[W, size], that were sealed and have changed since."""
