@@ -24,7 +24,7 @@ import torch
 from agmerge.backends.handshake import Fact, first_difference
 from agmerge.errors import MessageError
 from agmerge.exchanges.message import IndexCodec, ValueCodec, smallest, value_codec
-from agmerge.exchanges.message.indices import GRAIN, in_order
+from agmerge.exchanges.message.indices import GRAIN
 from agmerge.tensors.layout import Segment, aligned
 
 MAGIC = 0x41474D32  # "AGM2": the last byte is the version of this format
@@ -258,17 +258,6 @@ class Format:
         names = [*FIXED[_STEP:_FLAGS], *FIXED[_WORDS:_CHECKSUM]]
         names += [f"{field} of section {i}" for i in range(len(self.sections)) for field in OF_SECTION[:-1]]
         return list(zip(names, map(str, place), strict=True))
-
-    def get(
-        self, message: torch.Tensor, section: Section, count: int, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return what a sparse section of one rank's ``message`` holds: the first ``count`` indices, int32, and values,
-        of ``dtype``, and whether the indices can be right, bool, 0-dim; where not, they may be anything.
-        """
-        assert section.index is not None and section.value is not None
-        indices, good = section.index.decode(message[section.indices], count)
-        values = section.value.decode(message[section.values], count, dtype)
-        return indices, values, good & in_order(indices, section.segment.length)
 
     def whole(self, message: torch.Tensor, section: Section) -> torch.Tensor:
         """Return the elements of a dense section, in the gradient's dtype: a view of ``message``."""
