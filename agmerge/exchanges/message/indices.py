@@ -42,7 +42,7 @@ class IndexCodec(ABC):
 
     @abstractmethod
     def decode(self, data: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return the ``count`` indices in ``data``, uint8[size]: int32[count], and whether they can be right: 0-dim.
+        """Return the ``count`` indices in ``data``, uint8[size]: int32[count], and if they can be right: bool, 0-dim.
 
         They can be if the bytes are those of so many, and all are ascending and within the vector. Whatever the bytes
         are, there is no error.
