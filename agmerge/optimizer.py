@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,10 +12,10 @@ import torch
 
 import sparsifiers
 from agmerge.checkpoint import horovod_elastic, rank_state
-from agmerge.engine import dear, grad_scaler, join, resize
+from agmerge.engine import dear, grad_scaler, join
 from agmerge.errors import AGMergeError
 from agmerge.ops import Average, ReduceOp
-from agmerge.options import compressors, momentum, notices
+from agmerge.options import compressors, notices
 from agmerge.options.compressors import DENSITY
 from agmerge.options.config import IMPORTANCE, followed
 from agmerge.options.resolve import check_passes, resolve
@@ -24,20 +23,10 @@ from agmerge.options.wrapped import check_optimizer
 from agmerge.reporting import ReportingMixin
 from agmerge.runtime import workers
 
-TWICE = (
-    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
-    "This can cause training slowdown. You may want to consider using optimizer.skip_synchronize() context "
-    "if you use optimizer.synchronize() in your code."
-)
 ZERO_GRAD = (
     "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
     "optimizer.synchronize(). This is prohibited as it can cause a race condition."
 )
-NOT_COMBINED = (
-    "step() inside skip_synchronize(), but the gradients have not been combined: call synchronize() after "
-    "the last backward(), or step() outside"
-)
-
 _OWN = ("self", "__class__", "optimizer", "named_parameters")  # what is no option
 
 
@@ -80,8 +69,8 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
     * ``dense_sum``: ``"ordered"`` adds in rank order whatever the plan; ``"native"`` as the backend does.
     * ``scaler``: the ``torch.amp.GradScaler`` in use (or :meth:`attach_scaler`); residuals are kept without its scale.
     * ``nonfinite``: a gradient that is infinite or NaN on any rank is ``"raise"``, the same
-      :class:`agmerge.NonFiniteError` on all (the default); ``"skip"``, a step that none of them makes (the default with
-      a scaler); or ``"allow"``: sent, and never kept. docs/guarantees.md.
+      :class:`agmerge.NonFiniteError` on all (the default), or ``"skip"``, a step that none of them makes (the default
+      with a scaler): docs/guarantees.md.
     * ``timeout``: seconds, for every wait (None: ``AGMERGE_TIMEOUT`` of the environment, else 300).
       ``check_every``: compare replicas every so many steps; 0: after the first step alone.
     * ``unused``: ``"none"`` leaves ``p.grad`` None where no rank had a gradient and nothing is left to send.
@@ -124,8 +113,8 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
             workers.adopt()
             horovod_elastic.prepare(DistributedOptimizer)
             if not workers.elastic():  # there newcomers are alone until all begin the next step
-                resize.connect(self._reducer)
-            notices.tell(self._reducer, optimizer, None)
+                self._reducer.connect()
+            notices.tell(self._reducer.exchange, optimizer, None)
         except BaseException:
             self._reducer.close()
             raise
@@ -138,7 +127,7 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
         self._arguments = arguments = {**arguments, "compression": compression}
         self._should_synchronize = True
         config = followed(resolve(**arguments), optimizer)
-        self._reducer = dear.engine_for(optimizer, named, config)
+        self._reducer = dear.reducer_for(optimizer, named, config)
         self._take_scaler()
 
     # -- what is the inner optimizer's ----------------------------------------------------------------------
@@ -183,7 +172,7 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
         """As the inner optimizer's; on every rank at the same step. The next step agrees on it."""
         self._reducer.check_idle("add_param_group()")
         self.optimizer.add_param_group(param_group)
-        dear.admit(self._reducer)
+        self._reducer.admit_group()
 
     def register_step_pre_hook(self, hook: Any) -> Any:
         """Runs once a step, after the gradients have been combined. The hook gets the inner optimizer."""
@@ -212,9 +201,7 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
     # -- a step ---------------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Wait until every ``p.grad`` is the combined update. For clipping between ``backward`` and ``step``."""
-        self._connect_once()
-        momentum.take_over(self._reducer, self.optimizer)
+        """Collective. Make every ``p.grad`` the combined update: for clipping between ``backward`` and ``step``."""
         self._reducer.synchronize()
 
     @contextmanager
@@ -229,41 +216,19 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, backward passes only accumulate locally; they are not counted and nothing is sent."""
-        before, self._reducer.paused = self._reducer.paused, True
-        try:
+        with self._reducer.paused():
             yield
-        finally:
-            self._reducer.paused = before
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Combine the gradients, then step the inner optimizer; returns the closure's loss, if there is one.
 
         A closure runs once, before the gradients are combined. Collective, unless in ``skip_synchronize()``.
         """
-        if isinstance(self._reducer, dear.DearReducer):
-            self._connect_once()
-            return self._reducer.step(closure, self._should_synchronize)
-        self._reducer.scaling.check_step(self, closure)
-        if closure is not None and not self._should_synchronize:
-            raise ValueError("step(closure) inside skip_synchronize(): the closure's gradients would not be combined")
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if self._should_synchronize:
-            if self._reducer.synchronized and not self._reducer.scaling.combined:
-                warnings.warn(TWICE, stacklevel=2)
-            self.synchronize()
-        elif not self._reducer.synchronized and not self._reducer.outside:
-            raise AGMergeError(NOT_COMBINED)
-        with momentum.withheld(self._reducer, self.optimizer):
-            inner = None if self._reducer.skipped else self.optimizer.step()
-        self._reducer.end_step()
-        return loss if closure is not None else inner
+        return self._reducer.step(self, closure, combine=self._should_synchronize)
 
     def flush(self) -> None:
         """Apply the updates that ``merging="dear"`` leaves to the next forward; with others there are none."""
-        dear.flush(self._reducer)
+        self._reducer.flush()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the inner optimizer's; an error while gradients are on their way.
@@ -279,7 +244,7 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Sum so many backward passes from the next step on. The same on every rank."""
         check_passes(passes)
-        self._reducer.reset_counters(passes)
+        self._reducer.set_passes(passes)
 
     def set_compressor(
         self, compression: Any, *, density: Any = None, memory: Any = None, warmup: Any = None, **options: Any
@@ -300,9 +265,10 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
         arguments = {**self._arguments, "compression": compression, "density": density}
         arguments |= {"memory": memory, "warmup": warmup}
         config, before = followed(resolve(**arguments), self.optimizer), self._reducer.config
-        self._reducer.reconfigure(rank_state.keeping(self._reducer, config, memory))
+        config = rank_state.keeping(self._reducer.exchange, config, memory)
+        self._reducer.reconfigure(config, "set_compressor()", "Give every rank the same compressor, at the same step.")
         self._arguments = arguments
-        notices.tell(self._reducer, self.optimizer, before)
+        notices.tell(self._reducer.exchange, self.optimizer, before)
 
     def attach_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """Work with ``scaler`` from the next step on, as ``scaler=`` does from the first. Collective, between steps."""
@@ -310,9 +276,8 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
         arguments = {**self._arguments, "scaler": scaler}
         config = resolve(**arguments)
         grad_scaler.check(self._reducer.members, config.scaled)
-        grad_scaler.adopt(
-            self._reducer, replace(self._reducer.config, nonfinite=config.nonfinite, scaled=config.scaled)
-        )
+        config = replace(self._reducer.config, nonfinite=config.nonfinite, scaled=config.scaled)
+        self._reducer.reconfigure(config, "attach_scaler()", "Attach the scaler on every rank, at the same step.")
         self._arguments = arguments
         self._take_scaler()
 
@@ -320,18 +285,13 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
         scaler = self._arguments["scaler"] if self._reducer.config.scaled else None
         grad_scaler.check(self._reducer.members, scaler is not None)
         if scaler is not self._reducer.scaling.scaler:
-            self._reducer.scaling = grad_scaler.LossScale(scaler)
+            self._reducer.attach_scaler(grad_scaler.LossScale(scaler))
             if scaler is not None:
                 scaler.unscale_ = grad_scaler.UnscaleHook(scaler, self)
 
     def _combine_for(self, scaler: torch.amp.GradScaler) -> None:
         """The scaler is about to unscale the gradients, and to look for infinities among them."""
-        reducer = self._reducer
-        if scaler is reducer.scaling.scaler and not reducer.synchronized and not reducer.outside:
-            if not self._should_synchronize:
-                raise AGMergeError(NOT_COMBINED)
-            self.synchronize()
-            reducer.scaling.combined = True
+        self._reducer.combine_for(scaler, combine=self._should_synchronize)
 
     def join(self) -> int:
         """Called by a rank that has no batches left: take part without gradients until every rank has called it.
@@ -339,7 +299,6 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
         Returns the rank that joined last. Averages go on being over all ranks; what this rank has kept goes on being
         sent. Steps are taken here as on the others, hooks of the optimizer's step included. Collective.
         """
-        self._connect_once()
         return join.join(self._reducer, self.optimizer, self._step_combined)
 
     def _step_combined(self) -> None:
@@ -357,14 +316,11 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
         After ``agmerge.shutdown()`` and ``agmerge.init()`` this happens by itself. Residuals stay with this worker,
         fitted to the new number (docs/checkpoints.md).
         """
-        resize.leave(self._reducer)
+        self._reducer.leave()
 
     def close(self) -> None:
         """Take all hooks off. The inner optimizer and the model go on without this wrapper."""
         self._reducer.close()
-
-    def _connect_once(self) -> None:
-        resize.connect(self._reducer)  # unpickled or copied, or the workers are others now
 
     # -- state ----------------------------------------------------------------------------------------------
 
@@ -380,9 +336,10 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
         rates = followed(before, self.optimizer, inner["param_groups"]).rates
         rank_state.load(self._reducer, state_dict.get(rank_state.SECTION))
         config = replace(self._reducer.config, rates=rates)
-        self._reducer.config = rank_state.keeping(self._reducer, config, self._arguments["memory"])
+        exchange = self._reducer.exchange
+        exchange.adopt(rank_state.keeping(exchange, config, self._arguments["memory"]))
         self.optimizer.load_state_dict(inner)
-        notices.tell(self._reducer, self.optimizer, before)
+        notices.tell(self._reducer.exchange, self.optimizer, before)
 
 
 def _restore(
@@ -396,5 +353,6 @@ def _restore(
     known = signature(DistributedOptimizer).parameters  # a pickle of an older version may have arguments that are gone
     self._set_up(optimizer, named, {name: value for name, value in arguments.items() if name in known})
     rank_state.load(self._reducer, section)
-    self._reducer.config = rank_state.keeping(self._reducer, self._reducer.config, arguments["memory"])
+    exchange = self._reducer.exchange
+    exchange.adopt(rank_state.keeping(exchange, exchange.config, arguments["memory"]))
     return self

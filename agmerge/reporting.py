@@ -15,9 +15,11 @@ from agmerge.errors import AGMergeError
 from agmerge.metrics.chrome_trace import Trace, path_of
 from agmerge.metrics.step_times import StepTimes
 from agmerge.options.config import Config
-from agmerge.planning.replanner import FIRST, mode
+from agmerge.planning.plan_choice import mode_of
+from agmerge.planning.replanner import FIRST
+from agmerge.step.gradient_exchange import GradientExchange
 from agmerge.step.merge_buffers import MergeBuffers
-from sparsifiers.proof import Proof
+from sparsifiers.observed import Observed
 
 
 class ReportingMixin:
@@ -28,9 +30,9 @@ class ReportingMixin:
     @property
     def plan(self) -> planning.Plan:
         """The plan in use. There is none before the first step."""
-        if self._reducer.session is None:
+        if self._reducer.exchange.buffers is None:
             raise AGMergeError("there is no plan yet: ranks agree on one in the first step")
-        return self._reducer.session.plan
+        return self._reducer.exchange.buffers.plan
 
     @property
     def settings(self) -> dict[str, str]:
@@ -50,31 +52,33 @@ class ReportingMixin:
         sent / elements. ``steps_skipped``: see ``nonfinite``; what they sent is counted. ``exposed_seconds``: waiting
         for messages in ``synchronize()``. ``compressor``: in use now, by its canonical name.
         """
-        stats = self._reducer.stats
-        self._reducer.averages.settle()
-        norms = [float(torch.linalg.vector_norm(r.double())) for r in self._reducer.residuals().values()]
+        exchange = self._reducer.exchange
+        totals, sparsifier = exchange.totals, exchange.config.sparsifier
+        exchange.times.settle()
+        norms = [float(torch.linalg.vector_norm(r.double())) for r in exchange.residuals().values()]
         return {
-            "steps": self._reducer.steps,
-            "steps_skipped": stats.steps_skipped,
-            "compressor": self._reducer.config.compressor,
-            "buffers": stats.buffers,
-            "bytes_sent": stats.bytes_sent,
-            "wire": dict(stats.wire),
-            "bytes_dense": stats.bytes_dense,
-            "elements_sent": stats.elements_sent,
-            "density": stats.density,
-            "exposed_seconds": self._reducer.averages.exposed,
+            "steps": exchange.steps,
+            "steps_skipped": totals.steps_skipped,
+            "compressor": exchange.config.compressor,
+            "buffers": totals.buffers,
+            "bytes_sent": totals.bytes_sent,
+            "wire": dict(totals.wire),
+            "bytes_dense": totals.bytes_dense,
+            "elements_sent": totals.elements_sent,
+            "density": totals.density,
+            "exposed_seconds": exchange.times.exposed,
             "residual_norm": sum(norm**2 for norm in norms) ** 0.5,
-            **({} if stats.proof is None else {"selection": stats.proof.figures()}),
+            **({"selection": sparsifier.figures()} if isinstance(sparsifier, Observed) else {}),
         }
 
     def measure_selection(self, on: bool = True) -> None:
         """Measure selections, in ``stats()["selection"]``, since the last agreement; costs a pass or two a step."""
-        self._reducer.stats.proof = Proof() if on else None
+        self._reducer.exchange.observe_selection(on)
 
     def compression_report(self) -> str:
         """A table of what happens to each tensor: merge buffer, lane, density, elements. After the first step."""
-        return compression_table(self.plan, self._reducer.session, self._reducer.config, self._reducer.steps)
+        exchange = self._reducer.exchange
+        return compression_table(self.plan, exchange.buffers, exchange.config, exchange.steps)
 
     def measure(self) -> planning.Measurements:
         """Measure what selection and exchanges cost now; :meth:`merge_report` predicts from it. The plan stays.
@@ -100,44 +104,45 @@ class ReportingMixin:
         """A table of the merge buffers of a typical step: ready, start, end and exposed time, beside the predicted."""
         plan = self.plan  # raises before the first step
         assert plan is not None
-        return merge_buffers_table(self._reducer.session, self._reducer.measured(), self._reducer.averages.typical())
+        exchange = self._reducer.exchange
+        return merge_buffers_table(exchange.buffers, self._reducer.measured(), exchange.times.typical())
 
     def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
         """Write a Chrome trace of the steps inside, to open in Perfetto; one file a rank (``trace.rank0.json``)."""
-        return traced(self._reducer, path)
+        return traced(self._reducer.exchange, path)
 
 
-def compression_table(plan: planning.Plan, session: MergeBuffers | None, config: Config, step: int) -> str:
+def compression_table(plan: planning.Plan, buffers: MergeBuffers | None, config: Config, step: int) -> str:
     """What happens to each tensor, in readiness order: one line each, and a last one with the totals."""
-    assert session is not None
+    assert buffers is not None
     rows = [("buffer", "tensor", "shape", "lane", "density", "elements")]
     sparse = 0
-    for slot in session.tensors.slots:
+    for slot in buffers.tensors.slots:
         density = "1"
         if slot.lane.sparse:
             sent = config.density(slot.lane.density, step)
-            if session.shares is not None:
-                sent = session.tensor_budget(slot, step) / slot.numel
+            if buffers.shares is not None:
+                sent = buffers.tensor_budget(slot, step) / slot.numel
             density, sparse = f"{sent:.3g}", sparse + slot.numel
         shape = "x".join(map(str, slot.shape)) or "scalar"
         lane = "sparse" if slot.lane.sparse else "dense"
-        rows.append((str(session.buffer_of[slot.index]), slot.name, shape, lane, density, str(slot.numel)))
+        rows.append((str(buffers.buffer_of[slot.index]), slot.name, shape, lane, density, str(slot.numel)))
     lines = _aligned(rows)
-    total = session.tensors.numel
+    total = buffers.tensors.numel
     compressor = config.sparsifier or config.cast or "none"
     lines.append(f"{compressor}: {sparse} of {total} elements ({sparse / max(total, 1):.1%}) are selected from")
     return "\n".join(lines)
 
 
 def merge_buffers_table(
-    session: MergeBuffers | None, measured: planning.Measurements | None, times: StepTimes | None
+    buffers: MergeBuffers | None, measured: planning.Measurements | None, times: StepTimes | None
 ) -> str:
     """Each merge buffer as it was in a typical step, beside what was predicted, in ms since the first tensor."""
-    assert session is not None
-    plan, slots = session.plan, session.tensors.slots
+    assert buffers is not None
+    plan, slots = buffers.plan, buffers.tensors.slots
     spans: Sequence[planning.Span] = ()
     if measured is not None:
-        spans = planning.predict(plan, measured.profile, measured.costs, mode(plan, measured)).spans
+        spans = planning.predict(plan, measured.profile, measured.costs, mode_of(plan, measured)).spans
     rows = [["buffer", "tensors", "elements", "ready", "start", "end", "exposed", "predicted ready", "start", "end"]]
     for index, (start, stop) in enumerate(plan.bounds):
         elements = sum(slot.numel for slot in slots[start:stop])
@@ -169,18 +174,17 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 @contextmanager
-def traced(reducer: Reducer, path: str | os.PathLike[str]) -> Iterator[None]:
+def traced(exchange: GradientExchange, path: str | os.PathLike[str]) -> Iterator[None]:
     """Record the steps inside, and write them to a file of this rank's."""
-    averages = reducer.averages
-    if averages.trace is not None:
+    times = exchange.times
+    if times.trace is not None:
         raise AGMergeError("trace(): a trace is being recorded already; end that one first")
-    rank, size = (reducer.comm.rank, reducer.comm.size) if reducer.comm is not None else (0, 1)
-    averages.settle()
-    trace = averages.trace = Trace(rank, f"rank {rank}")
-    reducer.tell(trace)
+    rank, size = (exchange.comm.rank, exchange.comm.size) if exchange.comm is not None else (0, 1)
+    trace = Trace(rank, f"rank {rank}")
+    times.record(trace)
+    exchange.describe_to(trace)
     try:
         yield
     finally:
-        averages.settle()
-        averages.trace = None
+        times.record(None)
         trace.save(path_of(path, rank, size))

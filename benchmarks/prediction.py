@@ -46,7 +46,7 @@ def worker(args: argparse.Namespace) -> None:
 
     import agmerge
     import merging
-    from agmerge.planning.replanner import finish
+    from agmerge.planning.plan_choice import predicted_finish
     from agmerge.step.agreement import with_mode
 
     agmerge.init()
@@ -69,7 +69,7 @@ def worker(args: argparse.Namespace) -> None:
             work.loss().backward()
             optimizer.step()
         measured = optimizer.measure() if measure else None
-        times = optimizer._reducer.averages.typical()
+        times = optimizer._reducer.exchange.times.typical()
         mean = float(agmerge.allreduce(torch.tensor([times.finish], dtype=torch.float64)))
         optimizer.close()
         return measured, mean
@@ -86,7 +86,7 @@ def worker(args: argparse.Namespace) -> None:
                 "sparsify": sparsify,
                 "planner": name,
                 "buffers": len(plan.counts),
-                "predicted": finish(plan, measured),
+                "predicted": predicted_finish(plan, measured),
                 "measured": mean,
             }
             if agmerge.rank() == 0:

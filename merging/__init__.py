@@ -20,7 +20,7 @@ from merging.message_split import divide
 from merging.plan import Plan
 from merging.planner import Planner
 from merging.profile import Profile
-from merging.registry import get, names
+from merging.registry import get, names, register
 from merging.timeline import MODES, Span, Timeline, predict
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "get",
     "names",
     "predict",
+    "register",
 ]
 
 # Pickles of planners name the module of their class: until 2026-11 those lay here, and now in planners/.

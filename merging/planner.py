@@ -19,13 +19,15 @@ class Planner(ABC):
 
     A planner is a frozen dataclass (`repr=False`, `kw_only=True`) with a `name`; its fields are its
     options, plain values checked in `__post_init__`; it implements `partition`. The same inputs give the
-    same plan in every process. `modes` are those it plans for; `timed` is False where times and costs play no
-    part in its plans, so that nothing needs to be measured for them.
+    same plan in every process. The other class variables say what training does with its plans.
     """
 
-    name: ClassVar[str]
-    modes: ClassVar[tuple[str, ...]] = MODES
-    timed: ClassVar[bool] = True
+    name: ClassVar[str]  # in `merging.get`, in the texts that ranks compare, and in reports
+    modes: ClassVar[tuple[str, ...]] = MODES  # those that it plans for
+    timed: ClassVar[bool] = True  # False: no time and no cost plays a part in its plans, so nothing is measured for it
+    recheck_every: ClassVar[int] = 0  # steps between two comparisons of the measured times with the plan's; 0: never
+    min_gain: ClassVar[float] = 0.0  # share by which a new plan must be predicted to end sooner than the one in use
+    max_messages: ClassVar[int] = 1  # in which a merge buffer may travel, see `divide`; 1: none is divided
 
     def plan(self, profile: Profile, costs: Costs, mode: str = "dense") -> Plan:
         """Return this planner's partition of the profile's tensors, with their names.

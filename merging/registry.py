@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from typing import Any
 
@@ -20,21 +20,41 @@ from merging.planners.omgs import OMGS
 from merging.planners.single import Single
 from merging.planners.threshold import Threshold
 
-_ALL = (Layerwise, Single, Count, Threshold, Horovod, MGWFBP, OMGS, DeAR, FGBuff, AGMerge, AGTF, Exact)
-_PLANNERS: dict[str, type[Planner]] = {planner.name: planner for planner in _ALL}
-
-_ALIASES = {
+_ALIASES = {  # other names for the canonical ones: accepted, not listed
     "wfbp": "layerwise",
     "syncea": "single",
     "synceasgd": "single",
     "omgssgd": "omgs",
     "agtfsgd": "agtf",
 }
+_planners: dict[str, type[Planner]] = {}  # by canonical name, in the order in which they were registered
 
 
 def names() -> tuple[str, ...]:
-    """Return the canonical names of all planners."""
-    return tuple(_PLANNERS)
+    """Return the canonical names of all planners, registered ones last."""
+    return tuple(_planners)
+
+
+def register(name: str, planner: type[Planner]) -> None:
+    """Let `get(name, **options)` make this planner, and `merging=name` in a training script use it.
+
+    `planner` is a subclass of `Planner` whose own `name` is `name`; every option has a default, since comparisons of
+    all planners take each with its defaults. Register it on every rank. Raises TypeError for what is no name, no such
+    class, and for an option without a default; ValueError for a taken name and for another one than the class has.
+    """
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"a planner's name must be a non-empty string, not {name!r}")
+    if not (isinstance(planner, type) and issubclass(planner, Planner)):
+        raise TypeError(f"planner {name!r} must be a subclass of merging.Planner, not {planner!r}")
+    if _canonical(name) is not None:
+        raise ValueError(f"the planner name {name!r} is taken; choose one besides {', '.join(_planners)}")
+    own = getattr(planner, "name", None)
+    if own != name:
+        raise ValueError(f"{planner.__name__}.name is {own!r}, which ranks compare: register it under that name")
+    for field in fields(planner):
+        if field.default is MISSING and field.default_factory is MISSING:
+            raise TypeError(f"planner {name!r} has no default for its option {field.name!r}: give it one")
+    _planners[name] = planner
 
 
 def get(name: str, /, **options: Any) -> Planner:
@@ -44,12 +64,12 @@ def get(name: str, /, **options: Any) -> Planner:
     Raises ValueError for an unknown name, TypeError for an unknown option; each lists what there is. A
     planner refuses a wrong option value with either.
     """
-    spelt = "".join(letter for letter in str(name).casefold() if letter not in "-_ ")
-    planner = _PLANNERS.get(_ALIASES.get(spelt, spelt))
-    if planner is None:
-        near = get_close_matches(str(name).casefold(), [*_PLANNERS, *_ALIASES], n=1)
+    known = _canonical(str(name))
+    if known is None:
+        near = get_close_matches(str(name).casefold(), [*_planners, *_ALIASES], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"there is no planner {name!r}{hint} (there are {', '.join(_PLANNERS)})")
+        raise ValueError(f"there is no planner {name!r}{hint} (there are {', '.join(_planners)})")
+    planner = _planners[known]
     accepted = sorted(field.name for field in fields(planner))
     unknown = sorted(options.keys() - set(accepted))
     if unknown:
@@ -57,5 +77,20 @@ def get(name: str, /, **options: Any) -> Planner:
     return planner(**options)
 
 
+def _canonical(name: str) -> str | None:
+    """Return the canonical name, from any spelling of it or of an alias; None where there is none."""
+    return {**_ALIASES, **{_folded(known): known for known in _planners}}.get(_folded(name))
+
+
+def _folded(name: str) -> str:
+    """Return what spellings of one name have in common."""
+    return "".join(letter for letter in name.casefold() if letter not in "-_ ")
+
+
 def _listed(accepted: list[str]) -> str:
+    """Return the names of options for an error."""
     return ", ".join(accepted) if accepted else "no options"
+
+
+for _planner in (Layerwise, Single, Count, Threshold, Horovod, MGWFBP, OMGS, DeAR, FGBuff, AGMerge, AGTF, Exact):
+    register(_planner.name, _planner)

@@ -1,13 +1,14 @@
-"""Which coordinates of a vector to send, and the memories that keep the rest.
+"""Choose which coordinates of a vector to send, and keep the rest in a memory.
 
     >>> import torch, sparsifiers
     >>> chosen = sparsifiers.get("topk", density=0.25).select(torch.tensor([0.5, -3.0, 2.0, 0.0]))
     >>> chosen.trimmed().tolist()
     [1]
 
-A sparsifier reads one 1-D vector and says where its important coordinates are; it never changes the
-vector and never communicates. A memory says what becomes of the coordinates that were not sent. This
-package needs torch, numpy and the standard library, and knows nothing of the rest of the house.
+A sparsifier reads one 1-D vector and returns the places of its important coordinates; it never changes the vector and
+never communicates. A memory keeps, or drops, what was not sent. `Compressor` is what a sparsifier has in common with
+compressors that select nothing. This package needs torch, numpy and the standard library, and imports neither
+`agmerge` nor `merging`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from __future__ import annotations
 from sparsifiers.arguments import Request, budget
 from sparsifiers.base import Selection, Sparsifier
 from sparsifiers.catalogue import get, memory, names, register
+from sparsifiers.compressor import Compressor, Kind
 from sparsifiers.memories import Memory, Momentum, Rate
 
 __all__ = [
+    "Compressor",
+    "Kind",
     "Memory",
     "Momentum",
     "Rate",

@@ -1,15 +1,14 @@
-"""ADTopk: every row of every tensor gets its turn, beside the largest of all.
+"""Give each row of each tensor its turn, beside the largest of all: ADTopk.
 
 Ming, Hu, Zhou, Zheng and Feng, "ADTopk: All-Dimension Top-k Compression for High-Performance Data-Parallel DNN
 Training", HPDC'24. Global top-k leaves whole rows (output channels, neurons) without an update for many steps;
 rows alone keep far less of the gradient. From the paper: rows as dimensions, the longer axis as the searched
 one, interleaving, reuse of the threshold. Ours: exactly k in all, dealt to the rows in turn (`rows.deal`), the
-reuse rule (`feedback`), and floor-and-fill.
+reuse rule (`threshold_reuse`), and floor-and-fill.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from sparsifiers import threshold_reuse
 from sparsifiers.arguments import Request
 from sparsifiers.base import Selection, Sparsifier
 from sparsifiers.device import largest_magnitudes_on_device
+from sparsifiers.estimated import padded
 from sparsifiers.magnitude import bit_view, magnitude_mask
 from sparsifiers.rows import matrices
 from sparsifiers.rows_device import largest_in_rows_on_device, maxima_and_largest_on_device
@@ -40,17 +40,20 @@ class AdTopKRow(Sparsifier):
     def _select(self, vector: Tensor, request: Request) -> Selection:
         return _row_wise(vector, request, request.step)
 
+    def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
+        return _row_wise_on_device(vector, request, request.step)
+
 
 class AdTopK(Keyed):
     """Send the largest of each row at even steps, and the largest of all at odd steps.
 
-    The default compressor: as wide as `adtopk-row`, nearly as deep as topk. Even steps send exactly k. Odd steps
+    As wide as `adtopk-row`, nearly as deep as topk. Even steps send exactly k. Odd steps
     send 0.8 k to k on the CPU, where the last odd step's threshold is used again if its count fits, which saves
     the search for a new one; cold keys and misfits select exactly. reuse=False selects exactly at every odd
     step: for comparisons, or where counts must not vary. On a device odd steps are always exact, because
     whether a threshold fits could only be known by waiting for the count.
 
-    step alone decides the phase, so ranks agree without a word. Rows take turns by even steps (step // 2): if
+    step alone decides the phase, so ranks agree without a message. Rows take turns by even steps (step // 2): if
     they took turns by step, one with two rows and k = 1 would serve the same row at every even step.
     """
 
@@ -65,15 +68,16 @@ class AdTopK(Keyed):
     def _select(self, vector: Tensor, request: Request) -> Selection:
         if request.step % 2 == 0:
             return _row_wise(vector, request, request.step // 2)
-        if vector.device.type != "cpu":
-            return Selection(largest_magnitudes_on_device(vector, request.k), request.k)
         known = self._recall(request.key, vector.numel()) if self.reuse else None
-        found = threshold_reuse.reuse(vector, request.k, known[0] if known else None)
-        if self.reuse and found.threshold is not None:
-            self._keep(request.key, vector.numel(), found.threshold)
-        indices = np.zeros(request.k, dtype=np.int32)
-        indices[: len(found.indices)] = found.indices
-        return Selection(torch.from_numpy(indices), len(found.indices))
+        reused = threshold_reuse.reuse(vector, request.k, known[0] if known else None)
+        if self.reuse and reused.threshold is not None:
+            self._keep(request.key, vector.numel(), reused.threshold)
+        return padded(reused.indices, request.k)
+
+    def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
+        if request.step % 2 == 0:
+            return _row_wise_on_device(vector, request, request.step // 2)
+        return Selection(largest_magnitudes_on_device(vector, request.k), request.k)
 
     def options(self) -> dict[str, object]:
         return {"reuse": self.reuse}
@@ -95,19 +99,21 @@ class AdTopKFill(Sparsifier):
 
     def _select(self, vector: Tensor, request: Request) -> Selection:
         forced = [matrix for matrix in matrices(request.shapes) if matrix.structured]
-        if vector.device.type != "cpu":
-            if not forced:
-                return Selection(largest_magnitudes_on_device(vector, request.k), request.k)
-            return Selection(maxima_and_largest_on_device(vector, request.k, request.step, forced), request.k)
         bits, mask = bit_view(vector).numpy(), magnitude_mask(vector.dtype)
         indices = maxima_and_largest(bits, mask, request.k, request.step, forced)
         return Selection(torch.from_numpy(indices), request.k)
 
+    def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
+        forced = [matrix for matrix in matrices(request.shapes) if matrix.structured]
+        if not forced:
+            return Selection(largest_magnitudes_on_device(vector, request.k), request.k)
+        return Selection(maxima_and_largest_on_device(vector, request.k, request.step, forced), request.k)
+
 
 def _row_wise(vector: Tensor, request: Request, turn: int) -> Selection:
-    if vector.device.type == "cpu":
-        bits, mask = bit_view(vector).numpy(), magnitude_mask(vector.dtype)
-        indices = torch.from_numpy(largest_in_rows(bits, mask, request.k, turn, request.shapes))
-    else:
-        indices = largest_in_rows_on_device(vector, request.k, turn, request.shapes)
-    return Selection(indices, request.k)
+    bits, mask = bit_view(vector).numpy(), magnitude_mask(vector.dtype)
+    return Selection(torch.from_numpy(largest_in_rows(bits, mask, request.k, turn, request.shapes)), request.k)
+
+
+def _row_wise_on_device(vector: Tensor, request: Request, turn: int) -> Selection:
+    return Selection(largest_in_rows_on_device(vector, request.k, turn, request.shapes), request.k)

@@ -1,7 +1,7 @@
-"""What may be asked of a sparsifier, checked in one place.
+"""Check in one place what is asked of a sparsifier.
 
-Every check raises before anything is computed, and says what was wrong, where (the sparsifier and the key of
-the vector) and what to do. `owner` and `key` only name the place; they are formatted when a check fails.
+Each check raises before anything is computed, and says what was wrong, where (the sparsifier and the key of the
+vector) and what to do. `owner` and `key` only name that place; they are formatted when a check fails.
 """
 
 from __future__ import annotations
@@ -9,42 +9,39 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from numbers import Integral, Real
 
 import torch
 from torch import Tensor
 
 NUMEL_LIMIT = 2**31  # indices travel as int32
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of vectors
+PLAIN = frozenset({int})  # of sizes; a bool is an int, but not of this type
 
 
 @dataclass(frozen=True)
 class Request:
-    """One call of `select` or `capacity` after its checks: what a sparsifier may depend on, and nothing else.
+    """Hold one call of `select` or `capacity` after its checks: all that a choice may depend on beside the vector."""
 
-    k: how many indices are wanted, 0 only for an empty vector.
-    key: owner of per-vector state; "" in `capacity`.
-    step: committed exchanges so far, equal on every rank.
-    shapes: shapes of the tensors that the vector concatenates; one 1-D tensor if the caller named none.
-    """
-
-    k: int
-    key: str
-    step: int
-    shapes: tuple[tuple[int, ...], ...]
+    k: int  # indices that are wanted; 0 only for an empty vector
+    key: str  # names the vector, and owns the state that belongs to it; "" in `capacity`
+    step: int  # committed exchanges so far, equal on all ranks
+    shapes: tuple[tuple[int, ...], ...]  # of the tensors that the vector concatenates; (numel,) where not given
 
 
 def budget(density: float, numel: int) -> int:
-    """How many of `numel` elements a density selects: max(1, ceil(density * numel)), and 0 of 0.
+    """Return how many of `numel` elements a density selects: max(1, ceil(density * numel)), and 0 of 0.
 
-    The product is rounded once, in fp64, before ceil: every rank and every caller gets the same integer.
+    The product is rounded once, in fp64, before ceil: all ranks and all callers get the same integer. ValueError or
+    TypeError for a density outside (0, 1] or a numel outside [0, 2**31).
     """
     density, numel = check_density(density), check_numel("budget", numel)
     return min(numel, max(1, math.ceil(density * numel)))
 
 
 def check_density(density: float) -> float:
-    """The density as a Python float. ValueError outside (0, 1], NaN included; TypeError for a non-number."""
+    """Return the density as a Python float. ValueError outside (0, 1], NaN included; TypeError for a non-number."""
     if isinstance(density, bool) or not isinstance(density, Real):
         raise TypeError(f"density must be a number in (0, 1], not {density!r}")
     if not 0.0 < density <= 1.0:
@@ -53,7 +50,7 @@ def check_density(density: float) -> float:
 
 
 def check_numel(owner: object, numel: int, key: str = "") -> int:
-    """The element count as a Python int in [0, 2**31)."""
+    """Return the element count as a Python int. ValueError outside [0, 2**31); TypeError for a non-integer."""
     numel = _integer(owner, key, "numel", numel)
     if not 0 <= numel < NUMEL_LIMIT:
         raise ValueError(f"{_where(owner, key)}: numel is {numel}, outside [0, 2**31); split the vector")
@@ -61,7 +58,10 @@ def check_numel(owner: object, numel: int, key: str = "") -> int:
 
 
 def check_vector(owner: object, vector: Tensor, key: str) -> None:
-    """A strided 1-D tensor of a dtype in DTYPES, of any stride and on any device."""
+    """Raise ValueError or TypeError unless `vector` is a strided 1-D tensor of a dtype in DTYPES.
+
+    Any stride and any device will do; no value is looked at.
+    """
     if not isinstance(vector, Tensor):
         raise TypeError(f"{_where(owner, key)}: vector must be a torch.Tensor, not {type(vector).__name__}")
     if vector.layout is not torch.strided or vector.dim() != 1:
@@ -84,29 +84,43 @@ def check_request(
     step: int,
     shapes: Sequence[Sequence[int]] | None,
 ) -> Request:
-    """The call as a Request, k filled in from the density where the caller left it open."""
-    numel = check_numel(owner, numel, key)
-    k = budget(density, numel) if k is None else _integer(owner, key, "k", k)
-    least = min(1, numel)
+    """Return the call as a Request, with k from the density where it is None.
+
+    ValueError or TypeError for an argument outside the contract. Plain ints, which is what the core passes, are looked
+    at without a call: this runs for every selection. Only what is of another type is converted, or refused.
+    """
+    if type(numel) is not int or not 0 <= numel < NUMEL_LIMIT:
+        numel = check_numel(owner, numel, key)
+    if k is None:
+        k = budget(density, numel)
+    elif type(k) is not int:
+        k = _integer(owner, key, "k", k)
+    least = 1 if numel else 0
     if not least <= k <= numel:
         raise ValueError(
             f"{_where(owner, key)}: k is {k}, but of {numel} elements [{least}, {numel}] can be selected; "
             f"sparsifiers.budget(density, numel) stays in that range"
         )
-    step = _integer(owner, key, "step", step)
+    if type(step) is not int:
+        step = _integer(owner, key, "step", step)
     if step < 0:
         raise ValueError(f"{_where(owner, key)}: step is {step}; it counts committed exchanges from 0")
-    parts = tuple(
-        tuple(_integer(owner, key, "a size in shapes", size) for size in shape)
-        for shape in ([(numel,)] if shapes is None else shapes)
-    )
-    covered = sum(math.prod(shape) for shape in parts)
+    parts = ((numel,),) if shapes is None else _shapes(owner, key, numel, shapes)
+    return Request(k, key, step, parts)
+
+
+def _shapes(owner: object, key: str, numel: int, shapes: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes as tuples of ints. ValueError unless they hold `numel` elements in all."""
+    parts = tuple(map(tuple, shapes))
+    if not PLAIN.issuperset(map(type, chain.from_iterable(parts))):
+        parts = tuple(tuple(_integer(owner, key, "a size in shapes", size) for size in shape) for shape in parts)
+    covered = sum(map(math.prod, parts))
     if covered != numel:
         raise ValueError(
             f"{_where(owner, key)}: shapes hold {covered} elements in {len(parts)} tensors, but the vector "
             f"has {numel}; list the shape of every tensor that it concatenates, in order"
         )
-    return Request(k=k, key=key, step=step, shapes=parts)
+    return parts
 
 
 def _integer(owner: object, key: str, name: str, value: int) -> int:

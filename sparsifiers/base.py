@@ -1,9 +1,9 @@
-"""The contract of a sparsifier: `Selection` is what it returns, `Sparsifier` is what it is."""
+"""Define the contract of a sparsifier: `Sparsifier`, the base class, and `Selection`, what it returns."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,19 +11,19 @@ from torch import Tensor
 
 from sparsifiers.arguments import Request, check_density, check_request, check_vector
 from sparsifiers.canonical import canonical
+from sparsifiers.compressor import Compressor, Kind
 
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """Which coordinates are offered.
+    """Hold the coordinates that are offered for sending.
 
-    indices: int32[capacity]; the first `count` are unique, in range and ascending, later slots hold any index
-        in range and are sent with value +0.
-    count: an int, or a 0-dim int32 tensor on the device of `indices`, so that selecting never synchronises.
+    A message has `capacity` slots, of which `count` are used; the slots after them are padding. ValueError for
+    tensors of another form.
     """
 
-    indices: Tensor
-    count: int | Tensor
+    indices: Tensor  # int32[capacity]: first `count` unique places, ascending, then any in range, sent with value +0
+    count: int | Tensor  # an int, or 0-dim int32 on the device of `indices`, so that selecting never waits for it
 
     def __post_init__(self) -> None:
         if self.indices.dtype != torch.int32 or self.indices.dim() != 1:
@@ -41,26 +41,22 @@ class Selection:
             raise ValueError(f"Selection: count is {self.count}, outside [0, {self.indices.numel()}], the capacity")
 
     def trimmed(self) -> Tensor:
-        """The selected indices alone, int64[count]; synchronises if `count` is on a device."""
+        """Return the selected indices without padding, int64[count]. Waits for the device if `count` is on one."""
         return self.indices[: int(self.count)].long()
 
 
-class Sparsifier(ABC):
-    """Chooses which coordinates of a vector to send.
+class Sparsifier(Compressor):
+    """Choose which coordinates of a vector to send.
 
     A subclass sets `name` and writes `_select`; everything else has a default that is right for a sparsifier
-    that has no options, sends exactly k indices and remembers nothing. One with hyper-parameters returns them
-    from `options`; one whose message is smaller than k writes `_capacity`; one that remembers something
-    between calls writes `state_dict`, `load_state_dict` and `retain`. Arguments are checked here, once, and
-    arrive as a `Request`: k carries warm-up, per-tensor densities and budgets, and step is the only clock.
-
-    name: the canonical name that it is registered under.
-    density: selected / total elements, in (0, 1]; used where the caller gives no k.
-    memory: the name of the memory that it is meant to be used with.
+    that has no options, sends exactly k indices and remembers nothing. One whose message is smaller than k writes
+    `_capacity`; for options and state see `Compressor`. Arguments are checked here, once, and arrive as a `Request`:
+    k carries warm-up, per-tensor densities and budgets, and step is the only clock.
     """
 
-    name: str
-    memory: str = "residual"
+    kind = Kind.SPARSE
+    memory = "residual"
+    density: float  # selected / total elements, in (0, 1]; used where the caller gives no k
 
     def __init__(self, density: float = 0.01) -> None:
         self.density = check_density(density)
@@ -76,16 +72,20 @@ class Sparsifier(ABC):
     ) -> Selection:
         """Choose at most k coordinates of `vector`, which is 1-D, of any float dtype, stride and device.
 
-        k defaults to budget(density, numel). key owns per-vector state; a key not seen before starts cold.
-        shapes are those of the tensors that the vector concatenates. The vector is not changed, no gradient
-        is recorded, and nothing waits for a device. ValueError or TypeError for arguments outside the
-        contract.
+        k: elements wanted, in [1, numel]; None: budget(density, numel).
+        key: names the vector, and owns the state that belongs to it; a key not seen before starts cold.
+        step: committed exchanges so far, the only clock; equal on all ranks.
+        shapes: those of the tensors that the vector concatenates; None: it is one 1-D tensor.
+
+        The vector is not changed, no gradient is recorded, and nothing waits for a device. ValueError or TypeError
+        for arguments outside the contract.
         """
         check_vector(self, vector, key)
         request = check_request(self, self.density, vector.numel(), k=k, key=key, step=step, shapes=shapes)
         if request.k == 0:
             return Selection(torch.empty(0, dtype=torch.int32, device=vector.device), 0)
-        return self._select(vector.detach().resolve_neg(), request)
+        vector = vector.detach().resolve_neg()
+        return self._select(vector, request) if vector.device.type == "cpu" else self._select_on_device(vector, request)
 
     def capacity(
         self,
@@ -95,38 +95,28 @@ class Sparsifier(ABC):
         step: int = 0,
         shapes: Sequence[Sequence[int]] | None = None,
     ) -> int:
-        """Slots of the message that `select` fills: a pure function of the arguments, at most k."""
+        """Return the slots of the message that `select` fills, at most k, from the same arguments.
+
+        It is a pure function of these, so that all ranks know the size of a message beforehand.
+        """
         request = check_request(self, self.density, numel, k=k, key="", step=step, shapes=shapes)
         return self._capacity(numel, request)
 
     @abstractmethod
     def _select(self, vector: Tensor, request: Request) -> Selection:
-        """Select from a detached, non-empty vector, with exactly the slots that `_capacity` says."""
+        """Select from a detached, non-empty vector in CPU memory, with exactly the slots that `_capacity` says."""
+
+    def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
+        """Select from a vector that is not in CPU memory, with the same slots, without waiting for its device.
+
+        The default is `_select`: right where that only calls torch, uses no shape that depends on values, and reads
+        none on the host.
+        """
+        return self._select(vector, request)
 
     def _capacity(self, numel: int, request: Request) -> int:
-        """Slots of the message; request.k unless the method has a reason to send fewer."""
+        """Return the slots of the message: request.k unless the method has a reason to send fewer."""
         return request.k
-
-    def options(self) -> dict[str, object]:
-        """Hyper-parameters as plain values: get(name, density, **options()) is this sparsifier again."""
-        return {}
-
-    def state_dict(self) -> dict[str, object]:
-        """What must survive a restart for the next selections to be the same; empty if stateless."""
-        return {}
-
-    def snapshot(self) -> Mapping[str, object]:
-        """The same for a moment, in this process: what `load_state_dict` takes back. Waits for no device."""
-        return self.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Restore what `state_dict` returned. ValueError if it belongs to another kind of sparsifier."""
-        if state:
-            raise ValueError(f"{self}: keeps no state, but was given {sorted(state)}; load that into what saved it")
-
-    def retain(self, keys: Iterable[str]) -> None:
-        """After a re-plan: forget the state of every key that is not in `keys`."""
-        return  # nothing is remembered
 
     def __repr__(self) -> str:
         return canonical(self.name, {"density": self.density, **dict(sorted(self.options().items()))})

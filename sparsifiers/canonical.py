@@ -1,4 +1,4 @@
-"""One text for one configuration: ranks compare these texts to find out that their settings differ."""
+"""Write one text for one configuration: ranks compare these texts to find out that their settings differ."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 def canonical(name: str, options: Mapping[str, object]) -> str:
-    """`name(option=value, ...)` in the order given, the same text in every process.
+    """Return `name(option=value, ...)`, with the options in the order given: the same text in all processes.
 
     Values are None, bool, int, float, str or (nested) tuples of these; anything else is a TypeError, because
     the text of an arbitrary object may hold its address.

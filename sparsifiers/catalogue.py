@@ -1,4 +1,4 @@
-"""The sparsifiers and memories that exist, by name. A new one is a file of its own and a line here."""
+"""List the sparsifiers and memories by name. A new one is a file of its own, and an import and a line here."""
 
 from __future__ import annotations
 
@@ -57,20 +57,21 @@ _memories.register("residualgtopk", ResidualGTopK)
 
 
 def names() -> tuple[str, ...]:
-    """The canonical names of the sparsifiers, registered ones last."""
+    """Return the canonical names of the sparsifiers; those that a script has registered come last."""
     return _sparsifiers.names()
 
 
 def get(name: str, density: float = 0.01, **options: object) -> Sparsifier:
     """Make a sparsifier by canonical name or alias, in any case, with or without hyphens and underscores.
 
+    density: elements sent / elements, in (0, 1]. options: hyper-parameters of that sparsifier, see its class.
     ValueError for an unknown name or a density outside (0, 1]; TypeError for an option it does not have.
     """
     return _sparsifiers.create(name, density, **options)
 
 
 def register(name: str, factory: Callable[..., Sparsifier]) -> None:
-    """Let `get(name, density, **options)` call `factory(density, **options)`. ValueError for a taken name."""
+    """Let `get(name, density, **options)` return `factory(density, **options)`. ValueError for a taken name."""
     _sparsifiers.register(name, factory)
 
 

@@ -1,10 +1,10 @@
-"""Proof in one call that a sparsifier keeps the contract: for tests of your own sparsifier.
+"""Check in one call that a sparsifier keeps the contract: for tests of your own sparsifier.
 
     def test_mine() -> None:
         sparsifiers.conformance.check(Mine, beta=0.5)
 
 after `import sparsifiers.conformance`. The first clause that is broken raises an AssertionError that says what
-was wrong and on which input. Runs on the CPU in a few seconds; what happens on a device it does not see.
+was wrong and on which input. It runs on the CPU in a few seconds, and does not see what happens on a device.
 """
 
 from __future__ import annotations
@@ -23,20 +23,23 @@ from torch import Tensor
 
 from sparsifiers.arguments import DTYPES, budget
 from sparsifiers.base import Selection, Sparsifier
-from sparsifiers.catalogue import get
+from sparsifiers.canonical import canonical
+from sparsifiers.catalogue import get, memory
+from sparsifiers.compressor import Kind
 from sparsifiers.conformance_inputs import Case, cases, degenerate, drifting, gaussian, structured
 from sparsifiers.magnitude import bit_view
 
-SECONDS = 60.0  # on one input, after which a selection counts as endless
-Maker = Callable[..., Sparsifier]
+SECONDS = 60.0  # on one input; a selection that takes longer counts as endless
+Maker = Callable[..., Sparsifier]  # called as make(density, **options)
 
 
 def check(sparsifier: str | Callable[..., Sparsifier], *, at_least: float = 0.8, **options: object) -> None:
     """Raise AssertionError, with what was wrong and on which input, unless the sparsifier keeps the contract.
 
-    sparsifier: a registered name, or a factory as given to `register`: factory(density, **options). at_least:
-    the part of k that must be sent wherever there are k non-zeros; 0 for a threshold that the user fixes, which
-    sends what it finds and is not the same for a scaled vector. The sparsifier's own exceptions pass through.
+    sparsifier: a registered name, or a factory as given to `register`: factory(density, **options).
+    at_least: the part of k that must be sent wherever there are k non-zeros; 0 for a threshold that the user fixes,
+        which sends what it finds and is not the same for a scaled vector.
+    options: hyper-parameters, passed on to the sparsifier, whose own exceptions pass through.
     """
 
     def make(density: float = 0.01, **more: object) -> Sparsifier:
@@ -44,14 +47,17 @@ def check(sparsifier: str | Callable[..., Sparsifier], *, at_least: float = 0.8,
         return get(sparsifier, density, **chosen) if isinstance(sparsifier, str) else sparsifier(density, **chosen)
 
     _construction(make)
+    _protocol(make(0.125))
     _symmetries(make, at_least)
+    if make(0.125).same_on_all_ranks:
+        _equal_on_all_ranks(make, at_least)
     _state(make, at_least)
     _selections(make, at_least)
     _dtypes_and_strides(make, at_least)
 
 
 def selected(sparsifier: Sparsifier, case: Case, at_least: float, **request: Any) -> Tensor:
-    """One selection with everything that a single call promises checked, as int64[count]."""
+    """Select once, check everything that a single call promises, and return the indices, int64[count]."""
     vector, n = case.vector, case.vector.numel()
     request = {"shapes": case.shapes, **request}
     where = f"{sparsifier!r} on {case}, {request}"
@@ -80,6 +86,7 @@ def selected(sparsifier: Sparsifier, case: Case, at_least: float, **request: Any
 
 
 def _construction(make: Maker) -> None:
+    """Check that name, density and options make a sparsifier again, and that its text tells settings apart."""
     made = make(0.125)
     _require(isinstance(made, Sparsifier), "the factory made no Sparsifier", repr(made))
     _require(made.density == 0.125, f"density is {made.density}, not the 0.125 it was made with", repr(made))
@@ -94,7 +101,36 @@ def _construction(make: Maker) -> None:
     raise AssertionError(f"an unknown option is accepted, which must be a TypeError: {made!r}")
 
 
+def _protocol(made: Sparsifier) -> None:
+    """Check what a compressor says of itself."""
+    where = repr(made)
+    _require(isinstance(made.name, str) and bool(made.name), f"name is {made.name!r}, no text", where)
+    _require(made.kind is Kind.SPARSE, f"kind is {made.kind!r}, not Kind.SPARSE", where)
+    claim = made.same_on_all_ranks
+    _require(isinstance(claim, bool), f"same_on_all_ranks is {claim!r}, neither True nor False", where)
+    try:
+        memory(made.memory)
+    except (TypeError, ValueError) as error:
+        raise AssertionError(f"no memory can be made by the name in `memory`: {error}: {where}") from error
+    try:
+        canonical(made.name, made.options())
+    except TypeError as error:
+        raise AssertionError(f"options() holds what is no plain value: {error}: {where}") from error
+
+
+def _equal_on_all_ranks(make: Maker, at_least: float) -> None:
+    """Check that two ranks choose alike that have nothing in common but seed, key and step."""
+    expected = _run(make(0.02), at_least, stop=4)
+    other = make(0.02)
+    for step in range(4):
+        for case in (Case("zeros", torch.zeros(4000), ((40, 100),)), drifting(step + 50, 1e3)):
+            chosen = selected(other, case, at_least, key="a", step=step)
+            _same([chosen], [expected[step]], "same_on_all_ranks is True, but another vector changes it", make)
+
+
 def _selections(make: Maker, at_least: float) -> None:
+    """Check single selections on all inputs, from k = 1 to all, and of nothing."""
+
     def all_of(case: Case) -> None:
         n = case.vector.numel()
         for k in sorted({1, budget(0.01, n), budget(0.3, n), n}):
@@ -110,6 +146,7 @@ def _selections(make: Maker, at_least: float) -> None:
 
 
 def _dtypes_and_strides(make: Maker, at_least: float) -> None:
+    """Check that each dtype is selected from, and that strides and autograd make no difference."""
     for dtype in DTYPES:
         for n in (1000, 70_001):
             plain = Case("gaussian", gaussian(n, dtype=dtype))
@@ -122,6 +159,7 @@ def _dtypes_and_strides(make: Maker, at_least: float) -> None:
 
 
 def _symmetries(make: Maker, at_least: float) -> None:
+    """Check that equal runs select alike, and so do vectors times -1 and powers of two."""
     expected = _run(make(0.02), at_least)
     _same(_run(make(0.02), at_least), expected, "two equal runs differ", make)
     for factor in (-1.0, 0.125, 1024.0) if at_least else (-1.0,):
@@ -129,6 +167,7 @@ def _symmetries(make: Maker, at_least: float) -> None:
 
 
 def _state(make: Maker, at_least: float) -> None:
+    """Check that state belongs to a key, goes through all ways of saving it, and is forgotten where it must be."""
     straight = _run(make(0.02), at_least, stop=12)
     both = make(0.02)
     turns = [selected(both, drifting(t), at_least, key=key, step=t) for t in range(12) for key in "ba"]
@@ -139,8 +178,18 @@ def _state(make: Maker, at_least: float) -> None:
     _run(restored, at_least, stop=3, factor=4.0)
     restored.load_state_dict(pickle.loads(pickle.dumps(half.state_dict())))
     copied, shortened = copy.deepcopy(half), copy.deepcopy(half)
+    rewound = copy.deepcopy(half)
+    snapshot = rewound.snapshot()
+    _run(rewound, at_least, start=3, stop=5, factor=4.0)
+    rewound.load_state_dict(snapshot)
     half.retain(["a"])
-    for what, sparsifier in (("retain(['a'])", half), ("load_state_dict", restored), ("copy.deepcopy", copied)):
+    continued = {
+        "retain(['a'])": half,
+        "load_state_dict": restored,
+        "copy.deepcopy": copied,
+        "load_state_dict of a snapshot()": rewound,
+    }
+    for what, sparsifier in continued.items():
         going_on = _run(sparsifier, at_least, start=6, stop=12)
         _same(going_on, straight[6:], f"after {what} key 'a' does not go on as it was", make)
 
@@ -150,7 +199,7 @@ def _state(make: Maker, at_least: float) -> None:
         going_on = _run(half, at_least, start=6, stop=12, key=key)
         _same(going_on, cold, f"after retain({kept}) key {key!r} is still remembered", make)
     other = Case("gaussian of another length", gaussian(3000))
-    fresh, known = (selected(one, other, at_least, key="a", step=7) for one in (make(0.02), shortened))
+    fresh, known = (selected(made, other, at_least, key="a", step=7) for made in (make(0.02), shortened))
     _same([known], [fresh], "key 'a' does not start cold with another length", make)
     try:
         make(0.02).load_state_dict({"no such state": 1})
@@ -162,16 +211,18 @@ def _state(make: Maker, at_least: float) -> None:
 def _run(
     sparsifier: Sparsifier, at_least: float, *, start: int = 0, stop: int = 6, factor: float = 1.0, key: str = "a"
 ) -> list[Tensor]:
+    """Return the indices of each step from `start` to `stop`, on vectors of a slowly changing scale times `factor`."""
     return [selected(sparsifier, drifting(t, factor), at_least, key=key, step=t) for t in range(start, stop)]
 
 
-def _same(found: list[Tensor], expected: list[Tensor], what: str, make: Maker) -> None:
-    for place, (one, other) in enumerate(zip(found, expected, strict=True)):
-        where = f"{make(0.02)!r} on {drifting(0)}, selection {place} of {len(found)}"
-        _require(torch.equal(one, other), f"the selection is not the same: {what}", where)
+def _same(chosen: list[Tensor], expected: list[Tensor], what: str, make: Maker) -> None:
+    for place, (indices, wanted) in enumerate(zip(chosen, expected, strict=True)):
+        where = f"{make(0.02)!r} on {drifting(0)}, selection {place} of {len(chosen)}"
+        _require(torch.equal(indices, wanted), f"the selection is not the same: {what}", where)
 
 
 def _in_time(call: Callable[[], None], case: Case) -> None:
+    """Call in a thread, so that one that never returns can be told; its exception passes through."""
     ended: list[BaseException | None] = []
 
     def run() -> None:
@@ -190,6 +241,7 @@ def _in_time(call: Callable[[], None], case: Case) -> None:
 
 
 def _generators() -> tuple[object, ...]:
+    """Return the states of the process's generators: torch's, Python's and numpy's."""
     name, words, *rest = np.random.get_state(legacy=True)
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), name, np.asarray(words).tobytes(), rest
 

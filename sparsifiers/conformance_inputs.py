@@ -1,4 +1,4 @@
-"""The inputs that a sparsifier is proved on: small, deterministic, and each awkward in a way of its own."""
+"""Make the inputs that a sparsifier is proved on: small, deterministic, and each awkward in a way of its own."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Case:
-    """One vector; finite: the lower bound on the count applies to it."""
+    """Hold one input of a selection, with the name that errors call it by."""
 
-    name: str
-    vector: Tensor
-    shapes: Shapes | None = None
-    finite: bool = True
+    name: str  # what is awkward about it
+    vector: Tensor  # floats [n]
+    shapes: Shapes | None = None  # of the tensors that it concatenates
+    finite: bool = True  # the lower bound on the count applies to it
 
     def __str__(self) -> str:
         return f"input {self.name!r} ({self.vector.dtype}, n={self.vector.numel()}, shapes={self.shapes})"
 
 
 def gaussian(n: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normal numbers from a generator of their own, [n]."""
+    """Draw normal numbers from a generator of their own, [n]."""
     return torch.randn(n, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def cases() -> Iterator[Case]:
-    """Distributions of several lengths, the longest beyond the block in which long vectors are read."""
+    """Make distributions of several lengths, the longest beyond the block in which long vectors are read."""
     for n in (2, 31, 1000, 70_001):
         uniform = gaussian(n, 1).erf()
         yield Case("gaussian", gaussian(n))
@@ -49,7 +49,7 @@ def cases() -> Iterator[Case]:
 
 
 def structured() -> Iterator[Case]:
-    """Vectors that concatenate tensors of several shapes, padding included."""
+    """Make vectors that concatenate tensors of several shapes, padding included."""
     for shapes in (
         ((40, 25),),
         ((25, 40), (24,)),
@@ -63,7 +63,7 @@ def structured() -> Iterator[Case]:
 
 
 def degenerate() -> Iterator[Case]:
-    """Values at which rules divide by zero or search for ever."""
+    """Make values at which rules divide by zero or search for ever."""
     yield Case("n=1", torch.tensor([-2.0]))
     yield Case("n=1, zero", torch.zeros(1))
     for n in (7, 3000):
@@ -82,6 +82,6 @@ def degenerate() -> Iterator[Case]:
 
 
 def drifting(step: int, factor: float = 1.0) -> Case:
-    """What a key is asked at one step: new values every time, of a slowly changing scale."""
+    """Make the vector of a key at one step: new values in each step, of a slowly changing scale times `factor`."""
     scale = factor * (1.0 + 0.2 * math.sin(step))
     return Case("drifting", gaussian(4000, 100 + step) * scale, ((40, 100),))

@@ -1,4 +1,4 @@
-"""The k largest magnitudes of a vector on a device, without waiting for the device.
+"""Find the k largest magnitudes of a vector on a device, without waiting for the device.
 
 Shapes depend on n and k alone and no value is read by the host, so a call only queues work. The k-th largest
 key comes from `torch.topk`, exactly, or from `bracket`: halving an interval of keys, one counting pass each,
@@ -16,12 +16,12 @@ ITERATIONS = 18  # of the 31 that fp32 needs: an interval of 2**13 keys is left,
 
 
 def keys_of(vector: Tensor) -> Tensor:
-    """The magnitudes as integers [n] of the same width; see `magnitude`."""
+    """Return the magnitudes of floats [n] as integers [n] of the same width; see `magnitude`."""
     return bit_view(vector) & magnitude_mask(vector.dtype)
 
 
 def largest_magnitudes_on_device(vector: Tensor, k: int) -> Tensor:
-    """Indices of the k largest magnitudes, int32[k], ascending; of equals the lowest index, NaN largest.
+    """Return the indices of the k largest magnitudes, int32[k], ascending; of equals the lowest index, NaN largest.
 
     vector: floats [n] on any device, not changed; 1 <= k <= n < 2**31.
     """
@@ -39,13 +39,15 @@ def bracket(
     floor: Tensor | None = None,
     iterations: int = ITERATIONS,
 ) -> tuple[Tensor, Tensor]:
-    """An interval of keys (low, high] that holds the k-th largest, as 0-dim int64 tensors.
+    """Return an interval of keys (low, high] that holds the k-th largest, as 0-dim int64 tensors.
 
-    keys: int[n], the keys of floats of `dtype`. start: a guess of the k-th key, 0-dim. floor: only keys above
-    it are of interest; where fewer than k are, no key is left between low and high once they meet at it.
-    Fewer than k keys exceed high; at least k exceed low unless low is the floor. Two probes a quarter of an octave
-    to either side of `start` come first. They are ordinary steps of the bisection, so each narrows the
-    interval whether the guess was right or not, and after a right one 18 steps leave 2e-6 in magnitude.
+    keys: int[n], the keys of floats of `dtype`. start: a guess of the k-th key, 0-dim, or None. floor: only keys
+    above it, 0-dim, are of interest; None: all. iterations: halvings, one counting pass over the keys each.
+
+    Fewer than k keys exceed high; at least k exceed low unless low is the floor: where fewer than k exceed that, low
+    and high meet at it. Two probes a quarter of an octave to either side of `start` come first. They are ordinary steps
+    of the bisection, so each narrows the interval whether the guess was right or not, and after a right one 18 steps
+    leave 2e-6 in magnitude.
     """
     low = torch.full((), -1, dtype=torch.int64, device=keys.device) if floor is None else floor.to(torch.int64)
     high = torch.full((), magnitude_mask(dtype), dtype=torch.int64, device=keys.device)
@@ -62,11 +64,11 @@ def bracket(
 
 
 def take(keys: Tensor, low: Tensor, high: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The keys above `high` and, up to k in all, those in (low, high] of lowest index.
+    """Take the keys above `high` and, up to k in all, those in (low, high] of lowest index.
 
-    Returns indices int32[k], ascending, and how many of them count, 0-dim int32; later slots hold index n - 1.
-    Fewer than k keys, or exactly k, may exceed high. The taken are counted from the left, and the j-th index
-    is where that count first reaches j: a compaction whose shape is known beforehand.
+    keys: int[n], of which at most k exceed high; low, high: 0-dim. Returns the indices int32[k], ascending, and how
+    many of them count, 0-dim int32; later slots hold index n - 1. The taken are counted from the left, and the j-th
+    index is where that count first reaches j: a compaction whose shape is known beforehand.
     """
     larger = keys > high
     vacant = (k - torch.count_nonzero(larger)).to(torch.int32)

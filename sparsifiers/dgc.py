@@ -1,4 +1,4 @@
-"""Deep gradient compression: the threshold of a sample, corrected by what it lets through."""
+"""Take the threshold of a sample, corrected by what it lets through: deep gradient compression."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sparsifiers.arguments import Request
@@ -17,21 +18,22 @@ from sparsifiers.exact_topk import largest_magnitudes, scan
 from sparsifiers.magnitude import INTEGERS, bit_view, magnitude_mask
 
 REACHED = 32  # sampled elements among the k largest, at least; the authors' code has 2
-TURNS, LOWER, RAISE, BAND = 10, 0.8, 1.3, (0.8, 1.3)  # the authors' factor loop
+TURNS, LOWER, RAISE, BAND = 10, 0.8, 1.3, (0.8, 1.3)  # the authors' factor loop; the band is in parts of k
 
 
 def sample_rank(sampled: int, density: float, margin: bool) -> int:
-    """Which of `sampled` elements, from the largest, is the threshold.
+    """Return which of `sampled` elements, counted from the largest, is the threshold, in [1, sampled].
 
-    The paper's rank is p = sampled * density. The sample holds about p of the k largest, with a standard
-    deviation below sqrt(p); the margin of four makes it unlikely (3e-5) that fewer than k reach the threshold.
+    density: k / n; margin: go low enough that the k largest reach it, but for 3 calls in 100,000. The paper's rank is
+    p = sampled * density. The sample holds about p of the k largest, with a standard deviation below sqrt(p); the
+    margin is four of these.
     """
     expected = sampled * density
     return min(sampled, math.ceil(expected + 4 * math.sqrt(expected) + 1 if margin else expected))
 
 
 def ranked(keys: Tensor, rank: int) -> Tensor:
-    """The rank-th largest of `keys`, 0-dim; int[m] on any device."""
+    """Return the rank-th largest of `keys`, int[m] on any device, 0-dim; 1 <= rank <= m."""
     if keys.device.type == "cpu":  # several times as fast as torch.topk there
         place = len(keys) - rank
         return torch.tensor(int(np.partition(keys.numpy(), place)[place]))
@@ -46,9 +48,9 @@ class DGC(Sparsifier):
     candidates, where that let too many through. Momentum correction, masking and clipping belong to the
     memory `dgc`, the warm-up to the training loop.
 
-    mode="exact" (the default): the sample's rank has a margin, so that the candidates hold the k largest; the
+    mode "exact" (the default): the sample's rank has a margin, so that the candidates hold the k largest; the
     exact top-k among them is sent, count is k, and an unlucky sample costs a second pass only.
-    mode="paper": the threshold without a margin, multiplied by 0.8 or 1.3 at most ten times while the count
+    mode "paper": the threshold without a margin, multiplied by 0.8 or 1.3 at most ten times while the count
     is outside [0.8, 1.3] k, then cut to the k largest. A threshold of zero is left at once, all non-zeros
     being candidates. It is there for comparisons: dearer, and no better.
 
@@ -70,23 +72,22 @@ class DGC(Sparsifier):
         return {"sample_ratio": self.sample_ratio, "mode": self.mode}
 
     def _threshold(self, vector: Tensor, request: Request) -> Tensor:
+        """Return the key of the sample's threshold, 0-dim, on the device of the vector."""
         k, n = request.k, vector.numel()
         size = max(math.ceil(self.sample_ratio * n), math.ceil(REACHED * n / k))
         sample = keys_of(strided(vector, size, request))
         return ranked(sample, sample_rank(len(sample), k / n, margin=self.mode == "exact"))
 
     def _select(self, vector: Tensor, request: Request) -> Selection:
-        if vector.device.type != "cpu":
-            return self.select_on_device(vector, request)
         key, k = self._threshold(vector, request), request.k
         if self.mode == "paper":
             return padded(_factor_loop(vector, key, k), k)
         bits, mask = bit_view(vector).numpy(), magnitude_mask(vector.dtype)
-        found = scan(bits, mask, k, int(key) - 1)
-        return padded(found if len(found) == k else largest_magnitudes(bits, mask, k), k)
+        indices = scan(bits, mask, k, int(key) - 1)
+        return padded(indices if len(indices) == k else largest_magnitudes(bits, mask, k), k)
 
-    def select_on_device(self, vector: Tensor, request: Request) -> Selection:
-        """The same without a host in it, for a vector on any device. count is a tensor in mode "paper"."""
+    def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
+        """Select on any device; no value is read by the host. count is a tensor in mode "paper", else k."""
         keys, dtype, k = keys_of(vector), vector.dtype, request.k
         key = self._threshold(vector, request)
         if self.mode == "exact":
@@ -102,22 +103,23 @@ class DGC(Sparsifier):
         return Selection(*take(keys, *bracket(keys, k, dtype, floor=floor), k))
 
 
-def _factor_loop(vector: Tensor, key: Tensor, k: int) -> np.ndarray:
+def _factor_loop(vector: Tensor, key: Tensor, k: int) -> NDArray[np.int32]:
+    """Return what the authors' loop selects from the threshold with this key on: int32[at most k], ascending."""
     bits, mask, dtype = bit_view(vector).numpy(), magnitude_mask(vector.dtype), vector.dtype
     tau, most = _magnitude(key, dtype), math.floor(BAND[1] * k)
-    found = np.zeros(0, dtype=np.int32)
-    floor = 0
+    count = floor = 0
     for _ in range(TURNS + 1):
         floor = int(key_floor(tau, dtype))
-        found = scan(bits, mask, min(len(bits), most + 1), floor)
-        if len(found) > most:
+        count = len(scan(bits, mask, min(len(bits), most + 1), floor))
+        if count > most:
             tau = RAISE * tau
-        elif len(found) < BAND[0] * k and floor > 0:
+        elif count < BAND[0] * k and floor > 0:
             tau = LOWER * tau
         else:
             break
-    return scan(bits, mask, k, 0 if len(found) < LEAST * k else floor)
+    return scan(bits, mask, k, 0 if count < LEAST * k else floor)
 
 
 def _magnitude(key: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the magnitude that has this key, 0-dim fp64; inf for a NaN's."""
     return key.to(INTEGERS[dtype]).view(dtype).double().nan_to_num(nan=torch.inf)

@@ -1,4 +1,4 @@
-"""Deep gradient compression's memory: momentum is applied before selection, so that it is not lost on the way."""
+"""Apply momentum before selection, so that it is not lost on the way: the memory of deep gradient compression."""
 
 from __future__ import annotations
 
@@ -11,24 +11,27 @@ MOMENTUM = 0.9  # where neither the memory nor the optimizer says one
 
 
 class DGCMemory(Memory):
-    """Momentum correction, factor masking and local clipping (Lin et al., "Deep Gradient Compression", ICLR 2018).
+    """Apply momentum before selection, clear it where a coordinate was sent, and clip gradients locally.
 
-    Per tensor a momentum u and a velocity v, which is the residual: u = m u + g, v = v + u (equation 7 and
-    appendix D; nesterov: u = m (u + g), v = v + u + g), selection reads v, and where a coordinate was sent u and v
-    are cleared (masking, section 3.3). Tensors that are sent whole get the same momentum once, on the average.
+    Lin, Han, Mao, Wang and Dally, "Deep Gradient Compression", ICLR 2018. Each tensor has a momentum u and a velocity
+    v, which is the residual: u = m u + g, v = v + u (equation 7 and appendix D; nesterov: u = m (u + g), v = v + u +
+    g). Selection reads v, and where a coordinate was sent u and v are cleared (masking, section 3.3). Tensors that are
+    sent whole get the same momentum once, on the average.
 
     The wrapped optimizer must not apply momentum again: the core sees to it for SGD's, and its weight decay then has no
     momentum either. With masking=False and density 1 the training is that of SGD with momentum m.
 
     momentum: m in [0, 1); None: what the optimizer says in each step, tensor by tensor, `nesterov` included, and 0.9
-    where it says none (in Nesterov's form, where m changes, the factor of the step before counts once more). clipping:
-    bound of the norm of a tensor's gradient summed over all workers; each worker clips its own to clipping * W**-0.5
-    before it is accumulated (section 3.2); None: no clipping.
+        where it says none (in Nesterov's form, where m changes, the factor of the step before counts once more).
+    nesterov: Nesterov's form of the momentum, where the optimizer does not say.
+    masking: clear the momentum of a coordinate that is sent.
+    clipping: bound of the norm of a tensor's gradient summed over all W workers; each worker clips its own to
+        clipping * W**-0.5 before it is accumulated (section 3.2); None: no clipping.
     """
 
     name = "dgc"
-    keeps = True
-    corrects = True
+    has_residual = True
+    has_momentum = True
 
     def __init__(
         self,
@@ -41,7 +44,8 @@ class DGCMemory(Memory):
             raise ValueError(f"memory 'dgc': momentum must lie in [0, 1), but is {momentum!r}")
         if clipping is not None and not 0.0 < clipping < float("inf"):
             raise ValueError(f"memory 'dgc': clipping must be a norm > 0 or None, but is {clipping!r}")
-        self.momentum, self.follows = None if momentum is None else float(momentum), momentum is None
+        self.momentum = None if momentum is None else float(momentum)
+        self.follows = momentum is None  # the optimizer's momentum applies, where it has one
         self.nesterov, self.masking = bool(nesterov), bool(masking)
         self.clipping = None if clipping is None else float(clipping)
 
@@ -63,6 +67,8 @@ class DGCMemory(Memory):
         else:
             work.copy_(gradient)
         if self.clipping is not None:
+            # Norms of independent gradients add up as squares: each of W workers may have W**-0.5 of the sum's. The
+            # quotient is inf for a gradient of zeros, and NaN for one with a NaN: neither is clipped.
             norm = torch.linalg.vector_norm(work)
             work.mul_((self.clipping * size**-0.5 / norm).clamp_(max=1.0).nan_to_num_(nan=1.0))
         if self._advance(work, momentum):
@@ -71,7 +77,7 @@ class DGCMemory(Memory):
             torch.add(residual, momentum.after, out=work)
 
     def _advance(self, gradient: Tensor, momentum: Momentum) -> bool:
-        """Write the momentum of this step; whether it is in Nesterov's form."""
+        """Write the momentum of this step to `momentum.after`; return whether it is in Nesterov's form."""
         own = Rate(MOMENTUM if self.momentum is None else self.momentum, self.nesterov)
         factor, nesterov = own if momentum.rate is None else momentum.rate
         if nesterov:
@@ -85,14 +91,14 @@ class DGCMemory(Memory):
             # By product, not by fill: a padding slot holds an index that may be a real one elsewhere, and sends 0.
             momentum.scatter_reduce_(0, indices.long(), (sent == 0).to(momentum.dtype), "prod")
 
-    def of_dense(self) -> Memory:
+    def for_dense_lane(self) -> Memory:
         return _MomentumOfAverage(self)
 
 
 class _MomentumOfAverage(NoMemory):
-    """For tensors that are sent whole: the same momentum, once, on the average of all workers."""
+    """Apply the same momentum to tensors that are sent whole, once, on the average of all workers."""
 
-    corrects = True
+    has_momentum = True
 
     def __init__(self, memory: DGCMemory) -> None:
         self._memory = memory

@@ -1,9 +1,9 @@
-"""What the threshold methods share: a sample to fit, a count that decides, exact selection behind it.
+"""Select by an estimated threshold: a sample to fit, a count that decides, exact selection behind it.
 
-An estimator is a pure function (x, wanted) -> eta on tensors: x float32 [m] >= 0 are sampled magnitudes in
-units of a power of two, sorted once so that every count is a binary search; wanted (0-dim) is how many of them
-should reach the threshold eta (0-dim). It reads no value on the host and has no shape that depends on data, so
-the same code serves every device. It only starts the search: whatever it says, 0.8 k to k indices are selected.
+An estimator is a pure function (x, wanted) -> eta on tensors: x float32 [m] >= 0 are sampled magnitudes in units of a
+power of two, sorted once so that each count is a binary search; wanted (0-dim) is how many of them should reach the
+threshold eta (0-dim). It reads no value on the host and has no shape that depends on data, so the same code serves
+all devices. It only starts the search: whatever it says, 0.8 k to k indices are selected.
 """
 
 from __future__ import annotations
@@ -27,32 +27,30 @@ from sparsifiers.magnitude import INTEGERS, bit_view, magnitude_mask
 from sparsifiers.stateful import Keyed
 from sparsifiers.threshold_correction import above, reaching
 
-SAMPLES = 1 << 16
+SAMPLES = 1 << 16  # elements, at least
 REACHED = 256  # sampled elements above the threshold, at least: their count is then right to 6 %
 LEAST = 0.8  # of k: fewer are selected only where there are fewer non-zeros
 MOST = 4.0  # of k: carrying more through the scan costs more than selecting exactly
 
 
 class Estimated(Keyed):
-    """Sends what reaches an estimated threshold: a subclass writes `_estimate`.
+    """Send what reaches an estimated threshold: a subclass writes `_estimate`.
 
-    On the CPU the vector is read once where the sample bears the estimate out; more than k found are cut to
-    the k largest, and fewer than `least` of k are replaced by the exact k. On a device the estimate starts a
+    On the CPU the vector is read once where the sample bears the estimate out; where more than k are found they are
+    cut to the k largest, and fewer than `least` of k are replaced by the exact k. On a device the estimate starts a
     bisection for the k-th largest key, and count is always k.
-
-    least: the smallest part of k that is sent.
     """
 
-    least: float = LEAST
+    least: float = LEAST  # the smallest part of k that is sent, where there are as many non-zeros
 
     @abstractmethod
     def _estimate(self, sample: Sample, request: Request) -> Tensor:
-        """eta, 0-dim, in units of the sample."""
+        """Return eta, 0-dim, in units of the sample; it may recall and keep numbers of request.key."""
 
     def start(self, vector: Tensor, request: Request) -> tuple[Tensor, Sample]:
-        """The threshold before anything is counted, fp64 0-dim, and what it was fitted to; for inspection too.
+        """Return the threshold before anything is counted, fp64 0-dim, and what it was fitted to; for inspection too.
 
-        0, which offers every non-zero, where no more than the wanted elements of the sample are non-zero.
+        It is 0, which offers all non-zeros, where no more than the wanted elements of the sample are non-zero.
         """
         size = max(SAMPLES, math.ceil(REACHED * vector.numel() / request.k))
         sample = normalised(strided(vector, size, request), request.k / vector.numel())
@@ -62,20 +60,18 @@ class Estimated(Keyed):
         return eta.double() * sample.unit, sample
 
     def _select(self, vector: Tensor, request: Request) -> Selection:
-        if vector.device.type != "cpu":
-            return self.select_on_device(vector, request)
         k = request.k
         tau, sample = self.start(vector, request)
         bits, mask, floor = bit_view(vector).numpy(), magnitude_mask(vector.dtype), int(key_floor(tau, vector.dtype))
         enough = False
         if floor == 0 or self._borne_out(tau / sample.unit, sample):
-            found = scan(bits, mask, k, floor)
+            indices = scan(bits, mask, k, floor)
             # All non-zeros are enough, except for a method that promises k.
-            enough = len(found) >= self.least * k or (floor == 0 and self.least < 1.0)
-        return padded(found if enough else largest_magnitudes(bits, mask, k), k)
+            enough = len(indices) >= self.least * k or (floor == 0 and self.least < 1.0)
+        return padded(indices if enough else largest_magnitudes(bits, mask, k), k)
 
-    def select_on_device(self, vector: Tensor, request: Request) -> Selection:
-        """The same without a host in it, for a vector on any device."""
+    def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
+        """Select k by bisection from the estimate, on any device; no value is read by the host."""
         keys, start = keys_of(vector), key_floor(self.start(vector, request)[0], vector.dtype)
         return Selection(take(keys, *bracket(keys, request.k, vector.dtype, start=start), request.k)[0], request.k)
 
@@ -86,7 +82,7 @@ class Estimated(Keyed):
 
 
 def key_floor(tau: Tensor, dtype: torch.dtype) -> Tensor:
-    """The key, 0-dim int64, that exactly the elements of `dtype` with |a| >= tau exceed; at least 0.
+    """Return the key, 0-dim int64, that exactly the elements of `dtype` with |a| >= tau exceed; at least 0.
 
     tau: 0-dim fp64, which is rounded up to `dtype`. So zeros are never offered, while NaN and inf always are.
     """
@@ -96,15 +92,15 @@ def key_floor(tau: Tensor, dtype: torch.dtype) -> Tensor:
     return (key - (rounded.double() >= tau).to(torch.int64)).clamp(min=0)
 
 
-def padded(found: NDArray[np.signedinteger[Any]], k: int) -> Selection:
-    """At most k indices as a Selection with k slots."""
-    slots = found if len(found) == k else np.zeros(k, dtype=np.int32)
-    slots[: len(found)] = found
-    return Selection(torch.from_numpy(slots), len(found))
+def padded(indices: NDArray[np.signedinteger[Any]], k: int) -> Selection:
+    """Return at most k indices, ascending, as a Selection with k slots; it owns the array if there are k."""
+    slots = indices if len(indices) == k else np.zeros(k, dtype=np.int32)
+    slots[: len(indices)] = indices
+    return Selection(torch.from_numpy(slots), len(indices))
 
 
 def number(owner: str, option: str, value: object) -> float:
-    """The value of an option as a Python float. TypeError if it is no number."""
+    """Return the value of an option as a Python float. TypeError if it is no number; owner: named in the error."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{owner}: {option} must be a number, not {value!r}")
     return float(value)

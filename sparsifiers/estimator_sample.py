@@ -1,4 +1,4 @@
-"""A small part of a vector, prepared for a threshold to be fitted to it. It never waits for a device."""
+"""Prepare a small part of a vector for a threshold to be fitted to it, without waiting for a device."""
 
 from __future__ import annotations
 
@@ -17,20 +17,16 @@ from sparsifiers.device import keys_of
 
 @dataclass(frozen=True)
 class Sample:
-    """What an estimator is fitted to.
+    """Hold what an estimator is fitted to, on the device of the vector."""
 
-    x: float32 [m], magnitudes in units of `unit`, ascending, 0 for NaN and inf. unit: a power of two, fp64 0-dim.
-    wanted: how many of x should reach the threshold, float32 0-dim.
-    """
-
-    x: Tensor
-    unit: Tensor
-    wanted: Tensor
+    x: Tensor  # float32 [m], magnitudes in units of `unit`, ascending, 0 for NaN and inf
+    unit: Tensor  # a power of two, fp64 0-dim
+    wanted: Tensor  # how many of x should reach the threshold, float32 0-dim
 
 
 @lru_cache(maxsize=256)
 def stride_for(n: int, size: int) -> int:
-    """The largest prime at most n / size, so that hardly a period in the data can match it; 1 for short vectors."""
+    """Return the largest prime at most n / size, so that hardly a period in the data fits it; 1 for short vectors."""
     stride = max(1, n // size)
     while any(stride % divisor == 0 for divisor in range(2, math.isqrt(stride) + 1)):
         stride -= 1
@@ -38,7 +34,7 @@ def stride_for(n: int, size: int) -> int:
 
 
 def strided(vector: Tensor, size: int, request: Request) -> Tensor:
-    """At least `size` elements of `vector` (all, if it has fewer) as a view; the phase depends on (key, step)."""
+    """View at least `size` elements of `vector` (all, if it has fewer); the phase depends on (key, step)."""
     stride = stride_for(vector.numel(), size)
     if stride == 1:
         return vector
@@ -46,7 +42,7 @@ def strided(vector: Tensor, size: int, request: Request) -> Tensor:
 
 
 def normalised(elements: Tensor, density: float) -> Sample:
-    """Elements of a vector of which `density` is wanted, as a Sample.
+    """Make a Sample of elements, floats [m], of a vector of which the part `density` is wanted.
 
     Non-finite elements are always sent: they take part of what is wanted and no part in the fit. Division by
     a power of two is exact, so that scaling a vector by one changes nothing that follows.

@@ -1,4 +1,4 @@
-"""The k largest magnitudes of a vector in CPU memory, exactly, with scratch in the size of k.
+"""Find the k largest magnitudes of a vector in CPU memory, exactly, with scratch in the size of k.
 
 The vector is read once, in blocks that stay in the cache. Keys above a floor are kept with their positions;
 when more than twice k are held they are cut back to the k largest, and the floor rises to the smallest of
@@ -24,7 +24,7 @@ FEW = 1 << 12  # elements up to which the compiled loops do without a sample
 
 
 def largest_magnitudes(bits: NDArray[np.signedinteger[Any]], mask: int, k: int) -> NDArray[np.int32]:
-    """Positions of the k largest keys `bits & mask`, int32[k], ascending; of equals the lowest.
+    """Return the positions of the k largest keys `bits & mask`, int32[k], ascending; of equals the lowest.
 
     bits: signed integers [n] of any stride, not changed; mask: see `magnitude_mask`; 1 <= k <= n < 2**31.
     """
@@ -36,14 +36,18 @@ def largest_magnitudes(bits: NDArray[np.signedinteger[Any]], mask: int, k: int) 
             return scan(bits, mask, k, -1)
     elif n <= BLOCK:
         return largest(bits & mask, k).astype(np.int32)
-    found = scan(bits, mask, k, sampled_floor(bits, mask, k))
-    if len(found) < k:  # the sample was unlucky; every key is above -1
-        found = scan(bits, mask, k, -1)
-    return found
+    positions = scan(bits, mask, k, sampled_floor(bits, mask, k))
+    if len(positions) < k:  # the sample was unlucky; every key is above -1
+        positions = scan(bits, mask, k, -1)
+    return positions
 
 
 def scan(bits: NDArray[np.signedinteger[Any]], mask: int, k: int, floor: int) -> NDArray[np.int32]:
-    """Positions of the k largest keys above `floor`, ascending; all of them where there are fewer than k."""
+    """Return the positions of the k largest keys above `floor`, ascending; all of these where there are fewer.
+
+    Reads the vector once. bits: signed integers [n] of any stride, not changed; mask: see `magnitude_mask`; floor: -1
+    lets all keys through. int32[at most k]; of equals the lowest.
+    """
     if kernel.reads(bits):
         return _compiled_scan(bits, mask, k, floor)
     n = len(bits)
@@ -72,12 +76,12 @@ def scan(bits: NDArray[np.signedinteger[Any]], mask: int, k: int, floor: int) ->
 def counted_scan(
     bits: NDArray[np.signedinteger[Any]], mask: int, k: int, floor: int, most: int
 ) -> tuple[NDArray[np.int32], int]:
-    """What `scan` finds, and how many keys exceed `floor`: most + 1 stands for all larger counts. most >= k."""
+    """Return what `scan` does, and how many keys exceed `floor`; most + 1 stands for all larger counts. most >= k."""
     if kernel.reads(bits):
         return _compiled_counted_scan(bits, mask, k, floor, most)
-    found = scan(bits, mask, most + 1, floor)
-    count = len(found)
-    return found if count <= k else found[largest(bits[found] & mask, k)], count
+    positions = scan(bits, mask, most + 1, floor)
+    count = len(positions)
+    return positions if count <= k else positions[largest(bits[positions] & mask, k)], count
 
 
 def _compiled_scan(bits: NDArray[np.int32], mask: int, k: int, floor: int) -> NDArray[np.int32]:
@@ -103,6 +107,7 @@ def _compiled_counted_scan(
 
 
 def _workspace(slots: int) -> NDArray[np.int32]:
+    """Return scratch of this thread, int32[3, slots], with anything in it."""
     # Memory fresh from the system costs a fault a page, a tenth of the scan; so a thread keeps what it used last.
     if slots > KEPT:
         return np.empty((3, slots), dtype=np.int32)
@@ -120,7 +125,7 @@ _thread = _Thread()
 
 
 def largest(keys: NDArray[np.signedinteger[Any]], k: int) -> NDArray[np.intp]:
-    """Where the k largest of `keys` stand, ascending; of equals the first; all if k >= len(keys)."""
+    """Return where the k largest of `keys` stand, ascending; of equals the first; all if k >= len(keys)."""
     size = len(keys)
     if k >= size:
         return np.arange(size)

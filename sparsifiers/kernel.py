@@ -1,6 +1,6 @@
-"""The compiled loops of kernel.c, if they were built: what numpy and torch do in several passes, in one.
+"""Call the compiled loops of kernel.c, if they were built: they do in one pass what numpy and torch do in several.
 
-Everything here is optional. Without a compiler at installation, with AGMERGE_KERNEL=off in the environment,
+All of it is optional. Without a compiler at installation, with AGMERGE_KERNEL=off in the environment,
 or for a tensor that the loops cannot read, callers take their numpy or torch path, which gives the same bits.
 AGMERGE_KERNEL=baseline, avx2 or avx512 names the best instruction set that they may use where a processor has it.
 ctypes releases the GIL during each call, so other threads run meanwhile.
@@ -28,7 +28,7 @@ PANEL = 64  # columns that are searched together at least: four cache lines of e
 BLOCK = 1024  # elements that `scan` reads between two looks at the room that is left
 STREAMED = 1 << 16  # elements from which `add` is faster than torch (measured)
 SCATTERED = 1 << 13  # indices from which `commit` is faster than torch (measured)
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # dtypes of gradients, by their number in kernel.c
 
 Keys = NDArray[np.int32]
 
@@ -51,7 +51,7 @@ _ARGUMENTS = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int32, "f
 
 
 def load(folder: Path) -> ctypes.CDLL | None:
-    """The library that was built into `folder`; None if there is none, or none of this version."""
+    """Return the library that was built into `folder`; None if there is none, or none of this version."""
     for suffix in EXTENSION_SUFFIXES:
         path = folder / f"_kernel{suffix}"
         if not path.exists():
@@ -77,17 +77,17 @@ def chosen(setting: str, folder: Path) -> ctypes.CDLL | None:
     """
     if setting not in ("", OFF, *LEVELS):
         raise ValueError(f"{VARIABLE}={setting!r}: choose one of {', '.join((OFF, *LEVELS))}, or leave it out")
-    found = None if setting == OFF else load(folder)
-    if found is not None and setting:
-        found.kernel_set_level(LEVELS.index(setting))
-    return found
+    loaded = None if setting == OFF else load(folder)
+    if loaded is not None and setting:
+        loaded.kernel_set_level(LEVELS.index(setting))
+    return loaded
 
 
 library = chosen(os.environ.get(VARIABLE, ""), Path(__file__).parent)
 
 
 def available() -> bool:
-    """Whether the compiled loops are in use."""
+    """Tell whether the compiled loops are in use."""
     return library is not None
 
 
@@ -97,7 +97,7 @@ def level() -> int:
 
 
 def set_level(level: int) -> int:
-    """Use at most the instruction set of this number, for tests; the one now in use."""
+    """Use at most the instruction set of this number, for tests; return that now in use."""
     return 0 if library is None else int(library.kernel_set_level(level))
 
 
@@ -105,7 +105,7 @@ def set_level(level: int) -> int:
 
 
 def reads(bits: NDArray[Any]) -> TypeGuard[Keys]:
-    """Whether the loops can read this array: int32 in C order, in a plain numpy array. False without a library."""
+    """Tell whether the loops can read this array: int32 in C order, in a plain numpy array. False without a library."""
     return (
         library is not None
         and type(bits) is np.ndarray
@@ -138,26 +138,27 @@ def cut(positions: Keys, keys: Keys, held: int, k: int, scratch: Keys) -> int:
 
 
 def nth_largest(keys: Keys, k: int) -> int:
-    """The k-th largest of keys >= 0, see `reads`; 1 <= k <= len(keys)."""
+    """Return the k-th largest of keys >= 0, see `reads`; 1 <= k <= len(keys)."""
     scratch = np.empty(len(keys), dtype=np.int32)
     return int(_loaded().kernel_nth(_address(keys), len(keys), k, _address(scratch)))
 
 
 def sample(bits: Keys, mask: int, m: int) -> Keys:
-    """bits[sampling.places(len(bits), m)] & mask, int32[m]; bits: see `reads`, 1 <= m <= len(bits)."""
+    """Return bits[topk_floor.places(len(bits), m)] & mask, int32[m]; bits: see `reads`, 1 <= m <= len(bits)."""
     keys = np.empty(m, dtype=np.int32)
     _loaded().kernel_sample(_address(bits), len(bits), m, mask, _address(keys))
     return keys
 
 
 def rows_top(table: Keys, mask: int, quotas: NDArray[np.int64], transposed: bool = False) -> Keys | None:
-    """Indices into the flattened table of the quotas[r] largest keys `table & mask` of each row r, ascending.
+    """Return the indices in the flattened table of the quotas[r] largest keys `table & mask` of each row r, ascending.
 
     table: int32 [rows, length] that `reads` allows; if transposed [length, rows], of which column r is row r.
-    quotas: int64[rows], each in [0, length]. int32[quotas.sum()]; of equal keys in a row the first are taken.
+    quotas: int64[rows], each in [0, length]; ValueError for others.
 
-    None for so few rows that one is better searched as a vector, and where columns have too many candidates,
-    because what is largest in most of them stands close together.
+    int32[quotas.sum()]; of equal keys in a row the first are taken. None for so few rows that one is better searched
+    as a vector, and where columns have too many candidates, because what is largest in most of them stands close
+    together.
     """
     length, rows = table.shape if transposed else table.shape[::-1]
     quotas = np.ascontiguousarray(quotas, dtype=np.int64)
@@ -168,20 +169,22 @@ def rows_top(table: Keys, mask: int, quotas: NDArray[np.int64], transposed: bool
         return _columns_top(table, mask, quotas, room)
     if 3 * length > room:
         return None
-    found = np.empty(int(quotas.sum()), dtype=np.int32)
-    if len(found):
+    indices = np.empty(int(quotas.sum()), dtype=np.int32)
+    if len(indices):
         scratch = np.empty(3 * length, dtype=np.int32)
-        _loaded().kernel_rows(_address(table), rows, length, mask, _address(quotas), _address(scratch), _address(found))
-    return found
+        _loaded().kernel_rows(
+            _address(table), rows, length, mask, _address(quotas), _address(scratch), _address(indices)
+        )
+    return indices
 
 
 def _columns_top(table: Keys, mask: int, quotas: NDArray[np.int64], room: int) -> Keys | None:
     # All columns together where there is the room for it, otherwise in panels, whose results are then sorted.
     length, columns = table.shape
     total, most = int(quotas.sum()), int(quotas.max(initial=0))
-    found = np.empty(total, dtype=np.int32)
+    indices = np.empty(total, dtype=np.int32)
     if total == 0:
-        return found
+        return indices
     needed = _loaded().kernel_columns_scratch(length, columns, columns, total, most)
     panels = min(-(-needed // room), -(-columns // PANEL))
     width = -(-columns // panels // 16) * 16 if panels > 1 else columns
@@ -195,37 +198,39 @@ def _columns_top(table: Keys, mask: int, quotas: NDArray[np.int64], room: int) -
             )
             status = _loaded().kernel_columns(
                 _address(table) + 4 * first, length, len(part), columns, mask, _address(part), count, most,
-                _address(scratch), _address(found) + 4 * held,
+                _address(scratch), _address(indices) + 4 * held,
             )  # fmt: skip
             if status:
                 return None
-            found[held : held + count] += first
+            indices[held : held + count] += first
             held += count
     if panels > 1:
-        found.sort()
-    return found
+        indices.sort()
+    return indices
 
 
 # -- tensors --------------------------------------------------------------------------------------------------------
 
 
 def add(work: Tensor, residual: Tensor, gradient: Tensor) -> bool | None:
-    """work = residual + gradient, past the caches, bit for bit as torch.add; None if that is for torch to do.
+    """Write work = residual + gradient past the caches, bit for bit as torch.add, and return whether all is finite.
 
-    Returns whether all of work is finite, which costs nothing in the same pass. Shapes are equal, and work shares no
-    storage with the others. Several threads of torch are faster than this one.
+    None: torch must do it; several of its threads are faster than this one. To look at all of work costs nothing in the
+    same pass. Shapes are equal, and work shares no storage with the others.
     """
     kind = KINDS.get(gradient.dtype)
     if kind is None or work.numel() < STREAMED or torch.get_num_threads() > 1:
         return None
     if not (_plain(work) and _plain(residual) and _plain(gradient, gradient.dtype)):
         return None
-    found = _loaded().kernel_add(work.data_ptr(), residual.data_ptr(), gradient.data_ptr(), work.numel(), kind)
-    return None if found < 0 else found == 0
+    status = _loaded().kernel_add(work.data_ptr(), residual.data_ptr(), gradient.data_ptr(), work.numel(), kind)
+    return None if status < 0 else status == 0
 
 
 def commit(work: Tensor, indices: Tensor, sent: Tensor) -> bool:
-    """work[indices] -= sent, an index that occurs again included; False, with nothing done, if torch must do it.
+    """Take off: work[indices] -= sent, an index that occurs again included; False, with nothing done: torch must do it.
+
+    work: fp32 [n]; indices: int32[m]; sent: fp32 [m].
 
     IndexError, with nothing done, for an index outside [0, len(work)).
     """
@@ -240,14 +245,20 @@ def commit(work: Tensor, indices: Tensor, sent: Tensor) -> bool:
 
 
 def blocks_encode(indices: Tensor, count: int, capacity: int, low: int, last: int, out: Tensor) -> bool:
-    """Write the first `count` indices as the codec Blocks does; False if it must do so itself."""
+    """Write the first `count` of indices, int32, to `out`, uint8, as the codec Blocks does; False: it must itself.
+
+    capacity: slots of the message; low: bits of an index inside its block; last: number of the last block.
+    """
     if not (0 <= count <= min(indices.numel(), capacity) and _plain(indices, torch.int32) and _plain(out, torch.uint8)):
         return False
     return not _loaded().kernel_blocks_encode(indices.data_ptr(), count, capacity, low, last, out.data_ptr())
 
 
 def blocks_decode(data: Tensor, count: int, capacity: int, low: int, last: int) -> tuple[Tensor, bool] | None:
-    """The first `count` indices that Blocks has written, and whether they can be; None if it must read them itself."""
+    """Read the first `count` indices that the codec Blocks wrote, int32[count], and tell whether they can be right.
+
+    None if Blocks must read them itself. For the arguments see `blocks_encode`.
+    """
     if not (0 <= count <= capacity and _plain(data, torch.uint8)):
         return None
     indices = torch.empty(count, dtype=torch.int32)
@@ -256,7 +267,9 @@ def blocks_decode(data: Tensor, count: int, capacity: int, low: int, last: int) 
 
 
 def scatter(total: Tensor, indices: Tensor, values: Tensor, scale: float) -> bool:
-    """total[indices] += values * scale, all 1-D; False, with nothing done, if torch must do it.
+    """Add: total[indices] += values * scale, all 1-D; False, with nothing done, if torch must do it.
+
+    total: fp32 [n]; indices: int32[m]; values: fp32 [m].
 
     IndexError, with nothing done, for an index outside [0, len(total)).
     """
@@ -269,6 +282,7 @@ def scatter(total: Tensor, indices: Tensor, values: Tensor, scale: float) -> boo
 
 
 def _plain(tensor: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+    """Tell whether the loops can read this tensor: of that dtype, contiguous and in CPU memory."""
     return (
         library is not None
         and tensor.dtype == dtype

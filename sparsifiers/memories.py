@@ -1,4 +1,4 @@
-"""What becomes of the coordinates that were not sent: added to the next gradient, or dropped.
+"""Add what was not sent to the next gradient, or drop it.
 
 A memory owns no storage. It writes the work slice that selection reads; the core then takes away what was
 sent, and what is left of the work slice is the next residual.
@@ -17,36 +17,62 @@ from sparsifiers.canonical import canonical
 
 
 class Rate(NamedTuple):
-    """What an optimizer says of a tensor's momentum: its factor, and whether Nesterov's form is asked for."""
+    """Hold what an optimizer says of a tensor's momentum."""
 
-    momentum: float
-    nesterov: bool = False
+    momentum: float  # the factor m
+    nesterov: bool = False  # Nesterov's form is asked for
 
 
 class Momentum(NamedTuple):
-    """The momentum of a tensor, as of the last step and as of this one. `after` is written, `before` is not.
+    """Hold the momentum of a tensor, as of the last step and as of this one, each of the tensor's shape."""
 
-    rate: for a memory that follows the optimizer's, in this step; None: the memory's own.
-    """
+    before: Tensor  # of the last step; only read
+    after: Tensor  # of this step; written
+    rate: Rate | None = None  # of the optimizer in this step, for a memory that follows it; None: the memory's own
 
-    before: Tensor
-    after: Tensor
-    rate: Rate | None = None
+
+class _Renamed:
+    """Read and write an attribute of a memory under the name that it had in version 0.1."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, memory: Memory | None, owner: type[Memory]) -> bool:
+        return bool(getattr(owner if memory is None else memory, self._name))
+
+    def __set__(self, memory: Memory, value: bool) -> None:
+        setattr(memory, self._name, value)
 
 
 class Memory(ABC):
-    """How a residual and a gradient become the vector that selection reads.
+    """Make the vector that selection reads out of a residual and a gradient.
 
-    keeps: True if what is not sent must be kept as the residual; False if it is dropped. corrects: True if
-    it has a momentum too, of the residual's shape and dtype: `compensate` applies it where the memory keeps
-    a residual, else `correct` does. follows: True if it takes the momentum of an optimizer that has one from
-    `Momentum.rate`.
+    A subclass sets `name` and `has_residual` and writes `_compensate`. One with a momentum sets `has_momentum`, and
+    writes `mask` and `for_dense_lane`: its momentum has the residual's shape and dtype, and `compensate` applies it
+    where there is a residual, else `correct` does.
     """
 
-    name: str
-    keeps: bool
-    corrects: bool = False
-    follows: bool = False
+    name: str  # the canonical name that it is registered under
+    has_residual: bool  # what is not sent is kept as the residual; False: it is dropped
+    has_momentum: bool = False  # it applies a momentum, in the place of the optimizer
+    follows: bool = False  # it takes the momentum of an optimizer that has one, from `Momentum.rate`
+
+    # The names of version 0.1: memories of scripts may use them for one version more.
+    keeps = _Renamed("has_residual")
+    corrects = _Renamed("has_momentum")
+
+    def __init_subclass__(cls, **options: object) -> None:
+        """Rename what a subclass still writes under a name of version 0.1."""
+        super().__init_subclass__(**options)
+        for old, new in (("keeps", "has_residual"), ("corrects", "has_momentum")):
+            if old in vars(cls):
+                setattr(cls, new, vars(cls)[old])
+                delattr(cls, old)  # so that the old name reads the new one again
+        # Both names in each class, so that super() of either finds the right method.
+        for name, other in (("of_dense", "for_dense_lane"), ("for_dense_lane", "of_dense")):
+            if name in vars(cls):
+                setattr(cls, other, vars(cls)[name])
+                break
 
     def compensate(
         self,
@@ -58,16 +84,20 @@ class Memory(ABC):
     ) -> bool | None:
         """Write `work` from one tensor's residual and gradient; neither of these is changed.
 
-        All have the same shape and may have any strides. residual has the dtype of work, shares no storage
-        with it, and is None exactly if the memory keeps nothing. gradient has the dtype of work or a narrower
-        one; None means that the tensor got no gradient in this step. momentum is None exactly if the memory
-        has none. size: the number of workers. Nothing of the tensor's size is allocated.
+        All have the same shape and may have any strides; nothing of the tensor's size is allocated.
 
-        Returns whether all of work is finite, if it is known without another look at it, else None.
+        residual: of the dtype of work, sharing no storage with it; None exactly if the memory keeps nothing.
+        gradient: of the dtype of work or a narrower one; None: the tensor got no gradient in this step.
+        momentum: None exactly if the memory has none that is applied here.
+        size: the number of workers.
+
+        Returns whether all of work is finite, if that is known without another look at it, else None. ValueError for
+        arguments that do not fit.
         """
         self._check(work, residual, gradient)
-        if (self.corrects and self.keeps) is (momentum is None):
-            raise ValueError(f"{self}: momentum must be {'given' if self.corrects else 'None: this memory has none'}")
+        if (self.has_momentum and self.has_residual) is (momentum is None):
+            wanted = "given" if self.has_momentum else "None: this memory has none"
+            raise ValueError(f"{self}: momentum must be {wanted}")
         if not torch.is_grad_enabled():
             return self._compensate(work, residual, gradient, momentum, size)
         with torch.no_grad():  # a hook under create_graph=True sees gradients that require grad
@@ -77,31 +107,33 @@ class Memory(ABC):
     def _compensate(
         self, work: Tensor, residual: Tensor | None, gradient: Tensor | None, momentum: Momentum | None, size: int
     ) -> bool | None:
-        """Write `work`; the arguments were checked. Returns whether all of it is finite; None: not looked at."""
+        """Write `work`; the arguments were checked. Return whether all of it is finite; None: not looked at."""
 
     def mask(self, momentum: Tensor, indices: Tensor, sent: Tensor) -> None:
-        """`sent` has been taken off the residual at `indices`; an index may come again with 0."""
+        """Clear the momentum, 1-D, where `sent` was taken off the residual at `indices`; one may come again with 0."""
         return  # no momentum
 
-    def of_dense(self) -> Memory:
-        """The memory of tensors that are sent whole beside those of this one: there is nothing to keep."""
+    def for_dense_lane(self) -> Memory:
+        """Return the memory of tensors that are sent whole beside those of this one: there is nothing to keep."""
         return NoMemory()
+
+    of_dense = for_dense_lane  # its name in version 0.1
 
     def correct(self, update: Tensor, momentum: Momentum) -> None:
         """Apply momentum to the combined `update` of tensors that are sent whole, in place."""
         raise NotImplementedError(f"{self} has no momentum for what is sent whole")
 
     def options(self) -> dict[str, object]:
-        """Hyper-parameters as plain values: memory(name, **options()) is this memory again."""
+        """Return the hyper-parameters as plain values: memory(name, **options()) is this memory again."""
         return {}
 
     def __repr__(self) -> str:
         return canonical(self.name, dict(sorted(self.options().items())))
 
     def _check(self, work: Tensor, residual: Tensor | None, gradient: Tensor | None) -> None:
-        if self.keeps is (residual is None):
+        if self.has_residual is (residual is None):
             raise ValueError(
-                f"{self}: residual must be {'a tensor' if self.keeps else 'None: this memory drops the rest'}"
+                f"{self}: residual must be {'a tensor' if self.has_residual else 'None: this memory drops the rest'}"
             )
         if residual is not None:
             if residual.shape != work.shape or residual.dtype != work.dtype:
@@ -130,7 +162,7 @@ class NoMemory(Memory):
     """
 
     name = "none"
-    keeps = False
+    has_residual = False
 
     def _compensate(
         self, work: Tensor, residual: Tensor | None, gradient: Tensor | None, momentum: Momentum | None, size: int
@@ -142,15 +174,15 @@ class NoMemory(Memory):
 
 
 class Residual(Memory):
-    """Error feedback: work = residual + gradient.
+    """Keep what is not sent and add the next gradient to it: work = residual + gradient, which is error feedback.
 
-    Stich, Cordonnier, Jaggi 2018, "Sparsified SGD with Memory", Algorithm 1, with the learning rate left to
+    Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018, Algorithm 1, with the learning rate left to
     the optimizer: the gradient enters as it is, and the learning rate of the step that sends it applies.
     Nothing is weighted or decayed, so what was sent plus the residual is always the sum of all gradients.
     """
 
     name = "residual"
-    keeps = True
+    has_residual = True
 
     def _compensate(
         self, work: Tensor, residual: Tensor | None, gradient: Tensor | None, momentum: Momentum | None, size: int
@@ -170,7 +202,7 @@ class Residual(Memory):
 
 
 class ResidualGTopK(Residual):
-    """Error feedback for a selection in two stages: only what was sent *and* selected globally leaves the residual.
+    """Keep the rest of a selection in two stages: only what was sent *and* selected globally leaves the residual.
 
     Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification" (gTop-k), ICDCS 2019. The
     core takes off the residual what became part of the update, whichever exchange decided it; so this is the rule of

@@ -1,10 +1,10 @@
-"""How good selections are: how much of a vector they leave behind, and how many of its rows they reach.
+"""Measure how good selections are: how much of a vector they leave behind, and how many of its rows they reach.
 
-What ADTopk (HPDC'24) argues with, and its `proofs/` measure. Convergence with error feedback rests on a contraction,
-||a - C(a)||^2 <= (1 - k/n) ||a||^2 (Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018): topk
-keeps to it at every step, randomk and rows that take turns on average. Ours: coverage and waiting in training, and the
-contraction of the vector itself (the reference compares with a reshaped one, and finds that nothing is left). This is
-a measuring tool: it reads a device's values and waits for them.
+ADTopk (HPDC'24) argues with these figures, and its `proofs/` measure them. Convergence with error feedback rests on a
+contraction, ||a - C(a)||^2 <= (1 - k/n) ||a||^2 (Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS
+2018): topk keeps to it at every step, randomk and rows that take turns on average. Ours: coverage and waiting in
+training, and the contraction of the vector itself (the reference compares with a reshaped one, and finds that nothing
+is left). This is a measuring tool: it reads a device's values and waits for them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ Shapes = Sequence[Sequence[int]]
 
 
 def contraction(vector: Tensor, selection: Selection) -> Tensor:
-    """||a - C(a)||^2 / ||a||^2 in [0, 1], float64, 0-dim, on the device of `vector`, a float tensor [n]; 0 if a is 0.
+    """Return ||a - C(a)||^2 / ||a||^2 in [0, 1]: the part of a vector's energy that a selection leaves behind.
+
+    vector: a, floats [n] of any stride, not changed. The result is float64, 0-dim and on its device; 0 if a is 0.
 
     Both sums are taken in float64 over copies of BLOCK elements. What is left is summed as such: as the difference of
     ||a||^2 and what was sent it would be all rounding errors where nearly everything is sent. NaN gives NaN.
@@ -40,7 +42,7 @@ def contraction(vector: Tensor, selection: Selection) -> Tensor:
 
 
 def row_numbers(indices: Tensor, shapes: Shapes) -> Tensor:
-    """The row of each index, int64[m] for integers [m], counted through all tensors; -1 where there is none.
+    """Return the row of each index, int64[m] for integers [m], counted through all tensors; -1 where there is none.
 
     indices lie in the vector that `shapes` make up. Tensors of fewer than two dimensions, as is padding, have no rows.
     """
@@ -57,7 +59,7 @@ def row_numbers(indices: Tensor, shapes: Shapes) -> Tensor:
 
 
 def rows_reached(selection: Selection, shapes: Shapes) -> Tensor:
-    """Whether each row sends anything, bool[rows], on the device of the indices."""
+    """Tell for each row whether it sends anything: bool[rows], on the device of the indices."""
     rows = sum(matrix.rows for matrix in matrices(shapes) if matrix.structured)
     reached = torch.zeros(rows + 1, dtype=torch.bool, device=selection.indices.device)
     reached[row_numbers(selection.trimmed(), shapes)] = True  # those of no row, -1, meet in the last place
@@ -65,7 +67,7 @@ def rows_reached(selection: Selection, shapes: Shapes) -> Tensor:
 
 
 class Proof:
-    """Sums up the selections of a run, in nine bytes per row. Not for several threads at once."""
+    """Sum up the selections of a run, in nine bytes per row. Not for several threads at once."""
 
     def __init__(self) -> None:
         self.reset()
@@ -73,13 +75,16 @@ class Proof:
     def reset(self) -> None:
         """Forget everything; for after a re-plan, too: keys that are no more would keep their rows in the figures."""
         self._rows: dict[str, tuple[Shapes, Tensor, Tensor]] = {}  # shapes; per row: steps of silence, ever sent
-        self._observations = self._sending = self._turns = self._wait = 0
-        self._left = self._most = 0.0
+        self._observations = 0  # steps, summed over vectors
+        self._sending = self._turns = 0  # rows that sent, and that could have, summed over observations
+        self._wait = 0  # most steps of silence of a row
+        self._left = self._most = 0.0  # sum and maximum of the contraction
 
     def observe(self, key: str, vector: Tensor, selection: Selection, shapes: Shapes) -> None:
-        """One step of the vector `key`, a float tensor [n] that still holds what is sent; waits for its device.
+        """Add one step of the vector `key`. Waits for its device.
 
-        Where the shapes of a key have changed, its rows start over. ValueError if they do not make up n elements.
+        vector: floats [n] that still hold what is sent. shapes: of the tensors that it concatenates; where those of a
+        key have changed, its rows start over. ValueError if they do not make up n elements.
         """
         parts = tuple(map(tuple, shapes))
         if (covered := sum(map(math.prod, parts))) != vector.numel():
@@ -99,12 +104,15 @@ class Proof:
         self._wait = max(self._wait, int(silent.max())) if len(silent) else self._wait
 
     def figures(self) -> dict[str, float]:
-        """What was observed so far.
+        """Return what was observed so far.
 
-        observations: steps, summed over vectors. contraction_mean, contraction_max: over these; 0 before the first.
-        rows: of all vectors. row_coverage: fraction of them that sends in a step, on average; rows_reached: that has
-        sent since the start; both are 1 without rows. longest_wait: the most steps that a row went without sending,
-        one after the other, those before its first time and after its last included.
+        observations: steps, summed over vectors.
+        contraction_mean, contraction_max: over these; 0 before the first.
+        rows: of all vectors.
+        row_coverage: fraction of them that sends in a step, on average; 1 without rows.
+        rows_reached: fraction of them that has sent since the start; 1 without rows.
+        longest_wait: the most steps that a row went without sending, one after the other, those before its first time
+            and after its last included.
         """
         rows = sum(len(sent) for _, _, sent in self._rows.values())
         reached = sum(int(sent.sum()) for _, _, sent in self._rows.values())

@@ -1,4 +1,4 @@
-"""Random-k: coordinates drawn by lot, the same ones on every rank."""
+"""Draw coordinates by lot, the same ones on all ranks: random-k."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparsifiers.permutation import permuted
 class RandomK(Sparsifier):
     """Send k coordinates drawn uniformly without replacement, whatever their values.
 
-    The draw depends on (seed, key, step) and the length alone, so all ranks hold the same indices without a word
+    The draw depends on (seed, key, step) and the length alone, so all ranks hold the same indices without a message,
     and an exchange need not send them; two keys, or two steps of one key, draw apart. With a larger k the same
     draw goes on, so indices drawn for less are among them. count is always k, no value is read, and the cost is
     O(k). No generator of the process is touched.
@@ -29,7 +29,7 @@ class RandomK(Sparsifier):
     """
 
     name = "randomk"
-    same_on_all_ranks = True
+    same_on_all_ranks = True  # no value is read: (seed, key, step) and the length decide
 
     def __init__(self, density: float = 0.01, seed: int = 0) -> None:
         super().__init__(density)
@@ -38,11 +38,18 @@ class RandomK(Sparsifier):
         self.seed = seed
 
     def _select(self, vector: Tensor, request: Request) -> Selection:
-        drawn = permuted(vector.numel(), request.k, f"{self.seed}/{request.step}/{request.key}")
-        indices = torch.from_numpy(np.sort(drawn).astype(np.int32))
+        return Selection(self._draw(vector.numel(), request), request.k)
+
+    def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
+        indices = self._draw(vector.numel(), request)
         if vector.device.type == "cuda":
             indices = indices.pin_memory()  # from pageable memory the copy would wait for the device
         return Selection(indices.to(vector.device, non_blocking=True), request.k)
+
+    def _draw(self, numel: int, request: Request) -> Tensor:
+        """Return k places in [0, numel) in CPU memory, int32[k], ascending; the same for an equal request."""
+        drawn = permuted(numel, request.k, f"{self.seed}/{request.step}/{request.key}")
+        return torch.from_numpy(np.sort(drawn).astype(np.int32))
 
     def options(self) -> dict[str, object]:
         return {"seed": self.seed}

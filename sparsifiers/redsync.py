@@ -1,4 +1,4 @@
-"""RedSync: a threshold between the mean and the largest magnitude."""
+"""Look for a threshold between the mean and the largest magnitude: RedSync."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ EVALUATIONS = 24  # 2**24 keys are two octaves halved to the last bit
 
 
 def bisected(x: Tensor, wanted: Tensor) -> Tensor:
-    """mean + r (max - mean) whose count is in [wanted, 2 wanted], r found by bisection.
+    """Return mean + r (max - mean) whose count is in [wanted, 2 wanted], with r found by bisection.
 
-    Fang et al., "RedSync", JPDC 2019 (threshold binary search). x: float32 [m] >= 0, ascending;
-    wanted: 0-dim. r is halved in the space of the bits of the threshold, not in that of its value: with a heavy tail
+    x: float32 [m] >= 0, ascending; wanted and the result: 0-dim. Fang et al., "RedSync", JPDC 2019 (threshold binary
+    search).
+
+    r is halved in the space of the bits of the threshold, not in that of its value: with a heavy tail
     the wanted r lies within 1e-3 of 0, where the published bisection to 0.2 cannot come. The window leaves a
     margin for the sampling error to either side. Where fewer than wanted lie above the mean, r is below 0.
     """
@@ -34,10 +36,10 @@ def bisected(x: Tensor, wanted: Tensor) -> Tensor:
 
 
 def trimmed(x: Tensor, wanted: Tensor, decrement: float) -> Tensor:
-    """mean + r (max - mean) for the first r of 1 - d, 1 - 2d, ..., 0 that surely at least `wanted` reach.
+    """Return mean + r (max - mean) for the first r of 1 - d, 1 - 2d, ..., 0 that surely at least `wanted` reach.
 
-    RedSync (trimmed top-k). x: float32 [m]; wanted: 0-dim. Surely: by four standard
-    deviations of the sample's count. The last r if there is none.
+    x: float32 [m] >= 0, ascending; wanted and the result: 0-dim; decrement: d. Surely: by four standard deviations of
+    the sample's count. If there is none it is the last r. RedSync (trimmed top-k).
     """
     mean, largest = x.mean(), x[-1]
     least = wanted + 4 * wanted.sqrt()
@@ -52,8 +54,8 @@ class RedSync(Estimated):
     """Send the k largest of the k to 2k coordinates above a threshold between mean and maximum.
 
     The published method sends up to 2k; here what is beyond k stays in the residual, so that all methods
-    offer the same number. 26 counts over a sample and one pass over the vector, without an assumption about
-    the distribution: the safe choice where gradients have no common shape.
+    offer the same number. It costs 26 counts over a sample and one pass over the vector, without an assumption
+    about the distribution: the safe choice where gradients have no common shape.
     """
 
     name = "redsync"
@@ -72,7 +74,7 @@ class RedSyncTrim(Estimated):
     """
 
     name = "redsync-trim"
-    least = 1.0
+    least = 1.0  # it promises k
 
     def __init__(self, density: float = 0.01, decrement: float = 0.2) -> None:
         super().__init__(density)

@@ -1,4 +1,4 @@
-"""Factories by name, with errors that say which names and options there are."""
+"""Keep factories by name, with errors that say which names and options there are."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ Made = TypeVar("Made")
 
 
 def spelling(name: str) -> str:
-    """What spellings of one name have in common: case, hyphens, underscores and blanks do not tell names apart."""
+    """Return what spellings of one name have in common: neither case nor hyphens, underscores and blanks matter."""
     return "".join(letter for letter in name.casefold() if letter not in "-_ ")
 
 
 class Registry(Generic[Made]):
-    """Makes objects of one kind from a name, positional arguments and named options.
+    """Make objects of one kind from a name, positional arguments and named options.
 
-    kind: what errors call them. base: the class that every factory must return an instance of. aliases: other
-    names for the canonical ones; accepted, not listed. Names are accepted in any spelling, see `spelling`.
+    kind: what errors call them.
+    base: the class that each factory must return an instance of.
+    aliases: other names for the canonical ones; accepted, not listed.
+
+    Names are accepted in any spelling, see `spelling`.
     """
 
     def __init__(self, kind: str, base: type, aliases: Mapping[str, str] | None = None) -> None:
@@ -29,7 +32,7 @@ class Registry(Generic[Made]):
         self._factories: dict[str, Callable[..., Made]] = {}
 
     def names(self) -> tuple[str, ...]:
-        """The canonical names, in the order in which they were registered."""
+        """Return the canonical names, in the order in which they were registered."""
         return tuple(self._factories)
 
     def register(self, name: str, factory: Callable[..., Made]) -> None:
@@ -43,7 +46,7 @@ class Registry(Generic[Made]):
         self._factories[name] = factory
 
     def create(self, name: str, /, *arguments: object, **options: object) -> Made:
-        """factory(*arguments, **options). ValueError for an unknown name, TypeError for an unknown option."""
+        """Return factory(*arguments, **options). ValueError for an unknown name, TypeError for an unknown option."""
         if not isinstance(name, str):
             raise TypeError(f"a {self._kind} is named by a string, not {name!r}; known: {self._known()}")
         known = self._canonical(name)

@@ -1,4 +1,4 @@
-"""Rows of the tensors in a vector, and how k is dealt to them.
+"""Find the rows of the tensors in a vector, and deal k to them.
 
 A tensor of two or more dimensions [O, I, ...] is the C-order matrix [O, I * ...], and its longer axis is the
 one that is searched: its rows are that matrix's rows, or its columns if O > I * ... (ADTopk, HPDC'24, so that
@@ -22,24 +22,21 @@ CIRCLE = 1 << 64
 
 @dataclass(frozen=True)
 class Matrix:
-    """Where one tensor lies in the vector and what its rows are; structured: it has two or more dimensions.
+    """Say where one tensor lies in the vector, and what its rows are."""
 
-    columns: row r is column r of the C-order matrix [length, rows], instead of row r of [rows, length].
-    """
-
-    offset: int
-    rows: int
-    length: int
-    columns: bool
-    structured: bool
+    offset: int  # of its first element in the vector
+    rows: int  # how many it has
+    length: int  # elements of a row
+    columns: bool  # row r is column r of the C-order matrix [length, rows], instead of row r of [rows, length]
+    structured: bool  # it has two or more dimensions; any other tensor is one row
 
     @property
     def stop(self) -> int:
-        """One past its last element."""
+        """Return the place in the vector one past its last element."""
         return self.offset + self.rows * self.length
 
     def flat(self, positions: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Indices into the vector, ascending, of ascending positions r * length + place, int32[m] -> int32[m]."""
+        """Turn ascending positions r * length + place, int32[m], into indices of the vector, int32[m], ascending."""
         if self.columns:
             row, place = np.divmod(positions, self.length)
             positions = np.sort(place * self.rows + row)
@@ -48,14 +45,14 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Share:
-    """How many elements a matrix sends, and the row that is dealt the first of them."""
+    """Hold how many elements a matrix sends in one turn, and which row is dealt the first of them."""
 
     matrix: Matrix
-    count: int
-    start: int
+    count: int  # elements in all
+    start: int  # the row that is dealt the first
 
     def quotas(self) -> NDArray[np.int64]:
-        """Elements of each row, int64[rows]: the count dealt one by one, round the rows, from `start` on."""
+        """Return the elements of each row, int64[rows]: the count dealt one by one, round the rows, from `start` on."""
         each, more = divmod(self.count, self.matrix.rows)
         quotas = np.full(self.matrix.rows, each, dtype=np.int64)
         quotas[(self.start + np.arange(more)) % self.matrix.rows] += 1
@@ -63,21 +60,24 @@ class Share:
 
 
 def matrices(shapes: Sequence[Sequence[int]]) -> list[Matrix]:
-    """The tensors that a vector concatenates, as matrices; empty ones are left out."""
-    found, offset = [], 0
+    """Return the tensors that a vector concatenates, as matrices in order; empty ones are left out."""
+    tensors, offset = [], 0
     for shape in shapes:
         size = math.prod(shape)
         if size:
             structured = len(shape) > 1
             outer = shape[0] if structured else 1
             inner = size // outer
-            found.append(Matrix(offset, min(outer, inner), max(outer, inner), outer > inner > 1, structured))
+            tensors.append(Matrix(offset, min(outer, inner), max(outer, inner), outer > inner > 1, structured))
         offset += size
-    return found
+    return tensors
 
 
 def deal(tensors: Sequence[Matrix], k: int, turn: int) -> list[Share]:
-    """What each tensor sends in one turn: k in all, its part of the vector's k rounded up or down.
+    """Deal k elements to the tensors for one turn: to each its part of k, rounded up or down.
+
+    tensors: those of a vector, in order, at least one; k >= 1; turn: counts the calls. All of it is a pure function of
+    the arguments, in exact integers.
 
     With C the offsets, n the vector's length and s = turn * n / golden ratio, modulo n, tensor t sends
     floor((k C[t+1] + s) / n) - floor((k C[t] + s) / n): the differences add up to k, and none exceeds the
@@ -86,7 +86,7 @@ def deal(tensors: Sequence[Matrix], k: int, turn: int) -> list[Share]:
 
     Its rows are dealt to like players at a table: the first element goes to the row after the one that was
     dealt the last in the turn before. Under a constant k no two rows of a tensor therefore ever differ by more
-    than one in what they have sent. Everything is a pure function of the arguments, in exact integers.
+    than one in what they have sent.
     """
     n = tensors[-1].stop
     phase = turn * GOLDEN % CIRCLE
@@ -102,7 +102,7 @@ def deal(tensors: Sequence[Matrix], k: int, turn: int) -> list[Share]:
 
 
 def sum_of_floors(count: int, start: int) -> int:
-    """The sum of (GOLDEN * i + start) // CIRCLE over i < count, in O(log count) as Euclid's algorithm."""
+    """Return the sum of (GOLDEN * i + start) // CIRCLE over i < count, in O(log count) as Euclid's algorithm."""
     total, step, circle = 0, GOLDEN, CIRCLE
     while True:
         total += count * (count - 1) // 2 * (step // circle) + count * (start // circle)

@@ -1,4 +1,4 @@
-"""The largest of each row on a device, without waiting for the device.
+"""Find the largest of each row on a device, without waiting for the device.
 
 Shapes and constants depend on k, the turn and the tensors' shapes alone and no value is read by the host, so
 the calls only queue work.
@@ -17,7 +17,7 @@ from sparsifiers.rows import Matrix, deal, matrices
 
 
 def largest_in_rows_on_device(vector: Tensor, k: int, turn: int, shapes: Sequence[Sequence[int]]) -> Tensor:
-    """What `largest_in_rows` returns, of floats [n] on any device: int32[k], ascending."""
+    """Return what `largest_in_rows` does, of floats [n] on any device: int32[k], ascending."""
     keys = bit_view(vector) & magnitude_mask(vector.dtype)
     taken = torch.zeros_like(keys, dtype=torch.bool)
     for share in deal(matrices(shapes), k, turn):
@@ -30,7 +30,7 @@ def largest_in_rows_on_device(vector: Tensor, k: int, turn: int, shapes: Sequenc
 
 
 def maxima_and_largest_on_device(vector: Tensor, k: int, step: int, forced: Sequence[Matrix]) -> Tensor:
-    """What `maxima_and_largest` returns, of floats [n] on any device: int32[k], ascending."""
+    """Return what `maxima_and_largest` does, of floats [n] on any device: int32[k], ascending."""
     keys = bit_view(vector) & magnitude_mask(vector.dtype)
     maxima = torch.cat([_maxima(keys, matrix) for matrix in forced])
     rows = len(maxima)
@@ -46,13 +46,13 @@ def maxima_and_largest_on_device(vector: Tensor, k: int, step: int, forced: Sequ
 
 
 def table(values: Tensor, matrix: Matrix) -> Tensor:
-    """A view [rows, length] of one matrix's part of a contiguous vector [n]."""
+    """View as [rows, length] one matrix's part of a contiguous vector [n]."""
     flat = values[matrix.offset : matrix.stop]
     return flat.view(matrix.length, matrix.rows).t() if matrix.columns else flat.view(matrix.rows, matrix.length)
 
 
 def top(keys: Tensor, quotas: Tensor, most: int) -> Tensor:
-    """Which are the quotas[r] largest of each row r, bool[rows, length]; of equals the first.
+    """Mark the quotas[r] largest of each row r, bool[rows, length]; of equals the first.
 
     keys: integers [rows, length]; quotas: int64[rows], each in [0, most]; 1 <= most <= length.
     """
@@ -65,12 +65,13 @@ def top(keys: Tensor, quotas: Tensor, most: int) -> Tensor:
 
 
 def places(taken: Tensor, count: int) -> Tensor:
-    """Where the `count` true elements of bool[n] stand, int32[count], ascending."""
+    """Return where the true elements of bool[n], `count` of them, stand: int32[count], ascending."""
     ranks = torch.arange(1, count + 1, dtype=torch.int32, device=taken.device)
     return torch.searchsorted(taken.cumsum(0, dtype=torch.int32), ranks, out_int32=True)
 
 
 def _maxima(keys: Tensor, matrix: Matrix) -> Tensor:
+    """Return the index in the vector of the largest of each row of one matrix, int64[rows]; of equals the first."""
     row = torch.arange(matrix.rows, device=keys.device)
     place = table(keys, matrix).argmax(1)  # the first of equals
     return matrix.offset + (place * matrix.rows + row if matrix.columns else row * matrix.length + place)

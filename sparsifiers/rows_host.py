@@ -1,4 +1,4 @@
-"""The largest of each row in CPU memory, with scratch for a few rows.
+"""Find the largest of each row in CPU memory, with scratch for a few rows.
 
 Keys of as many rows as fit the cache are copied and searched together; a row that does not fit is searched as
 a vector of its own. Columns of a C-order matrix are copied in strips at least a cache line wide. What `kernel`
@@ -26,46 +26,48 @@ Keys = NDArray[np.signedinteger[Any]]
 
 
 def largest_in_rows(bits: Keys, mask: int, k: int, turn: int, shapes: Sequence[Sequence[int]]) -> NDArray[np.int32]:
-    """Indices that `deal` gives to the largest of each row, int32[k], ascending; of equals the lowest in the row.
+    """Return the largest of each row, as many as `deal` gives it: indices int32[k], ascending; of equals the lowest.
 
-    bits: signed integers [n] of any stride, not changed; mask: see `magnitude_mask`; shapes cover n >= 1.
+    bits: signed integers [n] of any stride, not changed; mask: see `magnitude_mask`; turn: of `deal`; shapes: of the
+    tensors that the vector concatenates, n >= 1 elements in all.
     """
-    found = np.empty(k, dtype=np.int32)
+    indices = np.empty(k, dtype=np.int32)
     held = 0
     for share in deal(matrices(shapes), k, turn):
         if share.count:
-            found[held : held + share.count] = largest_of(bits, mask, share.matrix, share.quotas())
+            indices[held : held + share.count] = largest_of(bits, mask, share.matrix, share.quotas())
             held += share.count
-    return found
+    return indices
 
 
 def largest_of(bits: Keys, mask: int, matrix: Matrix, quotas: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Indices into the vector `bits` of the quotas[r] largest of each row r of one matrix, ascending."""
+    """Return the indices in the vector `bits` of the quotas[r] largest of each row r of one matrix, ascending."""
     shape = (matrix.length, matrix.rows) if matrix.columns else (matrix.rows, matrix.length)
     table = bits[matrix.offset : matrix.stop].reshape(shape)
     if kernel.reads(table):
-        found = kernel.rows_top(table, mask, quotas, matrix.columns)
-        if found is not None:
-            return found + matrix.offset
+        positions = kernel.rows_top(table, mask, quotas, matrix.columns)
+        if positions is not None:
+            return positions + matrix.offset
     return matrix.flat(rows_top(table.T if matrix.columns else table, mask, quotas))
 
 
 def maxima_and_largest(bits: Keys, mask: int, k: int, step: int, forced: Sequence[Matrix]) -> NDArray[np.int32]:
-    """Indices of the largest of each row of `forced` and of the largest others, int32[k], ascending.
+    """Return the largest of each row of `forced`, and the largest others up to k in all: indices int32[k], ascending.
 
-    Of R > k rows only those with (r - step * k) % R < k send. bits: signed integers [n], n >= 1, of any stride,
-    not changed; mask: see `magnitude_mask`; of equal keys the lowest index is taken.
+    bits: signed integers [n], n >= 1, of any stride, not changed; mask: see `magnitude_mask`; forced: the matrices
+    whose rows must send. Of R > k rows only those with (r - step * k) % R < k do. Of equal keys the lowest index is
+    taken.
     """
     rows = sum(matrix.rows for matrix in forced)
     wanted = np.ones(rows, dtype=np.int64)
     if k < rows:
         wanted[(step * k + np.arange(k, rows)) % rows] = 0
-    found = [np.empty(0, dtype=np.int32)]
+    parts = [np.empty(0, dtype=np.int32)]
     first = 0
     for matrix in forced:
-        found.append(largest_of(bits, mask, matrix, wanted[first : first + matrix.rows]))
+        parts.append(largest_of(bits, mask, matrix, wanted[first : first + matrix.rows]))
         first += matrix.rows
-    maxima = np.concatenate(found)
+    maxima = np.concatenate(parts)
     if k <= rows:
         return maxima
     # The k - rows largest of the others are among the k largest of all: at most `rows` others precede them.
@@ -77,13 +79,13 @@ def maxima_and_largest(bits: Keys, mask: int, k: int, step: int, forced: Sequenc
 
 
 def rows_top(table: Keys, mask: int, quotas: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Positions r * length + place of the quotas[r] largest keys `table & mask` of each row r, ascending.
+    """Return the positions r * length + place of the quotas[r] largest keys `table & mask` of each row r, ascending.
 
     table: signed integers [rows, length] of any strides, not changed; quotas: int64[rows], each in [0, length].
     int32[quotas.sum()]; of equal keys in a row the first are taken.
     """
     rows, length = table.shape
-    found = np.empty(int(quotas.sum()), dtype=np.int32)
+    positions = np.empty(int(quotas.sum()), dtype=np.int32)
     height = max(1, BLOCK // length)
     if table.strides[0] < table.strides[1] and height < LINE:  # neighbours lie in the same cache lines
         height = max(height, min(STRIP, rows // PART))
@@ -102,12 +104,13 @@ def rows_top(table: Keys, mask: int, quotas: NDArray[np.int64]) -> NDArray[np.in
             places = _top(_keys(strip, mask), wanted)
         end = held + len(places)
         row, place = np.divmod(places, length)
-        found[held:end] = (served[row] + first) * length + place
+        positions[held:end] = (served[row] + first) * length + place
         held = end
-    return found
+    return positions
 
 
 def _keys(strip: Keys, mask: int) -> Keys:
+    """Return `strip & mask` in C order, whatever the strides of the strip."""
     keys = np.empty(strip.shape, dtype=strip.dtype)
     width = PATCH if strip.strides[0] < strip.strides[1] else strip.shape[1]
     for start in range(0, strip.shape[1], width):
@@ -117,7 +120,7 @@ def _keys(strip: Keys, mask: int) -> Keys:
 
 
 def _top(keys: Keys, wanted: NDArray[np.int64]) -> NDArray[np.intp]:
-    """Positions of the wanted[r] >= 1 largest of each row r of C-order keys, ascending; of equals the first."""
+    """Return positions of the wanted[r] >= 1 largest of each row r of C-order keys, ascending; of equals the first."""
     rows, length = keys.shape
     if wanted.max() == 1:
         first: NDArray[np.intp] = keys.argmax(axis=1)

@@ -1,4 +1,4 @@
-"""SIDCo: the quantile of a fitted distribution, in stages that each fit the tail beyond the last."""
+"""Take the quantile of a fitted distribution, in stages that each fit the tail beyond the last: SIDCo."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ EXCEEDANCES = 32  # fewer are no basis for a fit
 
 
 def staged(x: Tensor, wanted: Tensor, stages: int, law: Law) -> Tensor:
-    """The threshold of `stages` peaks over thresholds, uncorrected, as SIDCo has it.
+    """Return the threshold of `stages` peaks over thresholds, 0-dim, uncorrected, as SIDCo has it.
 
-    x: float32 [m] >= 0, ascending; wanted: 0-dim. Zeros take no part: delta is wanted over the non-zeros. The
+    x: float32 [m] >= 0, ascending; wanted: 0-dim; stages >= 1; law: of the first stage.
+
+    Zeros take no part: delta is wanted over the non-zeros. The
     first stage fits `law` to all, for FIRST of them; each later one fits the excess over the last threshold,
     for an equal share of the rest: exponential for "e", generalised Pareto for the others (a tail of any law
     is nearly one). A stage without enough exceedances ends it.
@@ -48,16 +50,16 @@ def staged(x: Tensor, wanted: Tensor, stages: int, law: Law) -> Tensor:
 
 
 def tail_slope(x: Tensor, eta: Tensor) -> Tensor:
-    """d ln count / d ln eta of an exponential tail beyond eta: -eta / mean(x - eta | x > eta), 0-dim."""
+    """Return d ln count / d ln eta of an exponential tail beyond eta: -eta / mean(x - eta | x > eta), 0-dim."""
     return -eta / moments((x - eta).clamp_min(0))[1]
 
 
 class SIDCo(Estimated):
     """Send what exceeds the threshold of a fitted sparsity-inducing distribution.
 
-    Two sums over a sample per stage and one pass over the vector. sidco-gp suits every shape of tail and is
+    It costs two sums over a sample per stage and one pass over the vector. sidco-gp suits all shapes of tail and is
     the one to choose; sidco-e is cheapest and best where gradients are Laplacian; sidco-gamma fits gradients
-    that pile up at zero. At most two corrections by the sample's count follow (`correction.corrected`).
+    that pile up at zero. At most two corrections by the sample's count follow (`threshold_correction.corrected`).
 
     The number of stages is chosen per key from 1 to log2(1 / density), at most 5: every fifth call all of
     them are tried on the sample, and the one whose count is closest to what is wanted stays. The published
@@ -66,7 +68,7 @@ class SIDCo(Estimated):
     outcome may not be read.
     """
 
-    law: Law
+    law: Law  # of the first stage, see `staged`
 
     def _estimate(self, sample: Sample, request: Request) -> Tensor:
         x, wanted = sample.x, sample.wanted
@@ -88,18 +90,18 @@ class SIDCo(Estimated):
 
 
 class SIDCoE(SIDCo):
-    """SIDCo with the exponential law in every stage; see SIDCo."""
+    """Fit the exponential law in all stages; see SIDCo."""
 
     name, law = "sidco-e", "e"
 
 
 class SIDCoGP(SIDCo):
-    """SIDCo with the generalised Pareto law in every stage; see SIDCo."""
+    """Fit the generalised Pareto law in all stages; see SIDCo."""
 
     name, law = "sidco-gp", "gp"
 
 
 class SIDCoGamma(SIDCo):
-    """SIDCo with a gamma law in the first stage and generalised Pareto in the others; see SIDCo."""
+    """Fit a gamma law in the first stage and generalised Pareto laws in the others; see SIDCo."""
 
     name, law = "sidco-gamma", "gamma"

@@ -1,4 +1,4 @@
-"""The distributions that SIDCo fits to magnitudes, each as: which threshold does a part `delta` exceed?
+"""Fit the distributions of SIDCo to magnitudes, each as: which threshold does a part `delta` exceed?
 
 Abdelmoniem, Elzanaty, Alouini and Canini, "An Efficient Statistical-based Gradient Compression Technique for
 Distributed Training Systems" (SIDCo), MLSys 2021. Everything is 0-dim float32 on any device unless said
@@ -17,19 +17,19 @@ POINTS, ROUNDS = 64, 4  # 63**4 parts of the range of ln quantile: 2e-6
 
 
 def moments(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the positive elements of y, float32 [m] >= 0, ascending: how many, their mean and their variance."""
+    """Return how many elements of y, float32 [m] >= 0, ascending, are positive, and their mean and variance."""
     count = above(y, y.new_zeros(()))
     mean = y.sum() / count
     return count, mean, torch.dot(y, y) / count - mean.square()
 
 
 def exponential(mean: Tensor, delta: Tensor) -> Tensor:
-    """-mu ln delta: |a| of a Laplace distribution."""
+    """Return -mean ln delta: |a| is exponential where a is Laplacian, and P(|a| > t) = exp(-t / mean)."""
     return -mean * delta.log()
 
 
 def pareto(mean: Tensor, variance: Tensor, delta: Tensor) -> Tensor:
-    """beta / alpha (delta**-alpha - 1): generalised Pareto fitted by moments.
+    """Return beta / alpha (delta**-alpha - 1): generalised Pareto fitted by moments.
 
     alpha = (1 - q) / 2 and beta = mu (1 + q) / 2 with q = mu**2 / variance, alpha clamped to SHAPES. alpha -> 0 is
     the exponential.
@@ -43,7 +43,7 @@ def pareto(mean: Tensor, variance: Tensor, delta: Tensor) -> Tensor:
 
 
 def gamma(x: Tensor, mean: Tensor, delta: Tensor) -> Tensor:
-    """beta P^-1(alpha, 1 - delta): gamma fitted to the positive elements of x, float32 [m].
+    """Return beta P^-1(alpha, 1 - delta): gamma fitted to the positive elements of x, float32 [m], of that mean.
 
     s = ln mu - mean ln x, alpha = (3 - s + sqrt((s - 3)**2 + 24 s)) / 12 s, beta = mu / alpha. The paper inverts
     the incomplete gamma function by -beta (ln delta + ln Gamma(alpha)), which is exact at alpha = 1 only and
@@ -57,10 +57,11 @@ def gamma(x: Tensor, mean: Tensor, delta: Tensor) -> Tensor:
 
 
 def gamma_quantile(alpha: Tensor, delta: Tensor) -> Tensor:
-    """t with Q(alpha, t) = delta, fp64 0-dim, Q the regularised upper incomplete gamma function.
+    """Return t with Q(alpha, t) = delta, fp64 0-dim as alpha and delta are.
 
-    Q falls in t; a grid in ln t is refined ROUNDS times around where it crosses delta. t lies between
-    1e-13, below which all of interest is 0, and 40 + 4 alpha, which less than 1e-17 exceed.
+    Q is the regularised upper incomplete gamma function. It falls in t; a grid in ln t is refined ROUNDS times around
+    where it crosses delta. t lies between 1e-13, below which all of interest is 0, and 40 + 4 alpha, which less than
+    1e-17 exceed.
     """
     steps = torch.linspace(0, 1, POINTS, dtype=torch.float64, device=alpha.device)
     low, width = torch.full_like(alpha, -30.0), (40 + 4 * alpha).log() + 30.0

@@ -1,4 +1,4 @@
-"""State that belongs to a vector: kept by key, forgotten where the key comes back with another length."""
+"""Keep state that belongs to a vector: by key, and forgotten where the key comes back with another length."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from sparsifiers.base import Sparsifier
 
 
 class Keyed(Sparsifier):
-    """A sparsifier that remembers a few numbers per key; a subclass calls `_recall` and `_keep`.
+    """Remember a few numbers per key; a subclass calls `_recall` and `_keep`.
 
-    The numbers are Python's, or 0-dim tensors where reading them would wait for a device. All state belongs
-    to the instance.
+    The numbers are Python's, or 0-dim tensors where reading them would wait for a device. All state belongs to the
+    instance.
     """
 
     def __init__(self, density: float = 0.01) -> None:
         super().__init__(density)
-        self._kept: dict[str, tuple[Any, ...]] = {}
+        self._kept: dict[str, tuple[Any, ...]] = {}  # by key: numel of the vector, then the numbers
 
     def _recall(self, key: str, numel: int) -> tuple[Any, ...] | None:
-        """What `_keep` was given last for this key, None if that is nothing or was another length."""
+        """Return the numbers that `_keep` was given last for this key; None if there are none, or of another length."""
         kept = self._kept.get(key)
         return kept[1:] if kept is not None and kept[0] == numel else None
 
     def _keep(self, key: str, numel: int, *numbers: int | float | Tensor) -> None:
+        """Remember the numbers for a vector of this key and length."""
         self._kept[key] = (numel, *numbers)
 
     def state_dict(self) -> dict[str, object]:
-        """{name: {key: (numel, *numbers)}} in plain numbers; waits for a device that holds some."""
+        """Return {name: {key: (numel, *numbers)}} in plain numbers. Waits for a device that holds some."""
         plain = {
             key: tuple(part.item() if isinstance(part, Tensor) else part for part in kept)
             for key, kept in self._kept.items()
@@ -38,6 +39,7 @@ class Keyed(Sparsifier):
         return {self.name: plain}
 
     def snapshot(self) -> Mapping[str, object]:
+        """Return {name: {key: (numel, *numbers)}} with tensors as they are; the numbers themselves never change."""
         return {self.name: dict(self._kept)}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""A fixed threshold, or one that follows k by what it let through."""
+"""Select by a fixed threshold, or by one that follows k by what it let through."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Threshold(Keyed):
     nothing at all may be sent. It must suit the scale of the gradients, which changes during training: too
     low a tau is topk, too high a one sends nothing and delays everything.
 
-    Without tau (the default), tau follows k, per key (`feedback.reuse`): while the last threshold lets 0.8 k
+    Without tau (the default), tau follows k, per key (`threshold_reuse.reuse`): while the last threshold lets 0.8 k
     to 1.25 k elements through it is used again, cut to k and nudged; outside that band the exact k are
     selected in the same call and the smallest of them is the next threshold. A steady gradient costs one pass
     and no sample: the cheapest method that keeps to k. On a device the last threshold starts a bisection,
@@ -46,19 +46,17 @@ class Threshold(Keyed):
         return {"tau": self.tau}
 
     def _select(self, vector: Tensor, request: Request) -> Selection:
-        if vector.device.type != "cpu":
-            return self.select_on_device(vector, request)
         if self.tau is not None:
             bits, floor = bit_view(vector).numpy(), key_from(self.tau, vector.dtype) - 1
             return padded(scan(bits, magnitude_mask(vector.dtype), request.k, floor), request.k)
         kept = self._recall(request.key, vector.numel())
-        found = reuse(vector, request.k, None if kept is None else float(kept[0]))
-        if found.threshold is not None:
-            self._keep(request.key, vector.numel(), found.threshold)
-        return padded(found.indices, request.k)
+        reused = reuse(vector, request.k, None if kept is None else float(kept[0]))
+        if reused.threshold is not None:
+            self._keep(request.key, vector.numel(), reused.threshold)
+        return padded(reused.indices, request.k)
 
-    def select_on_device(self, vector: Tensor, request: Request) -> Selection:
-        """The same without a host in it, for a vector on any device. count is a tensor where tau is given."""
+    def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
+        """Select on any device; no value is read by the host. count is a tensor where tau is given, else k."""
         k, n, dtype = request.k, vector.numel(), vector.dtype
         keys = keys_of(vector)
         if self.tau is not None:
@@ -72,6 +70,7 @@ class Threshold(Keyed):
 
 
 def _on_device(tau: float | Tensor, device: torch.device) -> Tensor:
+    """Return a threshold, from the host or from a device, as 0-dim fp64 on this device."""
     if isinstance(tau, Tensor):
         return tau.to(device)
     return torch.full((), tau, dtype=torch.float64, device=device)

@@ -1,4 +1,4 @@
-"""Counting a sample against a threshold, and moving the threshold until the count is what is wanted."""
+"""Count a sample against a threshold, and move the threshold until the count is what is wanted."""
 
 from __future__ import annotations
 
@@ -9,32 +9,40 @@ SLOPES = (-1e5, -0.25)  # of ln count against ln eta: a tail that ends, and one 
 
 
 def reaching(x: Tensor, eta: Tensor) -> Tensor:
-    """How many elements of x, ascending [m], are at least eta: 0-dim int64."""
+    """Return how many elements of x, ascending [m], are at least eta: 0-dim int64."""
     return len(x) - torch.searchsorted(x, eta)
 
 
 def above(x: Tensor, eta: Tensor) -> Tensor:
-    """How many elements of x, ascending [m], are larger than eta: 0-dim int64."""
+    """Return how many elements of x, ascending [m], are larger than eta: 0-dim int64."""
     return len(x) - torch.searchsorted(x, eta, right=True)
 
 
 def near(count: Tensor, wanted: Tensor) -> Tensor:
-    """Whether a sample's count is as close to `wanted` as it can tell: 10 %, or two standard deviations up to 20 %."""
+    """Tell whether a sample's count is as near `wanted` as it can be: to 10 %, or two standard deviations up to 20 %.
+
+    count, wanted: 0-dim float32. Returns 0-dim bool.
+    """
     slack = (2 / wanted.sqrt()).clamp(min=0.1, max=0.2)
     return (count / wanted - 1).abs() <= slack
 
 
 def off(x: Tensor, wanted: Tensor, eta: Tensor) -> Tensor:
-    """How far the count at eta is from `wanted`: ln(count / wanted), positive if too many; finite for a count of 0."""
+    """Return how far the count at eta is from `wanted`: ln(count / wanted), above 0 if too many; finite for a 0 too.
+
+    x: float32 [m], ascending; wanted, eta and the result: 0-dim. Half an element is added to both counts.
+    """
     return ((reaching(x, eta) + 0.5) / (wanted + 0.5)).log()
 
 
 def corrected(x: Tensor, wanted: Tensor, eta: Tensor, slope: Tensor, evaluations: int) -> Tensor:
-    """The threshold, of at most `evaluations` tried from eta on, whose count comes closest to `wanted`.
+    """Return the threshold, of at most `evaluations` tried from eta on, whose count comes closest to `wanted`.
 
-    x: float32 [m] >= 0, ascending; wanted, eta, slope: 0-dim. Secant steps of ln count against ln eta, in which
-    the tails of a normal, Laplace or power law are nearly straight; slope, below 0, is that of the first step.
-    One that leaves the bracket of the counts seen so far is replaced by its middle, so nothing oscillates. A
+    x: float32 [m] >= 0, ascending; wanted: 0-dim; eta: the first that is tried, 0-dim; slope: d ln count / d ln eta
+    there, 0-dim, below 0; evaluations: counts of x.
+
+    Steps are secants of ln count against ln eta, in which the tails of a normal, Laplace or power law are nearly
+    straight. One that leaves the bracket of the counts seen so far is replaced by its middle, so nothing oscillates. A
     start that is `near` is kept.
     """
     place = torch.minimum(eta, x[-1]).clamp_min(torch.finfo(x.dtype).tiny).log()

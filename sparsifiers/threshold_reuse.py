@@ -1,4 +1,4 @@
-"""Reuse of a threshold from one step to the next, corrected by the number of elements that it finds.
+"""Reuse a threshold from one step to the next, corrected by the number of elements that it finds.
 
 Which threshold is carried over is ADTopk's idea (HPDC'24); the rule is ours. Theirs reuses a threshold for a
 number of steps whatever it finds, which under a drifting scale was measured to send up to six times k; here
@@ -22,23 +22,20 @@ from torch import Tensor
 from sparsifiers import exact_topk
 from sparsifiers.magnitude import INTEGERS, bit_view, magnitude_mask
 
-GAIN = 0.1
+GAIN = 0.1  # exponent of count / k by which a threshold is corrected; see above why it is low
 
 
 @dataclass(frozen=True)
 class Reused:
-    """indices: int32[count], ascending. threshold: for the next step, None if there is none to go by.
+    """Hold what was selected, and what the next step starts from."""
 
-    exact: the k largest were selected afresh, because the threshold that was given did not fit or was None.
-    """
-
-    indices: NDArray[np.int32]
-    threshold: float | None
-    exact: bool
+    indices: NDArray[np.int32]  # int32[count], ascending, 0.8 k <= count <= k
+    threshold: float | None  # for the next step; None if there is none to go by
+    exact: bool  # the k largest were selected afresh: the threshold that was given did not fit, or was None
 
 
 def reuse(vector: Tensor, k: int, threshold: float | None) -> Reused:
-    """Between 0.8 k and k of the largest magnitudes of `vector`, by a threshold where it fits.
+    """Select between 0.8 k and k of the largest magnitudes of `vector`, by a threshold where it fits.
 
     vector: floats [n] in CPU memory, not changed, n >= 1; 1 <= k <= n. threshold: what the last call returned,
     or None. A threshold that fits costs one pass over the vector; so does one that is too low, because that
@@ -48,26 +45,27 @@ def reuse(vector: Tensor, k: int, threshold: float | None) -> Reused:
     if threshold is None or k == len(bits):  # all of them are wanted, however small: density 1 is the dense exchange
         return _afresh(vector.dtype, bits, mask, exact_topk.largest_magnitudes(bits, mask, k))
     most = 5 * k // 4
-    found, count = exact_topk.counted_scan(bits, mask, k, key_from(threshold, vector.dtype) - 1, most)
+    indices, count = exact_topk.counted_scan(bits, mask, k, key_from(threshold, vector.dtype) - 1, most)
     if 5 * count < 4 * k:
         return _afresh(vector.dtype, bits, mask, exact_topk.largest_magnitudes(bits, mask, k))
     if count > most:
-        return _afresh(vector.dtype, bits, mask, found)
-    return Reused(found, threshold * (count / k) ** GAIN, exact=False)
+        return _afresh(vector.dtype, bits, mask, indices)
+    return Reused(indices, threshold * (count / k) ** GAIN, exact=False)
 
 
-def _afresh(dtype: torch.dtype, bits: NDArray[np.signedinteger[Any]], mask: int, found: NDArray[np.int32]) -> Reused:
-    smallest = value_of(int((bits[found] & mask).min()), dtype)
+def _afresh(dtype: torch.dtype, bits: NDArray[np.signedinteger[Any]], mask: int, indices: NDArray[np.int32]) -> Reused:
+    """Return the exact k largest with the smallest of them as the next threshold."""
+    smallest = value_of(int((bits[indices] & mask).min()), dtype)
     # Every element reaches a threshold of zero, and none can be corrected to or from inf.
-    return Reused(found, smallest if 0.0 < smallest < math.inf else None, exact=True)
+    return Reused(indices, smallest if 0.0 < smallest < math.inf else None, exact=True)
 
 
 def key_from(threshold: float, dtype: torch.dtype) -> int:
-    """The least key of `dtype` whose magnitude is at least `threshold`, a positive number."""
+    """Return the least key of `dtype` whose magnitude is at least `threshold`, a positive number."""
     rounded = torch.tensor(threshold, dtype=torch.float64).to(dtype)
     return int(bit_view(rounded).item()) + (float(rounded) < threshold)
 
 
 def value_of(key: int, dtype: torch.dtype) -> float:
-    """The magnitude that has this key."""
+    """Return the magnitude of `dtype` that has this key."""
     return float(torch.tensor(key, dtype=INTEGERS[dtype]).view(dtype))

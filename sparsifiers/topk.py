@@ -1,4 +1,4 @@
-"""Exact top-k: the reference every other sparsifier approximates."""
+"""Select exactly: top-k, the reference that all other sparsifiers approximate."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ class TopK(Sparsifier):
     name = "topk"
 
     def _select(self, vector: Tensor, request: Request) -> Selection:
-        if vector.device.type == "cpu":
-            bits = bit_view(vector).numpy()
-            indices = torch.from_numpy(largest_magnitudes(bits, magnitude_mask(vector.dtype), request.k))
-        else:
-            indices = largest_magnitudes_on_device(vector, request.k)
-        return Selection(indices, request.k)
+        indices = largest_magnitudes(bit_view(vector).numpy(), magnitude_mask(vector.dtype), request.k)
+        return Selection(torch.from_numpy(indices), request.k)
+
+    def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
+        return Selection(largest_magnitudes_on_device(vector, request.k), request.k)

@@ -1,4 +1,4 @@
-"""A guess of the k-th largest magnitude from a small sample, low on purpose.
+"""Guess the k-th largest magnitude from a small sample, low on purpose.
 
 The guess only has to be cheap and seldom too high: whoever uses it counts what it finds.
 """
@@ -19,13 +19,16 @@ COMPILED_LEAST = 1 << 12  # samples even so: fewer save nothing, and may let so 
 
 
 def sampled_floor(bits: NDArray[np.signedinteger[Any]], mask: int, k: int) -> int:
-    """A key that, but for one call in ten thousand, at least k of the keys `bits & mask` exceed.
+    """Return a key that, but for one call in ten thousand, at least k of the keys `bits & mask` exceed.
 
-    bits: signed integers [n], n >= 8; mask: see `magnitude_mask`. One element is read at a random place in
+    bits: signed integers [n], n >= 8; mask: see `magnitude_mask`. -1, which all keys exceed, if the sample is too
+    small to tell.
+
+    One element is read at a random place in
     each of m equal stretches: the stretches keep the sample's spread below that of independent draws, the
     random places keep a period in the data from matching the stride. The sample holds about p = m * k / n of
     the k largest, with standard deviation below sqrt(p); taking the (p + 4 sqrt(p) + 1)-th largest leaves
-    four of them as a margin. -1, which every key exceeds, if the sample is too small for that.
+    four of them as a margin.
 
     m balances the two costs, reading samples against carrying about 4 n sqrt(p) / m keys too many: their sum
     is least where m grows as the cube root of k * n.
@@ -45,9 +48,10 @@ def sampled_floor(bits: NDArray[np.signedinteger[Any]], mask: int, k: int) -> in
 
 
 def places(n: int, m: int) -> NDArray[np.int64]:
-    """One place in each of m equal stretches of n elements, int64[m]: the same in every process, no pattern.
+    """Return one place in each of m equal stretches of n elements, int64[m]: alike in all processes, without a pattern.
 
-    How far into its stretch is a hash of its number, of Murmur's kind, as a fraction of 2**32.
+    Its distance from the start of the stretch is a hash of the stretch's number, of Murmur's kind, as a fraction of
+    2**32.
     """
     number = np.arange(m, dtype=np.uint32)
     fraction = number * np.uint32(0x9E3779B1)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import agmerge
 import merging
 from agmerge.exchanges.routing import AHEAD
+from agmerge.planning.replanner import Decision
 from agmerge.step.merge_buffers import MergeBuffers
 
 LAYERS = ("a", "b")  # that a rank may leave out, and that may be frozen
@@ -213,14 +214,14 @@ class Player:
 
     def replan(self, seed: int) -> None:
         """Let the planner find another plan once, if there is a session that it could be for."""
-        adaptation = self.optimizer._reducer.replanner
+        adaptation = self.optimizer._reducer.exchange.plans
         if adaptation is None:
             return
         plan = plan_for(adaptation.session, seed)
 
-        def found(step: int) -> merging.Plan:
+        def found(step: int) -> Iterator[Decision]:
             del adaptation.after_step  # type: ignore[method-assign]
-            return plan
+            yield Decision(plan=plan)
 
         adaptation.after_step = found  # type: ignore[method-assign]
 

@@ -82,7 +82,7 @@ class ResidualState:
     def _wanted(self) -> dict[str, torch.Tensor]:
         """Memory for what this rank reads: what was saved by the ranks whose residuals go here, and rank 0's."""
         assert self._saved is not None
-        comm = self._optimizer._reducer.comm or workers.world()
+        comm = self._optimizer._reducer.exchange.comm or workers.world()
         found = {}
         for key, (shape, dtype) in torch_backend.saved_tensors(self._saved).items():
             at = key.find(f"{self._prefix}/")

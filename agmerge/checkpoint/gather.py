@@ -23,10 +23,10 @@ def gather_state(optimizer: Wrapper) -> dict[str, Any] | None:
     has not been sent yet is then kept (docs/checkpoints.md). Rank 0 needs memory for the residuals of all ranks. Raises
     ``ValueError`` with ``process_set=``: its ranks are not the world's.
     """
-    config, reducer = optimizer._reducer.config, optimizer._reducer
+    config, exchange = optimizer._reducer.config, optimizer._reducer.exchange
     if config.process_set.members:
         raise ValueError("gather_state() is of all workers, and process_set= names some: save state_dict() by rank")
-    state, comm = optimizer.state_dict(), reducer.comm or workers.world()
+    state, comm = optimizer.state_dict(), exchange.comm or workers.world()
     parts = _gather(comm, _packed(state[rank_state.SECTION]), config.timeout)
     if parts is None:
         return None

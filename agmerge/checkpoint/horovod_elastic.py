@@ -14,7 +14,6 @@ import torch
 
 from agmerge.backends import horovod_elastic
 from agmerge.checkpoint import rank_state
-from agmerge.engine import resize
 from agmerge.runtime import workers
 from agmerge.runtime.broadcast import broadcast_optimizer_state
 
@@ -44,7 +43,7 @@ class TorchStateHandler:
     def restore(self) -> None:
         """Go back to the copy. The group has broken: nothing may be sent."""
         reducer, inner = self.value._reducer, dict(self._saved)
-        resize.leave(reducer)
+        reducer.leave()
         reducer.discard()
         rank_state.load(reducer, inner.pop(rank_state.SECTION), own=True)
         self.value.optimizer.load_state_dict(inner)
@@ -52,8 +51,8 @@ class TorchStateHandler:
     def sync(self) -> None:
         """The workers are others: take rank 0's state, keep one's own residuals. The next step connects. Collective."""
         reducer = self.value._reducer
-        if reducer.world is not None and reducer.world is workers.world():
+        if reducer.exchange.world is not None and reducer.exchange.world is workers.world():
             workers.renew()
-            resize.leave(reducer)
+            reducer.leave()
         broadcast_optimizer_state(self.value, root_rank=0)
         self.save()

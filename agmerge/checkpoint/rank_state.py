@@ -11,12 +11,13 @@ import torch
 
 import merging
 import sparsifiers
-from agmerge.engine import resize
+from agmerge.checkpoint.redistribute import redistributed
 from agmerge.engine.reducer import Reducer
 from agmerge.exchanges.node_shards import shard_shape
 from agmerge.options import dense_cutoff
 from agmerge.options.config import Config
 from agmerge.runtime import workers
+from agmerge.step.gradient_exchange import GradientExchange
 from agmerge.step.merge_buffers import State
 from agmerge.tensors import nonfinite
 
@@ -44,23 +45,22 @@ def save(reducer: Reducer) -> dict[str, Any]:
     ``window``: where a step has begun, how many backward passes each parameter has seen, and its gradient so far.
     With ``exchange="two-level"`` residuals are of this rank's shard of each tensor; ``shard`` says which.
     """
-    rank, size = reducer.origin or _place(reducer) or (0, 1)
-    plan, rule = reducer.plan(), reducer.config.partial
+    exchange = reducer.exchange
+    rank, size = exchange.origin or _place(exchange) or (0, 1)
+    plan, cutoff, sparsifier = exchange.plan(), exchange.config.partial, exchange.config.sparsifier
     return {
         "version": VERSION,
         "rank": rank,
         "size": size,
-        "shard": reducer.shard,
-        "steps": reducer.steps,
-        "merging": reducer.config.merging,
+        "shard": exchange.shard,
+        "steps": exchange.steps,
+        "merging": exchange.config.merging,
         "plan": plan.dumps() if plan else None,
-        "partial": None if rule is None else (rule.most, rule.settled),
-        "shares": reducer.shares_kept(),
-        "compressor": (repr(reducer.config.sparsifier), reducer.config.sparsifier.state_dict())
-        if reducer.config.sparsifier is not None
-        else None,
+        "partial": None if cutoff is None else (cutoff.most, cutoff.settled),
+        "shares": exchange.budgets(),
+        "compressor": None if sparsifier is None else (repr(sparsifier), sparsifier.state_dict()),
         "window": _window(reducer),
-        **{plural: _named(reducer, kind) for kind, plural in KINDS.items()},
+        **{plural: _copies(exchange, kind) for kind, plural in KINDS.items()},
     }
 
 
@@ -71,73 +71,80 @@ def load(reducer: Reducer, section: Mapping[str, Any] | None, *, own: bool = Fal
     :mod:`agmerge.engine.resize`. ``own``: this very process has saved it, as whichever rank it was. Raises
     ``ValueError`` if a residual has another shape than its parameter, or is not finite.
     """
+    exchange = reducer.exchange
+    reducer.check_idle("load_state_dict()")
     state: State = {}
-    steps, plan, shares, window = 0, None, None, {}
-    origin = None
+    steps, plan, budgets, window = 0, None, None, {}
+    origin, shard = None, exchange.shard
     if section is not None and RANKS in section:
-        section = _own_part(reducer, section)
+        section = _own_part(exchange, section)
     if section is None:
         warnings.warn("the checkpoint has no residuals (it is a plain optimizer's): they start from zero", stacklevel=3)
     elif section["version"] != VERSION:
         raise ValueError(f"the checkpoint's agmerge section has version {section['version']}, this library {VERSION}")
     else:
         steps = section["steps"]
-        if section["plan"] and section["merging"] == reducer.config.merging:  # else the script asks for another
+        if section["plan"] and section["merging"] == exchange.config.merging:  # else the script asks for another
             plan = merging.Plan.loads(section["plan"])
         saved, owned = (section["rank"], section["size"]), section.get("shard")
-        rank, size = saved if own else _place(reducer) or saved
-        if reducer.comm is None:
-            reducer.shard, origin = owned, saved  # it knows its node when it connects
-        if saved == (rank, size) and owned == reducer.shard:
+        rank, size = saved if own else _place(exchange) or saved
+        if exchange.comm is None:
+            shard, origin = owned, saved  # it knows its node when it connects
+        if saved == (rank, size) and owned == shard:
             for kind, plural in KINDS.items():
                 state |= {(kind, name): tensor.clone() for name, tensor in section.get(plural, {}).items()}
-            sparsifier, kept = reducer.config.sparsifier, section.get("compressor")
+            sparsifier, kept = exchange.config.sparsifier, section.get("compressor")
             if sparsifier is not None and kept is not None and kept[0] == repr(sparsifier):
                 sparsifier.load_state_dict(kept[1])
-                shares = section.get("shares")
+                budgets = section.get("shares")
             window = section.get("window", {})
         else:
             what = "residuals and momenta" if section.get("momenta") else "residuals"
             warnings.warn(
                 f"the checkpoint's {what} are rank {saved[0]}'s of {saved[1]}{_part(owned)}, this is rank {rank} of "
-                f"{size}{_part(reducer.shard)}: they are dropped and start from zero. Load the file that this rank has "
+                f"{size}{_part(shard)}: they are dropped and start from zero. Load the file that this rank has "
                 "saved",
                 stacklevel=3,
             )
     nonfinite.refuse(state)
+    _check_shapes(reducer, state, shard)
+    if section is not None:
+        exchange.adopt(replace(exchange.config, partial=dense_cutoff.resumed(exchange.config.partial, section)))
+    exchange.restore(state, steps, plan, budgets, origin, shard)
+    reducer.discard()
+    _reopen(reducer, window)
+
+
+def _check_shapes(reducer: Reducer, state: State, shard: tuple[int, int] | None) -> None:
+    """Raise ``ValueError`` for a tensor of another shape than its parameter, or this rank's shard of it."""
     shapes = {member.name: member.shape for member in reducer.members.active()}
-    if reducer.shard is not None:
-        shapes = {name: shard_shape(shape, reducer.shard[1]) for name, shape in shapes.items()}
+    if shard is not None:
+        shapes = {name: shard_shape(shape, shard[1]) for name, shape in shapes.items()}
     for (kind, name), tensor in state.items():
         if name in shapes and tuple(tensor.shape) != shapes[name]:
             raise ValueError(
                 f"the {kind} of parameter {name!r} has shape {list(tensor.shape)} in the checkpoint, the "
                 f"parameter has {list(shapes[name])}: load a checkpoint of the same model"
             )
-    if section is not None:
-        reducer.config = replace(reducer.config, partial=dense_cutoff.resumed(reducer.config.partial, section))
-    reducer.resume(state, steps, plan)
-    reducer.shares, reducer.origin = shares, origin
-    _reopen(reducer, window)
 
 
-def keeping(reducer: Reducer, config: Config, memory: Any) -> Config:
-    """``config`` with a memory for what ``reducer`` has not sent yet, where the script names none (``memory`` None)."""
-    if memory is None and not config.memory.keeps and reducer.residuals():
+def keeping(exchange: GradientExchange, config: Config, memory: Any) -> Config:
+    """Return ``config``, with a memory for what was not sent yet where the script names none (``memory`` None)."""
+    if memory is None and not config.memory.keeps and exchange.residuals():
         return replace(config, memory=sparsifiers.memory("residual"))
     return config
 
 
-def _own_part(reducer: Reducer, section: Mapping[str, Any]) -> Mapping[str, Any]:
+def _own_part(exchange: GradientExchange, section: Mapping[str, Any]) -> Mapping[str, Any]:
     """This rank's part of a consolidated section."""
     if section["version"] != VERSION:
         return section
     ranks: list[dict[str, Any]] = section[RANKS]
-    comm = reducer.comm or workers.world()
-    in_shards = reducer.shard is not None or any(one.get("shard") is not None for one in ranks)
+    comm = exchange.comm or workers.world()
+    in_shards = exchange.shard is not None or any(one.get("shard") is not None for one in ranks)
     if len(ranks) == comm.size or in_shards:  # shards are not redistributed
         return ranks[min(comm.rank, len(ranks) - 1)]
-    return resize.redistributed(ranks, comm.rank, comm.size, reducer.config.op)
+    return redistributed(ranks, comm.rank, comm.size, exchange.config.op)
 
 
 def _window(reducer: Reducer) -> dict[str, Any]:
@@ -159,17 +166,17 @@ def _reopen(reducer: Reducer, window: Mapping[str, Any]) -> None:
             reducer.count(parameter, fired)
 
 
-def _named(reducer: Reducer, kind: str) -> dict[str, Any]:
-    return {name: tensor.clone() for (one, name), tensor in reducer.state().items() if one == kind}
+def _copies(exchange: GradientExchange, kind: str) -> dict[str, Any]:
+    return {name: tensor.clone() for (other, name), tensor in exchange.state().items() if other == kind}
 
 
 def _copy(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return None if gradient is None else gradient.detach().clone()
 
 
-def _place(reducer: Reducer) -> tuple[int, int] | None:
+def _place(exchange: GradientExchange) -> tuple[int, int] | None:
     """(rank, size); None for an optimizer that was unpickled before ``init()``."""
-    comm = reducer.comm or (workers.world() if workers.is_initialized() else None)
+    comm = exchange.comm or (workers.world() if workers.is_initialized() else None)
     return (comm.rank, comm.size) if comm else None
 
 

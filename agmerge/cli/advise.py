@@ -39,15 +39,15 @@ class AdvisedOptimizer(wrapping.DistributedOptimizer):
         """Collective. Take a step; after the last one that is measured, print the table and end the script."""
         loss = super().step(closure)
         self._ended.append(time.perf_counter())
-        if len(self._ended) > STEPS and not self._reducer.outside:
+        if len(self._ended) > STEPS and not self._reducer.exchange.outside:
             self._conclude()
         return loss
 
     def _conclude(self) -> None:
         """Collective. Print what other strategies would cost, on rank 0, and raise :class:`Enough` on every rank."""
-        reducer, comm, measured = self._reducer, self._reducer.comm, self.measure()
+        reducer, comm, measured = self._reducer, self._reducer.exchange.comm, self.measure()
         assert comm is not None
-        typical = reducer.averages.typical()
+        typical = reducer.exchange.times.typical()
         took = float(np.median(np.diff(self._ended[-STEPS - 1 :])))
         if comm.rank == 0 and typical is not None:
             predicted = advice.predicted_step(self.plan, measured, max(0.0, took - typical.finish))

@@ -1,4 +1,4 @@
-"""``python -m agmerge plan MEASUREMENTS.json``: every planner on one measured model, side by side."""
+"""Run ``python -m agmerge plan MEASUREMENTS.json``: every planner on one measured model, side by side."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from merging import comparison, drawing
 
 
 def main(path: str, picture: str | None, save: str | None, planner: str) -> int:
-    """Print the table; draw and save what is asked for. The exit code."""
+    """Print the table of all planners; return the exit code.
+
+    Args:
+        path: measurements, as ``optimizer.measurements.save`` has written them.
+        picture: where to draw the timelines, as SVG; None: nowhere.
+        save: where to save a plan; None: nowhere.
+        planner: the name of the planner that makes it.
+    """
     try:
         measured = merging.Measurements.load(path)
         rows = comparison.compare(measured)

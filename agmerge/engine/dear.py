@@ -21,13 +21,14 @@ import merging as planning
 from agmerge.engine.dear_modules import ModuleHooks, Parameters, Updates, check_hooks, check_readers
 from agmerge.engine.reducer import Reducer
 from agmerge.errors import AGMergeError
-from agmerge.exchanges.reduce_scatter import ScatterExchange
-from agmerge.metrics.clock import Clock, Seconds
 from agmerge.metrics.running_times import KEEP, RunningStepTimes
+from agmerge.metrics.step_times import Clock, Seconds
 from agmerge.options.config import Config
+from agmerge.planning.measuring import gather_seconds
 from agmerge.planning.replanner import Replanner
+from agmerge.step.agreed_state import Plans
+from agmerge.step.gradient_exchange import Combined
 from agmerge.step.merge_buffers import MergeBuffers
-from agmerge.step.round import Round
 from agmerge.tensors.parameters import ParameterTable
 
 STALE = (
@@ -43,71 +44,64 @@ TOGETHER = (
 
 
 class DearReducer(Reducer):
-    """An engine whose updates are applied by the next forward, module by module, each exactly once.
+    """Leave updates to the next forward, which applies them module by module, each exactly once.
 
-    ``config.model``: whose forward reads the parameters. Raises ``ValueError`` for a parameter of ``optimizer`` that
-    it does not hold, and for hooks on ``optimizer.step()``.
+    ``config.model``: whose forward reads the parameters. Raises ``ValueError`` for a parameter of the optimizer that
+    it does not hold, and for hooks on the optimizer's ``step()``.
     """
 
     remedy = TOGETHER[0].upper() + TOGETHER[1:]
 
-    def __init__(self, members: ParameterTable, config: Config, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, members: ParameterTable, config: Config) -> None:
         assert config.model is not None
-        self.model, self._optimizer = config.model, optimizer
+        self.model, self._optimizer = config.model, members.optimizer
         self._updates: Updates | None = None  # of the last step, as far as they are not applied
-        self._used: list[bool] = []  # by slot, whether a rank had a gradient in the step that ends
-        self._times: ForwardTimes | None = None  # of the session
+        self._combined: Combined | None = None  # what came of the step that ends
+        self._times: ForwardTimes | None = None  # of the merge buffers in use
         self._modules = ModuleHooks(self)
-        check_hooks(optimizer)
+        check_hooks(self._optimizer)
         super().__init__(members, config)
         self._modules.attach(self.model)
 
-    # -- agreement ------------------------------------------------------------------------------------------
+    def leave(self) -> None:
+        """Refuse: updates of the last step may be on their way."""
+        raise AGMergeError(
+            "merging='dear' cannot go on among other workers: updates of the last step may be on their way. Restart "
+            "from a checkpoint, or use another merging"
+        )
 
-    def _open(self) -> MergeBuffers:
+    def _on_agreement(self, buffers: MergeBuffers, times: RunningStepTimes) -> Plans:
         check_readers(self.model, self._optimizer)  # it may have got more of them
-        session = super()._open()
-        self._scatter(session)
+        self._hooks.attach(buffers.parameters, self.members)
         self._modules.attach(self.model)
-        self._times = ForwardTimes(session.clock, self._modules.readers)
-        self.replanner = DearReplanner(session, self.averages, self)
-        return session
-
-    def _follow(self, plan: planning.Plan) -> None:
-        super()._follow(plan)
-        assert self.session is not None
-        self._scatter(self.session)
-
-    def _scatter(self, session: MergeBuffers) -> None:
-        """Send in two halves whatever the session would send by an all-reduce: everything."""
-        self._exchange = ScatterExchange(session.exchange_context())
-        session.messages = [
-            [replace(route, exchange=self._exchange) for route in buffer] for buffer in session.messages
-        ]
+        self._times = ForwardTimes(buffers.clock, self._modules.readers)
+        return DearReplanner(buffers, times, self)
 
     # -- a step ---------------------------------------------------------------------------------------------
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
+        """Collective. See :meth:`Reducer.on_gradient`; the last update of ``parameter`` must have been taken before."""
         with self._lock:
             if self._times is not None:
                 self._times.end()
             if self._updates is not None:
-                with self._breaking():
+                with self.exchange.breaking():
                     if parameter in self._updates:
                         raise AGMergeError(STALE.format(name=self.members.name_of(parameter)))
                     self._updates.receive(parameter)  # its message must be free before the next one is written
         super().on_gradient(parameter)
 
     def synchronize(self) -> None:
-        """Refused: what it promises exists in the next forward only."""
+        """Refuse, with ``ValueError``: what it promises exists in the next forward only."""
         raise ValueError(f"synchronize(): {TOGETHER}")
 
-    def step(self, closure: Any, combine: bool) -> Any:
-        """Wait for the reduce-scatters; leave the update to the next forward.
+    def step(self, wrapper: torch.optim.Optimizer, closure: Any, *, combine: bool) -> Any:
+        """Collective. Wait for the reduce-scatters; leave the update to the next forward.
 
-        What the last forward has not used takes its last update first. Refuses a closure and
-        ``skip_synchronize()`` (``combine`` False) with ``ValueError``.
+        What the last forward has not used takes its last update first. Refuses a closure and ``skip_synchronize()``
+        (``combine`` False) with ``ValueError``.
         """
+        self.connect()
         if closure is not None:
             raise ValueError(
                 "step(closure): with merging='dear' updates belong to the next forward, so run the closure's forward "
@@ -116,36 +110,31 @@ class DearReducer(Reducer):
         if not combine:
             raise ValueError(f"step() inside skip_synchronize(): {TOGETHER}")
         check_hooks(self._optimizer)
-        if self.outside:
+        if self.exchange.outside:
             return self._optimizer.step()
         with self._lock:
-            self._check_unbroken()
+            self.exchange.check_unbroken()
             self.flush()
             super().synchronize()
             if self.skipped:
-                self._clear()
+                self.discard()
                 return None
-            with torch.no_grad(), self._breaking():
-                assert self.session is not None
-                self._updates = Updates(
-                    self._optimizer, self.session, self._exchange, self._used, self.config.zero_unused
-                )
+            with torch.no_grad(), self.exchange.breaking():
+                assert self._combined is not None
+                self._updates = Updates(self._optimizer, self._combined, self.config.zero_unused)
+                self._combined = None
             self.end_step()
         return None
 
-    def _attach(self, attempt: Round) -> None:
-        # The updates are not there yet, and p.grad stays the script's own; the checks are the same.
-        gradients = [parameter.grad for parameter in attempt.session.parameters]
-        self._used = attempt.used
-        try:
-            super()._attach(attempt)
-        finally:
-            for parameter, gradient in zip(attempt.session.parameters, gradients, strict=True):
-                parameter.grad = gradient
+    def _attach(self, combined: Combined) -> None:
+        """Remember what was combined. The updates are not there yet, and ``p.grad`` stays the script's own."""
+        self._check_attachable(combined)
+        self._combined = combined
 
     def end_step(self) -> None:
-        check_every = self.config.check_every
-        if check_every and (self._clock + 1) % check_every == 0:  # the first comparison is of what training starts from
+        """Collective. See :meth:`Reducer.end_step`; replicas are compared with all updates applied."""
+        every = self.config.check_every
+        if every and (self.exchange.step + 1) % every == 0:  # the first comparison is of what training starts from
             self.flush()
         super().end_step()
         if self._times is not None:
@@ -164,7 +153,7 @@ class DearReducer(Reducer):
             if self._updates is None:
                 times.reached(number, reached)
                 return
-            with self._breaking():
+            with self.exchange.breaking():
                 self._receive(self._updates, parameters)
                 times.reached(number, reached)
                 self._updates.apply(parameters)
@@ -177,7 +166,7 @@ class DearReducer(Reducer):
         with self._lock:
             updates, self._updates = self._updates, None
             if updates is not None:
-                with self._breaking():
+                with self.exchange.breaking():
                     self._receive(updates, updates.parameters)
                     updates.apply(updates.parameters)
 
@@ -185,16 +174,16 @@ class DearReducer(Reducer):
         begin = time.perf_counter()
         for parameter in parameters:
             updates.receive(parameter)
-        self.averages.exposed += time.perf_counter() - begin
+        self.exchange.times.add_exposed(time.perf_counter() - begin)
 
     def forward_seconds(self) -> Seconds:
-        """Of each tensor of the session, (n,), as measured here."""
-        assert self.session is not None and self._times is not None
-        return self._times.of(self.session.parameters)
+        """Return the seconds of forward of each tensor of the merge buffers, (n,), as measured on this rank."""
+        assert self.exchange.buffers is not None and self._times is not None
+        return self._times.of(self.exchange.buffers.parameters)
 
     # -- guards ---------------------------------------------------------------------------------------------
 
-    def admit(self) -> None:
+    def admit_group(self) -> None:
         """Take the optimizer's last group off again, with ``ValueError``, if the model does not hold it."""
         try:
             check_readers(self.model, self._optimizer)
@@ -208,44 +197,32 @@ class DearReducer(Reducer):
 
     def close(self) -> None:
         try:
-            if self._broken is None:
+            if not self.exchange.is_broken:
                 self.flush()
         finally:
             self._modules.remove()
             super().close()
 
 
-def engine_for(optimizer: torch.optim.Optimizer, named: Any, config: Config) -> Reducer:
-    """The engine that ``config`` asks for. Without ``named`` parameters, DeAR's have the names of its model."""
+def reducer_for(optimizer: torch.optim.Optimizer, named: Any, config: Config) -> Reducer:
+    """Return the reducer that ``config`` asks for. Without ``named`` parameters, DeAR's have the names of its model."""
     if config.model is None:
         return Reducer(ParameterTable(optimizer, named), config)
     check_readers(config.model, optimizer)
     named = config.model.named_parameters() if named is None else named
-    return DearReducer(ParameterTable(optimizer, named), config, optimizer)
-
-
-def flush(reducer: Reducer) -> None:
-    """Leave no update pending."""
-    if isinstance(reducer, DearReducer):
-        reducer.flush()
-
-
-def admit(reducer: Reducer) -> None:
-    """The optimizer has got a group: ``ValueError``, and it is taken off, if the model does not hold its parameters."""
-    if isinstance(reducer, DearReducer):
-        reducer.admit()
+    return DearReducer(ParameterTable(optimizer, named), config)
 
 
 class DearReplanner(Replanner):
     """Plans in mode ``"dear"``, by what backward, forward and exchanges take. Flushes before it measures."""
 
-    def __init__(self, session: MergeBuffers, averages: RunningStepTimes, reducer: DearReducer) -> None:
-        super().__init__(session, averages)
+    def __init__(self, buffers: MergeBuffers, times: RunningStepTimes, reducer: DearReducer) -> None:
+        super().__init__(buffers, times)
         self._reducer = weakref.proxy(reducer)
 
     def _measure(self, step: int, ready: Seconds | None = None, *, probing: bool = True) -> planning.Measurements:
         self._reducer.flush()  # nothing is in flight while exchanges are timed
-        (forward,) = self._told(self._reducer.forward_seconds())
+        (forward,) = gather_seconds(self.session, self._reducer.forward_seconds())
         measured = super()._measure(step, ready, probing=probing)
         profile = measured.profile
         whole = planning.Profile(**{**profile.plain(), "forward": forward.max(axis=0)})

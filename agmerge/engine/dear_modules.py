@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from torch.optim import optimizer as optimizers
 from agmerge.errors import AGMergeError
 from agmerge.exchanges import InFlight
 from agmerge.exchanges.reduce_scatter import ScatterExchange
-from agmerge.step.merge_buffers import MergeBuffers
+from agmerge.step.gradient_exchange import Combined
 
 Parameters = tuple[torch.Tensor, ...]
 
@@ -133,37 +133,33 @@ class ModuleHooks:
 
 
 class Updates:
-    """The updates of a step: combined gradients on their way, and the hyper-parameters as of that step.
+    """Hold the updates of a step: combined gradients on their way, and the hyper-parameters as of that step.
 
-    Starts the all-gathers of ``exchange``. ``used``: by slot, whether a rank had a gradient in this step. Parameters
-    that none had one for have an update only where something of earlier steps was sent, or with ``zero_unused``.
-    ``p.grad`` is the script's own before and after.
+    Starts their all-gathers. ``combined``: what came of the reduce-scatters. Parameters that no rank had a gradient for
+    have an update only where something of earlier steps was sent, or with ``zero_unused``. ``p.grad`` is the script's
+    own before and after.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        session: MergeBuffers,
-        exchange: ScatterExchange,
-        used: Sequence[bool],
-        zero_unused: bool,
-    ) -> None:
-        self._optimizer, self._session, self._exchange = optimizer, session, exchange
+    def __init__(self, optimizer: torch.optim.Optimizer, combined: Combined, zero_unused: bool) -> None:
+        buffers = combined.buffers
+        assert isinstance(buffers.dense, ScatterExchange)
+        self._optimizer, self._buffers, self._exchange = optimizer, buffers, buffers.dense
+        self._slot_of = dict(zip(buffers.parameters, buffers.layout.slots, strict=True))
         self._groups = [_snapshot(group) for group in optimizer.param_groups]
         self._group_of: dict[torch.Tensor, int] = {}  # of what is not applied, in the optimizer's order
         self._left_over: set[torch.Tensor] = set()  # of these, what no rank used in this step
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
-                slot = session.slot_of.get(parameter)
+                slot = self._slot_of.get(parameter)
                 if slot is None:
                     continue
-                if used[slot.index] or zero_unused:
+                if combined.used[slot.index] or zero_unused:
                     self._group_of[parameter] = number
-                elif session.arena_of[slot.index].memory.keeps:  # it is seen when it is there
+                elif buffers.arena_of[slot.index].memory.keeps:  # it is seen when it is there
                     self._group_of[parameter] = number
                     self._left_over.add(parameter)
         self._arriving: dict[int, InFlight] = {  # by slot
-            slot.index: pending for pending in exchange.gather() for slot in pending.loads[0].segment.slots
+            slot.index: in_flight for in_flight in self._exchange.gather() for slot in in_flight.loads[0].segment.slots
         }
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
@@ -171,8 +167,8 @@ class Updates:
 
     @property
     def parameters(self) -> tuple[torch.Tensor, ...]:
-        """All of the session: those that have an update, in the optimizer's order, first."""
-        return tuple(dict.fromkeys([*self._group_of, *self._session.parameters]))
+        """Return all parameters that take part: those that have an update, in the optimizer's order, first."""
+        return tuple(dict.fromkeys([*self._group_of, *self._buffers.parameters]))
 
     @property
     def done(self) -> bool:
@@ -181,7 +177,7 @@ class Updates:
 
     def receive(self, parameter: torch.Tensor) -> None:
         """Wait for the message that holds this parameter's update, if it has not been waited for."""
-        slot = self._session.slot_of.get(parameter)
+        slot = self._slot_of.get(parameter)
         pending = None if slot is None else self._arriving.get(slot.index)
         if pending is not None:
             self._exchange.receive(pending)
@@ -196,7 +192,7 @@ class Updates:
                 self._check_same(parameter)
                 group = self._group_of.pop(parameter)
                 left_over = parameter in self._left_over
-                if not left_over or self._session.moves(self._session.slot_of[parameter]):
+                if not left_over or self._buffers.left_over(self._slot_of[parameter]):
                     groups.setdefault(group, []).append(parameter)
         if groups:
             self._step([{**self._groups[number], "params": chosen} for number, chosen in groups.items()])
@@ -209,7 +205,7 @@ class Updates:
         kept = given[:]
         try:
             for parameter in chosen:
-                parameter.grad = self._session.gradient(self._session.slot_of[parameter])
+                parameter.grad = self._buffers.update(self._slot_of[parameter])
             given[:] = groups
             with ExitStack() as stack:
                 # The forward around this may be one for inference, or in lower precision; the update is not.
@@ -227,7 +223,7 @@ class Updates:
                 parameter.grad = gradient
 
     def _check_same(self, parameter: torch.Tensor) -> None:
-        slot = self._session.slot_of[parameter]
+        slot = self._slot_of[parameter]
         now, then = (parameter.dtype, parameter.device), (slot.lane.dtype, slot.lane.device)
         if now != then or tuple(parameter.shape) != slot.shape:
             raise AGMergeError(

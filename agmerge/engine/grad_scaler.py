@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from agmerge.backends.handshake import agree
 from agmerge.errors import AGMergeError
 from agmerge.tensors.parameters import ParameterTable
 
@@ -71,6 +70,10 @@ class LossScale:
         """A step has ended, or comes to nothing."""
         self._divided, self._inverses, self.combined = set(), {}, False
 
+    def mark_combined(self) -> None:
+        """Remember that the gradients of this step were combined because the scaler asked."""
+        self.combined = True
+
     def check_step(self, optimizer: torch.optim.Optimizer, closure: Any) -> None:
         """Raise unless ``optimizer`` steps because the scaler, if there is one, says so."""
         if self.scaler is None:
@@ -83,16 +86,6 @@ class LossScale:
 
     def _scale(self) -> torch.Tensor | None:
         return None if self.scaler is None else self.scaler._get_scale_async()
-
-
-def adopt(reducer: Any, config: Any) -> None:
-    """Go on with a config that differs in what a scaler needs, from the next step on. Collective."""
-    advice = "Attach the scaler on every rank, at the same step."
-    if reducer.comm is not None:
-        agree(reducer.comm, config.facts(), what="attach_scaler()", advice=advice, timeout=config.timeout)
-    reducer.config = config
-    if reducer.session is not None:
-        reducer.session.config = config
 
 
 class UnscaleHook:

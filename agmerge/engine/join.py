@@ -30,23 +30,22 @@ def join(reducer: Reducer, optimizer: torch.optim.Optimizer, step: Callable[[], 
     """
     if reducer.config.model is not None:
         raise ValueError("join() with merging='dear' is not built yet: give every rank the same number of batches")
+    reducer.connect()
     reducer.check_idle("join()")
-    if reducer.outside:
+    comm = reducer.exchange.comm
+    if comm is None:  # not of the process set
         return workers.rank()
-    assert reducer.comm is not None
-    reducer.flag, alone = Flag.JOINED, 0
-    try:
+    alone = 0  # steps that this rank has taken without batches
+    with reducer.joined():
         while True:
             reducer.synchronize()
-            if not reducer.said & Flag.ACTIVE:
+            if not reducer.flags_of_all & Flag.ACTIVE:
                 break
             step()
             alone += 1
-    finally:
-        reducer.flag = Flag.ACTIVE
     _discard(reducer)
-    said = gather_bytes(reducer.comm, alone.to_bytes(8, "little"), "join", reducer.config.timeout)
-    waited = [int.from_bytes(one, "little") for one in said]
+    texts = gather_bytes(comm, alone.to_bytes(8, "little"), "join", reducer.config.timeout)
+    waited = [int.from_bytes(text, "little") for text in texts]
     last = max(rank for rank, steps in enumerate(waited) if steps == min(waited))
     _level(reducer, optimizer, last)
     return _world_rank(reducer, last)
@@ -54,23 +53,24 @@ def join(reducer: Reducer, optimizer: torch.optim.Optimizer, step: Callable[[], 
 
 def _discard(reducer: Reducer) -> None:
     """The last round was nobody's step: residuals are as before it, and so is everything else."""
-    assert reducer.session is not None
-    for parameter in reducer.session.parameters:
+    assert reducer.exchange.buffers is not None
+    for parameter in reducer.exchange.buffers.parameters:
         parameter.grad = None
     reducer.discard()
 
 
 def _level(reducer: Reducer, optimizer: torch.optim.Optimizer, last: int) -> None:
     """Leave every rank with the same parameters and optimizer state."""
-    assert reducer.comm is not None
+    comm = reducer.exchange.comm
+    assert comm is not None
     parameters, found = reducer.members.name_all(), hashlib.blake2b(digest_size=16)
     state, tensors = plain_state(optimizer)
     for tensor in (*parameters, *tensors):
         found.update(digest(tensor))
     found.update(repr(state).encode())
-    if len(set(gather_bytes(reducer.comm, found.digest(), "join/replicas", reducer.config.timeout))) == 1:
+    if len(set(gather_bytes(comm, found.digest(), "join/replicas", reducer.config.timeout))) == 1:
         return
-    if reducer.comm.size < workers.size():
+    if comm.size < workers.size():
         raise DivergenceError(
             "join(): the ranks of this process set differ after it. Clip gradients and change learning rates in hooks "
             "of the optimizer's step (register_step_pre_hook, register_step_post_hook), which run on ranks that have "

@@ -18,7 +18,7 @@ from agmerge.backends.topology import Nodes
 from agmerge.exchanges.all_reduce import in_rank_order
 from agmerge.exchanges.dense import decode, encode, tail_of
 from agmerge.exchanges.message.format import RoundHeader
-from agmerge.tensors.arena import Arena, view
+from agmerge.tensors.arena import Arena, move_to_update, view
 from agmerge.tensors.layout import Lane, Layout, Segment, Slot
 
 
@@ -96,7 +96,7 @@ class NodeShards:
         self._tensors: list[list[int]] = []  # by merge buffer: slots, in the order of their used bits
         self._place_of: dict[int, _Message] = {}  # by slot
 
-    def follow(self, bounds: Sequence[tuple[int, int]]) -> None:
+    def rebuild(self, bounds: Sequence[tuple[int, int]]) -> None:
         """Gather by a plan whose merge buffers are tensors ``start`` to ``stop``. Nothing may be in flight."""
         self._tensors = [list(range(start, stop)) for start, stop in bounds]
         self._messages = []
@@ -172,8 +172,16 @@ class NodeShards:
         start = message.offsets[slot.index]
         return message.own[start : start + slot.numel].view(slot.shape)
 
-    def hand_round(self, arenas: Mapping[Lane, Arena]) -> int:
-        """Collective. Make the whole update of each tensor from the shards' updates; return the bytes handed over."""
+    def of(self, slot: Slot) -> torch.Tensor:
+        """Return the update of a whole tensor, in C order: a view. ``slot``: of the tensor or of its shards."""
+        return self.gradients[slot.index]
+
+    def set_aside(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
+        """Return what ``p.grad`` should be once its gradient was dealt out, until the exchange has ended."""
+        return move_to_update(self.gradients[slot.index], gradient)
+
+    def gather(self, arenas: Mapping[Lane, Arena]) -> int:
+        """Collective. Make the whole update of every tensor from the shards' updates; return the bytes handed over."""
         inside, size, handles = self.nodes.inside, 0, []
         for number, (lane, arena) in enumerate(arenas.items()):
             handles.append(inside.all_gather(self._collected[lane], arena.update, f"updates {number}/node"))

@@ -66,5 +66,5 @@ def _place(segment: Segment, goal: float, tolerance: float) -> int:
 
 
 def _nearest(slot: Slot, goal: float, step: int) -> int:
-    """Return the place nearest to ``goal`` that is a multiple of ``step`` behind the tensor's beginning, or its end."""
+    """Return the place nearest to ``goal``: a multiple of ``step`` behind where the tensor begins, or its end."""
     return min(slot.offset + round((goal - slot.offset) / step) * step, slot.end)

@@ -1,6 +1,6 @@
 """Keep time and count, without knowing a tensor.
 
-``clock``: of a device or of the host. ``step_times``: marks of one step. ``running_times``: their medians over steps.
+``step_times``: clocks, and the marks of one step. ``running_times``: their medians over steps.
 ``chrome_trace``: steps as a picture. ``totals``: bytes, messages and steps.
 
 May import merging.storage, and nothing else of the house.

@@ -1,4 +1,4 @@
-"""A Chrome trace of real steps, for Perfetto (ui.perfetto.dev) and chrome://tracing."""
+"""Write real steps as a Chrome trace, for Perfetto (ui.perfetto.dev) and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ LINES = {"ready": 1, "select": 2, "exchange": 3, "wait": 4, "write": 5}  # one a
 
 
 class Trace:
-    """Collects the steps of one rank. ``process``: what its rows are called."""
+    """Collect the steps of one rank. ``process``: what its rows are called."""
 
     def __init__(self, rank: int, process: str) -> None:
-        self._rank, self._tensors, self._counts = rank, tuple[str, ...](), tuple[int, ...]()
-        self.events: list[dict[str, Any]] = [self._name("process_name", 0, process)]
+        self._rank = rank
+        self._tensors: tuple[str, ...] = ()  # names, in readiness order
+        self._counts: tuple[int, ...] = ()  # tensors per merge buffer
+        self.events: list[dict[str, Any]] = [self._name("process_name", 0, process)]  # as the file has them
         self.events += [self._name("thread_name", line, name) for name, line in LINES.items()]
-        self.steps = 0
+        self.steps = 0  # collected so far
 
     def follow(self, tensors: Sequence[str], counts: Sequence[int]) -> None:
-        """The names in readiness order and the tensors per merge buffer from now on."""
+        """Take the names in readiness order and the tensors per merge buffer that hold from now on."""
         self._tensors, self._counts = tuple(tensors), tuple(counts)
 
     def add(self, began: float, times: StepTimes) -> None:
-        """A step that began so many seconds after the epoch."""
+        """Append a step that began so many seconds after the epoch."""
         for name, line, start, stop, about in self._spans(times):
             event = {"name": name, "pid": self._rank, "tid": line, "ts": 1e6 * (began + start), "args": about}
             if line == LINES["ready"]:
@@ -38,6 +40,7 @@ class Trace:
         self.steps += 1
 
     def _spans(self, times: StepTimes) -> Iterator[tuple[str, int, float, float, dict[str, Any]]]:
+        """Yield the name, line, start and end (seconds since the step began) and facts of each event of a step."""
         about: dict[str, Any] = {"step": self.steps}
         for tensor, ready in zip(self._tensors, times.since.tolist(), strict=True):
             yield tensor, LINES["ready"], ready, ready, about
@@ -53,6 +56,7 @@ class Trace:
             free = arrived
 
     def _name(self, kind: str, line: int, name: str) -> dict[str, Any]:
+        """Return the event that gives a process or a line its name."""
         return {"ph": "M", "name": kind, "pid": self._rank, "tid": line, "args": {"name": name}}
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -61,6 +65,6 @@ class Trace:
 
 
 def path_of(path: str | os.PathLike[str], rank: int, size: int) -> Path:
-    """A file of this rank's own: ``trace.json`` becomes ``trace.rank0.json`` where there are several."""
+    """Return a file of this rank's own: ``trace.json`` becomes ``trace.rank0.json`` where there are several ranks."""
     whole = Path(path)
     return whole if size == 1 else whole.with_name(f"{whole.stem}.rank{rank}{whole.suffix}")

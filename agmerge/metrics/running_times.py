@@ -1,28 +1,31 @@
-"""Running averages of the steps of one rank: what has been seen since the last look."""
+"""Average the steps of one rank: what has been seen since the averages were last looked at."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from agmerge.metrics.chrome_trace import Trace
-from agmerge.metrics.clock import Seconds
-from agmerge.metrics.step_times import StepRecorder, StepTimes
+from agmerge.metrics.step_times import Seconds, StepRecorder, StepTimes
 
-KEEP = 50  # steps
+KEEP = 50  # steps: the medians are of no more
 
 
 class RunningStepTimes:
-    """The times of the last steps under one plan. ``exposed``: seconds waited in all steps so far."""
+    """Keep the times of the last steps under one plan, and return their medians."""
 
     def __init__(self) -> None:
-        self.exposed = 0.0
-        self.steps: list[StepTimes] = []
-        self.trace: Trace | None = None  # is told of every step
-        self._last: StepRecorder | None = None
-        self._before: StepTimes | None = None  # what was typical up to the last look
+        self.exposed = 0.0  # seconds waited for messages, in all steps so far
+        self.steps: list[StepTimes] = []  # of this average, the last ``KEEP``
+        self.trace: Trace | None = None  # takes every step
+        self._last: StepRecorder | None = None  # of the last step, its marks still to be read
+        self._before: StepTimes | None = None  # what was typical when this average began
+
+    def add_exposed(self, seconds: float) -> None:
+        """Count seconds that were waited for messages outside of what a recorder sees."""
+        self.exposed += seconds
 
     def observe(self, recorder: StepRecorder) -> None:
-        """A step has been received. Its marks are read one step later: by then every device has got there."""
+        """Take in a step that has been received. Its marks are read one step later: every device has got there then."""
         self.settle()
         self._last = recorder
 
@@ -36,20 +39,25 @@ class RunningStepTimes:
             if self.trace is not None:
                 self.trace.add(recorder.began, times)
 
+    def record(self, trace: Trace | None) -> None:
+        """Tell ``trace`` of every step from the next one on; None: no longer."""
+        self.settle()
+        self.trace = trace
+
     def restart(self) -> None:
         """Begin a new average under the same plan."""
         self._before = self.typical()
         self.steps = []
 
     def forget(self) -> None:
-        """Begin anew: plan, membership or compressor are other ones."""
+        """Begin anew, without what was typical before: plan, membership or compressor are other ones."""
         self.settle()
         self.steps, self._before = [], None
 
     def ready(self) -> Seconds:
-        """When each tensor was ready, seconds since the first, (n,): medians, never falling in the plan's order.
+        """Return when each tensor was ready, seconds since the first, (n,): medians, never falling in the plan's order.
 
-        Of the last average where this one has no step yet. ``LookupError`` where there was none at all.
+        Of the last average where this one has no step yet. Raises ``LookupError`` where there was none at all.
         """
         typical = self.typical()
         if typical is None:
@@ -57,12 +65,12 @@ class RunningStepTimes:
         return np.asarray(np.maximum.accumulate(typical.ready))
 
     def travel(self) -> Seconds:
-        """Seconds of each merge buffer's exchange, (m,): medians."""
+        """Return the seconds of each merge buffer's exchange, (m,): medians of this average, which has a step."""
         self.settle()
         return np.asarray(np.median([times.travel for times in self.steps], axis=0))
 
     def typical(self) -> StepTimes | None:
-        """The median of everything, mark by mark; of the last average where this one has none yet; else None."""
+        """Return the median step, mark by mark; of the last average where this one has none yet; else None."""
         self.settle()
         if not self.steps:
             return self._before

@@ -1,4 +1,4 @@
-"""What the exchange has done so far."""
+"""Count what the exchange has done so far."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sparsifiers.proof import Proof
-
 
 @dataclass
 class Totals:
-    """Running totals of one rank. Bytes are what it hands to collectives for gradients."""
+    """Add up what one rank has done. Bytes are what it hands to collectives for gradients."""
 
-    steps: int = 0
-    steps_skipped: int = 0
-    skipped_in_a_row: int = 0
-    buffers: int = 0
-    bytes_sent: int = 0
-    bytes_dense: int = 0
-    elements_sent: int = 0
-    elements: int = 0
+    steps: int = 0  # that ended with an update
+    steps_skipped: int = 0  # that came to nothing
+    skipped_in_a_row: int = 0  # of these, the last ones
+    buffers: int = 0  # merge buffers of the last step
+    bytes_sent: int = 0  # in messages
+    bytes_dense: int = 0  # that fp32 gradients sent whole would have been
+    elements_sent: int = 0  # in messages
+    elements: int = 0  # that they were selected from
     wire: Counter[str] = field(default_factory=Counter)  # bytes_sent by what they are
-    proof: Proof | None = None  # measures selections, where the script has asked for it
 
     def sent(self, size: int, elements: int, codecs: Mapping[str, int] | None = None) -> None:
-        """A message of ``size`` bytes has left; ``codecs``: these by what they are, if codecs have made them."""
+        """Count a message of ``size`` bytes; ``codecs``: these by what they are, if codecs have made them."""
         self.wire.update(codecs or {"plain": size})
         self.bytes_sent += size
         self.elements_sent += elements
 
     def stepped(self, buffers: int, elements: int, tensors: int) -> None:
-        """A step in ``buffers`` merge buffers has ended. ``elements``: that this rank selects from; ``tensors``: of all
-        gradients, which is as many unless ranks have shards."""
+        """Count a step in ``buffers`` merge buffers.
+
+        ``elements``: those that this rank selects from; ``tensors``: the elements of all gradients, which are as many
+        unless ranks have shards.
+        """
         self.steps += 1
         self.skipped_in_a_row = 0
         self.buffers = buffers
@@ -40,7 +40,7 @@ class Totals:
         self.bytes_dense += 4 * tensors
 
     def skipped(self, elements: int, tensors: int) -> None:
-        """A step came to nothing, after its messages had left."""
+        """Count a step that came to nothing, after its messages had left."""
         self.steps_skipped += 1
         self.skipped_in_a_row += 1
         self.elements += elements
@@ -48,5 +48,5 @@ class Totals:
 
     @property
     def density(self) -> float:
-        """Elements sent / elements, over all steps."""
+        """Return elements sent / elements, over all steps."""
         return self.elements_sent / self.elements if self.elements else 0.0

@@ -97,25 +97,26 @@ def rates(optimizer: torch.optim.Optimizer, memory: sparsifiers.Memory, groups: 
 
 
 @contextmanager
-def withheld(reducer: Any, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def withheld(exchange: Any, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Inside, a step of ``optimizer`` applies no momentum that a memory has applied already; its hooks see it.
 
     Raises ``ValueError`` if the groups have got what the memory does not know of.
     """
-    memory = reducer.config.memory
-    if not memory.corrects or reducer.outside:
+    memory = exchange.config.memory
+    if not memory.corrects or exchange.outside:
         yield
         return
-    if reducer.config.rates is None:
+    if exchange.config.rates is None:
         if rates(optimizer, memory) is not None:
             raise ValueError(
                 f"a group of {type(optimizer).__name__} has got a momentum, and {memory} applies its own, 0.9, before "
-                f"selection: set it back to 0, or call set_compressor({reducer.config.sparsifier.name!r}) on every rank"
+                "selection: set it back to 0, or call "
+                f"set_compressor({exchange.config.sparsifier.name!r}) on every rank"
             )
         yield
         return
     _check_dampening(optimizer.param_groups)
-    if reducer.comm.rank == 0 and not any(group["momentum"] for group in optimizer.param_groups):
+    if exchange.comm.rank == 0 and not any(group["momentum"] for group in optimizer.param_groups):
         warnings.warn(GONE.format(memory=memory.name, optimizer=type(optimizer).__name__), stacklevel=4)
     hidden: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
@@ -140,15 +141,17 @@ def withheld(reducer: Any, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         first.remove()
 
 
-def take_over(reducer: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Before the next agreement: make the momentum buffers of ``optimizer`` the memory's momentum.
+def take_over(exchange: Any, members: Any) -> None:
+    """Make the momentum buffers of the optimizer the memory's momentum, before the next agreement.
+
+    ``exchange``: a ``GradientExchange``; ``members``: the ``ParameterTable`` of the optimizer.
 
     It is the same recursion. They are averages (or sums) over all ranks and alike on all of them: where updates are
     averages every rank takes them; where they are sums rank 0 does, so that they count once.
     """
-    running = reducer.session is not None and not reducer._stale
-    if reducer.config.rates is None or reducer.comm is None or running:
+    if exchange.config.rates is None or exchange.comm is None or exchange.agreed:
         return
+    optimizer = members.optimizer
     dropped = False
     for parameter, group in [(p, one) for one in optimizer.param_groups for p in one["params"]]:
         state = optimizer.state.get(parameter, {})
@@ -157,13 +160,13 @@ def take_over(reducer: Any, optimizer: torch.optim.Optimizer) -> None:
             optimizer.state.pop(parameter, None)
         if buffer is None:
             continue
-        place = "momentum", reducer.members.name_of(parameter)
-        reducer.parked.pop(place, None)  # an older one
-        dropped |= reducer.shard is not None
-        if reducer.shard is None and (reducer.config.op is Average or reducer.comm.rank == 0):
+        dropped |= exchange.shard is not None
+        taken = None
+        if exchange.shard is None and (exchange.config.op is Average or exchange.comm.rank == 0):
             factor, nesterov = rate(group)
-            reducer.parked[place] = buffer * factor if nesterov else buffer  # nesterov's has its factor in DGCMemory
-    if dropped and reducer.comm.rank == 0:
+            taken = buffer * factor if nesterov else buffer  # nesterov's has its factor in DGCMemory
+        exchange.carry("momentum", members.name_of(parameter), taken)  # in place of an older one
+    if dropped and exchange.comm.rank == 0:
         warnings.warn(SHARDS.format(optimizer=type(optimizer).__name__), stacklevel=4)
 
 

@@ -29,12 +29,12 @@ ADAM = (
 )
 
 
-def tell(reducer: Any, optimizer: torch.optim.Optimizer, before: Any) -> None:
+def tell(exchange: Any, optimizer: torch.optim.Optimizer, before: Any) -> None:
     """Warn of what holds now, and did not with the config ``before`` (None: there was none). Not collective."""
-    alone = reducer.comm is None and workers.is_initialized() and workers.rank() == 0  # elastic: not connected yet
-    if reducer.outside or not (alone or (reducer.comm is not None and reducer.comm.rank == 0)):
+    alone = exchange.comm is None and workers.is_initialized() and workers.rank() == 0  # elastic: not connected yet
+    if exchange.outside or not (alone or (exchange.comm is not None and exchange.comm.rank == 0)):
         return
-    config, name, groups = reducer.config, type(optimizer).__name__, optimizer.param_groups
+    config, name, groups = exchange.config, type(optimizer).__name__, optimizer.param_groups
     followed = before is not None and before.rates is not None
     if config.rates is not None and not followed:
         momenta = ", ".join(f"{value:g}" for value in dict.fromkeys(float(group["momentum"]) for group in groups))

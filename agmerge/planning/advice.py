@@ -36,13 +36,13 @@ KNOWN = {
 
 @dataclass(frozen=True)
 class Row:
-    """One strategy. ``step``: predicted seconds a step; ``buffers``: merge buffers, ``dense`` of them dense."""
+    """Hold what is predicted of one strategy."""
 
-    strategy: str
-    step: float
-    finish: float
-    buffers: int
-    dense: int
+    strategy: str  # as it is printed
+    step: float  # seconds
+    finish: float  # seconds from the start of backward to the end of the last exchange
+    buffers: int  # merge buffers
+    dense: int  # of these, those that are sent whole
     density: float | None = None  # None: all is sent
 
 
@@ -53,7 +53,7 @@ def predicted_step(plan: merging.Plan, measured: Measurements, rest: float) -> f
 
 
 def compare(measured: Measurements, step: float, finish: float) -> tuple[Row, ...]:
-    """The strategies, fastest first. ``step`` and ``finish``: measured seconds of a step, and of its last exchange.
+    """Return the strategies, fastest first. ``step``, ``finish``: measured seconds of a step, and of its last exchange.
 
     A strategy changes when the last exchange ends; the rest of a step (forward, update) is taken as it was measured.
     Densities change how much is sent; what selection costs is taken from the compressor in use.
@@ -69,17 +69,17 @@ def compare(measured: Measurements, step: float, finish: float) -> tuple[Row, ..
     else:
         candidates.append(("as it is", None, measured))
     rows = []
-    for name, share, one in candidates:
-        plan, mode = merging.best(planner, one)
-        end = step_end(plan, one, mode)
+    for name, chosen, assumed in candidates:
+        plan, mode = merging.best(planner, assumed)
+        end = step_end(plan, assumed, mode)
         flags = plan.dense if mode != "dense" else (True,) * len(plan.counts)
-        compressed = None if all(flags) else share
+        compressed = None if all(flags) else chosen
         rows.append(Row(name, rest + end, end, len(plan.counts), sum(flags), compressed))
     return tuple(sorted(rows, key=lambda row: row.step))
 
 
 def at(measured: Measurements, density: float) -> Measurements:
-    """The measurements as they would be at another density: exempt tensors stay as they are."""
+    """Return the measurements as they would be at another density: exempt tensors stay as they are."""
     profile = measured.profile
     load = [
         min(budget(density, numel), numel) if work else load

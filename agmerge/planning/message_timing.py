@@ -1,4 +1,4 @@
-"""One message, selected, packed and sent as in a step, and how long each of that takes."""
+"""Time one message, selected, packed and sent as in a step."""
 
 from __future__ import annotations
 
@@ -14,109 +14,132 @@ from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.layout import Segment
 from sparsifiers import Selection
 
-BUSY = torch.ones(128, 128)  # a piece of work: a tenth of a millisecond, more or less
-MANY = 16  # small messages in a row
+PIECE_OF_WORK = torch.ones(128, 128)  # its product with itself takes a tenth of a millisecond, more or less
+BURST = 16  # small messages in a row
 
 
 class MessageTimer:
-    """One size: the same message again and again. ``backward``: its seconds on this rank."""
+    """Time the same message again and again: one segment, selected from and exchanged as in a step.
+
+    All times are this rank's own. Nothing is written to a residual or an update that anyone reads.
+    """
 
     def __init__(self, session: MergeBuffers, segment: Segment, exchange: Exchange, step: int, backward: float) -> None:
+        """Select once, so that it is known how long the message is.
+
+        Args:
+            session: whose memory and sparsifier are used.
+            segment: what the message carries.
+            exchange: how it is sent: selected from if that is a sparse one, else whole.
+            step: whose density and number count.
+            backward: seconds of a backward pass on this rank; half of it goes on after a message has left.
+        """
         self.session, self.segment, self.step, self._exchange = session, segment, step, exchange
         self._busy = backward / 2  # seconds, about, that backward goes on after a message has left
-        self.load = session.load(segment) if exchange.sparse else _zeros(session.load(segment))
+        self.buffers = session.load(segment) if exchange.sparse else _zeros(session.load(segment))
         self.on_host = segment.lane.device.type == "cpu"
-        self._shares_cores = self.on_host and exchange.can_poll
-        self.offer = self._select()
-        self.capacity = 0 if self.offer is None else self.offer.indices.numel()
+        self._shares_cores = self.on_host and exchange.can_poll  # backward and the network's threads
+        self.selection = self._select()  # the last one; None: the segment is sent whole
+        self.capacity = 0 if self.selection is None else self.selection.indices.numel()  # elements of a message
 
-    def _select(self) -> Selection | None:
-        sparsifier = self.session.config.sparsifier
-        if sparsifier is None or not self._exchange.sparse:
-            return None
-        work, k, shapes = self.session.vector(self.segment, self.step)
-        return sparsifier.select(work, k=k, key=f"probe of {self.segment.numel}", step=self.step, shapes=shapes)
+    def start(
+        self, name: str, buffers: list[SegmentBuffers], selections: list[Selection | None], tensors: int
+    ) -> InFlight:
+        """Collective. Send a message of these segments, ``tensors`` in all, and return it under way."""
+        header = RoundHeader(self.step, self.session.fingerprint, 0, 0, (False,) * tensors)
+        return self._exchange.start(name, buffers, selections, header)
 
-    def start(self, name: str, loads: list[SegmentBuffers], offers: list[Selection | None], tensors: int) -> InFlight:
-        """Send one message of this step."""
-        control = RoundHeader(self.step, self.session.fingerprint, 0, 0, (False,) * tensors)
-        return self._exchange.start(name, loads, offers, control)
+    def wait(self, in_flight: InFlight) -> None:
+        """Collective. Receive a message and write nothing."""
+        self._exchange.wait(in_flight)
 
-    def wait(self, pending: InFlight) -> None:
-        """Receive it."""
-        self._exchange.wait(pending)
-
-    def _send(self) -> Callable[[], object]:
-        pending = self.start("probe", [self.load], [self.offer], len(self.segment.slots))
-
-        def wait() -> None:
-            # During backward the network's threads must share the cores: a message takes longer than on an idle host.
-            start = time.monotonic()
-            while self._shares_cores and time.monotonic() - start < self._busy:
-                if self._exchange.arrived(pending):
-                    break
-                torch.mm(BUSY, BUSY)
-            self._exchange.wait(pending)
-
-        return wait
-
-    def select(self, runs: int) -> tuple[float, float]:
-        """Seconds to select, and to pack and start, means."""
+    def time_selection(self, runs: int) -> tuple[float, float]:
+        """Collective. Return the seconds to select, and those to pack and start: means of ``runs`` messages."""
         selecting = packing = 0.0
         for _ in range(runs):
             begin = self.now()
-            self.offer = self._select()
+            self.selection = self._select()
             selected = self.now()
             wait = self._send()
             selecting, packing = selecting + selected - begin, packing + self.now() - selected
             wait()
         return selecting / runs, packing / runs
 
-    def work(self, pieces: int) -> float:
-        """Seconds of so many pieces of work."""
-        begin = self.now()
-        for _ in range(pieces):
-            torch.mm(BUSY, BUSY)
-        return self.now() - begin
+    def time_exchange(self, runs: int) -> float:
+        """Collective. Return the seconds from the packed message to its arrival, the median of ``runs`` messages.
 
-    def burst(self, messages: int, pieces: int) -> float:
-        """Seconds of work, so much for each of ``MANY`` messages, with this many under way and all of them received."""
-        scratch = SegmentBuffers(self.segment, self.load.work, torch.empty_like(self.load.update))
-        under_way = []
-        begin = self.now()
-        for number in range(MANY):
-            if number < messages:
-                self.offer = self._select()
-                under_way.append(self.start(f"probe {number}", [scratch], [self.offer], len(self.segment.slots)))
-            self.work(pieces)
-        for pending in under_way:
-            self._exchange.wait(pending)
-            self._exchange.finish(pending)
-        return self.now() - begin
-
-    def exchange(self, runs: int) -> float:
-        """Seconds from the packed message to its arrival, the median; dense, packing counts too."""
-        took = []
+        Where nothing is selected, packing counts too.
+        """
+        seconds = []
         for _ in range(runs):
             begin = self.now()
             wait = self._send()
-            begin = self.now() if self.offer is not None else begin
+            begin = self.now() if self.selection is not None else begin
             wait()
-            took.append(self.now() - begin)
-        return statistics.median(took)
+            seconds.append(self.now() - begin)
+        return statistics.median(seconds)
+
+    def time_work(self, pieces: int) -> float:
+        """Return the seconds of so many pieces of work, with no message under way."""
+        begin = self.now()
+        for _ in range(pieces):
+            torch.mm(PIECE_OF_WORK, PIECE_OF_WORK)
+        return self.now() - begin
+
+    def time_burst(self, messages: int, pieces: int) -> float:
+        """Collective. Return the seconds of ``BURST`` times so many pieces of work, with messages sent in between.
+
+        The first ``messages`` of the turns send one each, and at the end all are received.
+        """
+        scratch = SegmentBuffers(self.segment, self.buffers.work, torch.empty_like(self.buffers.update))
+        under_way = []
+        begin = self.now()
+        for number in range(BURST):
+            if number < messages:
+                self.selection = self._select()
+                under_way.append(self.start(f"probe {number}", [scratch], [self.selection], len(self.segment.slots)))
+            self.time_work(pieces)
+        for in_flight in under_way:
+            self._exchange.wait(in_flight)
+            self._exchange.finish(in_flight)
+        return self.now() - begin
 
     def now(self) -> float:
-        """Seconds, when all devices have got there."""
+        """Return a time in seconds, when the device has done all that it was given."""
         device = self.segment.lane.device
         if device.type not in ("cpu", "meta"):
             torch.accelerator.synchronize(device)  # between steps: nothing else runs
         return time.perf_counter()
 
+    def _select(self) -> Selection | None:
+        """Select from the segment under a key of its own; return None where it is sent whole."""
+        sparsifier = self.session.config.sparsifier
+        if sparsifier is None or not self._exchange.sparse:
+            return None
+        work, k, shapes = self.session.vector(self.segment, self.step)
+        return sparsifier.select(work, k=k, key=f"probe of {self.segment.numel}", step=self.step, shapes=shapes)
 
-def _zeros(load: SegmentBuffers) -> SegmentBuffers:
-    """Return a load that may be summed where it lies, again and again.
+    def _send(self) -> Callable[[], object]:
+        """Collective. Send the message; return the function that waits for it."""
+        in_flight = self.start("probe", [self.buffers], [self.selection], len(self.segment.slots))
+
+        def wait() -> None:
+            # During backward the network's threads must share the cores: a message takes longer than on an idle host.
+            start = time.monotonic()
+            while self._shares_cores and time.monotonic() - start < self._busy:
+                if self._exchange.arrived(in_flight):
+                    break
+                torch.mm(PIECE_OF_WORK, PIECE_OF_WORK)
+            self._exchange.wait(in_flight)
+
+        return wait
+
+
+def _zeros(buffers: SegmentBuffers) -> SegmentBuffers:
+    """Return buffers that may be summed where they lie, again and again.
 
     Between steps ``work`` is nobody's, unless the last update is in it.
     """
-    shared = load.work.data_ptr() == load.update.data_ptr()
-    return SegmentBuffers(load.segment, torch.zeros_like(load.work) if shared else load.work.zero_(), load.update)
+    shared = buffers.work.data_ptr() == buffers.update.data_ptr()
+    work = torch.zeros_like(buffers.work) if shared else buffers.work.zero_()
+    return SegmentBuffers(buffers.segment, work, buffers.update)

@@ -1,37 +1,70 @@
-"""Two plans, a few steps each: what a prediction promises must be seen in the time of whole steps."""
+"""Train a few steps with each of several plans: what a prediction promises must be seen in the time of whole steps.
+
+Where merge buffers go dense or sparse by choice, all dense and all compressed are tried beside the plan that is
+predicted to be the best; the fastest one stays.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
+from dataclasses import replace
 
 import merging
+from agmerge.planning.plan_choice import best_plan, planner_of, predicted_finish
+from agmerge.step.agreement import with_mode
+from agmerge.step.merge_buffers import MergeBuffers
+from merging import Measurements
+from merging.measured import sent_whole
 
 STEPS = 6  # of each plan; the first of them is not counted
+DOUBTFUL = 1.5  # times as late: a plan that is predicted to end later is not tried
 
 
-class Trial:
-    """Trains with one plan after the other, and times whole steps of this rank."""
+def alternatives(
+    planner: merging.Planner, session: MergeBuffers, measured: Measurements, chosen: merging.Plan
+) -> list[merging.Plan]:
+    """Return the plans to try beside ``chosen``: all dense and all compressed, if predicted to end not much later.
+
+    None of them where no dense exchange was measured, that is where there is no choice.
+    """
+    if measured.dense is None:
+        return []
+    compressed = best_plan(planner, session, replace(measured, dense=None))
+    others = [all_dense(planner_of(session, planner), measured), compressed]
+    latest_end = DOUBTFUL * predicted_finish(chosen, measured)
+    return [plan for plan in others if plan != chosen and predicted_finish(plan, measured) < latest_end]
+
+
+def all_dense(planner: merging.Planner, measured: Measurements) -> merging.Plan:
+    """Return the planner's plan if everything went dense."""
+    whole = sent_whole(measured)
+    plan = planner.plan(whole.profile, whole.costs, "dense")
+    return replace(with_mode(plan, "behind"), dense=(True,) * len(plan.counts))
+
+
+class PlanTrial:
+    """Train with one plan after the other, ``STEPS`` steps each, and time whole steps of this rank."""
 
     def __init__(self, *plans: merging.Plan) -> None:
-        self.plans = plans
-        self._took: list[list[float]] = [[] for _ in plans]
+        self.plans = plans  # the first one is in use from the next step on
+        self._seconds: list[list[float]] = [[] for _ in plans]  # of each step, plan by plan
         self._steps = 0
-        self._before = time.perf_counter()
+        self._last_end = time.perf_counter()
 
     def after_step(self) -> merging.Plan | None:
-        """A step has ended: the plan to go on with if it is the next one's turn."""
+        """Count a step that has ended; return the plan to go on with if it is the next one's turn."""
         now = time.perf_counter()
-        self._took[self._steps // STEPS].append(now - self._before)
-        self._steps, self._before = self._steps + 1, now
+        self._seconds[self._steps // STEPS].append(now - self._last_end)
+        self._steps, self._last_end = self._steps + 1, now
         turn, first = divmod(self._steps, STEPS)
         return self.plans[turn] if first == 0 and turn < len(self.plans) else None
 
     @property
     def over(self) -> bool:
-        """Whether every plan has had its steps."""
+        """Tell whether every plan has had its steps."""
         return self._steps == STEPS * len(self.plans)
 
     def seconds(self) -> list[float]:
-        """The median step of each plan."""
-        return [statistics.median(took[1:]) for took in self._took]
+        """Return the median step of each plan on this rank, in seconds."""
+        return [statistics.median(seconds[1:]) for seconds in self._seconds]

@@ -1,9 +1,9 @@
-"""What all ranks agree on before they exchange: members, their order, and the plan, which rank 0 makes."""
+"""Agree, before anything is exchanged, on members, their order, and the plan, which rank 0 makes."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,7 @@ def open_session(
     nodes: Nodes | None = None,
     shares: dict[str, int] | None = None,
 ) -> tuple[MergeBuffers, int]:
-    """Agree on members, order and plan, and set up memory. Collective.
+    """Collective. Agree on members, order and plan, and set up memory; return the session and the steps so far.
 
     ``order``: names in the order in which this rank saw them ready; tensors it did not see go last. ``steps``:
     committed exchanges so far. Rank 0's count, in both. ``recorded``: a plan to go on with, if it still fits.
@@ -41,36 +41,58 @@ def open_session(
     agree(comm, model_facts(members, config), what="membership", advice=ADVICE, timeout=config.timeout)
     if not members:
         raise ValueError("no parameter needs a gradient, so there is nothing to exchange: unfreeze one, or do not step")
-    told: dict[str, Any] = {}
+    names = [member.name for member in members]
+    decision = decide_on_rank_0(
+        comm,
+        lambda: {"plan": _make_plan(config, members, order, recorded).dumps(), "steps": steps, "shares": shares},
+        reject=lambda decision: why_plan_does_not_fit(merging.Plan.loads(decision["plan"]), names),
+        timeout=config.timeout,
+    )
+    session = MergeBuffers(comm, config, members, merging.Plan.loads(decision["plan"]), nodes)
+    session.give(decision["shares"] or {})
+    return session, decision["steps"]
+
+
+def decide_on_rank_0(
+    comm: Backend,
+    decide: Callable[[], dict[str, Any]],
+    reject: Callable[[dict[str, Any]], str] | None,
+    timeout: float,
+    *,
+    decider: str = "",
+) -> dict[str, Any]:
+    """Collective. Return on every rank what ``decide()`` returned on rank 0, after a round trip through JSON.
+
+    Args:
+        comm: the ranks that hear of it, all of which call this.
+        decide: called on rank 0 alone. It may run a script's own planner: whatever it raises, the others hear of it.
+        reject: called on every rank with the decision; says why this rank cannot follow it, "" if it can. Then one
+            more collective compares what ranks say. None: nobody can object.
+        timeout: seconds, for each collective.
+        decider: whom an error of ``decide`` is put down to; "": the class of the error.
+
+    Raises ``ValueError`` on every rank if ``decide`` failed or every rank rejects, and
+    :class:`agmerge.RankMismatchError` on every rank if only some of them reject.
+    """
+    text = ""
     if comm.rank == 0:
         try:
-            told = {"plan": _make_plan(config, members, order, recorded).dumps(), "steps": steps, "shares": shares}
-        except Exception as error:  # a planner may be the script's own; the other ranks wait to hear of it
-            told = {"problem": f"{type(error).__name__}: {error}"}
-    told = broadcast_json(comm, told, config.timeout)
-    problem = told.get("problem") or why_plan_does_not_fit(
-        merging.Plan.loads(told["plan"]), [member.name for member in members]
-    )
-    raise_on_all_ranks(comm, problem, config.timeout)
-    session = MergeBuffers(comm, config, members, merging.Plan.loads(told["plan"]), nodes)
-    session.give(told["shares"] or {})
-    return session, told["steps"]
-
-
-def broadcast_json(comm: Backend, told: dict[str, Any], timeout: float) -> Any:
-    """What rank 0 has to say about the plan, on every rank. Collective."""
-    return json.loads(broadcast_bytes(comm, json.dumps(told).encode(), 0, "plan", timeout))
-
-
-def raise_on_all_ranks(comm: Backend, problem: str, timeout: float) -> None:
-    """Raise the same error on every rank if the plan does not fit on one. Collective."""
-    agree(comm, [("the plan", problem or "fits")], what="plan", advice=ADVICE, timeout=timeout)
+            text = json.dumps({"decision": decide()})
+        except Exception as error:  # the other ranks wait for word: whatever it is, they get it
+            text = json.dumps({"problem": f"{decider or type(error).__name__}: {error}"})
+    answer = json.loads(broadcast_bytes(comm, text.encode(), 0, "plan", timeout))
+    problem: str = answer.get("problem", "")
+    if reject is not None:
+        problem = problem or reject(answer["decision"])
+        agree(comm, [("the plan", problem or "fits")], what="plan", advice=ADVICE, timeout=timeout)
     if problem:
         raise ValueError(f"there is no plan for this model: {problem}")
+    decision: dict[str, Any] = answer["decision"]
+    return decision
 
 
 def why_plan_does_not_fit(plan: merging.Plan, members: Iterable[str]) -> str:
-    """Why ``plan`` cannot serve these members; empty if it can."""
+    """Say why ``plan`` cannot serve members of these names; return "" if it can."""
     names = sorted(members)
     if sum(plan.counts) != len(names):
         return f"it covers {sum(plan.counts)} tensors, the model has {len(names)}"
@@ -79,7 +101,7 @@ def why_plan_does_not_fit(plan: merging.Plan, members: Iterable[str]) -> str:
 
 
 def with_mode(plan: merging.Plan, mode: str) -> merging.Plan:
-    """The plan with what it was made for: whether tensors are sparsified before they are merged.
+    """Return the plan, marked with what it was made for: in mode "ahead" tensors are selected from before merging.
 
     Then merge buffers of several tensors are one message.
     """
@@ -91,7 +113,7 @@ def with_mode(plan: merging.Plan, mode: str) -> merging.Plan:
 def _make_plan(
     config: Config, members: Sequence[ParameterInfo], order: Iterable[str], recorded: merging.Plan | None
 ) -> merging.Plan:
-    """This rank's plan, from what it saw. A saved plan with names brings its own order.
+    """Return this rank's plan, from what it saw. A saved plan with names brings its own order.
 
     A planner that goes by times has none yet: until they are measured, merge buffers go by their size.
     """
@@ -120,6 +142,7 @@ def _make_plan(
 
 
 def _free(elements: Any) -> Any:
+    """Return 0 seconds for each number of elements."""
     return 0.0 * elements
 
 

@@ -1,7 +1,7 @@
-"""Everything that holds for one agreed membership and order: plan, layout, arenas, merge buffers.
+"""Hold everything that stands between two agreements: plan, layout, arenas, and the messages of each merge buffer.
 
-A session is opened collectively, at the first step and whenever membership, a dtype, a device or the plan has
-changed. Residuals move from session to session by name.
+Merge buffers are opened collectively, at the first step and whenever membership, a dtype, a device or the plan's order
+has changed. Residuals move from one agreement to the next by name.
 """
 
 from __future__ import annotations
@@ -25,33 +25,39 @@ from agmerge.exchanges import (
     routing,
 )
 from agmerge.exchanges.node_shards import NodeShards, sharded
+from agmerge.exchanges.reduce_scatter import ScatterExchange
 from agmerge.exchanges.routing import AHEAD, Message, group_by, group_into_messages, message_name
 from agmerge.exchanges.splitting import split
 from agmerge.exchanges.table import DENSE, EXCHANGES
-from agmerge.metrics.clock import clock_for
+from agmerge.metrics.step_times import clock_for
 from agmerge.options.config import Config
-from agmerge.step.gradient_energy import GradientEnergy
-from agmerge.tensors.arena import Arena, rest, trim
+from agmerge.step.importance import GradientEnergy
+from agmerge.step.update_home import InArenas
+from agmerge.tensors.arena import Arena, trim
 from agmerge.tensors.layout import Lane, Layout, Segment, Slot
 from agmerge.tensors.parameters import ParameterInfo
 from sparsifiers.memories import NoMemory
 
-SMALL = 1 << 14  # elements up to which a tensor that is sent whole waits for its merge buffer
+BATCH_COPY_LIMIT = 1 << 14  # elements up to which a tensor that is sent whole waits for its merge buffer
 State = dict[tuple[str, str], torch.Tensor]  # by kind ("residual", "momentum") and name of the tensor
 
 
 def model_facts(members: Sequence[ParameterInfo], config: Config) -> list[Fact]:
-    """What ranks must agree on about the model: every tensor, in the order of the groups."""
+    """Return what ranks must agree on about the model: every tensor, in the order of the groups."""
     groups = config.groups.by_name(members) if config.groups is not None else []
     group_of = {name: f" group {number}" for number, group in enumerate(groups) for name in group}
-    facts: list[Fact] = []
-    for i, member in enumerate(members):
-        facts.append((f"tensor {i}", f"{member.name} {member.describe()}{group_of.get(member.name, '')}"))
-    return facts
+    return [
+        (f"tensor {i}", f"{member.name} {member.describe()}{group_of.get(member.name, '')}")
+        for i, member in enumerate(members)
+    ]
 
 
 class MergeBuffers:
-    """The state of the exchange between two agreements."""
+    """Hold the state of the exchange between two agreements, the same on every rank but for the numbers in it.
+
+    ``members``: who takes part, each with its lane; ``plan``: in which order and which merge buffers. ``nodes``:
+    ``exchange="two-level"``, where each rank holds a shard of every tensor; else None.
+    """
 
     def __init__(
         self,
@@ -61,24 +67,26 @@ class MergeBuffers:
         plan: merging.Plan,
         nodes: Nodes | None = None,
     ) -> None:
-        self.comm, self.config, self.nodes = comm, config, nodes
+        self.comm, self.config = comm, config
         by_name = {member.name: member for member in members}
         assert plan.names is not None
         ordered = [by_name[name] for name in plan.names]
         self.parameters = [member.parameter for member in ordered]
         self.tensors = Layout([(member.name, member.shape, _lane(member)) for member in ordered])
+        # What a rank selects from, keeps and sends: whole tensors, or its shards of them.
         self.layout = self.tensors if nodes is None else sharded(self.tensors, nodes.places)
-        self.shards: NodeShards | None = None  # two-level: whose sums are exchanged
-        if nodes is not None:
-            self.shards = NodeShards(nodes, self.tensors, self.layout, config.timeout, ordered=config.ordered)
-        self.slot_of = dict(zip(self.parameters, self.layout.slots, strict=True))
+        self.across = comm if nodes is None else nodes.across  # the ranks that exchange messages with this one
+        self.slot_of = dict(zip(plan.names, self.layout.slots, strict=True))
         self.arenas = {lane: self._arena(lane, length) for lane, length in self.layout.lengths.items()}
         self.arena_of = [self.arenas[slot.lane] for slot in self.layout.slots]
+        self.updates: InArenas | NodeShards = InArenas(self.arena_of)  # where updates of whole tensors lie
+        if nodes is not None:
+            self.updates = NodeShards(nodes, self.tensors, self.layout, config.timeout, ordered=config.ordered)
         # Slots that wait until their merge buffer is complete, and are copied together: a call each would cost more.
-        self.small = {
+        self.batched_dense = {
             slot.index
             for slot in self.layout.slots
-            if not slot.lane.sparse and slot.numel <= SMALL and slot.lane.device.type == "cpu"
+            if not slot.lane.sparse and slot.numel <= BATCH_COPY_LIMIT and slot.lane.device.type == "cpu"
             if isinstance(self.arenas[slot.lane].memory, NoMemory)
         }
         self.clock = clock_for(lane.device for lane in self.arenas)
@@ -86,26 +94,29 @@ class MergeBuffers:
         self.energy = GradientEnergy() if config.importance and config.sparsifier is not None else None
         self._untrimmed = 2  # steps
         self._copies: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
-        self.follow(plan)
+        self._budgets: dict[Segment, int] = {}
+        self.rebuild(plan)
 
-    def follow(self, plan: merging.Plan) -> None:
-        """Send by ``plan`` from now on; it has the order of this session. No data moves. Nothing may be in flight."""
+    def rebuild(self, plan: merging.Plan) -> None:
+        """Send by ``plan`` from now on; its order is the one in use. No data moves. Nothing may be in flight."""
         sparse, dense = self.exchanges()
-        self.plan = plan
-        if self.shards is not None:
-            self.shards.follow(plan.bounds)
+        if self.config.model is not None:  # merging="dear": each all-reduce in two halves
+            dense = ScatterExchange(self.exchange_context())
+        self.dense, self.plan = dense, plan
+        self._budgets = {}
+        self.updates.rebuild(plan.bounds)
         self.fingerprint = zlib.crc32(plan.dumps().encode()) & 0x7FFFFFFF
         ride = sparse.carries_dense and not self.config.ordered
-        self.messages: list[list[Message]] = []
+        self.messages: list[list[Message]] = []  # of each merge buffer
         kinds = zip(plan.bounds, plan.labels, plan.dense, plan.parts, strict=True)
         for index, (bounds, label, goes_dense, parts) in enumerate(kinds):
-            found = routing.segments(self.layout, *bounds, label == AHEAD and not goes_dense)
+            segments = routing.segments(self.layout, *bounds, label == AHEAD and not goes_dense)
             if goes_dense:
-                groups = group_by(found, lambda lane: (lane.device, lane.dtype))
+                groups = group_by(segments, lambda lane: (lane.device, lane.dtype))
             elif sparse.mixes_lanes:
-                groups = group_into_messages(found, self.across.size, ride=ride)
+                groups = group_into_messages(segments, self.across.size, ride=ride)
             else:
-                groups = group_by(found, lambda lane: lane)
+                groups = group_by(segments, lambda lane: lane)
             if parts > 1:
                 groups = [message for group in groups for message in split(group, parts)]
             self.messages.append(
@@ -121,25 +132,24 @@ class MergeBuffers:
             )
         self.buffer_of = [index for index, count in enumerate(plan.counts) for _ in range(count)]
         # By slot: its own segment, if it is selected from before it is merged; in parts, each is when its turn comes.
-        self.alone = {
+        self.presparsified = {
             part.slots[0].index: part
-            for buffer in self.messages
-            for route in buffer
-            for part in route.segments
-            if part.lane.sparse and route.exchange.sparse and plan.labels[route.buffer] == AHEAD
-            if plan.parts[route.buffer] == 1
+            for messages in self.messages
+            for message in messages
+            for part in message.segments
+            if part.lane.sparse and message.exchange.sparse and plan.labels[message.buffer] == AHEAD
+            if plan.parts[message.buffer] == 1
         }
+
+    def adopt(self, config: Config) -> None:
+        """Use ``config`` from now on. Nothing may differ but what a sparsifier tells of itself."""
+        self.config = config
 
     def _arena(self, lane: Lane, length: int) -> Arena:
         slots = [slot for slot in self.layout.slots if slot.lane == lane]
         rates = self.config.rates
         rate = None if rates is None else rates.by_slot(self.parameters)
         return Arena(lane, length, slots, self.config.memory_of(lane.sparse), self.comm.size, rate)
-
-    @property
-    def across(self) -> Backend:
-        """The ranks that exchange messages with this one: all, or those of its place on every node."""
-        return self.comm if self.nodes is None else self.nodes.across
 
     def exchanges(self) -> tuple[Exchange, DenseExchange]:
         """Return new exchanges, of the sparse and of the dense lane."""
@@ -164,15 +174,18 @@ class MergeBuffers:
         )
 
     def commit(self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor | None) -> None:
+        """Take what was sent of a segment off what is kept: see :meth:`Arena.commit`."""
         self.arenas[segment.lane].commit(segment, indices, sent)
 
+    # -- what is sent ---------------------------------------------------------------------------------------------
+
     def load(self, segment: Segment) -> SegmentBuffers:
-        """The segment with its memory as it is in this step."""
+        """Return the segment with its memory as it is in this step: views."""
         arena, part = self.arenas[segment.lane], slice(segment.start, segment.stop)
         return SegmentBuffers(segment, arena.work[part], arena.update[part])
 
     def tensor_budget(self, slot: Slot, step: int) -> int:
-        """How many elements of one tensor a step sends, if it is selected from by itself."""
+        """Return how many elements of one tensor a step sends, if it is selected from by itself."""
         density = self.config.density(slot.lane.density, step)
         if self.shares is None:
             return sparsifiers.budget(density, slot.numel)
@@ -181,47 +194,48 @@ class MergeBuffers:
         return min(max(1, math.ceil(share - 1e-6)), slot.numel)
 
     def budget(self, segment: Segment, step: int) -> int:
-        """How many elements of the segment a step sends: merged tensors keep what each may send."""
+        """Return how many elements of the segment a step sends: merged tensors keep what each may send."""
         if self.shares is None:
             return sparsifiers.budget(self.config.density(segment.lane.density, step), segment.numel)
-        return sum(self._share(segment, slot, step) for slot in segment.slots)
+        return sum(self._part_of_budget(segment, slot, step) for slot in segment.slots)
 
-    def _share(self, segment: Segment, slot: Slot, step: int) -> int:
-        """What of a tensor's budget falls to the part of it that lies in the segment."""
+    def _part_of_budget(self, segment: Segment, slot: Slot, step: int) -> int:
+        """Return what of a tensor's budget falls to the part of it that lies in the segment."""
         start, stop = segment.inside(slot)
         return -(-self.tensor_budget(slot, step) * (stop - start) // slot.numel)
 
     def vector(self, segment: Segment, step: int) -> tuple[torch.Tensor, int, tuple[tuple[int, ...], ...]]:
-        """What a sparsifier is given of a segment: the vector, k, and its shapes."""
+        """Return what a sparsifier is given of a segment: the vector (a view), k, and its shapes."""
         work, k, shapes = self.load(segment).work, self.budget(segment, step), segment.shapes
         if len(segment.slots) == 1:
             return work[: segment.numel], k, shapes[:1]  # no padding
         # Everything, padding too: else it could be chosen in place of an element.
         return work, segment.length if k == segment.numel else k, shapes
 
-    def rest(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
-        """Return what ``p.grad`` should be once its gradient was handed over, until the exchange has ended."""
+    def keys(self) -> set[str]:
+        """Return the owners of sparsifier state: a key for each segment."""
+        segments = (part for messages in self.messages for message in messages for part in message.segments)
+        return {routing.key(part) for part in segments}
+
+    # -- gradients and updates ------------------------------------------------------------------------------------
+
+    def set_aside(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
+        """Return what ``p.grad`` should be once its gradient was accumulated, until the exchange has ended."""
         if not self.parameters[slot.index].is_contiguous() or self.config.model is not None:
-            return gradient  # see `gradient`; with merging="dear" it stays the script's own
-        if self.shards is not None:
-            return rest(self.shards.gradients[slot.index], gradient)
-        return self.arena_of[slot.index].rest(slot, gradient)
+            return gradient  # see `update`; with merging="dear" it stays the script's own
+        return self.updates.set_aside(slot, gradient)
 
-    def moves(self, slot: Slot) -> bool:
-        """Whether something of earlier steps was sent, so that a tensor has an update that no rank used in this one."""
-        return self.arena_of[slot.index].memory.keeps and bool(self._whole(slot).any())
+    def left_over(self, slot: Slot) -> bool:
+        """Tell whether something of earlier steps was sent, so that a tensor that no rank used has an update."""
+        return self.arena_of[slot.index].memory.keeps and bool(self.updates.of(slot).any())
 
-    def _whole(self, slot: Slot) -> torch.Tensor:
-        gradients = self.arenas[slot.lane].gradients if self.shards is None else self.shards.gradients
-        return gradients[slot.index]
-
-    def gradient(self, slot: Slot) -> torch.Tensor:
-        """The tensor's part of the update, in the strides of its parameter: what ``p.grad`` becomes.
+    def update(self, slot: Slot) -> torch.Tensor:
+        """Return the tensor's part of the update, in the strides of its parameter: what ``p.grad`` becomes.
 
         A view of the arena; for a parameter that is not in C order (channels_last) a copy, always the same one:
         fused optimizers read flat memory, so strides must agree.
         """
-        update, parameter = self._whole(slot), self.parameters[slot.index]
+        update, parameter = self.updates.of(slot), self.parameters[slot.index]
         if parameter.is_contiguous():
             return update
         key = (slot.index, parameter.stride())
@@ -229,22 +243,47 @@ class MergeBuffers:
             self._copies[key] = torch.empty_like(parameter, requires_grad=False)
         return self._copies[key].copy_(update)
 
+    def apply_momentum(self, used: Sequence[bool]) -> None:
+        """Apply the momentum of what is sent whole to its average. ``used``: by slot, whether any rank had a gradient.
+
+        Called once every message has arrived, before updates are handed round in a node.
+        """
+        for lane, arena in self.arenas.items():
+            arena.apply_momentum(slot for slot in self.layout.slots if slot.lane == lane and not used[slot.index])
+
+    def gather_node_updates(self) -> int:
+        """Collective. Make whole updates of those of the shards in a node; return the bytes handed over.
+
+        Where ranks hold whole tensors there is nothing to do, and 0 is returned.
+        """
+        return self.updates.gather(self.arenas)
+
+    def commit_residuals(self) -> None:
+        """End a step: make what was not sent the residual. What was the residual before is lost."""
+        for arena in self.arenas.values():
+            arena.swap()
+        if self._untrimmed:  # in the first step all gradients are there before any can be let go; the second one's
+            self._untrimmed -= 1  # go one by one, but out of what the first has left in pieces
+            trim()
+
+    # -- what is kept ---------------------------------------------------------------------------------------------
+
     def state(self) -> State:
-        """What is kept from step to step: views."""
+        """Return what is kept from step to step: views."""
         return {
             (kind, slot.name): tensor
             for slot in self.layout.slots
             for kind, tensor in self.arenas[slot.lane].state_of(slot).items()
         }
 
-    def take(self, parked: State) -> None:
-        """Move state in; what has no place here stays in ``parked``. Collective.
+    def restore_state(self, carried: State) -> None:
+        """Collective. Move state in; what has no place here stays in ``carried``.
 
         The momentum of averages is the same on every rank, and rank 0's counts: others may not have loaded it.
         """
         for key, tensor in self.state().items():
-            if key in parked:
-                tensor.copy_(parked.pop(key))
+            if key in carried:
+                tensor.copy_(carried.pop(key))
         for number, arena in enumerate(self.arenas.values()):
             if arena.memory.corrects and not arena.memory.keeps:
                 self.across.broadcast(arena.momentum, 0, f"momentum {number}").wait(self.config.timeout)
@@ -252,33 +291,19 @@ class MergeBuffers:
     def give(self, shares: dict[str, int]) -> None:
         """Take shares by importance as they were, if they are of all the tensors here."""
         if self.energy is not None and all(slot.name in shares for slot in self.layout.slots):
-            self.energy, self.shares = None, tuple(shares[slot.name] for slot in self.layout.slots)
+            self.set_budgets(tuple(shares[slot.name] for slot in self.layout.slots))
+
+    def set_budgets(self, budgets: tuple[int, ...]) -> None:
+        """Send so many elements of each tensor from now on, by slot; what they were chosen by is not added up more."""
+        self.energy, self.shares = None, budgets
 
     def shares_by_name(self) -> dict[str, int] | None:
         """How many elements of each tensor to send, by importance, once that is known."""
         return None if self.shares is None else {slot.name: self.shares[slot.index] for slot in self.layout.slots}
 
-    def keys(self) -> set[str]:
-        """Owners of sparsifier state."""
-        return {routing.key(part) for buffer in self.messages for route in buffer for part in route.segments}
-
-    def correct(self, used: Sequence[bool]) -> int:
-        """Every update is there; returns the bytes that go round in the node then. ``used``: by slot, by any rank."""
-        for lane, arena in self.arenas.items():
-            arena.correct(slot for slot in self.layout.slots if slot.lane == lane and not used[slot.index])
-        return 0 if self.shards is None else self.shards.hand_round(self.arenas)
-
-    def swap(self) -> None:
-        """End of a step: what was not sent becomes the residual."""
-        for arena in self.arenas.values():
-            arena.swap()
-        if self._untrimmed:  # in the first step all gradients are there before any can be let go; the second one's
-            self._untrimmed -= 1  # go one by one, but out of what the first has left in pieces
-            trim()
-
 
 def selects(group: Sequence[Segment], goes_dense: bool) -> bool:
-    """Whether a message of a merge buffer carries what a sparsifier selects."""
+    """Tell whether a message of a merge buffer carries what a sparsifier selects."""
     return group[0].lane.sparse and not goes_dense
 
 

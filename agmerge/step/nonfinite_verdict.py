@@ -1,12 +1,13 @@
-"""What all ranks do about gradients that are infinite or NaN: the same, at the same step.
+"""Decide what all ranks do about gradients that are infinite or NaN: the same, at the same step.
 
-Judged once all messages of a step are here. Until ``step()`` nothing of an attempt is kept, so there is little to undo.
+That is once all messages of a step are here. Until ``step()`` nothing of an attempt is kept, so there is little to
+undo.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 
@@ -18,35 +19,29 @@ from agmerge.tensors.nonfinite import SKIP
 MOST_IN_A_ROW = 100  # skipped steps: a scaler halves its scale at each, and has found the right one long before
 
 
-def judge(attempt: Round, attach: Callable[[Round], None]) -> NonFiniteError | None:
-    """What becomes of an attempt whose messages are all here: ``attach`` makes its updates the gradients.
+def resolve_nonfinite(attempt: Round) -> NonFiniteError | None:
+    """Collective. Decide about an attempt in which a rank has found a gradient that is not finite.
 
-    Where a rank has found something, the attempt is withdrawn: all updates are infinite, or there is an error, for the
-    caller to raise and the same on every rank. Collective where there is an error.
+    Either all updates become infinite, so that every GradScaler backs off, and None is returned; or there is an error,
+    the same on every rank, for the caller to raise. With every gradient finite, nothing happens.
     """
-    error = _verdict(attempt) if attempt.nonfinite else None
-    if error is None:
-        attach(attempt)
-    attempt.withdraw()
-    return error
-
-
-def _verdict(attempt: Round) -> NonFiniteError | None:
-    session, stats = attempt.session, attempt.stats
-    policy = session.config.nonfinite
+    if not attempt.nonfinite:
+        return None
+    buffers, totals = attempt.buffers, attempt.totals
+    policy = buffers.config.nonfinite
     if policy == SKIP:
-        stats.skipped(session.layout.numel, session.tensors.numel)
-        if stats.skipped_in_a_row < MOST_IN_A_ROW:
-            gradients = [arena.gradients for arena in session.arenas.values()]
-            for one in gradients if session.shards is None else [session.shards.gradients]:
-                for update in one.values():
-                    update.fill_(torch.inf)  # so that every GradScaler backs off
+        totals.skipped(buffers.layout.numel, buffers.tensors.numel)
+        if totals.skipped_in_a_row < MOST_IN_A_ROW:
+            for slot in buffers.layout.slots:
+                buffers.updates.of(slot).fill_(torch.inf)
             return None
-    found = gather_texts(session.comm, json.dumps(attempt.watch.where()).encode(), "nonfinite", session.config.timeout)
-    where = _told([json.loads(names) for names in found])
+    texts = gather_texts(
+        buffers.comm, json.dumps(attempt.guard.parameters_found()).encode(), "nonfinite", buffers.config.timeout
+    )
+    where = _described([json.loads(names) for names in texts])
     if policy == SKIP:
         return NonFiniteError(
-            f"{stats.skipped_in_a_row} steps in a row were skipped, because gradients were not finite; in this one: "
+            f"{totals.skipped_in_a_row} steps in a row were skipped, because gradients were not finite; in this one: "
             f"{where}. Look at the loss, the data and the learning rate: training does not recover by itself"
         )
     return NonFiniteError(
@@ -55,10 +50,6 @@ def _verdict(attempt: Round) -> NonFiniteError | None:
     )
 
 
-def _told(found: Iterable[list[str]]) -> str:
-    """Who found what, in words."""
-    parts = []
-    for rank, names in enumerate(found):
-        if names:
-            parts.append(f"rank {rank}: {and_more(names)}")
-    return "; ".join(parts)
+def _described(names_by_rank: Iterable[list[str]]) -> str:
+    """Say which rank has found which parameters."""
+    return "; ".join(f"rank {rank}: {and_more(names)}" for rank, names in enumerate(names_by_rank) if names)

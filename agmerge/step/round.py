@@ -1,7 +1,7 @@
-"""One attempt to exchange the gradients of one step: tensors in, messages out in plan order, updates back.
+"""Exchange the gradients of one step, once: tensors in, messages out in plan order, updates back.
 
-Until every message of the first merge buffer is known, nothing that an attempt writes is visible: gradients
-and residuals are as they were, so an attempt can be discarded and repeated after a new agreement.
+Until every message of the first merge buffer is known, nothing that a round writes is visible: gradients and residuals
+are as they were, so a round can be discarded and repeated after a new agreement.
 """
 
 from __future__ import annotations
@@ -17,185 +17,216 @@ from agmerge.metrics.step_times import StepRecorder
 from agmerge.metrics.totals import Totals
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.layout import Lane, Segment, Slot
-from agmerge.tensors.nonfinite import NonFiniteGuard
+from agmerge.tensors.nonfinite import NonFiniteGuard, is_finite
 from sparsifiers import Selection
+
+GradientOf = Callable[[str], "torch.Tensor | None"]  # asked for a tensor that nobody has handed over, by name
 
 
 class Round:
-    """An attempt at step ``step`` in ``session``.
+    """Make one attempt at step ``step`` with ``buffers``.
 
-    ``dirty``: this rank's parameters are no longer those of the session. It sends what the plan asks for, but
+    1. :meth:`add` takes each tensor's gradient as it becomes ready, and sends every merge buffer that is complete.
+    2. :meth:`receive` takes the tensors that are missing, waits for every message and writes the updates.
+    3. :meth:`withdraw` undoes what sparsifiers remember of an attempt that comes to nothing.
+
+    ``dirty``: this rank's parameters are no longer those of ``buffers``. It sends what the plan asks for, but
     empty, and says so in every message; then all ranks discard the attempt. ``flags``: what else it says in every
-    message. ``said``: the flags of all ranks together, once the first merge buffer is there. ``used``: by slot, whether
-    any rank has a gradient in this step, once all of them are there.
+    message, see :class:`Flag`.
     """
 
-    def __init__(self, session: MergeBuffers, step: int, stats: Totals, *, dirty: bool, flags: int = 0) -> None:
-        self.session, self.step, self.stats, self.dirty = session, step, stats, dirty
-        self.flags, self.said = flags, 0
-        self.used = [False] * len(session.layout.slots)
-        self._missing = list(session.plan.counts)  # tensors still to come, per merge buffer
-        self._fed: dict[int, bool] = {}  # by slot: whether there was a gradient
-        self._small: dict[int, list[tuple[Slot, torch.Tensor]]] = {}  # by merge buffer: not yet in `work`
+    def __init__(self, buffers: MergeBuffers, step: int, totals: Totals, *, dirty: bool, flags: int = 0) -> None:
+        self.buffers, self.step, self.totals, self.dirty = buffers, step, totals, dirty
+        self.flags = flags  # what this rank says
+        self.flags_of_all = 0  # what all ranks say together, once the first merge buffer is there
+        self.used = [False] * len(buffers.layout.slots)  # by slot: any rank has a gradient, once all of them are there
+        self.nonfinite = False  # a rank has found a gradient that is not finite: nothing of this may be kept
+        self.guard = NonFiniteGuard()
+        self.recorder = StepRecorder(buffers.clock, len(buffers.layout.slots), len(buffers.messages))
+        self._missing = list(buffers.plan.counts)  # tensors still to come, per merge buffer
+        self._added: dict[int, bool] = {}  # by slot: whether there was a gradient
+        self._batches: dict[int, list[tuple[Slot, torch.Tensor]]] = {}  # by merge buffer: not yet in `work`
         self._offers: dict[int, Selection] = {}  # by slot, of tensors that are sparsified ahead
-        self._pending: list[list[tuple[Message, InFlight]]] = []  # per merge buffer under way
+        self._in_flight: list[list[tuple[Message, InFlight]]] = []  # per merge buffer that was sent
         self._counted: dict[int, tuple[int, int]] = {}  # bytes and elements of each message that are in the totals
         self._arrived = 0  # merge buffers whose messages are known to be here
-        self.recorder = StepRecorder(session.clock, len(session.layout.slots), len(session.messages))
-        self.watch = self._of_work = NonFiniteGuard(session.config.nonfinite)
-        self.nonfinite = False  # a rank has found a gradient that is not finite: nothing of this may be kept
-        sparsifier = session.config.sparsifier
-        self._known = sparsifier.snapshot() if sparsifier is not None else {}
+        sparsifier = buffers.config.sparsifier
+        self._known = sparsifier.snapshot() if sparsifier is not None else {}  # before this attempt
 
-    def feed(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        """The gradient of one tensor is ready (None: it has none); send what is now complete."""
-        self.recorder.begin()
-        slot = self.session.slot_of[parameter]
-        self._take(slot, gradient)
-        if gradient is not None and not self.dirty:
-            resting = self.session.rest(slot, gradient)
-            if resting is not gradient:
-                parameter.grad = resting
-        self._fed[slot.index] = gradient is not None
+    # -- 1. gradients come --------------------------------------------------------------------------------------
+
+    def add(self, slot: Slot, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Collective. Take the gradient of one tensor (None: it has none), and send what is complete now.
+
+        Returns what its owner should hold in its place until the round has ended: the same numbers.
+        """
+        if not self._added:
+            self.recorder.begin()
+        self._on_gradient(slot, gradient)
+        held = gradient if gradient is None or self.dirty else self.buffers.set_aside(slot, gradient)
+        self._added[slot.index] = gradient is not None
         self.recorder.ready(slot.index)
-        self._missing[self.session.buffer_of[slot.index]] -= 1
-        self._advance(slot)
-        self._look()
+        self._missing[self.buffers.buffer_of[slot.index]] -= 1
+        self._send_complete(slot)
+        self._poll()
         self.recorder.resumed()
+        return held
 
-    def _take(self, slot: Slot, gradient: torch.Tensor | None) -> None:
-        """This rank's gradient of a tensor is there."""
-        self._compensate(slot, gradient)
+    def _on_gradient(self, slot: Slot, gradient: torch.Tensor | None) -> None:
+        """Take this rank's own gradient of a tensor."""
+        self._accumulate(slot, gradient)
 
-    def _advance(self, slot: Slot) -> None:
-        """``slot`` was the last one to come: send what is now complete."""
-        self._select_alone(slot)
-        while (buffer := len(self._pending)) < len(self._missing) and self._missing[buffer] == 0:
+    def _accumulate(self, slot: Slot, gradient: torch.Tensor | None) -> None:
+        """Write ``work = residual + gradient``. What is not finite is left out again: the attempt comes to nothing, and
+        figures, sparsifiers and codecs have nothing to do with it."""
+        if self.dirty:
+            return
+        if gradient is not None and slot.index in self.buffers.batched_dense:
+            self._batches.setdefault(self.buffers.buffer_of[slot.index], []).append((slot, gradient))
+            return
+        arena = self.buffers.arena_of[slot.index]
+        finite = arena.accumulate(slot, gradient)
+        if gradient is None:
+            return
+        if not finite and self.guard.inspect(slot, arena.work_of(slot), finite):
+            arena.accumulate(slot, None)
+        elif self.buffers.energy is not None and slot.lane.sparse:
+            self.buffers.energy.add(slot, gradient)
+
+    def _copy_batch(self, buffer: int) -> None:
+        """Put all small tensors of a merge buffer that are sent whole into their arenas: one call, one look at all."""
+        by_lane: dict[Lane, list[tuple[Slot, torch.Tensor]]] = {}
+        for slot, gradient in self._batches.pop(buffer, ()):
+            by_lane.setdefault(slot.lane, []).append((slot, gradient))
+        for lane, batch in by_lane.items():
+            arena = self.buffers.arenas[lane]
+            torch._foreach_copy_([arena.work_of(slot) for slot, _ in batch], [gradient for _, gradient in batch])
+            start, stop = min(slot.offset for slot, _ in batch), max(slot.end for slot, _ in batch)
+            # What lies between them is of the same merge buffer, and finite, or padding.
+            if is_finite(arena.work[start:stop]):
+                continue
+            for slot, _ in batch:
+                if self.guard.inspect(slot, arena.work_of(slot)):
+                    arena.accumulate(slot, None)
+
+    # -- messages leave -------------------------------------------------------------------------------------------
+
+    def _send_complete(self, slot: Slot) -> None:
+        """Send what is complete, now that ``slot`` has come."""
+        self._presparsify(slot)
+        while (buffer := len(self._in_flight)) < len(self._missing) and self._missing[buffer] == 0:
             self.recorder.mark(buffer)
             self._send(buffer)
 
     def _drain(self) -> None:
-        """Every tensor has come: leave no message that has not been started."""
+        """Leave no message that has not been started: every tensor has come."""
 
-    def _compensate(self, slot: Slot, gradient: torch.Tensor | None) -> None:
-        if self.dirty:
-            return
-        if gradient is not None and slot.index in self.session.small:
-            self._small.setdefault(self.session.buffer_of[slot.index], []).append((slot, gradient))
-            return
-        taken = self._of_work.compensate(self.session.arena_of[slot.index], slot, gradient)
-        if taken and self.session.energy is not None and slot.lane.sparse:
-            self.session.energy.add(slot, gradient)
-
-    def _catch_up(self, buffer: int) -> None:
-        """Put all small tensors of a merge buffer that are sent whole into their arenas together."""
-        by_arena: dict[Lane, list[tuple[Slot, torch.Tensor]]] = {}
-        for slot, gradient in self._small.pop(buffer, ()):
-            by_arena.setdefault(slot.lane, []).append((slot, gradient))
-        for lane, taken in by_arena.items():
-            self._of_work.take(self.session.arenas[lane], taken)
-
-    def _select_alone(self, slot: Slot) -> None:
-        alone = self.session.alone.get(slot.index)
-        if alone is not None:
-            self._offers[slot.index] = self._select(alone)
+    def _presparsify(self, slot: Slot) -> None:
+        segment = self.buffers.presparsified.get(slot.index)
+        if segment is not None:
+            self._offers[slot.index] = self._select(segment)
 
     def _send(self, buffer: int) -> None:
-        """One message after the other: the next is selected and encoded while the one before travels."""
-        self._catch_up(buffer)
-        first, *others = self.session.messages[buffer]
-        messages = [(first, self._start(first))]
+        """Start one message after the other: the next is selected and encoded while the one before travels."""
+        if self._batches:
+            self._copy_batch(buffer)
+        first, *others = self.buffers.messages[buffer]
+        sent = [(first, self._start(first))]
         self.recorder.mark(buffer)
-        messages += [(route, self._start(route)) for route in others]
-        self._pending.append(messages)
+        sent += [(message, self._start(message)) for message in others]
+        self._in_flight.append(sent)
 
-    def _look(self) -> None:
+    def _start(self, message: Message) -> InFlight:
+        loads = [self.buffers.load(segment) for segment in message.segments]
+        offers = [self._offer(segment) if message.exchange.sparse else None for segment in message.segments]
+        used = tuple(self._added[slot.index] for slot in message.slots)
+        header = self._header(message.buffer, used, loads[0].work.device)
+        in_flight = message.exchange.start(message.name, loads, offers, header)
+        self._count_bytes(in_flight)
+        return in_flight
+
+    def _header(self, buffer: int, used: tuple[bool, ...], device: torch.device) -> RoundHeader:
+        flags = self.flags | (Flag.REPLAN if self.dirty else 0) | (Flag.NONFINITE if self.guard.found else 0)
+        return RoundHeader(self.step, self.buffers.fingerprint, buffer, flags, used, self.guard.device_flag(device))
+
+    def _offer(self, segment: Segment) -> Selection | None:
+        """Return what is sent of a segment; None: all of it."""
+        if not segment.lane.sparse or self.buffers.config.sparsifier is None:
+            return None
+        first = segment.slots[0].index
+        return self._offers.pop(first) if first in self.buffers.presparsified else self._select(segment)
+
+    def _select(self, segment: Segment) -> Selection:
+        sparsifier = self.buffers.config.sparsifier
+        assert sparsifier is not None
+        work, k, shapes = self.buffers.vector(segment, self.step)
+        if self.dirty:
+            capacity = sparsifier.capacity(work.numel(), k=k, step=self.step, shapes=shapes)
+            return Selection(torch.zeros(capacity, dtype=torch.int32, device=work.device), 0)
+        return sparsifier.select(work, k=k, key=key(segment), step=self.step, shapes=shapes)
+
+    def _poll(self) -> None:
         """See what has arrived: without it, nothing would be known of exchanges that backward hides."""
-        while self._arrived < len(self._pending):
-            for route, pending in self._pending[self._arrived]:
-                if not route.exchange.arrived(pending):
+        while self._arrived < len(self._in_flight):
+            for message, in_flight in self._in_flight[self._arrived]:
+                if not message.exchange.arrived(in_flight):
                     return
             self.recorder.arrived()
             self._arrived += 1
 
-    def complete(self, gradient_of: Callable[[torch.Tensor], torch.Tensor | None]) -> bool:
-        """Feed the tensors that are missing and write every update; False, with nothing written, to repeat."""
-        for slot, parameter in zip(self.session.layout.slots, self.session.parameters, strict=True):
-            if slot.index not in self._fed:
-                self.feed(parameter, None if self.dirty else gradient_of(parameter))
+    def _count_bytes(self, in_flight: InFlight) -> None:
+        """Put into the totals what is new of a message: some go on sending after their start."""
+        size, elements = self._counted.get(id(in_flight), (0, 0))
+        if (in_flight.bytes, in_flight.elements) != (size, elements):
+            codecs = None if size else in_flight.codecs
+            self.totals.sent(in_flight.bytes - size, in_flight.elements - elements, codecs)
+            self._counted[id(in_flight)] = (in_flight.bytes, in_flight.elements)
+
+    # -- 2. updates come back -------------------------------------------------------------------------------------
+
+    def receive(self, gradient_of: GradientOf) -> bool:
+        """Collective. Take the tensors that are missing, wait for every message, and write every update.
+
+        Returns False, with nothing written, where the attempt has to be repeated after a new agreement.
+        """
+        for slot in self.buffers.layout.slots:
+            if slot.index not in self._added:
+                self.add(slot, None if self.dirty else gradient_of(slot.name))
         self._drain()
         agreed = True
-        for buffer, messages in enumerate(self._pending):
+        for buffer, messages in enumerate(self._in_flight):
             self.recorder.mark(buffer)
-            controls = [route.exchange.wait(pending) for route, pending in messages]
-            for _, pending in messages:
-                self._count(pending)  # what has been sent since it was started
+            headers = [message.exchange.wait(in_flight) for message, in_flight in messages]
+            for _, in_flight in messages:
+                self._count_bytes(in_flight)  # what has been sent since it was started
             self.recorder.mark(buffer)
-            self._look()
+            self._poll()
             if buffer == 0:  # a flag is in all messages of its rank, so all ranks see it here
-                for control in controls:
-                    self.said |= control.flags
-                agreed = not self.said & Flag.REPLAN
-            for control in controls:
-                self.nonfinite |= bool(control.flags & Flag.NONFINITE)
+                for header in headers:
+                    self.flags_of_all |= header.flags
+                agreed = not self.flags_of_all & Flag.REPLAN
+            for header in headers:
+                self.nonfinite |= bool(header.flags & Flag.NONFINITE)
             if agreed:
-                for (route, pending), control in zip(messages, controls, strict=True):
+                for (message, in_flight), header in zip(messages, headers, strict=True):
                     if not self.nonfinite:
-                        route.exchange.finish(pending)
-                    for slot, used in zip(route.slots, control.used, strict=True):
+                        message.exchange.finish(in_flight)
+                    for slot, used in zip(message.slots, header.used, strict=True):
                         self.used[slot.index] |= used
             self.recorder.mark(buffer)
-            self._look()
+            self._poll()
         if agreed and not self.nonfinite:
-            self.stats.sent(self.session.correct(self.used), 0)
-            self._of_work.clean(self.session.arenas)
+            self.buffers.apply_momentum(self.used)
+            self.totals.sent(self.buffers.gather_node_updates(), 0)
         return agreed
 
-    def left_over(self, slot: Slot) -> bool:
-        """Tell whether a tensor that no rank used has an update all the same: see :meth:`MergeBuffers.moves`."""
-        return not self.nonfinite and self.session.moves(slot)
+    def has_update(self, slot: Slot) -> bool:
+        """Tell whether a tensor has an update: a rank used it, or something of earlier steps was sent."""
+        return self.used[slot.index] or (not self.nonfinite and self.buffers.left_over(slot))
+
+    # -- 3. or nothing comes of it ----------------------------------------------------------------------------------
 
     def withdraw(self) -> None:
         """If the attempt comes to nothing, leave nothing of it but the updates."""
-        if self.nonfinite and self.session.config.sparsifier is not None:
-            self.session.config.sparsifier.load_state_dict(self._known)
-
-    def _control(self, buffer: int, used: tuple[bool, ...], device: torch.device) -> RoundHeader:
-        flags = self.flags | (Flag.REPLAN if self.dirty else 0) | (Flag.NONFINITE if self.watch.found else 0)
-        return RoundHeader(self.step, self.session.fingerprint, buffer, flags, used, self.watch.alarm(device))
-
-    def _start(self, route: Message) -> InFlight:
-        loads = [self.session.load(segment) for segment in route.segments]
-        offers = [self._offer(segment) if route.exchange.sparse else None for segment in route.segments]
-        used = tuple(self._fed[slot.index] for slot in route.slots)
-        control = self._control(route.buffer, used, loads[0].work.device)
-        pending = route.exchange.start(route.name, loads, offers, control)
-        self._count(pending)
-        return pending
-
-    def _count(self, pending: InFlight) -> None:
-        """Put into the totals what is new of a message: some go on sending after their start."""
-        size, elements = self._counted.get(id(pending), (0, 0))
-        if (pending.bytes, pending.elements) != (size, elements):
-            self.stats.sent(pending.bytes - size, pending.elements - elements, None if size else pending.codecs)
-            self._counted[id(pending)] = (pending.bytes, pending.elements)
-
-    def _offer(self, segment: Segment) -> Selection | None:
-        """What is sent of a segment; None: all of it."""
-        if not segment.lane.sparse or self.session.config.sparsifier is None:
-            return None
-        first = segment.slots[0].index
-        return self._offers.pop(first) if first in self.session.alone else self._select(segment)
-
-    def _select(self, segment: Segment) -> Selection:
-        sparsifier = self.session.config.sparsifier
-        assert sparsifier is not None
-        work, k, shapes = self.session.vector(segment, self.step)
-        if self.dirty:
-            capacity = sparsifier.capacity(work.numel(), k=k, step=self.step, shapes=shapes)
-            return Selection(torch.zeros(capacity, dtype=torch.int32, device=work.device), 0)
-        chosen = sparsifier.select(work, k=k, key=key(segment), step=self.step, shapes=shapes)
-        if self.stats.proof is not None:
-            self.stats.proof.observe(key(segment), work, chosen, shapes)
-        # A mask is for all ranks alike: what one of them would add is not sent.
-        return chosen if self.session.config.exchange == "masked" else self._of_work.offered(segment, work, chosen)
+        if self.nonfinite and self.buffers.config.sparsifier is not None:
+            self.buffers.config.sparsifier.load_state_dict(self._known)

@@ -1,74 +1,93 @@
-"""``two-level``: an attempt at a step in which a node's shards are exchanged, and not the gradients of each rank."""
+"""Make an attempt at a step in which a node's shards are exchanged, and not the gradients of each rank."""
 
 from __future__ import annotations
 
 import torch
 
 from agmerge.exchanges.message.format import Flag, RoundHeader
+from agmerge.exchanges.node_shards import NodeShards
 from agmerge.metrics.totals import Totals
 from agmerge.step.merge_buffers import MergeBuffers
-from agmerge.step.round import Round
+from agmerge.step.round import GradientOf, Round
 from agmerge.tensors.layout import Slot
-from agmerge.tensors.nonfinite import ALLOW, NonFiniteGuard
+from agmerge.tensors.nonfinite import is_finite
 
 
 class TwoLevelRound(Round):
-    """A round with one stage before compensation.
+    """Make a round with one stage before accumulation.
 
-    A merge buffer that is complete is added up inside the node; when that has arrived, each rank compensates its
+    A merge buffer that is complete is added up inside the node; when that has arrived, each rank accumulates its
     shards, selects from them and sends them to its fellows on the other nodes. That is looked for at every gradient
     that comes and, at last, waited for, in plan order on each of the two communicators. What is not overlapped: the
     updates of a node's shards are handed round once all of them are there.
 
     A rank with another membership makes its whole node dirty: its gradients are in the node's sums. One that has found
-    what is not finite tells its node, and each rank of that the other nodes.
+    what is not finite tells its node, and each rank of that the other nodes. What a node's sum makes of finite
+    gradients (it may overflow) its ranks cannot tell each other any more: that is sent, and not kept.
     """
 
-    def __init__(self, session: MergeBuffers, step: int, stats: Totals, *, dirty: bool, flags: int = 0) -> None:
-        super().__init__(session, step, stats, dirty=dirty, flags=flags)
-        assert session.shards is not None
-        self._shards = session.shards
-        # What a node's sum makes of finite gradients its ranks cannot tell each other any more: it is sent, not kept.
-        self._of_work = NonFiniteGuard(ALLOW, forces=session.config.nonfinite == ALLOW)
+    def __init__(self, buffers: MergeBuffers, step: int, totals: Totals, *, dirty: bool, flags: int = 0) -> None:
+        super().__init__(buffers, step, totals, dirty=dirty, flags=flags)
+        assert isinstance(buffers.updates, NodeShards)
+        self._shards = buffers.updates
         self._summed: list[RoundHeader] = []  # by merge buffer: what this rank said when the node began to add it up
+        self._overflowed: list[Slot] = []  # on the host, whose node sum is not finite
 
-    def _take(self, slot: Slot, gradient: torch.Tensor | None) -> None:
-        good = gradient is None or self.watch.policy == ALLOW or not self.watch.look(slot, gradient)
+    def _on_gradient(self, slot: Slot, gradient: torch.Tensor | None) -> None:
+        good = gradient is None or not self.guard.inspect(slot, gradient)
         self._shards.put(slot, gradient if good and not self.dirty else None)
 
-    def _advance(self, slot: Slot) -> None:
+    def _accumulate(self, slot: Slot, gradient: torch.Tensor | None) -> None:
+        if self.dirty:
+            return
+        arena = self.buffers.arena_of[slot.index]
+        finite = arena.accumulate(slot, gradient)
+        if gradient is None or not arena.memory.keeps or gradient.device.type != "cpu":
+            return
+        if finite is False or (finite is None and not is_finite(arena.work_of(slot))):
+            self._overflowed.append(slot)
+
+    def _send_complete(self, slot: Slot) -> None:
         while (buffer := len(self._summed)) < len(self._missing) and self._missing[buffer] == 0:
-            used = tuple(self._fed[slot.index] for slot in self._slots(buffer))
-            control = self._control(buffer, used, self.session.layout.slots[0].lane.device)
+            used = tuple(self._added[slot.index] for slot in self._slots(buffer))
+            header = self._header(buffer, used, self.buffers.layout.slots[0].lane.device)
             self.recorder.mark(buffer)
-            self.stats.sent(self._shards.start(buffer, control), 0)
-            self._summed.append(control)
-        while len(self._pending) < len(self._summed) and self._shards.arrived(len(self._pending)):
+            self.totals.sent(self._shards.start(buffer, header), 0)
+            self._summed.append(header)
+        while len(self._in_flight) < len(self._summed) and self._shards.arrived(len(self._in_flight)):
             self._pass_on()
 
     def _drain(self) -> None:
-        while len(self._pending) < len(self._summed):
+        while len(self._in_flight) < len(self._summed):
             self._pass_on()
 
     def _pass_on(self) -> None:
-        """The node's sum of the next merge buffer is there, or waited for: compensate, select, send."""
-        buffer = len(self._pending)
-        control = self._shards.wait(buffer, self._summed[buffer])
-        self.dirty = self.dirty or bool(control.flags & Flag.REPLAN)
-        self.flags |= control.flags & ~(Flag.REPLAN | Flag.NONFINITE)  # between nodes it says what its node says
-        self.watch.told = self.watch.told or bool(control.flags & Flag.NONFINITE)
-        for slot, used in zip(self._slots(buffer), control.used, strict=True):
-            self._fed[slot.index] = used
-            self._compensate(slot, self._shards.shard(slot) if used else None)
-            self._select_alone(slot)
+        """Take the node's sum of the next merge buffer, waiting for it if need be: accumulate, select, send."""
+        buffer = len(self._in_flight)
+        header = self._shards.wait(buffer, self._summed[buffer])
+        self.dirty = self.dirty or bool(header.flags & Flag.REPLAN)
+        self.flags |= header.flags & ~(Flag.REPLAN | Flag.NONFINITE)  # between nodes it says what its node says
+        if header.flags & Flag.NONFINITE:
+            self.guard.peer_found()
+        for slot, used in zip(self._slots(buffer), header.used, strict=True):
+            self._added[slot.index] = used
+            self._accumulate(slot, self._shards.shard(slot) if used else None)
+            self._presparsify(slot)
         self._send(buffer)
 
+    def receive(self, gradient_of: GradientOf) -> bool:
+        """Collective. See :meth:`Round.receive`; what is not finite of a node's sums is dropped before it is kept."""
+        agreed = super().receive(gradient_of)
+        if agreed and not self.nonfinite:
+            for arena in self.buffers.arenas.values():
+                # A device is not asked first. The momentum of an average is the same on all ranks, and so is what is
+                # dropped of it.
+                if arena.work.device.type != "cpu" or (arena.memory.corrects and not arena.memory.keeps):
+                    arena.drop_nonfinite()
+            for slot in self._overflowed:
+                self.buffers.arena_of[slot.index].drop_nonfinite(slot)
+        return agreed
+
     def _slots(self, buffer: int) -> tuple[Slot, ...]:
-        start, stop = self.session.plan.bounds[buffer]
-        return self.session.layout.slots[start:stop]
-
-
-def round_for(session: MergeBuffers, step: int, stats: Totals, *, dirty: bool, flags: int = 0) -> Round:
-    """The attempt that the session's exchange asks for."""
-    kind = Round if session.shards is None else TwoLevelRound
-    return kind(session, step, stats, dirty=dirty, flags=flags)
+        start, stop = self.buffers.plan.bounds[buffer]
+        return self.buffers.layout.slots[start:stop]

@@ -1,4 +1,4 @@
-"""The memory of one lane: two slabs, one update, and the only writer of residuals.
+"""Hold the memory of one lane: two slabs, one update, and the only writer of residuals.
 
 A hook writes ``work = residual + gradient``; a commit takes off what was sent; in ``step()`` the slabs
 change places, so that ``work`` is the next residual. Until then the residual is untouched, to the bit,
@@ -22,7 +22,7 @@ LINE = 64  # bytes
 
 
 def commit(work: torch.Tensor, indices: torch.Tensor | None, sent: torch.Tensor) -> None:
-    """``work -= sent`` at ``indices`` (int32, int64; None: everywhere), in place, for any dtype of ``sent``.
+    """Subtract: ``work -= sent`` at ``indices`` (int32, int64; None: everywhere), in place, for any dtype of ``sent``.
 
     What stays is exactly what was not sent, rounding included. An index may occur again with 0: the padding
     of a message does no harm. No temporary of ``work``'s size.
@@ -60,8 +60,8 @@ def trim() -> None:
             give(ctypes.c_size_t(0))
 
 
-def rest(home: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Copy a gradient that was compensated to ``home``, where its update will be written, and return that.
+def move_to_update(home: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Copy a gradient that was accumulated to ``home``, where its update will be written, and return that.
 
     The gradient's own memory is then free for those that follow in the same backward pass. Returns the gradient itself
     where it lies there already, or where this would be no plain copy of elements.
@@ -73,13 +73,15 @@ def rest(home: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 class Arena:
-    """Flat storage of one lane, 1-D of ``length`` elements each.
+    """Hold the flat storage of one lane: tensors of ``length`` elements each, 1-D.
 
     ``residual`` (None for a memory that keeps nothing) and ``work`` have the lane's storage dtype, and so has the
     momentum of a memory that has one; ``update`` has the gradient's own: a parameter's ``grad`` becomes a view of it.
     Where nothing is kept and the dtypes are the same, ``update`` is ``work``. ``size``: the number of workers.
     ``rate``: what the optimizer says of a tensor's momentum; None: nothing.
     """
+
+    work: torch.Tensor  # residual + gradient, less what is committed
 
     def __init__(
         self,
@@ -99,79 +101,81 @@ class Arena:
         first = slab()
         self._slabs = [first, slab() if memory.keeps else first]
         self._momenta = [slab(), slab()] if memory.corrects else []
-        self._views = [{slot.index: view(one, slot) for slot in slots} for one in self._slabs]
-        self._momentum_views = [{slot.index: view(one, slot) for slot in slots} for one in self._momenta]
-        self._turn = 0
+        self._views = [{slot.index: view(flat, slot) for slot in slots} for flat in self._slabs]
+        self._momentum_views = [{slot.index: view(flat, slot) for slot in slots} for flat in self._momenta]
+        # The momentum of what is sent whole takes the average: see `apply_momentum`.
+        self._momentum_of_gradients = memory.corrects and memory.keeps
         self.in_place = not memory.keeps and lane.dtype == lane.storage
         self.update = first if self.in_place else zeros(length, lane.dtype, lane.device)
         # `.data`: each with a version of its own, which tells whether a script has written to it.
         self.gradients = {slot.index: view(self.update, slot).data for slot in slots}
-
-    @property
-    def work(self) -> torch.Tensor:
-        """``residual + gradient``, less what is committed."""
-        return self._slabs[self._turn]
+        self._turn = 1
+        self.swap()
 
     @property
     def residual(self) -> torch.Tensor | None:
-        """What was accumulated and not sent, as of the last ``step()``."""
+        """Return what was accumulated and not sent, as of the last ``step()``; None if the memory keeps nothing."""
         return self._slabs[1 - self._turn] if self.memory.keeps else None
 
     @property
     def momentum(self) -> torch.Tensor:
-        """The momentum as of the last ``step()``, of a memory that has one."""
+        """Return the momentum as of the last ``step()``, of a memory that has one."""
         return self._momenta[1 - self._turn]
 
     def residual_of(self, slot: Slot) -> torch.Tensor | None:
-        """The residual of one tensor, in its shape: a view."""
+        """Return the residual of one tensor, in its shape: a view; None if the memory keeps nothing."""
         return self._views[1 - self._turn][slot.index] if self.memory.keeps else None
 
     def state_of(self, slot: Slot) -> dict[str, torch.Tensor]:
-        """What is kept of one tensor from step to step: views, by kind."""
-        found = {}
+        """Return what is kept of one tensor from step to step: views, by kind ("residual", "momentum")."""
+        state = {}
         if self.memory.keeps:
-            found["residual"] = self._views[1 - self._turn][slot.index]
+            state["residual"] = self._views[1 - self._turn][slot.index]
         if self.memory.corrects:
-            found["momentum"] = self._momentum_views[1 - self._turn][slot.index]
-        return found
+            state["momentum"] = self._momentum_views[1 - self._turn][slot.index]
+        return state
 
     def work_of(self, slot: Slot) -> torch.Tensor:
-        """The tensor's part of ``work``, in its shape: a view."""
+        """Return the tensor's part of ``work``, in its shape: a view."""
         return self._views[self._turn][slot.index]
 
-    def clean(self, slot: Slot | None = None) -> None:
+    def drop_nonfinite(self, slot: Slot | None = None) -> None:
         """Make zero what is not finite of the next residual and momentum (of one tensor; None: of all)."""
         kept = []
         if self.memory.keeps:
-            kept.append(self._slabs[self._turn] if slot is None else self._views[self._turn][slot.index])
+            kept.append(self.work if slot is None else self._views[self._turn][slot.index])
         if self.memory.corrects:
             momenta = self._momenta[self._turn]
             kept.append(momenta if slot is None else self._momentum_views[self._turn][slot.index])
         for tensor in kept:
             torch.nan_to_num_(tensor, 0.0, 0.0, 0.0)
 
-    def compensate(self, slot: Slot, gradient: torch.Tensor | None) -> bool | None:
+    def accumulate(self, slot: Slot, gradient: torch.Tensor | None) -> bool | None:
         """Write the tensor's part of ``work`` from its residual and ``gradient`` (None: it has none).
 
         Returns whether all of it is finite, if the memory knows, else None.
         """
-        # The momentum of what is sent whole takes the average: see `correct`.
-        momentum = self._momentum_of(slot) if self.memory.corrects and self.memory.keeps else None
-        return self.memory.compensate(self.work_of(slot), self.residual_of(slot), gradient, momentum, self._size)
+        index = slot.index
+        momentum = self._momentum_of(slot) if self._momentum_of_gradients else None
+        residual = self._views[1 - self._turn][index] if self.memory.keeps else None
+        return self.memory.compensate(self._views[self._turn][index], residual, gradient, momentum, self._size)
 
-    def rest(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
-        """Return what ``p.grad`` should be until the exchange has ended: see :func:`rest`."""
+    def move_to_update(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
+        """Return what ``p.grad`` should be until the exchange has ended: see :func:`move_to_update`."""
         home = self.gradients[slot.index]
         if not self.in_place:
-            return rest(home, gradient)
+            return move_to_update(home, gradient)
         # One that was accumulated into the last update: the sum over the ranks is about to be written there.
         return gradient.clone() if gradient.data_ptr() == home.data_ptr() else gradient
 
     def commit(self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor | None) -> None:
-        """Take off what was sent of ``segment`` (None: all of it). Nothing to do for a memory that keeps nothing."""
-        part = slice(segment.start, segment.stop)
+        """Take what was sent of ``segment`` off ``work``. Does nothing for a memory that keeps nothing.
+
+        ``indices``: int32 or int64 within the segment; None: all of it. ``sent``: the values; None: all there is.
+        """
         if not self.memory.keeps:
             return
+        part = slice(segment.start, segment.stop)
         if sent is None:
             self.work[part].zero_()
         else:
@@ -179,10 +183,11 @@ class Arena:
         if self.memory.corrects and indices is not None and sent is not None:
             self.memory.mask(self._momenta[self._turn][part], indices, sent)
 
-    def correct(self, unused: Iterable[Slot] = ()) -> None:
+    def apply_momentum(self, unused: Iterable[Slot] = ()) -> None:
         """Apply the momentum of what is sent whole to its average, once every message has arrived.
 
-        ``unused``: tensors that no rank had a gradient for; their momentum stays as it was.
+        ``unused``: tensors that no rank had a gradient for; their momentum stays as it was. Does nothing for memories
+        that apply theirs before selection, or have none.
         """
         if self.memory.corrects and not self.memory.keeps:
             rates = {self._rate(slot) for slot in self._slots} if self._rate is not None else {None}
@@ -199,6 +204,7 @@ class Arena:
     def swap(self) -> None:
         """Make what is left in ``work`` the residual. Called in ``step()`` and nowhere else."""
         self._turn = 1 - self._turn
+        self.work = self._slabs[self._turn]
 
     def _momentum_of(self, slot: Slot) -> Momentum:
         before, after = (self._momentum_views[turn][slot.index] for turn in (1 - self._turn, self._turn))
@@ -206,5 +212,5 @@ class Arena:
 
 
 def view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
-    """The tensor of ``slot`` in ``flat``, in C order."""
+    """Return the tensor of ``slot`` in ``flat``, in C order: a view."""
     return flat[slot.offset : slot.offset + slot.numel].view(slot.shape)

@@ -60,6 +60,21 @@ class AGMerge(Planner):
         object.__setattr__(self, "gain", _share("agmerge: gain", self.gain))
         object.__setattr__(self, "parts", whole("agmerge: parts", self.parts, least=1))
 
+    @property
+    def recheck_every(self) -> int:  # type: ignore[override]  # an option of this planner, a constant of all others
+        """Return the option `check_every`."""
+        return self.check_every
+
+    @property
+    def min_gain(self) -> float:  # type: ignore[override]
+        """Return the option `gain`."""
+        return self.gain
+
+    @property
+    def max_messages(self) -> int:  # type: ignore[override]
+        """Return the option `parts`."""
+        return self.parts
+
     def partition(self, profile: Profile, costs: Costs, mode: str) -> Plan:
         if not self.intra:
             return Plan(equal_counts(len(profile), self.phases))

@@ -16,4 +16,4 @@ def probes_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost_probe, "RUNS", (2, 3))
     monkeypatch.setattr(cost_probe, "ROUNDS", (1, 1))
     for module in (cost_probe, message_timing):
-        monkeypatch.setattr(module, "MANY", 4)
+        monkeypatch.setattr(module, "BURST", 4)

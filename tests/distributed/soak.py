@@ -66,7 +66,7 @@ def soak(rank: int, model: nn.Module, steps: int) -> Iterator[dict[str, Any]]:
                 "waiting": sum(bool(tensor.any()) for tensor in kept.values()),
                 "finite": all(bool(p.isfinite().all()) for p in model.parameters()),
                 "bytes": player.optimizer.stats()["bytes_sent"],
-                "plan": player.optimizer.plan.digest() if player.optimizer._reducer.plan() else "",
+                "plan": player.optimizer.plan.digest() if player.optimizer._reducer.exchange.plan() else "",
             }
         if done == steps:
             player.optimizer.close()

@@ -14,7 +14,7 @@ HERE = Path(merging.__file__).parent
 
 
 def test_public_names_and_signatures() -> None:
-    promised = {"Profile", "Costs", "Plan", "Timeline", "Planner", "names", "get", "predict"}
+    promised = {"Profile", "Costs", "Plan", "Timeline", "Planner", "names", "get", "register", "predict"}
     assert promised | {"Curve", "Measurements", "best"} <= set(merging.__all__)
     assert all(hasattr(merging, name) for name in merging.__all__)
 
@@ -32,6 +32,7 @@ def test_public_names_and_signatures() -> None:
     assert arguments(merging.Curve.fit) == "(samples, *, zero=False)"
     assert arguments(merging.best) == "(planner, measurements)"
     assert arguments(merging.get) == "(name, /, **options)"
+    assert arguments(merging.register) == "(name, planner)"
     assert merging.Span._fields == ("ready", "start", "end")
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import merging
-from merging import MODES, Costs, Plan, Planner, Profile
+from merging import MODES, Costs, Plan, Planner, Profile, registry
 from merging.planners.count import even_counts
 from merging.planners.threshold import threshold_counts
 from merging.size_limit import LIMIT, cut, cut_counts
@@ -124,6 +124,71 @@ def test_names_and_unknown_names() -> None:
 def test_refuses_options(name: str, options: dict[str, Any], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         merging.get(name, **options)
+
+
+def test_what_training_does_with_plans_is_a_class_variable_of_every_planner() -> None:
+    for name in merging.names():
+        planner = merging.get(name)
+        asked = (planner.recheck_every, planner.min_gain, planner.max_messages)
+        assert asked == ((25, 0.03, 8) if name == "agmerge" else (0, 0.0, 1))
+    chosen = merging.get("agmerge", check_every=3, gain=0.5, parts=2)
+    assert (chosen.recheck_every, chosen.min_gain, chosen.max_messages) == (3, 0.5, 2)
+    assert sorted(chosen.options()) == ["check_every", "gain", "intra", "parts", "phases", "solver"]
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Pairs(Planner):
+    """Two tensors a merge buffer, as a script would write it."""
+
+    name: ClassVar[str] = "two-by-two"
+    least: int = 1
+
+    def partition(self, profile: Profile, costs: Costs, mode: str) -> Plan:
+        return Plan(even_counts(len(profile), 2))
+
+
+@pytest.fixture
+def registry_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_planners", dict(registry._planners))
+
+
+@pytest.mark.usefixtures("registry_restored")
+def test_a_registered_planner_is_one_of_all() -> None:
+    merging.register("two-by-two", Pairs)
+    assert merging.names()[-1] == "two-by-two"
+    assert merging.get("Two_By_Two", least=3) == Pairs(least=3)
+    assert merging.get("two-by-two").plan(profile([1] * 5), COSTS).counts == (2, 2, 1)
+    with pytest.raises(ValueError, match="did you mean 'two-by-two'"):
+        merging.get("two-by-tow")
+    with pytest.raises(TypeError, match="'two-by-two' has no option 'most'; it takes least"):
+        merging.get("two-by-two", most=3)
+
+
+@pytest.mark.usefixtures("registry_restored")
+@pytest.mark.parametrize("taken", ["single", "SyncEA", "MG-WFBP"])
+def test_a_taken_name_is_refused(taken: str) -> None:
+    with pytest.raises(ValueError, match=f"'{taken}' is taken; choose one besides layerwise, single"):
+        merging.register(taken, Pairs)
+
+
+@pytest.mark.usefixtures("registry_restored")
+def test_register_refuses_what_is_no_name_or_planner() -> None:
+    @dataclass(frozen=True, repr=False, kw_only=True)
+    class Needy(Pairs):
+        name: ClassVar[str] = "needy"
+        most: int
+
+    for wrong in ("", None, 3):
+        with pytest.raises(TypeError, match="non-empty string"):
+            merging.register(wrong, Pairs)  # type: ignore[arg-type]
+    for other in (Pairs(), int, None):
+        with pytest.raises(TypeError, match="'pairs' must be a subclass of merging.Planner"):
+            merging.register("pairs", other)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Pairs.name is 'two-by-two'.*register it under that name"):
+        merging.register("pairs", Pairs)
+    with pytest.raises(TypeError, match="no default for its option 'most'"):
+        merging.register("needy", Needy)
+    assert not {"pairs", "needy", "two-by-two"} & set(merging.names())
 
 
 @QUICK

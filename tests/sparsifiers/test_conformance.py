@@ -281,6 +281,46 @@ class AcceptsAnyState(Good):
         self.sums = dict(state.get("sums", {}))  # type: ignore[call-overload]
 
 
+@broken("name is 7, no text")
+class Nameless(Good):
+    name = 7  # type: ignore[assignment]
+
+
+@broken("kind is <Kind.DENSE: 'dense'>, not Kind.SPARSE")
+class Dense(Good):
+    kind = sparsifiers.Kind.DENSE
+
+
+@broken("no memory can be made by the name in `memory`: unknown memory 'elephant'")
+class UnknownMemory(Good):
+    memory = "elephant"
+
+
+@broken("same_on_all_ranks is None, neither True nor False")
+class NoClaim(Good):
+    same_on_all_ranks = None  # type: ignore[assignment]
+
+
+@broken("same_on_all_ranks is True, but another vector changes it")
+class FalseClaim(Good):
+    same_on_all_ranks = True
+
+
+@broken("options.. holds what is no plain value: .*'spare' is")
+class ObjectAsOption(Good):
+    def options(self) -> dict[str, object]:
+        return {"spare": [self.spare]}
+
+    def __repr__(self) -> str:
+        return f"good({self.density})"
+
+
+@broken("after load_state_dict of a snapshot.. key 'a' does not go on")
+class SnapshotThatGoesAlong(Good):
+    def snapshot(self) -> Mapping[str, object]:
+        return {"sums": self.sums}
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_one_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conformance, "SECONDS", 0.5 if name == "endless" else 60.0)

@@ -31,7 +31,7 @@ def test_exact_is_topk(distribution: str, dtype: torch.dtype, draw: Draw, ranked
             assert selection.count == k
             assert np.array_equal(selection.indices.numpy(), np.sort(order[:k])), (n, k)
             assert isinstance(sparsifier, dgc.DGC)
-            on_device = sparsifier.select_on_device(vector, Request(k, "", 0, ((n,),)))
+            on_device = sparsifier._select_on_device(vector, Request(k, "", 0, ((n,),)))
             assert np.array_equal(on_device.indices.numpy(), np.sort(order[:k])), (n, k)
 
 
@@ -62,7 +62,7 @@ def test_the_factor_loop(distribution: str, draw: Draw, ranked: Ranked) -> None:
         for k in sorted({1, max(1, n // 100), max(1, n // 2), n}):
             sparsifier = dgc.DGC(mode="paper")
             host = sparsifier.select(vector, k=k)
-            device = sparsifier.select_on_device(vector, Request(k, "", 0, ((n,),)))
+            device = sparsifier._select_on_device(vector, Request(k, "", 0, ((n,),)))
             assert isinstance(device.count, Tensor)
             for selection in (host, device):
                 chosen = selection.trimmed().numpy()

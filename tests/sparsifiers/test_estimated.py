@@ -138,7 +138,7 @@ def test_no_estimate_breaks_the_contract(
         assert len(chosen) == 1000 or threshold <= 0.0 or distribution == "zeros999"
         assert np.array_equal(chosen, np.sort(order[: len(chosen)]))
         assert len(chosen) >= 0.8 * min(1000, int(vector.count_nonzero()))
-        on_device = Wrong().select_on_device(vector, request(vector, 1000)).trimmed()
+        on_device = Wrong()._select_on_device(vector, request(vector, 1000)).trimmed()
         assert np.abs(vector.numpy())[on_device].sum() >= 0.999 * np.abs(vector.numpy())[order[:1000]].sum()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from unittest.mock import patch
@@ -17,7 +18,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import sparsifiers
-from sparsifiers import Selection, proof
+from sparsifiers import Selection, conformance, proof
+from sparsifiers.observed import Observed
 from sparsifiers.proof import Proof, contraction, row_numbers, rows_reached
 
 Shapes = list[tuple[int, ...]]
@@ -261,3 +263,57 @@ def test_under_error_feedback_topk_lets_rows_wait() -> None:
     assert found["adtopk-fill"]["row_coverage"] == 1.0
     assert found["adtopk"]["longest_wait"] <= 1 and found["adtopk-fill"]["longest_wait"] == 0
     assert found["topk"]["contraction_mean"] <= 0.99
+
+
+# -- a sparsifier that is observed ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["adtopk", "dgc", "randomk", "topk"])
+def test_an_observed_sparsifier_selects_as_it_does_alone(name: str) -> None:
+    alone, observed = sparsifiers.get(name, 0.1), Observed(sparsifiers.get(name, 0.1))
+    measured, shapes = Proof(), [(40, 25)]
+    for step in range(4):
+        vector = heteroscedastic(40, 25, seed=step).view(-1)
+        expected = alone.select(vector, k=50, key="a", step=step, shapes=shapes)
+        measured.observe("a", vector, expected, shapes)
+        selection = observed.select(vector, k=50, key="a", step=step, shapes=shapes)
+        assert torch.equal(selection.indices, expected.indices) and selection.count == expected.count
+    assert observed.figures() == measured.figures() != Proof().figures()
+    for attribute in ("name", "kind", "memory", "density", "same_on_all_ranks"):
+        assert getattr(observed, attribute) == getattr(alone, attribute)
+    assert repr(observed) == repr(alone) and observed.options() == alone.options()
+    assert observed.state_dict() == alone.state_dict() and observed.snapshot() == alone.snapshot()
+    assert observed.capacity(1000, step=3) == alone.capacity(1000, step=3)
+
+
+@pytest.mark.parametrize("name", ["adtopk", "randomk", "topk"])
+def test_an_observed_sparsifier_keeps_the_contract(name: str) -> None:
+    conformance.check(lambda density=0.01, **options: Observed(sparsifiers.get(name, density, **options)))
+
+
+def test_state_goes_from_an_observed_one_to_another_and_back() -> None:
+    plain = sparsifiers.get("threshold")
+    first, second = (Observed(sparsifiers.get("threshold")) for _ in range(2))
+    first.select(heteroscedastic(40, 25, 0).view(-1), key="a")
+    plain.load_state_dict(first.state_dict())
+    second.load_state_dict(plain.state_dict())
+    assert second.state_dict() == first.state_dict() != sparsifiers.get("threshold").state_dict()
+    assert pickle.loads(pickle.dumps(first)).figures() == first.figures()
+
+
+def test_without_shapes_a_vector_is_one_tensor_and_none_is_nothing() -> None:
+    observed = Observed(sparsifiers.get("topk", 0.5))
+    observed.select(torch.ones(4))
+    assert observed.figures()["rows"] == 0 and observed.figures()["contraction_mean"] == 0.5
+    observed.select(torch.empty(0))
+    assert observed.figures()["observations"] == 2 and observed.figures()["contraction_mean"] == 0.25
+
+
+def test_a_new_plan_starts_the_figures_over() -> None:
+    observed = Observed(sparsifiers.get("threshold"))
+    for key in "ab":
+        observed.select(heteroscedastic(40, 25, 0).view(-1), key=key, shapes=[(40, 25)])
+    assert observed.figures()["rows"] == 50
+    observed.retain(["b"])
+    assert observed.figures() == Proof().figures()
+    assert list(observed.wrapped.state_dict()["threshold"]) == ["b"]

@@ -32,7 +32,7 @@ def test_a_given_tau_sends_what_reaches_it_and_at_most_k(dtype: torch.dtype, on_
         (1e30, [5]),
     ):
         threshold = Threshold(tau=tau)
-        selection = threshold.select_on_device(vector, asked) if on_device else threshold.select(vector, k=4)
+        selection = threshold._select_on_device(vector, asked) if on_device else threshold.select(vector, k=4)
         assert selection.trimmed().tolist() == expected, tau
         assert selection.indices.shape == (4,)
         assert ((selection.indices >= 0) & (selection.indices < 8)).all()
@@ -78,7 +78,7 @@ def test_on_a_device_it_starts_from_the_last_threshold(draw: Draw) -> None:
     asked = Request(500, "w", 0, ((50_000,),))
     threshold = Threshold()
     for factor, slack in ((1.0, 2e-3), (1.02, 2e-6), (30.0, 2e-3), (1e-3, 2e-3)):  # small after a good start
-        chosen = threshold.select_on_device(vector * factor, asked).trimmed()
+        chosen = threshold._select_on_device(vector * factor, asked).trimmed()
         assert len(chosen) == 500
         magnitudes = vector.abs()
         assert magnitudes[chosen].min() >= (1 - slack) * magnitudes.topk(500).values[-1]

@@ -45,7 +45,7 @@ def crossing(counts: torch.Tensor, k: int) -> tuple[int, int]:
 
 
 def allotted(at_edge: Sequence[int], room: int) -> list[int]:
-    """Share ``room`` out: return how many of its ``at_edge[rank]`` elements each rank may keep; the first go first."""
+    """Return how many of its ``at_edge[rank]`` elements each rank may keep of ``room``, the first ranks first."""
     before = [0, *accumulate(at_edge)]
     return [min(max(room - earlier, 0), own) for earlier, own in zip(before, at_edge, strict=False)]
 

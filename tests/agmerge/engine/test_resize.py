@@ -28,8 +28,8 @@ from torch import Tensor, nn
 import agmerge
 import sparsifiers
 from agmerge import testing
-from agmerge.engine import resize
 from agmerge.ops import Average, Sum
+from agmerge.step.agreed_state import rescaled, weight_factor
 
 MODEL = seeded(mlp)
 DGC = sparsifiers.memory("dgc", momentum=0.9)
@@ -238,8 +238,8 @@ def test_survivors_go_on_with_what_they_kept(sizes: tuple[int, int], told: bool)
 
 
 def test_scaling_is_the_stated_rule() -> None:
-    assert resize.factor(Average, 4, 2) == 0.5 and resize.factor(Average, 2, 3) == 1.5
-    assert resize.factor(Sum, 4, 2) == 1.0
+    assert weight_factor(Average, 4, 2) == 0.5 and weight_factor(Average, 2, 3) == 1.5
+    assert weight_factor(Sum, 4, 2) == 1.0
     state = {("residual", "a"): torch.ones(2), ("momentum", "a"): torch.ones(2), ("momentum", "b"): torch.ones(2)}
-    found = resize.scaled(state, 2.0)
+    found = rescaled(state, 2.0)
     assert [float(tensor[0]) for tensor in found.values()] == [2.0, 2.0, 1.0]

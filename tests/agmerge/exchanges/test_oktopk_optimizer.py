@@ -157,7 +157,7 @@ def test_what_is_sent_whole_has_messages_of_its_own() -> None:
         optimizer = wrapped(model)
         backward(model, rank, 0)
         optimizer.step()
-        session = optimizer._reducer.session
+        session = optimizer._reducer.exchange.buffers
         assert session is not None
         routes = [route for buffer in session.messages for route in buffer]
         assert all(len({segment.lane for segment in route.segments}) == 1 for route in routes)
@@ -236,7 +236,7 @@ def test_probes_cost_the_same_calls_and_leave_nothing_behind(size: int) -> None:
         optimizer = wrap(model, exchange="oktopk", compression="topk", merging="layerwise")
         twin = train(model, optimizer, rank, range(2))
         kept, before = residuals(optimizer), len(testing.calls())
-        session = optimizer._reducer.session
+        session = optimizer._reducer.exchange.buffers
         assert session is not None
         found = probe(session, 2, 0.01)
         assert found.sparsify is not None and found.exchange(1000) > 0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from agmerge.metrics.clock import DeviceClock, HostClock, clock_for
+from agmerge.metrics.step_times import DeviceClock, HostClock, clock_for
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 CUDA = torch.device("cuda", 0)

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from agmerge.metrics.clock import HostClock, Seconds
 from agmerge.metrics.running_times import KEEP, RunningStepTimes
-from agmerge.metrics.step_times import StepRecorder, StepTimes
+from agmerge.metrics.step_times import HostClock, Seconds, StepRecorder, StepTimes
 
 
 def times_of(ready: Sequence[float], travel: Sequence[float]) -> StepTimes:

@@ -16,8 +16,7 @@ import merging
 import sparsifiers
 from agmerge import testing
 from agmerge.backends import local
-from agmerge.metrics.clock import Clock, Seconds
-from agmerge.metrics.step_times import StepRecorder, StepTimes
+from agmerge.metrics.step_times import Clock, Seconds, StepRecorder, StepTimes
 from sparsifiers.arguments import Request
 
 MODEL = seeded(mlp)
@@ -178,7 +177,7 @@ class Slow(sparsifiers.Sparsifier):
 
 
 def observed(optimizer: agmerge.DistributedOptimizer) -> list[StepTimes]:
-    averages = optimizer._reducer.averages
+    averages = optimizer._reducer.exchange.times
     averages.settle()
     return averages.steps
 
@@ -223,7 +222,7 @@ def test_a_tensor_without_gradient_is_ready_when_the_step_waits_for_it(monkeypat
         clock.advance(7.0)
         optimizer.step()
         times = observed(optimizer)[-1]
-        names = [slot.name for slot in optimizer._reducer.session.layout.slots]  # type: ignore[union-attr]
+        names = [slot.name for slot in optimizer._reducer.exchange.buffers.layout.slots]  # type: ignore[union-attr]
         late = {name for name, at in zip(names, times.since.tolist(), strict=True) if at == 7.0}
         assert late == {"b.weight", "b.bias"}
         for name in StepTimes.__dataclass_fields__:
@@ -358,6 +357,6 @@ def test_ranks_of_a_group_have_clocks_of_their_own() -> None:
         optimizer = wrap(model, merging="layerwise")
         train(model, optimizer, rank, range(3))
         assert len(testing.calls()) > 0
-        return id(optimizer._reducer.session.clock)  # type: ignore[union-attr]
+        return id(optimizer._reducer.exchange.buffers.clock)  # type: ignore[union-attr]
 
     assert len(set(on_ranks(3, MODEL, body))) == 3

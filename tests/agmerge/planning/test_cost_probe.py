@@ -55,8 +55,8 @@ def wrapped(model: nn.Module, **options: Any) -> agmerge.DistributedOptimizer:
 
 
 def session_of(optimizer: agmerge.DistributedOptimizer) -> MergeBuffers:
-    assert optimizer._reducer.session is not None
-    return optimizer._reducer.session
+    assert optimizer._reducer.exchange.buffers is not None
+    return optimizer._reducer.exchange.buffers
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in all other tests."""
     monkeypatch.setattr(cost_probe, "RUNS", (2, 3))
     for module in (cost_probe, message_timing):
-        monkeypatch.setattr(module, "MANY", 4)
+        monkeypatch.setattr(module, "BURST", 4)
 
 
 class Ticking:
@@ -146,7 +146,7 @@ def test_ranks_find_and_call_the_same_though_their_clocks_differ(
     else:
         assert sparsify(0) == 0.0 and sparsify.seconds[1:] == pytest.approx([slowest] * (len(sparsify.seconds) - 1))
         assert message is not None and message.seconds == pytest.approx([slowest] * len(message.seconds))  # to pack
-    names = ["probe", "probe of several", *(f"probe {number}" for number in range(message_timing.MANY))]
+    names = ["probe", "probe of several", *(f"probe {number}" for number in range(message_timing.BURST))]
     known = {name + part for name in names for part in ("", "/sum")} | {"probe/seconds"}
     assert {name for _, name, _ in calls} <= known
     messages = [size for _, name, size in calls if name == "probe"]
@@ -156,19 +156,19 @@ def test_ranks_find_and_call_the_same_though_their_clocks_differ(
 def test_what_is_found_is_the_maximum_over_ranks_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 selects slowly, rank 1 sends slowly."""
     trial = cost_probe.MessageTimer
-    original = {"select": trial.select, "exchange": trial.exchange, "burst": trial.burst}
+    original = {name: getattr(trial, name) for name in ("time_selection", "time_exchange", "time_burst")}
     monkeypatch.setattr(cost_probe, "BETWEEN", (1e-3, 100.0))  # sizes take seconds here
-    monkeypatch.setattr(cost_probe, "_apart", lambda *_: 0.0)
-    seconds = {"select": [3e-6, 1e-6], "exchange": [1e-6, 5e-6]}
+    monkeypatch.setattr(cost_probe, "_overhead_per_extra_vector", lambda *_: 0.0)
+    seconds = {"time_selection": [3e-6, 1e-6], "time_exchange": [1e-6, 5e-6]}
 
     def timed(what: str) -> Callable[[Any, int], Any]:
         def measure(self: Any, runs: int, *more: int) -> Any:
             original[what](self, runs, *more)
             rank = workers.world().rank
-            if what == "burst":  # 5 or 7 ms a message, of which selection and packing are 4
+            if what == "time_burst":  # 5 or 7 ms a message, of which selection and packing are 4
                 return 1.0 + runs * (5e-3 + 2e-3 * rank)
             took = seconds[what][rank] * float(self.segment.numel)
-            return took if what == "exchange" else (took, took / 3)
+            return took if what == "time_exchange" else (took, took / 3)
 
         return measure
 

@@ -74,7 +74,7 @@ def test_a_merge_buffer_that_goes_dense_sends_all_and_keeps_nothing(size: int, m
     def body(rank: int, model: nn.Module) -> tuple[str, list[float]]:
         optimizer = trained(rank, model, 5, merging=plan, memory=memory)
         kept = optimizer.state_dict()["agmerge"]["residuals"]
-        order = [slot.name for slot in optimizer._reducer.session.layout.slots]  # type: ignore[union-attr]
+        order = [slot.name for slot in optimizer._reducer.exchange.buffers.layout.slots]  # type: ignore[union-attr]
         return digest(model), [float(kept[name].abs().sum()) if name in kept else 0.0 for name in order]
 
     found = on_ranks(size, MODEL, body)
@@ -108,7 +108,7 @@ def test_from_dense_to_sparse_and_back_residuals_are_sent_in_the_end() -> None:
     def body(rank: int, model: nn.Module) -> tuple[float, float]:
         optimizer = trained(rank, model, 4, merging=merging.Plan((6,)))
         before = optimizer.stats()["residual_norm"]
-        optimizer._reducer._follow(merging.Plan((6,), dense=(True,), names=optimizer.plan.names))  # type: ignore[union-attr]
+        optimizer._reducer.exchange.use_plan(merging.Plan((6,), dense=(True,), names=optimizer.plan.names))
         train(model, optimizer, rank, range(4, 5))
         return before, optimizer.stats()["residual_norm"]
 
@@ -119,7 +119,7 @@ def test_from_dense_to_sparse_and_back_residuals_are_sent_in_the_end() -> None:
 @pytest.mark.parametrize("slower", [0, 1])
 def test_near_the_trade_off_both_are_tried_and_the_faster_stays(slower: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replanner, "probe", costing(1e-9, 1e-7))
-    monkeypatch.setattr(plan_trial.Trial, "seconds", lambda one: [2.0, 1.0] if slower == 0 else [1.0, 2.0])
+    monkeypatch.setattr(plan_trial.PlanTrial, "seconds", lambda one: [2.0, 1.0] if slower == 0 else [1.0, 2.0])
 
     def body(rank: int, model: nn.Module) -> list[bool]:
         optimizer = trained(rank, model, FIRST)
@@ -140,7 +140,7 @@ def test_near_the_trade_off_both_are_tried_and_the_faster_stays(slower: int, mon
 def test_a_dense_plan_that_only_looks_faster_is_given_up_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     """Predicted to end a little sooner than what compresses everything, which is tried all the same."""
     monkeypatch.setattr(replanner, "probe", costing(2e-8, 1e-9))
-    monkeypatch.setattr(plan_trial.Trial, "seconds", lambda one: [2.0, 1.0])
+    monkeypatch.setattr(plan_trial.PlanTrial, "seconds", lambda one: [2.0, 1.0])
 
     def body(rank: int, model: nn.Module) -> list[bool]:
         optimizer = wrap(model, compression="topk", density=0.1, merging="agmerge", exchange="auto")

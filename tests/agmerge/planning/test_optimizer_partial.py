@@ -65,7 +65,7 @@ def test_the_largest_feasible_cut_is_in_use_from_the_first_step() -> None:
         sizes, exempt = [p.numel() for p in model.parameters()], [False] * len(SIZES)
         rest = dense_cutoff.remaining(sizes, exempt, 1536, DENSITY)
         assert dense_cutoff.feasible(sizes, exempt, DENSITY) == (0, 1024, 1536)
-        session = optimizer._reducer.session
+        session = optimizer._reducer.exchange.buffers
         assert session is not None
         assert {slot.lane.density for slot in session.layout.slots} == {None, rest}
         return sparse(optimizer), cut(optimizer)
@@ -155,7 +155,10 @@ def test_nothing_is_lost_where_tensors_change_lanes(size: int, monkeypatch: pyte
             optimizer.synchronize()
             if step == FIRST:  # opened anew
                 after = residuals(optimizer)  # as of the last step, until this one ends
-                assert after.keys() - before.keys() == {"0.weight", "1.weight"} and optimizer._reducer.parked == {}
+                assert (
+                    after.keys() - before.keys() == {"0.weight", "1.weight"}
+                    and optimizer._reducer.exchange._carried == {}
+                )
                 assert all(same_bits(value, after[name]) for name, value in before.items())
                 assert all(value.any() for value in before.values())
                 assert not any(value.any() for name, value in after.items() if name not in before)
@@ -183,7 +186,7 @@ def test_momentum_moves_with_its_tensor(monkeypatch: pytest.MonkeyPatch) -> None
         optimizer.zero_grad()
         backward(model, rank, FIRST)
         optimizer.synchronize()
-        after = optimizer._reducer.state()["momentum", "0.weight"]  # as of the last step, until this one ends
+        after = optimizer._reducer.exchange.state()["momentum", "0.weight"]  # as of the last step, until this one ends
         return bool(before.any()) and same_bits(before, after.clone())
 
     assert agreed(on_ranks(2, MODEL, body))

@@ -33,7 +33,7 @@ import agmerge
 import merging
 from agmerge import testing
 from agmerge.exchanges.message.format import slot_bytes
-from agmerge.planning import cost_probe, replanner
+from agmerge.planning import cost_probe, plan_choice, replanner
 from agmerge.planning.replanner import FIRST
 from agmerge.step.agreement import with_mode
 from agmerge.step.merge_buffers import MergeBuffers
@@ -90,15 +90,17 @@ def test_a_model_with_everything_that_is_awkward_keeps_its_residuals_too(monkeyp
         """Another plan, and the other mode if it may, at every look."""
 
         name: ClassVar[str] = "restless"
-        check_every: int = 3
+        recheck_every: ClassVar[int] = 3
         made: ClassVar[list[str]] = []
 
         def partition(self, profile: merging.Profile, costs: merging.Costs, mode: str) -> merging.Plan:
             self.made.append(mode)
             return random_plan(len(self.made), len(profile))
 
-    monkeypatch.setattr(replanner.Replanner, "_look", lambda *_: replanner.PLAN)
-    monkeypatch.setattr(replanner, "finish", lambda plan, measured: float("nan"))  # never better, never worse
+    monkeypatch.setattr(replanner.Replanner, "_compare_with_prediction", lambda *_: replanner.Finding.PLAN)
+    monkeypatch.setattr(
+        plan_choice, "predicted_finish", lambda plan, measured: float("nan")
+    )  # never better, never worse
 
     def best(planner: merging.Planner, measured: merging.Measurements) -> tuple[merging.Plan, str]:
         mode = measured.modes[len(Restless.made) % len(measured.modes)]
@@ -131,7 +133,7 @@ def test_the_first_plan_is_what_the_saved_measurements_give(name: str, sparsify:
     def body(rank: int, model: nn.Module) -> tuple[merging.Plan, str]:
         optimizer = wrap(model, merging=name, sparsify=sparsify)
         train(model, optimizer, rank, range(FIRST + 1))
-        work = optimizer._reducer.replanner
+        work = optimizer._reducer.exchange.plans
         assert work is not None and work.measured is not None
         if rank == 0:
             work.measured.save(tmp_path / "measured.json")
@@ -149,7 +151,7 @@ def test_the_measurements_are_those_of_the_model() -> None:
     def body(rank: int, model: nn.Module) -> merging.Measurements:
         optimizer = wrap(model, merging="agmerge", density=0.1)
         train(model, optimizer, rank, range(FIRST))
-        work = optimizer._reducer.replanner
+        work = optimizer._reducer.exchange.plans
         assert work is not None and work.measured is not None
         return work.measured
 
@@ -172,8 +174,8 @@ def test_without_a_sparsifier_planners_plan_for_dense(compression: str) -> None:
     def body(rank: int, model: nn.Module) -> tuple[list[str], merging.Measurements | None, merging.Plan]:
         optimizer = wrap(model, merging="exact", compression=compression, dense_sum="ordered")
         seen = train(model, optimizer, rank, range(FIRST + 4))
-        assert optimizer._reducer.replanner is not None
-        return seen, optimizer._reducer.replanner.measured, optimizer.plan
+        assert optimizer._reducer.exchange.plans is not None
+        return seen, optimizer._reducer.exchange.plans.measured, optimizer.plan
 
     seen, measured, plan = agreed(on_ranks(3, MODEL, body))
     assert measured is not None and measured.modes == ("dense",) and measured.sparsify is None
@@ -211,7 +213,7 @@ def test_plans_that_go_by_no_times_are_never_measured_for(case: str, monkeypatch
         plan, before = optimizer.plan, len(testing.calls())
         train(model, optimizer, rank, range(1, 2 * FIRST + 6))
         assert optimizer.plan == plan
-        assert optimizer._reducer.replanner is not None and optimizer._reducer.replanner.measured is None
+        assert optimizer._reducer.exchange.plans is not None and optimizer._reducer.exchange.plans.measured is None
         return {name for _, name, _ in testing.calls()[before:]}, len(plan.counts)
 
     names, buffers = agreed(on_ranks(size, MODEL, body))
@@ -269,7 +271,7 @@ def test_a_planner_of_the_scripts_own_is_given_as_an_object() -> None:
         for step in range(FIRST + 3):
             seen += train(model, optimizer, rank, [step])
             plans.append(optimizer.plan)
-            typical = optimizer._reducer.averages.typical()  # of this plan, or not known yet
+            typical = optimizer._reducer.exchange.times.typical()  # of this plan, or not known yet
             assert typical is None if step == FIRST - 1 else typical and len(typical.handed) == len(plans[-1].counts)
         return seen, plans
 
@@ -315,10 +317,10 @@ def test_a_checkpoint_goes_on_with_the_plan_that_was_adopted() -> None:
             again.load_state_dict(state)
         assert all(same_bits(kept, state["agmerge"]["residuals"][name]) for name, kept in residuals(again).items())
         train(model, again, rank, [FIRST + 2])
-        assert again.plan == adopted and again._reducer.replanner is not None
-        assert again._reducer.replanner.measured is None
+        assert again.plan == adopted and again._reducer.exchange.plans is not None
+        assert again._reducer.exchange.plans.measured is None
         train(model, again, rank, range(FIRST + 3, 2 * FIRST + 2))  # it is measured for anew
-        assert again._reducer.replanner.measured is not None
+        assert again._reducer.exchange.plans.measured is not None
         return adopted, again.plan
 
     adopted, plan = agreed(on_ranks(2, MODEL, body))
@@ -341,7 +343,7 @@ def test_another_compressor_or_membership_is_measured_for_anew(change: str, monk
             agmerge.barrier()
             seen.append((len(optimizer.plan.counts), probes.count // 2))
             agmerge.barrier()
-        work = optimizer._reducer.replanner
+        work = optimizer._reducer.exchange.plans
         assert work is not None and work.measured is not None
         density = 0.2 if change == "compressor" else 0.01
         assert f"density={density}" in dict(work.measured.facts)["compressor"]

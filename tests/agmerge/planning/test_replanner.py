@@ -13,11 +13,11 @@ from torch import nn
 
 import merging
 from agmerge import testing
-from agmerge.metrics.clock import Seconds
 from agmerge.metrics.running_times import RunningStepTimes
+from agmerge.metrics.step_times import Seconds
 from agmerge.planning import replanner
 from agmerge.planning.cost_probe import MeasuredCosts
-from agmerge.planning.replanner import FIRST, LATE, STEADY, TWICE
+from agmerge.planning.replanner import CONFIRMATIONS, FIRST, LATE, STEADY
 from agmerge.runtime import workers
 from agmerge.step.merge_buffers import MergeBuffers
 from merging import Curve
@@ -84,7 +84,7 @@ class World:
             world.plans.append(int(dict(measured.facts)["step"]))
             return original(planner, measured)
 
-        monkeypatch.setattr("agmerge.engine.reducer.RunningStepTimes", Scripted)
+        monkeypatch.setattr("agmerge.step.agreed_state.RunningStepTimes", Scripted)
         monkeypatch.setattr(replanner, "probe", probe)
         monkeypatch.setattr(merging, "best", best)
 
@@ -182,7 +182,7 @@ def test_another_exchange_is_probed_and_planned_for_at_the_second_look_that_sees
         travel=change(START, START * factor, at=since),
         start=change(START, 100 * START, at=1),  # so that the new plan is another one
     )
-    seen = since + TWICE - 1
+    seen = since + CONFIRMATIONS - 1
     found = plans_of(world, seen + 2, monkeypatch)
     assert found == [MANY] * seen + [1] * 3
     assert world.probes == world.plans == [FIRST, at(seen)]
@@ -248,7 +248,7 @@ def test_a_plan_that_is_kept_is_compared_with_what_was_measured_last(monkeypatch
     def body(rank: int, model: nn.Module) -> tuple[float, str]:
         optimizer = wrap(model, merging=planner)
         train(model, optimizer, rank, range(at(8)))
-        work = optimizer._reducer.replanner
+        work = optimizer._reducer.exchange.plans
         assert work is not None and work.measured is not None
         return float(work.measured.profile.backward.sum()), dict(work.measured.facts)["step"]
 
@@ -278,7 +278,7 @@ def test_the_rank_that_waited_least_says_what_an_exchange_takes(late: int, monke
         waits = START * (1 if workers.world().rank == late or self.look < 2 else 50)
         return np.full(len(self.steps[-1].handed), waits)
 
-    monkeypatch.setattr("agmerge.engine.reducer.RunningStepTimes.travel", travel)
+    monkeypatch.setattr("agmerge.step.agreed_state.RunningStepTimes.travel", travel)
 
     def body(rank: int, model: nn.Module) -> merging.Plan:
         optimizer = wrap(model, merging=merging.get("agmerge", check_every=EVERY))
@@ -291,7 +291,7 @@ def test_the_rank_that_waited_least_says_what_an_exchange_takes(late: int, monke
 
 def test_rank_0_decides_and_the_others_need_not_be_able_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planning, looking back, comparing: all of it happens on one rank, and what it finds is what all do."""
-    for what in ("_look", "_better"):
+    for what in ("_compare_with_prediction", "_to_try"):
         original = getattr(replanner.Replanner, what)
 
         def only(self: Any, *arguments: Any, original: Any = original) -> Any:

@@ -185,7 +185,7 @@ def test_ahead_a_plan_from_times_trains_what_any_other_plan_does(
     compression: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So neither probes nor changes of plan leave a trace: not in a residual, nor in what a sparsifier remembers."""
-    monkeypatch.setattr(replanner.Replanner, "_look", lambda *_: replanner.PROBE)
+    monkeypatch.setattr(replanner.Replanner, "_compare_with_prediction", lambda *_: replanner.Finding.PROBE)
     options: dict[str, Any] = {"sparsify": "ahead", "dense_sum": "ordered", "compression": compression}
 
     def body(rank: int, model: nn.Module, planner: Any) -> tuple[list[str], int]:

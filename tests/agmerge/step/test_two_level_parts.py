@@ -128,7 +128,7 @@ def test_a_node_adds_up_and_hands_round(
     def body(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[RoundHeader], int]:
         here = NodeShards(form(workers.world(), WAIT), whole, parts, WAIT, ordered=ordered)
         before = len(testing.calls())
-        here.follow([(0, 1), (1, 4)])
+        here.rebuild([(0, 1), (1, 4)])
         controls, size = [], 0
         for buffer, (start, stop) in enumerate([(0, 1), (1, 4)]):
             for slot in parts.slots[start:stop]:
@@ -141,7 +141,7 @@ def test_a_node_adds_up_and_hands_round(
         mine = [here.shard(slot).clone() for slot in parts.slots]
         for slot, shard in zip(parts.slots, mine, strict=True):
             arenas[slot.lane].update[slot.offset : slot.offset + slot.numel] = 2 * shard.flatten()
-        size += here.hand_round(arenas)
+        size += here.gather(arenas)
         assert size == sum(length for _, _, length in testing.calls()[before:])
         return mine, [here.gradients[i].clone() for i in range(4)], controls, size
 
@@ -169,7 +169,7 @@ def test_ranks_of_a_node_at_different_places_are_told_so(monkeypatch: pytest.Mon
 
     def body(rank: int) -> None:
         here = NodeShards(form(workers.world(), WAIT), layout, parts, WAIT, ordered=False)
-        here.follow([(0, 1)])
+        here.rebuild([(0, 1)])
         here.put(parts.slots[0], torch.ones(4))
         control = RoundHeader(3 + rank, 9, 0, 0, (True,))
         here.start(0, control)

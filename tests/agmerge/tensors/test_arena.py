@@ -105,7 +105,7 @@ def test_views_cover_every_element_once_and_padding_never(dtype: torch.dtype) ->
         assert residual.is_contiguous()
         residual += 1
         arena.gradients[slot.index].add_(1)
-        arena.compensate(slot, torch.ones(slot.shape, dtype=dtype))
+        arena.accumulate(slot, torch.ones(slot.shape, dtype=dtype))
     real = torch.zeros(len(arena.work), dtype=torch.bool)
     for slot in layout.slots:
         real[slot.offset : slot.offset + slot.numel] = True
@@ -123,10 +123,10 @@ def test_work_is_residual_plus_gradient_and_the_residual_stays() -> None:
     residual.copy_(torch.tensor([[0.1, -0.0, 2.0], [3.0, 1e-45, 5.0]]))
     before = bits(arena.residual)  # type: ignore[arg-type]
     gradient = torch.tensor([[0.2, 1.0], [-0.0, 7.0], [8.0, 9.0]]).t()
-    arena.compensate(first, gradient)
+    arena.accumulate(first, gradient)
     assert torch.equal(arena.work[:6].view(2, 3), residual + gradient)
-    arena.compensate(first, None)  # an attempt may be repeated, from the residual
-    arena.compensate(second, torch.ones(4))
+    arena.accumulate(first, None)  # an attempt may be repeated, from the residual
+    arena.accumulate(second, torch.ones(4))
     assert bits(arena.work[:6]) == before[:6]
     assert arena.work[32:36].tolist() == [1.0] * 4
     assert bits(arena.residual) == before  # type: ignore[arg-type]
@@ -137,7 +137,7 @@ def test_only_swap_makes_work_the_residual() -> None:
     (slot,) = layout.slots
     (segment,) = layout.segments(0, 1)
     for _ in range(3):  # attempts that never came to step()
-        arena.compensate(slot, torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        arena.accumulate(slot, torch.tensor([1.0, 2.0, 3.0, 4.0]))
         arena.commit(segment, torch.tensor([1], dtype=torch.int32), torch.tensor([2.0]))
         residual = arena.residual_of(slot)
         assert residual is not None and residual.tolist() == [0.0] * 4
@@ -145,7 +145,7 @@ def test_only_swap_makes_work_the_residual() -> None:
     kept = arena.residual_of(slot)
     assert kept is not None and kept.tolist() == [1.0, 0.0, 3.0, 4.0]
     assert kept.data_ptr() == arena.residual.data_ptr() != arena.work.data_ptr()  # type: ignore[union-attr]
-    arena.compensate(slot, None)
+    arena.accumulate(slot, None)
     arena.commit(segment, None, arena.work.clone())
     arena.swap()
     assert arena.residual.count_nonzero() == 0  # type: ignore[union-attr]
@@ -154,7 +154,7 @@ def test_only_swap_makes_work_the_residual() -> None:
 def test_a_commit_stays_within_its_segment() -> None:
     arena, layout = arena_of([(4,), (4,), (4,)])
     for slot in layout.slots:
-        arena.compensate(slot, torch.full((4,), 5.0))
+        arena.accumulate(slot, torch.full((4,), 5.0))
     (middle,) = layout.segments(1, 2)
     arena.commit(middle, torch.tensor([0, 3]), torch.tensor([5.0, 4.0]))
     seen = [arena.work[slot.offset : slot.offset + 4].tolist() for slot in layout.slots]
@@ -174,7 +174,7 @@ def test_conservation_over_many_steps(dtype: torch.dtype) -> None:
         for slot in layout.slots:  # whole numbers, so that float32 adds them up exactly
             gradient = torch.randint(-9, 10, slot.shape, generator=generator).to(dtype)
             brought[slot.offset : slot.offset + slot.numel] += gradient.float().reshape(-1)
-            arena.compensate(slot, None if step % 5 == slot.index else gradient)
+            arena.accumulate(slot, None if step % 5 == slot.index else gradient)
             if step % 5 == slot.index:
                 brought[slot.offset : slot.offset + slot.numel] -= gradient.float().reshape(-1)
         selection = sparsifiers.get("topk").select(arena.work, k=1 + step % 4, shapes=segment.shapes)
@@ -193,10 +193,10 @@ def test_a_memory_that_keeps_nothing() -> None:
     (segment,) = layout.segments(0, 1)
     assert arena.residual is None and arena.residual_of(slot) is None
     slab = arena.work.data_ptr()
-    arena.compensate(slot, torch.arange(4.0))
+    arena.accumulate(slot, torch.arange(4.0))
     arena.commit(segment, None, arena.work.clone())
     assert arena.work[:4].tolist() == [0.0, 1.0, 2.0, 3.0]
     arena.swap()
     assert arena.work.data_ptr() == slab
-    arena.compensate(slot, None)
+    arena.accumulate(slot, None)
     assert arena.work.count_nonzero() == 0

@@ -1,0 +1,51 @@
+"""Deal what all ranks have saved to another number of them, so that no update is lost.
+
+What ranks have not sent yet is the sum of residual * weight over ranks, with the weight that updates give each rank
+(see :func:`agmerge.step.agreed_state.weight_factor`); that is what stays the same. So the old rank r's residual goes to
+the new rank r mod W', and where updates are averages all of them are multiplied by W' / W: the sum of
+W'/W * residual / W' over the new ranks is the sum of residual / W over the old ones.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from agmerge.ops import ReduceOp
+from agmerge.step.agreed_state import weight_factor
+
+Section = dict[str, Any]  # a rank's part of a state_dict()
+
+
+def redistributed(sections: Sequence[Section], rank: int, size: int, op: ReduceOp) -> Section:
+    """The part of ``rank`` of ``size`` workers in what all ranks of another number have saved.
+
+    Plan, steps, use and shares are all ranks' own. What sparsifiers remember starts cold, gradients of an unfinished
+    accumulation are dropped, with a warning.
+    """
+    before, by = len(sections), weight_factor(op, len(sections), size)
+    mine = [section for r, section in enumerate(sections) if r % size == rank]
+    found: Section = {**sections[0], "rank": rank, "size": size, "compressor": None, "window": {}}
+    own = set(sections[0].get("own") or sections[0]["residuals"])
+    for kind in ("residuals", "momenta"):
+        alike = {name: tensor for name, tensor in sections[0][kind].items() if name not in own}
+        found[kind] = alike | _sums([section[kind] for section in mine], own, by)
+    if any(section.get("window") for section in sections):
+        warnings.warn(
+            f"the checkpoint was saved by {before} ranks between two backward passes of one step: the gradients of "
+            f"that step are dropped among {size} ranks. Save after step()",
+            stacklevel=4,
+        )
+    return found
+
+
+def _sums(parts: Sequence[Mapping[str, torch.Tensor]], own: set[str], by: float) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for part in parts:
+        for name, tensor in part.items():
+            if name in own:
+                found[name] = found[name] + tensor if name in found else tensor
+    return {name: tensor * by for name, tensor in found.items()}

@@ -1,0 +1,68 @@
+"""Choose the best plan for what was measured, and predict what it takes: pure functions.
+
+``planner`` is the one in training, ``session`` the merge buffers that there are; neither is changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+import merging
+from agmerge.exchanges.routing import AHEAD
+from agmerge.exchanges.table import EXCHANGES
+from agmerge.metrics.step_times import Seconds
+from agmerge.step.agreement import with_mode
+from agmerge.step.merge_buffers import MergeBuffers
+from merging import Measurements
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class FixedCounts(merging.Planner):
+    """Keep a partition as it is; what goes dense and in how many messages is still chosen."""
+
+    name: ClassVar[str] = "fixed"
+    timed: ClassVar[bool] = False
+    counts: tuple[int, ...]  # tensors per merge buffer
+
+    def partition(self, profile: merging.Profile, costs: merging.Costs, mode: str) -> merging.Plan:
+        return merging.Plan(self.counts)
+
+
+def planner_of(session: MergeBuffers, planner: merging.Planner) -> merging.Planner:
+    """Return the planner, unless the script's groups say which tensors share a message."""
+    return planner if session.config.groups is None else FixedCounts(counts=session.plan.counts)
+
+
+def best_plan(planner: merging.Planner, session: MergeBuffers, measured: Measurements) -> merging.Plan:
+    """Return the plan with which the planner predicts steps to end first, divided into messages where that helps."""
+    fitting = planner_of(session, planner)
+    plan, mode = merging.best(fitting, measured)
+    if fitting.max_messages > 1 and EXCHANGES[session.config.exchange].pipelines_parts:
+        plan = merging.divide(plan, measured.profile, measured.costs, mode, fitting.max_messages)
+    return with_mode(plan, mode)
+
+
+def best_plan_or_current(planner: merging.Planner, session: MergeBuffers, measured: Measurements) -> merging.Plan:
+    """Return the best plan, or the one in use unless the best one gains more than ``planner.min_gain``."""
+    best, current = best_plan(planner, session, measured), session.plan
+    slow_enough = predicted_finish(best, measured) * (1 + planner.min_gain)
+    return current if predicted_finish(current, measured) <= slow_enough else best
+
+
+def mode_of(plan: merging.Plan, measured: Measurements) -> str:
+    """Return the mode in which ``plan`` is to be predicted: "ahead" where it says so, else the other one allowed."""
+    return AHEAD if plan.labels[0] == AHEAD else next(mode for mode in measured.modes if mode != AHEAD)
+
+
+def predicted_finish(plan: merging.Plan, measured: Measurements) -> float:
+    """Return when the last exchange is predicted to end, in seconds since backward began."""
+    return merging.predict(plan, measured.profile, measured.costs, mode_of(plan, measured)).finish
+
+
+def predicted_exchange_seconds(plan: merging.Plan, measured: Measurements) -> Seconds:
+    """Return the seconds that each merge buffer's exchange is predicted to take, (m,)."""
+    timeline = merging.predict(plan, measured.profile, measured.costs, mode_of(plan, measured))
+    return np.array([span.end - span.start for span in timeline.spans])

@@ -1,0 +1,314 @@
+"""Hold what the ranks of one exchange have agreed on, and carry what is kept from one agreement to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+import merging
+from agmerge.backends import Backend, topology
+from agmerge.backends.handshake import Fact, agree
+from agmerge.metrics.chrome_trace import Trace
+from agmerge.metrics.running_times import RunningStepTimes
+from agmerge.metrics.totals import Totals
+from agmerge.ops import Average, ReduceOp
+from agmerge.options.config import TWO_LEVEL, Config
+from agmerge.options.dense_cutoff import DenseCutoff
+from agmerge.step.agreement import open_session
+from agmerge.step.merge_buffers import MergeBuffers, State, model_facts
+from agmerge.tensors.parameters import ParameterInfo
+from sparsifiers.observed import Observed
+
+
+class TensorTable(Protocol):
+    """Say which tensors take part. It is asked again whenever they may have changed."""
+
+    def active(self) -> list[ParameterInfo]:
+        """Return the tensors that take part now, in an order that is the same on every rank."""
+
+    def snapshot(self) -> object:
+        """Return what must not change unnoticed, to be compared with ``==``. Cheap: asked once a step."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Hold what changes from the next step on, the same on every rank; None: that stays as it is."""
+
+    plan: merging.Plan | None = None  # for the tensors that take part, in their order
+    cutoff: DenseCutoff | None = None  # of dense="partial"; with another size ranks agree anew
+    budgets: tuple[int, ...] | None = None  # elements that each tensor may send in a step, by slot
+
+
+class Plans(Protocol):
+    """Make plans between steps, from what is measured."""
+
+    def after_step(self, step: int) -> Iterable[Decision]:
+        """Collective. Yield what changes before ``step``, the one to come; each is applied before the next is made."""
+
+
+OnAgreement = Callable[[MergeBuffers, RunningStepTimes], "Plans | None"]
+
+
+class AgreedState:
+    """Hold the group, the config, the merge buffers of the last agreement, and what waits for the next one.
+
+    ``table``: which tensors take part. ``on_agreement`` is told of every new agreement, and returns who makes plans by
+    measured times (None: the first plan stays).
+    """
+
+    def __init__(self, table: TensorTable, config: Config, on_agreement: OnAgreement) -> None:
+        self.table, self._on_agreement = table, on_agreement
+        self.config = config  # for the next agreement; `buffers.config` is that of the last one
+        self.totals, self.times = Totals(), RunningStepTimes()
+        self.world: Backend | None = None  # from which it was connected
+        self.comm: Backend | None = None  # of its own
+        self.outside = False  # of the process set: this rank exchanges nothing
+        self.shard: tuple[int, int] | None = None  # of every tensor, this rank's: which of how many (two-level)
+        self.buffers: MergeBuffers | None = None  # None before the first agreement
+        self.plans: Plans | None = None
+        self.steps = 0  # committed exchanges; after restore() the checkpoint's
+        self.step = 0  # the same as of the last agreement, so equal on every rank: what messages say
+        self.origin: tuple[int, int] | None = None  # rank and size of the group that the carried state is of
+        self._nodes: topology.Nodes | None = None  # exchange="two-level"
+        self._carried: State = {}  # what is kept and has no place in the merge buffers
+        self._carried_plan: merging.Plan | None = None  # for the next agreement
+        self._carried_budgets: dict[str, int] | None = None  # likewise: elements to send by name, by importance
+        self._stale = False  # the residuals of the merge buffers are not the ones to go on with
+        self._snapshot: object = None  # of the table, as of the last agreement
+
+    # -- the group ------------------------------------------------------------------------------------------------
+
+    def connect(self, world: Backend, comm: Backend | None, facts: Iterable[Fact]) -> None:
+        """Collective. Exchange among the ranks of ``comm`` (None: not this one), and compare ``facts`` first (G1).
+
+        ``comm`` is a communicator of this exchange's own among the workers of ``world``. What is carried over from
+        another number of workers is fitted to this one. Raises :class:`agmerge.RankMismatchError` on every rank where
+        facts, arguments or tensors differ.
+        """
+        self.world, self.comm, self.outside = world, comm, comm is None
+        if comm is None:
+            return
+        advice = "Give every rank the same model and the same arguments."
+        compared = [*facts, *self.config.facts(), *model_facts(self.members(), self.config)]
+        agree(comm, compared, what="DistributedOptimizer", advice=advice, timeout=self.config.timeout)
+        if self.config.exchange == TWO_LEVEL:
+            self._nodes = topology.form(comm, self.config.timeout)
+            self.shard = self._nodes.shard
+
+    def fit_to_group(self, shard_before: tuple[int, int] | None) -> bool:
+        """Fit what is carried over from another number of workers to this one, once; see :func:`rescaled`.
+
+        Returns False, and drops all that is carried, where it is of shards of other rows than this rank has now.
+        """
+        origin, self.origin = self.origin, None
+        if origin is None or self.comm is None or not self._carried:
+            return True
+        if self.shard != shard_before:
+            self._carried = {}
+            return False
+        self._carried = rescaled(self._carried, weight_factor(self.config.op, origin[1], self.comm.size))
+        return True
+
+    def leave(self) -> None:
+        """Forget the group. What is kept is carried over as it was after the last step."""
+        if self.comm is not None:
+            self.origin = (self.comm.rank, self.comm.size)
+        self._carried = self.copy_state()
+        self._carried_plan, self._carried_budgets, self.outside = self.plan(), self.budgets(), False
+        self.comm = self._nodes = self.buffers = self.plans = None
+
+    def close(self) -> None:
+        """Give the communicators back."""
+        if self._nodes is not None:
+            self._nodes.close()
+        if self.comm is not None:
+            self.comm.close()
+
+    # -- agreements -----------------------------------------------------------------------------------------------
+
+    @property
+    def agreed(self) -> bool:
+        """Tell whether the merge buffers are those to go on with, as far as this rank knows."""
+        return self.buffers is not None and not self._stale
+
+    @property
+    def changed(self) -> bool:
+        """Tell whether this rank needs a new agreement: its tensors or what it keeps are others now."""
+        return self._stale or self.table.snapshot() != self._snapshot
+
+    def members(self) -> list[ParameterInfo]:
+        """Return who takes part now, each with its lane. Raises ``ValueError`` for one that cannot be sent."""
+        members = self.config.lanes(member for member in self.table.active() if member.parameter.numel())
+        for member in members:
+            self.config.check(member)
+        return members
+
+    def agree_anew(self, order: Sequence[str]) -> MergeBuffers:
+        """Collective. Agree on what there is now, and move what is kept by name.
+
+        ``order``: the names of tensors in the order in which this rank saw them ready, as far as it has.
+        """
+        assert self.comm is not None
+        if self.buffers is not None:
+            order = [*(slot.name for slot in self.buffers.layout.slots), *order]  # newcomers follow
+            self._carried = self.copy_state()
+        members = self.members()
+        self.config = self.config.opened(members, tells=self.comm.rank == 0)
+        buffers, self.steps = open_session(
+            self.comm,
+            self.config,
+            members,
+            order,
+            self.steps,
+            self._carried_plan,
+            self._nodes,
+            self._carried_budgets,
+        )
+        self.step, self._carried_plan, self._carried_budgets = self.steps, None, None
+        buffers.restore_state(self._carried)
+        self.buffers, self._snapshot, self._stale = buffers, self.table.snapshot(), False
+        self._forget_measurements(buffers)
+        self.plans = self._on_agreement(buffers, self.times)
+        return buffers
+
+    def replan(self) -> None:
+        """Collective. Between steps: go on with another plan, where the measured times ask for one."""
+        if self.plans is None or self.buffers is None or self._stale:
+            return
+        for decision in self.plans.after_step(self.step):
+            if decision.budgets is not None:
+                self.buffers.set_budgets(decision.budgets)
+            if decision.cutoff is not None:
+                before, self.config = self.config.partial, replace(self.config, partial=decision.cutoff)
+                if before is None or before.most != decision.cutoff.most:
+                    self.reopen()  # tensors change lanes
+            if decision.plan is not None:
+                self.use_plan(decision.plan)
+
+    def use_plan(self, plan: merging.Plan) -> None:
+        """Go on with ``plan`` from the next step on; every rank calls this alike. Residuals stay where they are."""
+        assert self.buffers is not None
+        self.buffers.rebuild(plan)
+        self._forget_measurements(self.buffers)
+
+    def reconfigure(self, config: Config, what: str, advice: str) -> None:
+        """Collective. Go on with another config from the next step on, residuals and plan as they are.
+
+        ``what``, ``advice``: for the error where ranks give different ones.
+        """
+        before, self.config = self.config, observing(config, isinstance(self.config.sparsifier, Observed))
+        try:
+            facts = [*config.facts(), *model_facts(self.members(), config)]
+            if self.comm is not None:
+                agree(self.comm, facts, what=what, advice=advice, timeout=config.timeout)
+        except BaseException:
+            self.config = before
+            raise
+        self.reopen()
+
+    def observe_selection(self, on: bool) -> None:
+        """Keep figures of every selection from now on, or no longer: see :class:`sparsifiers.observed.Observed`."""
+        self.adopt(observing(self.config, on))
+        if self.buffers is not None:
+            self.buffers.adopt(replace(self.buffers.config, sparsifier=self.config.sparsifier))
+
+    def adopt(self, config: Config) -> None:
+        """Use ``config`` from the next agreement on. Of what ranks compare nothing may differ."""
+        self.config = config
+
+    def reopen(self) -> None:
+        """Agree anew in the next step, with all that is kept as it is."""
+        self.restore(self.copy_state(), self.steps, self.plan(), origin=self.origin, shard=self.shard)
+
+    def describe_to(self, trace: Trace | None) -> None:
+        """Tell a trace which tensors are in which merge buffer now."""
+        if trace is not None and self.buffers is not None:
+            trace.follow([slot.name for slot in self.buffers.layout.slots], self.buffers.plan.counts)
+
+    def _forget_measurements(self, buffers: MergeBuffers) -> None:
+        """Drop what was measured, or kept by sparsifiers, of the merge buffers that there were."""
+        self.times.forget()
+        self.describe_to(self.times.trace)
+        if self.config.sparsifier is not None:
+            self.config.sparsifier.retain(buffers.keys())
+
+    # -- what is kept -----------------------------------------------------------------------------------------------
+
+    def state(self) -> State:
+        """Return what this rank keeps from step to step, by kind ("residual", "momentum") and name: views."""
+        current = self.buffers.state() if self.buffers is not None and not self._stale else {}
+        return {**self._carried, **current}
+
+    def copy_state(self) -> State:
+        """Return what this rank keeps from step to step, copied."""
+        return {key: tensor.clone() for key, tensor in self.state().items()}
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """Return every residual of this rank, by name: views."""
+        return {name: tensor for (kind, name), tensor in self.state().items() if kind == "residual"}
+
+    def plan(self) -> merging.Plan | None:
+        """Return the plan in use, or to be used; None before the first agreement."""
+        return self.buffers.plan if self.buffers is not None and not self._stale else self._carried_plan
+
+    def budgets(self) -> dict[str, int] | None:
+        """Return how many elements of each tensor a step sends, by importance; None where that is not known."""
+        if self.buffers is None or self._stale or self._carried_budgets is not None:
+            return self._carried_budgets
+        return self.buffers.shares_by_name()
+
+    def restore(
+        self,
+        state: State,
+        steps: int,
+        plan: merging.Plan | None,
+        budgets: dict[str, int] | None = None,
+        origin: tuple[int, int] | None = None,
+        shard: tuple[int, int] | None = None,
+    ) -> None:
+        """Take what :meth:`state`, ``steps``, :meth:`plan` and :meth:`budgets` gave; the next step agrees on it.
+
+        ``origin``: rank and size of the group that ``state`` is of, and ``shard`` which part of each tensor, where this
+        rank has no group yet that says so.
+        """
+        self._carried, self.steps, self._carried_plan = dict(state), steps, plan
+        self._carried_budgets, self.origin = budgets, origin
+        if self.comm is None:
+            self.shard = shard
+        self._stale = self.buffers is not None
+
+    def carry(self, kind: str, name: str, tensor: torch.Tensor | None) -> None:
+        """Keep ``tensor`` for the next agreement, in place of what is carried of this kind and name; None: nothing."""
+        self._carried.pop((kind, name), None)
+        if tensor is not None:
+            self._carried[kind, name] = tensor
+
+
+def observing(config: Config, on: bool) -> Config:
+    """Return ``config`` with a sparsifier that keeps figures of its selections, or that does not. Nothing else."""
+    sparsifier = config.sparsifier.wrapped if isinstance(config.sparsifier, Observed) else config.sparsifier
+    return replace(config, sparsifier=Observed(sparsifier) if on and sparsifier is not None else sparsifier)
+
+
+def weight_factor(op: ReduceOp, before: int, now: int) -> float:
+    """Return what a residual of one of ``before`` workers is multiplied by among ``now``.
+
+    A residual enters the update with the weight of its rank's gradient, 1 / W where updates are averages and 1 where
+    they are sums. What ranks have not sent yet is the sum of residual * weight over ranks; that is what stays the same.
+    """
+    return now / before if op is Average else 1.0
+
+
+def rescaled(state: State, factor: float) -> State:
+    """Return what one rank keeps, as a member of another number of workers: its own residuals times ``factor``.
+
+    A momentum that each rank has of its own gradients is linear in them, and is treated likewise. A momentum of
+    averages, which every rank has alike, stays as it is.
+    """
+    if factor == 1.0:
+        return state
+    own = {name for kind, name in state if kind == "residual"}
+    return {(kind, name): tensor * factor if name in own else tensor for (kind, name), tensor in state.items()}

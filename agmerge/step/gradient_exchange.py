@@ -1,0 +1,182 @@
+"""Exchange named tensors among all ranks, and hand back the combined ones.
+
+This is the seam between a round, below it, and whoever has tensors to combine, above it. It knows no hooks, no
+``p.grad``, no backward passes and no optimizer. The hook-driven :class:`agmerge.engine.reducer.Reducer` is one user.
+
+Nothing here chooses a collective from what only this rank knows. A rank whose tensors have changed since the last
+agreement raises a flag in its messages; then every rank discards the round, agrees anew and repeats it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+
+import torch
+
+import merging
+from agmerge.backends import Backend
+from agmerge.errors import AGMergeError
+from agmerge.exchanges.message.format import Flag
+from agmerge.options.config import TWO_LEVEL, Config
+from agmerge.step.agreed_state import AgreedState, OnAgreement, TensorTable
+from agmerge.step.merge_buffers import MergeBuffers, State
+from agmerge.step.nonfinite_verdict import resolve_nonfinite
+from agmerge.step.round import GradientOf, Round
+from agmerge.step.two_level_round import TwoLevelRound
+
+
+class Combined:
+    """Hold what came of one round. Tensors are views, valid until the next round begins."""
+
+    def __init__(self, attempt: Round, zero_unused: bool) -> None:
+        self._round, self._zero_unused = attempt, zero_unused
+        self.buffers: MergeBuffers = attempt.buffers
+        self.skipped = attempt.nonfinite  # the step comes to nothing: a rank has found what is not finite
+        self.used: Sequence[bool] = attempt.used  # by slot: whether any rank had a tensor
+        self.flags = attempt.flags_of_all  # what all ranks say together, see Flag
+
+    @cached_property
+    def updates(self) -> Mapping[str, torch.Tensor | None]:
+        """Return the combined tensor of each name, in the shape and strides of the table's.
+
+        None: no rank had one, and nothing of earlier steps was left to send. All are infinite in a step that is
+        skipped. Without a step that is read, nothing is computed.
+        """
+        return {
+            slot.name: self.buffers.update(slot) if self._zero_unused or self._round.has_update(slot) else None
+            for slot in self.buffers.layout.slots
+        }
+
+
+class GradientExchange(AgreedState):
+    """Combine the tensors of ``table`` over the ranks of one communicator, step by step.
+
+    :meth:`connect` once. In each step :meth:`ready` for each tensor as soon as it is there, :meth:`finish` for the
+    combined ones, :meth:`commit` to keep what is left over, and :meth:`replan` if plans may change. Or :meth:`discard`
+    in place of ``commit``, and nothing of the step is kept. ``is_current`` tells whether ``world``, from which
+    it was connected, is still there: where it is not, nothing is sent before it is connected again.
+    """
+
+    def __init__(
+        self,
+        table: TensorTable,
+        config: Config,
+        on_agreement: OnAgreement = lambda buffers, times: None,
+        is_current: Callable[[Backend | None], bool] = lambda world: True,
+    ) -> None:
+        super().__init__(table, config, on_agreement)
+        self._is_current = is_current
+        self._handed: dict[str, torch.Tensor | None] = {}  # over in this step, in readiness order
+        self._round: Round | None = None  # under way
+        self._broken: BaseException | None = None  # an error that has left ranks at different places
+
+    def ready(self, name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        """Collective. Hand a tensor over (None: this rank has none), and send the merge buffers that are complete now.
+
+        ``tensor``: of the shape, dtype and device of the table; not to be changed before :meth:`finish`. Returns what
+        to hold in its place until then: the same numbers, perhaps where the update will be, so that memory is free.
+        """
+        self.check_unbroken()
+        held, attempt = tensor, self._attempt()
+        # One that joined the table since the last agreement has no place: the next agreement gives it one.
+        if attempt is not None and not attempt.dirty and name in attempt.buffers.slot_of:
+            try:
+                held = attempt.add(attempt.buffers.slot_of[name], tensor)
+            except BaseException as error:  # as breaking() does, without a generator a tensor
+                self._broken = error
+                raise
+        self._handed[name] = held
+        return held
+
+    def finish(self, gradient_of: GradientOf = lambda name: None, flags: int = Flag.ACTIVE) -> Combined:
+        """Collective. Send what is left, receive, and return the combined tensors.
+
+        ``gradient_of``: asked for each tensor that was not handed over, by name. ``flags``: what this rank says to all.
+        Raises :class:`agmerge.NonFiniteError` on every rank, as ``config.nonfinite`` has it; nothing is broken then.
+        """
+
+        def late(name: str) -> torch.Tensor | None:
+            if name not in self._handed:  # asked once, also where the round is repeated
+                self._handed[name] = gradient_of(name)
+            return self._handed[name]
+
+        self.check_unbroken()
+        with self.breaking():
+            attempt = self._attempt(flags)
+            if attempt is None or not attempt.receive(late):
+                attempt = self._new_round(self.agree_anew(list(self._handed)), dirty=False, flags=flags)
+                if not attempt.receive(late):
+                    raise AGMergeError("parameters changed while ranks agreed on them; change them between steps")
+            self.times.observe(attempt.recorder)
+            error = resolve_nonfinite(attempt)
+            attempt.withdraw()
+        if error is not None:
+            raise error
+        return Combined(attempt, self.config.zero_unused)
+
+    def commit(self) -> None:
+        """Keep what the step has left over: residuals change places. The next step begins."""
+        assert self.buffers is not None
+        self.buffers.commit_residuals()
+        self.steps = self.step = self.step + 1
+        layout, tensors = self.buffers.layout, self.buffers.tensors
+        self.totals.stepped(len(self.buffers.messages), layout.numel, tensors.numel)
+        self.discard()
+
+    def discard(self) -> None:
+        """Begin the step anew: nothing of it is kept."""
+        self._handed, self._round = {}, None
+
+    def restore(
+        self,
+        state: State,
+        steps: int,
+        plan: merging.Plan | None,
+        budgets: dict[str, int] | None = None,
+        origin: tuple[int, int] | None = None,
+        shard: tuple[int, int] | None = None,
+    ) -> None:
+        """Begin the step anew, with what was kept elsewhere: see :meth:`AgreedState.restore`."""
+        super().restore(state, steps, plan, budgets, origin, shard)
+        self.discard()
+
+    def leave(self) -> None:
+        """Forget the group, and how it broke. What is kept is carried over as it was after the last step."""
+        super().leave()
+        self._round = self._broken = None
+
+    def close(self) -> None:
+        """Give the communicators back. Nothing can be exchanged any more."""
+        self._broken = AGMergeError("this optimizer was closed")
+        super().close()
+
+    def check_unbroken(self) -> None:
+        """Raise :class:`agmerge.AGMergeError` after an error that has left ranks at different places."""
+        if self._broken is not None:
+            raise AGMergeError(f"an earlier error ended this exchange: {self._broken}") from self._broken
+
+    @property
+    def is_broken(self) -> bool:
+        """Tell whether an earlier error has ended this exchange."""
+        return self._broken is not None
+
+    @contextmanager
+    def breaking(self) -> Iterator[None]:
+        """Remember an error inside: it leaves ranks at different places, and nothing can be exchanged after it."""
+        try:
+            yield
+        except BaseException as error:
+            self._broken = error
+            raise
+
+    def _attempt(self, flags: int = Flag.ACTIVE) -> Round | None:
+        """Return the round under way; None before the first agreement. It begins with the first tensor of a step."""
+        if self._round is None and self.buffers is not None and self._is_current(self.world):
+            self._round = self._new_round(self.buffers, dirty=self.changed, flags=flags)
+        return self._round
+
+    def _new_round(self, buffers: MergeBuffers, *, dirty: bool, flags: int) -> Round:
+        kind = TwoLevelRound if buffers.config.exchange == TWO_LEVEL else Round
+        return kind(buffers, self.step, self.totals, dirty=dirty, flags=flags)

@@ -1,0 +1,36 @@
+"""Say where the updates of whole tensors lie: in the arenas, where every rank holds whole tensors.
+
+With ``exchange="two-level"`` a :class:`agmerge.exchanges.node_shards.NodeShards` takes the place of :class:`InArenas`:
+there a rank's arenas hold shards, and whole updates are gathered inside the node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from agmerge.tensors.arena import Arena
+from agmerge.tensors.layout import Lane, Slot
+
+
+class InArenas:
+    """Find updates where they were written. ``arena_of``: the arena of each slot."""
+
+    def __init__(self, arena_of: Sequence[Arena]) -> None:
+        self._arena_of = arena_of
+
+    def rebuild(self, bounds: Sequence[tuple[int, int]]) -> None:
+        """Follow a plan whose merge buffers are tensors ``start`` to ``stop``: nothing depends on it here."""
+
+    def of(self, slot: Slot) -> torch.Tensor:
+        """Return the update of a tensor, in C order: a view."""
+        return self._arena_of[slot.index].gradients[slot.index]
+
+    def set_aside(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
+        """Return what ``p.grad`` should be once its gradient was accumulated, until the exchange has ended."""
+        return self._arena_of[slot.index].move_to_update(slot, gradient)
+
+    def gather(self, arenas: Mapping[Lane, Arena]) -> int:
+        """Return 0, the bytes handed over: updates are whole already."""
+        return 0

@@ -1,0 +1,61 @@
+"""Define what compressors have in common: a name, a kind, options, and state that survives a restart.
+
+A sparsifier sends some of the elements of a vector, a cast sends all of them in fewer bits, a low-rank compressor
+sends two thin factors. What they share is here, so that the code that plans, checks and saves a training asks one type.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC
+from collections.abc import Iterable, Mapping
+
+from sparsifiers.canonical import canonical
+
+
+class Kind(enum.Enum):
+    """Say how the ranks combine what a compressor makes of a tensor."""
+
+    DENSE = "dense"  # every element, perhaps in fewer bits: an all-reduce
+    SPARSE = "sparse"  # some elements and where they stand: an exchange of indices and values
+    # LOW_RANK is to come: two thin factors of a matrix, each combined by an all-reduce
+
+
+class Compressor(ABC):
+    """Describe one way of making gradients smaller, with the options and the state that belong to it.
+
+    A subclass sets `name` and `kind`. Everything else has a default that is right for a compressor without options
+    that sends all elements and remembers nothing. One with hyper-parameters returns them from `options`; one that
+    remembers something between calls writes `state_dict`, `load_state_dict` and `retain`, and `snapshot` too if
+    `state_dict` would wait for a device.
+    """
+
+    name: str  # the canonical name, as in compression=name
+    kind: Kind  # decides the lane of a tensor, and with it which exchange carries it
+    memory: str = "none"  # name of the memory that it is meant to be used with; "none" drops what is not sent
+    same_on_all_ranks: bool = False  # all ranks choose the same coordinates from (seed, key, step) alone: no vote
+    density: float = 1.0  # elements sent / elements, in (0, 1]
+
+    def options(self) -> dict[str, object]:
+        """Return the hyper-parameters, `density` aside, as plain values: the same ones make this compressor again."""
+        return {}
+
+    def state_dict(self) -> dict[str, object]:
+        """Return what must survive a restart for the next steps to be the same; empty if there is nothing."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Restore what `state_dict` returned. ValueError if it belongs to another kind of compressor."""
+        if state:
+            raise ValueError(f"{self}: keeps no state, but was given {sorted(state)}; load that into what saved it")
+
+    def retain(self, keys: Iterable[str]) -> None:
+        """Forget the state of every key that is not in `keys`; called after a re-plan."""
+        return  # nothing is remembered
+
+    def snapshot(self) -> Mapping[str, object]:
+        """Return a copy of the state for `load_state_dict` in this process. Waits for no device."""
+        return self.state_dict()
+
+    def __repr__(self) -> str:
+        return canonical(self.name, dict(sorted(self.options().items())))
