@@ -166,7 +166,7 @@ class MergeBuffers:
             config.timeout,
             wire=config.wire,
             ordered=config.ordered,
-            same_on_all_ranks=getattr(config.sparsifier, "same_on_all_ranks", False),
+            same_on_all_ranks=config.sparsifier is not None and config.sparsifier.same_on_all_ranks,
             predivide=config.predivide,
             cast=config.cast,
             keeps=config.memory_of(False).keeps or config.memory_of(True).keeps,
