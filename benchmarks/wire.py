@@ -97,7 +97,7 @@ def times(n: int, density: float, wire: str, repeats: int) -> dict[str, float]:
         "check": lambda: layout.check_payloads(message[None], "message"),
         "read indices": lambda: index.decode(places, k),
         "read values": lambda: value.decode(room, k, torch.float32),
-        "all that is read": lambda: layout.get(message, section, k, torch.float32),
+        "all that is read": lambda: (index.decode(places, k), value.decode(room, k, torch.float32)),
     }
     a, b = torch.zeros(n), torch.ones(n)
     took: dict[str, list[float]] = {name: [] for name in ("add", *parts)}

@@ -157,17 +157,17 @@ def tail_of(control: RoundHeader, dtype: torch.dtype, device: torch.device) -> t
     return tail
 
 
-def decode(tail: Sequence[float], mine: RoundHeader, name: str) -> RoundHeader:
-    """Return what all ranks say together, from the sum of their numbers; ``mine``: what this rank has said.
+def decode(tail: Sequence[float], own: RoundHeader, name: str) -> RoundHeader:
+    """Return what all ranks say together, from the sum of their numbers; ``own``: what this rank has said.
 
     Raises :class:`agmerge.MessageError` if ranks are not at the same place.
     """
     hot = [[i for i in range(_HOT) if tail[start + i] != 0.0] for start in (0, _HOT)]
-    if hot != [[mine.step % _HOT], [(mine.buffer + mine.plan) % _HOT]]:
+    if hot != [[own.step % _HOT], [(own.buffer + own.plan) % _HOT]]:
         raise MessageError(
             f"{name}: ranks summed messages that do not belong together: steps {hot[0]} and buffers {hot[1]} "
             f"(modulo {_HOT})"
         )
     flags = sum(int(tail[2 * _HOT + bit] != 0.0) << bit for bit in range(_FLAGS))
-    used = tuple(value != 0.0 for value in tail[2 * _HOT + _FLAGS :][: len(mine.used)])
-    return replace(mine, flags=flags, used=used)
+    used = tuple(value != 0.0 for value in tail[2 * _HOT + _FLAGS :][: len(own.used)])
+    return replace(own, flags=flags, used=used)

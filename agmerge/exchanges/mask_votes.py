@@ -105,7 +105,7 @@ class VoteFormat:
         named = []
         for codec, part, length, count in zip(self._codecs, self._parts, self.lengths, counts, strict=True):
             places, good = codec.decode(data[part], count)
-            if count and not bool(good & in_order(places, self._held(length, share))):
+            if count and not bool(good & (places[-1] < self._held(length, share))):
                 return None
             named.append(places.long() * self.workers + share)
         return named

@@ -94,10 +94,12 @@ class SparseExchange(Exchange):
         senders: list[tuple[int, Section]] = []  # of each check
         for number, (load, section) in enumerate(zip(pending.loads, layout.sections, strict=True)):
             parts.append([])
-            if section.capacity is None:
+            if section.index is None or section.value is None:
                 continue
             for rank, message in enumerate(messages):
-                indices, values, good = layout.get(message, section, counts[rank][number], load.work.dtype)
+                count = counts[rank][number]
+                indices, good = section.index.decode(message[section.indices], count)
+                values = section.value.decode(message[section.values], count, load.work.dtype)
                 parts[-1].append((indices, values))
                 checks.append(good)
                 senders.append((rank, section))

@@ -32,6 +32,15 @@ def put(message: torch.Tensor, section: Section, offer: Selection, values: torch
     return section.value.encode(values, message[section.values])
 
 
+def get(
+    message: torch.Tensor, section: Section, count: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Indices and values of a sparse section, and whether the indices can be right."""
+    assert section.index is not None and section.value is not None
+    indices, good = section.index.decode(message[section.indices], count)
+    return indices, section.value.decode(message[section.values], count, dtype), good
+
+
 @dataclass
 class Seen:
     """What one rank saw of one exchange, segment by segment. ``sent`` is None where nothing was committed."""

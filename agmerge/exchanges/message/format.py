@@ -11,6 +11,8 @@ is how many these are, ``size`` the bytes of the message. ``checksum`` covers th
 
 from __future__ import annotations
 
+import functools
+import operator
 import struct
 import zlib
 from collections.abc import Sequence
@@ -22,7 +24,7 @@ import torch
 from agmerge.backends.handshake import Fact, first_difference
 from agmerge.errors import MessageError
 from agmerge.exchanges.message import IndexCodec, ValueCodec, smallest, value_codec
-from agmerge.exchanges.message.indices import GRAIN, in_order
+from agmerge.exchanges.message.indices import GRAIN
 from agmerge.tensors.layout import Segment, aligned
 
 MAGIC = 0x41474D32  # "AGM2": the last byte is the version of this format
@@ -98,6 +100,8 @@ class Format:
     codec, see :func:`agmerge.exchanges.message.value_codec`: exchanges keep it from step to step.
     """
 
+    segments: list[Segment]
+    capacities: list[int | None]  # one a segment
     tensors: int  # of the message, one used bit each
     words: int  # int32, of the header
     size: int  # bytes of the message
@@ -136,8 +140,9 @@ class Format:
     def write_header(
         self, message: torch.Tensor, control: RoundHeader, counts: Sequence[int | torch.Tensor], *, seal: bool = False
     ) -> None:
-        """Put ``control`` and the counts of the sections in front of ``message``, uint8. With ``seal``, the checksum of
-        what comes after too, so that must be there. A count on a device is copied there.
+        """Put ``control`` and the counts of the sections in front of ``message``, uint8.
+
+        A count on a device stays there. ``seal``: also put in the checksum of what comes after, which must be in place.
         """
         words = [MAGIC, control.step, control.plan, control.buffer, control.flags, self.words, self.size, 0, 0]
         on_host = message.device.type == "cpu"
@@ -169,10 +174,10 @@ class Format:
 
     # -- reading --------------------------------------------------------------------------------------------
 
-    def read_headers(self, messages: torch.Tensor, mine: RoundHeader, name: str) -> RoundHeader:
+    def read_headers(self, messages: torch.Tensor, own: RoundHeader, name: str) -> RoundHeader:
         """Check the headers of all ranks, and return what they say together.
 
-        ``messages``: uint8[W, ...], a message a rank, or the beginning of it. ``mine``: what this rank has said.
+        ``messages``: uint8[W, ...], a message a rank, or the beginning of it. ``own``: what this rank has said.
         Raises :class:`agmerge.MessageError`, the same on every rank, if a message is not one of ours, has changed on
         its way, belongs to another step, plan, buffer or layout, or holds more than fits.
         """
@@ -186,13 +191,14 @@ class Format:
             )
         if messages.device.type == "cpu":
             _refuse_damaged(name, [r for r, row in enumerate(rows) if self._damaged(row)])
-        self._check_place(rows, mine, name)
+        self._check_place(rows, own, name)
         for rank, row in enumerate(rows):
             for capacity, count in zip(self.capacities, self._counts(row), strict=True):
                 if not 0 <= count <= (capacity or 0):
                     raise MessageError(f"{name}: rank {rank} announces {count} elements where {capacity or 0} fit")
-        headers = [replace(mine, flags=row[_FLAGS], used=_unbits(row[self._used_from :], self.tensors)) for row in rows]
-        return mine.merged(headers)
+        # Flags and used bits of all ranks together; other words of it mean nothing.
+        words = [functools.reduce(operator.or_, column) for column in zip(*rows, strict=True)]
+        return replace(own, flags=words[_FLAGS], used=_unbits(words[self._used_from :], self.tensors))
 
     def check_payloads(self, messages: torch.Tensor, name: str) -> None:
         """Raise :class:`agmerge.MessageError` for messages, uint8[W, size], that were sealed and have changed since."""
@@ -226,24 +232,24 @@ class Format:
         # The checksum of a longer or shorter header is another one; that it has no place here is found next.
         return row[_WORDS] == self.words and row[_CHECKSUM] != _header_sum(row)
 
-    def _check_place(self, rows: Sequence[Sequence[int]], mine: RoundHeader, name: str) -> None:
+    def _check_place(self, rows: Sequence[Sequence[int]], own: RoundHeader, name: str) -> None:
         """Raise :class:`agmerge.MessageError` unless all headers are those of this message."""
-        own = [mine.step, mine.plan, mine.buffer, self.words, self.size]
-        own += [fact for facts in self._facts for fact in facts]
+        expected = [own.step, own.plan, own.buffer, self.words, self.size]
+        expected += [fact for facts in self._facts for fact in facts]
         theirs = [self._place(row) for row in rows]
-        if all(place == own for place in theirs):
+        if all(place == expected for place in theirs):
             return
         named = [self._named(place) for place in theirs]
         if any(facts != named[0] for facts in named):
             raise MessageError(f"{name}: messages do not belong together: {first_difference(named)}")
-        if theirs[0][:3] != own[:3]:
+        if theirs[0][:3] != expected[:3]:
             raise MessageError(
-                f"{name}: messages of step, plan, buffer {theirs[0][:3]} arrived in the place of {own[:3]}"
+                f"{name}: messages of step, plan, buffer {theirs[0][:3]} arrived in the place of {expected[:3]}"
             )
-        (what, value), (_, expected) = next(
-            pair for pair in zip(named[0], self._named(own), strict=True) if pair[0] != pair[1]
+        (what, value), (_, right) = next(
+            pair for pair in zip(named[0], self._named(expected), strict=True) if pair[0] != pair[1]
         )
-        raise MessageError(f"{name}: messages are laid out otherwise: {what} is {value}, not {expected}")
+        raise MessageError(f"{name}: messages are laid out otherwise: {what} is {value}, not {right}")
 
     def _place(self, row: Sequence[int]) -> list[int]:
         """Return the words of a header, ``row``, that are the same for all messages that belong together."""
@@ -256,25 +262,15 @@ class Format:
         names += [f"{field} of section {i}" for i in range(len(self.sections)) for field in OF_SECTION[:-1]]
         return list(zip(names, map(str, place), strict=True))
 
-    def get(
-        self, message: torch.Tensor, section: Section, count: int, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return what a sparse section of one rank's ``message`` holds: the first ``count`` indices, int32, and values,
-        of ``dtype``, and whether the indices can be right, bool, 0-dim; where not, they may be anything.
-        """
-        assert section.index is not None and section.value is not None
-        indices, good = section.index.decode(message[section.indices], count)
-        values = section.value.decode(message[section.values], count, dtype)
-        return indices, values, good & in_order(indices, section.segment.length)
-
     def whole(self, message: torch.Tensor, section: Section) -> torch.Tensor:
         """Return the elements of a dense section, in the gradient's dtype: a view of ``message``."""
         return message[section.values].view(section.segment.lane.dtype)
 
 
 def slot_bytes(length: int, capacity: int, dtype: torch.dtype, wire: str) -> float:
-    """Return the bytes of one slot of a section of ``length`` elements and ``capacity`` slots, which is not 0; header
-    and padding apart.
+    """Return the bytes of one slot of a section, header and padding apart.
+
+    The section has ``length`` elements of ``dtype`` and ``capacity`` slots, which is not 0; ``wire`` as in `Format`.
     """
     return (smallest(length, capacity).size + value_codec(wire, dtype).size(capacity)) / capacity
 

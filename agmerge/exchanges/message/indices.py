@@ -42,10 +42,10 @@ class IndexCodec(ABC):
 
     @abstractmethod
     def decode(self, data: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return the ``count`` indices in ``data``, uint8[size]: int32[count].
+        """Return the ``count`` indices in ``data``, uint8[size]: int32[count], and if they can be right: bool, 0-dim.
 
-        Also whether the bytes can be those of so many, bool, 0-dim. Whatever the bytes are, there is no error; see
-        :func:`in_order` for the indices.
+        They can be if the bytes are those of so many, and all are ascending and within the vector. Whatever the bytes
+        are, there is no error.
         """
 
 
@@ -67,7 +67,8 @@ class Int32(IndexCodec):
             held[count:] = 0
 
     def decode(self, data: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        return data.view(torch.int32)[:count], torch.ones((), dtype=torch.bool, device=data.device)
+        indices = data.view(torch.int32)[:count]
+        return indices, in_order(indices, self.length)
 
 
 class Bitmap(IndexCodec):
@@ -87,7 +88,8 @@ class Bitmap(IndexCodec):
 
     def decode(self, data: Tensor, count: int) -> tuple[Tensor, Tensor]:
         places, total = bits.marked(data, count)
-        return places, total == count
+        good = total == count
+        return places, good & (places[-1] < self.length) if count else good  # what is marked is ascending
 
 
 class Blocks(IndexCodec):
@@ -129,7 +131,7 @@ class Blocks(IndexCodec):
         compiled = kernel.blocks_decode(data, count, self.capacity, self.low, self.last)
         if compiled is not None:
             indices, right = compiled
-            return indices, torch.tensor(right)
+            return indices, in_order(indices, self.length) & right
         places, total = bits.marked(data[self._unary], count)
         block = places.sub_(torch.arange(count, dtype=torch.int32, device=data.device))
         good = total == count
@@ -139,7 +141,7 @@ class Blocks(IndexCodec):
         for plane, width, shift in self._planes:
             part = bits.unpack(data[plane], width, count)
             indices |= part << shift if shift else part
-        return indices, good
+        return indices, good & in_order(indices, self.length)
 
 
 def in_order(indices: Tensor, length: int) -> Tensor:

@@ -1,10 +1,8 @@
 """Write pairs of indices and values as bytes: ``checksum | indices | values``.
 
-Both ends know the range of the indices and the count.
-
-Indices stand in the smallest codec for so many of a range, counted from its start. Values keep their dtype: which of
-them are kept, and so taken off a residual, is decided after they have been added up, and what a lossy codec rounds off
-then would be in nobody's residual.
+Both ends know the range of the indices and their number. Indices stand in the smallest codec for so many of that range,
+and count from its start. Values keep their dtype: which of them are kept, and so taken off a residual, is decided after
+they have been added up, and what a lossy codec rounds off then would be in nobody's residual.
 """
 
 from __future__ import annotations
@@ -99,7 +97,7 @@ def read(forms: Sequence[PairFormat], messages: Sequence[torch.Tensor]) -> tuple
         data = message[: form.size]
         if form.count:
             indices, good = form.codec.decode(data[form.indices], form.count)
-            good = good & in_order(indices, len(form.where)) & bits.crc_fits(data)
+            good = good & bits.crc_fits(data)
             parcels.append(IndexValuePairs(indices + form.where.start, data[form.values].view(form.dtype)))
             checks.append(good)
         else:

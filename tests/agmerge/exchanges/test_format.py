@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from exchange_harness import put
+from exchange_harness import get, put
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -115,7 +115,7 @@ def test_sections_share_no_byte_and_come_back(layout: Format, seed: int) -> None
         if chosen is None:
             assert torch.equal(layout.whole(message, section), values)
         else:
-            indices, found, good = layout.get(message, section, len(chosen), section.segment.lane.storage)
+            indices, found, good = get(message, section, len(chosen), section.segment.lane.storage)
             assert good and torch.equal(indices, chosen) and torch.equal(found, values)
 
 

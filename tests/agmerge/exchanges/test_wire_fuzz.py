@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from exchange_harness import CPU, context, control_of, draw_offer, draw_work, put, segments_of
+from exchange_harness import CPU, context, control_of, draw_offer, draw_work, get, put, segments_of
 
 from agmerge import testing
 from agmerge.backends.local import Call
@@ -112,7 +112,7 @@ def read(layout: Format, rows: torch.Tensor, mine: RoundHeader, payload: bool) -
     for number, section in enumerate(layout.sections):
         for rank, row in enumerate(rows if section.capacity is not None else []):
             storage = section.segment.lane.storage
-            indices, values, good = layout.get(row, section, counts[rank][number], storage)
+            indices, values, good = get(row, section, counts[rank][number], storage)
             assert values.dtype == storage and len(values) == len(indices) == counts[rank][number]
             if not good:
                 raise MessageError("buffer 3: indices of rank")
