@@ -1,4 +1,4 @@
-"""OMGS-SGD: merge when the wait, selection included, is shorter than the start-up it saves."""
+"""Plan by OMGS-SGD: merge when the wait, selection included, is shorter than the start-up it saves."""
 
 from __future__ import annotations
 
