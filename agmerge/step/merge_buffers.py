@@ -244,7 +244,7 @@ class MergeBuffers:
             self.set_budgets(tuple(shares[slot.name] for slot in self.layout.slots))
 
     def set_budgets(self, budgets: tuple[int, ...]) -> None:
-        """Send so many elements of each tensor from now on, by slot; what they were chosen by is not added up more."""
+        """Send so many elements of each tensor from now on, by slot; energies are not added up any more."""
         self.energy, self.shares = None, budgets
 
     def shares_by_name(self) -> dict[str, int] | None:
