@@ -78,10 +78,10 @@ class Plan:
             )
         if names is None or self.names is None:
             return
-        for i, (planned, found) in enumerate(zip(self.names, names, strict=True)):
-            if planned != found:
+        for i, (planned, actual) in enumerate(zip(self.names, names, strict=True)):
+            if planned != actual:
                 raise ValueError(
-                    f"tensor {i} in readiness order is {planned!r} in the plan and {found!r} in the model:"
+                    f"tensor {i} in readiness order is {planned!r} in the plan and {actual!r} in the model:"
                     " make a plan for this order"
                 )
 
