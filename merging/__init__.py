@@ -1,4 +1,4 @@
-"""Which gradients share a message, and when it leaves.
+"""Decide which gradients share a message, and when it leaves.
 
 Planners partition the tensors of a model, in readiness order, into merge buffers; `predict` says when
 each is sent and when the last has arrived. Pure functions of what they are given; standard library and

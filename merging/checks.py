@@ -93,6 +93,7 @@ def seconds(what: str, value: Any, unit: str = " of seconds") -> float:
 
 
 def _numbers(what: str, values: ArrayLike, names: Sequence[str]) -> NDArray[Any]:
+    """Return `values` as an array with one number per tensor. Raises as `elements` and `reals` do."""
     array = np.asarray(values)
     if array.shape != (len(names),):
         raise ValueError(
@@ -104,11 +105,13 @@ def _numbers(what: str, values: ArrayLike, names: Sequence[str]) -> NDArray[Any]
 
 
 def _refuse(bad: NDArray[np.bool_], what: str, given: NDArray[Any], names: Sequence[str], rule: str) -> None:
+    """Raise ValueError, with the tensor's name, for the first of the values that is `bad`."""
     if bad.any():
         index = int(bad.argmax())
         raise ValueError(f"{what}[{index}] of tensor {names[index]!r} is {given[index]}: {rule}")
 
 
 def _frozen(array: NDArray[Any]) -> NDArray[Any]:
+    """Return the array itself, which nobody can write into from now on."""
     array.setflags(write=False)
     return array

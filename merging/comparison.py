@@ -1,4 +1,4 @@
-"""What every planner would do with the same measurements, side by side."""
+"""Compare what every planner would do with the same measurements, side by side."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HEADS = ("planner", "mode", "finish ms", "to best", "exposed ms", "merge buffer
 
 @dataclass(frozen=True)
 class Row:
-    """One planner in one mode, as predicted.
+    """Hold what is predicted of one planner in one mode.
 
     finish: seconds from the start of backward to the end of the last exchange. Where mode "dear" is among the
         modes of the measurements, to the end of the next forward pass, in every row.
@@ -35,7 +35,7 @@ class Row:
 
     @property
     def buffers(self) -> int:
-        """The number of merge buffers."""
+        """Return the number of merge buffers."""
         return len(self.plan.counts)
 
 
@@ -48,7 +48,7 @@ def compare(measurements: Measurements) -> tuple[Row, ...]:
     on noise only where the profile has noise.
     """
     profile, costs = measurements.profile, measurements.costs
-    found = []
+    predicted = []
     for name in names():
         planner = get(name, budget=10 * BUDGET) if name == "exact" else get(name)
         for mode in measurements.modes:
@@ -56,12 +56,12 @@ def compare(measurements: Measurements) -> tuple[Row, ...]:
                 plan = planner.plan(profile, costs, mode)
                 ready = predict(plan, profile, costs, mode).spans[-1].ready
                 finish = step_end(plan, measurements, mode)
-                found.append((finish, plan, name, mode, max(finish - ready - forward_after(measurements), 0.0)))
-    best = min(finish for finish, *_ in found)
-    found.sort(key=lambda row: (row[0], len(row[1].counts)))
+                predicted.append((finish, plan, name, mode, max(finish - ready - forward_after(measurements), 0.0)))
+    best = min(finish for finish, *_ in predicted)
+    predicted.sort(key=lambda row: (row[0], len(row[1].counts)))
     return tuple(
         Row(name, mode, plan, finish, finish / best if best else 1.0, exposed)
-        for finish, plan, name, mode, exposed in found
+        for finish, plan, name, mode, exposed in predicted
     )
 
 

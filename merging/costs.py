@@ -1,4 +1,4 @@
-"""What sparsifying and exchanging cost, in seconds, as functions of a count of elements."""
+"""Express what sparsifying and exchanging cost, in seconds, as functions of a count of elements."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _PROBE: Elements = np.array([0, *(2**power for power in range(32))], dtype=np.in
 
 @dataclass(frozen=True)
 class Cost:
-    """One cost function, checked at every call.
+    """Call one cost function, and check what it answers every time.
 
     A number gives a float, an array of any shape a float64 array of that shape (do not write into it).
     `function` gets what the caller gave and may answer an array with one number, if the cost is constant.
     Raises ValueError where it answers with another shape, a negative or a non-finite time.
     """
 
-    name: str
-    function: Callable[[Any], Any]
+    name: str  # which of `Costs`, for errors
+    function: Callable[[Any], Any]  # from element counts to seconds
 
     @overload
     def __call__(self, elements: float | np.integer[Any]) -> float: ...
@@ -46,7 +46,7 @@ class Cost:
 
 @dataclass(frozen=True, init=False)
 class Costs:
-    """The cost model that planners and `predict` work with.
+    """Hold the cost model that planners and `predict` work with.
 
     sparsify: seconds to select from a vector of that many elements (sums of `Profile.work`): per tensor
         when ahead, per merge buffer when behind. sparsify(0) == 0.
@@ -86,6 +86,7 @@ class Costs:
 
 
 def _tried(name: str, function: Callable[[Any], Any]) -> Cost:
+    """Return `function` as a cost, tried at powers of two. Raises as `Costs` does."""
     if not callable(function):
         raise TypeError(f"costs.{name} is {function!r}: give a function from element counts to seconds")
     if isinstance(function, Cost):
@@ -105,5 +106,6 @@ def _tried(name: str, function: Callable[[Any], Any]) -> Cost:
 
 
 def _worst(seconds: Reals) -> float:
+    """Return the first of `seconds` that is no time."""
     bad = seconds[~(np.isfinite(seconds) & (seconds >= 0))]
     return float(bad.flat[0])

@@ -1,4 +1,4 @@
-"""A measured cost: seconds as a function of element counts, by straight lines between points."""
+"""Make a cost of measured points: seconds as a function of element counts, by straight lines between them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FAR = 4  # the slope beyond the last point is that over its last factor of so m
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds over element counts, never decreasing. Immutable, hashable, equal by value; a function for `Costs`.
+    """Give the seconds of element counts, never decreasing. Immutable, hashable, equal by value; fit for `Costs`.
 
     elements: counts of elements, m integers of at least 0, strictly ascending.
     seconds: seconds at each, m floats, finite, not negative, never decreasing.
@@ -94,7 +94,7 @@ class Curve:
 
     @cached_property
     def _lines(self) -> tuple[Reals, Reals, Reals]:
-        """The points, and the slope to the right of each, as float64 of shape (m,)."""
+        """Return the points, and the slope to the right of each, as float64 of shape (m,)."""
         at, values = np.array(self.elements, dtype=np.float64), np.array(self.seconds, dtype=np.float64)
         slopes = np.zeros(len(at))
         if len(at) > 1:

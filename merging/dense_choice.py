@@ -1,4 +1,4 @@
-"""Dense or sparse, merge buffer by merge buffer, where the partition is given."""
+"""Choose dense or sparse, merge buffer by merge buffer, where the partition is given."""
 
 from __future__ import annotations
 

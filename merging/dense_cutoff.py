@@ -1,4 +1,4 @@
-"""Layers too small to be worth selecting from go dense, inside the budget: partial sparsification, corrected.
+"""Send layers dense that are too small to select from, inside the budget: partial sparsification, corrected.
 
 ADTopk, "Partial sparsification" (the extended paper, after HPDC 2024): tensors of up to p elements, the size cut, are
 not sparsified, and the density of the others falls so far that the volume stays. Published code takes

@@ -1,4 +1,4 @@
-"""The timelines of several plans as one picture: what each overlaps, and what stays exposed."""
+"""Draw the timelines of several plans as one picture: what each overlaps, and what stays exposed."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ def ticks(last: float, most: int = 10) -> list[float]:
 
 
 def _bars(row: Row, measurements: Measurements) -> Iterator[Bar]:
+    """Yield what a row shows, merge buffer by merge buffer."""
     profile = measurements.profile
     timeline = predict(row.plan, profile, measurements.costs, row.mode)
     before = 0.0
@@ -87,6 +88,7 @@ def _bars(row: Row, measurements: Measurements) -> Iterator[Bar]:
 
 
 def _row(row: Row, bars: list[Bar], top: int, last: float) -> Iterator[str]:
+    """Yield the SVG of one row, `top` pixels from the top; the time axis ends at `last` seconds."""
     yield f'<g class="row"><text x="{_LEFT - 10}" y="{top + 13}" text-anchor="end">{escape(row.planner)}</text>'
     many = f"{row.buffers} merge buffer{'s' * (row.buffers > 1)}"
     yield (
@@ -112,6 +114,7 @@ def _row(row: Row, bars: list[Bar], top: int, last: float) -> Iterator[str]:
 
 
 def _axis(last: float, bottom: int) -> Iterator[str]:
+    """Yield the SVG of the time axis from 0 to `last` seconds, `bottom` pixels from the top."""
     marks = ticks(last)
     digits = max(0, -math.floor(math.log10(1e3 * (marks[1] if len(marks) > 1 else last)) + 1e-9))
     for mark in marks:
@@ -125,6 +128,7 @@ def _axis(last: float, bottom: int) -> Iterator[str]:
 
 
 def _heading(measurements: Measurements, kinds: list[str]) -> Iterator[str]:
+    """Yield the SVG of the title, of what was measured, and of the key to the colours of `kinds`."""
     what = [f"{len(measurements.profile)} tensors", f"{measurements.workers} workers"]
     text = ", ".join(what + [f"{name} {value}" for name, value in measurements.facts])
     text = "".join(letter if letter.isprintable() else "?" for letter in text)  # XML has no control characters

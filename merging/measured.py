@@ -1,4 +1,4 @@
-"""All that a training run measured for planning, as one value that can be saved, sent and planned from."""
+"""Hold all that a training run measured for planning, as one value that can be saved, sent and planned from."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CURVES = ("sparsify", "exchange", "dense", "message")
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """A profile, cost curves, and what they are about. Immutable, hashable, equal by value.
+    """Hold a profile, cost curves, and what they are about. Immutable, hashable, equal by value.
 
     profile: sizes and times per tensor.
     sparsify: the cost of selection, as in `Costs`, with sparsify(0) == 0 (`Curve.fit(..., zero=True)`); None where
@@ -70,7 +70,7 @@ class Measurements:
 
     @property
     def costs(self) -> Costs:
-        """The curves as `Costs`; without `sparsify`, selection takes no time."""
+        """Return the curves as `Costs`; without `sparsify`, selection takes no time."""
         sparsify = _nothing if self.sparsify is None else self.sparsify
         return Costs(sparsify, self.exchange, self.dense, message=self.message)
 
@@ -102,7 +102,7 @@ def best(planner: Planner, measurements: Measurements) -> tuple[Plan, str]:
     buffers may go dense and the planner's plan has none that do, so is its partition with the best flags. Pure:
     the same everywhere for equal measurements. Raises ValueError where the planner plans for none of the modes.
     """
-    found: tuple[float, Plan, str] | None = None
+    earliest: tuple[float, Plan, str] | None = None
     costs = measurements.costs
     for mode in measurements.modes:
         if mode in planner.modes:
@@ -110,16 +110,16 @@ def best(planner: Planner, measurements: Measurements) -> tuple[Plan, str]:
             plans = [plan]
             if costs.dense is not None and mode in ("ahead", "behind") and not any(plan.dense):
                 plans.append(choose_dense(plan, measurements.profile, costs, mode))
-            for one in plans:
-                end = step_end(one, measurements, mode)
-                if found is None or end < found[0]:
-                    found = (end, one, mode)
-    if found is None:
+            for candidate in plans:
+                end = step_end(candidate, measurements, mode)
+                if earliest is None or end < earliest[0]:
+                    earliest = (end, candidate, mode)
+    if earliest is None:
         raise ValueError(
             f"planner {planner.name!r} plans for {', '.join(planner.modes)}, and the measurements allow"
             f" {', '.join(measurements.modes)}: choose another planner or mode"
         )
-    return found[1], found[2]
+    return earliest[1], earliest[2]
 
 
 def sent_whole(measurements: Measurements) -> Measurements:
@@ -159,24 +159,29 @@ def forward_after(measurements: Measurements) -> float:
 
 
 def _build(*, profile: Any, **rest: Any) -> Measurements:
+    """Return the measurements whose fields a record holds as plain values."""
     curves = {what: None if rest.get(what) is None else Curve(**rest[what]) for what in CURVES}
     return Measurements(**{**rest, "profile": Profile(**profile), **curves})
 
 
 def _plain(curve: Curve | None) -> dict[str, Any] | None:
+    """Return the points of a curve as a record holds them."""
     return None if curve is None else {"elements": curve.elements, "seconds": curve.seconds}
 
 
 def _nothing(elements: Any) -> float:
+    """Return 0 seconds for any number of elements."""
     return 0.0
 
 
 def _expect(what: str, value: Any, kind: type) -> None:
+    """Raise TypeError unless the field `what` is of this class."""
     if not isinstance(value, kind):
         raise TypeError(f"measurements: {what} is {value!r}: give a merging.{kind.__name__}")
 
 
 def _pairs(facts: Mapping[str, str] | Iterable[Iterable[str]]) -> tuple[tuple[str, str], ...]:
+    """Return the facts as sorted pairs of strings. Raises TypeError for others, ValueError for one given twice."""
     pairs = [tuple(pair) for pair in (facts.items() if isinstance(facts, Mapping) else facts)]
     checked: dict[str, str] = {}
     for pair in pairs:

@@ -1,4 +1,4 @@
-"""In how many messages a merge buffer travels, where the partition is given."""
+"""Choose in how many messages each merge buffer travels, where the partition is given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ordered partition of all tensors into merge buffers, as a value that can be agreed on and recorded."""
+"""Hold the ordered partition of all tensors into merge buffers, as a value that can be agreed on and recorded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KIND = "merging.Plan"
 
 @dataclass(frozen=True)
 class Plan:
-    """m merge buffers over n tensors in readiness order. Immutable, hashable, equal by value.
+    """Partition n tensors, in readiness order, into m merge buffers. Immutable, hashable, equal by value.
 
     counts: tensors per merge buffer, m integers of at least 1; they sum to n.
     dense: per merge buffer, whether it goes dense; m booleans, all False if left out.
@@ -61,7 +61,7 @@ class Plan:
 
     @property
     def bounds(self) -> tuple[tuple[int, int], ...]:
-        """Per merge buffer, (start, stop): it holds the tensors start <= i < stop of the readiness order."""
+        """Return (start, stop) per merge buffer: it holds the tensors start <= i < stop of the readiness order."""
         stops = tuple(accumulate(self.counts))
         return tuple(zip((0, *stops[:-1]), stops, strict=True))
 
@@ -78,10 +78,10 @@ class Plan:
             )
         if names is None or self.names is None:
             return
-        for i, (planned, found) in enumerate(zip(self.names, names, strict=True)):
-            if planned != found:
+        for i, (planned, actual) in enumerate(zip(self.names, names, strict=True)):
+            if planned != actual:
                 raise ValueError(
-                    f"tensor {i} in readiness order is {planned!r} in the plan and {found!r} in the model:"
+                    f"tensor {i} in readiness order is {planned!r} in the plan and {actual!r} in the model:"
                     " make a plan for this order"
                 )
 
@@ -115,6 +115,7 @@ class Plan:
 
 
 def _flags(dense: Sequence[bool]) -> tuple[bool, ...]:
+    """Return the flags as booleans. Raises TypeError for anything but True, False, 1 and 0."""
     for i, flag in enumerate(dense):
         if flag not in (False, True):
             raise TypeError(f"dense[{i}] is {flag!r}: give True or False")
@@ -122,6 +123,7 @@ def _flags(dense: Sequence[bool]) -> tuple[bool, ...]:
 
 
 def _texts(labels: Sequence[str]) -> tuple[str, ...]:
+    """Return the labels as a tuple. Raises TypeError for anything but strings, and for a single string."""
     if isinstance(labels, str):
         raise TypeError(f"labels is the single string {labels!r}: give one string per merge buffer")
     for i, label in enumerate(labels):

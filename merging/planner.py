@@ -1,4 +1,4 @@
-"""The base of all planners: what is checked once, so that a planner is only its own rule."""
+"""Check once what all planners have in common, so that a planner is only its own rule."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from merging.timeline import MODES, check_mode
 
 @dataclass(frozen=True, repr=False)
 class Planner(ABC):
-    """A pure function from a profile and costs to a plan, with its hyper-parameters.
+    """Map a profile and costs to a plan: a pure function, with its hyper-parameters.
 
     A planner is a frozen dataclass (`repr=False`, `kw_only=True`) with a `name`; its fields are its
     options, plain values checked in `__post_init__`; it implements `partition`. The same inputs give the

@@ -1,4 +1,4 @@
-"""What was measured on one model: sizes and times per tensor, in readiness order."""
+"""Hold what was measured on one model: sizes and times per tensor, in readiness order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from merging.checks import Elements, Reals, elements, reals, tensor_names
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class Profile:
-    """Sizes and times of n tensors, index 0 being ready first. Immutable; the arrays are read-only copies.
+    """Hold sizes and times of n tensors, index 0 being ready first. Immutable; the arrays are read-only copies.
 
     names: n distinct strings.
     numel: elements per tensor, int64 of shape (n,), each at least 1.

@@ -1,4 +1,4 @@
-"""Planners by their canonical names, and by those of papers and their code."""
+"""Make planners by their canonical names, or by those of papers and their code, and take in new ones."""
 
 from __future__ import annotations
 

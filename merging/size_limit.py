@@ -1,4 +1,4 @@
-"""The size that no merge buffer reaches: indices in a message are int32."""
+"""Keep every merge buffer below the size that indices in a message, int32, can name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records: canonical JSON with a checksum, one spelling per value, and files that are never half written."""
+"""Keep records: canonical JSON with a checksum, one spelling per value, and files that are never half written."""
 
 from __future__ import annotations
 
@@ -77,10 +77,12 @@ def read(path: str | os.PathLike[str], kind: str, build: Callable[..., Record]) 
 
 
 def _canonical(record: Mapping[str, Any]) -> str:
+    """Return the one spelling of a record."""
     return json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
 
 def _parse(text: str) -> dict[str, Any]:
+    """Return the JSON object in `text`, {} where it is none."""
     try:
         record = json.loads(text)
     except (ValueError, RecursionError):

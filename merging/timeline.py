@@ -1,4 +1,4 @@
-"""When each merge buffer is ready, starts and ends under a cost model: what every planner minimises."""
+"""Predict when each merge buffer is ready, starts and ends under a cost model: what every planner minimises."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ MODES = ("dense", "ahead", "behind")
 
 
 class Span(NamedTuple):
-    """One merge buffer, in seconds since backward began: ready to leave, exchange starts, exchange ends."""
+    """Hold the times of one merge buffer, in seconds since backward began."""
 
-    ready: float
-    start: float
-    end: float
+    ready: float  # to leave
+    start: float  # of its exchange
+    end: float  # of its exchange
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The predicted step, in seconds since backward began: one span per merge buffer, in plan order.
+    """Hold a predicted step, in seconds since backward began: one span per merge buffer, in plan order.
 
     gathers: the all-gathers of mode "dear", likewise in plan order; `spans` are its reduce-scatters.
     step: when the forward pass after them ends, in mode "dear"; else None.

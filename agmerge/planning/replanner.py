@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -19,15 +18,10 @@ from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.step_times import Seconds
 from agmerge.options.config import AUTO
 from agmerge.planning.cost_probe import MeasuredCosts, probe
+from agmerge.planning.drift import DriftDetector, Finding
 from agmerge.planning.first_choices import choose_budgets, choose_cutoff
 from agmerge.planning.measuring import gather_seconds, measurements, profile
-from agmerge.planning.plan_choice import (
-    best_plan,
-    best_plan_or_current,
-    planner_of,
-    predicted_exchange_seconds,
-    predicted_finish,
-)
+from agmerge.planning.plan_choice import best_plan, best_plan_or_current, planner_of, predicted_finish
 from agmerge.planning.plan_trial import PlanTrial, alternatives
 from agmerge.step.agreed_state import Decision
 from agmerge.step.agreement import decide_on_rank_0, why_plan_does_not_fit
@@ -35,17 +29,6 @@ from agmerge.step.merge_buffers import MergeBuffers
 from merging import Measurements
 
 FIRST = 10  # steps that are measured before the first plan
-STEADY = (0.8, 1.25)  # an exchange within these, of what it took after the plan was made, is as it was
-LATE = 0.15  # of the finish: backward that moved by less is as it was
-CONFIRMATIONS = 2  # looks in a row that must see a change
-
-
-class Finding(IntEnum):
-    """Say what a look at the measured times calls for; of two findings the larger one counts."""
-
-    KEEP = 0  # nothing: times are as they were when the plan was made
-    PLAN = 1  # another plan, from the costs as they are known
-    PROBE = 2  # another plan, from costs that are measured anew
 
 
 class Replanner:
@@ -56,8 +39,7 @@ class Replanner:
         self.measured: Measurements | None = None  # None before the first plan from times
         self._latest: Measurements | None = None  # the last ones, also if no better plan came from them
         self._steps = 0  # of this session
-        self._usual_ratio = 1.0  # seconds of exchanges, measured / predicted, right after the plan was made
-        self._findings: list[Finding] = []  # of the looks since then
+        self._drift = DriftDetector()  # asked on rank 0
         self._trial: PlanTrial | None = None  # under way
         self._has_warned = False
 
@@ -89,7 +71,7 @@ class Replanner:
             self.session.comm, lambda: {"measured": latest.dumps()}, None, self.session.config.timeout
         )
         self.measured = self._latest = Measurements.loads(decision["measured"])
-        self._findings = []
+        self._drift.restart()
         return self.measured
 
     @property
@@ -118,7 +100,9 @@ class Replanner:
         ready = every_ready.max(axis=0)
         finding = Finding.KEEP
         if self.session.comm.rank == 0:
-            finding = self._compare_with_prediction(ready, every_travel, step)
+            assert self._latest is not None
+            load = profile(self.session, ready, step).load
+            finding = self._drift.look(self.session.plan, self._latest, ready, every_travel, load)
         finding = Finding(self._number_of_rank_0(finding))
         if finding is Finding.KEEP:
             return Decision()
@@ -162,32 +146,6 @@ class Replanner:
             costs = MeasuredCosts(known.sparsify, known.exchange, known.dense, known.message)
         return measurements(self.session, step, ready, costs)
 
-    def _compare_with_prediction(self, ready: Seconds, travel: Seconds, step: int) -> Finding:
-        """Return what is to be done, on rank 0: something if ``CONFIRMATIONS`` looks in a row have seen a change.
-
-        Args:
-            ready: when each tensor is ready, (n,), on the slowest rank.
-            travel: seconds of each merge buffer's exchange, (W, m). The rank that came last to an exchange saw it as
-                it is; the others waited for that one, so the minimum counts.
-            step: the one to come. If its density is another one than that of the plan, there is no doubt.
-        """
-        assert self._latest is not None
-        plan, planned_for = self.session.plan, self._latest.profile
-        ratio = float(travel.min(axis=0).sum() / predicted_exchange_seconds(plan, self._latest).sum())
-        if not self._findings:
-            self._usual_ratio = ratio
-        if not np.array_equal(profile(self.session, ready, step).load, planned_for.load):
-            return Finding.PLAN
-        finding = Finding.KEEP
-        if abs(ready[-1] - planned_for.backward.sum()) > LATE * predicted_finish(plan, self._latest):
-            finding = Finding.PLAN
-        if not STEADY[0] <= ratio / self._usual_ratio <= STEADY[1]:
-            finding = Finding.PROBE
-        self._findings.append(finding)
-        recent = self._findings[-CONFIRMATIONS:]
-        confirmed = len(recent) == CONFIRMATIONS and Finding.KEEP not in recent
-        return max(recent) if confirmed else Finding.KEEP
-
     def _number_of_rank_0(self, number: int) -> int:
         """Collective. Return rank 0's ``number`` on every rank."""
         cell = torch.tensor([int(number)], dtype=torch.int64)
@@ -216,7 +174,8 @@ class Replanner:
             decider=repr(planner),
         )
         plans = [merging.Plan.loads(text) for text in decision["plans"]]
-        chosen, self._latest, self._findings = plans[0], Measurements.loads(decision["measured"]), []
+        chosen, self._latest = plans[0], Measurements.loads(decision["measured"])
+        self._drift.restart()
         if len(plans) > 1:
             self._trial = PlanTrial(*plans)
         elif all(chosen.dense) and self._chooses_dense:

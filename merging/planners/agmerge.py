@@ -1,4 +1,4 @@
-"""AGMerge: the same tensors in every merge phase on all workers, and phases sized to overlap what they can."""
+"""Plan by AGMerge: the same tensors in every merge phase on all workers, and phases sized to overlap what they can."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BUDGET = 20_000_000  # extensions of states, a second or so
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class AGMerge(Planner):
-    """Fixed tensors per merge phase, and phases in which making a merge buffer hides the exchange before it.
+    """Fix the tensors of each merge phase, and size phases so that making a merge buffer hides the exchange before it.
 
     Inter-worker: a merge phase is the same tensors on all workers, whatever their compressors selected, so
     that none waits for the others' merge buffers to fill; bytes may differ. `intra=False` is this rule alone:
@@ -90,6 +90,7 @@ def equal_counts(n: int, phases: int) -> tuple[int, ...]:
 
 
 def _share(what: str, value: object) -> float:
+    """Return `value` as a float. Raises TypeError where it is no number, ValueError unless 0 <= value < 1."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{what} is {value!r}: give a number")
     if not 0 <= value < 1:

@@ -1,4 +1,4 @@
-"""AGTF: merge where it helps, unless selecting from the whole would leave more behind than from the parts."""
+"""Plan by AGTF: merge where it helps, unless selecting from the whole would leave more behind than from the parts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS = 1_000_000  # in which the noise of one tensor per merge buffer is counte
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class AGTF(Planner):
-    """The plan that ends first among those whose noise is at most that of one tensor per merge buffer.
+    """Find the plan that ends first among those whose noise is at most that of one tensor per merge buffer.
 
     profile.noise is what selection leaves behind of each tensor at its own density K / p, load / numel:
     the (p / K - 1) g of AGTF, with g the tensor's weight. A merge buffer of several keeps their K and leaves

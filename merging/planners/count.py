@@ -1,4 +1,4 @@
-"""The same number of tensors in every merge buffer."""
+"""Put the same number of tensors into every merge buffer."""
 
 from __future__ import annotations
 

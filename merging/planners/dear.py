@@ -1,4 +1,4 @@
-"""DeAR: groups of modules below a size, reduce-scattered under backward and all-gathered under forward."""
+"""Plan by DeAR: groups of modules below a size, reduce-scattered under backward and all-gathered under forward."""
 
 from __future__ import annotations
 

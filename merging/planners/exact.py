@@ -1,4 +1,4 @@
-"""The optimum under the model."""
+"""Find the optimum under the model."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from merging.profile import Profile
 from merging.size_limit import cut
 from merging.timeline import predict
 
-_ROUNDING = 1e-9
-_NARROW = 6
-_GAPS = (0.004, 0.02, 0.06, 0.15, 0.4, 1.0, 3.0)
+_ROUNDING = 1e-9  # share of a finish by which sums in another order may differ
+_NARROW = 6  # states a prefix in the search for a good plan
+_GAPS = (0.004, 0.02, 0.06, 0.15, 0.4, 1.0, 3.0)  # above the lower bound, guesses of the finish, as shares of it
 # Weights of the bounds, states a prefix in a narrow search before, extensions that the complete searches may try.
 # Sharp bounds take long to make, and pay where the search would take longer.
 _RUNGS = ((WEIGHTS, None, 500_000), (33, 32, 2_000_000), (129, 64, None))
@@ -28,9 +28,9 @@ _RUNGS = ((WEIGHTS, None, 500_000), (33, 32, 2_000_000), (129, 64, None))
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Exact(Planner):
-    """Of all plans of runs below 2**31 elements, dense merge buffers included, the one that ends first.
+    """Find the plan that ends first, of all plans of runs below 2**31 elements, dense merge buffers included.
 
-    Of plans that end at the same time, one with the fewest merge buffers. O(n^2) time and memory where
+    Of plans that end at the same time it is one with the fewest merge buffers. O(n^2) time and memory where
     readiness is the same in every plan (mode "dense", and "ahead" without dense merge buffers); elsewhere
     times the states that none beats: few in practice, but many where dense and sparse cost nearly the same,
     which has taken minutes at 600 tensors. `budget` bounds that work: the number of states times merge buffers
@@ -104,12 +104,12 @@ def _climb(problem: _Problem, known: Found) -> tuple[Found, bool]:
 
 @dataclass(frozen=True)
 class _Problem:
-    """The tables, the `earliest` clocks, and the work that is left for all searches."""
+    """Search one problem again and again, with closer and closer bounds."""
 
-    table: Tables
-    clock: Reals
-    channel: Reals
-    work: Work
+    table: Tables  # what every possible merge buffer costs
+    clock: Reals  # by prefix, the earliest compute clock, (n + 1,)
+    channel: Reals  # by prefix, the earliest channel clock, (n + 1,)
+    work: Work  # that is left for all searches
 
     def found(self, finish: float, weights: int = WEIGHTS, **how: Any) -> Found | None:
         """Return what `search` finds that ends by `finish`."""
@@ -135,4 +135,5 @@ class _Problem:
 
 
 def _sooner(known: Found, found: Found | None) -> Found:
+    """Return the one that ends first, `known` of equals."""
     return found if found is not None and found[1] < known[1] else known

@@ -1,4 +1,4 @@
-"""FGBuff: as much merging as fits under the exchange of the merge buffer before."""
+"""Plan by FGBuff: as much merging as fits under the exchange of the merge buffer before."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from merging.profile import Profile
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class FGBuff(Planner):
-    """Three heuristics in a row (`greedy`, `regroup`, `tail`), as in the code of FGBuff.
+    """Apply three heuristics in a row (`greedy`, `regroup`, `tail`), as in the code of FGBuff.
 
     b(G) is G's share by elements of the whole backward time (no tensor's own time is looked at), S and C
     are selection and exchange. `startup` is the start-up saved per merged tensor (None: costs.exchange(0)),
@@ -59,7 +59,7 @@ class FGBuff(Planner):
 
 
 def greedy(n: int, backward: Taken, startup: float, delta: float) -> tuple[int, ...]:
-    """Step 1: close a group G as soon as b(G) - (|G| - 1) * startup < delta; the rest is the last one."""
+    """Do step 1: close a group G as soon as b(G) - (|G| - 1) * startup < delta; the rest is the last one."""
     stops = [0]
     for i in range(n):
         if backward(stops[-1], i + 1) - (i - stops[-1]) * startup < delta:
@@ -70,7 +70,7 @@ def greedy(n: int, backward: Taken, startup: float, delta: float) -> tuple[int, 
 
 
 def regroup(groups: tuple[int, ...], makes: list[float], merges: list[float]) -> list[int]:
-    """Step 2: unite following groups while their b + S, in all so far, fit under the C + S of the last output.
+    """Do step 2: unite following groups while their b + S, in all so far, fit under the C + S of the last output.
 
     The sum is never reset, and the group that ended a round is added again by the next.
     """
@@ -88,7 +88,7 @@ def regroup(groups: tuple[int, ...], makes: list[float], merges: list[float]) ->
 
 
 def tail(counts: list[int], takes: Taken, makes: float, sparse: bool) -> tuple[int, ...]:
-    """Step 3: stop after the groups whose exchange, as one, outlasts `makes`, and leave the rest as the last.
+    """Do step 3: stop after the groups whose exchange, as one, outlasts `makes`, and leave the rest as the last.
 
     If sparse, the third group is repeated until no more than what has been emitted is left.
     """

@@ -1,4 +1,4 @@
-"""Horovod's tensor fusion, emulated ahead of time: what a cycle finds ready shares a message."""
+"""Emulate Horovod's tensor fusion ahead of time: what a cycle finds ready shares a message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wait-free backpropagation: every tensor leaves by itself, as soon as it is ready."""
+"""Plan wait-free backpropagation: every tensor leaves by itself, as soon as it is ready."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from merging.profile import Profile
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Layerwise(Planner):
-    """One tensor per merge buffer: the most overlap, and n start-ups.
+    """Give every tensor a merge buffer of its own: the most overlap, and n start-ups.
 
     The optimum where a start-up costs nothing; elsewhere the baseline to beat. Source: wait-free
     backpropagation (Zhang et al., Poseidon, USENIX ATC 2017), the WFBP of arXiv 1811.11141.

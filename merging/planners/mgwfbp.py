@@ -1,4 +1,4 @@
-"""MG-WFBP: wait for the next tensor when that costs less than a start-up."""
+"""Plan by MG-WFBP: wait for the next tensor when that costs less than a start-up."""
 
 from __future__ import annotations
 

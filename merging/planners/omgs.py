@@ -1,4 +1,4 @@
-"""OMGS-SGD: merge when the wait, selection included, is shorter than the start-up it saves."""
+"""Plan by OMGS-SGD: merge when the wait, selection included, is shorter than the start-up it saves."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class OMGS(Planner):
         counts = [1]
         first, clock, free, waited = 0, 0.0, 0.0, backward[0]  # clock: when the last closed one was selected
         for i in range(len(backward) - 1):
-            here, after, both = select(first, i + 1), select(i + 1, i + 2), select(first, i + 2)
-            done = clock + waited + here
+            group, following, both = select(first, i + 1), select(i + 1, i + 2), select(first, i + 2)
+            done = clock + waited + group
             starts = max(free, done)
-            delay = backward[i + 1] + both - here - after - (starts - done)
+            delay = backward[i + 1] + both - group - following - (starts - done)
             saves = takes(first, i + 1) + takes(i + 1, i + 2) - takes(first, i + 2)
             pair = i == 0 and self.first_pair
             if delay < saves and not pair:

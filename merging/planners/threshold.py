@@ -1,4 +1,4 @@
-"""A merge buffer leaves as soon as it is large enough."""
+"""Let a merge buffer leave as soon as it is large enough."""
 
 from __future__ import annotations
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -162,6 +164,15 @@ def test_a_registered_planner_is_one_of_all() -> None:
         merging.get("two-by-tow")
     with pytest.raises(TypeError, match="'two-by-two' has no option 'most'; it takes least"):
         merging.get("two-by-two", most=3)
+
+
+@pytest.mark.usefixtures("registry_restored")
+def test_the_planner_of_the_documentation_works() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "merging.md").read_text()
+    (example,) = re.findall(r"```python\n(@dataclass.*?)```", text, re.DOTALL)
+    exec(example, {"dataclass": dataclass, "ClassVar": ClassVar, "merging": merging, "__name__": __name__})
+    assert merging.get("halves", most=10).plan(profile([1] * 5), COSTS).counts == (3, 2)
+    assert merging.get("halves", most=2).plan(profile([1] * 5), COSTS).counts == (2, 2, 1)
 
 
 @pytest.mark.usefixtures("registry_restored")

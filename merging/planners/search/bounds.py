@@ -1,4 +1,4 @@
-"""Bounds that every plan obeys, so that the search for the optimum leaves out what cannot lead to it."""
+"""Bound the clocks of every plan, so that the search for the optimum leaves out what cannot lead to it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WEIGHTS = 9  # looked at for every state; sharper bounds have 8 k + 1 of them, s
 
 @dataclass(frozen=True)
 class Bounds:
-    """Latest clocks with which a plan can still finish in time; by prefix.
+    """Hold the latest clocks with which a plan can still finish in time, by prefix.
 
     clock, channel: a state (t, E) after the first j tensors is hopeless if t > clock[j] or E > channel[j];
         both of shape (n + 1,).
@@ -42,7 +42,7 @@ class Bounds:
 
     @property
     def sharp(self) -> bool:
-        """Whether `hopeful` with `sharp` looks at more weights than without."""
+        """Tell whether `hopeful` with `sharp` looks at more weights than without."""
         return self.rest is not None and len(self.rest) > WEIGHTS
 
 
@@ -103,6 +103,7 @@ def latest(tables: Tables, clock: Reals, channel: Reals, finish: float, weights:
 
 
 def _weights(count: int) -> Reals:
+    """Return so many weights from 0 to 1, as a column."""
     return np.linspace(0.0, 1.0, count)[:, None]
 
 
@@ -132,4 +133,5 @@ def _rest(tables: Tables, flags: tuple[Flags, ...], weights: Reals) -> Reals:
 
 
 def _upto(tables: Tables) -> Reals:
+    """Return the n + 1 prefix sums of the steps, one row per clock."""
     return np.concatenate([np.zeros((len(tables.steps), 1)), np.cumsum(tables.steps, axis=1)], axis=1)

@@ -1,4 +1,4 @@
-"""The search over prefixes of the readiness order, with the set of states that no other state beats."""
+"""Search over prefixes of the readiness order, with the set of states that no other state beats."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ Indices = NDArray[np.int64]
 Found = tuple[Plan, float]
 """A plan, and when its last exchange ends."""
 
-_FEW = 32
-_GRAIN = 1e-13
+_FEW = 32  # tensors up to which clocks are compared to the bit
+_GRAIN = 1e-13  # of the finish: beyond, clocks that round to the same multiple are equal
 
 
 class Spent(Exception):
-    """The work allowed is done and the search is not."""
+    """Say that the work allowed is done and the search is not."""
 
 
 @dataclass
 class Work:
-    """How many extensions of states may still be tried, over several searches; None: any number.
+    """Count how many extensions of states may still be tried, over several searches.
 
     An integer, not a time: the same in every process, and so is what is found with it.
     """
 
-    left: int | None = None
+    left: int | None = None  # None: any number
     whole: Work | None = None  # of which this is a part
 
     @property
     def spent(self) -> bool:
-        """Whether nothing is left."""
+        """Tell whether nothing is left."""
         return self.left is not None and self.left <= 0
 
     def spend(self, extensions: int) -> None:
@@ -106,13 +106,17 @@ def search(
 
 
 class _Open:
-    """The states that merge buffers can start from; `label` numbers them within their prefix."""
+    """Hold the states that merge buffers can start from, in arrays that grow.
+
+    Once something was added there are `clock` (one row per clock), `channel`, `start` (the prefix), `buffers` (merge
+    buffers so far) and `label` (its number within the prefix), each with `size` columns.
+    """
 
     def __init__(self, clocks: int) -> None:
-        self._clock = np.empty((clocks, 64))
+        self._clock = np.empty((clocks, 64))  # with room to spare, as the others
         self._channel = np.empty(64)
-        self._whole = np.empty((3, 64), np.int64)
-        self.size = 0
+        self._whole = np.empty((3, 64), np.int64)  # start, buffers, label
+        self.size = 0  # states
 
     def add(self, clock: Reals, channel: Reals, buffers: Indices, start: int) -> None:
         """Append the states of prefix `start`."""
@@ -160,6 +164,7 @@ def unbeaten(clock: Reals, channel: Reals, buffers: Indices | None = None) -> In
 
 
 def _staircase(first: Reals | Indices, second: Reals) -> Indices:
+    """Return the indices of the pairs that no other pair equals or beats in both numbers, in order of the first."""
     order = np.lexsort((second, first))
     values = second[order]
     kept = np.ones(len(order), bool)
@@ -168,6 +173,7 @@ def _staircase(first: Reals | Indices, second: Reals) -> Indices:
 
 
 def _plan(history: list[tuple[Indices, Indices, NDArray[np.bool_]]], label: int) -> Plan:
+    """Return the plan that led to the state `label` of the last prefix."""
     counts: list[int] = []
     flags: list[bool] = []
     stop = len(history)

@@ -1,4 +1,4 @@
-"""The intra-worker rule of `agmerge`: merge while the channel is busy, after every possible first merge buffer."""
+"""Apply the intra-worker rule of `agmerge`: merge while the channel is busy, after each possible first buffer."""
 
 from __future__ import annotations
 
@@ -92,6 +92,7 @@ def _fewest(ends: Reals, marks: Marks, soonest: float) -> list[int]:
 
 
 def _plan(marks: Marks) -> Plan:
+    """Return the plan whose merge buffers end at the marked tensors; 2 marks a dense one."""
     stops = np.flatnonzero(marks)
     return Plan(tuple(np.diff(stops, prepend=-1).tolist()), tuple((marks[stops] == 2).tolist()))
 

@@ -1,4 +1,4 @@
-"""When tensors are usable, and what selecting from a run of them takes: what the published rules look at."""
+"""Say when tensors are usable, and what selecting from a run of them takes: what the published rules look at."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every possible merge buffer costs, and what is known about clocks before any plan is chosen."""
+"""Tabulate what every possible merge buffer costs, and what is known of clocks before any plan is chosen."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from merging.costs import Cost, Costs
 from merging.profile import Profile
 from merging.size_limit import LIMIT
 
-_BLOCK = 1 << 18
+_BLOCK = 1 << 18  # entries of a table that are made at once
 
 Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way to send a merge buffer. [j, i] is about the merge buffer of the tensors i to j, i <= j.
+    """Describe one way to send a merge buffer; [j, i] is about the merge buffer of the tensors i to j, i <= j.
 
     clock: which row of `Tables.steps` the compute clock follows inside the merge buffer.
     select: seconds of the processor after the last tensor, for selection and the message, or None for nothing.
@@ -35,7 +35,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Tables:
-    """All that `predict` takes from a profile and costs in one mode.
+    """Hold all that `predict` takes from a profile and costs in one mode.
 
     steps: seconds that the compute clock advances at each tensor, one row per clock, shape (c, n).
     options: the ways to send a merge buffer.
@@ -48,7 +48,7 @@ class Tables:
 
     @property
     def n(self) -> int:
-        """The number of tensors."""
+        """Return the number of tensors."""
         return int(self.steps.shape[1])
 
 
@@ -89,6 +89,7 @@ def _sums(values: Elements) -> Elements:
 
 
 def _table(cost: Cost, values: Elements, barred: Flags, outside: float = np.inf) -> Reals:
+    """Return the cost of the sum of values i to j at [j, i]; `outside` where it is `barred`."""
     n = len(values)
     upto = np.concatenate([[0], np.cumsum(values)])
     table = np.empty((n, n))

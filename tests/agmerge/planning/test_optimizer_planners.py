@@ -33,7 +33,7 @@ import agmerge
 import merging
 from agmerge import testing
 from agmerge.exchanges.message.format import slot_bytes
-from agmerge.planning import cost_probe, plan_choice, replanner
+from agmerge.planning import cost_probe, drift, plan_choice, replanner
 from agmerge.planning.replanner import FIRST
 from agmerge.step.agreement import with_mode
 from agmerge.step.merge_buffers import MergeBuffers
@@ -97,7 +97,7 @@ def test_a_model_with_everything_that_is_awkward_keeps_its_residuals_too(monkeyp
             self.made.append(mode)
             return random_plan(len(self.made), len(profile))
 
-    monkeypatch.setattr(replanner.Replanner, "_compare_with_prediction", lambda *_: replanner.Finding.PLAN)
+    monkeypatch.setattr(drift.DriftDetector, "look", lambda *_: drift.Finding.PLAN)
     monkeypatch.setattr(
         plan_choice, "predicted_finish", lambda plan, measured: float("nan")
     )  # never better, never worse

@@ -17,7 +17,8 @@ from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.step_times import Seconds
 from agmerge.planning import replanner
 from agmerge.planning.cost_probe import MeasuredCosts
-from agmerge.planning.replanner import CONFIRMATIONS, FIRST, LATE, STEADY
+from agmerge.planning.drift import CONFIRMATIONS, LATE, STEADY, DriftDetector
+from agmerge.planning.replanner import FIRST, Replanner
 from agmerge.runtime import workers
 from agmerge.step.merge_buffers import MergeBuffers
 from merging import Curve
@@ -291,14 +292,14 @@ def test_the_rank_that_waited_least_says_what_an_exchange_takes(late: int, monke
 
 def test_rank_0_decides_and_the_others_need_not_be_able_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planning, looking back, comparing: all of it happens on one rank, and what it finds is what all do."""
-    for what in ("_compare_with_prediction", "_to_try"):
-        original = getattr(replanner.Replanner, what)
+    for owner, what in ((DriftDetector, "look"), (Replanner, "_to_try")):
+        original = getattr(owner, what)
 
         def only(self: Any, *arguments: Any, original: Any = original) -> Any:
-            assert self.session.comm.rank == 0
+            assert workers.world().rank == 0
             return original(self, *arguments)
 
-        monkeypatch.setattr(replanner.Replanner, what, only)
+        monkeypatch.setattr(owner, what, only)
     world = World(backward=change(LONG, SHORT, at=1))
     assert plans_of(world, 3, monkeypatch, size=3) == [MANY, MANY, 1, 1]
 

@@ -32,7 +32,7 @@ import agmerge
 import merging
 import sparsifiers
 from agmerge import testing
-from agmerge.planning import replanner
+from agmerge.planning import drift
 from agmerge.planning.replanner import FIRST
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.layout import Segment
@@ -185,7 +185,7 @@ def test_ahead_a_plan_from_times_trains_what_any_other_plan_does(
     compression: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So neither probes nor changes of plan leave a trace: not in a residual, nor in what a sparsifier remembers."""
-    monkeypatch.setattr(replanner.Replanner, "_compare_with_prediction", lambda *_: replanner.Finding.PROBE)
+    monkeypatch.setattr(drift.DriftDetector, "look", lambda *_: drift.Finding.PROBE)
     options: dict[str, Any] = {"sparsify": "ahead", "dense_sum": "ordered", "compression": compression}
 
     def body(rank: int, model: nn.Module, planner: Any) -> tuple[list[str], int]:
