@@ -5,14 +5,18 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
+import torch
+
+import merging
 from agmerge.backends.local import Call, Group, LocalBackend
 from agmerge.errors import PeerLost
 from agmerge.runtime import workers
 
-__all__ = ["Call", "calls", "jitter", "run"]
+__all__ = ["Call", "Inspection", "calls", "inspect", "jitter", "run"]
 
 T = TypeVar("T")
 
@@ -72,3 +76,32 @@ def calls() -> list[tuple[str, str, int]]:
     if not isinstance(backend, LocalBackend):
         raise ValueError("agmerge.testing.calls() works inside agmerge.testing.run() only")
     return list(backend.group.calls[backend.rank])
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Hold what is inside an :class:`agmerge.DistributedOptimizer` on one rank, at one moment."""
+
+    plan: merging.Plan | None  # in use; None before the first step
+    # By name of the parameter, copies in its shape: what this rank has not sent yet. Tensors without one are left out.
+    residuals: Mapping[str, torch.Tensor]
+    measurements: merging.Measurements | None  # what the plan was made from; None: nothing has been measured
+    # By name, in the order in which gradients become ready: how each tensor is treated, with the attributes ``sparse``
+    # (it is selected from), ``density`` (None: the compressor's own), ``dtype`` and ``device``. Empty before the first
+    # step.
+    lanes: Mapping[str, Any]
+
+
+def inspect(optimizer: Any) -> Inspection:
+    """Return the plan, residuals, measurements and lanes of an :class:`agmerge.DistributedOptimizer`; nothing changes.
+
+    Not collective. Residuals are those of the last step that has ended.
+    """
+    reducer = optimizer._reducer  # tests that ask here need not know of it
+    buffers = reducer.session
+    return Inspection(
+        plan=reducer.plan(),
+        residuals={name: residual.clone() for name, residual in reducer.residuals().items()},
+        measurements=reducer.measured(),
+        lanes={} if buffers is None else {slot.name: slot.lane for slot in buffers.layout.slots},
+    )
