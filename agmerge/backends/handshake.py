@@ -1,4 +1,4 @@
-"""Agreement before a collective whose shape depends on it (guarantee G1).
+"""Agree before a collective whose shape depends on it (guarantee G1).
 
 Every rank says what it believes, as a list of named facts. Digests of equal size travel first, so that
 ranks which disagree still make the same calls; only then do the texts, and every rank finds the same first
@@ -41,7 +41,10 @@ def agree(
 
 
 def first_difference(said: Sequence[Sequence[Sequence[str]]]) -> str:
-    """The first fact on which ranks differ, with each value and the ranks that hold it."""
+    """Return a sentence about the first fact on which ranks differ, with each value and the ranks that hold it.
+
+    ``facts``: of every rank, a list of (name, value).
+    """
     length = max(len(facts) for facts in said)
     for index in range(length):
         here = [tuple(facts[index]) if index < len(facts) else _NOTHING for facts in said]
@@ -57,13 +60,13 @@ def first_difference(said: Sequence[Sequence[Sequence[str]]]) -> str:
 
 
 def ranks_of(values: Sequence[object], value: object) -> str:
-    """``"rank 0"`` or ``"ranks 1, 2"``: where ``values`` holds ``value``."""
+    """Return ``"rank 0"`` or ``"ranks 1, 2"``: the places at which ``values`` holds ``value``."""
     ranks = [str(rank) for rank, one in enumerate(values) if one == value]
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}"
 
 
 def gather_bytes(comm: Backend, data: bytes, name: str, timeout: float) -> list[bytes]:
-    """Every rank's ``data``, which has the same length on all of them."""
+    """Collective. Return every rank's ``data``, which has the same length on all of them. ``timeout``: seconds."""
     if not data:
         return [b""] * comm.size
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -74,7 +77,7 @@ def gather_bytes(comm: Backend, data: bytes, name: str, timeout: float) -> list[
 
 
 def gather_texts(comm: Backend, data: bytes, name: str, timeout: float) -> list[bytes]:
-    """Every rank's ``data``, of any length."""
+    """Collective. Return every rank's ``data``, of any length. ``timeout``: seconds, for each of the two messages."""
     lengths = [
         int(np.frombuffer(one, dtype=np.int64)[0])
         for one in gather_bytes(comm, np.int64(len(data)).tobytes(), f"{name}/length", timeout)
@@ -85,7 +88,10 @@ def gather_texts(comm: Backend, data: bytes, name: str, timeout: float) -> list[
 
 
 def broadcast_bytes(comm: Backend, data: bytes, root: int, name: str, timeout: float) -> bytes:
-    """Rank ``root``'s ``data``; what the other ranks hand in is ignored."""
+    """Collective. Return rank ``root``'s ``data``; what the other ranks hand in is ignored.
+
+    ``timeout``: seconds, for each of the two messages.
+    """
     length = torch.tensor([len(data)], dtype=torch.int64)
     comm.broadcast(length, root, f"{name}/length").wait(timeout)
     size = int(length)

@@ -1,4 +1,4 @@
-"""Where Horovod's elastic training meets ours."""
+"""Connect Horovod's elastic training with ours."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ def register(kind: type[Any], handler: type[Any]) -> None:
 
 
 def lost(text: str, words: str) -> PeerLost:
-    """A :class:`agmerge.PeerLost` that ``hvd.elastic.run`` knows too: it restores, and goes on with who is left."""
+    """Return a :class:`agmerge.PeerLost` that ``hvd.elastic.run`` knows too: it restores, and goes on with who is left.
+
+    ``text``: ours. ``words``: Horovod's own.
+    """
     from horovod.common.exceptions import HorovodInternalError
 
     kind = type("PeerLost", (PeerLost, HorovodInternalError), {"__module__": PeerLost.__module__})

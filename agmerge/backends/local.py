@@ -1,4 +1,4 @@
-"""The in-memory group: ranks are threads of one process. Alone, a group of one.
+"""Let the ranks of a group be threads of one process. Alone, a group of one.
 
 It is also the strictest backend: it checks that all ranks make the same call, keeps no copy of what it is
 handed until the last rank has arrived (so that a buffer that is touched too early shows), adds in rank
@@ -29,7 +29,7 @@ CHECKS_MARKS = False  # whether groups check that what starts a collective says 
 
 @dataclass(frozen=True)
 class Call:
-    """One collective as one rank starts it. ``index`` counts this rank's calls in the whole group."""
+    """Describe one collective as one rank starts it, for ``inject``."""
 
     rank: int
     kind: str
@@ -40,7 +40,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank contributes: a tensor, and for an all-to-all its pieces and those that it expects."""
+    """Hold what one rank contributes to a collective."""
 
     tensor: torch.Tensor
     splits: tuple[int, ...] = ()
@@ -49,7 +49,7 @@ class Part:
 
 @dataclass
 class _Op:
-    """A collective that ranks are joining; the last one to arrive computes the result for all."""
+    """Hold a collective that ranks are joining; the last one to arrive computes the result for all."""
 
     inputs: dict[int, Part] = field(default_factory=dict)
     described: dict[int, str] = field(default_factory=dict)
@@ -59,7 +59,11 @@ class _Op:
 
 
 class Group:
-    """What the ranks of one in-memory group share."""
+    """Hold what the ranks of one in-memory group share.
+
+    ``inject(call)``: runs on the rank's thread before each collective that it starts. ``checks_marks``: refuse what
+    starts a collective and does not say so (:mod:`agmerge.backends.collective_marks`); None: as ``CHECKS_MARKS`` says.
+    """
 
     def __init__(
         self, size: int, inject: Callable[[Call], None] | None = None, checks_marks: bool | None = None
@@ -72,7 +76,7 @@ class Group:
         self.calls: list[list[tuple[str, str, int]]] = [[] for _ in range(size)]
 
     def leave(self, rank: int, why: str) -> None:
-        """Rank ``rank`` takes part in nothing any more: whoever waits for it is told."""
+        """Record that ``rank`` takes part in nothing any more, for ``why`` in words, and tell those that wait for it."""
         with self.changed:
             self.left[rank] = why
             self.changed.notify_all()
@@ -82,7 +86,7 @@ Combine = Callable[[list[Part]], list[Part]]
 
 
 def _reduced(op: str) -> Combine:
-    """All tensors as one, in the order of the ranks."""
+    """Return a function that makes all tensors one, in the order of the ranks. ``op``: of ``OPERATIONS``."""
     combine = OPERATIONS[op]
 
     def reduce(parts: list[Part]) -> list[Part]:
@@ -96,10 +100,12 @@ def _reduced(op: str) -> Combine:
 
 def _all(parts: list[Part]) -> list[Part]:
     # Copies: once the last rank has arrived, every rank may change what it handed in.
+    """Return copies: once the last rank has arrived, every rank may change what it handed in."""
     return [Part(part.tensor.clone(), part.splits) for part in parts]
 
 
 def _pieces(parts: list[Part]) -> list[Part]:
+    """Return what an all-to-all delivers, or raise if a rank is sent other lengths than it expects."""
     for rank, part in enumerate(parts):
         sent = tuple(other.splits[rank] for other in parts)
         if sent != part.expected:
@@ -110,7 +116,7 @@ def _pieces(parts: list[Part]) -> list[Part]:
 
 
 class LocalHandle(Handle):
-    """Waits for the last rank to arrive, then puts the result in place."""
+    """Wait for the last rank to arrive, then put the result in place."""
 
     def __init__(self, backend: LocalBackend, op: _Op, name: str, deliver: Callable[[_Op], None]) -> None:
         super().__init__(name, backend.ranks)
@@ -140,7 +146,10 @@ class LocalHandle(Handle):
 
 
 class LocalBackend(Backend):
-    """One rank's end of a communicator over ``ranks`` of an in-memory group."""
+    """Be one rank's end of a communicator over ``ranks`` of an in-memory group.
+
+    ``world_rank``: this rank's number in the group. ``channel``: tells the communicators of a group apart.
+    """
 
     name = "local"
 
@@ -153,6 +162,12 @@ class LocalBackend(Backend):
     def _start(
         self, kind: str, name: str, part: Part, combine: Combine, deliver: Callable[[_Op], None], fixed: str
     ) -> Handle:
+        """Join a collective; the last rank to join computes its result.
+
+        ``kind`` and ``name``: of the collective. ``part``: what this rank gives. ``combine``: makes the result of the
+        parts of all ranks. ``deliver``: puts it where this rank wants it. ``fixed``: what else must be the same on all
+        ranks, as text.
+        """
         group, tensor, log = self.group, part.tensor, self.group.calls[self._world_rank]
         if self._closed:
             raise AGMergeError(f"{name}: this communicator was closed")
@@ -176,6 +191,7 @@ class LocalBackend(Backend):
         return LocalHandle(self, op, name, deliver)
 
     def _complete(self, op: _Op, combine: Combine) -> None:
+        """Compute the result, or the error that every rank gets."""
         try:
             if len(set(op.described.values())) > 1:
                 said = "; ".join(f"rank {rank}: {op.described[rank]}" for rank in self.ranks)
@@ -258,11 +274,13 @@ class LocalBackend(Backend):
         return LocalBackend(self.group, [self.ranks[rank] for rank in ranks], self._world_rank, channel)
 
     def close(self) -> None:
-        """Nothing is held, but nothing is sent any more."""
+        """Refuse calls from now on; nothing is held that could be released."""
         self._closed = True
 
 
 def _into(out: torch.Tensor) -> Callable[[_Op], None]:
+    """Return a function that copies the one result into ``out``."""
+
     def deliver(op: _Op) -> None:
         out.copy_(op.result[0].tensor)
 
@@ -270,12 +288,16 @@ def _into(out: torch.Tensor) -> Callable[[_Op], None]:
 
 
 def _check_out(name: str, out: torch.Tensor, length: int, dtype: torch.dtype) -> None:
-    """What other backends need of an output; here torch would quietly resize or convert it."""
+    """Raise ``ValueError`` unless ``out`` is what other backends need.
+
+    Here torch would quietly resize or convert it.
+    """
     if out.numel() != length or out.dtype != dtype or not out.is_contiguous():
         raise ValueError(f"{name}: the output must be {length} contiguous elements of {dtype}, not {_shape(out)}")
 
 
 def _shape(tensor: torch.Tensor) -> str:
+    """Return dtype and shape as text."""
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 

@@ -1,4 +1,4 @@
-"""Tasks that ``srun`` has started without another launcher: what Slurm's variables say of them, in torchrun's words.
+"""Read what Slurm's variables say of tasks that ``srun`` has started without another launcher, in torchrun's words.
 
 Only those of the step count (``SLURM_STEP_...``): a plain process in the shell of ``salloc`` or ``sbatch`` is alone,
 whatever the job has.
@@ -26,7 +26,7 @@ def launched(env: Mapping[str, str]) -> bool:
 
 
 def tasks(env: Mapping[str, str]) -> int:
-    """How many tasks the step has that this process is in; 1 outside of steps."""
+    """Return how many tasks the step has that this process is in; 1 outside of steps."""
     text = env.get(SIZE) or "1"
     return int(text) if text.isdigit() else 1
 
@@ -56,7 +56,10 @@ def variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def hosts(listed: str) -> list[str]:
-    """The names that a list of Slurm's stands for: ``"a[1-2,07],b"`` is a1, a2, a07, b. ``ValueError`` for others."""
+    """Return the names that a list of Slurm's stands for: ``"a[1-2,07],b"`` is a1, a2, a07, b.
+
+    Raises ``ValueError`` for what is no such list.
+    """
     found = [name for part in _parts(listed) for name in _expanded(part)]
     if not all(found) or not found:
         raise ValueError(f"a list of hosts with an empty name: {listed!r}")
@@ -72,7 +75,7 @@ def _parts(listed: str) -> list[str]:
 
 
 def _expanded(part: str) -> Iterator[str]:
-    """All names of one part; several brackets multiply."""
+    """Yield all names of one part; several brackets multiply."""
     before, bracket, rest = part.partition("[")
     if not bracket:
         yield part
@@ -86,7 +89,7 @@ def _expanded(part: str) -> Iterator[str]:
 
 
 def _counts(listed: str) -> Iterator[int]:
-    """Tasks on each node: ``"4(x2),1"`` is 4, 4, 1."""
+    """Yield the number of tasks on each node: ``"4(x2),1"`` is 4, 4, 1."""
     for part in listed.split(","):
         count, _, times = part.partition("(x")
         yield from [int(count)] * int(times.rstrip(")") or 1)

@@ -1,4 +1,4 @@
-"""Which ranks share a machine, and the communicators inside it and across machines."""
+"""Find out which ranks share a machine, and connect them inside it and across machines."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class Nodes:
-    """One rank's place. ``inside``: the ranks of its node. ``across``: the ranks of its place on every node."""
+    """Hold one rank's place among the machines."""
 
     inside: Backend
     across: Backend
 
     @property
     def place(self) -> int:
-        """This rank's number inside its node: which shard is its own."""
+        """Return this rank's number inside its node: it says which shard is its own."""
         return self.inside.rank
 
     @property
     def places(self) -> int:
-        """Ranks of a node, shards of a tensor."""
+        """Return the number of ranks of a node, which is that of the shards of a tensor."""
         return self.inside.size
 
     @property
     def shard(self) -> tuple[int, int] | None:
-        """(place, places); None where there is nothing to share."""
+        """Return (place, places); None where there is nothing to share."""
         return (self.place, self.places) if self.places > 1 else None
 
     def close(self) -> None:
@@ -48,7 +48,7 @@ class Nodes:
 
 
 def grouped(hosts: Sequence[str], local_ranks: Sequence[int]) -> list[list[int]]:
-    """The ranks of each node, ascending, nodes by their first rank.
+    """Return the ranks of each node, ascending, nodes by their first rank. Arguments: of every rank, by rank.
 
     Two launchers on one host make two nodes: there a local rank occurs twice, and the second one is the second node's.
     """
@@ -61,12 +61,12 @@ def grouped(hosts: Sequence[str], local_ranks: Sequence[int]) -> list[list[int]]
 
 
 def consecutive(workers: int, size: int) -> list[list[int]]:
-    """Nodes of ``size`` ranks, the last one with what is left."""
+    """Return nodes of ``size`` ranks each out of ``workers``, the last one with what is left."""
     return [list(range(start, min(start + size, workers))) for start in range(0, workers, size)]
 
 
 def arranged(said: Sequence[tuple[str, int, str]]) -> list[list[int]]:
-    """The ranks of each node, from every rank's host, local rank and ``AGMERGE_LOCAL_SIZE``.
+    """Return the ranks of each node, from every rank's host, local rank and ``AGMERGE_LOCAL_SIZE``.
 
     Raises ``ValueError``, the same on every rank, if nodes differ in size or the variable makes no sense.
     """
@@ -87,7 +87,10 @@ def arranged(said: Sequence[tuple[str, int, str]]) -> list[list[int]]:
 
 
 def form(comm: Backend, timeout: float) -> Nodes:
-    """Find the nodes and connect each inside and, place by place, across. Collective over ``comm``."""
+    """Collective. Find the nodes of ``comm`` and connect each inside and, place by place, across.
+
+    ``timeout``: seconds, for each message. Raises ``ValueError`` on every rank if nodes differ in size.
+    """
     mine = json.dumps([socket.gethostname(), comm.local_rank, os.environ.get(VARIABLE, "")]).encode()
     nodes = arranged([tuple(json.loads(text)) for text in gather_texts(comm, mine, "nodes", timeout)])
     inside = _one_of(comm, nodes, "inside a node", timeout)
@@ -96,6 +99,7 @@ def form(comm: Backend, timeout: float) -> Nodes:
 
 
 def _one_of(comm: Backend, groups: Sequence[Sequence[int]], label: str, timeout: float) -> Backend:
+    """Collective. Make a communicator over each of ``groups``; return the one that this rank is in."""
     mine = None
     for ranks in groups:
         made = comm.subgroup(ranks, label, timeout)
