@@ -1,4 +1,4 @@
-"""What can go wrong in a step. Mistakes in arguments are ``ValueError`` or ``TypeError`` instead."""
+"""Define what can go wrong in a step. Mistakes in arguments are ``ValueError`` or ``TypeError`` instead."""
 
 from __future__ import annotations
 
@@ -44,20 +44,15 @@ def and_more(names: Sequence[str]) -> str:
 
 
 class AGMergeError(RuntimeError):
-    """Base of every error that is not a mistake in an argument."""
+    """Be the base of every error that is not a mistake in an argument."""
 
 
 class RankMismatchError(AGMergeError):
-    """Ranks disagree on something that must be the same on all of them. Raised on every rank."""
+    """Report that ranks disagree on something that must be the same on all of them. Raised on every rank."""
 
 
 class NoAnswer(AGMergeError):
-    """A collective did not end, because a rank is missing from it.
-
-    ``call``: its name, such as ``"buffer 3"``. ``step``: committed exchanges so far; None outside of steps.
-    ``waited``: seconds. ``missing``: the ranks that are not known to have come as far; empty if none is known.
-    ``advice``: what to do, where that is known. ``words``: the backend's own.
-    """
+    """Report that a collective did not end, because a rank is missing from it. ``words``: the backend's own."""
 
     call: str = ""
     step: int | None = None
@@ -72,26 +67,29 @@ class NoAnswer(AGMergeError):
 
 
 class CollectiveTimeout(NoAnswer):
-    """A collective did not end within its deadline."""
+    """Report that a collective did not end within its deadline."""
 
 
 class PeerLost(NoAnswer):
-    """Another rank has left, so a collective can never end."""
+    """Report that another rank has left, so that a collective can never end."""
 
 
 class MessageError(AGMergeError):
-    """A message that arrived is damaged, or belongs to another step, plan or buffer."""
+    """Report that a message that arrived is damaged, or belongs to another step, plan or buffer."""
 
 
 class NonFiniteError(AGMergeError):
-    """A gradient is infinite or NaN. Raised on every rank; nothing of the step is kept, and the next one works."""
+    """Report that a gradient is infinite or NaN.
+
+    Raised on every rank; nothing of the step is kept, and the next one works.
+    """
 
 
 class DivergenceError(AGMergeError):
-    """Replicas that must be equal to the bit are not."""
+    """Report that replicas that must be equal to the bit are not."""
 
 
 def shortened(words: str) -> str:
-    """The first sentence of a library's error: neither the place in its sources nor what it guesses and recommends."""
+    """Return the first sentence of a library's error: neither its place in the sources nor guesses and advice."""
     words = re.sub(r"\[\S+\.(cc|cpp|h):\d+\] ?", "", words.strip())
     return re.split(r"\.\s|\n", words, maxsplit=1)[0][:300].rstrip(".")

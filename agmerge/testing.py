@@ -1,4 +1,4 @@
-"""N ranks in one process: most distributed bugs show here, in milliseconds."""
+"""Run N ranks in one process: most distributed bugs show here, in milliseconds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(
     inject: Callable[[Call], None] | None = None,
     return_errors: bool = False,
 ) -> list[T]:
-    """Call ``fn(rank)`` on ``n`` threads, each a rank of one in-memory group; the results, rank by rank.
+    """Call ``fn(rank)`` on ``n`` threads, each a rank of one in-memory group; return the results, rank by rank.
 
     ``inject(call)`` runs on the rank's thread before each collective that it starts: it may sleep (a slow
     rank), raise (a rank that fails), or change ``call.tensor`` in place (a damaged message). A rank whose
@@ -61,7 +61,7 @@ def run(
 
 
 def jitter(seed: int, longest: float = 1e-3) -> Callable[[Call], None]:
-    """An ``inject`` that lets ranks arrive in random order: each call sleeps up to ``longest`` seconds."""
+    """Return an ``inject`` that lets ranks arrive in random order: each call sleeps up to ``longest`` seconds."""
     source = random.Random(seed)
 
     def inject(call: Call) -> None:
@@ -71,7 +71,7 @@ def jitter(seed: int, longest: float = 1e-3) -> Callable[[Call], None]:
 
 
 def calls() -> list[tuple[str, str, int]]:
-    """What this rank has started so far: (kind, name, bytes) in order. Only inside :func:`run`."""
+    """Return what this rank has started so far: (kind, name, bytes) in order. Only inside :func:`run`."""
     backend = workers.world()
     if not isinstance(backend, LocalBackend):
         raise ValueError("agmerge.testing.calls() works inside agmerge.testing.run() only")

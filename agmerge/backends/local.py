@@ -76,7 +76,7 @@ class Group:
         self.calls: list[list[tuple[str, str, int]]] = [[] for _ in range(size)]
 
     def leave(self, rank: int, why: str) -> None:
-        """Record that ``rank`` takes part in nothing any more, for ``why`` in words, and tell those that wait for it."""
+        """Record that ``rank`` takes part in nothing any more (``why``: in words); those that wait for it are told."""
         with self.changed:
             self.left[rank] = why
             self.changed.notify_all()

@@ -1,4 +1,4 @@
-"""Every rank says what it is about to do before any tensor travels.
+"""Let every rank say what it is about to do, before any tensor travels.
 
 All agreements of a communicator are one call to the backend, whatever they are about: ranks that make different calls
 meet here, and all of them get the same error.
@@ -23,7 +23,9 @@ ADVICE = "Every rank must make the same call."
 def agree(comm: Backend, label: str, facts: Sequence[Fact], what: str = "collective", advice: str = ADVICE) -> None:
     """Collective. Raise :class:`agmerge.RankMismatchError` on every rank unless all ranks state the same ``facts``.
 
-    One all-gather of 16 bytes a rank, more on a mismatch or where a rank has joined.
+    ``label``: the call's name in messages and errors. ``facts``: (name, value) in a fixed order. ``what``: what the
+    error is about; ``advice``: what to do. One all-gather of 16 bytes a rank, more on a mismatch or where a rank has
+    joined: then :class:`agmerge.AGMergeError` is raised unless the call can do without it.
     """
     text = json.dumps(list(facts)).encode()
     digests = exchange_digests(comm, label, hashlib.blake2b(text, digest_size=16).digest())
@@ -41,7 +43,7 @@ def agree(comm: Backend, label: str, facts: Sequence[Fact], what: str = "collect
 
 
 def exchange_digests(comm: Backend, label: str, mine: bytes) -> list[bytes]:
-    """Collective. Return what every rank is about to do, in 16 bytes."""
+    """Collective. Return what every rank is about to do, in 16 bytes each."""
     return gather_bytes(comm, mine, f"agreement ({label})", timeouts.default())
 
 
@@ -51,13 +53,13 @@ def exchange_texts(comm: Backend, label: str, mine: bytes) -> list[bytes]:
 
 
 def joinable(facts: Sequence[Sequence[str]]) -> bool:
-    """Tell whether ranks that have joined can stand in with zeros."""
+    """Tell whether ranks that have joined can stand in with zeros for the call that ``facts`` describe."""
     told = dict((name, value) for name, value in facts)
     return told.get("call") == "allreduce" and told.get("op") in ("sum", "average")
 
 
 def share_numbers(comm: Backend, label: str, numbers: Sequence[int]) -> list[list[int]]:
-    """Collective. Return every rank's ``numbers``, of which all have equally many."""
+    """Collective. Return every rank's ``numbers`` (int64), of which all have equally many, by rank."""
     mine = np.asarray(numbers, dtype=np.int64).tobytes()
     told = gather_bytes(comm, mine, f"numbers ({label})", timeouts.default())
     return [np.frombuffer(one, dtype=np.int64).tolist() for one in told]

@@ -1,4 +1,4 @@
-"""All-to-all: every rank gives some rows to every rank."""
+"""Exchange rows: every rank gives some to every rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agmerge.runtime.collectives.raw import byte_view, described, plain, row_kin
 
 
 class Alltoall(Operation):
-    """See :func:`alltoall`. Two results: the rows, and how many came from each rank."""
+    """Do what :func:`alltoall` says. Two results: the rows, and how many came from each rank."""
 
     kind = "alltoall"
 
@@ -33,7 +33,7 @@ class Alltoall(Operation):
         return [("dtype", row_kind(mine)), ("trailing dimensions", str(list(mine.shape[1:])))]
 
     def begin(self) -> list[Handle]:
-        """Collective. One message, when all know how much comes from whom."""
+        """Collective. Start one message, when all know how much comes from whom."""
         (mine,) = self.tensors
         told = share_numbers(self.comm, self.label, self._splits)
         self._received = [gives[self.comm.rank] for gives in told]
@@ -55,7 +55,7 @@ class Alltoall(Operation):
         return [run(back)[0]]
 
     def shaped(self, results: list[torch.Tensor]) -> Any:
-        """Both results."""
+        """Return both results."""
         return tuple(results)
 
 
@@ -76,15 +76,16 @@ def alltoall(
 def alltoall_async(
     tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: Any = None
 ) -> Pending:
-    """Collective. Start :func:`alltoall`; :func:`synchronize` gives both, the rows and their numbers, as in Horovod.
+    """Collective. Start :func:`alltoall`; return a handle for :func:`synchronize`, which gives rows and numbers.
 
-    Leave ``tensor`` alone until then.
+    It always gives both, as in Horovod. Leave ``tensor`` alone until then.
     """
     arguments.check_tensor(tensor, arguments.label(name, "alltoall_async"))
     return start(Alltoall(tensor, splits, name, process_set))
 
 
 def _checked(splits: Any, rows: int, size: int, label: str) -> list[int]:
+    """Return how many rows go to each rank, or raise ``ValueError`` unless they are all ``rows`` of the tensor."""
     if splits is None:
         if rows % size:
             raise ValueError(f"{label}: {rows} rows do not divide among {size} ranks; give splits")

@@ -1,4 +1,4 @@
-"""``join()``: a rank that makes no more calls answers those of the others until all have joined."""
+"""Let a rank that makes no more calls answer those of the others until all have joined: ``join()``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LABEL = "join() of the module's own collectives; an optimizer has a join() of it
 
 
 def join(device: int | str = -1) -> int:
-    """Collective. Stand in, with zeros, for the sums and averages that other ranks still call; who joined last.
+    """Collective. Stand in, with zeros, for the sums and averages that other ranks still call; return who joined last.
 
     For ``agmerge.allreduce`` and its kin over all ranks: of a :class:`agmerge.DistributedOptimizer`, whose steps are
     no such calls, it is ``optimizer.join()``. Any other collective that is called while a rank has joined raises
@@ -38,7 +38,7 @@ def join(device: int | str = -1) -> int:
 
 
 def _stand_in(comm: Backend, facts: Sequence[Sequence[str]], device: torch.device) -> None:
-    """Make the messages of an all-reduce, of zeros."""
+    """Collective. Make the messages of the all-reduce that ``facts`` describe, of zeros on ``device``."""
     message = dict((name, value) for name, value in facts)["name"]
     handles = []
     shapes = [value for name, value in facts if name.startswith("tensor")]

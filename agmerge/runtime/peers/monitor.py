@@ -206,7 +206,7 @@ class PeerMonitor:
         self.tell(self._own_answer(), [(self.rank + i) % size for i in range(1, min(size, TOLD + 1))], HURRY)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop to listen."""
         if self._server is not None:
             self._server.close()
 
@@ -259,7 +259,7 @@ def is_open() -> bool:
 
 
 def close() -> None:
-    """Neither listen nor ask any more."""
+    """Stop to listen, and to ask."""
     if _current is not None:
         _current.close()
     _install(None)
