@@ -54,12 +54,12 @@ class RankMismatchError(AGMergeError):
 class NoAnswer(AGMergeError):
     """Report that a collective did not end, because a rank is missing from it. ``words``: the backend's own."""
 
-    call: str = ""
-    step: int | None = None
-    waited: float = 0.0
-    missing: tuple[int, ...] = ()
-    advice: str = ""
-    words: str = ""
+    call: str = ""  # the collective's name, such as "buffer 3"
+    step: int | None = None  # committed exchanges so far; None outside of steps
+    waited: float = 0.0  # seconds
+    missing: tuple[int, ...] = ()  # the ranks that are not known to have come as far; empty if none is known
+    advice: str = ""  # what to do, where that is known
+    words: str = ""  # the backend's own, shortened
 
     def __init__(self, text: str = "", words: object = "") -> None:
         super().__init__(text)

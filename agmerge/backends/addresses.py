@@ -35,8 +35,8 @@ def reachable(hosts: Sequence[str], env: Mapping[str, str]) -> str:
 
 def to_master(env: Mapping[str, str]) -> str:
     """Return the address from which this machine talks to the one that the launcher names; empty if it is that one."""
-    found = (towards(env[key]) for key in MASTERS if env.get(key))
-    return next((address for address in found if not only_here(address)), "")
+    own = (towards(env[key]) for key in MASTERS if env.get(key))
+    return next((address for address in own if not only_here(address)), "")
 
 
 def only_here(address: str) -> bool:

@@ -65,11 +65,11 @@ class Handle(ABC):
 class Backend(ABC):
     """Let ``size`` ranks call the same collectives in the same order: one communicator."""
 
-    name: str
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
+    name: str  # of the backend, such as "torch"
+    rank: int  # this one's number here, 0 to size - 1
+    size: int  # ranks that take part
+    local_rank: int  # this one's number among the workers on its machine
+    local_size: int  # workers on its machine
 
     @property
     def stale(self) -> bool:

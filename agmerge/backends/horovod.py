@@ -277,8 +277,8 @@ def _views(hvd: Any, handle: int) -> list[torch.Tensor]:
     view refers to its base; what is handed to Horovod is therefore no view itself. These views are of nothing: the
     call has begun, and a thread of Horovod's may be setting the shape of its output at this very moment.)
     """
-    known = getattr(hvd.mpi_ops, "_handle_map", {}).get(handle, ())
-    tensors = [tensor for one in known for tensor in (one if isinstance(one, tuple) else (one,))]
+    handed = getattr(hvd.mpi_ops, "_handle_map", {}).get(handle, ())
+    tensors = [tensor for item in handed for tensor in (item if isinstance(item, tuple) else (item,))]
     return [tensor.as_strided((0,), (1,), 0) for tensor in tensors if isinstance(tensor, torch.Tensor)]
 
 

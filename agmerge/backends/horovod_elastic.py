@@ -12,7 +12,7 @@ def register(kind: type[Any], handler: type[Any]) -> None:
     from horovod.torch.elastic import state
 
     registry = state.get_handler_registry()
-    if not any(one is kind for one, _ in registry):
+    if not any(known is kind for known, _ in registry):
         state.set_handler_registry([(kind, handler), *registry])
 
 

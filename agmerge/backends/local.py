@@ -31,11 +31,11 @@ CHECKS_MARKS = False  # whether groups check that what starts a collective says 
 class Call:
     """Describe one collective as one rank starts it, for ``inject``."""
 
-    rank: int
-    kind: str
-    name: str
-    index: int
-    tensor: torch.Tensor
+    rank: int  # of the rank in the group
+    kind: str  # "all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast" or "barrier"
+    name: str  # as the caller gave it
+    index: int  # counts this rank's calls in the whole group, from 0
+    tensor: torch.Tensor  # what is handed in; may be changed in place
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,19 @@ class Part:
     """Hold what one rank contributes to a collective."""
 
     tensor: torch.Tensor
-    splits: tuple[int, ...] = ()
-    expected: tuple[int, ...] = ()
+    splits: tuple[int, ...] = ()  # of an all-to-all: elements for each rank
+    expected: tuple[int, ...] = ()  # of an all-to-all: elements from each rank
 
 
 @dataclass
 class _Op:
     """Hold a collective that ranks are joining; the last one to arrive computes the result for all."""
 
-    inputs: dict[int, Part] = field(default_factory=dict)
-    described: dict[int, str] = field(default_factory=dict)
-    result: list[Part] = field(default_factory=list)
-    error: AGMergeError | None = None
-    complete: bool = False
+    inputs: dict[int, Part] = field(default_factory=dict)  # by the rank that has joined
+    described: dict[int, str] = field(default_factory=dict)  # by rank: what must be the same on all, as text
+    result: list[Part] = field(default_factory=list)  # once complete: what every rank takes its own from
+    error: AGMergeError | None = None  # once complete: what every rank raises
+    complete: bool = False  # the last rank has joined
 
 
 class Group:
@@ -70,10 +70,10 @@ class Group:
     ) -> None:
         self.size, self.inject = size, inject
         self.checks_marks = CHECKS_MARKS if checks_marks is None else checks_marks
-        self.changed = threading.Condition()
-        self.ops: dict[tuple[str, int], _Op] = {}
-        self.left: dict[int, str] = {}
-        self.calls: list[list[tuple[str, str, int]]] = [[] for _ in range(size)]
+        self.changed = threading.Condition()  # held to touch what follows; notified when a rank comes or goes
+        self.ops: dict[tuple[str, int], _Op] = {}  # incomplete ones, by communicator and number of the call on it
+        self.left: dict[int, str] = {}  # ranks that take part in nothing any more, and why
+        self.calls: list[list[tuple[str, str, int]]] = [[] for _ in range(size)]  # by rank: kind, name, bytes
 
     def leave(self, rank: int, why: str) -> None:
         """Record that ``rank`` takes part in nothing any more (``why``: in words); those that wait for it are told."""
@@ -194,8 +194,8 @@ class LocalBackend(Backend):
         """Compute the result, or the error that every rank gets."""
         try:
             if len(set(op.described.values())) > 1:
-                said = "; ".join(f"rank {rank}: {op.described[rank]}" for rank in self.ranks)
-                op.error = RankMismatchError(f"ranks made different calls: {said}")
+                calls = "; ".join(f"rank {rank}: {op.described[rank]}" for rank in self.ranks)
+                op.error = RankMismatchError(f"ranks made different calls: {calls}")
             else:
                 op.result = combine([op.inputs[rank] for rank in self.ranks])
         except Exception as error:

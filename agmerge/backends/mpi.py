@@ -158,9 +158,9 @@ class Progress:
 
         Raises :class:`agmerge.CollectiveTimeout` after ``timeout`` seconds. ``what``: the name of the call, for errors.
         """
-        found: list[Any] = []
-        MpiHandle(self.start(lambda: found.append(make())), what, ()).wait(timeout)
-        return found[0]
+        results: list[Any] = []
+        MpiHandle(self.start(lambda: results.append(make())), what, ()).wait(timeout)
+        return results[0]
 
     def end(self) -> None:
         """Stop the thread; calls that are under way stay unfinished."""
@@ -225,8 +225,8 @@ class MpiBackend(Backend):
         return self._start(name, lambda: self._comm.Iallreduce(self._mpi.IN_PLACE, numbers, kind))
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
-        mine, all_ = self._bytes(tensor, name), self._bytes(out, name)
-        return self._start(name, lambda: self._comm.Iallgather(mine, all_))
+        send, receive = self._bytes(tensor, name), self._bytes(out, name)
+        return self._start(name, lambda: self._comm.Iallgather(send, receive))
 
     def all_to_all(
         self,

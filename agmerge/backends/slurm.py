@@ -39,7 +39,7 @@ def variables(env: Mapping[str, str]) -> dict[str, str]:
     """
     try:
         counts = list(_counts(env["SLURM_STEP_TASKS_PER_NODE"]))
-        found = {
+        torchruns = {
             "RANK": str(int(env["SLURM_PROCID"])),
             "WORLD_SIZE": str(tasks(env)),
             "LOCAL_RANK": str(int(env["SLURM_LOCALID"])),
@@ -52,7 +52,7 @@ def variables(env: Mapping[str, str]) -> dict[str, str]:
             f"({type(error).__name__}: {error}); {INSTEAD}"
         ) from error
     step = f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}".encode()
-    return {**found, "MASTER_PORT": env.get("MASTER_PORT") or str(FIRST + zlib.crc32(step) % PORTS)}
+    return {**torchruns, "MASTER_PORT": env.get("MASTER_PORT") or str(FIRST + zlib.crc32(step) % PORTS)}
 
 
 def hosts(listed: str) -> list[str]:
@@ -60,10 +60,10 @@ def hosts(listed: str) -> list[str]:
 
     Raises ``ValueError`` for what is no such list.
     """
-    found = [name for part in _parts(listed) for name in _expanded(part)]
-    if not all(found) or not found:
+    names = [name for part in _parts(listed) for name in _expanded(part)]
+    if not all(names) or not names:
         raise ValueError(f"a list of hosts with an empty name: {listed!r}")
-    return found
+    return names
 
 
 def _parts(listed: str) -> list[str]:
@@ -81,8 +81,8 @@ def _expanded(part: str) -> Iterator[str]:
         yield part
         return
     inside, _, after = rest.partition("]")
-    for one in inside.split(","):
-        low, dash, high = one.partition("-")
+    for part_range in inside.split(","):
+        low, dash, high = part_range.partition("-")
         for number in range(int(low), int(high if dash else low) + 1):
             for end in _expanded(after):
                 yield f"{before}{number:0{len(low)}d}{end}"

@@ -209,7 +209,8 @@ class TorchHandle(Handle):
         self._finished.append(self._work)
 
 
-_dropped: deque[Any] = deque()  # groups whose backend nobody refers to any more
+# Groups whose backend nobody refers to any more: finalizers put them here, at any moment; the next start destroys them.
+_dropped: deque[Any] = deque()
 
 
 def _give_back(dist: Any) -> None:
@@ -335,9 +336,9 @@ def saved_tensors(path: str | os.PathLike[str]) -> dict[str, tuple[tuple[int, ..
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    found = FileSystemReader(path).read_metadata().state_dict_metadata
+    metadata = FileSystemReader(path).read_metadata().state_dict_metadata
     return {
-        name: (tuple(about.size), about.properties.dtype)
-        for name, about in found.items()
-        if isinstance(about, TensorStorageMetadata)
+        name: (tuple(entry.size), entry.properties.dtype)
+        for name, entry in metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
     }

@@ -19,7 +19,7 @@ from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost
 INTERFACE = "GLOO_SOCKET_IFNAME"
 PORT = "29500"
 
-_opened = 0  # how often this process has met the others: a store outlives the group
+_opened = 0  # how often this process has met the others: a store outlives the group; written by Meeting alone
 
 
 class Meeting:
@@ -89,7 +89,7 @@ class Meeting:
             try:
                 self.store.set(keys[self.rank], b"=" + text)
                 self.store.wait(keys, timedelta(seconds=self.left))
-                return [bytes(said[1:]) for said in self.store.multi_get(keys)]
+                return [bytes(value[1:]) for value in self.store.multi_get(keys)]
             except RuntimeError as error:
                 raise self._missing(keys, error) from error
 
@@ -101,13 +101,13 @@ class Meeting:
             return PeerLost(
                 f"init(): rank 0, at {self._host}, port {self._port} (MASTER_ADDR, MASTER_PORT), has ended", error
             )
-        found = CollectiveTimeout(
+        timed_out = CollectiveTimeout(
             f"init(): no sign of rank {', '.join(map(str, missing))} of {self.size} within {self._timeout:g} s: it was "
             f"not started, has ended before init(), or cannot reach {self._host}, port {self._port} (MASTER_ADDR, "
             f"MASTER_PORT); see what it has printed. {timeouts.VARIABLE} gives workers longer to start"
         )
-        found.missing = missing
-        return found
+        timed_out.missing = missing
+        return timed_out
 
 
 def choose_interface(address: str) -> None:

@@ -250,10 +250,10 @@ def first_line(command: list[str], timeout: float = 60.0) -> str:
     """Return what ``command`` says first; empty if it cannot be run. ``timeout``: seconds."""
     try:
         program = shutil.which(command[0], path=path()) or command[0]
-        said = subprocess.run([program, *command[1:]], capture_output=True, text=True, timeout=timeout, check=False)
+        ended = subprocess.run([program, *command[1:]], capture_output=True, text=True, timeout=timeout, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return next(iter(said.stdout.splitlines()), "")
+    return next(iter(ended.stdout.splitlines()), "")
 
 
 def say(text: str) -> None:

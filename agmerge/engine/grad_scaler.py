@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from agmerge.backends.handshake import agree
+from agmerge.backends.handshake import require_agreement
 from agmerge.errors import AGMergeError
 from agmerge.tensors.parameters import ParameterTable
 
@@ -89,7 +89,7 @@ def adopt(reducer: Any, config: Any) -> None:
     """Collective. Go on with a config that differs in what a scaler needs, from the next step on. Collective."""
     advice = "Attach the scaler on every rank, at the same step."
     if reducer.comm is not None:
-        agree(reducer.comm, config.facts(), what="attach_scaler()", advice=advice, timeout=config.timeout)
+        require_agreement(reducer.comm, config.facts(), what="attach_scaler()", advice=advice, timeout=config.timeout)
     reducer.config = config
     if reducer.session is not None:
         reducer.session.config = config

@@ -17,7 +17,7 @@ import torch
 
 import merging as planning
 from agmerge.backends import Backend, status, topology
-from agmerge.backends.handshake import agree
+from agmerge.backends.handshake import require_agreement
 from agmerge.engine import divergence
 from agmerge.engine.grad_hooks import GradientHooks, HandedOver
 from agmerge.engine.grad_scaler import LossScale
@@ -94,7 +94,7 @@ class Reducer:
             self._hooks.remove()
             return
         advice = "Give every rank the same model and the same arguments."
-        agree(self.comm, facts, what="DistributedOptimizer", advice=advice, timeout=self.config.timeout)
+        require_agreement(self.comm, facts, what="DistributedOptimizer", advice=advice, timeout=self.config.timeout)
         if self.config.exchange == topology.EXCHANGE:
             self.nodes = topology.form(self.comm, self.config.timeout)
             self.shard = self.nodes.shard
@@ -153,7 +153,7 @@ class Reducer:
             facts = [*config.facts(), *model_facts(self._members(), config)]
             if self.comm is not None:
                 advice = "Give every rank the same compressor, at the same step."
-                agree(self.comm, facts, what="set_compressor()", advice=advice, timeout=config.timeout)
+                require_agreement(self.comm, facts, what="set_compressor()", advice=advice, timeout=config.timeout)
         except BaseException:
             self.config = before
             raise
@@ -194,10 +194,7 @@ class Reducer:
     # -- a step ---------------------------------------------------------------------------------------------
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
-        """Collective. The hook: ``parameter.grad`` has been accumulated once more.
-
-        It is called for every tensor: keep it short.
-        """
+        """Collective. The hook: ``parameter.grad`` has been accumulated once more. Called for every tensor."""
         with self._lock:
             if self.synchronized:
                 self._clear()  # synchronize() without step(): the update is discarded

@@ -108,7 +108,7 @@ def resolve(
         planner=planner,
         plan=plan,
         groups=chosen,
-        process_set=process_sets.checked(process_set),
+        process_set=process_sets.parse_process_set(process_set),
         dense=is_small if rule is not None else _dense_rule(dense),
         partial=rule,
         patterns=() if dense is None or rule is not None or callable(dense) else tuple(map(re.compile, dense)),

@@ -59,10 +59,10 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     agree(comm, "broadcast_optimizer_state", facts, "broadcast_optimizer_state", advice)
 
     (state, options), tensors = plain_state(optimizer)
-    mine = [_form(tensor) for tensor in tensors]
-    state, options, forms = broadcast_object((state, options, mine), root_rank, "broadcast_optimizer_state")
+    own_forms = [_form(tensor) for tensor in tensors]
+    state, options, forms = broadcast_object((state, options, own_forms), root_rank, "broadcast_optimizer_state")
     root = comm.rank == root_rank
-    if not root and not (mine == forms and _separate(tensors)):
+    if not root and not (own_forms == forms and _separate(tensors)):
         homes = {p.device.type: p.device for p in parameters}
         tensors = [
             torch.empty_strided(shape, strides, dtype=dtype, device=homes.get(kind, kind))
@@ -201,9 +201,9 @@ def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
         tensors.append(value)
         return _Place(len(tensors) - 1)
     if isinstance(value, Mapping):
-        return {key: _take_out(one, tensors) for key, one in value.items()}
+        return {key: _take_out(item, tensors) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_take_out(one, tensors) for one in value)
+        return type(value)(_take_out(item, tensors) for item in value)
     return value
 
 
@@ -212,9 +212,9 @@ def _put_back(value: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(value, _Place):
         return tensors[value.index]
     if isinstance(value, Mapping):
-        return {key: _put_back(one, tensors) for key, one in value.items()}
+        return {key: _put_back(item, tensors) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_put_back(one, tensors) for one in value)
+        return type(value)(_put_back(item, tensors) for item in value)
     return value
 
 

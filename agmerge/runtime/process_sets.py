@@ -66,17 +66,20 @@ class Group:
     """Hold a communicator, and the ranks of the world in it."""
 
     comm: Backend
-    ranks: Sequence[int]
+    ranks: Sequence[int]  # of the world, by their ranks in `comm`
 
 
 @dataclass
 class _Known:
     """Hold the communicators that one world's sets have."""
 
+    # By the ranks of the world that a set of ours names; None: this rank is outside of it.
     by_ranks: dict[tuple[int, ...], Backend | None] = field(default_factory=dict)
+    # By the objects of Horovod's sets, of which a script may drop the last reference.
     by_object: WeakKeyDictionary[Any, Backend | None] = field(default_factory=WeakKeyDictionary)
 
 
+# What add_process_set() and group() have made, by world: after shutdown() and init() there is another one.
 _known: WeakKeyDictionary[Backend, _Known] = WeakKeyDictionary()
 
 
@@ -157,8 +160,8 @@ def _of_horovod(world: Backend, given: Any, call: str) -> Group:
 class Chosen:
     """Hold the ranks of the world that exchange gradients."""
 
-    ranks: tuple[int, ...] = ()
-    horovod: Any = None
+    ranks: tuple[int, ...] = ()  # of the world; empty: all, or see `horovod`
+    horovod: Any = None  # one of Horovod's process sets, which takes the place of ranks; None: there is none
 
     @property
     def members(self) -> list[int]:
@@ -166,7 +169,7 @@ class Chosen:
         return list(self.ranks if self.horovod is None else self.horovod.ranks)
 
 
-def checked(given: Any) -> Chosen:
+def parse_process_set(given: Any) -> Chosen:
     """Return what ``process_set=`` of an optimizer means: None, a process set of ours or Horovod's, or ranks.
 
     Raises ``TypeError`` or ``ValueError`` for anything else.
@@ -187,23 +190,23 @@ def communicator(world: Backend, chosen: Chosen, timeout: float) -> Backend | No
     """
     if chosen.horovod is not None:
         return world.over(chosen.horovod)
-    said = [tuple(json.loads(text)) for text in gather_texts(world, json.dumps(chosen.ranks).encode(), "sets", timeout)]
-    if not any(said):
+    sets = [tuple(json.loads(text)) for text in gather_texts(world, json.dumps(chosen.ranks).encode(), "sets", timeout)]
+    if not any(sets):
         return world.duplicate("agmerge optimizer", timeout)
-    for rank, ranks in enumerate(said):
+    for rank, ranks in enumerate(sets):
         for other in ranks:
             if other >= world.size:
                 raise ValueError(f"process_set={list(ranks)} on rank {rank}: there are ranks 0 to {world.size - 1}")
-            if said[other] != ranks:
+            if sets[other] != ranks:
                 raise RankMismatchError(
                     f"process_set={list(ranks)} on rank {rank} names rank {other}, whose own is "
-                    f"{list(said[other]) or None}; give all members of a set the same one"
+                    f"{list(sets[other]) or None}; give all members of a set the same one"
                 )
-    if not all(said):
-        without = [rank for rank, ranks in enumerate(said) if not ranks]
+    if not all(sets):
+        without = [rank for rank, ranks in enumerate(sets) if not ranks]
         raise RankMismatchError(f"process_set: ranks {without} name none, the others do; give every rank one")
-    mine = None
-    for ranks in sorted(set(said)):
+    own = None
+    for ranks in sorted(set(sets)):
         made = world.subgroup(ranks, "agmerge optimizer", timeout)
-        mine = made if made is not None else mine
-    return mine
+        own = made if made is not None else own
+    return own

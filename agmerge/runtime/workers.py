@@ -10,8 +10,9 @@ from agmerge.backends.registry import ALONE, BACKENDS, detect
 from agmerge.errors import AGMergeError
 from agmerge.runtime.peers import exit_guard, monitor
 
-_process: Backend | None = None
-_thread = threading.local()
+# Whom a worker talks to: a thread of an in-memory group has a backend of its own, all others share the process's.
+_process: Backend | None = None  # None: init() was not called; written by _set_process alone
+_thread = threading.local()  # .backend; written by bind alone
 
 
 def init(backend: str | None = None) -> None:
@@ -22,7 +23,6 @@ def init(backend: str | None = None) -> None:
     unknown or other backend, and :class:`agmerge.AGMergeError` if the backend does not see all the workers that were
     launched.
     """
-    global _process
     if is_initialized():
         if backend not in (None, backend_name()):
             raise ValueError(
@@ -54,7 +54,7 @@ def init(backend: str | None = None) -> None:
         )
     if opened.size > 1 and not elastic() and not monitor.is_open():
         monitor.open(opened.rank, monitor.over(opened, timeout))
-    _process = opened
+    _set_process(opened)
 
 
 def listen() -> None:
@@ -62,9 +62,9 @@ def listen() -> None:
 
     In an elastic job it waits for the first step: newcomers are alone until all begin one.
     """
-    here = None if bound() is not None else _process
-    if elastic() and here is not None and here.size > 1 and not monitor.is_open():
-        monitor.open(here.rank, monitor.over(here, timeouts.default()))
+    backend = None if bound() is not None else _process
+    if elastic() and backend is not None and backend.size > 1 and not monitor.is_open():
+        monitor.open(backend.rank, monitor.over(backend, timeouts.default()))
 
 
 def elastic() -> bool:
@@ -83,12 +83,17 @@ def adopt() -> None:
 
 def shutdown() -> None:
     """Leave the group. Nothing but :func:`init` may be called afterwards. A rank of an in-memory group stays in it."""
-    global _process
     if _process is not None and bound() is None:
         monitor.ended("has called agmerge.shutdown()")
         monitor.close()
         _process.close()
-        _process = None
+        _set_process(None)
+
+
+def _set_process(backend: Backend | None) -> None:
+    """Make ``backend`` the one of this process; None: it has none any more."""
+    global _process
+    _process = backend
 
 
 def bind(backend: Backend | None) -> None:
@@ -119,16 +124,15 @@ def world() -> Backend:
 
 def renew() -> None:
     """Take the workers that there are now: an elastic Horovod has initialised itself anew."""
-    global _process
     if _process is not None:
         monitor.close()  # its ranks are other workers' now
-        _process = _process.renewed()
+        _set_process(_process.renewed())
 
 
 def current(backend: Backend | None) -> bool:
     """Tell whether ``backend`` is the group of now. A thread of autograd's own does not know of an in-memory group."""
-    here = bound() or _process
-    return backend is not None and not backend.stale and (here is backend or here is None)
+    now = bound() or _process
+    return backend is not None and not backend.stale and (now is backend or now is None)
 
 
 def is_initialized() -> bool:

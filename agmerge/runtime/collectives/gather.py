@@ -37,8 +37,8 @@ class Allgather(Operation):
 
     def begin(self) -> list[Handle]:
         """Collective. Start messages straight into the results: one a tensor, or one a rank where lengths differ."""
-        told = share_numbers(self.comm, self.label, [len(tensor) for tensor in self.tensors])
-        self.rows = [list(rows) for rows in zip(*told, strict=True)]  # of every tensor, by ranks
+        lengths = share_numbers(self.comm, self.label, [len(tensor) for tensor in self.tensors])
+        self.rows = [list(rows) for rows in zip(*lengths, strict=True)]  # of every tensor, by ranks
         given = list(zip(self.tensors, self.rows, strict=True))
         self._results = [tensor.new_empty((sum(rows), *tensor.shape[1:])) for tensor, rows in given]
         handles: list[Handle] = []
@@ -47,11 +47,11 @@ class Allgather(Operation):
                 handles += self._started(out, plain(tensor), rows, f"{self.message}.{i}" if i else self.message)
         return handles
 
-    def _started(self, out: torch.Tensor, mine: torch.Tensor, rows: list[int], name: str) -> list[Handle]:
+    def _started(self, out: torch.Tensor, own: torch.Tensor, rows: list[int], name: str) -> list[Handle]:
         if len(set(rows)) == 1:
-            return [self.comm.all_gather(byte_view(out), byte_view(mine), name)]
+            return [self.comm.all_gather(byte_view(out), byte_view(own), name)]
         places = torch.split(out, rows)
-        places[self.comm.rank].copy_(mine)
+        places[self.comm.rank].copy_(own)
         return [
             self.comm.broadcast(byte_view(place), rank, f"{name} of {rank}")
             for rank, place in enumerate(places)
@@ -67,8 +67,8 @@ class Allgather(Operation):
         """Collective. Return the average over the ranks of what belongs to this rank's rows, as in Horovod."""
         given = (gradients, f"gradient of {self.label}", Average, 1.0, 1.0)
         back = Allreduce(*given, where=self.group)
-        here, wholes = self.comm.rank, run_all(back)
-        return [whole.narrow(0, sum(rows[:here]), rows[here]) for whole, rows in zip(wholes, self.rows, strict=True)]
+        rank, wholes = self.comm.rank, run_all(back)
+        return [whole.narrow(0, sum(rows[:rank]), rows[rank]) for whole, rows in zip(wholes, self.rows, strict=True)]
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Any = None) -> torch.Tensor:

@@ -85,7 +85,7 @@ class Pending:
 
     def done(self) -> bool:
         """Tell whether :meth:`result` would return at once."""
-        return self._results is not None or self._error is not None or all(one.done() for one in self._handles)
+        return self._results is not None or self._error is not None or all(handle.done() for handle in self._handles)
 
     def settle(self) -> None:
         """Collective. Wait for the messages, once; what comes of it is kept for :meth:`result`."""
@@ -121,7 +121,9 @@ class _Differentiable(torch.autograd.Function):
     def forward(ctx: Any, operation: Operation, results: list[torch.Tensor], *inputs: torch.Tensor) -> Any:
         """Return ``results``, as functions of ``inputs``."""
         ctx.operation = operation
-        ctx.mark_non_differentiable(*(one for one in results if not (one.is_floating_point() or one.is_complex())))
+        ctx.mark_non_differentiable(
+            *(result for result in results if not (result.is_floating_point() or result.is_complex()))
+        )
         return tuple(results)
 
     @staticmethod

@@ -156,9 +156,9 @@ def grouped_allreduce(
     label = arguments.label(name, "grouped_allreduce")
     cast = arguments.compressor(compression, label)
     packed = [cast.compress(tensor) for tensor in arguments.check_list(tensors, label)]
-    sent, scales = [one for one, _ in packed], (prescale_factor, postscale_factor)
-    found = run(_operation(sent, "grouped_allreduce", average, name, op, *scales, process_set, single=False))
-    return [cast.decompress(one, context) for one, (_, context) in zip(found, packed, strict=True)]
+    sent, scales = [tensor for tensor, _ in packed], (prescale_factor, postscale_factor)
+    totals = run(_operation(sent, "grouped_allreduce", average, name, op, *scales, process_set, single=False))
+    return [cast.decompress(tensor, context) for tensor, (_, context) in zip(totals, packed, strict=True)]
 
 
 def grouped_allreduce_(

@@ -56,9 +56,9 @@ class Reduction(Operation):
     def facts(self) -> list[Fact]:
         """Return the operation, the factors, every tensor's dtype and shape."""
         several = len(self.tensors) > 1
-        named = [(f"tensor {i}" if several else "tensor", described(one)) for i, one in enumerate(self.tensors)]
+        tensors = [(f"tensor {i}" if several else "tensor", described(tensor)) for i, tensor in enumerate(self.tensors)]
         factors = [("prescale_factor", str(self.prescale)), ("postscale_factor", str(self.postscale))]
-        return [("op", self.op.value), *factors, *named]
+        return [("op", self.op.value), *factors, *tensors]
 
     def prepared(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy that a backend can add, scaled."""

@@ -68,7 +68,7 @@ class ReduceScatter(Reduction):
     def backward(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Collective. Return the gradients of all rows, gathered; of a sum, times their number, as in Horovod."""
         factor = self.prescale * self.postscale * (self.comm.size if self.op is Sum else 1)
-        back = Allgather([one * factor for one in gradients], f"gradient of {self.label}", where=self.group)
+        back = Allgather([gradient * factor for gradient in gradients], f"gradient of {self.label}", where=self.group)
         return run_all(back)
 
 
@@ -122,8 +122,8 @@ def grouped_reducescatter(
     cast = arguments.compressor(compression, label)
     packed = [cast.compress(tensor) for tensor in arguments.check_list(tensors, label)]
     given = (name, op, prescale_factor, postscale_factor, process_set)
-    found = run(_operation([sent for sent, _ in packed], "grouped_reducescatter", *given, single=False))
-    return [cast.decompress(one, context) for one, (_, context) in zip(found, packed, strict=True)]
+    pieces = run(_operation([sent for sent, _ in packed], "grouped_reducescatter", *given, single=False))
+    return [cast.decompress(piece, context) for piece, (_, context) in zip(pieces, packed, strict=True)]
 
 
 def grouped_reducescatter_async(
