@@ -60,7 +60,7 @@ def bounded(call: Callable[[], T], timeout: float, what: str, advice: str = "") 
 
 @contextmanager
 def or_die(timeout: float, armed: bool) -> Iterator[None]:
-    """If ``armed``, print a traceback and end the process when the body takes more than ``timeout`` s.
+    """Print a traceback and end the process, if ``armed``, when the body takes more than ``timeout`` seconds.
 
     For a body that keeps every other thread of Python from running.
     """

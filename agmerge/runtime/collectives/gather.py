@@ -48,6 +48,7 @@ class Allgather(Operation):
         return handles
 
     def _started(self, out: torch.Tensor, own: torch.Tensor, rows: list[int], name: str) -> list[Handle]:
+        """Collective. Start to gather ``own`` from every rank into ``out``, of which rank r gives ``rows[r]`` rows."""
         if len(set(rows)) == 1:
             return [self.comm.all_gather(byte_view(out), byte_view(own), name)]
         places = torch.split(out, rows)
