@@ -61,9 +61,31 @@ class NoAnswer(AGMergeError):
     advice: str = ""  # what to do, where that is known
     words: str = ""  # the backend's own, shortened
 
-    def __init__(self, text: str = "", words: object = "") -> None:
+    def __init__(self, text: str = "", words: object = "", missing: Sequence[int] = ()) -> None:
         super().__init__(text)
         self.words = shortened(str(words))
+        self.missing = tuple(missing)
+
+    def advise(self, advice: str) -> None:
+        """Have the error say what to do, once it is located."""
+        self.advice = advice
+
+    def locate(
+        self, call: str, step: int | None, waited: float, answers: str = "", missing: Sequence[int] | None = None
+    ) -> None:
+        """Say in which step this rank was and for how long it waited, what others say of it, and what to do.
+
+        ``call``: the collective. ``step``: None: outside of steps. ``waited``: seconds. ``answers``: what the other
+        ranks say, and ``missing``: who of them has not come as far; None: they were not asked.
+        """
+        self.call, self.step, self.waited = call, step, waited
+        if missing is not None:
+            self.missing = tuple(missing)
+        text = str(self)
+        text += "" if step is None else f" (in step {step}, after {waited:.1f} s)"
+        text += f". {answers}".rstrip(".") if answers else ""
+        text += f". {self.advice}" if self.advice else ""
+        self.args = (f"{text} ({self.words})" if self.words else text,)
 
 
 class CollectiveTimeout(NoAnswer):

@@ -18,7 +18,7 @@ import torch
 from agmerge.backends import collective_marks
 from agmerge.backends.base import OPERATIONS, Backend, Handle, Listen, matched
 from agmerge.backends.diagnosis import ProbeResult, Row
-from agmerge.errors import AGMergeError, CollectiveTimeout, NoAnswer, PeerLost, RankMismatchError
+from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost, RankMismatchError
 from agmerge.version import __version__
 
 SIZES: tuple[str, ...] = ()
@@ -133,10 +133,10 @@ class LocalHandle(Handle):
                 missing = [rank for rank in self._backend.ranks if rank not in self._op.inputs]
                 late = f"{self._name}: no answer from ranks {missing} within {timeout:g} s"
                 gone = [f"rank {rank} {group.left[rank]}" for rank in missing if rank in group.left]
-                error: NoAnswer = PeerLost(f"{self._name}: {'; '.join(gone)}") if gone else CollectiveTimeout(late)
-                error.missing = tuple(missing)
-                if gone or not group.changed.wait(max(0.0, deadline - time.monotonic())) and not self._op.complete:
-                    raise error
+                if gone:
+                    raise PeerLost(f"{self._name}: {'; '.join(gone)}", missing=missing)
+                if not group.changed.wait(max(0.0, deadline - time.monotonic())) and not self._op.complete:
+                    raise CollectiveTimeout(late, missing=missing)
         if self._op.error is not None:
             # Each rank raises one of its own: a traceback belongs to one thread.
             raise type(self._op.error)(*self._op.error.args)

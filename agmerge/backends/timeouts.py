@@ -52,7 +52,7 @@ def bounded(call: Callable[[], T], timeout: float, what: str, advice: str = "") 
         if not errors and not results:
             errors.append(CollectiveTimeout(f"{what}: no answer from all ranks within {timeout:.3g} s"))
         if errors and isinstance(errors[0], NoAnswer):
-            errors[0].advice = advice
+            errors[0].advise(advice)
         if errors:
             raise errors[0]
     return results[0]

@@ -101,13 +101,12 @@ class Meeting:
             return PeerLost(
                 f"init(): rank 0, at {self._host}, port {self._port} (MASTER_ADDR, MASTER_PORT), has ended", error
             )
-        timed_out = CollectiveTimeout(
+        return CollectiveTimeout(
             f"init(): no sign of rank {', '.join(map(str, missing))} of {self.size} within {self._timeout:g} s: it was "
             f"not started, has ended before init(), or cannot reach {self._host}, port {self._port} (MASTER_ADDR, "
-            f"MASTER_PORT); see what it has printed. {timeouts.VARIABLE} gives workers longer to start"
+            f"MASTER_PORT); see what it has printed. {timeouts.VARIABLE} gives workers longer to start",
+            missing=missing,
         )
-        timed_out.missing = missing
-        return timed_out
 
 
 def choose_interface(address: str) -> None:
