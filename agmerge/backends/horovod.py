@@ -124,7 +124,7 @@ class HorovodHandle(Handle):
     def __init__(self, hvd: Any, handle: int, name: str, ranks: Sequence[int], place: Callable[[Any], object]) -> None:
         super().__init__(name, ranks)
         self._hvd, self._handle, self._place = hvd, handle, place
-        self._waited = False
+        self._waited = False  # the result is in place: Horovod forgets its handle then
         self._views = _views(hvd, handle)
 
     def done(self) -> bool:
@@ -159,8 +159,8 @@ class HorovodBackend(Backend):
         self._ranks = list(process_set.ranks) if process_set is not None else list(range(hvd.size()))
         self.rank, self.size = self._ranks.index(hvd.rank()), len(self._ranks)
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
-        self._children = 0
-        self._of_sets: dict[int, int] = {}
+        self._children = 0  # communicators made of this one, for their prefixes
+        self._of_sets: dict[int, int] = {}  # by the number of a process set: communicators made over it
 
     @property
     def stale(self) -> bool:
@@ -243,7 +243,7 @@ class HorovodBackend(Backend):
         return HorovodBackend(self._hvd, process_set, prefix) if self.rank in ranks else None
 
     def _process_set(self, members: list[int]) -> Any:
-        """Return the process set of these ranks of the world. Horovod refuses to make one that there is already."""
+        """Collective. Return the process set of these ranks of the world. Horovod refuses to make one that there is already."""
         from horovod.common import process_sets
 
         for number, ranks in process_sets._basics._get_process_set_ids_and_ranks().items():

@@ -157,7 +157,9 @@ class LocalBackend(Backend):
         self.group, self.ranks, self._world_rank, self._channel = group, list(ranks), world_rank, channel
         self.rank, self.size = self.ranks.index(world_rank), len(self.ranks)
         self.local_rank, self.local_size = world_rank, group.size
-        self._calls, self._children, self._closed = 0, 0, False
+        self._calls = 0  # started on this communicator: the same number on every rank
+        self._children = 0  # communicators made of this one, for their channels
+        self._closed = False
 
     def _start(
         self, kind: str, name: str, part: Part, combine: Combine, deliver: Callable[[_Op], None], fixed: str

@@ -118,8 +118,8 @@ class Call:
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
-        self._request: Any = None
-        self.error: Exception | None = None
+        self._request: Any = None  # of MPI, once the call has begun; None: it has not, or needs none
+        self.error: Exception | None = None  # what MPI raised, once it has ended
         self.ended = threading.Event()
 
     def running(self) -> bool:
@@ -139,8 +139,8 @@ class Progress:
     """Talk to MPI on a thread of its own. Calls are made in the order in which they were handed in."""
 
     def __init__(self) -> None:
-        self._calls: deque[Call] = deque()
-        self._wake = threading.Event()
+        self._calls: deque[Call] = deque()  # handed in, not begun
+        self._wake = threading.Event()  # set when a call is handed in, or the end has come
         self._end = False
         self._thread = threading.Thread(target=self._run, name="agmerge mpi", daemon=True)
         self._thread.start()

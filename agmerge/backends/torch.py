@@ -246,9 +246,9 @@ class TorchBackend(Backend):
         self._ranks = [self._world_rank(rank) for rank in range(self.size)]
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        self._finished: list[Any] = []  # works, up to the next start
-        self._children: weakref.WeakSet[TorchBackend] = weakref.WeakSet()
-        self._dropping = weakref.finalize(self, _dropped.append, group)
+        self._finished: list[Any] = []  # works, up to the next start: see TorchHandle
+        self._children: weakref.WeakSet[TorchBackend] = weakref.WeakSet()  # made of this one, closed with it
+        self._dropping = weakref.finalize(self, _dropped.append, group)  # when nobody refers to this backend any more
         self._dropping.atexit = False
 
     def _start(

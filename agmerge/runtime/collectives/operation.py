@@ -28,14 +28,14 @@ class Operation(ABC):
     gradient this one is, in place of a process set.
     """
 
-    kind: str
-    in_place = False
+    kind: str  # what ranks agree on that they call: "allreduce", ...
+    in_place = False  # the results are the given tensors, so they have no gradient
 
     def __init__(
         self, tensors: Sequence[torch.Tensor], name: Any, process_set: Any = None, *, where: Group | None = None
     ) -> None:
         self.label, self.named = arguments.label(name, self.kind), name is not None
-        self.single = True
+        self.single = True  # the script gave one tensor, and gets one
         self.tensors = list(tensors)
         self.group = where or group(process_set, self.label)
         self.message = ""  # the name of its messages, from start() on
@@ -77,8 +77,8 @@ class Pending:
         self._operation, self._handles = operation, handles
         learns = torch.is_grad_enabled() and not operation.in_place
         self._inputs = inputs if learns and any(tensor.requires_grad for tensor in inputs) else []
-        self._results: list[torch.Tensor] | None = None
-        self._error: Exception | None = None
+        self._results: list[torch.Tensor] | None = None  # once the messages are in
+        self._error: Exception | None = None  # or what went wrong
 
     def __repr__(self) -> str:
         return f"<{self._operation.label}, {'done' if self.done() else 'under way'}>"
@@ -140,7 +140,7 @@ class _Line:
     pending: dict[str, Pending] = field(default_factory=dict)
 
 
-_lines: WeakKeyDictionary[Backend, _Line] = WeakKeyDictionary()
+_lines: WeakKeyDictionary[Backend, _Line] = WeakKeyDictionary()  # by communicator; entries go with it
 
 
 def start(operation: Operation, *, waits: bool = False) -> Pending:
