@@ -243,7 +243,7 @@ class HorovodBackend(Backend):
         return HorovodBackend(self._hvd, process_set, prefix) if self.rank in ranks else None
 
     def _process_set(self, members: list[int]) -> Any:
-        """Collective. Return the process set of these ranks of the world. Horovod refuses to make one that there is already."""
+        """Collective. Return the process set of these ranks of the world, which Horovod refuses to make twice."""
         from horovod.common import process_sets
 
         for number, ranks in process_sets._basics._get_process_set_ids_and_ranks().items():
