@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 
 import pytest
@@ -142,17 +143,13 @@ def test_calls_outside_a_group() -> None:
 # -- what is inside an optimizer ----------------------------------------------------------------------------------
 
 
-def wrapped() -> tuple[torch.nn.Linear, agmerge.DistributedOptimizer]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = torch.nn.Linear(8, 400)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, agmerge.DistributedOptimizer(inner, model.named_parameters(), compression="topk", density=0.01)
-
-
 def test_an_optimizer_can_be_looked_into_before_the_first_step_and_after_it() -> None:
+    original = torch.nn.Linear(8, 400)
+
     def body(rank: int) -> None:
-        model, optimizer = wrapped()
+        model = copy.deepcopy(original)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = agmerge.DistributedOptimizer(inner, model.named_parameters(), compression="topk", density=0.01)
         assert testing.inspect(optimizer) == testing.Inspection(plan=None, residuals={}, measurements=None, lanes={})
         model(torch.ones(1, 8) + rank).sum().backward()
         optimizer.step()
