@@ -1,4 +1,4 @@
-"""The commands: ``python -m agmerge doctor``, ``build-horovod``, ``plan`` and ``advise``."""
+"""Run the commands: ``python -m agmerge doctor``, ``build-horovod``, ``plan`` and ``advise``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from agmerge.errors import AGMergeError
 
 
 def parser() -> argparse.ArgumentParser:
-    """The usage."""
+    """Return the parser of the command line, with the usage of every command."""
     whole = argparse.ArgumentParser(
         prog="python -m agmerge", description="What works here, how to get the rest, and what planners would do."
     )
@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code."""
+    """Run one command and return its exit code. ``arguments``: None: those of the process."""
     chosen = parser().parse_args(arguments)
     if chosen.command == "doctor":
         from agmerge.cli import doctor

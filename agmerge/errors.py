@@ -1,4 +1,4 @@
-"""What can go wrong in a step. Mistakes in arguments are ``ValueError`` or ``TypeError`` instead."""
+"""Define what can go wrong in a step. Mistakes in arguments are ``ValueError`` or ``TypeError`` instead."""
 
 from __future__ import annotations
 
@@ -44,54 +44,74 @@ def and_more(names: Sequence[str]) -> str:
 
 
 class AGMergeError(RuntimeError):
-    """Base of every error that is not a mistake in an argument."""
+    """Be the base of every error that is not a mistake in an argument."""
 
 
 class RankMismatchError(AGMergeError):
-    """Ranks disagree on something that must be the same on all of them. Raised on every rank."""
+    """Report that ranks disagree on something that must be the same on all of them. Raised on every rank."""
 
 
 class NoAnswer(AGMergeError):
-    """A collective did not end, because a rank is missing from it.
+    """Report that a collective did not end, because a rank is missing from it. ``words``: the backend's own."""
 
-    ``call``: its name, such as ``"buffer 3"``. ``step``: committed exchanges so far; None outside of steps.
-    ``waited``: seconds. ``missing``: the ranks that are not known to have come as far; empty if none is known.
-    ``advice``: what to do, where that is known. ``words``: the backend's own.
-    """
+    call: str = ""  # the collective's name, such as "buffer 3"
+    step: int | None = None  # committed exchanges so far; None outside of steps
+    waited: float = 0.0  # seconds
+    missing: tuple[int, ...] = ()  # the ranks that are not known to have come as far; empty if none is known
+    advice: str = ""  # what to do, where that is known
+    words: str = ""  # the backend's own, shortened
 
-    call: str = ""
-    step: int | None = None
-    waited: float = 0.0
-    missing: tuple[int, ...] = ()
-    advice: str = ""
-    words: str = ""
-
-    def __init__(self, text: str = "", words: object = "") -> None:
+    def __init__(self, text: str = "", words: object = "", missing: Sequence[int] = ()) -> None:
         super().__init__(text)
         self.words = shortened(str(words))
+        self.missing = tuple(missing)
+
+    def advise(self, advice: str) -> None:
+        """Have the error say what to do, once it is located."""
+        self.advice = advice
+
+    def locate(
+        self, call: str, step: int | None, waited: float, answers: str = "", missing: Sequence[int] | None = None
+    ) -> None:
+        """Say in which step this rank was and for how long it waited, what others say of it, and what to do.
+
+        ``call``: the collective. ``step``: None: outside of steps. ``waited``: seconds. ``answers``: what the other
+        ranks say, and ``missing``: who of them has not come as far; None: they were not asked.
+        """
+        self.call, self.step, self.waited = call, step, waited
+        if missing is not None:
+            self.missing = tuple(missing)
+        text = str(self)
+        text += "" if step is None else f" (in step {step}, after {waited:.1f} s)"
+        text += f". {answers}".rstrip(".") if answers else ""
+        text += f". {self.advice}" if self.advice else ""
+        self.args = (f"{text} ({self.words})" if self.words else text,)
 
 
 class CollectiveTimeout(NoAnswer):
-    """A collective did not end within its deadline."""
+    """Report that a collective did not end within its deadline."""
 
 
 class PeerLost(NoAnswer):
-    """Another rank has left, so a collective can never end."""
+    """Report that another rank has left, so that a collective can never end."""
 
 
 class MessageError(AGMergeError):
-    """A message that arrived is damaged, or belongs to another step, plan or buffer."""
+    """Report that a message that arrived is damaged, or belongs to another step, plan or buffer."""
 
 
 class NonFiniteError(AGMergeError):
-    """A gradient is infinite or NaN. Raised on every rank; nothing of the step is kept, and the next one works."""
+    """Report that a gradient is infinite or NaN.
+
+    Raised on every rank; nothing of the step is kept, and the next one works.
+    """
 
 
 class DivergenceError(AGMergeError):
-    """Replicas that must be equal to the bit are not."""
+    """Report that replicas that must be equal to the bit are not."""
 
 
 def shortened(words: str) -> str:
-    """The first sentence of a library's error: neither the place in its sources nor what it guesses and recommends."""
+    """Return the first sentence of a library's error: neither its place in the sources nor guesses and advice."""
     words = re.sub(r"\[\S+\.(cc|cpp|h):\d+\] ?", "", words.strip())
     return re.split(r"\.\s|\n", words, maxsplit=1)[0][:300].rstrip(".")

@@ -1,4 +1,4 @@
-"""How contributions are combined, and the names of Horovod's two casts."""
+"""Name how contributions are combined, and Horovod's two casts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class ReduceOp(enum.Enum):
-    """How the contributions of all ranks become one tensor."""
+    """Say how the contributions of all ranks become one tensor."""
 
     AVERAGE = "average"
     SUM = "sum"
@@ -18,7 +18,7 @@ class ReduceOp(enum.Enum):
     ADASUM = "adasum"  # Horovod's, refused wherever it is given
 
     def scale(self, size: int) -> float:
-        """The factor that turns a sum over ``size`` ranks into this reduction."""
+        """Return the factor that turns a sum over ``size`` ranks into this reduction."""
         return 1.0 / size if self is ReduceOp.AVERAGE else 1.0
 
 
@@ -31,14 +31,14 @@ Adasum = ReduceOp.ADASUM
 
 
 class Compression(enum.Enum):
-    """Horovod's spelling of ``compression="none" | "fp16" | "bf16"``."""
+    """Spell ``compression="none" | "fp16" | "bf16"`` as Horovod does."""
 
     none = "none"
     fp16 = "fp16"
     bf16 = "bf16"
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
-        """Cast a floating-point ``tensor`` for the wire, others pass; and what ``decompress`` wants to know."""
+        """Cast a floating-point ``tensor`` for the wire; return it and what ``decompress`` wants to know."""
         dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.value)
         if dtype is None or not tensor.dtype.is_floating_point:
             return tensor, None

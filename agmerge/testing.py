@@ -1,18 +1,22 @@
-"""N ranks in one process: most distributed bugs show here, in milliseconds."""
+"""Run N ranks in one process: most distributed bugs show here, in milliseconds."""
 
 from __future__ import annotations
 
 import random
 import threading
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
+import torch
+
+import merging
 from agmerge.backends.local import Call, Group, LocalBackend
 from agmerge.errors import PeerLost
 from agmerge.runtime import workers
 
-__all__ = ["Call", "calls", "jitter", "run"]
+__all__ = ["Call", "Inspection", "calls", "inspect", "jitter", "run"]
 
 T = TypeVar("T")
 
@@ -24,7 +28,7 @@ def run(
     inject: Callable[[Call], None] | None = None,
     return_errors: bool = False,
 ) -> list[T]:
-    """Call ``fn(rank)`` on ``n`` threads, each a rank of one in-memory group; the results, rank by rank.
+    """Call ``fn(rank)`` on ``n`` threads, each a rank of one in-memory group; return the results, rank by rank.
 
     ``inject(call)`` runs on the rank's thread before each collective that it starts: it may sleep (a slow
     rank), raise (a rank that fails), or change ``call.tensor`` in place (a damaged message). A rank whose
@@ -57,7 +61,7 @@ def run(
 
 
 def jitter(seed: int, longest: float = 1e-3) -> Callable[[Call], None]:
-    """An ``inject`` that lets ranks arrive in random order: each call sleeps up to ``longest`` seconds."""
+    """Return an ``inject`` that lets ranks arrive in random order: each call sleeps up to ``longest`` seconds."""
     source = random.Random(seed)
 
     def inject(call: Call) -> None:
@@ -67,8 +71,37 @@ def jitter(seed: int, longest: float = 1e-3) -> Callable[[Call], None]:
 
 
 def calls() -> list[tuple[str, str, int]]:
-    """What this rank has started so far: (kind, name, bytes) in order. Only inside :func:`run`."""
+    """Return what this rank has started so far: (kind, name, bytes) in order. Only inside :func:`run`."""
     backend = workers.world()
     if not isinstance(backend, LocalBackend):
         raise ValueError("agmerge.testing.calls() works inside agmerge.testing.run() only")
     return list(backend.group.calls[backend.rank])
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Hold what is inside an :class:`agmerge.DistributedOptimizer` on one rank, at one moment."""
+
+    plan: merging.Plan | None  # in use; None before the first step
+    # By name of the parameter, copies in its shape: what this rank has not sent yet. Tensors without one are left out.
+    residuals: Mapping[str, torch.Tensor]
+    measurements: merging.Measurements | None  # what the plan was made from; None: nothing has been measured
+    # By name, in the order in which gradients become ready: how each tensor is treated, with the attributes ``sparse``
+    # (it is selected from), ``density`` (None: the compressor's own), ``dtype`` and ``device``. Empty before the first
+    # step.
+    lanes: Mapping[str, Any]
+
+
+def inspect(optimizer: Any) -> Inspection:
+    """Return the plan, residuals, measurements and lanes of an :class:`agmerge.DistributedOptimizer`; nothing changes.
+
+    Not collective. Residuals are those of the last step that has ended.
+    """
+    reducer, exchange = optimizer._reducer, optimizer._reducer.exchange  # tests that ask here need not know of them
+    buffers = exchange.buffers
+    return Inspection(
+        plan=exchange.plan(),
+        residuals={name: residual.clone() for name, residual in exchange.residuals().items()},
+        measurements=reducer.measured(),
+        lanes={} if buffers is None else {slot.name: slot.lane for slot in buffers.layout.slots},
+    )

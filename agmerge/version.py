@@ -1,4 +1,4 @@
-"""The library's version; ranks with different ones do not train together."""
+"""Name the library's version; ranks with different ones do not train together."""
 
 from __future__ import annotations
 

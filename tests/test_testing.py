@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 
 import pytest
@@ -137,3 +138,31 @@ def test_jitter_is_bounded_and_changes_no_result(monkeypatch: pytest.MonkeyPatch
 def test_calls_outside_a_group() -> None:
     with pytest.raises(AGMergeError, match="has not been initialized"):
         testing.calls()
+
+
+# -- what is inside an optimizer ----------------------------------------------------------------------------------
+
+
+def test_an_optimizer_can_be_looked_into_before_the_first_step_and_after_it() -> None:
+    original = torch.nn.Linear(8, 400)
+
+    def body(rank: int) -> None:
+        model = copy.deepcopy(original)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = agmerge.DistributedOptimizer(inner, model.named_parameters(), compression="topk", density=0.01)
+        assert testing.inspect(optimizer) == testing.Inspection(plan=None, residuals={}, measurements=None, lanes={})
+        model(torch.ones(1, 8) + rank).sum().backward()
+        optimizer.step()
+        found = testing.inspect(optimizer)
+        assert found.plan == optimizer.plan and found.measurements is None
+        assert {name: lane.sparse for name, lane in found.lanes.items()} == {"weight": True, "bias": False}
+        assert list(found.residuals) == ["weight"]
+        saved = optimizer.state_dict()["agmerge"]["residuals"]["weight"]
+        assert torch.equal(found.residuals["weight"], saved) and saved.any()
+        found.residuals["weight"].zero_()  # a copy
+        assert testing.inspect(optimizer).residuals["weight"].any()
+        optimizer.measure()
+        measured = testing.inspect(optimizer).measurements
+        assert measured is not None and measured.dumps() == optimizer.measurements.dumps()
+
+    testing.run(2, body)

@@ -1,4 +1,8 @@
-"""Who moves the bytes: one small file per backend, the same calls in each.
+"""Move the bytes: one small file per backend, the same calls in each.
+
+``base``: those calls. ``registry``: the table of backends, and the choice of one. ``local``, ``torch``, ``mpi`` and
+``horovod`` are the backends. ``timeouts``, ``status`` and ``addresses``: what waiting and connecting need.
+``handshake`` and ``topology``: what ranks agree on and where they run. ``diagnosis`` and ``collective_marks``: checks.
 
 Backend libraries are imported when a backend is opened, never when this package is imported.
 """

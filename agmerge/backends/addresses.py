@@ -1,4 +1,4 @@
-"""An address of this machine at which the other ranks can reach it."""
+"""Find an address of this machine at which the other ranks can reach it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ANYWHERE = "192.0.2.1"  # set aside for documentation (RFC 5737): nothing is sen
 
 
 def network() -> str:
-    """What tells two network stacks apart: ranks that say the same reach each other at 127.0.0.1."""
+    """Return what tells two network stacks apart: ranks that say the same reach each other at 127.0.0.1."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
@@ -35,8 +35,8 @@ def reachable(hosts: Sequence[str], env: Mapping[str, str]) -> str:
 
 def to_master(env: Mapping[str, str]) -> str:
     """Return the address from which this machine talks to the one that the launcher names; empty if it is that one."""
-    found = (towards(env[key]) for key in MASTERS if env.get(key))
-    return next((address for address in found if not only_here(address)), "")
+    own = (towards(env[key]) for key in MASTERS if env.get(key))
+    return next((address for address in own if not only_here(address)), "")
 
 
 def only_here(address: str) -> bool:
@@ -68,6 +68,7 @@ def interface(address: str) -> str:
 
 
 def _candidates(hosts: Sequence[str], env: Mapping[str, str]) -> Iterator[str]:
+    """Yield addresses to listen at, the best guess first: by interfaces, by routes to others, by what there is."""
     for name in (env[key] for key in INTERFACES if env.get(key)):
         yield of_interface(name.split(",")[0])
     for host in [*(env[key] for key in MASTERS if env.get(key)), *hosts, ANYWHERE]:
@@ -77,7 +78,7 @@ def _candidates(hosts: Sequence[str], env: Mapping[str, str]) -> Iterator[str]:
 
 
 def towards(host: str) -> str:
-    """The address from which this machine talks to ``host``; empty if it cannot. Sends nothing."""
+    """Return the address from which this machine talks to ``host``; empty if it cannot. Sends nothing."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -88,7 +89,7 @@ def towards(host: str) -> str:
 
 
 def of_interface(name: str) -> str:
-    """The IPv4 address of a network interface of Linux; empty if it has none."""
+    """Return the IPv4 address of a network interface of Linux; empty if it has none."""
     try:
         import fcntl
 

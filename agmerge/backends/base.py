@@ -1,4 +1,4 @@
-"""The calls that every backend offers.
+"""Define the calls that every backend offers.
 
 All collectives are asynchronous: they return a :class:`Handle` at once, and the tensors handed in must
 stay alive and unchanged until ``wait`` has returned. Every rank of a backend makes the same calls in
@@ -36,17 +36,20 @@ def matched(name: str) -> str:
 
 
 class Handle(ABC):
-    """The collective ``name`` under way, among ``ranks`` of the world (empty: all)."""
+    """Follow one collective that is under way.
+
+    ``name``: the collective's, for errors. ``ranks``: of the world, those that take part; empty: all.
+    """
 
     def __init__(self, name: str, ranks: Sequence[int] = ()) -> None:
         self._name, self._ranks = name, ranks
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether ``wait`` would return at once."""
+        """Tell whether ``wait`` would return at once."""
 
     def wait(self, timeout: float) -> None:
-        """Return when the result is in place.
+        """Return when the result is in place. Needs no call on other ranks.
 
         ``timeout`` is in seconds. Raises :class:`agmerge.CollectiveTimeout` when it has passed and
         :class:`agmerge.PeerLost` when another rank is known to have left. Both say what is known of the others.
@@ -56,37 +59,37 @@ class Handle(ABC):
 
     @abstractmethod
     def _wait(self, timeout: float) -> None:
-        """As ``wait``, with errors that say what this backend knows."""
+        """Do what ``wait`` does, with errors that say what this backend knows."""
 
 
 class Backend(ABC):
-    """One communicator: ``size`` ranks that call the same collectives in the same order."""
+    """Let ``size`` ranks call the same collectives in the same order: one communicator."""
 
-    name: str
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
+    name: str  # of the backend, such as "torch"
+    rank: int  # this one's number here, 0 to size - 1
+    size: int  # ranks that take part
+    local_rank: int  # this one's number among the workers on its machine
+    local_size: int  # workers on its machine
 
     @property
     def stale(self) -> bool:
-        """Whether the group has been made anew behind our back, as an elastic Horovod does."""
+        """Tell whether the group has been made anew behind our back, as an elastic Horovod does."""
         return False
 
     def renewed(self) -> Backend:
-        """The communicator of all workers as they are now. Not collective."""
+        """Return the communicator of all workers as they are now. Not collective."""
         return self
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Handle:
-        """Combine ``tensor`` (any shape, contiguous) over all ranks, in place.
+        """Collective. Combine ``tensor`` (any shape, contiguous) over all ranks, in place.
 
         ``op``: ``"sum"``, or ``"min"``, ``"max"`` and ``"product"`` of tensors that are not complex.
         """
 
     @abstractmethod
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
-        """Fill ``out`` (1-D, ``size * n``) with every rank's ``tensor`` (1-D, ``n``), rank by rank."""
+        """Collective. Fill ``out`` (1-D, ``size * n``) with every rank's ``tensor`` (1-D, ``n``), rank by rank."""
 
     @abstractmethod
     def all_to_all(
@@ -97,30 +100,38 @@ class Backend(ABC):
         splits: Sequence[int],
         name: str,
     ) -> Handle:
-        """Send piece r of ``tensor`` (1-D) to rank r; the piece from rank r becomes piece r of ``out``.
+        """Collective. Send piece r of ``tensor`` to rank r; the piece from rank r becomes piece r of ``out``.
 
-        ``splits[r]`` and ``out_splits[r]`` are lengths in elements; they may differ between ranks.
+        Both are 1-D. ``splits[r]`` and ``out_splits[r]`` are lengths in elements; they may differ between ranks. What a
+        rank sends to another is what that one expects from it.
         """
 
     @abstractmethod
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
-        """Sum ``tensor`` (1-D, ``size * n``) over all ranks; rank r gets piece r in ``out`` (1-D, ``n``)."""
+        """Collective. Sum ``tensor`` (1-D, ``size * n``) over all ranks; rank r gets piece r in ``out`` (1-D)."""
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Handle:
-        """Overwrite ``tensor`` (contiguous) with the one of rank ``root``, in place."""
+        """Collective. Overwrite ``tensor`` (contiguous) with the one of rank ``root``, in place."""
 
     @abstractmethod
     def barrier(self, name: str) -> Handle:
-        """Wait for all ranks."""
+        """Collective. Wait for all ranks: the handle is done when every rank has made this call."""
 
     @abstractmethod
     def duplicate(self, label: str, timeout: float) -> Backend:
-        """A communicator of its own over the same ranks; collective. ``timeout``: seconds, for each call."""
+        """Collective. Return a communicator of its own over the same ranks.
+
+        ``label``: for errors. ``timeout``: seconds, for each call that making it needs.
+        """
 
     @abstractmethod
     def subgroup(self, ranks: Sequence[int], label: str, timeout: float) -> Backend | None:
-        """A communicator over ``ranks`` (None on the others); collective over all ranks of this one."""
+        """Collective. Return a communicator over ``ranks``, numbered in the order given; None on the other ranks.
+
+        All ranks of this one make the call, with the same ``ranks``, which are its own numbers. ``label``: for errors.
+        ``timeout``: seconds, for each call that making it needs.
+        """
 
     def over(self, process_set: Any) -> Backend | None:
         """Return a communicator over one of Horovod's process sets; None on ranks outside of it. Not collective.

@@ -1,4 +1,4 @@
-"""Agreement before a collective whose shape depends on it (guarantee G1).
+"""Agree before a collective whose shape depends on it (guarantee G1).
 
 Every rank says what it believes, as a list of named facts. Digests of equal size travel first, so that
 ranks which disagree still make the same calls; only then do the texts, and every rank finds the same first
@@ -17,16 +17,16 @@ import torch
 from agmerge.backends import Backend
 from agmerge.errors import RankMismatchError
 
-Fact = tuple[str, str]
-_NOTHING = ("", "nothing")  # what a rank says whose list is shorter
+Fact = tuple[str, str]  # (name, value)
+_NOTHING = ("", "nothing")  # what a rank states whose list is shorter
 
 
-def agree(
+def require_agreement(
     comm: Backend, facts: Sequence[Fact], *, what: str, advice: str, timeout: float, name: str | None = None
 ) -> None:
-    """Raise :class:`agmerge.RankMismatchError` on every rank unless all ranks state the same ``facts``.
+    """Collective. Raise :class:`agmerge.RankMismatchError` on every rank unless all ranks state the same ``facts``.
 
-    Collective: one all-gather of 16 bytes a rank, two more on a mismatch. ``facts`` are (name, value) in a
+    One all-gather of 16 bytes a rank, two more on a mismatch. ``facts`` are (name, value) in a
     fixed order; ``what`` names the occasion, ``advice`` says what to do. ``timeout`` in seconds. ``name``: of
     the collectives, where ``what`` does not tell enough.
     """
@@ -36,56 +36,62 @@ def agree(
     digests = gather_bytes(comm, digest, f"{name}/digest", timeout)
     if len(set(digests)) == 1:
         return
-    said = [json.loads(one) for one in gather_texts(comm, text, name, timeout)]
-    raise RankMismatchError(f"{what}: {first_difference(said)}. {advice}")
+    stated = [json.loads(facts_of_rank) for facts_of_rank in gather_texts(comm, text, name, timeout)]
+    raise RankMismatchError(f"{what}: {first_difference(stated)}. {advice}")
 
 
-def first_difference(said: Sequence[Sequence[Sequence[str]]]) -> str:
-    """The first fact on which ranks differ, with each value and the ranks that hold it."""
-    length = max(len(facts) for facts in said)
+def first_difference(facts_of_ranks: Sequence[Sequence[Sequence[str]]]) -> str:
+    """Return a sentence about the first fact on which ranks differ, with each value and the ranks that hold it.
+
+    ``facts_of_ranks``: by rank, a list of (name, value).
+    """
+    length = max(len(facts) for facts in facts_of_ranks)
     for index in range(length):
-        here = [tuple(facts[index]) if index < len(facts) else _NOTHING for facts in said]
-        if len(set(here)) == 1:
+        stated = [tuple(facts[index]) if index < len(facts) else _NOTHING for facts in facts_of_ranks]
+        if len(set(stated)) == 1:
             continue
-        names = {name for name, _ in here} - {""}
-        one_name = len(names) == 1
-        shown = [value if one_name else f"{name} {value}".strip() for name, value in here]
-        title = names.pop() if one_name else f"entry {index}"
+        names = {name for name, _ in stated} - {""}
+        same_name = len(names) == 1
+        shown = [value if same_name else f"{name} {value}".strip() for name, value in stated]
+        title = names.pop() if same_name else f"entry {index}"
         parts = [f"{value} on {ranks_of(shown, value)}" for value in dict.fromkeys(shown)]
         return f"ranks disagree on {title}: " + "; ".join(parts)
     return "ranks disagree"
 
 
 def ranks_of(values: Sequence[object], value: object) -> str:
-    """``"rank 0"`` or ``"ranks 1, 2"``: where ``values`` holds ``value``."""
-    ranks = [str(rank) for rank, one in enumerate(values) if one == value]
+    """Return ``"rank 0"`` or ``"ranks 1, 2"``: the places at which ``values`` holds ``value``."""
+    ranks = [str(rank) for rank, other in enumerate(values) if other == value]
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}"
 
 
 def gather_bytes(comm: Backend, data: bytes, name: str, timeout: float) -> list[bytes]:
-    """Every rank's ``data``, which has the same length on all of them."""
+    """Collective. Return every rank's ``data``, which has the same length on all of them. ``timeout``: seconds."""
     if not data:
         return [b""] * comm.size
-    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     out = torch.empty(comm.size * len(data), dtype=torch.uint8)
-    comm.all_gather(out, mine, name).wait(timeout)
+    comm.all_gather(out, own, name).wait(timeout)
     whole = out.numpy().tobytes()
     return [whole[start : start + len(data)] for start in range(0, len(whole), len(data))]
 
 
 def gather_texts(comm: Backend, data: bytes, name: str, timeout: float) -> list[bytes]:
-    """Every rank's ``data``, of any length."""
+    """Collective. Return every rank's ``data``, of any length. ``timeout``: seconds, for each of the two messages."""
     lengths = [
-        int(np.frombuffer(one, dtype=np.int64)[0])
-        for one in gather_bytes(comm, np.int64(len(data)).tobytes(), f"{name}/length", timeout)
+        int(np.frombuffer(text, dtype=np.int64)[0])
+        for text in gather_bytes(comm, np.int64(len(data)).tobytes(), f"{name}/length", timeout)
     ]
     longest = max(lengths)
     padded = gather_bytes(comm, data.ljust(longest, b"\0"), f"{name}/text", timeout)
-    return [one[:length] for one, length in zip(padded, lengths, strict=True)]
+    return [text[:length] for text, length in zip(padded, lengths, strict=True)]
 
 
 def broadcast_bytes(comm: Backend, data: bytes, root: int, name: str, timeout: float) -> bytes:
-    """Rank ``root``'s ``data``; what the other ranks hand in is ignored."""
+    """Collective. Return rank ``root``'s ``data``; what the other ranks hand in is ignored.
+
+    ``timeout``: seconds, for each of the two messages.
+    """
     length = torch.tensor([len(data)], dtype=torch.int64)
     comm.broadcast(length, root, f"{name}/length").wait(timeout)
     size = int(length)

@@ -1,4 +1,4 @@
-"""Horovod: NCCL for tensors on a GPU (not tested on one yet), MPI or Gloo for tensors on the CPU.
+"""Move bytes by Horovod: NCCL for tensors on a GPU (not tested on one yet), MPI or Gloo for those on the CPU.
 
 Horovod matches calls by name, so every communicator puts its own prefix in front of stable names.
 """
@@ -94,13 +94,14 @@ def diagnose(probe: ProbeResult, python: str, mpirun: str) -> Row:
 
 
 def _init(hvd: Any) -> None:
+    """Initialise Horovod, with our errors."""
     with _translated("init()"):
         hvd.init()
 
 
 @contextmanager
 def _translated(name: str) -> Iterator[None]:
-    """Horovod's errors as ours, also those of the calls that only hand a tensor in."""
+    """Turn Horovod's errors into ours, also those of the calls that only hand a tensor in."""
     try:
         yield
     except RuntimeError as error:
@@ -114,12 +115,16 @@ def _translated(name: str) -> Iterator[None]:
 
 
 class HorovodHandle(Handle):
-    """A handle of Horovod's. ``place`` puts the result where it belongs, once."""
+    """Follow a call of Horovod's.
+
+    ``hvd``: the module ``horovod.torch``. ``handle``: Horovod's number for the call. ``place``: puts what Horovod
+    returns where it belongs; called once, when the call is waited for.
+    """
 
     def __init__(self, hvd: Any, handle: int, name: str, ranks: Sequence[int], place: Callable[[Any], object]) -> None:
         super().__init__(name, ranks)
         self._hvd, self._handle, self._place = hvd, handle, place
-        self._waited = False
+        self._waited = False  # the result is in place: Horovod forgets its handle then
         self._views = _views(hvd, handle)
 
     def done(self) -> bool:
@@ -141,7 +146,11 @@ class HorovodHandle(Handle):
 
 
 class HorovodBackend(Backend):
-    """The ranks of one process set (None: all), under one prefix."""
+    """Call collectives over the ranks of one process set, under one prefix.
+
+    ``hvd``: the module ``horovod.torch``. ``process_set``: Horovod's object; None: all ranks. ``prefix``: of the names
+    of all calls. ``owned``: Horovod was initialised here, so it is shut down here.
+    """
 
     name = "horovod"
 
@@ -150,8 +159,8 @@ class HorovodBackend(Backend):
         self._ranks = list(process_set.ranks) if process_set is not None else list(range(hvd.size()))
         self.rank, self.size = self._ranks.index(hvd.rank()), len(self._ranks)
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
-        self._children = 0
-        self._of_sets: dict[int, int] = {}
+        self._children = 0  # communicators made of this one, for their prefixes
+        self._of_sets: dict[int, int] = {}  # by the number of a process set: communicators made over it
 
     @property
     def stale(self) -> bool:
@@ -175,12 +184,14 @@ class HorovodBackend(Backend):
         return HorovodBackend(self._hvd, process_set, f"{self._prefix}.set{process_set.process_set_id}.{number}")
 
     def _options(self, name: str) -> dict[str, Any]:
+        """Return the arguments that every call of Horovod's gets from us: its name and its process set."""
         options: dict[str, Any] = {"name": f"{self._prefix}/{matched(name)}"}
         return options if self._set is None else {**options, "process_set": self._set}
 
     def _start(
         self, name: str, place: Callable[[Any], object], call: Callable[..., int], *given: Any, **how: Any
     ) -> Handle:
+        """Have ``call``, a function of Horovod's, begin with ``given`` and ``how``. ``place``: see the handle."""
         with status.launching(name, self._ranks), _translated(name):
             handle = call(*given, **how, **self._options(name))
         return HorovodHandle(self._hvd, handle, name, self._ranks, place)
@@ -232,7 +243,7 @@ class HorovodBackend(Backend):
         return HorovodBackend(self._hvd, process_set, prefix) if self.rank in ranks else None
 
     def _process_set(self, members: list[int]) -> Any:
-        """The process set of these ranks of the world. Horovod refuses to make one that there is already."""
+        """Collective. Return the process set of these ranks of the world, which Horovod refuses to make twice."""
         from horovod.common import process_sets
 
         for number, ranks in process_sets._basics._get_process_set_ids_and_ranks().items():
@@ -248,27 +259,29 @@ class HorovodBackend(Backend):
 
     def _child(self) -> str:
         # Stable and short: the cache of responses goes by name.
+        """Return a prefix for a new communicator: stable and short, since Horovod caches responses by name."""
         self._children += 1
         return f"{self._prefix}.{self._children}"
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor: any dtype travels, also those that Horovod does not know."""
+    """Return the bytes of a contiguous tensor, 1-D: any dtype travels, also those that Horovod does not know."""
     return tensor.view(-1).view(torch.uint8).detach()
 
 
 def _views(hvd: Any, handle: int) -> list[torch.Tensor]:
-    """Views of the tensors of a call: while they live, no thread of Horovod's lets go of the last reference in C++.
+    """Return views of the tensors of a call, so that no thread of Horovod's lets go of the last reference in C++.
 
-    Else it needs Python's lock for that. When Horovod shuts down because another rank has left, it lets go of all
+    Else it would need Python's lock for that. When Horovod shuts down because another rank has left, it lets go of all
     tensors under a lock that the start of a call waits for, with Python's in its hands: both then wait for ever. (A
     view refers to its base; what is handed to Horovod is therefore no view itself. These views are of nothing: the
     call has begun, and a thread of Horovod's may be setting the shape of its output at this very moment.)
     """
-    known = getattr(hvd.mpi_ops, "_handle_map", {}).get(handle, ())
-    tensors = [tensor for one in known for tensor in (one if isinstance(one, tuple) else (one,))]
+    handed = getattr(hvd.mpi_ops, "_handle_map", {}).get(handle, ())
+    tensors = [tensor for item in handed for tensor in (item if isinstance(item, tuple) else (item,))]
     return [tensor.as_strided((0,), (1,), 0) for tensor in tensors if isinstance(tensor, torch.Tensor)]
 
 
 def _first(result: Any) -> Any:
+    """Return the result of an all-to-all without the lengths that newer versions of Horovod give with it."""
     return result[0] if isinstance(result, tuple) else result

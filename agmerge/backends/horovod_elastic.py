@@ -1,4 +1,4 @@
-"""Where Horovod's elastic training meets ours."""
+"""Connect Horovod's elastic training with ours."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ def register(kind: type[Any], handler: type[Any]) -> None:
     from horovod.torch.elastic import state
 
     registry = state.get_handler_registry()
-    if not any(one is kind for one, _ in registry):
+    if not any(known is kind for known, _ in registry):
         state.set_handler_registry([(kind, handler), *registry])
 
 
 def lost(text: str, words: str) -> PeerLost:
-    """A :class:`agmerge.PeerLost` that ``hvd.elastic.run`` knows too: it restores, and goes on with who is left."""
+    """Return a :class:`agmerge.PeerLost` that ``hvd.elastic.run`` knows too: it restores, and goes on with who is left.
+
+    ``text``: ours. ``words``: Horovod's own.
+    """
     from horovod.common.exceptions import HorovodInternalError
 
     kind = type("PeerLost", (PeerLost, HorovodInternalError), {"__module__": PeerLost.__module__})

@@ -1,4 +1,4 @@
-"""The in-memory group: ranks are threads of one process. Alone, a group of one.
+"""Let the ranks of a group be threads of one process. Alone, a group of one.
 
 It is also the strictest backend: it checks that all ranks make the same call, keeps no copy of what it is
 handed until the last rank has arrived (so that a buffer that is touched too early shows), adds in rank
@@ -18,7 +18,7 @@ import torch
 from agmerge.backends import collective_marks
 from agmerge.backends.base import OPERATIONS, Backend, Handle, Listen, matched
 from agmerge.backends.diagnosis import ProbeResult, Row
-from agmerge.errors import AGMergeError, CollectiveTimeout, NoAnswer, PeerLost, RankMismatchError
+from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost, RankMismatchError
 from agmerge.version import __version__
 
 SIZES: tuple[str, ...] = ()
@@ -29,50 +29,54 @@ CHECKS_MARKS = False  # whether groups check that what starts a collective says 
 
 @dataclass(frozen=True)
 class Call:
-    """One collective as one rank starts it. ``index`` counts this rank's calls in the whole group."""
+    """Describe one collective as one rank starts it, for ``inject``."""
 
-    rank: int
-    kind: str
-    name: str
-    index: int
-    tensor: torch.Tensor
+    rank: int  # of the rank in the group
+    kind: str  # "all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast" or "barrier"
+    name: str  # as the caller gave it
+    index: int  # counts this rank's calls in the whole group, from 0
+    tensor: torch.Tensor  # what is handed in; may be changed in place
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank contributes: a tensor, and for an all-to-all its pieces and those that it expects."""
+    """Hold what one rank contributes to a collective."""
 
     tensor: torch.Tensor
-    splits: tuple[int, ...] = ()
-    expected: tuple[int, ...] = ()
+    splits: tuple[int, ...] = ()  # of an all-to-all: elements for each rank
+    expected: tuple[int, ...] = ()  # of an all-to-all: elements from each rank
 
 
 @dataclass
 class _Op:
-    """A collective that ranks are joining; the last one to arrive computes the result for all."""
+    """Hold a collective that ranks are joining; the last one to arrive computes the result for all."""
 
-    inputs: dict[int, Part] = field(default_factory=dict)
-    described: dict[int, str] = field(default_factory=dict)
-    result: list[Part] = field(default_factory=list)
-    error: AGMergeError | None = None
-    complete: bool = False
+    inputs: dict[int, Part] = field(default_factory=dict)  # by the rank that has joined
+    described: dict[int, str] = field(default_factory=dict)  # by rank: what must be the same on all, as text
+    result: list[Part] = field(default_factory=list)  # once complete: what every rank takes its own from
+    error: AGMergeError | None = None  # once complete: what every rank raises
+    complete: bool = False  # the last rank has joined
 
 
 class Group:
-    """What the ranks of one in-memory group share."""
+    """Hold what the ranks of one in-memory group share.
+
+    ``inject(call)``: runs on the rank's thread before each collective that it starts. ``checks_marks``: refuse what
+    starts a collective and does not say so (:mod:`agmerge.backends.collective_marks`); None: as ``CHECKS_MARKS`` says.
+    """
 
     def __init__(
         self, size: int, inject: Callable[[Call], None] | None = None, checks_marks: bool | None = None
     ) -> None:
         self.size, self.inject = size, inject
         self.checks_marks = CHECKS_MARKS if checks_marks is None else checks_marks
-        self.changed = threading.Condition()
-        self.ops: dict[tuple[str, int], _Op] = {}
-        self.left: dict[int, str] = {}
-        self.calls: list[list[tuple[str, str, int]]] = [[] for _ in range(size)]
+        self.changed = threading.Condition()  # held to touch what follows; notified when a rank comes or goes
+        self.ops: dict[tuple[str, int], _Op] = {}  # incomplete ones, by communicator and number of the call on it
+        self.left: dict[int, str] = {}  # ranks that take part in nothing any more, and why
+        self.calls: list[list[tuple[str, str, int]]] = [[] for _ in range(size)]  # by rank: kind, name, bytes
 
     def leave(self, rank: int, why: str) -> None:
-        """Rank ``rank`` takes part in nothing any more: whoever waits for it is told."""
+        """Record that ``rank`` takes part in nothing any more (``why``: in words); those that wait for it are told."""
         with self.changed:
             self.left[rank] = why
             self.changed.notify_all()
@@ -82,7 +86,7 @@ Combine = Callable[[list[Part]], list[Part]]
 
 
 def _reduced(op: str) -> Combine:
-    """All tensors as one, in the order of the ranks."""
+    """Return a function that makes all tensors one, in the order of the ranks. ``op``: of ``OPERATIONS``."""
     combine = OPERATIONS[op]
 
     def reduce(parts: list[Part]) -> list[Part]:
@@ -96,10 +100,12 @@ def _reduced(op: str) -> Combine:
 
 def _all(parts: list[Part]) -> list[Part]:
     # Copies: once the last rank has arrived, every rank may change what it handed in.
+    """Return copies: once the last rank has arrived, every rank may change what it handed in."""
     return [Part(part.tensor.clone(), part.splits) for part in parts]
 
 
 def _pieces(parts: list[Part]) -> list[Part]:
+    """Return what an all-to-all delivers, or raise if a rank is sent other lengths than it expects."""
     for rank, part in enumerate(parts):
         sent = tuple(other.splits[rank] for other in parts)
         if sent != part.expected:
@@ -110,7 +116,7 @@ def _pieces(parts: list[Part]) -> list[Part]:
 
 
 class LocalHandle(Handle):
-    """Waits for the last rank to arrive, then puts the result in place."""
+    """Wait for the last rank to arrive, then put the result in place."""
 
     def __init__(self, backend: LocalBackend, op: _Op, name: str, deliver: Callable[[_Op], None]) -> None:
         super().__init__(name, backend.ranks)
@@ -127,10 +133,10 @@ class LocalHandle(Handle):
                 missing = [rank for rank in self._backend.ranks if rank not in self._op.inputs]
                 late = f"{self._name}: no answer from ranks {missing} within {timeout:g} s"
                 gone = [f"rank {rank} {group.left[rank]}" for rank in missing if rank in group.left]
-                error: NoAnswer = PeerLost(f"{self._name}: {'; '.join(gone)}") if gone else CollectiveTimeout(late)
-                error.missing = tuple(missing)
-                if gone or not group.changed.wait(max(0.0, deadline - time.monotonic())) and not self._op.complete:
-                    raise error
+                if gone:
+                    raise PeerLost(f"{self._name}: {'; '.join(gone)}", missing=missing)
+                if not group.changed.wait(max(0.0, deadline - time.monotonic())) and not self._op.complete:
+                    raise CollectiveTimeout(late, missing=missing)
         if self._op.error is not None:
             # Each rank raises one of its own: a traceback belongs to one thread.
             raise type(self._op.error)(*self._op.error.args)
@@ -140,7 +146,10 @@ class LocalHandle(Handle):
 
 
 class LocalBackend(Backend):
-    """One rank's end of a communicator over ``ranks`` of an in-memory group."""
+    """Be one rank's end of a communicator over ``ranks`` of an in-memory group.
+
+    ``world_rank``: this rank's number in the group. ``channel``: tells the communicators of a group apart.
+    """
 
     name = "local"
 
@@ -148,11 +157,19 @@ class LocalBackend(Backend):
         self.group, self.ranks, self._world_rank, self._channel = group, list(ranks), world_rank, channel
         self.rank, self.size = self.ranks.index(world_rank), len(self.ranks)
         self.local_rank, self.local_size = world_rank, group.size
-        self._calls, self._children, self._closed = 0, 0, False
+        self._calls = 0  # started on this communicator: the same number on every rank
+        self._children = 0  # communicators made of this one, for their channels
+        self._closed = False
 
     def _start(
         self, kind: str, name: str, part: Part, combine: Combine, deliver: Callable[[_Op], None], fixed: str
     ) -> Handle:
+        """Join a collective; the last rank to join computes its result.
+
+        ``kind`` and ``name``: of the collective. ``part``: what this rank gives. ``combine``: makes the result of the
+        parts of all ranks. ``deliver``: puts it where this rank wants it. ``fixed``: what else must be the same on all
+        ranks, as text.
+        """
         group, tensor, log = self.group, part.tensor, self.group.calls[self._world_rank]
         if self._closed:
             raise AGMergeError(f"{name}: this communicator was closed")
@@ -176,10 +193,11 @@ class LocalBackend(Backend):
         return LocalHandle(self, op, name, deliver)
 
     def _complete(self, op: _Op, combine: Combine) -> None:
+        """Compute the result, or the error that every rank gets."""
         try:
             if len(set(op.described.values())) > 1:
-                said = "; ".join(f"rank {rank}: {op.described[rank]}" for rank in self.ranks)
-                op.error = RankMismatchError(f"ranks made different calls: {said}")
+                calls = "; ".join(f"rank {rank}: {op.described[rank]}" for rank in self.ranks)
+                op.error = RankMismatchError(f"ranks made different calls: {calls}")
             else:
                 op.result = combine([op.inputs[rank] for rank in self.ranks])
         except Exception as error:
@@ -258,11 +276,13 @@ class LocalBackend(Backend):
         return LocalBackend(self.group, [self.ranks[rank] for rank in ranks], self._world_rank, channel)
 
     def close(self) -> None:
-        """Nothing is held, but nothing is sent any more."""
+        """Refuse calls from now on; nothing is held that could be released."""
         self._closed = True
 
 
 def _into(out: torch.Tensor) -> Callable[[_Op], None]:
+    """Return a function that copies the one result into ``out``."""
+
     def deliver(op: _Op) -> None:
         out.copy_(op.result[0].tensor)
 
@@ -270,12 +290,16 @@ def _into(out: torch.Tensor) -> Callable[[_Op], None]:
 
 
 def _check_out(name: str, out: torch.Tensor, length: int, dtype: torch.dtype) -> None:
-    """What other backends need of an output; here torch would quietly resize or convert it."""
+    """Raise ``ValueError`` unless ``out`` is what other backends need.
+
+    Here torch would quietly resize or convert it.
+    """
     if out.numel() != length or out.dtype != dtype or not out.is_contiguous():
         raise ValueError(f"{name}: the output must be {length} contiguous elements of {dtype}, not {_shape(out)}")
 
 
 def _shape(tensor: torch.Tensor) -> str:
+    """Return dtype and shape as text."""
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 

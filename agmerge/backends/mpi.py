@@ -1,4 +1,4 @@
-"""MPI through mpi4py, for tensors on the CPU.
+"""Move bytes by MPI through mpi4py, for tensors on the CPU.
 
 One thread makes every MPI call and keeps testing what is under way: without it a collective advances only
 while somebody waits for it, and nothing overlaps with the backward pass.
@@ -100,7 +100,7 @@ def diagnose(probe: ProbeResult, python: str, mpirun: str) -> Row:
 
 
 def _abort_on_error(MPI: Any) -> None:
-    """An uncaught exception ends the job: else this rank waits in MPI_Finalize for ranks that wait for it."""
+    """Let an uncaught exception end the job: else this rank waits in MPI_Finalize for ranks that wait for it."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -114,16 +114,16 @@ def _abort_on_error(MPI: Any) -> None:
 
 
 class Call:
-    """One call of MPI, from the moment it is handed to the thread that makes it."""
+    """Follow one call of MPI from the moment it is handed to the thread that makes it. ``make``: begins it."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
-        self._request: Any = None
-        self.error: Exception | None = None
+        self._request: Any = None  # of MPI, once the call has begun; None: it has not, or needs none
+        self.error: Exception | None = None  # what MPI raised, once it has ended
         self.ended = threading.Event()
 
     def running(self) -> bool:
-        """Begin, or go on; False when it has ended. On the thread only."""
+        """Begin, or go on; return False when it has ended. On the thread only."""
         try:
             if self._request is None:
                 self._request = self._make()
@@ -136,11 +136,11 @@ class Call:
 
 
 class Progress:
-    """The thread that talks to MPI. Calls are made in the order in which they were handed in."""
+    """Talk to MPI on a thread of its own. Calls are made in the order in which they were handed in."""
 
     def __init__(self) -> None:
-        self._calls: deque[Call] = deque()
-        self._wake = threading.Event()
+        self._calls: deque[Call] = deque()  # handed in, not begun
+        self._wake = threading.Event()  # set when a call is handed in, or the end has come
         self._end = False
         self._thread = threading.Thread(target=self._run, name="agmerge mpi", daemon=True)
         self._thread.start()
@@ -154,10 +154,13 @@ class Progress:
         return call
 
     def call(self, make: Callable[[], Any], timeout: float, what: str) -> Any:
-        """The result of ``make()``, which may block: :class:`agmerge.CollectiveTimeout` after ``timeout`` s."""
-        found: list[Any] = []
-        MpiHandle(self.start(lambda: found.append(make())), what, ()).wait(timeout)
-        return found[0]
+        """Return the result of ``make()``, which may block.
+
+        Raises :class:`agmerge.CollectiveTimeout` after ``timeout`` seconds. ``what``: the name of the call, for errors.
+        """
+        results: list[Any] = []
+        MpiHandle(self.start(lambda: results.append(make())), what, ()).wait(timeout)
+        return results[0]
 
     def end(self) -> None:
         """Stop the thread; calls that are under way stay unfinished."""
@@ -167,6 +170,7 @@ class Progress:
 
     def _run(self) -> None:
         # Not queue.SimpleQueue.get(timeout): with time-outs as short as these CPython 3.11's can wait for ever.
+        """Make calls and test those that are under way, until the end of the process."""
         under_way: list[Call] = []
         while not self._end:
             if under_way and not self._calls:
@@ -180,7 +184,7 @@ class Progress:
 
 
 class MpiHandle(Handle):
-    """A call under way. Keeps its tensors alive through ``make``."""
+    """Follow a call under way. Keeps its tensors alive through ``make``."""
 
     def __init__(self, call: Call, name: str, ranks: Sequence[int]) -> None:
         super().__init__(name, ranks)
@@ -197,7 +201,11 @@ class MpiHandle(Handle):
 
 
 class MpiBackend(Backend):
-    """One MPI communicator."""
+    """Call collectives of one MPI communicator, ``comm``.
+
+    ``MPI``: the module ``mpi4py.MPI``. ``progress``: the thread that talks to it. ``ranks``: those of ``comm``, by
+    their numbers in the world.
+    """
 
     name = "mpi"
 
@@ -209,6 +217,7 @@ class MpiBackend(Backend):
         self.local_rank, self.local_size = local_rank, local_size
 
     def _start(self, name: str, make: Callable[[], Any]) -> Handle:
+        """Have ``make()`` begin the collective ``name``."""
         return MpiHandle(self._progress.start(make), name, self._ranks)
 
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Handle:
@@ -216,8 +225,8 @@ class MpiBackend(Backend):
         return self._start(name, lambda: self._comm.Iallreduce(self._mpi.IN_PLACE, numbers, kind))
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
-        mine, all_ = self._bytes(tensor, name), self._bytes(out, name)
-        return self._start(name, lambda: self._comm.Iallgather(mine, all_))
+        send, receive = self._bytes(tensor, name), self._bytes(out, name)
+        return self._start(name, lambda: self._comm.Iallgather(send, receive))
 
     def all_to_all(
         self,
@@ -260,14 +269,14 @@ class MpiBackend(Backend):
         return MpiBackend(self._mpi, self._progress, comm, of_world, self.local_rank, self.local_size)
 
     def close(self) -> None:
-        """Nothing: freeing a communicator is collective, and MPI_Finalize frees them all."""
+        """Do nothing: freeing a communicator is collective, and MPI_Finalize frees them all."""
 
     def _bytes(self, tensor: torch.Tensor, name: str) -> list[Any]:
-        """``tensor`` as bytes, for calls that only move it."""
+        """Return ``tensor`` as bytes, for calls that only move it."""
         return [_flat(tensor, name).view(torch.uint8).numpy(), self._mpi.BYTE]
 
     def _numbers(self, tensor: torch.Tensor, name: str, op: str = "sum") -> tuple[Any, Any]:
-        """``tensor`` as numbers, and the operation that combines them."""
+        """Return ``tensor`` as numbers, and the operation of MPI's that combines them. ``name``: for errors."""
         flat = _flat(torch.view_as_real(tensor) if tensor.is_complex() else tensor, name)
         if flat.dtype in (torch.float16, torch.bfloat16):
             kind, combine = _sixteen_bits(self._mpi, flat.dtype, op)
@@ -287,6 +296,7 @@ def _sixteen_bits(MPI: Any, dtype: torch.dtype, op: str) -> tuple[Any, Any]:
 
 
 def _flat(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """Return a tensor of the CPU in one dimension, or raise :class:`agmerge.AGMergeError` if MPI cannot take it."""
     if tensor.device.type != "cpu":
         raise AGMergeError(
             f"{name}: the mpi backend moves tensors on the CPU, this one is on {tensor.device}; launch with "

@@ -1,4 +1,4 @@
-"""Tasks that ``srun`` has started without another launcher: what Slurm's variables say of them, in torchrun's words.
+"""Read what Slurm's variables say of tasks that ``srun`` has started without another launcher, in torchrun's words.
 
 Only those of the step count (``SLURM_STEP_...``): a plain process in the shell of ``salloc`` or ``sbatch`` is alone,
 whatever the job has.
@@ -26,7 +26,7 @@ def launched(env: Mapping[str, str]) -> bool:
 
 
 def tasks(env: Mapping[str, str]) -> int:
-    """How many tasks the step has that this process is in; 1 outside of steps."""
+    """Return how many tasks the step has that this process is in; 1 outside of steps."""
     text = env.get(SIZE) or "1"
     return int(text) if text.isdigit() else 1
 
@@ -39,7 +39,7 @@ def variables(env: Mapping[str, str]) -> dict[str, str]:
     """
     try:
         counts = list(_counts(env["SLURM_STEP_TASKS_PER_NODE"]))
-        found = {
+        torchruns = {
             "RANK": str(int(env["SLURM_PROCID"])),
             "WORLD_SIZE": str(tasks(env)),
             "LOCAL_RANK": str(int(env["SLURM_LOCALID"])),
@@ -52,15 +52,18 @@ def variables(env: Mapping[str, str]) -> dict[str, str]:
             f"({type(error).__name__}: {error}); {INSTEAD}"
         ) from error
     step = f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}".encode()
-    return {**found, "MASTER_PORT": env.get("MASTER_PORT") or str(FIRST + zlib.crc32(step) % PORTS)}
+    return {**torchruns, "MASTER_PORT": env.get("MASTER_PORT") or str(FIRST + zlib.crc32(step) % PORTS)}
 
 
 def hosts(listed: str) -> list[str]:
-    """The names that a list of Slurm's stands for: ``"a[1-2,07],b"`` is a1, a2, a07, b. ``ValueError`` for others."""
-    found = [name for part in _parts(listed) for name in _expanded(part)]
-    if not all(found) or not found:
+    """Return the names that a list of Slurm's stands for: ``"a[1-2,07],b"`` is a1, a2, a07, b.
+
+    Raises ``ValueError`` for what is no such list.
+    """
+    names = [name for part in _parts(listed) for name in _expanded(part)]
+    if not all(names) or not names:
         raise ValueError(f"a list of hosts with an empty name: {listed!r}")
-    return found
+    return names
 
 
 def _parts(listed: str) -> list[str]:
@@ -72,21 +75,21 @@ def _parts(listed: str) -> list[str]:
 
 
 def _expanded(part: str) -> Iterator[str]:
-    """All names of one part; several brackets multiply."""
+    """Yield all names of one part; several brackets multiply."""
     before, bracket, rest = part.partition("[")
     if not bracket:
         yield part
         return
     inside, _, after = rest.partition("]")
-    for one in inside.split(","):
-        low, dash, high = one.partition("-")
+    for part_range in inside.split(","):
+        low, dash, high = part_range.partition("-")
         for number in range(int(low), int(high if dash else low) + 1):
             for end in _expanded(after):
                 yield f"{before}{number:0{len(low)}d}{end}"
 
 
 def _counts(listed: str) -> Iterator[int]:
-    """Tasks on each node: ``"4(x2),1"`` is 4, 4, 1."""
+    """Yield the number of tasks on each node: ``"4(x2),1"`` is 4, 4, 1."""
     for part in listed.split(","):
         count, _, times = part.partition("(x")
         yield from [int(count)] * int(times.rstrip(")") or 1)

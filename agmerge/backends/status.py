@@ -143,14 +143,10 @@ def annotate(error: NoAnswer, call: str, ranks: Sequence[int]) -> None:
 
     ``call`` and ``ranks`` as those of :func:`waiting_for`. Asks other processes, which takes up to 2.5 seconds.
     """
-    status, text = current(), str(error)
-    error.call, error.step, error.waited = call, status.step, status.fail_at(call)
-    if status.step is not None:
-        text += f" (in step {status.step}, after {error.waited:.1f} s)"
+    status = current()
+    waited, answers, missing = status.fail_at(call), "", None
     if status is _process:
         _record_failed_wait(True)
         if _peer_query is not None:
-            answers, error.missing = _peer_query(call, ranks)
-            text += f". {answers}".rstrip(".")
-    text += f". {error.advice}" if error.advice else ""
-    error.args = (f"{text} ({error.words})" if error.words else text,)
+            answers, missing = _peer_query(call, ranks)
+    error.locate(call, status.step, waited, answers, missing)

@@ -1,4 +1,4 @@
-"""How long a wait may last where the script does not say, and an end for calls of libraries that know none."""
+"""Know how long a wait may last where the script does not say, and end calls of libraries that know no deadline."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def default() -> float:
-    """Seconds: ``AGMERGE_TIMEOUT``, else 300. Raises ``ValueError`` for what is no number of seconds."""
+    """Return seconds: ``AGMERGE_TIMEOUT``, else 300. Raises ``ValueError`` for what is no number of seconds."""
     text = os.environ.get(VARIABLE) or str(SECONDS)
     try:
         seconds = float(text)
@@ -31,10 +31,10 @@ def default() -> float:
 
 
 def bounded(call: Callable[[], T], timeout: float, what: str, advice: str = "") -> T:
-    """What ``call()`` returns or raises; :class:`agmerge.CollectiveTimeout` if that takes more than ``timeout`` s.
+    """Return what ``call()`` returns, or raise what it raises.
 
-    It runs on a thread of its own, which is left behind then. ``advice``: what to do, for the error where a rank is
-    missing.
+    Raises :class:`agmerge.CollectiveTimeout` after ``timeout`` seconds. The call runs on a thread of its own, which is
+    left behind then. ``what``: its name, for errors. ``advice``: what to do, for the error where a rank is missing.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -52,7 +52,7 @@ def bounded(call: Callable[[], T], timeout: float, what: str, advice: str = "") 
         if not errors and not results:
             errors.append(CollectiveTimeout(f"{what}: no answer from all ranks within {timeout:.3g} s"))
         if errors and isinstance(errors[0], NoAnswer):
-            errors[0].advice = advice
+            errors[0].advise(advice)
         if errors:
             raise errors[0]
     return results[0]
@@ -60,7 +60,7 @@ def bounded(call: Callable[[], T], timeout: float, what: str, advice: str = "") 
 
 @contextmanager
 def or_die(timeout: float, armed: bool) -> Iterator[None]:
-    """If ``armed``, print a traceback and end the process when the body takes more than ``timeout`` s.
+    """Print a traceback and end the process, if ``armed``, when the body takes more than ``timeout`` seconds.
 
     For a body that keeps every other thread of Python from running.
     """

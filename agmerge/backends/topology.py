@@ -1,4 +1,4 @@
-"""Which ranks share a machine, and the communicators inside it and across machines."""
+"""Find out which ranks share a machine, and connect them inside it and across machines."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class Nodes:
-    """One rank's place. ``inside``: the ranks of its node. ``across``: the ranks of its place on every node."""
+    """Hold one rank's place among the machines."""
 
-    inside: Backend
-    across: Backend
+    inside: Backend  # over the ranks of its node
+    across: Backend  # over the ranks of its place on every node
 
     @property
     def place(self) -> int:
-        """This rank's number inside its node: which shard is its own."""
+        """Return this rank's number inside its node: it says which shard is its own."""
         return self.inside.rank
 
     @property
     def places(self) -> int:
-        """Ranks of a node, shards of a tensor."""
+        """Return the number of ranks of a node, which is that of the shards of a tensor."""
         return self.inside.size
 
     @property
     def shard(self) -> tuple[int, int] | None:
-        """(place, places); None where there is nothing to share."""
+        """Return (place, places); None where there is nothing to share."""
         return (self.place, self.places) if self.places > 1 else None
 
     def close(self) -> None:
@@ -48,57 +48,61 @@ class Nodes:
 
 
 def grouped(hosts: Sequence[str], local_ranks: Sequence[int]) -> list[list[int]]:
-    """The ranks of each node, ascending, nodes by their first rank.
+    """Return the ranks of each node, ascending, nodes by their first rank. Arguments: of every rank, by rank.
 
     Two launchers on one host make two nodes: there a local rank occurs twice, and the second one is the second node's.
     """
-    seen: dict[tuple[str, int], int] = {}
-    found: dict[tuple[str, int], list[int]] = {}
-    for rank, here in enumerate(zip(hosts, local_ranks, strict=True)):
-        number = seen[here] = seen.get(here, -1) + 1
-        found.setdefault((here[0], number), []).append(rank)
-    return list(found.values())
+    launchers: dict[tuple[str, int], int] = {}
+    nodes: dict[tuple[str, int], list[int]] = {}
+    for rank, place in enumerate(zip(hosts, local_ranks, strict=True)):
+        number = launchers[place] = launchers.get(place, -1) + 1
+        nodes.setdefault((place[0], number), []).append(rank)
+    return list(nodes.values())
 
 
 def consecutive(workers: int, size: int) -> list[list[int]]:
-    """Nodes of ``size`` ranks, the last one with what is left."""
+    """Return nodes of ``size`` ranks each out of ``workers``, the last one with what is left."""
     return [list(range(start, min(start + size, workers))) for start in range(0, workers, size)]
 
 
-def arranged(said: Sequence[tuple[str, int, str]]) -> list[list[int]]:
-    """The ranks of each node, from every rank's host, local rank and ``AGMERGE_LOCAL_SIZE``.
+def arranged(places: Sequence[tuple[str, int, str]]) -> list[list[int]]:
+    """Return the ranks of each node, from every rank's host, local rank and ``AGMERGE_LOCAL_SIZE``.
 
     Raises ``ValueError``, the same on every rank, if nodes differ in size or the variable makes no sense.
     """
-    sizes = sorted({size for _, _, size in said})
+    sizes = sorted({size for _, _, size in places})
     if len(sizes) > 1:
         raise ValueError(f"{VARIABLE} differs between ranks ({', '.join(map(repr, sizes))}); set it alike, or nowhere")
     if sizes[0]:
         if not sizes[0].isdigit() or int(sizes[0]) < 1:
             raise ValueError(f"{VARIABLE}={sizes[0]!r}: give the number of workers of a node, at least 1")
-        nodes = consecutive(len(said), int(sizes[0]))
+        nodes = consecutive(len(places), int(sizes[0]))
     else:
-        nodes = grouped([host for host, _, _ in said], [local for _, local, _ in said])
+        nodes = grouped([host for host, _, _ in places], [local for _, local, _ in places])
     if len({len(node) for node in nodes}) > 1:
-        shown = "; ".join(f"ranks {', '.join(map(str, node))} on {said[node[0]][0]}" for node in nodes)
+        shown = "; ".join(f"ranks {', '.join(map(str, node))} on {places[node[0]][0]}" for node in nodes)
         how = f" ({VARIABLE}={sizes[0]})" if sizes[0] else ""
         raise ValueError(f"nodes have different numbers of workers{how}: {shown}. {ADVICE}, or use exchange='sparse'")
     return nodes
 
 
 def form(comm: Backend, timeout: float) -> Nodes:
-    """Find the nodes and connect each inside and, place by place, across. Collective over ``comm``."""
-    mine = json.dumps([socket.gethostname(), comm.local_rank, os.environ.get(VARIABLE, "")]).encode()
-    nodes = arranged([tuple(json.loads(text)) for text in gather_texts(comm, mine, "nodes", timeout)])
+    """Collective. Find the nodes of ``comm`` and connect each inside and, place by place, across.
+
+    ``timeout``: seconds, for each message. Raises ``ValueError`` on every rank if nodes differ in size.
+    """
+    own = json.dumps([socket.gethostname(), comm.local_rank, os.environ.get(VARIABLE, "")]).encode()
+    nodes = arranged([tuple(json.loads(text)) for text in gather_texts(comm, own, "nodes", timeout)])
     inside = _one_of(comm, nodes, "inside a node", timeout)
     across = _one_of(comm, [sorted(ranks) for ranks in zip(*nodes, strict=True)], "across nodes", timeout)
     return Nodes(inside, across)
 
 
 def _one_of(comm: Backend, groups: Sequence[Sequence[int]], label: str, timeout: float) -> Backend:
-    mine = None
+    """Collective. Make a communicator over each of ``groups``; return the one that this rank is in."""
+    own = None
     for ranks in groups:
         made = comm.subgroup(ranks, label, timeout)
-        mine = made if made is not None else mine
-    assert mine is not None
-    return mine
+        own = made if made is not None else own
+    assert own is not None
+    return own

@@ -1,4 +1,4 @@
-"""torch.distributed: Gloo for tensors on the CPU, NCCL for tensors on a GPU (not tested on one yet)."""
+"""Move bytes by torch.distributed: Gloo for tensors on the CPU, NCCL for tensors on a GPU (not tested on one yet)."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def initialised() -> bool:
 
 
 def averaged(parameters: Iterable[torch.Tensor]) -> str:
-    """The name of one of ``parameters`` whose gradient a living ``DistributedDataParallel`` averages; else empty.
+    """Return the name of one of ``parameters`` whose gradient a living ``DistributedDataParallel`` averages.
 
-    Nothing keeps a list of them, so all objects are looked at once: some ten milliseconds.
+    Empty if there is none. Nothing keeps a list of them, so all objects are looked at once: some ten milliseconds.
     """
     if not initialised():
         return ""
@@ -79,9 +79,11 @@ def can_join(env: Mapping[str, str]) -> bool:
 
 
 def open(env: Mapping[str, str], timeout: float, listen: Listen) -> TorchBackend:
-    """Join the process group of the launcher, or take the one that the script has made. Collective.
+    """Collective. Join the process group of the launcher, or take the one that the script has made.
 
-    Ranks learn each other's addresses by ``listen`` before they connect, so that the network is one that they share.
+    ``env``: the launcher's variables. ``timeout``: seconds, for all of it. Ranks learn each other's addresses by
+    ``listen`` before they connect, so that the network is one that they share. Raises :class:`agmerge.AGMergeError` if
+    variables are missing and :class:`agmerge.NoAnswer` if ranks are.
     """
     import torch.distributed as dist
 
@@ -130,7 +132,7 @@ def diagnose(probe: ProbeResult, python: str, mpirun: str) -> Row:
 
 
 def _beside(dist: Any, env: Mapping[str, str], timeout: float) -> TorchBackend:
-    """Return a group of our own beside the script's.
+    """Collective. Return a group of our own beside the script's.
 
     Calls of the one cannot meet those of the other, and ours moves tensors of the CPU too where the script's is NCCL
     alone.
@@ -151,16 +153,18 @@ def _beside(dist: Any, env: Mapping[str, str], timeout: float) -> TorchBackend:
 
 
 def _new_group(dist: Any, timeout: float, ranks: list[int] | None = None, label: str = "init()") -> Any:
+    """Collective. Return a new group of torch's. ``ranks``: of the world; None: all."""
     with _translated(label):
         return dist.new_group(ranks, backend=_kinds(dist), timeout=timedelta(seconds=timeout), group_desc=label)
 
 
 def _kinds(dist: Any) -> str:
+    """Return the libraries that groups are made of, in torch's spelling."""
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
 
 
 def _place(env: Mapping[str, str], rank: int, gather: Callable[[bytes, str], list[bytes]]) -> tuple[int, int]:
-    """(local rank, local size): the launcher's, else counted by host name."""
+    """Return (local rank, local size): the launcher's, else counted by host name."""
     if "LOCAL_RANK" in env and "LOCAL_WORLD_SIZE" in env:
         return int(env["LOCAL_RANK"]), int(env["LOCAL_WORLD_SIZE"])
     hosts = gather(socket.gethostname().encode(), "place")
@@ -170,7 +174,10 @@ def _place(env: Mapping[str, str], rank: int, gather: Callable[[bytes, str], lis
 
 @contextmanager
 def _translated(name: str, within: str = "") -> Iterator[None]:
-    """The errors of torch.distributed as ours, also those of the calls that only hand a tensor in."""
+    """Turn the errors of torch.distributed into ours, also those of the calls that only hand a tensor in.
+
+    ``name``: of the collective. ``within``: how long was waited, in words.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -181,7 +188,7 @@ def _translated(name: str, within: str = "") -> Iterator[None]:
 
 
 class TorchHandle(Handle):
-    """A ``torch.distributed.Work``, with our errors. Keeps its tensors alive until it has been waited for.
+    """Follow a ``torch.distributed.Work``, with our errors. Keeps its tensors alive until it has been waited for.
 
     ``finished`` gets the work then. Gloo's threads let go of theirs a little after it is done; were theirs the last
     reference, they would need Python's lock to free its tensors, and a process whose interpreter is just ending
@@ -202,7 +209,8 @@ class TorchHandle(Handle):
         self._finished.append(self._work)
 
 
-_dropped: deque[Any] = deque()  # groups whose backend nobody refers to any more
+# Groups whose backend nobody refers to any more: finalizers put them here, at any moment; the next start destroys them.
+_dropped: deque[Any] = deque()
 
 
 def _give_back(dist: Any) -> None:
@@ -223,7 +231,10 @@ def _give_back(dist: Any) -> None:
 
 
 class TorchBackend(Backend):
-    """One process group."""
+    """Call collectives of one process group of torch's.
+
+    ``dist``: the module ``torch.distributed``. ``owns_world``: the world was made here, so it is destroyed here.
+    """
 
     name = "torch"
 
@@ -235,14 +246,15 @@ class TorchBackend(Backend):
         self._ranks = [self._world_rank(rank) for rank in range(self.size)]
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        self._finished: list[Any] = []  # works, up to the next start
-        self._children: weakref.WeakSet[TorchBackend] = weakref.WeakSet()
-        self._dropping = weakref.finalize(self, _dropped.append, group)
+        self._finished: list[Any] = []  # works, up to the next start: see TorchHandle
+        self._children: weakref.WeakSet[TorchBackend] = weakref.WeakSet()  # made of this one, closed with it
+        self._dropping = weakref.finalize(self, _dropped.append, group)  # when nobody refers to this backend any more
         self._dropping.atexit = False
 
     def _start(
         self, name: str, call: Callable[..., Any], *given: Any, tensors: Sequence[torch.Tensor], **how: Any
     ) -> Handle:
+        """Have ``call``, a function of torch's, begin with ``given`` and ``how``. ``tensors``: to be kept alive."""
         with status.launching(name, self._ranks), _translated(name):
             self._finished.clear()
             if _dropped:
@@ -311,6 +323,7 @@ class TorchBackend(Backend):
         self._group = None
 
     def _world_rank(self, rank: int) -> int:
+        """Return the rank of the world that has number ``rank`` in this group."""
         return int(self._dist.get_global_rank(self._group, rank))
 
 
@@ -323,9 +336,9 @@ def saved_tensors(path: str | os.PathLike[str]) -> dict[str, tuple[tuple[int, ..
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    found = FileSystemReader(path).read_metadata().state_dict_metadata
+    metadata = FileSystemReader(path).read_metadata().state_dict_metadata
     return {
-        name: (tuple(about.size), about.properties.dtype)
-        for name, about in found.items()
-        if isinstance(about, TensorStorageMetadata)
+        name: (tuple(entry.size), entry.properties.dtype)
+        for name, entry in metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
     }

@@ -1,4 +1,4 @@
-"""Where ranks of torch.distributed find each other, before they are connected: the launcher's store.
+"""Let ranks of torch.distributed find each other in the launcher's store, before they are connected.
 
 Gloo knows neither why it could not connect nor a deadline: it tries each rank for five times its time-out, and listens
 at whatever address the machine's name leads to, which on Debian and Ubuntu is a loopback. So the ranks meet here first.
@@ -19,11 +19,15 @@ from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost
 INTERFACE = "GLOO_SOCKET_IFNAME"
 PORT = "29500"
 
-_opened = 0  # how often this process has met the others: a store outlives the group
+_opened = 0  # how often this process has met the others: a store outlives the group; written by Meeting alone
 
 
 class Meeting:
-    """All ranks that were launched, and ``left``: the seconds that remain of ``timeout``."""
+    """Bring all ranks that were launched together, within ``timeout`` seconds.
+
+    ``dist``: the module ``torch.distributed``. ``env``: the launcher's variables. Raises :class:`agmerge.AGMergeError`
+    if rank 0 cannot serve, :class:`agmerge.CollectiveTimeout` if others cannot reach it.
+    """
 
     def __init__(self, dist: Any, env: Mapping[str, str], timeout: float) -> None:
         global _opened
@@ -41,9 +45,11 @@ class Meeting:
 
     @property
     def left(self) -> float:
+        """Return the seconds that remain of the time-out."""
         return max(0.1, self._end - time.monotonic())
 
     def _store(self, env: Mapping[str, str]) -> Any:
+        """Return a connection to the launcher's store, which rank 0 or torchrun's agent serves."""
         shared = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent has it
         serves = self.rank == 0 and not shared
         try:
@@ -70,41 +76,44 @@ class Meeting:
             ) from error
 
     def _advice(self) -> str:
+        """Return what to do where rank 0 cannot be reached."""
         return (
             "Does rank 0 run there, is that its address as seen from here, and does its firewall let that port in? "
             f"{timeouts.VARIABLE} gives workers longer to start"
         )
 
     def gather(self, text: bytes, name: str) -> list[bytes]:
-        """Return every rank's ``text``, as :func:`agmerge.backends.handshake.gather_texts` gives it. Collective."""
+        """Collective. Return every rank's ``text``, as :func:`agmerge.backends.handshake.gather_texts` gives it."""
         keys = [f"{name}/{rank}" for rank in range(self.size)]
         with status.waiting_for("init()", ()):
             try:
                 self.store.set(keys[self.rank], b"=" + text)
                 self.store.wait(keys, timedelta(seconds=self.left))
-                return [bytes(said[1:]) for said in self.store.multi_get(keys)]
+                return [bytes(value[1:]) for value in self.store.multi_get(keys)]
             except RuntimeError as error:
                 raise self._missing(keys, error) from error
 
     def _missing(self, keys: list[str], error: RuntimeError) -> PeerLost | CollectiveTimeout:
+        """Return the error that names the ranks without an entry among ``keys``."""
         try:
             missing = tuple(rank for rank, key in enumerate(keys) if not self.store.check([key]))
         except RuntimeError:
             return PeerLost(
                 f"init(): rank 0, at {self._host}, port {self._port} (MASTER_ADDR, MASTER_PORT), has ended", error
             )
-        found = CollectiveTimeout(
+        return CollectiveTimeout(
             f"init(): no sign of rank {', '.join(map(str, missing))} of {self.size} within {self._timeout:g} s: it was "
             f"not started, has ended before init(), or cannot reach {self._host}, port {self._port} (MASTER_ADDR, "
-            f"MASTER_PORT); see what it has printed. {timeouts.VARIABLE} gives workers longer to start"
+            f"MASTER_PORT); see what it has printed. {timeouts.VARIABLE} gives workers longer to start",
+            missing=missing,
         )
-        found.missing = missing
-        return found
 
 
 def choose_interface(address: str) -> None:
-    """Let Gloo listen at ``address``, at which other machines reach this one, if it would at a loopback. By the
-    environment, so that groups of the script's own do too. Nothing where the user has chosen."""
+    """Let Gloo listen at ``address``, at which other machines reach this one, if it would at a loopback.
+
+    By the environment, so that groups of the script's own do too. Nothing happens where the user has chosen.
+    """
     name = addresses.interface(address)
     if name and not os.environ.get(INTERFACE) and addresses.only_here(addresses.of_name(socket.gethostname())):
         os.environ[INTERFACE] = name

@@ -81,7 +81,7 @@ PATCHES: Mapping[str, tuple[tuple[str, str, int], ...]] = {
 
 
 class BuildError(AGMergeError):
-    """Horovod could not be built; the text says why."""
+    """Report that Horovod could not be built; the text says why."""
 
 
 def build(force: bool = False) -> None:
@@ -105,7 +105,7 @@ def build(force: bool = False) -> None:
 
 
 def find_mpi() -> str | None:
-    """The compiler of the MPI to build with, installing Open MPI if there is none; None: build without."""
+    """Return the compiler of the MPI to build with, after installing Open MPI if there was none; None: without."""
     if os.environ.get("HOROVOD_WITHOUT_MPI") == "1":
         return None
     if shutil.which("mpicxx", path=path()) is None:
@@ -117,7 +117,7 @@ def find_mpi() -> str | None:
 
 
 def check_tools() -> None:
-    """Say what is missing before minutes are spent."""
+    """Raise :class:`BuildError` where a tool is missing, before minutes are spent."""
     if shutil.which(os.environ.get("CXX", "c++")) is None:
         raise BuildError("no C++ compiler; install one that knows C++20 (Debian, Ubuntu: apt install g++), or set CXX")
     if shutil.which("make") is None:
@@ -127,7 +127,7 @@ def check_tools() -> None:
 
 
 def compile_in(folder: Path, mpi: str | None) -> Path:
-    """Fetch, patch and build in ``folder``; the wheel."""
+    """Return the compiler of the MPI to build with, installing Open MPI if there is none; None: build without it."""
     tools = folder / "tools"
     pip("install", "--target", str(tools), *TOOLS)
     env = environment(os.environ, tools, mpi)
@@ -149,7 +149,10 @@ def compile_in(folder: Path, mpi: str | None) -> Path:
 
 
 def environment(given: Mapping[str, str], tools: Path, mpi: str | None) -> dict[str, str]:
-    """Of the build: what ``given`` decides about Horovod, else torch, Gloo, and MPI if there is one."""
+    """Return the variables of the build: what ``given`` decides, else torch, Gloo, and MPI if there is one.
+
+    ``tools``: the folder of build tools, whose programs and modules come first.
+    """
     env = {**given, "PATH": os.pathsep.join([str(tools / "bin"), path()])}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(tools), given.get("PYTHONPATH")]))
     env["MAKEFLAGS"] = f"-j{min(cores(), 16)}"  # not those of a make that runs this
@@ -171,12 +174,12 @@ def patch(file: Path, changes: Iterable[tuple[str, str, int]]) -> None:
 
 
 def cache() -> Path:
-    """Where wheels are kept."""
+    """Return the folder in which wheels are kept."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agmerge" / "wheels"
 
 
 def keep(wheel: Path, folder: Path) -> Path:
-    """Copy ``wheel`` into ``folder``; what is interrupted is never taken for a whole one."""
+    """Copy ``wheel`` into ``folder`` and return the copy; what is interrupted is never taken for a whole one."""
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / f".{os.getpid()}.part"
     try:
@@ -187,12 +190,12 @@ def keep(wheel: Path, folder: Path) -> Path:
 
 
 def key(mpi: str | None) -> str:
-    """Everything that a wheel depends on, in 16 hex digits."""
+    """Return a digest of everything that a wheel depends on, as 16 hex digits. ``mpi``: the compiler, or None."""
     return hashlib.sha256(json.dumps(facts(mpi), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def facts(mpi: str | None) -> dict[str, object]:
-    """What :func:`key` is made from; ``mpi``: the compiler."""
+    """Return what :func:`key` is made from. ``mpi``: the compiler, or None."""
     import torch
 
     flags = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CUDA_HOME", "CUDA_PATH", "MPI_HOME")
@@ -212,19 +215,19 @@ def facts(mpi: str | None) -> dict[str, object]:
 
 
 def path() -> str:
-    """Where programs are looked for: in this environment first, activated or not."""
+    """Return the folders in which programs are looked for: those of this environment first, activated or not."""
     scripts = sysconfig.get_path("scripts")
     own = [str(Path(sys.executable).parent), scripts, str(Path(site.getuserbase(), "bin"))]
     return os.pathsep.join([*dict.fromkeys(own), os.environ.get("PATH", os.defpath)])
 
 
 def cores() -> int:
-    """How many this process may use."""
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def pip(*arguments: str, env: Mapping[str, str] | None = None) -> None:
-    """Pip of this environment."""
+    """Run pip of this environment. ``env``: its variables; None: those of this process."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
     run(command, f"`pip {arguments[0]}` failed", env)
 
@@ -244,16 +247,16 @@ def run(command: list[str], failure: str, env: Mapping[str, str] | None = None) 
 
 
 def first_line(command: list[str], timeout: float = 60.0) -> str:
-    """What ``command`` says first; empty if it cannot be run."""
+    """Return what ``command`` says first; empty if it cannot be run. ``timeout``: seconds."""
     try:
         program = shutil.which(command[0], path=path()) or command[0]
-        said = subprocess.run([program, *command[1:]], capture_output=True, text=True, timeout=timeout, check=False)
+        ended = subprocess.run([program, *command[1:]], capture_output=True, text=True, timeout=timeout, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return next(iter(said.stdout.splitlines()), "")
+    return next(iter(ended.stdout.splitlines()), "")
 
 
 def say(text: str) -> None:
-    """A line for the user, at once."""
+    """Print a line for the user, at once."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()

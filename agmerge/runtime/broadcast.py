@@ -46,7 +46,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     Works for every optimizer, also where only the root has state (after a checkpoint was loaded there); what
     the root does not have, the others lose.
     Neither parameters nor gradients are touched; group dictionaries keep their identity. Residuals of a
-    :class:`agmerge.DistributedOptimizer` belong to their rank and stay where they are.
+    :class:`agmerge.DistributedOptimizer` belong to their rank and stay where they are. Raises
+    :class:`agmerge.RankMismatchError` on every rank if optimizers or their parameters differ.
     """
     comm = workers.world()
     check_root(comm, root_rank)
@@ -58,10 +59,10 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     agree(comm, "broadcast_optimizer_state", facts, "broadcast_optimizer_state", advice)
 
     (state, options), tensors = plain_state(optimizer)
-    mine = [_form(tensor) for tensor in tensors]
-    state, options, forms = broadcast_object((state, options, mine), root_rank, "broadcast_optimizer_state")
+    own_forms = [_form(tensor) for tensor in tensors]
+    state, options, forms = broadcast_object((state, options, own_forms), root_rank, "broadcast_optimizer_state")
     root = comm.rank == root_rank
-    if not root and not (mine == forms and _separate(tensors)):
+    if not root and not (own_forms == forms and _separate(tensors)):
         homes = {p.device.type: p.device for p in parameters}
         tensors = [
             torch.empty_strided(shape, strides, dtype=dtype, device=homes.get(kind, kind))
@@ -82,7 +83,10 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
 
 
 def plain_state(optimizer: torch.optim.Optimizer) -> tuple[Any, list[torch.Tensor]]:
-    """The optimizer's state and options, by the order of its parameters, and the tensors that belong in them."""
+    """Return the optimizer's state and options, by the order of its parameters, and the tensors that belong in them.
+
+    ``((states, options), tensors)``: in the first two a placeholder stands for each tensor.
+    """
     tensors: list[torch.Tensor] = []
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state = [_take_out(optimizer.state.get(p, {}), tensors) for p in parameters]
@@ -90,6 +94,7 @@ def plain_state(optimizer: torch.optim.Optimizer) -> tuple[Any, list[torch.Tenso
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a param group, without its parameters."""
     return {key: value for key, value in group.items() if key != "params"}
 
 
@@ -101,12 +106,16 @@ def _separate(tensors: list[torch.Tensor]) -> bool:
 
 
 def _form(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...], str]:
-    """Enough to make a tensor alike. Strides too: sums over another order may have other bits."""
+    """Return what a tensor alike is made from: dtype, shape, strides, kind of device.
+
+    Strides too: sums over another order may have other bits.
+    """
     strides = torch.empty_like(tensor, device="meta").stride()  # those of a tensor without gaps or overlaps
     return tensor.dtype, tuple(tensor.shape), strides, tensor.device.type
 
 
 def _named(params: Parameters) -> list[tuple[str, torch.Tensor]]:
+    """Return names and tensors of ``params``, in the same order on all ranks; raise for what is no tensor."""
     entries: list[Any] = sorted(params.items()) if isinstance(params, Mapping) else list(params)
     if all(isinstance(entry, torch.Tensor) for entry in entries):
         return [(f"tensor {i}", entry) for i, entry in enumerate(entries)]
@@ -127,7 +136,7 @@ def _named(params: Parameters) -> list[tuple[str, torch.Tensor]]:
 
 
 def _broadcast_tensors(tensors: list[torch.Tensor], root_rank: int, name: str) -> None:
-    """Messages of bytes, so any dtype, strides and device; all of them through one buffer of bounded size."""
+    """Collective. Send the bytes of ``tensors`` through one buffer of bounded size: any dtype, strides and device."""
     pieces = [piece for tensor in tensors for piece in _pieces(tensor.detach())]
     buffer = torch.empty(min(CHUNK, sum(map(_room, pieces))), dtype=torch.uint8)
     start = 0
@@ -141,7 +150,7 @@ def _broadcast_tensors(tensors: list[torch.Tensor], root_rank: int, name: str) -
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Views that each fit into a message and together are all of ``tensor``: the same ones for any strides."""
+    """Yield views that each fit into a message and together are all of ``tensor``: the same ones for any strides."""
     if not tensor.numel():
         return
     if _room(tensor) <= CHUNK:
@@ -156,6 +165,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _broadcast_chunk(pieces: list[torch.Tensor], buffer: torch.Tensor, root_rank: int, name: str) -> None:
+    """Collective. Send ``pieces`` in one message. ``buffer``: bytes for all of them."""
     comm, places, start = workers.world(), [], 0
     for piece in pieces:
         size = piece.numel() * piece.element_size()
@@ -176,7 +186,7 @@ def _room(tensor: torch.Tensor) -> int:
 
 
 class _Place:
-    """Stands in a pickled structure for tensor number ``index``."""
+    """Stand in a pickled structure for tensor number ``index``."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -186,26 +196,29 @@ class _Place:
 
 
 def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return ``value`` with a placeholder for every tensor, which is put at the end of ``tensors``."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return _Place(len(tensors) - 1)
     if isinstance(value, Mapping):
-        return {key: _take_out(one, tensors) for key, one in value.items()}
+        return {key: _take_out(item, tensors) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_take_out(one, tensors) for one in value)
+        return type(value)(_take_out(item, tensors) for item in value)
     return value
 
 
 def _put_back(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return ``value`` with its tensors, the opposite of :func:`_take_out`."""
     if isinstance(value, _Place):
         return tensors[value.index]
     if isinstance(value, Mapping):
-        return {key: _put_back(one, tensors) for key, one in value.items()}
+        return {key: _put_back(item, tensors) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_put_back(one, tensors) for one in value)
+        return type(value)(_put_back(item, tensors) for item in value)
     return value
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> str:
+    """Return the class name of an optimizer, of the inner one where it is wrapped."""
     inner = getattr(optimizer, "optimizer", optimizer)
     return type(inner).__name__

@@ -1,4 +1,4 @@
-"""Every rank says what it is about to do before any tensor travels.
+"""Let every rank say what it is about to do, before any tensor travels.
 
 All agreements of a communicator are one call to the backend, whatever they are about: ranks that make different calls
 meet here, and all of them get the same error.
@@ -16,48 +16,50 @@ from agmerge.backends import Backend, timeouts
 from agmerge.backends.handshake import Fact, first_difference, gather_bytes, gather_texts, ranks_of
 from agmerge.errors import AGMergeError, RankMismatchError
 
-JOINED = bytes(16)  # in the place of a digest: this rank makes no calls any more
+JOINED = bytes(16)  # in the place of a digest: this rank makes no more calls
 ADVICE = "Every rank must make the same call."
 
 
 def agree(comm: Backend, label: str, facts: Sequence[Fact], what: str = "collective", advice: str = ADVICE) -> None:
     """Collective. Raise :class:`agmerge.RankMismatchError` on every rank unless all ranks state the same ``facts``.
 
-    One all-gather of 16 bytes a rank, more on a mismatch or where a rank has joined.
+    ``label``: the call's name in messages and errors. ``facts``: (name, value) in a fixed order. ``what``: what the
+    error is about; ``advice``: what to do. One all-gather of 16 bytes a rank, more on a mismatch or where a rank has
+    joined: then :class:`agmerge.AGMergeError` is raised unless the call can do without it.
     """
     text = json.dumps(list(facts)).encode()
     digests = exchange_digests(comm, label, hashlib.blake2b(text, digest_size=16).digest())
     if len(set(digests)) == 1:
         return
     texts = exchange_texts(comm, label, text)
-    told = [json.loads(one) if one else None for one in texts]
-    making = next(facts for facts in told if facts)
-    said = [facts or making for facts in told]  # one that has joined agrees to anything
-    if any(facts != making for facts in said):
-        raise RankMismatchError(f"{what}: {first_difference(said)}. {advice}")
+    stated = [json.loads(answer) if answer else None for answer in texts]
+    making = next(facts for facts in stated if facts)
+    assumed = [facts or making for facts in stated]  # one that has joined agrees to anything
+    if any(facts != making for facts in assumed):
+        raise RankMismatchError(f"{what}: {first_difference(assumed)}. {advice}")
     if not joinable(making):
         gone = ranks_of(digests, JOINED)
         raise AGMergeError(f"{label}: {gone} made no more calls but join(); only sums and averages go on without them")
 
 
-def exchange_digests(comm: Backend, label: str, mine: bytes) -> list[bytes]:
-    """Collective. Return what every rank is about to do, in 16 bytes."""
-    return gather_bytes(comm, mine, f"agreement ({label})", timeouts.default())
+def exchange_digests(comm: Backend, label: str, own: bytes) -> list[bytes]:
+    """Collective. Return what every rank is about to do, in 16 bytes each."""
+    return gather_bytes(comm, own, f"agreement ({label})", timeouts.default())
 
 
-def exchange_texts(comm: Backend, label: str, mine: bytes) -> list[bytes]:
+def exchange_texts(comm: Backend, label: str, own: bytes) -> list[bytes]:
     """Collective. Return what every rank is about to do, in full; nothing from one that has joined."""
-    return gather_texts(comm, mine, f"agreement ({label})", timeouts.default())
+    return gather_texts(comm, own, f"agreement ({label})", timeouts.default())
 
 
 def joinable(facts: Sequence[Sequence[str]]) -> bool:
-    """Tell whether ranks that have joined can stand in with zeros."""
-    told = dict((name, value) for name, value in facts)
-    return told.get("call") == "allreduce" and told.get("op") in ("sum", "average")
+    """Tell whether ranks that have joined can stand in with zeros for the call that ``facts`` describe."""
+    values = dict((name, value) for name, value in facts)
+    return values.get("call") == "allreduce" and values.get("op") in ("sum", "average")
 
 
 def share_numbers(comm: Backend, label: str, numbers: Sequence[int]) -> list[list[int]]:
-    """Collective. Return every rank's ``numbers``, of which all have equally many."""
-    mine = np.asarray(numbers, dtype=np.int64).tobytes()
-    told = gather_bytes(comm, mine, f"numbers ({label})", timeouts.default())
-    return [np.frombuffer(one, dtype=np.int64).tolist() for one in told]
+    """Collective. Return every rank's ``numbers`` (int64), of which all have equally many, by rank."""
+    own = np.asarray(numbers, dtype=np.int64).tobytes()
+    gathered = gather_bytes(comm, own, f"numbers ({label})", timeouts.default())
+    return [np.frombuffer(packed, dtype=np.int64).tolist() for packed in gathered]

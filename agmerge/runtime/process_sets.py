@@ -1,4 +1,4 @@
-"""Some of the ranks: Horovod's ``process_set=``, of an optimizer and of a single collective."""
+"""Let some of the ranks talk among themselves: ``process_set=`` of an optimizer and of a single collective."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from agmerge.runtime.call_agreement import agree
 
 
 def _checked_ranks(given: Any) -> list[int]:
+    """Return ranks in ascending order, or raise ``TypeError`` or ``ValueError`` for what cannot be a set of ranks."""
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise TypeError(f"process_set={given!r}: give a process set, or a list of ranks")
     ranks = list(given)
@@ -27,7 +28,7 @@ def _checked_ranks(given: Any) -> list[int]:
 
 
 class ProcessSet:
-    """Ranks of the world that call collectives among themselves, once :func:`add_process_set` has been told.
+    """Name ranks of the world that call collectives among themselves, once :func:`add_process_set` has been told.
 
     ``ranks``: integers in any order. Raises ``TypeError`` or ``ValueError`` for what cannot be a set of ranks.
     """
@@ -37,11 +38,11 @@ class ProcessSet:
 
     @property
     def ranks(self) -> list[int]:
-        """Ranks of the world, ascending."""
+        """Return the ranks of the world in it, ascending."""
         return list(range(workers.size())) if self._ranks is None else list(self._ranks)
 
     def size(self) -> int:
-        """How many ranks there are in it."""
+        """Return how many ranks there are in it."""
         return len(self.ranks)
 
     def included(self) -> bool:
@@ -49,7 +50,7 @@ class ProcessSet:
         return workers.rank() in self.ranks
 
     def rank(self) -> int | None:
-        """This rank's number among them, from 0; None outside."""
+        """Return this rank's number among them, from 0; None outside."""
         return self.ranks.index(workers.rank()) if self.included() else None
 
     def __repr__(self) -> str:
@@ -62,28 +63,31 @@ global_process_set._ranks = None  # all, however many there are
 
 @dataclass(frozen=True)
 class Group:
-    """A communicator, and the ranks of the world in it by their ranks there."""
+    """Hold a communicator, and the ranks of the world in it."""
 
     comm: Backend
-    ranks: Sequence[int]
+    ranks: Sequence[int]  # of the world, by their ranks in `comm`
 
 
 @dataclass
 class _Known:
-    """The communicators that one world's sets have: by ranks, and by objects of Horovod's."""
+    """Hold the communicators that one world's sets have."""
 
+    # By the ranks of the world that a set of ours names; None: this rank is outside of it.
     by_ranks: dict[tuple[int, ...], Backend | None] = field(default_factory=dict)
+    # By the objects of Horovod's sets, of which a script may drop the last reference.
     by_object: WeakKeyDictionary[Any, Backend | None] = field(default_factory=WeakKeyDictionary)
 
 
+# What add_process_set() and group() have made, by world: after shutdown() and init() there is another one.
 _known: WeakKeyDictionary[Backend, _Known] = WeakKeyDictionary()
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Collective. Let the ranks of ``process_set`` call collectives among themselves. Collective over all ranks.
+    """Collective. Let the ranks of ``process_set`` call collectives among themselves.
 
-    Every rank names the same ranks, members or not, else all of them get :class:`agmerge.RankMismatchError`. Raises
-    ``ValueError`` for a rank that does not exist and for ranks that have a set already. Returns the set, for
+    All ranks call it and name the same ranks, members or not, else all of them get :class:`agmerge.RankMismatchError`.
+    Raises ``ValueError`` for a rank that does not exist and for ranks that have a set already. Returns the set, for
     ``process_set=`` of the collectives.
     """
     made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
@@ -99,7 +103,10 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Forget what :func:`add_process_set` has made; False if there is no such set. Collective over all ranks."""
+    """Collective. Forget what :func:`add_process_set` has made; return False if there is no such set.
+
+    All ranks call it, members or not.
+    """
     known = _known.setdefault(workers.world(), _Known())
     if process_set is global_process_set or tuple(process_set.ranks) not in known.by_ranks:
         return False
@@ -110,9 +117,10 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def group(given: Any, call: str) -> Group:
-    """Those who take part in a collective: all, or the members of ``given``, of whom this rank is one.
+    """Return those who take part in a collective: all, or the members of ``given``, of whom this rank is one.
 
-    ``given``: None, a :class:`ProcessSet` that was added or its ranks, or a process set of Horovod's.
+    ``given``: None, a :class:`ProcessSet` that was added or its ranks, or a process set of Horovod's. ``call``: the
+    collective's name, for errors. Raises ``ValueError`` for a set that is not known, and on ranks outside of it.
     """
     world = workers.world()
     if given is None or given is global_process_set:
@@ -129,12 +137,14 @@ def group(given: Any, call: str) -> Group:
 
 
 def _member(comm: Backend | None, ranks: Sequence[int], world: Backend, call: str) -> Group:
+    """Return the group of a set, or raise ``ValueError`` on a rank outside of it."""
     if comm is None:
         raise ValueError(f"{call}: process_set={list(ranks)} is called by its members, and this is rank {world.rank}")
     return Group(comm, ranks)
 
 
 def _of_horovod(world: Backend, given: Any, call: str) -> Group:
+    """Return the group of one of Horovod's process sets."""
     if given.process_set_id == 0:
         return Group(world, range(world.size))
     known = _known.setdefault(world, _Known()).by_object
@@ -148,19 +158,22 @@ def _of_horovod(world: Backend, given: Any, call: str) -> Group:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The ranks of the world that exchange gradients; empty: all. ``horovod``: its own object, where it has one."""
+    """Hold the ranks of the world that exchange gradients."""
 
-    ranks: tuple[int, ...] = ()
-    horovod: Any = None
+    ranks: tuple[int, ...] = ()  # of the world; empty: all, or see `horovod`
+    horovod: Any = None  # one of Horovod's process sets, which takes the place of ranks; None: there is none
 
     @property
     def members(self) -> list[int]:
-        """Ranks of the world, in the order of their ranks here; empty: all."""
+        """Return ranks of the world, in the order of their ranks here; empty: all."""
         return list(self.ranks if self.horovod is None else self.horovod.ranks)
 
 
 def parse_process_set(given: Any) -> Chosen:
-    """None, a process set of ours or Horovod's, or ranks. ``TypeError`` or ``ValueError`` for anything else."""
+    """Return what ``process_set=`` of an optimizer means: None, a process set of ours or Horovod's, or ranks.
+
+    Raises ``TypeError`` or ``ValueError`` for anything else.
+    """
     if given is None or given is global_process_set:
         return Chosen()
     if horovod_names.is_process_set(given):
@@ -169,31 +182,31 @@ def parse_process_set(given: Any) -> Chosen:
 
 
 def communicator(world: Backend, chosen: Chosen, timeout: float) -> Backend | None:
-    """Collective. A communicator of one optimizer's own; None on a rank outside its set.
+    """Collective. Return a communicator of one optimizer's own; None on a rank outside its set.
 
-    Collective over all ranks of ``world``, but for a set of Horovod's, which it knows already: then over its
-    members. Different ranks may name different sets. The same error on every rank if a set names a rank that
-    does not exist, or one that names another set.
+    All ranks of ``world`` call it, but for a set of Horovod's, which Horovod knows already: then its members do.
+    Different ranks may name different sets. The same error on every rank if a set names a rank that
+    does not exist, or one that names another set. ``timeout``: seconds, for each message.
     """
     if chosen.horovod is not None:
         return world.over(chosen.horovod)
-    said = [tuple(json.loads(text)) for text in gather_texts(world, json.dumps(chosen.ranks).encode(), "sets", timeout)]
-    if not any(said):
+    sets = [tuple(json.loads(text)) for text in gather_texts(world, json.dumps(chosen.ranks).encode(), "sets", timeout)]
+    if not any(sets):
         return world.duplicate("agmerge optimizer", timeout)
-    for rank, ranks in enumerate(said):
+    for rank, ranks in enumerate(sets):
         for other in ranks:
             if other >= world.size:
                 raise ValueError(f"process_set={list(ranks)} on rank {rank}: there are ranks 0 to {world.size - 1}")
-            if said[other] != ranks:
+            if sets[other] != ranks:
                 raise RankMismatchError(
                     f"process_set={list(ranks)} on rank {rank} names rank {other}, whose own is "
-                    f"{list(said[other]) or None}; give all members of a set the same one"
+                    f"{list(sets[other]) or None}; give all members of a set the same one"
                 )
-    if not all(said):
-        without = [rank for rank, ranks in enumerate(said) if not ranks]
+    if not all(sets):
+        without = [rank for rank, ranks in enumerate(sets) if not ranks]
         raise RankMismatchError(f"process_set: ranks {without} name none, the others do; give every rank one")
-    mine = None
-    for ranks in sorted(set(said)):
+    own = None
+    for ranks in sorted(set(sets)):
         made = world.subgroup(ranks, "agmerge optimizer", timeout)
-        mine = made if made is not None else mine
-    return mine
+        own = made if made is not None else own
+    return own

@@ -1,4 +1,4 @@
-"""Which backend this process, or this thread of an in-memory group, talks through."""
+"""Join the other workers, and know through which backend this process, or this thread of an in-memory group, talks."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from agmerge.backends.registry import ALONE, BACKENDS, detect
 from agmerge.errors import AGMergeError
 from agmerge.runtime.peers import exit_guard, monitor
 
-_process: Backend | None = None
-_thread = threading.local()
+# Whom a worker talks to: a thread of an in-memory group has a backend of its own, all others share the process's.
+_process: Backend | None = None  # None: init() was not called; written by _set_process alone
+_thread = threading.local()  # .backend; written by bind alone
 
 
 def init(backend: str | None = None) -> None:
-    """Join the other workers.
+    """Collective. Join the other workers.
 
     ``backend``: ``"horovod"``, ``"torch"``, ``"mpi"`` or ``"local"`` (this process alone); None: detected, see
     :func:`agmerge.backends.registry.detect`. A second call is allowed and does nothing. Raises ``ValueError`` for an
     unknown or other backend, and :class:`agmerge.AGMergeError` if the backend does not see all the workers that were
     launched.
     """
-    global _process
     if is_initialized():
         if backend not in (None, backend_name()):
             raise ValueError(
@@ -54,38 +54,46 @@ def init(backend: str | None = None) -> None:
         )
     if opened.size > 1 and not elastic() and not monitor.is_open():
         monitor.open(opened.rank, monitor.over(opened, timeout))
-    _process = opened
+    _set_process(opened)
 
 
 def listen() -> None:
-    """Open the roll call of the workers that there are now, if this has not happened. Collective.
+    """Collective. Let peers ask this worker what it does, if it does not listen yet.
 
     In an elastic job it waits for the first step: newcomers are alone until all begin one.
     """
-    here = None if bound() is not None else _process
-    if elastic() and here is not None and here.size > 1 and not monitor.is_open():
-        monitor.open(here.rank, monitor.over(here, timeouts.default()))
+    backend = None if bound() is not None else _process
+    if elastic() and backend is not None and backend.size > 1 and not monitor.is_open():
+        monitor.open(backend.rank, monitor.over(backend, timeouts.default()))
 
 
 def elastic() -> bool:
-    """Whether this process was launched to be joined and left by others."""
+    """Tell whether this process was launched to be joined and left by others."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
 def adopt() -> None:
-    """Take a Horovod or torch.distributed that the script has initialised; :func:`init` for scripts that call none."""
+    """Collective. Take a Horovod or torch.distributed that the script has initialised by itself.
+
+    For scripts that never call :func:`init`. Nothing happens where there is none, or it was called.
+    """
     if not is_initialized() and registry.initialised() is not None:
         init()
 
 
 def shutdown() -> None:
-    """Leave the group. Nothing but :func:`init` may be called afterwards."""
-    global _process
+    """Leave the group. Nothing but :func:`init` may be called afterwards. A rank of an in-memory group stays in it."""
     if _process is not None and bound() is None:
         monitor.ended("has called agmerge.shutdown()")
         monitor.close()
         _process.close()
-        _process = None
+        _set_process(None)
+
+
+def _set_process(backend: Backend | None) -> None:
+    """Make ``backend`` the one of this process; None: it has none any more."""
+    global _process
+    _process = backend
 
 
 def bind(backend: Backend | None) -> None:
@@ -95,12 +103,16 @@ def bind(backend: Backend | None) -> None:
 
 
 def bound() -> Backend | None:
-    """This thread's own backend, if it has one."""
+    """Return this thread's own backend; None if it has none."""
     return getattr(_thread, "backend", None)
 
 
 def world() -> Backend:
-    """The communicator of all workers, for module-level collectives. Raises if there is none yet."""
+    """Return the communicator of all workers, for module-level collectives. Raises if there is none yet.
+
+    It is the thread's own in an in-memory group, else the process's. Raises :class:`agmerge.AGMergeError` before
+    :func:`init`.
+    """
     backend = bound() or _process
     if backend is None:
         raise AGMergeError("AGMerge has not been initialized; use agmerge.init().")
@@ -112,43 +124,42 @@ def world() -> Backend:
 
 def renew() -> None:
     """Take the workers that there are now: an elastic Horovod has initialised itself anew."""
-    global _process
     if _process is not None:
         monitor.close()  # its ranks are other workers' now
-        _process = _process.renewed()
+        _set_process(_process.renewed())
 
 
 def current(backend: Backend | None) -> bool:
-    """Whether ``backend`` is the group of now. A thread of autograd's own does not know of an in-memory group."""
-    here = bound() or _process
-    return backend is not None and not backend.stale and (here is backend or here is None)
+    """Tell whether ``backend`` is the group of now. A thread of autograd's own does not know of an in-memory group."""
+    now = bound() or _process
+    return backend is not None and not backend.stale and (now is backend or now is None)
 
 
 def is_initialized() -> bool:
-    """Whether :func:`init` has been called."""
+    """Tell whether :func:`init` has been called."""
     return (bound() or _process) is not None
 
 
 def backend_name() -> str:
-    """``"horovod"``, ``"torch"``, ``"mpi"`` or ``"local"``."""
+    """Return ``"horovod"``, ``"torch"``, ``"mpi"`` or ``"local"``."""
     return world().name
 
 
 def rank() -> int:
-    """This worker's number, 0 to ``size() - 1``."""
+    """Return this worker's number, 0 to ``size() - 1``."""
     return world().rank
 
 
 def size() -> int:
-    """How many workers there are."""
+    """Return how many workers there are."""
     return world().size
 
 
 def local_rank() -> int:
-    """This worker's number among those on the same machine."""
+    """Return this worker's number among those on the same machine, from 0."""
     return world().local_rank
 
 
 def local_size() -> int:
-    """How many workers there are on this machine."""
+    """Return how many workers there are on this machine."""
     return world().local_size

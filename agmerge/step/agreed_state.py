@@ -10,7 +10,7 @@ import torch
 
 import merging
 from agmerge.backends import Backend, topology
-from agmerge.backends.handshake import Fact, agree
+from agmerge.backends.handshake import Fact, require_agreement
 from agmerge.metrics.chrome_trace import Trace
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.totals import Totals
@@ -94,7 +94,7 @@ class AgreedState:
             return
         advice = "Give every rank the same model and the same arguments."
         compared = [*facts, *self.config.facts(), *model_facts(self.members(), self.config)]
-        agree(comm, compared, what="DistributedOptimizer", advice=advice, timeout=self.config.timeout)
+        require_agreement(comm, compared, what="DistributedOptimizer", advice=advice, timeout=self.config.timeout)
         if self.config.exchange == TWO_LEVEL:
             self._nodes = topology.form(comm, self.config.timeout)
             self.shard = self._nodes.shard
@@ -204,7 +204,7 @@ class AgreedState:
         try:
             facts = [*config.facts(), *model_facts(self.members(), config)]
             if self.comm is not None:
-                agree(self.comm, facts, what=what, advice=advice, timeout=config.timeout)
+                require_agreement(self.comm, facts, what=what, advice=advice, timeout=config.timeout)
         except BaseException:
             self.config = before
             raise

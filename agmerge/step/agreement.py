@@ -9,7 +9,7 @@ from typing import Any
 
 import merging
 from agmerge.backends import Backend
-from agmerge.backends.handshake import agree, broadcast_bytes
+from agmerge.backends.handshake import broadcast_bytes, require_agreement
 from agmerge.backends.topology import Nodes
 from agmerge.exchanges.routing import AHEAD
 from agmerge.exchanges.splitting import why_parts_impossible
@@ -38,7 +38,7 @@ def open_session(
     :class:`agmerge.RankMismatchError` on every rank if the models differ, and ``ValueError`` on every rank if
     the plan does not fit.
     """
-    agree(comm, model_facts(members, config), what="membership", advice=ADVICE, timeout=config.timeout)
+    require_agreement(comm, model_facts(members, config), what="membership", advice=ADVICE, timeout=config.timeout)
     if not members:
         raise ValueError("no parameter needs a gradient, so there is nothing to exchange: unfreeze one, or do not step")
     names = [member.name for member in members]
@@ -84,7 +84,7 @@ def decide_on_rank_0(
     problem: str = answer.get("problem", "")
     if reject is not None:
         problem = problem or reject(answer["decision"])
-        agree(comm, [("the plan", problem or "fits")], what="plan", advice=ADVICE, timeout=timeout)
+        require_agreement(comm, [("the plan", problem or "fits")], what="plan", advice=ADVICE, timeout=timeout)
     if problem:
         raise ValueError(f"there is no plan for this model: {problem}")
     decision: dict[str, Any] = answer["decision"]

@@ -59,9 +59,7 @@ def cut(optimizer: agmerge.DistributedOptimizer) -> tuple[int | None, bool]:
 
 
 def sparse(optimizer: agmerge.DistributedOptimizer) -> set[str]:
-    session = optimizer._reducer.exchange.buffers
-    assert session is not None
-    return {slot.name for slot in session.layout.slots if slot.lane.sparse}
+    return {name for name, lane in agmerge.testing.inspect(optimizer).lanes.items() if lane.sparse}
 
 
 def choosing(chosen: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -1,4 +1,4 @@
-"""All-to-all: every rank gives some rows to every rank."""
+"""Exchange rows: every rank gives some to every rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agmerge.runtime.collectives.raw import byte_view, described, plain, row_kin
 
 
 class Alltoall(Operation):
-    """See :func:`alltoall`. Two results: the rows, and how many came from each rank."""
+    """Do what :func:`alltoall` says. Two results: the rows, and how many came from each rank."""
 
     kind = "alltoall"
 
@@ -29,20 +29,20 @@ class Alltoall(Operation):
 
     def facts(self) -> list[Fact]:
         """Return the dtype and all dimensions but the first."""
-        (mine,) = self.tensors
-        return [("dtype", row_kind(mine)), ("trailing dimensions", str(list(mine.shape[1:])))]
+        (tensor,) = self.tensors
+        return [("dtype", row_kind(tensor)), ("trailing dimensions", str(list(tensor.shape[1:])))]
 
     def begin(self) -> list[Handle]:
-        """Collective. One message, when all know how much comes from whom."""
-        (mine,) = self.tensors
-        told = share_numbers(self.comm, self.label, self._splits)
-        self._received = [gives[self.comm.rank] for gives in told]
-        self._result = mine.new_empty((sum(self._received), *mine.shape[1:]))
-        row = mine.shape[1:].numel() * mine.element_size()
-        if not row or not any(map(sum, told)):
+        """Collective. Start one message, when all know how much comes from whom."""
+        (tensor,) = self.tensors
+        splits_of_ranks = share_numbers(self.comm, self.label, self._splits)
+        self._received = [splits[self.comm.rank] for splits in splits_of_ranks]
+        self._result = tensor.new_empty((sum(self._received), *tensor.shape[1:]))
+        row = tensor.shape[1:].numel() * tensor.element_size()
+        if not row or not any(map(sum, splits_of_ranks)):
             return []
         lengths = [row * n for n in self._received], [row * n for n in self._splits]
-        return [self.comm.all_to_all(byte_view(self._result), byte_view(plain(mine)), *lengths, self.message)]
+        return [self.comm.all_to_all(byte_view(self._result), byte_view(plain(tensor)), *lengths, self.message)]
 
     def end(self) -> list[torch.Tensor]:
         """Return a new tensor, and the numbers of rows as the script gave its own."""
@@ -55,7 +55,7 @@ class Alltoall(Operation):
         return [run(back)[0]]
 
     def shaped(self, results: list[torch.Tensor]) -> Any:
-        """Both results."""
+        """Return both results."""
         return tuple(results)
 
 
@@ -76,15 +76,16 @@ def alltoall(
 def alltoall_async(
     tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: Any = None
 ) -> Pending:
-    """Collective. Start :func:`alltoall`; :func:`synchronize` gives both, the rows and their numbers, as in Horovod.
+    """Collective. Start :func:`alltoall`; return a handle for :func:`synchronize`, which gives rows and numbers.
 
-    Leave ``tensor`` alone until then.
+    It always gives both, as in Horovod. Leave ``tensor`` alone until then.
     """
     arguments.check_tensor(tensor, arguments.label(name, "alltoall_async"))
     return start(Alltoall(tensor, splits, name, process_set))
 
 
 def _checked(splits: Any, rows: int, size: int, label: str) -> list[int]:
+    """Return how many rows go to each rank, or raise ``ValueError`` unless they are all ``rows`` of the tensor."""
     if splits is None:
         if rows % size:
             raise ValueError(f"{label}: {rows} rows do not divide among {size} ranks; give splits")
@@ -93,11 +94,11 @@ def _checked(splits: Any, rows: int, size: int, label: str) -> list[int]:
         if splits.is_floating_point() or splits.is_complex() or splits.dtype == torch.bool or splits.dim() != 1:
             raise ValueError(f"{label}: splits must be integers in one dimension, not {described(splits)}")
         splits = splits.tolist()
-    found = list(splits)
-    if not all(isinstance(one, int) and one >= 0 for one in found):
-        raise ValueError(f"{label}: splits must be integers, none below 0, not {found}")
-    if len(found) != size or sum(found) != rows:
+    lengths = list(splits)
+    if not all(isinstance(length, int) and length >= 0 for length in lengths):
+        raise ValueError(f"{label}: splits must be integers, none below 0, not {lengths}")
+    if len(lengths) != size or sum(lengths) != rows:
         raise ValueError(
-            f"{label}: splits {found} must be {size} numbers whose sum is {rows}, the first dimension of the tensor"
+            f"{label}: splits {lengths} must be {size} numbers whose sum is {rows}, the first dimension of the tensor"
         )
-    return found
+    return lengths

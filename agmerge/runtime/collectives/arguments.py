@@ -1,4 +1,4 @@
-"""What scripts pass to a collective, checked. ``ValueError`` and ``TypeError`` say what to pass instead."""
+"""Check what scripts pass to a collective. ``ValueError`` and ``TypeError`` say what to pass instead."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ OPS = "agmerge.Average, Sum, Min, Max or Product"
 
 
 class Compressor(Protocol):
-    """As :class:`agmerge.Compression`, or one of Horovod's."""
+    """Cast what travels, as :class:`agmerge.Compression` or one of Horovod's does."""
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Return what travels instead of ``tensor``, and a context."""
 
     def decompress(self, tensor: torch.Tensor, context: Any) -> torch.Tensor:
-        """``tensor`` as it was, but for what was lost."""
+        """Return ``tensor`` as it was, but for what was lost. ``context``: what ``compress`` has returned."""
 
 
 def label(name: Any, call: str) -> str:
@@ -71,7 +71,10 @@ def check_overwritten(tensor: torch.Tensor, call: str) -> None:
 
 
 def reduction(op: Any, average: Any, call: str) -> ReduceOp:
-    """``op``, or what ``average`` says in its stead; also where ``op`` is a constant of Horovod's."""
+    """Return the reduction that ``op`` means, also where it is a constant of Horovod's, or ``average`` in its stead.
+
+    Raises ``TypeError``, ``ValueError`` or, for Adasum, :class:`agmerge.AGMergeError`; ``call``: the name in errors.
+    """
     if isinstance(average, ReduceOp) or isinstance(average, str):
         raise TypeError(f"{call}: average must be True or False, not {average!r}; pass op= and name= by keyword")
     if op is not None and average is not None:
@@ -89,7 +92,7 @@ def reduction(op: Any, average: Any, call: str) -> ReduceOp:
 
 
 def compressor(given: Any, call: str) -> Compressor:
-    """``compression=`` of a collective: it casts what travels."""
+    """Return ``given``, the ``compression=`` of a collective, or raise ``TypeError`` if it is no cast."""
     if hasattr(given, "compress") and hasattr(given, "decompress"):
         return given  # type: ignore[no-any-return]
     raise TypeError(
@@ -98,7 +101,7 @@ def compressor(given: Any, call: str) -> Compressor:
 
 
 def factor(given: Any, name: str, call: str) -> float:
-    """``prescale_factor`` or ``postscale_factor``."""
+    """Return ``prescale_factor`` or ``postscale_factor``, whichever ``name`` says, as a number."""
     try:
         return float(given)
     except (TypeError, ValueError):

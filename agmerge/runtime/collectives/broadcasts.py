@@ -1,4 +1,4 @@
-"""Broadcast: every rank gets what the root gives."""
+"""Broadcast: give every rank what the root gives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agmerge.runtime.collectives.reduce import Allreduce
 
 
 class Broadcast(Operation):
-    """See :func:`broadcast`. ``in_place``: the result is written over the tensor."""
+    """Do what :func:`broadcast` says. ``in_place``: the result is written over the tensor."""
 
     kind = "broadcast"
 
@@ -31,7 +31,7 @@ class Broadcast(Operation):
         return [("root_rank", str(self.root)), ("tensor", described(self.tensors[0]))]
 
     def begin(self) -> list[Handle]:
-        """Collective. One message, into the tensor itself where that can be."""
+        """Collective. Start one message, into the tensor itself where that can be."""
         self._given = self.tensors[0]
         straight = self.in_place and self._given.is_contiguous() and not self._given.is_neg()
         self._result = self._given.detach() if straight else copied(self._given)
@@ -56,10 +56,11 @@ class Broadcast(Operation):
 
 
 def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> torch.Tensor:
-    """Collective. Rank ``root_rank``'s ``tensor``, as a new tensor. Shape and dtype must be the same on all ranks.
+    """Collective. Return rank ``root_rank``'s ``tensor``, as a new tensor.
 
-    Any dtype. ``root_rank`` is a rank of the world, also with ``process_set`` (as in :func:`allreduce`).
-    Differentiable: the root gets the average of all ranks' gradients, the others zeros, as in Horovod.
+    Shape and dtype must be the same on all ranks; any dtype. ``root_rank`` is a rank of the world, also with
+    ``process_set`` (as in :func:`allreduce`). Differentiable: the root gets the average of all ranks' gradients, the
+    others zeros, as in Horovod.
     """
     return run(_operation(tensor, "broadcast", root_rank, name, process_set))  # type: ignore[no-any-return]
 
@@ -71,16 +72,20 @@ def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None, pr
 
 
 def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> Pending:
-    """Collective. Start :func:`broadcast`; a handle for :func:`synchronize`. ``tensor`` is copied first."""
+    """Collective. Start :func:`broadcast`; return a handle for :func:`synchronize`. ``tensor`` is copied first."""
     return start(_operation(tensor, "broadcast_async", root_rank, name, process_set))
 
 
 def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> Pending:
-    """Collective. Start :func:`broadcast_`; a handle for :func:`synchronize`. Leave ``tensor`` alone until then."""
+    """Collective. Start :func:`broadcast_`; return a handle for :func:`synchronize`.
+
+    Leave ``tensor`` alone until then.
+    """
     return start(_operation(tensor, "broadcast_async_", root_rank, name, process_set, in_place=True))
 
 
 def _operation(tensor: Any, call: str, root: int, name: Any, process_set: Any, in_place: bool = False) -> Broadcast:
+    """Return a broadcast of checked arguments. ``call``: its name where the script gives none."""
     arguments.check_tensor(tensor, arguments.label(name, call))
     if in_place:
         arguments.check_overwritten(tensor, call)

@@ -1,4 +1,4 @@
-"""All-gather: every rank gets what all give, one after the other."""
+"""All-gather: give every rank what all give, one after the other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agmerge.runtime.collectives.reduce import Allreduce
 
 
 class Allgather(Operation):
-    """See :func:`allgather`."""
+    """Do what :func:`allgather` says."""
 
     kind = "allgather"
 
@@ -36,9 +36,9 @@ class Allgather(Operation):
         return facts
 
     def begin(self) -> list[Handle]:
-        """Collective. Straight into the results: one message a tensor, or one a rank where lengths differ."""
-        told = share_numbers(self.comm, self.label, [len(tensor) for tensor in self.tensors])
-        self.rows = [list(rows) for rows in zip(*told, strict=True)]  # of every tensor, by ranks
+        """Collective. Start messages straight into the results: one a tensor, or one a rank where lengths differ."""
+        lengths = share_numbers(self.comm, self.label, [len(tensor) for tensor in self.tensors])
+        self.rows = [list(rows) for rows in zip(*lengths, strict=True)]  # of every tensor, by ranks
         given = list(zip(self.tensors, self.rows, strict=True))
         self._results = [tensor.new_empty((sum(rows), *tensor.shape[1:])) for tensor, rows in given]
         handles: list[Handle] = []
@@ -47,11 +47,12 @@ class Allgather(Operation):
                 handles += self._started(out, plain(tensor), rows, f"{self.message}.{i}" if i else self.message)
         return handles
 
-    def _started(self, out: torch.Tensor, mine: torch.Tensor, rows: list[int], name: str) -> list[Handle]:
+    def _started(self, out: torch.Tensor, own: torch.Tensor, rows: list[int], name: str) -> list[Handle]:
+        """Collective. Start to gather ``own`` from every rank into ``out``, of which rank r gives ``rows[r]`` rows."""
         if len(set(rows)) == 1:
-            return [self.comm.all_gather(byte_view(out), byte_view(mine), name)]
+            return [self.comm.all_gather(byte_view(out), byte_view(own), name)]
         places = torch.split(out, rows)
-        places[self.comm.rank].copy_(mine)
+        places[self.comm.rank].copy_(own)
         return [
             self.comm.broadcast(byte_view(place), rank, f"{name} of {rank}")
             for rank, place in enumerate(places)
@@ -67,22 +68,26 @@ class Allgather(Operation):
         """Collective. Return the average over the ranks of what belongs to this rank's rows, as in Horovod."""
         given = (gradients, f"gradient of {self.label}", Average, 1.0, 1.0)
         back = Allreduce(*given, where=self.group)
-        here, wholes = self.comm.rank, run_all(back)
-        return [whole.narrow(0, sum(rows[:here]), rows[here]) for whole, rows in zip(wholes, self.rows, strict=True)]
+        rank, wholes = self.comm.rank, run_all(back)
+        return [whole.narrow(0, sum(rows[:rank]), rows[rank]) for whole, rows in zip(wholes, self.rows, strict=True)]
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Any = None) -> torch.Tensor:
-    """Collective. Every rank's ``tensor``, one after the other along the first dimension, whose length may differ.
+    """Collective. Return every rank's ``tensor``, one after the other along the first dimension.
 
-    Any dtype. ``process_set``: as in :func:`allreduce`. Differentiable: the gradient is the *average* over the ranks of
-    the gradients of this rank's rows, as in Horovod (docs/migrate.md says when that is what you mean).
+    Its length may differ between ranks. Any dtype. ``process_set``: as in :func:`allreduce`. Differentiable: the
+    gradient is the *average* over the ranks of the gradients of this rank's rows, as in Horovod (docs/migrate.md says
+    when that is what you mean).
     """
     arguments.check_tensor(tensor, arguments.label(name, "allgather"))
     return run(Allgather([tensor], name, process_set))  # type: ignore[no-any-return]
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: Any = None) -> Pending:
-    """Collective. Start :func:`allgather`; a handle for :func:`synchronize`. Leave ``tensor`` alone until then."""
+    """Collective. Start :func:`allgather`; return a handle for :func:`synchronize`.
+
+    Leave ``tensor`` alone until then.
+    """
     arguments.check_tensor(tensor, arguments.label(name, "allgather_async"))
     return start(Allgather([tensor], name, process_set))
 
@@ -90,18 +95,22 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: Any = None
 ) -> list[torch.Tensor]:
-    """Collective. Gather each of ``tensors`` as :func:`allgather`, all of them agreed on at once; a list."""
+    """Collective. Gather each of ``tensors`` as :func:`allgather`, all of them agreed on at once; return a list."""
     return list(run(_grouped(tensors, "grouped_allgather", name, process_set)))
 
 
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: Any = None
 ) -> Pending:
-    """Start :func:`grouped_allgather`; a handle for :func:`synchronize`. Leave the tensors alone. Collective."""
+    """Collective. Start :func:`grouped_allgather`; return a handle for :func:`synchronize`.
+
+    Leave the tensors alone until then.
+    """
     return start(_grouped(tensors, "grouped_allgather_async", name, process_set))
 
 
 def _grouped(tensors: Any, call: str, name: Any, process_set: Any) -> Allgather:
+    """Return an all-gather of several tensors. ``call``: its name where the script gives none."""
     made = Allgather(arguments.check_list(tensors, arguments.label(name, call)), name, process_set)
     made.single = False
     return made

@@ -1,4 +1,4 @@
-"""``join()``: a rank that makes no more calls answers those of the others until all have joined."""
+"""Let a rank that makes no more calls answer those of the others until all have joined: ``join()``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LABEL = "join() of the module's own collectives; an optimizer has a join() of it
 
 
 def join(device: int | str = -1) -> int:
-    """Collective. Stand in, with zeros, for the sums and averages that other ranks still call; who joined last.
+    """Collective. Stand in, with zeros, for the sums and averages that other ranks still call; return who joined last.
 
     For ``agmerge.allreduce`` and its kin over all ranks: of a :class:`agmerge.DistributedOptimizer`, whose steps are
     no such calls, it is ``optimizer.join()``. Any other collective that is called while a rank has joined raises
@@ -28,26 +28,26 @@ def join(device: int | str = -1) -> int:
     comm, answered = workers.world(), 0
     place = torch.device("cpu" if device == -1 else f"cuda:{device}" if isinstance(device, int) else device)
     while any(digest != JOINED for digest in exchange_digests(comm, LABEL, JOINED)):
-        said = [json.loads(text) for text in exchange_texts(comm, LABEL, b"") if text]
-        if all(facts == said[0] for facts in said) and joinable(said[0]):
+        calls = [json.loads(text) for text in exchange_texts(comm, LABEL, b"") if text]
+        if all(facts == calls[0] for facts in calls) and joinable(calls[0]):
             count(comm)
-            _stand_in(comm, said[0], place)
+            _stand_in(comm, calls[0], place)
         answered += 1
     waited = [answers for (answers,) in share_numbers(comm, LABEL, [answered])]
     return max(rank for rank, answers in enumerate(waited) if answers == min(waited))
 
 
 def _stand_in(comm: Backend, facts: Sequence[Sequence[str]], device: torch.device) -> None:
-    """Make the messages of an all-reduce, of zeros."""
+    """Collective. Make the messages of the all-reduce that ``facts`` describe, of zeros on ``device``."""
     message = dict((name, value) for name, value in facts)["name"]
     handles = []
     shapes = [value for name, value in facts if name.startswith("tensor")]
-    for i, one in enumerate(shapes):
-        found = re.fullmatch(r"(\w+)(\[.*\])( on \w+)?", one)
-        assert found is not None
-        dtype: torch.dtype = getattr(torch, found[1])
+    for i, shape in enumerate(shapes):
+        parsed = re.fullmatch(r"(\w+)(\[.*\])( on \w+)?", shape)
+        assert parsed is not None
+        dtype: torch.dtype = getattr(torch, parsed[1])
         travels = dtype if dtype in TRAVELS or dtype.is_complex else torch.int32
-        zeros = torch.zeros(json.loads(found[2]), dtype=travels, device=device if found[3] else "cpu")
+        zeros = torch.zeros(json.loads(parsed[2]), dtype=travels, device=device if parsed[3] else "cpu")
         if zeros.numel():
             handles.append(comm.all_reduce(flat(zeros), f"{message}.{i}" if i else message))
     for handle in handles:

@@ -1,4 +1,4 @@
-"""Python objects, and waiting for everybody."""
+"""Send Python objects, and wait for everybody."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from agmerge.runtime.process_sets import group
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, process_set: Any = None) -> Any:
-    """Collective. Rank ``root_rank``'s ``obj`` (anything that pickles); it is returned as it is on the root itself.
+    """Collective. Return rank ``root_rank``'s ``obj``, anything that pickles; on the root itself as it is.
 
-    ``root_rank`` is a rank of the world, also with ``process_set`` (as in :func:`agmerge.allreduce`).
+    ``root_rank`` is a rank of the world, also with ``process_set`` (as in :func:`agmerge.allreduce`). Raises
+    :class:`agmerge.AGMergeError` on every rank if it does not pickle.
     """
     label = arguments.label(name, "broadcast_object")
     where = group(process_set, label)
@@ -35,11 +36,15 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, proc
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: Any = None) -> list[Any]:
-    """Collective. Return every rank's ``obj`` (anything that pickles), in the order of ranks."""
+    """Collective. Return every rank's ``obj``, anything that pickles, in the order of ranks.
+
+    ``process_set``: as in :func:`agmerge.allreduce`. Raises :class:`agmerge.AGMergeError` on every rank if one does not
+    pickle.
+    """
     label = arguments.label(name, "allgather_object")
     data, problem = _pickled(obj)
-    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    gathering = Allgather([mine], label, process_set)
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    gathering = Allgather([own], label, process_set)
     parts = torch.split(run(gathering), gathering.rows[0])
     failed = [rank for rank, part in zip(gathering.group.ranks, parts, strict=True) if not len(part)]
     if failed:
@@ -53,7 +58,7 @@ def barrier(process_set: Any = None) -> None:
 
 
 def _pickled(obj: Any) -> tuple[bytes, Exception | None]:
-    """Nothing where it fails, and why: the others wait, and no pickle is that short."""
+    """Return the pickle of ``obj``; nothing where it fails, and why: the others wait, and no pickle is that short."""
     try:
         return pickle.dumps(obj), None
     except Exception as error:

@@ -1,6 +1,6 @@
-"""One collective of the module's own, from its arguments to its result and back.
+"""Run one collective of the module's own, from its arguments to its result and back.
 
-What each kind says: the facts that all ranks must state alike, how its messages start, what is done when they are in,
+Each kind says the facts that all ranks must state alike, how its messages start, what is done when they are in,
 and the gradient. Everything else is here: the agreement, the handle, the graph.
 """
 
@@ -22,36 +22,36 @@ from agmerge.runtime.process_sets import Group, group
 
 
 class Operation(ABC):
-    """A collective over ``tensors``, dense ones. ``single``: the script gave one, and gets one.
+    """Describe a collective over ``tensors``, dense ones.
 
     ``name``: the script's, or None. ``process_set``: as the script gave it. ``where``: the group of an operation whose
     gradient this one is, in place of a process set.
     """
 
-    kind: str
-    in_place = False
+    kind: str  # what ranks agree on that they call: "allreduce", ...
+    in_place = False  # the results are the given tensors, so they have no gradient
 
     def __init__(
         self, tensors: Sequence[torch.Tensor], name: Any, process_set: Any = None, *, where: Group | None = None
     ) -> None:
         self.label, self.named = arguments.label(name, self.kind), name is not None
-        self.single = True
+        self.single = True  # the script gave one tensor, and gets one
         self.tensors = list(tensors)
         self.group = where or group(process_set, self.label)
         self.message = ""  # the name of its messages, from start() on
 
     @property
     def comm(self) -> Backend:
-        """Who takes part."""
+        """Return the communicator of those who take part."""
         return self.group.comm
 
     @abstractmethod
     def facts(self) -> list[Fact]:
-        """Return what must be the same on all ranks."""
+        """Return what must be the same on all ranks, as (name, value) in a fixed order."""
 
     @abstractmethod
     def begin(self) -> list[Handle]:
-        """Start every message. The ranks have agreed."""
+        """Collective. Start every message and return their handles. The ranks have agreed."""
 
     @abstractmethod
     def end(self) -> list[torch.Tensor]:
@@ -59,7 +59,7 @@ class Operation(ABC):
 
     @abstractmethod
     def backward(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the gradients of ``tensors``, from those of the results. Collective, as the call itself."""
+        """Collective. Return the gradients of ``tensors``, from those of the results."""
 
     def shaped(self, results: list[torch.Tensor]) -> Any:
         """Return what the script gets."""
@@ -67,24 +67,28 @@ class Operation(ABC):
 
 
 class Pending:
-    """A collective under way, for :func:`agmerge.poll` and :func:`agmerge.synchronize`."""
+    """Hold a collective under way, for :func:`agmerge.poll` and :func:`agmerge.synchronize`.
+
+    ``operation``: which, with its messages started. ``handles``: of the messages. ``inputs``: the tensors that the
+    script gave, of which the results are functions.
+    """
 
     def __init__(self, operation: Operation, handles: list[Handle], inputs: list[torch.Tensor]) -> None:
         self._operation, self._handles = operation, handles
         learns = torch.is_grad_enabled() and not operation.in_place
         self._inputs = inputs if learns and any(tensor.requires_grad for tensor in inputs) else []
-        self._results: list[torch.Tensor] | None = None
-        self._error: Exception | None = None
+        self._results: list[torch.Tensor] | None = None  # once the messages are in
+        self._error: Exception | None = None  # or what went wrong
 
     def __repr__(self) -> str:
         return f"<{self._operation.label}, {'done' if self.done() else 'under way'}>"
 
     def done(self) -> bool:
         """Tell whether :meth:`result` would return at once."""
-        return self._results is not None or self._error is not None or all(one.done() for one in self._handles)
+        return self._results is not None or self._error is not None or all(handle.done() for handle in self._handles)
 
     def settle(self) -> None:
-        """Wait for the messages, once; what comes of it is kept for :meth:`result`."""
+        """Collective. Wait for the messages, once; what comes of it is kept for :meth:`result`."""
         if self._results is not None or self._error is not None:
             return
         try:
@@ -97,7 +101,7 @@ class Pending:
         self._operation.tensors = []
 
     def result(self) -> Any:
-        """Return what the collective gives, also when it is asked for again. Raises what went wrong."""
+        """Collective. Return what the collective gives, also when it is asked for again. Raises what went wrong."""
         self.settle()
         if self._error is not None:
             raise self._error
@@ -111,12 +115,15 @@ class Pending:
 
 
 class _Differentiable(torch.autograd.Function):
-    """Results that arrived from elsewhere, as functions of what this rank gave."""
+    """Make results that arrived from elsewhere functions of what this rank gave."""
 
     @staticmethod
     def forward(ctx: Any, operation: Operation, results: list[torch.Tensor], *inputs: torch.Tensor) -> Any:
+        """Return ``results``, as functions of ``inputs``."""
         ctx.operation = operation
-        ctx.mark_non_differentiable(*(one for one in results if not (one.is_floating_point() or one.is_complex())))
+        ctx.mark_non_differentiable(
+            *(result for result in results if not (result.is_floating_point() or result.is_complex()))
+        )
         return tuple(results)
 
     @staticmethod
@@ -127,19 +134,20 @@ class _Differentiable(torch.autograd.Function):
 
 @dataclass
 class _Line:
-    """What is under way on one communicator, by the name of its messages, oldest first."""
+    """Hold what is under way on one communicator, by the name of its messages, oldest first."""
 
     agreed: int = 0  # operations so far: the same number on every rank, also where some have joined
     pending: dict[str, Pending] = field(default_factory=dict)
 
 
-_lines: WeakKeyDictionary[Backend, _Line] = WeakKeyDictionary()
+_lines: WeakKeyDictionary[Backend, _Line] = WeakKeyDictionary()  # by communicator; entries go with it
 
 
 def start(operation: Operation, *, waits: bool = False) -> Pending:
-    """Collective. Agree, then start ``operation``. Collective: returns when every rank has come here.
+    """Collective. Agree, then start ``operation`` and return it, under way. Every rank has come here then.
 
-    ``waits``: the caller asks for the result at once. A name that is under way is a ``ValueError``.
+    ``waits``: the caller asks for the result at once. Raises ``ValueError`` for a name that is under way, and
+    :class:`agmerge.RankMismatchError` on every rank if ranks make different calls.
     """
     line = _lines.setdefault(operation.comm, _Line())
     _sweep(line)
@@ -193,7 +201,7 @@ def poll(handle: Pending) -> bool:
 
 
 def synchronize(handle: Pending) -> Any:
-    """Wait for an ``..._async`` call; what the call without ``_async`` returns, with its gradient.
+    """Collective. Wait for an ``..._async`` call and return what the call without ``_async`` does, with its gradient.
 
     ``handle``: what it has returned. Every wait ends after ``AGMERGE_TIMEOUT`` seconds (300), with
     :class:`agmerge.NoAnswer`.
@@ -202,6 +210,7 @@ def synchronize(handle: Pending) -> Any:
 
 
 def _checked(handle: Any, call: str) -> Pending:
+    """Return ``handle``, or raise ``TypeError`` if it is none."""
     if not isinstance(handle, Pending):
         raise TypeError(f"{call}: give what an ..._async call has returned, not {handle!r}")
     return handle

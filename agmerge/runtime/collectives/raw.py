@@ -1,4 +1,4 @@
-"""Tensors as bytes, so that any dtype travels on any backend."""
+"""See tensors as bytes, so that any dtype travels on any backend."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` without its graph, contiguous: its own memory where that is so already, else a copy."""
+    """Return ``tensor`` without its graph, contiguous: its own memory where that is so already, else a copy."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
@@ -27,14 +27,15 @@ def copied(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tens
 
 
 def row_kind(tensor: torch.Tensor) -> str:
-    """For agreements where lengths may differ: the dtype, and on what kind of device where that is no CPU."""
+    """Return, for agreements where lengths may differ, the dtype and the kind of device where that is no CPU."""
     return f"{tensor.dtype}{_elsewhere(tensor)}"
 
 
 def described(tensor: torch.Tensor) -> str:
-    """For agreements: ``float32[2, 3]``, and on what kind of device where that is no CPU."""
+    """Return, for agreements, dtype and shape as ``float32[2, 3]``, and the kind of device where that is no CPU."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{_elsewhere(tensor)}"
 
 
 def _elsewhere(tensor: torch.Tensor) -> str:
+    """Return the kind of device where that is no CPU, to be put behind something."""
     return "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"

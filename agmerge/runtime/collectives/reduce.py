@@ -1,4 +1,4 @@
-"""All-reduce: every rank gets the sum, average, minimum, maximum or product of what all give."""
+"""All-reduce: give every rank the sum, average, minimum, maximum or product of what all give."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NONE = Compression.none
 
 
 class Allreduce(Reduction):
-    """See :func:`allreduce`. ``in_place``: results are written over the tensors."""
+    """Do what :func:`allreduce` says. ``in_place``: results are written over the tensors."""
 
     kind = "allreduce"
 
@@ -28,7 +28,7 @@ class Allreduce(Reduction):
         self.in_place = in_place
 
     def begin(self) -> list[Handle]:
-        """Collective. One message a tensor."""
+        """Collective. Start one message a tensor."""
         self._given = self.tensors if self.in_place else []
         self._dtypes = [tensor.dtype for tensor in self.tensors]
         self._totals = [self._sent(tensor) for tensor in self.tensors]
@@ -40,12 +40,13 @@ class Allreduce(Reduction):
         ]
 
     def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what travels: the tensor itself, scaled, where it may be overwritten, else a copy."""
         if self.in_place and tensor.dtype in TRAVELS and tensor.is_contiguous() and not tensor.is_neg():
             return times(tensor.detach(), self.prescale)
         return self.prepared(tensor)
 
     def end(self) -> list[torch.Tensor]:
-        """New tensors, or the given ones, overwritten."""
+        """Return new tensors, or the given ones, overwritten."""
         totals, self._totals = self._totals, []
         results = [self.finished(total, dtype) for total, dtype in zip(totals, self._dtypes, strict=True)]
         if not self.in_place:
@@ -119,7 +120,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: Any = None,
 ) -> Pending:
-    """Collective. Start :func:`allreduce`; a handle for :func:`synchronize`. ``tensor`` is copied first."""
+    """Collective. Start :func:`allreduce`; return a handle for :func:`synchronize`. ``tensor`` is copied first."""
     call = "allreduce_async"
     return start(_operation([tensor], call, average, name, op, prescale_factor, postscale_factor, process_set))
 
@@ -133,7 +134,10 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: Any = None,
 ) -> Pending:
-    """Collective. Start :func:`allreduce_`; a handle for :func:`synchronize`. Leave ``tensor`` alone until then."""
+    """Collective. Start :func:`allreduce_`; return a handle for :func:`synchronize`.
+
+    Leave ``tensor`` alone until then.
+    """
     call = "allreduce_async_"
     return start(_in_place([tensor], call, average, name, op, prescale_factor, postscale_factor, process_set))
 
@@ -148,13 +152,13 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: Any = None,
 ) -> list[torch.Tensor]:
-    """Collective. Combine each of ``tensors`` as :func:`allreduce`, all of them agreed on at once; a list."""
+    """Collective. Combine each of ``tensors`` as :func:`allreduce`, all of them agreed on at once; return a list."""
     label = arguments.label(name, "grouped_allreduce")
     cast = arguments.compressor(compression, label)
     packed = [cast.compress(tensor) for tensor in arguments.check_list(tensors, label)]
-    sent, scales = [one for one, _ in packed], (prescale_factor, postscale_factor)
-    found = run(_operation(sent, "grouped_allreduce", average, name, op, *scales, process_set, single=False))
-    return [cast.decompress(one, context) for one, (_, context) in zip(found, packed, strict=True)]
+    sent, scales = [tensor for tensor, _ in packed], (prescale_factor, postscale_factor)
+    totals = run(_operation(sent, "grouped_allreduce", average, name, op, *scales, process_set, single=False))
+    return [cast.decompress(tensor, context) for tensor, (_, context) in zip(totals, packed, strict=True)]
 
 
 def grouped_allreduce_(
@@ -180,7 +184,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: Any = None,
 ) -> Pending:
-    """Collective. Start :func:`grouped_allreduce`; a handle for :func:`synchronize`. Tensors are copied first."""
+    """Collective. Start :func:`grouped_allreduce` of copies; return a handle for :func:`synchronize`."""
     given = (average, name, op, prescale_factor, postscale_factor, process_set)
     return start(_operation(tensors, "grouped_allreduce_async", *given, single=False))
 
@@ -194,7 +198,10 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: Any = None,
 ) -> Pending:
-    """Collective. Start :func:`grouped_allreduce_`; a handle for :func:`synchronize`. Leave the tensors alone."""
+    """Collective. Start :func:`grouped_allreduce_`; return a handle for :func:`synchronize`.
+
+    Leave the tensors alone until then.
+    """
     given = (average, name, op, prescale_factor, postscale_factor, process_set)
     return start(_in_place(tensors, "grouped_allreduce_async_", *given, single=False))
 
@@ -212,6 +219,10 @@ def _operation(
     single: bool = True,
     in_place: bool = False,
 ) -> Allreduce:
+    """Return an all-reduce of checked arguments, which are those of :func:`allreduce`.
+
+    ``call``: its name where the script gives none. ``single``: the script gave one tensor, and gets one.
+    """
     label = arguments.label(name, call)
     checked = arguments.check_list(tensors, label)
     reduced = arguments.reduction(op, average, label)
@@ -221,6 +232,7 @@ def _operation(
 
 
 def _in_place(tensors: Any, call: str, *given: Any, single: bool = True) -> Allreduce:
+    """Return an all-reduce over the tensors themselves, or raise where that would make a gradient wrong."""
     made = _operation(tensors, call, *given, single=single, in_place=True)
     for tensor in made.tensors:
         arguments.check_overwritten(tensor, call)

@@ -1,4 +1,4 @@
-"""What an all-reduce and a reduce-scatter have in common: numbers, an operation, factors before and after."""
+"""Share what an all-reduce and a reduce-scatter have in common: numbers, an operation, factors before and after."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ _COMPLEX = (torch.complex64, torch.complex128)
 
 
 class Reduction(Operation):
-    """Numbers of all ranks become one, by ``op``. ``prescale``, ``postscale``: factors before and after."""
+    """Make numbers of all ranks one, by ``op``.
+
+    ``prescale``, ``postscale``: factors that the numbers get before, and the result after. Other arguments: as those of
+    :class:`Operation`. Raises ``ValueError`` for dtypes that cannot be combined so.
+    """
 
     def __init__(
         self,
@@ -41,6 +45,7 @@ class Reduction(Operation):
             self._check(tensor)
 
     def _check(self, tensor: torch.Tensor) -> None:
+        """Raise ``ValueError`` unless ``op`` is defined for the dtype of ``tensor``."""
         adds = self.op in (Average, Sum)
         if tensor.dtype == torch.bool:
             what = "sum" if adds else self.op.value
@@ -51,9 +56,9 @@ class Reduction(Operation):
     def facts(self) -> list[Fact]:
         """Return the operation, the factors, every tensor's dtype and shape."""
         several = len(self.tensors) > 1
-        named = [(f"tensor {i}" if several else "tensor", described(one)) for i, one in enumerate(self.tensors)]
+        tensors = [(f"tensor {i}" if several else "tensor", described(tensor)) for i, tensor in enumerate(self.tensors)]
         factors = [("prescale_factor", str(self.prescale)), ("postscale_factor", str(self.postscale))]
-        return [("op", self.op.value), *factors, *named]
+        return [("op", self.op.value), *factors, *tensors]
 
     def prepared(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy that a backend can add, scaled."""
@@ -75,7 +80,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def times(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """Scale ``tensor`` in place. Integers by way of fp64, cut towards zero."""
+    """Scale ``tensor`` in place and return it. Integers by way of fp64, cut towards zero."""
     if factor == 1.0:
         return tensor
     if tensor.is_floating_point() or tensor.is_complex():

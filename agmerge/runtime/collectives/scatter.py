@@ -1,4 +1,4 @@
-"""Reduce-scatter: what all give becomes one tensor, of which every rank gets its rows."""
+"""Reduce-scatter: make what all give one tensor, of which every rank gets its rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NONE = Compression.none
 
 
 class ReduceScatter(Reduction):
-    """See :func:`reducescatter`."""
+    """Do what :func:`reducescatter` says."""
 
     kind = "reducescatter"
 
@@ -32,10 +32,7 @@ class ReduceScatter(Reduction):
                 raise ValueError(f"{self.label}: a tensor of no dimensions has no rows to scatter; use allreduce")
 
     def begin(self) -> list[Handle]:
-        """Collective. Start one message a tensor, of pieces of equal size.
-
-        Where rows do not divide, some ranks' pieces end with an empty row.
-        """
+        """Collective. Start one message a tensor, of equal pieces: where rows do not divide, some end with padding."""
         self._dtypes = [tensor.dtype for tensor in self.tensors]
         self._pieces: list[torch.Tensor] = []
         handles = []
@@ -49,11 +46,12 @@ class ReduceScatter(Reduction):
         return handles
 
     def _rows(self, rows: int) -> list[int]:
-        """How many every rank gets, the first ones one more where they do not divide: as in Horovod."""
+        """Return how many every rank gets, the first ones one more where they do not divide: as in Horovod."""
         least, more = divmod(rows, self.comm.size)
         return [least + (rank < more) for rank in range(self.comm.size)]
 
     def _even(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return ``tensor`` with a row of zeros behind the shorter shares, so that all have as many rows."""
         counts = self._rows(len(tensor))
         if len(set(counts)) == 1:
             return tensor
@@ -63,17 +61,14 @@ class ReduceScatter(Reduction):
         return room.flatten(0, 1)
 
     def end(self) -> list[torch.Tensor]:
-        """New tensors."""
+        """Return new tensors."""
         pieces, self._pieces = self._pieces, []
         return [self.finished(piece, dtype).contiguous() for piece, dtype in zip(pieces, self._dtypes, strict=True)]
 
     def backward(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Collective. Return the gradients of all rows, gathered; of a sum, times the number of ranks.
-
-        As in Horovod.
-        """
+        """Collective. Return the gradients of all rows, gathered; of a sum, times their number, as in Horovod."""
         factor = self.prescale * self.postscale * (self.comm.size if self.op is Sum else 1)
-        back = Allgather([one * factor for one in gradients], f"gradient of {self.label}", where=self.group)
+        back = Allgather([gradient * factor for gradient in gradients], f"gradient of {self.label}", where=self.group)
         return run_all(back)
 
 
@@ -108,7 +103,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Pending:
-    """Start :func:`reducescatter`; a handle for :func:`synchronize`. Collective. ``tensor`` is copied first."""
+    """Collective. Start :func:`reducescatter` of a copy; return a handle for :func:`synchronize`."""
     call = "reducescatter_async"
     return start(_operation([tensor], call, name, op, prescale_factor, postscale_factor, process_set))
 
@@ -122,13 +117,13 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Combine each of ``tensors`` as :func:`reducescatter`, all of them agreed on at once; a list. Collective."""
+    """Collective. Combine each of ``tensors`` as :func:`reducescatter`, agreed on at once; return a list."""
     label = arguments.label(name, "grouped_reducescatter")
     cast = arguments.compressor(compression, label)
     packed = [cast.compress(tensor) for tensor in arguments.check_list(tensors, label)]
     given = (name, op, prescale_factor, postscale_factor, process_set)
-    found = run(_operation([sent for sent, _ in packed], "grouped_reducescatter", *given, single=False))
-    return [cast.decompress(one, context) for one, (_, context) in zip(found, packed, strict=True)]
+    pieces = run(_operation([sent for sent, _ in packed], "grouped_reducescatter", *given, single=False))
+    return [cast.decompress(piece, context) for piece, (_, context) in zip(pieces, packed, strict=True)]
 
 
 def grouped_reducescatter_async(
@@ -139,7 +134,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Pending:
-    """Collective. Start :func:`grouped_reducescatter`; a handle for :func:`synchronize`. Tensors are copied first."""
+    """Collective. Start :func:`grouped_reducescatter` on copies; return a handle for :func:`synchronize`."""
     given = (name, op, prescale_factor, postscale_factor, process_set)
     return start(_operation(tensors, "grouped_reducescatter_async", *given, single=False))
 
@@ -147,6 +142,10 @@ def grouped_reducescatter_async(
 def _operation(
     tensors: Any, call: str, name: Any, op: Any, prescale: Any, postscale: Any, process_set: Any, single: bool = True
 ) -> ReduceScatter:
+    """Return a reduce-scatter of checked arguments, which are those of :func:`reducescatter`.
+
+    ``call``: its name where the script gives none. ``single``: the script gave one tensor, and gets one.
+    """
     label = arguments.label(name, call)
     checked = arguments.check_list(tensors, label)
     made = ReduceScatter(checked, name, arguments.reduction(op, None, label), prescale, postscale, process_set)

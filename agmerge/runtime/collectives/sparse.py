@@ -1,4 +1,4 @@
-"""Tensors of sparse layout: rows with their indices are gathered, not reduced."""
+"""Combine tensors of sparse layout: rows with their indices are gathered, not reduced."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def sparse_allreduce_async(
     """Collective. Start the average or sum of every rank's ``tensor``, of COO layout; call what is returned for it.
 
     Ranks may hold different numbers of elements. An element that several hold stands several times in the result,
-    as in Horovod: it adds up in ``to_dense()`` and ``coalesce()``.
+    as in Horovod: it adds up in ``to_dense()`` and ``coalesce()``. ``name``, ``op`` (``Average`` or ``Sum``) and
+    ``process_set``: as in :func:`allreduce`.
     """
     label = arguments.label(name, "sparse_allreduce_async")
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:

@@ -23,7 +23,7 @@ from agmerge.backends.base import Gather
 from agmerge.backends.handshake import gather_texts
 from agmerge.backends.status import RankStatus
 from agmerge.errors import NoAnswer
-from agmerge.runtime.peers.report import Answer, Report, listed, report
+from agmerge.runtime.peers.report import Answer, listed, report
 from agmerge.runtime.peers.status_server import ENDED, PATIENCE, STUCK, PeerUnreachable, StatusServer, query_peer
 
 FIRST = 10.0  # seconds, for the first question of all: a machine that starts many processes is busy
@@ -174,11 +174,11 @@ class PeerMonitor:
             if not isinstance(answer, PeerUnreachable):
                 for rank, words in answer.get("heard", {}).items():
                     self._last_words.setdefault(int(rank), words)
-        found: Report = report(call, own["step"], answers, self._last_words)
+        made = report(call, own["step"], answers, self._last_words)
         asked = {rank: why for rank, why in self._problems().items() if rank in (ranks or [rank])}
         unknown = {rank: why for rank, why in asked.items() if rank != self.rank}
-        text = found.text(call, unknown, self.peers[self.rank].problem, self._listed)
-        return text, tuple(found.missing)
+        text = made.text(call, unknown, self.peers[self.rank].problem, self._listed)
+        return text, tuple(made.missing)
 
     def _listed(self, texts: Mapping[int, str]) -> str:
         """Return ``texts``, by rank, as one line that names the host and process of each."""
@@ -206,7 +206,7 @@ class PeerMonitor:
         self.tell(self._own_answer(), [(self.rank + i) % size for i in range(1, min(size, TOLD + 1))], HURRY)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop to listen."""
         if self._server is not None:
             self._server.close()
 
@@ -259,7 +259,7 @@ def is_open() -> bool:
 
 
 def close() -> None:
-    """Neither listen nor ask any more."""
+    """Stop to listen, and to ask."""
     if _current is not None:
         _current.close()
     _install(None)

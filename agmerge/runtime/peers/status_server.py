@@ -1,4 +1,4 @@
-"""One question and one answer between two processes, each a line of JSON over TCP."""
+"""Ask one question between two processes, and answer it: each is a line of JSON over TCP."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ CUT = "no answer: its host is down, or the network to it is cut"
 
 
 class PeerUnreachable(Exception):
-    """There is no answer; the text says what that means."""
+    """Report that there is no answer; the text says what that means."""
 
 
 class StatusServer:
-    """A port at ``address`` and a thread that answers there, to those that know ``token``.
+    """Listen at a port of ``address`` and answer there, on a thread, those that know ``token``.
 
-    ``answer(asked)`` gets what was asked and returns what to say; both are dicts that JSON can hold.
+    ``answer(question)`` gets what was asked and returns what to say; both are dicts that JSON can hold.
     """
 
     def __init__(self, address: str, token: str, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -37,6 +37,7 @@ class StatusServer:
         self._thread.start()
 
     def _run(self) -> None:
+        """Answer one connection after the other, until the end."""
         while not self._end:
             try:
                 connection, _ = self._socket.accept()
@@ -50,13 +51,14 @@ class StatusServer:
                     pass  # not one of us
 
     def _serve(self, connection: socket.socket) -> None:
+        """Answer one question, or nothing where the token is wrong."""
         connection.settimeout(PATIENCE)
         asked = json.loads(_line(connection, PATIENCE))
         if hmac.compare_digest(str(asked["token"]), self._token):
             connection.sendall(json.dumps({**self._answer(asked), "token": self._token}).encode() + b"\n")
 
     def close(self) -> None:
-        """Listen no more: to others it looks as if the process had ended."""
+        """Stop to listen: to others it looks as if the process had ended."""
         self._end = True
         try:
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread; closing alone does not
@@ -67,7 +69,7 @@ class StatusServer:
             self._thread.join(PATIENCE)
 
     def forget(self) -> None:
-        """In a forked child, which would keep the port open when its parent has ended."""
+        """Let go of the port in a forked child, which would keep it open when its parent has ended."""
         self._end = True
         self._socket.close()
 
@@ -75,7 +77,11 @@ class StatusServer:
 def query_peer(
     address: str, port: int, token: str, question: dict[str, Any], patience: float = PATIENCE
 ) -> dict[str, Any]:
-    """What is said there; :class:`PeerUnreachable` if nothing is. Takes at most twice ``patience`` seconds."""
+    """Return what the process that listens at ``address`` and ``port`` answers.
+
+    Takes at most twice ``patience`` seconds. ``token``: what it wants to see. ``question``: for its ``answer``. Raises
+    :class:`PeerUnreachable` if nothing is said.
+    """
     try:
         with socket.create_connection((address, port), timeout=patience) as connection:
             try:
@@ -95,7 +101,7 @@ def query_peer(
 
 
 def _line(connection: socket.socket, patience: float) -> bytes:
-    """What was sent up to the end of the line. Raises ``ConnectionResetError`` if that never came."""
+    """Return what was sent up to the end of the line. Raises ``ConnectionResetError`` if that never came."""
     end, data = time.monotonic() + patience, b""
     while not data.endswith(b"\n"):
         if time.monotonic() > end:

@@ -7,12 +7,12 @@ import pytest
 from agmerge import testing
 from agmerge.backends.handshake import (
     Fact,
-    agree,
     broadcast_bytes,
     first_difference,
     gather_bytes,
     gather_texts,
     ranks_of,
+    require_agreement,
 )
 from agmerge.errors import PeerLost, RankMismatchError
 from agmerge.runtime import workers
@@ -25,7 +25,7 @@ def disagree(said: list[list[Fact]]) -> str:
     """Every rank states its own facts; the text of the error that all of them must raise."""
 
     def body(rank: int) -> None:
-        agree(workers.world(), said[rank], what="set-up", advice="Do the same.", timeout=WAIT)
+        require_agreement(workers.world(), said[rank], what="set-up", advice="Do the same.", timeout=WAIT)
 
     errors = testing.run(len(said), body, return_errors=True, inject=testing.jitter(len(said)))
     assert [type(error) for error in errors] == [RankMismatchError] * len(said)
@@ -37,7 +37,7 @@ def disagree(said: list[list[Fact]]) -> str:
 @pytest.mark.parametrize("facts", [FACTS, [], [("name", "")], [("Ω", "ä\n\0")]])
 def test_equal_facts_pass_with_one_small_collective(size: int, facts: list[Fact]) -> None:
     def body(rank: int) -> list[tuple[str, str, int]]:
-        agree(workers.world(), list(facts), what="set-up", advice="", timeout=WAIT)
+        require_agreement(workers.world(), list(facts), what="set-up", advice="", timeout=WAIT)
         return testing.calls()
 
     assert testing.run(size, body) == [[("all_gather", "set-up/digest", 16)]] * size
@@ -107,11 +107,11 @@ def test_first_difference_and_ranks_of_are_pure() -> None:
 
 def test_the_name_of_the_collectives_can_differ_from_the_occasion() -> None:
     def body(rank: int) -> None:
-        agree(workers.world(), [("rank", str(rank))], what="a", advice="", timeout=WAIT, name="b")
+        require_agreement(workers.world(), [("rank", str(rank))], what="a", advice="", timeout=WAIT, name="b")
 
     def alone(rank: int) -> None:
         if rank == 0:
-            agree(workers.world(), [], what="a", advice="", timeout=WAIT, name="b")
+            require_agreement(workers.world(), [], what="a", advice="", timeout=WAIT, name="b")
 
     errors = testing.run(2, body, return_errors=True)
     assert {str(error) for error in errors} == {"a: ranks disagree on rank: 0 on rank 0; 1 on rank 1. "}

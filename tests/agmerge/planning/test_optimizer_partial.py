@@ -65,9 +65,7 @@ def test_the_largest_feasible_cut_is_in_use_from_the_first_step() -> None:
         sizes, exempt = [p.numel() for p in model.parameters()], [False] * len(SIZES)
         rest = dense_cutoff.remaining(sizes, exempt, 1536, DENSITY)
         assert dense_cutoff.feasible(sizes, exempt, DENSITY) == (0, 1024, 1536)
-        session = optimizer._reducer.exchange.buffers
-        assert session is not None
-        assert {slot.lane.density for slot in session.layout.slots} == {None, rest}
+        assert {lane.density for lane in agmerge.testing.inspect(optimizer).lanes.values()} == {None, rest}
         return sparse(optimizer), cut(optimizer)
 
     assert agreed(on_ranks(2, MODEL, body)) == ({f"{i}.weight" for i in (2, 3, 4, 5)}, (1536, False))

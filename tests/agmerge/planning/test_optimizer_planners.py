@@ -133,11 +133,11 @@ def test_the_first_plan_is_what_the_saved_measurements_give(name: str, sparsify:
     def body(rank: int, model: nn.Module) -> tuple[merging.Plan, str]:
         optimizer = wrap(model, merging=name, sparsify=sparsify)
         train(model, optimizer, rank, range(FIRST + 1))
-        work = optimizer._reducer.exchange.plans
-        assert work is not None and work.measured is not None
+        measured = testing.inspect(optimizer).measurements
+        assert measured is not None
         if rank == 0:
-            work.measured.save(tmp_path / "measured.json")
-        return optimizer.plan, work.measured.dumps()
+            measured.save(tmp_path / "measured.json")
+        return optimizer.plan, measured.dumps()
 
     plan, text = agreed(on_ranks(2, MODEL, body))
     measured = merging.Measurements.load(tmp_path / "measured.json")
@@ -151,9 +151,7 @@ def test_the_measurements_are_those_of_the_model() -> None:
     def body(rank: int, model: nn.Module) -> merging.Measurements:
         optimizer = wrap(model, merging="agmerge", density=0.1)
         train(model, optimizer, rank, range(FIRST))
-        work = optimizer._reducer.exchange.plans
-        assert work is not None and work.measured is not None
-        return work.measured
+        return optimizer.measurements
 
     profile = agreed(on_ranks(2, MODEL, body)).profile
     columns = zip(profile.numel.tolist(), profile.work.tolist(), profile.load.tolist(), strict=True)
@@ -175,7 +173,7 @@ def test_without_a_sparsifier_planners_plan_for_dense(compression: str) -> None:
         optimizer = wrap(model, merging="exact", compression=compression, dense_sum="ordered")
         seen = train(model, optimizer, rank, range(FIRST + 4))
         assert optimizer._reducer.exchange.plans is not None
-        return seen, optimizer._reducer.exchange.plans.measured, optimizer.plan
+        return seen, testing.inspect(optimizer).measurements, optimizer.plan
 
     seen, measured, plan = agreed(on_ranks(3, MODEL, body))
     assert measured is not None and measured.modes == ("dense",) and measured.sparsify is None
@@ -213,7 +211,7 @@ def test_plans_that_go_by_no_times_are_never_measured_for(case: str, monkeypatch
         plan, before = optimizer.plan, len(testing.calls())
         train(model, optimizer, rank, range(1, 2 * FIRST + 6))
         assert optimizer.plan == plan
-        assert optimizer._reducer.exchange.plans is not None and optimizer._reducer.exchange.plans.measured is None
+        assert optimizer._reducer.exchange.plans is not None and testing.inspect(optimizer).measurements is None
         return {name for _, name, _ in testing.calls()[before:]}, len(plan.counts)
 
     names, buffers = agreed(on_ranks(size, MODEL, body))
@@ -318,9 +316,9 @@ def test_a_checkpoint_goes_on_with_the_plan_that_was_adopted() -> None:
         assert all(same_bits(kept, state["agmerge"]["residuals"][name]) for name, kept in residuals(again).items())
         train(model, again, rank, [FIRST + 2])
         assert again.plan == adopted and again._reducer.exchange.plans is not None
-        assert again._reducer.exchange.plans.measured is None
+        assert testing.inspect(again).measurements is None
         train(model, again, rank, range(FIRST + 3, 2 * FIRST + 2))  # it is measured for anew
-        assert again._reducer.exchange.plans.measured is not None
+        assert testing.inspect(again).measurements is not None
         return adopted, again.plan
 
     adopted, plan = agreed(on_ranks(2, MODEL, body))
@@ -343,10 +341,8 @@ def test_another_compressor_or_membership_is_measured_for_anew(change: str, monk
             agmerge.barrier()
             seen.append((len(optimizer.plan.counts), probes.count // 2))
             agmerge.barrier()
-        work = optimizer._reducer.exchange.plans
-        assert work is not None and work.measured is not None
         density = 0.2 if change == "compressor" else 0.01
-        assert f"density={density}" in dict(work.measured.facts)["compressor"]
+        assert f"density={density}" in dict(optimizer.measurements.facts)["compressor"]
         return seen
 
     seen = agreed(on_ranks(2, MODEL, body))
