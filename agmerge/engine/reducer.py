@@ -93,9 +93,10 @@ class Reducer:
         if exchange.comm is not None or exchange.outside:
             return
         shard_before = exchange.shard
+        facts = [("library version", __version__), *exchange.facts()]  # refuses before anything is sent
         workers.listen()
         comm = process_sets.communicator(world, self.config.process_set, self.config.timeout)
-        exchange.connect(world, comm, [("library version", __version__)])
+        exchange.connect(world, comm, facts)
         if comm is None:
             self._hooks.remove()
             return
