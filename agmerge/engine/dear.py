@@ -79,7 +79,7 @@ class DearReducer(Reducer):
 
     # -- a step ---------------------------------------------------------------------------------------------
 
-    def on_gradient(self, parameter: torch.Tensor) -> None:
+    def on_gradient(self, parameter: torch.Tensor, name: str) -> None:
         """Collective. See :meth:`Reducer.on_gradient`; the last update of ``parameter`` must have been taken before."""
         with self._lock:
             if self._times is not None:
@@ -87,9 +87,9 @@ class DearReducer(Reducer):
             if self._updates is not None:
                 with self.exchange.breaking():
                     if parameter in self._updates:
-                        raise AGMergeError(STALE.format(name=self.members.name_of(parameter)))
+                        raise AGMergeError(STALE.format(name=name))
                     self._updates.receive(parameter)  # its message must be free before the next one is written
-        super().on_gradient(parameter)
+        super().on_gradient(parameter, name)
 
     def synchronize(self) -> None:
         """Refuse, with ``ValueError``: what it promises exists in the next forward only."""

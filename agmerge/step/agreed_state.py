@@ -85,19 +85,21 @@ class AgreedState:
     def connect(self, world: Backend, comm: Backend | None, facts: Iterable[Fact]) -> None:
         """Collective. Exchange among the ranks of ``comm`` (None: not this one), and compare ``facts`` first (G1).
 
-        ``comm`` is a communicator of this exchange's own among the workers of ``world``. What is carried over from
-        another number of workers is fitted to this one. Raises :class:`agmerge.RankMismatchError` on every rank where
-        facts, arguments or tensors differ.
+        ``comm`` is a communicator of this exchange's own among the workers of ``world``. Raises
+        :class:`agmerge.RankMismatchError` on every rank where ``facts`` differ: see :meth:`facts`.
         """
         self.world, self.comm, self.outside = world, comm, comm is None
         if comm is None:
             return
         advice = "Give every rank the same model and the same arguments."
-        compared = [*facts, *self.config.facts(), *model_facts(self.members(), self.config)]
-        require_agreement(comm, compared, what="DistributedOptimizer", advice=advice, timeout=self.config.timeout)
+        require_agreement(comm, list(facts), what="DistributedOptimizer", advice=advice, timeout=self.config.timeout)
         if self.config.exchange == TWO_LEVEL:
             self._nodes = topology.form(comm, self.config.timeout)
             self.shard = self._nodes.shard
+
+    def facts(self) -> list[Fact]:
+        """Return what must be the same on every rank: arguments and tensors. Raises for tensors that cannot be sent."""
+        return [*self.config.facts(), *model_facts(self.members(), self.config)]
 
     def fit_to_group(self, shard_before: tuple[int, int] | None) -> bool:
         """Fit what is carried over from another number of workers to this one, once; see :func:`rescaled`.
@@ -202,7 +204,7 @@ class AgreedState:
         """
         before, self.config = self.config, observing(config, isinstance(self.config.compressor, Observed))
         try:
-            facts = [*config.facts(), *model_facts(self.members(), config)]
+            facts = self.facts()
             if self.comm is not None:
                 require_agreement(self.comm, facts, what=what, advice=advice, timeout=config.timeout)
         except BaseException:

@@ -74,6 +74,18 @@ class Segment:
     span: tuple[int, int] | None = None
 
     @cached_property
+    def key(self) -> str:
+        """Return the owner of a sparsifier's state for this vector, the same while it holds the same tensors, or parts.
+
+        Parts are counted from their first tensor, which other plans do not move.
+        """
+        first, last = self.slots[0].name, self.slots[-1].name
+        part = ""
+        if self.span is not None:
+            part = "[{}:{}]".format(*(place - self.slots[0].offset for place in self.span))
+        return f"{first if len(self.slots) == 1 else f'{first} to {last}'}{part}/{self.lane}"
+
+    @cached_property
     def start(self) -> int:
         """First element, in the lane."""
         return self.slots[0].offset if self.span is None else self.span[0]

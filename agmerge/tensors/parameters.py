@@ -92,8 +92,11 @@ class ParameterTable:
         """The name under which ``parameter`` travels."""
         return self._names[parameter]
 
-    def make_dense(self, parameter: torch.Tensor, allowed: bool) -> None:
-        """Replace a gradient of sparse layout by a dense one. ``ValueError`` where that is not ``allowed``."""
+    def make_dense(self, parameter: torch.Tensor, allowed: bool) -> torch.Tensor:
+        """Replace a gradient of sparse layout by a dense one, and return it.
+
+        Raises ``ValueError`` where that is not ``allowed``.
+        """
         assert parameter.grad is not None
         if not allowed:
             raise ValueError(
@@ -102,6 +105,7 @@ class ParameterTable:
                 "build the embedding with sparse=False"
             )
         parameter.grad = parameter.grad.to_dense()
+        return parameter.grad
 
     def active(self) -> list[ParameterInfo]:
         """The parameters that need a gradient now, in the order of the groups."""

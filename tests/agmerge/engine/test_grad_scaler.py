@@ -16,7 +16,7 @@ from torch import nn
 import agmerge
 import merging
 from agmerge.backends import topology
-from agmerge.engine.reducer import TWICE
+from agmerge.errors import TWICE
 
 MODEL = seeded(mlp)
 RECIPES = ["horovod", "plain", "plain, clipped"]
