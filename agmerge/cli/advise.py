@@ -11,12 +11,14 @@ import runpy
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 import agmerge
 from agmerge import optimizer as wrapping
+from agmerge.options.arguments import Options
 from agmerge.options.compressors import cast_name
 from agmerge.planning import advice
 from sparsifiers.registry import spelling
@@ -31,9 +33,9 @@ class Enough(BaseException):
 class AdvisedOptimizer(wrapping.DistributedOptimizer):
     """A :class:`agmerge.DistributedOptimizer` that ends its script with :class:`Enough` after ``STEPS`` steps."""
 
-    def _set_up(self, optimizer: Any, named: Any, arguments: dict[str, Any]) -> None:
-        self._ended: list[float] = []  # when each step did
-        super()._set_up(optimizer, named, widened(arguments))
+    def _set_up(self, optimizer: Any, named: Any, options: Options) -> None:
+        self._ended: list[float] = []  # when each step did, in seconds of perf_counter()
+        super()._set_up(optimizer, named, widened(options))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Collective. Take a step; after the last one that is measured, print the table and end the script."""
@@ -58,16 +60,16 @@ class AdvisedOptimizer(wrapping.DistributedOptimizer):
         raise Enough
 
 
-def widened(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the optimizer's arguments, changed so that there is something to compare.
+def widened(options: Options) -> Options:
+    """Return the optimizer's options, changed so that there is something to compare.
 
     A script that sends everything is measured with exact top-k for these few steps.
     """
-    if isinstance(arguments["merging"], str) and spelling(arguments["merging"]) == "dear":
-        return arguments
-    sends_all = cast_name(arguments["compression"]) is not None
-    instead = {"compression": "topk", "memory": "residual"} if sends_all else {}
-    return {**arguments, **instead, "exchange": "auto"}
+    if isinstance(options.merging, str) and spelling(options.merging) == "dear":
+        return options
+    if cast_name(options.compression) is not None:
+        options = replace(options, compression="topk", memory="residual")
+    return replace(options, exchange="auto")
 
 
 def main(script: str, arguments: Sequence[str]) -> int:

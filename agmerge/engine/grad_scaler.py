@@ -28,7 +28,7 @@ NOT_BY_SCALER = (
 )
 
 
-def check(members: ParameterTable, scaled: bool) -> None:
+def check_dtypes(members: ParameterTable, scaled: bool) -> None:
     """``ValueError`` for a parameter whose gradients no GradScaler takes, if there is one."""
     for parameter in members.name_all() if scaled else ():
         if parameter.dtype == torch.float16:

@@ -105,7 +105,7 @@ def compressor_of(compression: Any, density: Any) -> sparsifiers.Compressor:
         raise ValueError(f"density={density!r}: {error}") from None
     cast = cast_name(compression)
     if cast == "none" and not isinstance(compression, str) and workers.is_initialized() and workers.rank() == 0:
-        warnings.warn(DENSE, UserWarning, stacklevel=5)  # the object of a script that was Horovod's
+        warnings.warn(DENSE, UserWarning, stacklevel=6)  # the object of a script that was Horovod's
     if cast is not None:
         return Cast(cast)
     if isinstance(compression, sparsifiers.Sparsifier):
