@@ -29,12 +29,12 @@ ZERO_GRAD = (
 
 
 class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
-    """Wrap ``optimizer`` so that every step uses gradients combined over all workers.
+    """Collective. Wrap ``optimizer`` so that every step uses gradients combined over all workers.
 
     The wrapped optimizer keeps working as it is: ``param_groups``, ``state`` and ``defaults`` are its own, and
-    everything this class does not know goes to it. Collective: every rank constructs it with the same model and the
-    same arguments, else all of them raise :class:`agmerge.RankMismatchError`. Arguments that mean nothing together are
-    refused with ``ValueError`` or ``TypeError``.
+    everything this class does not know goes to it. Every rank constructs it with the same model and the same arguments,
+    else all of them raise :class:`agmerge.RankMismatchError`. Arguments that mean nothing, by themselves or together,
+    are refused with ``ValueError`` or ``TypeError``.
 
     Arguments in the order of the signature; the first ten are Horovod's:
 
@@ -62,9 +62,9 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
     * ``memory``: ``"residual"`` keeps what is not sent (the default where anything is dropped), ``"none"`` drops it.
       ``"dgc"`` (the default of ``compression="dgc"``) applies the momentum of an SGD's groups before selection, instead
       of the SGD.
-    * ``dense``: Which parameters are always sent whole: patterns for whole names, or ``callable(name, parameter) ->
-      bool``. By default those of fewer than two dimensions or than 1024 elements. ``"partial"`` adds small layers, up to
-      a size that is chosen so that the volume stays (docs/compressors.md).
+    * ``dense``: Which parameters are always sent whole: patterns for whole names, or a callable that takes a name and
+      a parameter and returns a bool. By default those of fewer than two dimensions or than 1024 elements. ``"partial"``
+      adds small layers, up to a size that is chosen so that the volume stays (docs/compressors.md).
     * ``merging``: A planner's name or object, a :class:`merging.Plan`, or the path of a saved one. ``"dear"``, with
       ``model``, applies updates in the next forward (docs/dear.md): call :meth:`flush` before you read parameters.
     * ``sparsify``: ``"ahead"`` selects from each tensor before merging, ``"behind"`` from the whole merge buffer after
@@ -328,7 +328,7 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
         """Collective. Take part without gradients until every rank does: for a rank that has no batches left.
 
         Return the rank that joined last. Averages go on being over all ranks; what this rank has kept goes on being
-        sent. Steps are taken here as on the others, hooks of the optimizer's step included.
+        sent. This rank takes the steps that the others take, hooks of the optimizer's step included.
         """
         return join.join(self._reducer, self.optimizer, self._step_combined)
 
@@ -357,7 +357,7 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
     # -- state ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the inner optimizer's, and under ``"agmerge"`` what this rank keeps, residuals by name for one."""
+        """Return the inner optimizer's state, and under ``"agmerge"`` what this rank keeps: residuals by name, the plan."""
         self.flush()
         return {**self.optimizer.state_dict(), rank_state.SECTION: rank_state.save(self._reducer)}
 

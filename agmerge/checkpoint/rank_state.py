@@ -47,7 +47,7 @@ def save(reducer: Reducer) -> dict[str, Any]:
     """
     exchange = reducer.exchange
     rank, size = exchange.origin or _place(exchange) or (0, 1)
-    plan, cutoff, compressor = exchange.plan(), exchange.config.partial, exchange.config.compressor
+    plan, compressor = exchange.plan(), exchange.config.compressor
     return {
         "version": VERSION,
         "rank": rank,
@@ -56,7 +56,7 @@ def save(reducer: Reducer) -> dict[str, Any]:
         "steps": exchange.steps,
         "merging": exchange.config.merging,
         "plan": plan.dumps() if plan else None,
-        "partial": None if cutoff is None else (cutoff.most, cutoff.settled),
+        "partial": dense_cutoff.saved(exchange.config.partial),
         "shares": exchange.budgets(),
         "compressor": (repr(compressor), compressor.state_dict()),
         "window": _window(reducer),

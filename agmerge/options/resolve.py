@@ -1,6 +1,6 @@
 """Check every option of :class:`agmerge.DistributedOptimizer`, and make the config of a step out of them.
 
-Mistakes and combinations without meaning are refused here; nothing is accepted and ignored.
+Mistakes and combinations without meaning are refused; nothing is accepted and ignored.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ from merging.planners.dear import DeAR
 
 
 def check_optimizer(optimizer: Any, wrapper: type) -> None:
-    """Raise ``TypeError`` for no optimizer and for a ``wrapper`` around one, ``ValueError`` if it needs closures."""
+    """Raise unless ``optimizer`` can be wrapped.
+
+    ``TypeError`` for what is no optimizer and for a ``wrapper`` around one, ``ValueError`` if it needs closures.
+    """
     if isinstance(optimizer, wrapper):
         raise TypeError("this optimizer is a DistributedOptimizer already; wrap the plain one, once")
     if not isinstance(optimizer, torch.optim.Optimizer):
