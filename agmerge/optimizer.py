@@ -357,7 +357,7 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
     # -- state ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the inner optimizer's state, and under ``"agmerge"`` what this rank keeps: residuals by name, the plan."""
+        """Return the inner optimizer's state, and under ``"agmerge"`` what this rank keeps: its residuals, the plan."""
         self.flush()
         return {**self.optimizer.state_dict(), rank_state.SECTION: rank_state.save(self._reducer)}
 
