@@ -31,9 +31,10 @@ class Enough(BaseException):
 
 
 class AdvisedOptimizer(wrapping.DistributedOptimizer):
-    """A :class:`agmerge.DistributedOptimizer` that ends its script with :class:`Enough` after ``STEPS`` steps."""
+    """Train as :class:`agmerge.DistributedOptimizer` does, and end the script with :class:`Enough` after ``STEPS`` steps."""
 
     def _set_up(self, optimizer: Any, named: Any, options: Options) -> None:
+        """Set up with options that leave something to compare."""
         self._ended: list[float] = []  # when each step did, in seconds of perf_counter()
         super()._set_up(optimizer, named, widened(options))
 
@@ -50,11 +51,11 @@ class AdvisedOptimizer(wrapping.DistributedOptimizer):
         reducer, comm, measured = self._reducer, self._reducer.exchange.comm, self.measure()
         assert comm is not None
         typical = reducer.exchange.times.typical()
-        took = float(np.median(np.diff(self._ended[-STEPS - 1 :])))
+        seconds = float(np.median(np.diff(self._ended[-STEPS - 1 :])))
         if comm.rank == 0 and typical is not None:
-            predicted = advice.predicted_step(self.plan, measured, max(0.0, took - typical.finish))
-            rows = advice.compare(measured, took, typical.finish)
-            sys.stdout.write(advice.text(rows, took, predicted, type(self.optimizer).__name__) + "\n")
+            predicted = advice.predicted_step(self.plan, measured, max(0.0, seconds - typical.finish))
+            rows = advice.compare(measured, seconds, typical.finish)
+            sys.stdout.write(advice.text(rows, seconds, predicted, type(self.optimizer).__name__) + "\n")
             sys.stdout.flush()
         comm.barrier("advise").wait(reducer.config.timeout)
         raise Enough

@@ -95,13 +95,13 @@ class UnscaleHook:
 
     def __init__(self, scaler: torch.amp.GradScaler, optimizer: Any) -> None:
         self._scaler, self._before = scaler, scaler.unscale_
-        self._optimizer: weakref.ref[Any] = weakref.ref(optimizer)
+        self._optimizer = weakref.ref(optimizer)
 
     def __call__(self, optimizer: torch.optim.Optimizer) -> None:
         """Collective. Combine the gradients of ``optimizer`` if it is the one attached, and unscale them."""
-        attached = self._optimizer()
-        if optimizer is attached and attached is not None:
-            attached._combine_for(self._scaler)
+        if optimizer is self._optimizer():
+            wrapper: Any = optimizer
+            wrapper._combine_for(self._scaler)
         self._before(optimizer)
 
     def __reduce__(self) -> tuple[Any, ...]:
