@@ -12,13 +12,14 @@ import torch
 import sparsifiers
 from agmerge.checkpoint import horovod_elastic, rank_state
 from agmerge.engine import dear, grad_scaler, join
+from agmerge.engine.optimizer_wrapper import OptimizerWrapper, check_optimizer
 from agmerge.errors import AGMergeError
 from agmerge.ops import Average, ReduceOp
 from agmerge.options import compressors, notices
 from agmerge.options.arguments import Options
 from agmerge.options.config import IMPORTANCE, followed
 from agmerge.options.density_policy import DENSITY
-from agmerge.options.resolve import check_optimizer, check_passes, resolve
+from agmerge.options.resolve import check_passes, resolve
 from agmerge.reporting import ReportingMixin
 from agmerge.runtime import workers
 
@@ -28,7 +29,7 @@ ZERO_GRAD = (
 )
 
 
-class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
+class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
     """Collective. Wrap ``optimizer`` so that every step uses gradients combined over all workers.
 
     The wrapped optimizer keeps working as it is: ``param_groups``, ``state`` and ``defaults`` are its own, and
@@ -38,50 +39,56 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
 
     Arguments in the order of the signature; the first ten are Horovod's:
 
-    * ``optimizer``: Any ``torch.optim.Optimizer`` whose ``step`` needs no closure (LBFGS is refused).
+    * ``optimizer``: The one to wrap: any ``torch.optim.Optimizer`` whose ``step`` needs no closure (LBFGS is refused).
     * ``named_parameters``: Pass ``model.named_parameters()``. The names travel in errors and checkpoints.
-    * ``compression``: A sparsifier's name or object, ``"none" | "fp16" | "bf16"``, ``Compression.*``, or ``"auto"``.
-      The last is ``"dgc"`` where an SGD has momentum and no weight decay, else ``"topk"``; ``stats()["compressor"]``
-      says which. ``"none" | "fp16" | "bf16"`` send every element, and arguments about what a sparsifier selects are
-      refused with them. Only a number as ``density`` and ``exchange="sparse"`` may stay in a script that swaps its
-      compressor by name; they say nothing then.
+    * ``compression``: Give a sparsifier's name or object, ``"none" | "fp16" | "bf16"``, ``Compression.*``, or
+      ``"auto"``. The last is ``"dgc"`` where an SGD has momentum and no weight decay, else ``"topk"``;
+      ``stats()["compressor"]`` says which. ``"none" | "fp16" | "bf16"`` send every element, and arguments about what a
+      sparsifier selects are refused with them. Only a number as ``density`` and ``exchange="sparse"`` may stay in a
+      script that swaps its compressor by name; they say nothing then.
     * ``backward_passes_per_step``: The gradients of so many passes are summed locally, not averaged.
-    * ``op``: ``Average`` or ``Sum``.
+    * ``op``: Updates are the ``Average`` or the ``Sum`` over ranks.
     * ``gradient_predivide_factor``: Dense sums are of ``g / f`` and multiplied by this factor f afterwards, against
       overflow. Sparse values are scaled before they are added anyway.
-    * ``num_groups``: The old name of ``groups``.
-    * ``groups``: A number of groups, or lists of parameters. Each group is one merge buffer, instead of ``merging``.
+    * ``num_groups``: This is the old name of ``groups``.
+    * ``groups``: Give a number of groups, or lists of parameters. Each group is one merge buffer, instead of
+      ``merging``.
     * ``sparse_as_dense``: Gradients of sparse layout are made dense. Without it they are an error.
-    * ``process_set``: A Horovod process set, or the ranks (on any backend) that exchange gradients. The others step by
-      themselves.
-    * ``density``: A number, elements sent / elements. Or ``{pattern: density}`` by whole name, where the first match
-      counts, and 0.01 where none does. Or ``"importance"``: around the compressor's own density, by the energy per
-      element of each tensor's gradients in the first steps.
-    * ``warmup``: ``"dgc"`` (the ladder of its paper, 200 steps a rung), a number of steps (geometric, from 25 %), or
-      ``callable(step) -> density``. :func:`agmerge.ladder` is the paper's with a number of steps of yours.
+    * ``process_set``: Give a Horovod process set, or the ranks (on any backend) that exchange gradients. The others
+      step by themselves.
+    * ``density``: Give one number, elements sent / elements; or ``{pattern: density}`` by whole name, where the first
+      match counts and 0.01 where none does; or ``"importance"``, which goes around the compressor's own density by the
+      energy per element of each tensor's gradients in the first steps.
+    * ``warmup``: Other densities in the first steps are ``"dgc"`` (the ladder of its paper, 200 steps a rung), a number
+      of steps (geometric, from 25 %), or ``callable(step) -> density``. :func:`agmerge.ladder` is the paper's with a
+      number of steps of yours.
     * ``memory``: ``"residual"`` keeps what is not sent (the default where anything is dropped), ``"none"`` drops it.
       ``"dgc"`` (the default of ``compression="dgc"``) applies the momentum of an SGD's groups before selection, instead
       of the SGD.
-    * ``dense``: Which parameters are always sent whole: patterns for whole names, or a callable that takes a name and
-      a parameter and returns a bool. By default those of fewer than two dimensions or than 1024 elements. ``"partial"``
-      adds small layers, up to a size that is chosen so that the volume stays (docs/compressors.md).
-    * ``merging``: A planner's name or object, a :class:`merging.Plan`, or the path of a saved one. ``"dear"``, with
-      ``model``, applies updates in the next forward (docs/dear.md): call :meth:`flush` before you read parameters.
+    * ``dense``: Patterns for whole names, or a callable ``(name, parameter) -> bool``, say which parameters are always
+      sent whole. By default those of fewer than two dimensions or than 1024 elements are. ``"partial"`` adds the small
+      layers beside these, up to a size that is chosen so that the volume stays (docs/compressors.md).
+    * ``merging``: Give a planner's name or object, a :class:`merging.Plan`, or the path of a saved one. ``"dear"``,
+      with ``model``, applies updates in the next forward (docs/dear.md): call :meth:`flush` before you read parameters.
     * ``sparsify``: ``"ahead"`` selects from each tensor before merging, ``"behind"`` from the whole merge buffer after
       it. ``"auto"`` takes what is predicted to be faster.
-    * ``exchange``: How messages are combined. ``"sparse"`` sends what is selected; ``"auto"`` measures the first steps
-      and sends dense what is faster so. For ``"oktopk"``, ``"masked"`` and ``"two-level"`` see docs/exchanges.md.
-    * ``wire``: Values on the wire (docs/wire.md): ``"auto"`` (as the gradient), ``"fp32" | "fp16" | "bf16" | "int8"``.
+    * ``exchange``: This says how messages are combined. ``"sparse"`` sends what is selected; ``"auto"`` measures the
+      first steps and sends dense what is faster so. ``"oktopk"``, ``"masked"`` and ``"two-level"`` are described in
+      docs/exchanges.md.
+    * ``wire``: Values travel as the gradient's (``"auto"``), or as ``"fp32" | "fp16" | "bf16" | "int8"``
+      (docs/wire.md).
     * ``dense_sum``: ``"ordered"`` adds in rank order whatever the plan, ``"native"`` as the backend does.
-    * ``scaler``: The ``torch.amp.GradScaler`` in use (or :meth:`attach_scaler`). Residuals are kept without its scale.
-    * ``nonfinite``: What a gradient that is infinite or NaN on any rank leads to. ``"raise"`` (the default) is the same
-      :class:`agmerge.NonFiniteError` on all; ``"skip"`` (the default with a scaler) is a step that none of them makes
+    * ``scaler``: Pass the ``torch.amp.GradScaler`` in use, here or to :meth:`attach_scaler`. Residuals are kept without
+      its scale.
+    * ``nonfinite``: Where a gradient is infinite or NaN on any rank, ``"raise"`` (the default) raises the same
+      :class:`agmerge.NonFiniteError` on all; with ``"skip"`` (the default with a scaler) none of them makes the step
       (docs/guarantees.md).
-    * ``timeout``: Seconds, for every wait. None stands for ``AGMERGE_TIMEOUT`` of the environment, else 300.
+    * ``timeout``: Every wait ends after so many seconds. None stands for ``AGMERGE_TIMEOUT`` of the environment, else
+      300.
     * ``check_every``: Replicas are compared every so many steps; with 0 after the first step alone.
     * ``unused``: ``"none"`` leaves ``p.grad`` None where no rank had a gradient and nothing is left to send. ``"zero"``
       is Horovod's way.
-    * ``model``: The module whose forward applies the updates of ``merging="dear"``; for no other merging.
+    * ``model``: With ``merging="dear"``, this module's forward applies the updates. Others take none.
     """
 
     def __init__(
@@ -152,7 +159,7 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
 
     def _set_up(self, optimizer: torch.optim.Optimizer, named: Any, options: Options) -> None:
         # Not super().__init__(): the groups, the state and the hooks are the inner optimizer's.
-        check_optimizer(optimizer, ReportingMixin)
+        check_optimizer(optimizer)
         self.optimizer = optimizer
         compression = compressors.chosen(options.compression, optimizer, options.memory)
         self._options = replace(options, compression=compression)  # as the script gave them, but for "auto"
@@ -161,34 +168,12 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
         self._reducer = dear.reducer_for(optimizer, named, config)
         self._take_scaler()
 
-    # -- what is the inner optimizer's ----------------------------------------------------------------------
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Return the inner optimizer's own list."""
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """Return the inner optimizer's own state."""
-        return self.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Return the inner optimizer's own defaults."""
-        return self.optimizer.defaults
-
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # GradScaler.step() reads this first. Without it, scaled gradients would be stepped with.
         if self._reducer.scaling.scaler is None:
             raise AGMergeError(grad_scaler.NOT_ATTACHED)
         return False  # whatever the inner optimizer does: unscaling is the scaler's
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not set up yet: while unpickling
-            raise AttributeError(name)
-        return getattr(self.optimizer, name)
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.optimizer!r})"
@@ -204,30 +189,6 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
         self._reducer.check_idle("add_param_group()")
         self.optimizer.add_param_group(param_group)
         self._reducer.admit_group()
-
-    def register_step_pre_hook(self, hook: Any) -> Any:
-        """Run ``hook`` once a step, after the gradients have been combined. It gets the inner optimizer."""
-        return self.optimizer.register_step_pre_hook(hook)
-
-    def register_step_post_hook(self, hook: Any) -> Any:
-        """Run ``hook`` once a step, after the inner optimizer's. It gets the inner optimizer."""
-        return self.optimizer.register_step_post_hook(hook)
-
-    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Register ``hook`` with the inner optimizer."""
-        return self.optimizer.register_state_dict_pre_hook(hook, prepend)
-
-    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Register ``hook`` with the inner optimizer."""
-        return self.optimizer.register_state_dict_post_hook(hook, prepend)
-
-    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Register ``hook`` with the inner optimizer."""
-        return self.optimizer.register_load_state_dict_pre_hook(hook, prepend)
-
-    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Register ``hook`` with the inner optimizer."""
-        return self.optimizer.register_load_state_dict_post_hook(hook, prepend)
 
     # -- a step ---------------------------------------------------------------------------------------------
 
@@ -362,7 +323,11 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
         return {**self.optimizer.state_dict(), rank_state.SECTION: rank_state.save(self._reducer)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave here, or a plain optimizer's (residuals are then zero, with a warning)."""
+        """Collective. Load what :meth:`state_dict` gave on this rank, or :func:`agmerge.gather_state` on rank 0.
+
+        Of a plain optimizer's state residuals start from zero, with a warning. Raises ``ValueError`` for a state of
+        another model, or residuals that are not finite.
+        """
         inner = {key: value for key, value in state_dict.items() if key != rank_state.SECTION}
         before = self._reducer.config
         rates = followed(before, self.optimizer, inner["param_groups"]).rates

@@ -108,7 +108,7 @@ class ReportingMixin:
         return measured
 
     def merge_report(self) -> str:
-        """Return a table of the merge buffers of a typical step: ready, start, end and exposed time, and the prediction.
+        """Return a table of the merge buffers of a typical step: ready, start, end and exposed time, and predictions.
 
         All are milliseconds since the first tensor. After the first step.
         """

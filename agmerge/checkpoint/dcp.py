@@ -62,7 +62,7 @@ class ResidualState:
         return {f"{self._prefix}/{section['rank']}/{section['size']}/{key}": tensor for key, tensor in entries.items()}
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
-        """Take what ``torch.distributed.checkpoint.load`` has filled in, by the keys of :meth:`state_dict`.
+        """Collective. Take what ``torch.distributed.checkpoint.load`` has filled in, by the keys of :meth:`state_dict`.
 
         Raises ``ValueError`` if this object was not made to load.
         """

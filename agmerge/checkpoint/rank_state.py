@@ -78,9 +78,10 @@ class Restored:
 
 
 def load(reducer: Reducer, section: Mapping[str, Any] | None, *, own: bool = False) -> None:
-    """Take back what :func:`save` gave on this rank, or what all ranks gave, together; anything else is dropped.
+    """Collective. Take back what :func:`save` gave on this rank, or what all ranks gave; drop anything else.
 
-    One warning says what is dropped. What ranks of another number have saved together is redistributed, see
+    Ranks communicate only where a step had begun, and its gradients complete a merge buffer. One warning says what is
+    dropped. What ranks of another number have saved together is redistributed, see
     :mod:`agmerge.checkpoint.redistribute`. Raises ``ValueError`` if a residual has another shape than its parameter, or
     is not finite.
 

@@ -31,7 +31,7 @@ class Enough(BaseException):
 
 
 class AdvisedOptimizer(wrapping.DistributedOptimizer):
-    """Train as :class:`agmerge.DistributedOptimizer` does, and end the script with :class:`Enough` after ``STEPS`` steps."""
+    """Do what :class:`agmerge.DistributedOptimizer` does, and end the script with :class:`Enough` after ``STEPS``."""
 
     def _set_up(self, optimizer: Any, named: Any, options: Options) -> None:
         """Set up with options that leave something to compare."""

@@ -149,9 +149,9 @@ class Updates:
         buffers = combined.buffers
         assert isinstance(buffers.dense, ScatterExchange)
         self._optimizer, self._buffers, self._exchange = optimizer, buffers, buffers.dense
-        self._slot_of = dict(zip(buffers.parameters, buffers.layout.slots, strict=True))
-        self._groups = [_snapshot(group) for group in optimizer.param_groups]
-        self._group_of: dict[torch.Tensor, int] = {}  # of what is not applied, in the optimizer's order
+        self._slot_of = dict(zip(buffers.parameters, buffers.layout.slots, strict=True))  # by parameter
+        self._groups = [_snapshot(group) for group in optimizer.param_groups]  # hyper-parameters as of this step
+        self._group_of: dict[torch.Tensor, int] = {}  # parameters whose update is not applied, in the optimizer's order
         self._left_over: set[torch.Tensor] = set()  # of these, what no rank used in this step
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
@@ -163,7 +163,7 @@ class Updates:
                 elif buffers.arena_of[slot.index].memory.has_residual:  # it is seen when it is there
                     self._group_of[parameter] = number
                     self._left_over.add(parameter)
-        self._arriving: dict[int, InFlight] = {  # by slot
+        self._arriving: dict[int, InFlight] = {  # by slot: messages that nobody has waited for
             slot.index: in_flight for in_flight in self._exchange.gather() for slot in in_flight.loads[0].segment.slots
         }
 
@@ -183,10 +183,10 @@ class Updates:
     def receive(self, parameter: torch.Tensor) -> None:
         """Collective. Wait for the message that holds this parameter's update, if it has not been waited for."""
         slot = self._slot_of.get(parameter)
-        pending = None if slot is None else self._arriving.get(slot.index)
-        if pending is not None:
-            self._exchange.receive(pending)
-            for other in pending.loads[0].segment.slots:
+        in_flight = None if slot is None else self._arriving.get(slot.index)
+        if in_flight is not None:
+            self._exchange.receive(in_flight)
+            for other in in_flight.loads[0].segment.slots:
                 del self._arriving[other.index]
 
     def apply(self, parameters: Iterable[torch.Tensor]) -> None:

@@ -17,6 +17,7 @@ import torch
 import sparsifiers
 from agmerge.ops import Average
 from agmerge.tensors.layout import Slot
+from agmerge.tensors.parameters import ParameterTable
 from sparsifiers import Rate
 
 Groups = Sequence[Mapping[str, Any]]
@@ -35,7 +36,7 @@ class Rates:
     """Look up the momentum of ``optimizer``'s groups, for a memory that applies it in the optimizer's place."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+        self._optimizer = optimizer  # its groups are read whenever a slot is asked for
 
     def by_slot(self, parameters: Sequence[torch.Tensor]) -> Callable[[Slot], Rate]:
         """Return a function from a slot to what its parameter's group says now; parameters must stay in their groups.
@@ -145,12 +146,12 @@ def withheld(exchange: Any, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         first.remove()
 
 
-def take_over(exchange: Any, members: Any) -> None:
+def take_over(exchange: Any, members: ParameterTable) -> None:
     """Make the momentum buffers of the optimizer the memory's momentum, before the next agreement.
 
-    ``exchange``: a ``GradientExchange``; ``members``: the ``ParameterTable`` of the optimizer.
+    ``exchange``: a ``GradientExchange``; ``members``: the parameters of the wrapped optimizer.
 
-    It is the same recursion. They are averages (or sums) over all ranks and alike on all of them: where updates are
+    It is the same recursion. The buffers are averages (or sums) over all ranks and alike on all of them: where updates are
     averages every rank takes them; where they are sums rank 0 does, so that they count once.
     """
     if exchange.config.rates is None or exchange.comm is None or exchange.agreed:

@@ -5,7 +5,6 @@ Mistakes and combinations without meaning are refused; nothing is accepted and i
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 from collections.abc import Iterable
@@ -30,23 +29,6 @@ from agmerge.options.groups import parse_groups
 from agmerge.runtime import horovod_names, process_sets
 from agmerge.tensors.nonfinite import POLICIES, RAISE, SKIP
 from merging.planners.dear import DeAR
-
-
-def check_optimizer(optimizer: Any, wrapper: type) -> None:
-    """Raise unless ``optimizer`` can be wrapped.
-
-    ``TypeError`` for what is no optimizer and for a ``wrapper`` around one, ``ValueError`` if it needs closures.
-    """
-    if isinstance(optimizer, wrapper):
-        raise TypeError("this optimizer is a DistributedOptimizer already; wrap the plain one, once")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if isinstance(optimizer, torch.optim.LBFGS) or (closure and closure.default is inspect.Parameter.empty):
-        raise ValueError(
-            f"{type(optimizer).__name__} calls a closure by itself, several times a step; its gradients cannot be "
-            "combined between the calls. Use an optimizer whose step() needs no closure"
-        )
 
 
 def resolve(options: Options) -> Config:
