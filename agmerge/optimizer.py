@@ -17,7 +17,7 @@ from agmerge.errors import AGMergeError
 from agmerge.ops import Average, ReduceOp
 from agmerge.options import compressors, notices
 from agmerge.options.arguments import Options
-from agmerge.options.config import IMPORTANCE, followed
+from agmerge.options.config import IMPORTANCE, with_momentum_of
 from agmerge.options.density_policy import DENSITY
 from agmerge.options.resolve import check_passes, resolve
 from agmerge.reporting import ReportingMixin
@@ -161,10 +161,10 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
         # Not super().__init__(): the groups, the state and the hooks are the inner optimizer's.
         check_optimizer(optimizer)
         self.optimizer = optimizer
-        compression = compressors.chosen(options.compression, optimizer, options.memory)
+        compression = compressors.resolve_auto(options.compression, optimizer, options.memory)
         self._options = replace(options, compression=compression)  # as the script gave them, but for "auto"
         self._should_synchronize = True  # False inside skip_synchronize()
-        config = followed(resolve(self._options), optimizer)
+        config = with_momentum_of(resolve(self._options), optimizer)
         self._reducer = dear.reducer_for(optimizer, named, config)
         self._take_scaler()
 
@@ -219,7 +219,10 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
         return self._reducer.step(self, closure, combine=self._should_synchronize)
 
     def flush(self) -> None:
-        """Apply the updates that ``merging="dear"`` leaves to the next forward; with others there are none."""
+        """Apply the updates that ``merging="dear"`` leaves to the next forward; with others there are none.
+
+        Messages of these updates are under way already, so that ranks need not call this together.
+        """
         self._reducer.flush()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -248,7 +251,7 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
         momentum that the new memory does not have is kept, and saved, until one takes it up; an SGD's own then begins
         at zero.
         """
-        compression = compressors.chosen(compression, self.optimizer, memory)
+        compression = compressors.resolve_auto(compression, self.optimizer, memory)
         compressors.check_meaning(compression, {"density": density, "warmup": warmup})
         density = self._options.density if density is None else density
         if options:
@@ -256,8 +259,8 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
         if isinstance(compression, sparsifiers.Sparsifier) and density != IMPORTANCE:
             density = compression.density
         changed = replace(self._options, compression=compression, density=density, memory=memory, warmup=warmup)
-        config, before = followed(resolve(changed), self.optimizer), self._reducer.config
-        config = rank_state.keeping(self._reducer.exchange, config, memory)
+        config, before = with_momentum_of(resolve(changed), self.optimizer), self._reducer.config
+        config = rank_state.with_memory_for_unsent(self._reducer.exchange, config, memory)
         self._reducer.reconfigure(config, "set_compressor()", "Give every rank the same compressor, at the same step.")
         self._options = changed
         notices.warn_of_changes(self._reducer.exchange, self.optimizer, before)
@@ -330,11 +333,11 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
         """
         inner = {key: value for key, value in state_dict.items() if key != rank_state.SECTION}
         before = self._reducer.config
-        rates = followed(before, self.optimizer, inner["param_groups"]).rates
+        rates = with_momentum_of(before, self.optimizer, inner["param_groups"]).rates
         rank_state.load(self._reducer, state_dict.get(rank_state.SECTION))
         config = replace(self._reducer.config, rates=rates)
         exchange = self._reducer.exchange
-        exchange.adopt(rank_state.keeping(exchange, config, self._options.memory))
+        exchange.adopt(rank_state.with_memory_for_unsent(exchange, config, self._options.memory))
         self.optimizer.load_state_dict(inner)
         notices.warn_of_changes(self._reducer.exchange, self.optimizer, before)
 
@@ -355,5 +358,5 @@ def _restore(
     self._set_up(optimizer, named, options)
     rank_state.load(self._reducer, section)
     exchange = self._reducer.exchange
-    exchange.adopt(rank_state.keeping(exchange, exchange.config, options.memory))
+    exchange.adopt(rank_state.with_memory_for_unsent(exchange, exchange.config, options.memory))
     return self

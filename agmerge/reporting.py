@@ -30,9 +30,14 @@ class ReportingMixin:
     @property
     def plan(self) -> planning.Plan:
         """Return the plan in use. Raises ``AGMergeError`` before the first step, when there is none."""
-        if self._reducer.exchange.buffers is None:
+        return self._buffers().plan
+
+    def _buffers(self) -> MergeBuffers:
+        """Return the merge buffers in use. Raises ``AGMergeError`` before the first step, when there are none."""
+        buffers = self._reducer.exchange.buffers
+        if buffers is None:
             raise AGMergeError("there is no plan yet: ranks agree on one in the first step")
-        return self._reducer.exchange.buffers.plan
+        return buffers
 
     @property
     def settings(self) -> dict[str, str]:
@@ -82,7 +87,7 @@ class ReportingMixin:
     def compression_report(self) -> str:
         """Return a table with a line for each tensor: merge buffer, lane, density, elements. After the first step."""
         exchange = self._reducer.exchange
-        return compression_table(self.plan, exchange.buffers, exchange.config, exchange.steps)
+        return compression_table(self._buffers(), exchange.config, exchange.steps)
 
     def measure(self) -> planning.Measurements:
         """Collective. Measure what selection and exchanges cost now; :meth:`merge_report` predicts from it.
@@ -112,26 +117,21 @@ class ReportingMixin:
 
         All are milliseconds since the first tensor. After the first step.
         """
-        plan = self.plan  # raises before the first step
-        assert plan is not None
-        exchange = self._reducer.exchange
-        return merge_buffers_table(exchange.buffers, self._reducer.measured(), exchange.times.typical())
+        return merge_buffers_table(self._buffers(), self._reducer.measured(), self._reducer.exchange.times.typical())
 
     def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
         """Write a Chrome trace of the steps inside, to open in Perfetto; one file a rank (``trace.rank0.json``)."""
         return traced(self._reducer.exchange, path)
 
 
-def compression_table(plan: planning.Plan, buffers: MergeBuffers | None, config: Config, step: int) -> str:
+def compression_table(buffers: MergeBuffers, config: Config, step: int) -> str:
     """Return what happens to each tensor, in readiness order: one line each, and a last one with the totals.
 
     Args:
-        plan: the one in use.
-        buffers: those of the last agreement; not None where there is a plan.
+        buffers: those of the last agreement.
         config: whose density counts.
         step: the one to come; densities may change with it.
     """
-    assert buffers is not None
     rows = [("buffer", "tensor", "shape", "lane", "density", "elements")]
     sparse = 0
     for slot in buffers.tensors.slots:
@@ -150,17 +150,14 @@ def compression_table(plan: planning.Plan, buffers: MergeBuffers | None, config:
     return "\n".join(lines)
 
 
-def merge_buffers_table(
-    buffers: MergeBuffers | None, measured: planning.Measurements | None, times: StepTimes | None
-) -> str:
+def merge_buffers_table(buffers: MergeBuffers, measured: planning.Measurements | None, times: StepTimes | None) -> str:
     """Return each merge buffer as it was in a typical step, beside what was predicted, in ms since the first tensor.
 
     Args:
-        buffers: those of the last agreement; not None where there is a plan.
+        buffers: those of the last agreement.
         measured: what the plan was made from; None: nothing is predicted.
         times: of a typical step; None: there was no step.
     """
-    assert buffers is not None
     plan, slots = buffers.plan, buffers.tensors.slots
     spans: Sequence[planning.Span] = ()
     if measured is not None:

@@ -11,7 +11,7 @@ import torch
 
 import merging
 import sparsifiers
-from agmerge.checkpoint.redistribute import redistributed
+from agmerge.checkpoint.redistribute import redistribute
 from agmerge.engine.reducer import Reducer
 from agmerge.exchanges.node_shards import shard_shape
 from agmerge.options import dense_cutoff
@@ -56,7 +56,7 @@ def save(reducer: Reducer) -> dict[str, Any]:
         "steps": exchange.steps,
         "merging": exchange.config.merging,
         "plan": plan.dumps() if plan else None,
-        "partial": dense_cutoff.saved(exchange.config.partial),
+        "partial": dense_cutoff.to_checkpoint(exchange.config.partial),
         "shares": exchange.budgets(),
         "compressor": (repr(compressor), compressor.state_dict()),
         "window": _window(reducer),
@@ -104,7 +104,7 @@ def load(reducer: Reducer, section: Mapping[str, Any] | None, *, own: bool = Fal
     nonfinite.refuse(restored.state)
     _check_shapes(reducer, restored.state, restored.shard)
     if section is not None:
-        exchange.adopt(replace(exchange.config, partial=dense_cutoff.resumed(exchange.config.partial, section)))
+        exchange.adopt(replace(exchange.config, partial=dense_cutoff.from_checkpoint(exchange.config.partial, section)))
     exchange.restore(restored.state, restored.steps, restored.plan, restored.budgets, restored.origin, restored.shard)
     reducer.discard()
     _reopen_step(reducer, restored.window)
@@ -166,7 +166,7 @@ def _check_shapes(reducer: Reducer, state: State, shard: tuple[int, int] | None)
             )
 
 
-def keeping(exchange: GradientExchange, config: Config, memory: Any) -> Config:
+def with_memory_for_unsent(exchange: GradientExchange, config: Config, memory: Any) -> Config:
     """Return ``config``, with a memory for what was not sent yet where the script names none (``memory`` None)."""
     if memory is None and not config.memory.has_residual and exchange.residuals():
         return replace(config, memory=sparsifiers.memory("residual"))
@@ -185,7 +185,7 @@ def _own_part(exchange: GradientExchange, section: Mapping[str, Any]) -> Mapping
     in_shards = exchange.shard is not None or any(part.get("shard") is not None for part in ranks)
     if len(ranks) == comm.size or in_shards:  # shards are not redistributed
         return ranks[min(comm.rank, len(ranks) - 1)]
-    return redistributed(ranks, comm.rank, comm.size, exchange.config.op)
+    return redistribute(ranks, comm.rank, comm.size, exchange.config.op)
 
 
 def _window(reducer: Reducer) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from agmerge.step.agreed_state import weight_factor
 Section = dict[str, Any]  # a rank's part of a state_dict()
 
 
-def redistributed(sections: Sequence[Section], rank: int, size: int, op: ReduceOp) -> Section:
+def redistribute(sections: Sequence[Section], rank: int, size: int, op: ReduceOp) -> Section:
     """Return the part of ``rank`` of ``size`` workers in what all ranks of another number have saved.
 
     Plan, steps, use and budgets are alike on all ranks. What sparsifiers remember starts cold, gradients of an

@@ -50,7 +50,7 @@ class Cast(sparsifiers.Compressor):
         self.memory = "none" if self.dtype is None else "residual"
 
 
-def chosen(compression: Any, optimizer: torch.optim.Optimizer, memory: Any) -> Any:
+def resolve_auto(compression: Any, optimizer: torch.optim.Optimizer, memory: Any) -> Any:
     """Return ``compression``, or what ``"auto"`` stands for with this optimizer, by the figures of docs/parity.md.
 
     ``"dgc"``, whose memory applies momentum before selection, where there is an SGD's momentum to apply, or a memory

@@ -168,7 +168,7 @@ class Config:
         ]
 
 
-def followed(config: Config, optimizer: torch.optim.Optimizer, groups: Any = None) -> Config:
+def with_momentum_of(config: Config, optimizer: torch.optim.Optimizer, groups: Any = None) -> Config:
     """Return ``config`` with the momentum of this optimizer's groups, where its memory applies that.
 
     ``groups``: those that the optimizer is about to load; None: its own. Raises what

@@ -110,12 +110,12 @@ def with_cutoff_for(
     return replace(cutoff, elements=cut or 0)
 
 
-def saved(cutoff: DenseCutoff | None) -> tuple[int | None, bool] | None:
+def to_checkpoint(cutoff: DenseCutoff | None) -> tuple[int | None, bool] | None:
     """Return the cutoff as a checkpoint has it: (elements, final), or None where there is none."""
     return None if cutoff is None else (cutoff.elements, cutoff.final)
 
 
-def resumed(cutoff: DenseCutoff | None, section: Mapping[str, Any]) -> DenseCutoff | None:
+def from_checkpoint(cutoff: DenseCutoff | None, section: Mapping[str, Any]) -> DenseCutoff | None:
     """Return the cutoff of a checkpoint's ``section``; ``cutoff``: the one of the script's arguments, None for others.
 
     A checkpoint without a cutoff may have residuals of any tensor, so that no more may go dense.

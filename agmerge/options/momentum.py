@@ -151,8 +151,8 @@ def take_over(exchange: Any, members: ParameterTable) -> None:
 
     ``exchange``: a ``GradientExchange``; ``members``: the parameters of the wrapped optimizer.
 
-    It is the same recursion. The buffers are averages (or sums) over all ranks and alike on all of them: where updates are
-    averages every rank takes them; where they are sums rank 0 does, so that they count once.
+    It is the same recursion. The buffers are averages (or sums) over all ranks and alike on all of them: where updates
+    are averages every rank takes them; where they are sums rank 0 does, so that they count once.
     """
     if exchange.config.rates is None or exchange.comm is None or exchange.agreed:
         return

@@ -35,7 +35,7 @@ def resolve(options: Options) -> Config:
     """Check every option and return what a step needs to know.
 
     Raises ``ValueError`` or ``TypeError`` that says which option is wrong, and why. ``rates`` of the config are not
-    set: they are the optimizer's, see :func:`agmerge.options.config.followed`.
+    set: they are the optimizer's, see :func:`agmerge.options.config.with_momentum_of`.
     """
     _check_choices(options)
     config = Config(**_guards(options), **_sums(options), **_compression(options), **_plan(options))
