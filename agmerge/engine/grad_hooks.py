@@ -1,4 +1,4 @@
-"""Post-accumulate hooks, one a parameter, gone when their engine is; and what becomes of what they have seen."""
+"""Hook parameters, so that a reducer hears of gradients; and notice what a script does to gradients after that."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from agmerge.tensors.parameters import ParameterTable
 
 
 class GradientListener(Protocol):
-    """Who wants to know of gradients."""
+    """Hear of gradients."""
 
     def on_gradient(self, parameter: torch.Tensor, name: str) -> None:
-        """``parameter.grad`` has been accumulated once more. Gradients are not recorded."""
+        """Hear that ``parameter.grad`` has been accumulated once more. Called without gradient recording."""
 
 
-# Which hooks a parameter has. Not an attribute of the parameter: that would travel with torch.save(model).
+# The hooks that a parameter has. Not an attribute of the parameter: that would travel with torch.save(model).
 _owners: MutableMapping[torch.Tensor, weakref.ref[GradientHooks]] = WeakTensorKeyDictionary()
 
 
 class GradientHooks:
-    """The hooks of one listener.
+    """Hold the post-accumulate hooks of one listener, one a parameter, for as long as the listener lives.
 
     ``register_post_accumulate_grad_hook`` fires after ``p.grad`` is complete for this backward pass, also for
     tied weights, survives ``model.to(dtype)``, and needs no reference to autograd nodes. The listener is held
@@ -35,10 +35,10 @@ class GradientHooks:
 
     def __init__(self, listener: GradientListener) -> None:
         self._listener = weakref.ref(listener)
-        self._handles: MutableMapping[torch.Tensor, RemovableHandle] = WeakTensorKeyDictionary()
+        self._handles: MutableMapping[torch.Tensor, RemovableHandle] = WeakTensorKeyDictionary()  # by parameter
 
     def attach(self, parameters: Iterable[torch.Tensor], names: ParameterTable) -> None:
-        """Hook every parameter that has no hook of this listener yet. ``names``: what an error calls them.
+        """Hook every parameter that has no hook of this listener yet. ``names``: for errors.
 
         Raises ``ValueError`` for one that another living listener has.
         """
@@ -65,14 +65,11 @@ class GradientHooks:
 
 
 class HandedOver:
-    """The parameters whose gradients are handed over, in readiness order, with each gradient as backward left it.
-
-    ``overrun``: a backward pass too many has been refused, and it has changed some of them.
-    """
+    """Remember the parameters whose gradients are handed over, in readiness order, each as backward left it."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[torch.Tensor, torch.Tensor | None, int]] = {}  # parameter, gradient, its version
-        self.overrun = False
+        self.overrun = False  # a backward pass too many has been refused, and it has changed some of them
 
     def add(self, name: str, parameter: torch.Tensor) -> None:
         """Remember ``parameter.grad`` and its version."""
@@ -84,7 +81,10 @@ class HandedOver:
         self.overrun = True
 
     def error(self, members: ParameterTable, step: int, remedy: str) -> AGMergeError | None:
-        """Return the error of a script that has replaced, removed or written to a gradient since, if it has."""
+        """Return the error of a script that has replaced, removed or written to a gradient since; None if it has not.
+
+        ``step``: its number, and ``remedy``: what the script is to do, for the text.
+        """
         changed = {
             name
             for name, (parameter, gradient, version) in self._seen.items()
@@ -102,15 +102,17 @@ class HandedOver:
         return len(self._seen)
 
 
-def _hook(listener: weakref.ref[GradientListener], name: str) -> Callable[[torch.Tensor], None]:
+def _hook(reference: weakref.ref[GradientListener], name: str) -> Callable[[torch.Tensor], None]:
+    """Return the hook that tells the listener, if it still lives, without gradient recording."""
+
     def hook(parameter: torch.Tensor) -> None:
-        here = listener()
-        if here is None:
+        listener = reference()
+        if listener is None:
             return
         if torch.is_grad_enabled():  # under create_graph=True; elsewhere its context would be half the cost of a hook
             with torch.no_grad():
-                here.on_gradient(parameter, name)
+                listener.on_gradient(parameter, name)
         else:
-            here.on_gradient(parameter, name)
+            listener.on_gradient(parameter, name)
 
     return hook

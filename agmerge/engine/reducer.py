@@ -15,9 +15,9 @@ import torch
 import merging as planning
 from agmerge.backends import status
 from agmerge.backends import torch as torch_backend
-from agmerge.engine import divergence
 from agmerge.engine.grad_hooks import GradientHooks, HandedOver
 from agmerge.engine.grad_scaler import LossScale
+from agmerge.engine.replicas import compare_replicas
 from agmerge.errors import (
     DISTRIBUTED_DATA_PARALLEL,
     NO_GRADIENT,
@@ -133,7 +133,7 @@ class Reducer:
     # -- backward -------------------------------------------------------------------------------------------------
 
     def on_gradient(self, parameter: torch.Tensor, name: str) -> None:
-        """Collective. The hook: ``parameter.grad`` has been accumulated once more; it is sent after the last pass.
+        """Collective. Take a gradient that was accumulated once more; send it after the last pass. The hook calls this.
 
         Called for every tensor: keep it short.
         """
@@ -301,7 +301,7 @@ class Reducer:
         if due and not self.flags_of_all & Flag.JOINED:  # who has joined may step otherwise, until all have
             assert exchange.comm is not None
             with exchange.breaking():
-                divergence.check(exchange.comm, self.members, exchange.steps, self.config.timeout)
+                compare_replicas(exchange.comm, self.members, exchange.steps, self.config.timeout)
             self._compared = True
 
     def combine_for(self, scaler: torch.amp.GradScaler, *, combine: bool) -> None:

@@ -186,7 +186,7 @@ class AgreedState:
                 self.buffers.set_budgets(decision.budgets)
             if decision.cutoff is not None:
                 before, self.config = self.config.partial, replace(self.config, partial=decision.cutoff)
-                if before is None or before.most != decision.cutoff.most:
+                if before is None or before.elements != decision.cutoff.elements:
                     self.reopen()  # tensors change lanes
             if decision.plan is not None:
                 self.use_plan(decision.plan)
