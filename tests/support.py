@@ -10,6 +10,7 @@ import copy
 import hashlib
 import io
 import random
+import reprlib
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -132,10 +133,25 @@ def assert_near(found: Tensor, exact: Tensor, magnitude: Tensor, roundings: int 
     assert found.shape == exact.shape and (over <= 0).all(), float(over.max())
 
 
-def agreed(found: list[T]) -> T:
-    """What every rank found, after asserting that all found the same."""
-    assert all(one == found[0] for one in found), found
-    return found[0]
+def agreed(results: list[T]) -> T:
+    """What every rank found, after asserting that all found the same: else the first rank and place that differ."""
+    for rank, result in enumerate(results):
+        assert result == results[0], (
+            f"rank {rank} is the first that differs from rank 0: {difference(result, results[0])}"
+        )
+    return results[0]
+
+
+def difference(result: Any, expected: Any) -> str:
+    """The first place in lists, tuples and dicts where two results differ, step by step where they are by step."""
+    if type(result) is type(expected) and isinstance(result, dict) and result.keys() == expected.keys():
+        places: Iterable[Any] = result
+    elif type(result) is type(expected) and isinstance(result, (list, tuple)) and len(result) == len(expected):
+        places = range(len(result))
+    else:
+        return f": {reprlib.repr(result)} instead of {reprlib.repr(expected)}"
+    first = next((place for place in places if not result[place] == expected[place]), None)
+    return "" if first is None else f"[{first!r}]{difference(result[first], expected[first])}"
 
 
 def residuals(optimizer: agmerge.DistributedOptimizer) -> dict[str, Tensor]:
