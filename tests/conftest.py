@@ -1,8 +1,8 @@
 """How much of the tests is run. The place of this file matters: pytest puts this folder on the path, so tests can say
 ``from support import ...``.
 
-Every test outside of ``distributed`` is marked ``training`` where its file makes an optimizer of workers, else
-``unit``: ``make unit`` runs these alone, in less than a minute.
+Tests outside of ``distributed`` are marked ``training`` where they make an optimizer of workers, and ``unit`` where
+they neither do nor start a process (see kinds.py): ``make unit`` runs these alone, in less than a minute.
 
 ``make test`` leaves out what is marked ``long``, and of a grid of parameters that is marked ``thin`` all but a cover
 (see covering.py). ``--once`` runs the first case of every test that starts no processes. Examples that are drawn are
@@ -11,24 +11,19 @@ the same in every run; ``--hypothesis-profile=long`` draws more, and others each
 
 from __future__ import annotations
 
-import ast
-import functools
 import subprocess
 from collections.abc import Generator, Iterator
-from pathlib import Path
 
 import pytest
 from covering import cover
 from hypothesis import settings
+from kinds import TESTS, kind_of
 
 settings.register_profile("short", deadline=None, derandomize=True, max_examples=40)
 settings.register_profile("once", deadline=None, derandomize=True, max_examples=10)
 settings.register_profile("long", deadline=None, max_examples=300)
 settings.load_profile("short")
 
-DISTRIBUTED = Path(__file__).parent / "distributed"
-# What a file has that trains: the optimizer, or what makes one.
-MAKES_OPTIMIZERS = {"DistributedOptimizer", "wrap", "program", "dear_harness", "partial_harness", "train_digits"}
 NO_PROCESSES = "--once starts no processes"
 started: list[bool] = []  # by the test that runs, in vain
 
@@ -62,28 +57,14 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
-@functools.cache
-def trains(path: Path) -> bool:
-    """Whether a file of tests names something that makes an optimizer of workers."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            names = {alias.name for alias in node.names} | {getattr(node, "module", None)}
-        elif isinstance(node, (ast.Name, ast.Attribute)):
-            names = {getattr(node, "id", None), getattr(node, "attr", None)}
-        else:
-            continue
-        if names & MAKES_OPTIMIZERS:
-            return True
-    return False
-
-
 @pytest.hookimpl(tryfirst=True)  # before -m selects by the marks that are set here
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what trains, and what a cover of a thin grid leaves out; with ``--once``, keep one case of each test."""
     grids: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if DISTRIBUTED not in item.path.parents:
-            item.add_marker(pytest.mark.training if trains(item.path) else pytest.mark.unit)
+        kind = kind_of(item.path, item.nodeid.split("::")[1].partition("[")[0])
+        if kind is not None and TESTS / "distributed" not in item.path.parents:
+            item.add_marker(kind)
         grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for grid in grids.values():
         if grid[0].get_closest_marker("thin") is not None:

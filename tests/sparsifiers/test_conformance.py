@@ -25,11 +25,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sparsifiers.names())
 def test_every_registered_sparsifier_conforms(name: str) -> None:
     conformance.check(name)
 
 
+@pytest.mark.slow
 def test_options_reach_the_sparsifier() -> None:
     conformance.check("adtopk", reuse=False)
     conformance.check("randomk", seed=7)
