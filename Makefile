@@ -1,8 +1,8 @@
 # make train       set up .venv, then train on the digits; NP=4 COMPRESSION=none MERGING=dear EPOCHS=5 ARGS="--seed 1" ...
 # make train LAUNCHER=horovodrun   (or mpirun; torchrun is the default) set up Horovod and MPI too
 # make test        set up .venv with Horovod and MPI, then run the tests (ARGS goes to pytest)
-# make unit       the tests, within a minute, that train nothing and start no process: -m "unit and not slow and not long"
-# make check       about a minute of the unit tests: the first case of each, and no Horovod
+# make unit        the tests that train nothing and start no process, within a minute: -m "unit and not slow and not long"
+# make check       about a minute of these and of those that train: the first case of each, and no Horovod
 # make test-all    the tests that take minutes too, and the unit tests once more for every level of arithmetic that is here
 # make bench       step times beside other libraries on slow networks (root; an hour; ARGS="--rates 200mbit --models gpt2")
 # make lint        ruff and mypy
