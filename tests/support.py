@@ -11,7 +11,7 @@ import hashlib
 import io
 import random
 import reprlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import pytest
@@ -282,6 +282,21 @@ def awkward_groups(model: AwkwardModel) -> list[dict[str, Any]]:
     ]
 
 
+def assert_conserved(
+    step: int,
+    before: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor],
+    sent: Mapping[str, Tensor],
+    after: Mapping[str, Tensor],
+) -> None:
+    """What one rank has kept and sent in a step is what it had and its gradients: to the bit, by name."""
+    for name, kept in after.items():
+        whole = before.get(name, torch.zeros_like(kept))
+        if name in gradients:
+            whole = whole + gradients[name].to(kept.dtype)
+        assert torch.equal(kept + sent[name], whole), f"step {step}, {name}"
+
+
 def conserving(
     model: nn.Module, optimizer: agmerge.DistributedOptimizer, loss: Callable[[int], Tensor], steps: int, sent: Sent
 ) -> tuple[list[str], list[merging.Plan]]:
@@ -298,10 +313,7 @@ def conserving(
         with optimizer.skip_synchronize():
             optimizer.step()
         new = residuals(optimizer)
-        for name, kept in new.items():
-            before = old.get(name, torch.zeros_like(kept))
-            whole = before + gradient[name].to(kept.dtype) if name in gradient else before
-            assert torch.equal(kept + gone[name], whole), f"step {step}, {name}"
+        assert_conserved(step, old, gradient, gone, new)
         assert any(kept.any() for kept in new.values())
         old = new
         seen.append(digest(model))
