@@ -1,7 +1,8 @@
 # make train       set up .venv, then train on the digits; NP=4 COMPRESSION=none MERGING=dear EPOCHS=5 ARGS="--seed 1" ...
 # make train LAUNCHER=horovodrun   (or mpirun; torchrun is the default) set up Horovod and MPI too
 # make test        set up .venv with Horovod and MPI, then run the tests (ARGS goes to pytest)
-# make check       a minute and a half of the unit tests: the first case of each, and no processes
+# make unit        the tests that train nothing and start no process, within a minute: -m "unit and not slow and not long"
+# make check       about a minute of these and of those that train: the first case of each, and no Horovod
 # make test-all    the tests that take minutes too, and the unit tests once more for every level of arithmetic that is here
 # make bench       step times beside other libraries on slow networks (root; an hour; ARGS="--rates 200mbit --models gpt2")
 # make lint        ruff and mypy
@@ -45,7 +46,7 @@ flag = $(if $(2),--$(1) $(2))
 
 # Two pips must not write into one .venv.
 .NOTPARALLEL:
-.PHONY: help train check test test-all bench lint clean
+.PHONY: help train unit check test test-all bench lint clean
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
 
@@ -54,6 +55,9 @@ train: $(BASE) $(NEEDS_$(LAUNCHER))
 	OMP_NUM_THREADS=1 $(LAUNCH_$(LAUNCHER)) \
 	    examples/train_digits.py $(call flag,compression,$(COMPRESSION)) $(call flag,density,$(DENSITY)) \
 	    $(call flag,exchange,$(EXCHANGE)) $(call flag,merging,$(MERGING)) $(call flag,epochs,$(EPOCHS)) $(ARGS)
+
+unit: $(TEST)
+	$(RUN) -m pytest -m "unit and not slow and not long" --hypothesis-profile=once -n 2 --ignore tests/distributed $(ARGS)
 
 check: $(TEST)
 	$(RUN) -m pytest --once --hypothesis-profile=once -n 2 --dist loadfile --ignore tests/distributed $(ARGS)

@@ -1,6 +1,9 @@
 """How much of the tests is run. The place of this file matters: pytest puts this folder on the path, so tests can say
 ``from support import ...``.
 
+Tests outside of ``distributed`` are marked ``training`` where they make an optimizer of workers, and ``unit`` where
+they neither do nor start a process (see kinds.py): ``make unit`` runs these alone, in less than a minute.
+
 ``make test`` leaves out what is marked ``long``, and of a grid of parameters that is marked ``thin`` all but a cover
 (see covering.py). ``--once`` runs the first case of every test that starts no processes. Examples that are drawn are
 the same in every run; ``--hypothesis-profile=long`` draws more, and others each time.
@@ -14,6 +17,7 @@ from collections.abc import Generator, Iterator
 import pytest
 from covering import cover
 from hypothesis import settings
+from kinds import TESTS, kind_of
 
 settings.register_profile("short", deadline=None, derandomize=True, max_examples=40)
 settings.register_profile("once", deadline=None, derandomize=True, max_examples=10)
@@ -55,9 +59,12 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by the marks that are set here
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what a cover of a thin grid leaves out; with ``--once``, keep one case of each test."""
+    """Mark what trains, and what a cover of a thin grid leaves out; with ``--once``, keep one case of each test."""
     grids: dict[str, list[pytest.Item]] = {}
     for item in items:
+        kind = kind_of(item.path, item.nodeid.split("::")[1].partition("[")[0])
+        if kind is not None and TESTS / "distributed" not in item.path.parents:
+            item.add_marker(kind)
         grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for grid in grids.values():
         if grid[0].get_closest_marker("thin") is not None:

@@ -10,7 +10,8 @@ import copy
 import hashlib
 import io
 import random
-from collections.abc import Callable, Iterable
+import reprlib
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import pytest
@@ -132,10 +133,25 @@ def assert_near(found: Tensor, exact: Tensor, magnitude: Tensor, roundings: int 
     assert found.shape == exact.shape and (over <= 0).all(), float(over.max())
 
 
-def agreed(found: list[T]) -> T:
-    """What every rank found, after asserting that all found the same."""
-    assert all(one == found[0] for one in found), found
-    return found[0]
+def agreed(results: list[T]) -> T:
+    """What every rank found, after asserting that all found the same: else the first rank and place that differ."""
+    for rank, result in enumerate(results):
+        assert result == results[0], (
+            f"rank {rank} is the first that differs from rank 0: {difference(result, results[0])}"
+        )
+    return results[0]
+
+
+def difference(result: Any, expected: Any) -> str:
+    """The first place in lists, tuples and dicts where two results differ, step by step where they are by step."""
+    if type(result) is type(expected) and isinstance(result, dict) and result.keys() == expected.keys():
+        places: Iterable[Any] = result
+    elif type(result) is type(expected) and isinstance(result, (list, tuple)) and len(result) == len(expected):
+        places = range(len(result))
+    else:
+        return f": {reprlib.repr(result)} instead of {reprlib.repr(expected)}"
+    first = next((place for place in places if not result[place] == expected[place]), None)
+    return "" if first is None else f"[{first!r}]{difference(result[first], expected[first])}"
 
 
 def residuals(optimizer: agmerge.DistributedOptimizer) -> dict[str, Tensor]:
@@ -266,6 +282,21 @@ def awkward_groups(model: AwkwardModel) -> list[dict[str, Any]]:
     ]
 
 
+def assert_conserved(
+    step: int,
+    before: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor],
+    sent: Mapping[str, Tensor],
+    after: Mapping[str, Tensor],
+) -> None:
+    """What one rank has kept and sent in a step is what it had and its gradients: to the bit, by name."""
+    for name, kept in after.items():
+        whole = before.get(name, torch.zeros_like(kept))
+        if name in gradients:
+            whole = whole + gradients[name].to(kept.dtype)
+        assert torch.equal(kept + sent[name], whole), f"step {step}, {name}"
+
+
 def conserving(
     model: nn.Module, optimizer: agmerge.DistributedOptimizer, loss: Callable[[int], Tensor], steps: int, sent: Sent
 ) -> tuple[list[str], list[merging.Plan]]:
@@ -282,10 +313,7 @@ def conserving(
         with optimizer.skip_synchronize():
             optimizer.step()
         new = residuals(optimizer)
-        for name, kept in new.items():
-            before = old.get(name, torch.zeros_like(kept))
-            whole = before + gradient[name].to(kept.dtype) if name in gradient else before
-            assert torch.equal(kept + gone[name], whole), f"step {step}, {name}"
+        assert_conserved(step, old, gradient, gone, new)
         assert any(kept.any() for kept in new.values())
         old = new
         seen.append(digest(model))

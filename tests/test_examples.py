@@ -142,6 +142,7 @@ def few() -> digits.Data:
     return x[:64], y[:64], test_x[:20], test_y[:20]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", merging.names())
 def test_the_main_job_takes_every_planner_and_names_it(name: str, few: digits.Data) -> None:
     args = train_digits.arguments(["--merging", name, "--epochs", "2"])
@@ -286,6 +287,7 @@ def test_the_mnist_example_trains_alone_on_either_images_and_says_which(
     assert mnist.arguments([]).batch_size == 16 and mnist.arguments(["--data-dir", "x"]).batch_size == 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, parameters, unit",
     [("resnet50", 25_557_032, "img"), ("cnn", 606_472, "img"), ("gpt2", 13_842_432, "sequences")],

@@ -8,6 +8,7 @@ everything that can be pickled, ``optimizer.pickle`` a wrapper and its model aft
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,14 @@ import merging
 import sparsifiers
 
 SAVED = Path(__file__).parent / "data" / "before_rooms"
+
+
+@pytest.fixture
+def one_worker() -> Iterator[None]:
+    """This process, initialised; tests of what may be done before that come later in it."""
+    agmerge.init()
+    yield
+    agmerge.shutdown()
 
 
 def load(name: str) -> dict[str, object]:
@@ -42,10 +51,10 @@ def test_everything_that_could_be_pickled_can_be_loaded() -> None:
     assert things["plan"].names == ("a", "b")
 
 
+@pytest.mark.usefixtures("one_worker")
 @pytest.mark.filterwarnings("ignore:memory 'dgc' applies the momentum")
 def test_a_pickled_wrapper_and_a_checkpoint_go_on_alike() -> None:
     """Both have the residuals; from them the next step is the same, to the bit."""
-    agmerge.init()
     pickled, saved = load("optimizer.pickle"), torch.load(SAVED / "checkpoint.pt", weights_only=True)
     models = pickled["model"], torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Tanh(), torch.nn.Linear(30, 4))
     models[1].load_state_dict(saved["model"])

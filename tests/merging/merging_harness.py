@@ -6,8 +6,9 @@ import random
 from typing import Any
 
 import numpy as np
+from hypothesis import strategies as st
 
-from merging import Costs, Curve, Measurements, Profile
+from merging import Costs, Curve, Measurements, Plan, Profile
 
 
 def measured(seed: int = 0, n: int = 12, **changes: Any) -> Measurements:
@@ -57,3 +58,24 @@ def instance(rng: random.Random, n: int, dense: bool, message: bool = False) -> 
         return model, Costs(sparsify, exchange, wire_dense)
     begin, each = rng.choice([0.0, 0.5, 3.0]), rng.choice([0.0, 0.01])
     return model, Costs(sparsify, exchange, wire_dense, message=lambda x: begin + each * x)
+
+
+@st.composite
+def plans_and_profiles(
+    draw: st.DrawFn, most: int = 1000, work: st.SearchStrategy[int] | None = None
+) -> tuple[Plan, Profile]:
+    """Up to six merge buffers of up to four tensors, any of them dense. Sizes are ``most`` at most."""
+    counts = draw(st.lists(st.integers(1, 4), min_size=1, max_size=6))
+    m, n = len(counts), sum(counts)
+
+    def numbers(each: st.SearchStrategy[Any]) -> list[Any]:
+        return draw(st.lists(each, min_size=n, max_size=n))
+
+    profile = Profile(
+        [f"p{i}" for i in range(n)],
+        numbers(st.integers(1, most)),
+        numbers(st.floats(0.0, 3.0)),
+        work=numbers(st.integers(0, most) if work is None else work),
+        load=numbers(st.integers(0, 1000)),
+    )
+    return Plan(tuple(counts), tuple(draw(st.lists(st.booleans(), min_size=m, max_size=m)))), profile

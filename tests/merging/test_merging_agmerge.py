@@ -108,6 +108,7 @@ def test_greedy_over_the_grid(every: int) -> None:
     assert -1e-9 <= min(over) and max(over) < 0.1 and statistics.median(over) < 0.01
 
 
+@pytest.mark.slow
 def test_greedy_where_merge_buffers_may_go_dense() -> None:
     """Going by the own end alone, 41 % later: dense first and sparse at the end is what is needed."""
     data, costs = planning.profile(shapes.sizes("bert-large")), planning.costs(8, 0.001, dense=True)
@@ -117,6 +118,7 @@ def test_greedy_where_merge_buffers_may_go_dense() -> None:
         assert finish(plan, data, costs, mode) < 1.05 * best and len(set(plan.dense)) == 2
 
 
+@pytest.mark.slow
 def test_solvers() -> None:
     for seed in range(20):
         model, costs = instance(random.Random(seed), 30, True)
@@ -182,6 +184,7 @@ def test_untimed_planners_look_at_no_times() -> None:
             assert planner.plan(model, costs, "behind") == planner.plan(still, free, "behind"), name
 
 
+@pytest.mark.slow
 def test_a_budget_bounds_the_work_and_not_the_worth(monkeypatch: pytest.MonkeyPatch) -> None:
     """A choice near the trade-off, which has many states that none beats."""
     data, costs = planning.profile(planning.stretched("gpt2", 250)), planning.costs(8, 0.01, dense=True)

@@ -66,6 +66,7 @@ def test_of_equals_the_fewest_go_dense() -> None:
     assert choose_dense(merging.Plan((1, 1)), profile, costs, "ahead").dense == (False, False)
 
 
+@pytest.mark.slow
 def test_many_merge_buffers_are_no_matter() -> None:
     plan, profile, costs = instance(3, 600)
     plan = merging.Plan((1,) * 600)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from merging_harness import plans_and_profiles
 
 import merging
 from merging import Costs, Plan, Profile, divide, predict
@@ -53,24 +54,11 @@ def twin(plan: Plan, profile: Profile, costs: Costs, mode: str) -> list[tuple[fl
 
 @st.composite
 def cases(draw: st.DrawFn, mode: str, most: int = 1000) -> tuple[Plan, Profile]:
-    counts = draw(st.lists(st.integers(1, 4), min_size=1, max_size=6))
-    m, n = len(counts), sum(counts)
-
-    def numbers(each: st.SearchStrategy[Any]) -> list[Any]:
-        return draw(st.lists(each, min_size=n, max_size=n))
-
-    profile = Profile(
-        [f"p{i}" for i in range(n)],
-        numbers(st.integers(1, most)),
-        numbers(st.floats(0.0, 3.0)),
-        work=numbers(st.just(0) | st.integers(0, most)),
-        load=numbers(st.integers(0, 1000)),
-    )
-    dense = draw(st.lists(st.booleans(), min_size=m, max_size=m))
-    drawn = draw(st.lists(st.integers(1, 5), min_size=m, max_size=m))
-    whole = [flag or (mode == "ahead" and count > 1) for flag, count in zip(dense, counts, strict=True)]
+    plan, profile = draw(plans_and_profiles(most, st.just(0) | st.integers(0, most)))
+    drawn = draw(st.lists(st.integers(1, 5), min_size=len(plan.counts), max_size=len(plan.counts)))
+    whole = [dense or (mode == "ahead" and count > 1) for dense, count in zip(plan.dense, plan.counts, strict=True)]
     parts = tuple(1 if one else number for one, number in zip(whole, drawn, strict=True))
-    return Plan(tuple(counts), tuple(dense), parts=parts), profile
+    return replace(plan, parts=parts), profile
 
 
 @QUICK

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from merging_harness import plans_and_profiles
 
 from merging import MODES, Costs, Plan, Profile, predict
 
@@ -42,26 +43,8 @@ def twin(plan: Plan, profile: Profile, costs: Any, mode: str) -> list[tuple[floa
     return spans
 
 
-@st.composite
-def cases(draw: st.DrawFn) -> tuple[Plan, Profile]:
-    counts = draw(st.lists(st.integers(1, 4), min_size=1, max_size=6))
-    m, n = len(counts), sum(counts)
-
-    def numbers(each: st.SearchStrategy[Any]) -> list[Any]:
-        return draw(st.lists(each, min_size=n, max_size=n))
-
-    profile = Profile(
-        [f"p{i}" for i in range(n)],
-        numbers(st.integers(1, 1000)),
-        numbers(st.floats(0.0, 3.0)),
-        work=numbers(st.integers(0, 1000)),
-        load=numbers(st.integers(0, 1000)),
-    )
-    return Plan(tuple(counts), tuple(draw(st.lists(st.booleans(), min_size=m, max_size=m)))), profile
-
-
 @QUICK
-@given(cases(), st.sampled_from(MODES))
+@given(plans_and_profiles(), st.sampled_from(MODES))
 def test_agrees_with_the_twin(case: tuple[Plan, Profile], mode: str) -> None:
     timeline = predict(*case, costs(), mode)
     expected = twin(*case, costs(), mode)
@@ -70,7 +53,7 @@ def test_agrees_with_the_twin(case: tuple[Plan, Profile], mode: str) -> None:
 
 
 @QUICK
-@given(cases())
+@given(plans_and_profiles())
 def test_readiness_does_not_depend_on_merging_to_the_bit(case: tuple[Plan, Profile]) -> None:
     plan, profile = case
     plan = Plan(plan.counts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,21 +15,16 @@ import sparsifiers
 from sparsifiers import Request, Selection, conformance
 from sparsifiers.topk import TopK
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads of torch wait for one another, which takes long where other processes hold the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sparsifiers.names())
 def test_every_registered_sparsifier_conforms(name: str) -> None:
     conformance.check(name)
 
 
+@pytest.mark.slow
 def test_options_reach_the_sparsifier() -> None:
     conformance.check("adtopk", reuse=False)
     conformance.check("randomk", seed=7)

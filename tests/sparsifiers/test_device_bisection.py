@@ -71,6 +71,7 @@ def test_a_floor_leaves_out_what_does_not_exceed_it(keys: list[int], k: int, flo
     assert ((indices >= 0) & (indices < len(keys))).all()
 
 
+@pytest.mark.slow
 @pytest.mark.thin
 @pytest.mark.parametrize(("name", "options"), OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

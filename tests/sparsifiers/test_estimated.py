@@ -91,6 +91,7 @@ def test_degenerate_vectors_end_soon(name: str, n: int) -> None:
             assert count >= 0.8 * k or int(vector.count_nonzero()) < k
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FITTED if name != "redsync-trim"])  # steps of 0.2 seldom fit
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_a_good_fit_costs_one_pass(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, draw: Draw) -> None:
@@ -189,6 +190,7 @@ def test_samples_are_in_units_of_a_power_of_two(dtype: torch.dtype) -> None:
     assert tiny.x.tolist() == [1.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["gaussian", "zeros999", "constant"])
 def test_nothing_of_the_vectors_size_is_allocated(shape: str, draw: Draw) -> None:
     vector = draw(shape, LONG)

@@ -79,6 +79,7 @@ def test_gaussiank_on_gaussians() -> None:
         assert 0.95 <= ratio(x, gaussiank(x, wanted), wanted) <= 1.10, density
 
 
+@pytest.mark.slow
 def test_gaussiank_corrected_on_every_tail() -> None:
     names = [*CONTINUOUS, *OTHERS]
     names.remove("uniform")  # its tail ends: counts fall from thousands to 0 within a thousandth of eta

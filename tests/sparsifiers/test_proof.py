@@ -286,6 +286,7 @@ def test_an_observed_sparsifier_selects_as_it_does_alone(name: str) -> None:
     assert observed.capacity(1000, step=3) == alone.capacity(1000, step=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adtopk", "randomk", "topk"])
 def test_an_observed_sparsifier_keeps_the_contract(name: str) -> None:
     conformance.check(lambda density=0.01, **options: Observed(sparsifiers.get(name, density, **options)))

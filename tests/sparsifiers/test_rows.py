@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import tracemalloc
 from bisect import bisect, insort
-from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from unittest.mock import patch
 
@@ -28,13 +27,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 some_shapes = st.lists(st.lists(st.integers(1, 7), max_size=3).map(tuple), min_size=1, max_size=5)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads of torch wait for one another, which takes long where other processes hold the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def size(shapes: Shapes) -> int:

@@ -14,6 +14,7 @@ from agmerge.backends import horovod
 from agmerge.backends.horovod import SETTINGS, HorovodHandle
 
 
+@pytest.mark.slow
 def test_a_call_may_set_the_shape_of_its_output_while_its_handle_is_made() -> None:
     # As the gather of several dimensions does on Horovod's thread. Reading the shape then found half of it, once in
     # forty thousand calls, and the job ended with torch's error about strides.

@@ -106,6 +106,7 @@ def test_a_script_is_measured_with_a_choice(compression: object) -> None:
     assert advise.widened(dear) is dear
 
 
+@pytest.mark.slow
 def test_every_rank_of_the_script_ends_after_the_table(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -186,6 +186,7 @@ def test_a_probe_survives(code: str, error: str) -> None:
     assert doctor.probe(code) == ProbeResult(error=error)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("real_python")
 def test_a_probe_that_hangs_is_ended() -> None:
     assert doctor.probe("import time; time.sleep(60)", timeout=1) == ProbeResult(
@@ -200,6 +201,7 @@ def test_a_probe_takes_the_last_line_and_is_nobodys_worker(monkeypatch: pytest.M
     assert doctor.probe(code) == ProbeResult({"rank": 0})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("real_python")
 def test_torch_works_here() -> None:
     row = doctor.backend_row("torch", doctor.probe(torch_backend.PROBE), "")

@@ -9,12 +9,14 @@ import pytest
 import torch
 from exchange_harness import (
     CPU,
+    Make,
     context,
     control_of,
     dense,
     draw_offer,
     draw_work,
     exchange,
+    oktopk,
     same,
     segments_of,
     sparse,
@@ -217,8 +219,9 @@ def test_sparse(
         assert same(seen[0].update[index], total.to(segment.lane.dtype))
 
 
+@pytest.mark.parametrize("make", [sparse(Average), oktopk()], ids=["sparse", "oktopk"])
 @pytest.mark.parametrize("dtype, huge", [(torch.float16, 1e6), (torch.bfloat16, 3.4e38)], ids=str)
-def test_a_residual_beyond_16_bits_saturates_and_the_rest_is_kept(dtype: torch.dtype, huge: float) -> None:
+def test_a_residual_beyond_16_bits_saturates_and_the_rest_is_kept(dtype: torch.dtype, huge: float, make: Make) -> None:
     (segment,) = segments_of([(32, Lane(CPU, dtype, Kind.SPARSE))])
     work = torch.tensor([huge, -huge, 1.0, 0.0] * 8)
     largest = torch.finfo(dtype).max
@@ -226,7 +229,7 @@ def test_a_residual_beyond_16_bits_saturates_and_the_rest_is_kept(dtype: torch.d
     def offer(rank: int, index: int) -> Selection:
         return Selection(torch.tensor([0, 1, 2, 3], dtype=torch.int32), 3)
 
-    for one in exchange(2, sparse(Average), [segment], lambda rank, index: work.clone(), offer):
+    for one in exchange(2, make, [segment], lambda rank, index: work.clone(), offer):
         assert one.update[0][:4].tolist() == [largest, -largest, 1.0, 0.0]
         assert one.rest[0][:4].tolist() == [work[0].item() - largest, work[1].item() + largest, 0.0, 0.0]
 

@@ -225,20 +225,6 @@ def test_not_a_number_and_infinity_come_first() -> None:
     assert update[40].isnan() and update[41] == -torch.inf and int((update != 0).sum()) == 3
 
 
-@pytest.mark.parametrize("dtype, huge", [(torch.float16, 1e6), (torch.bfloat16, 3.4e38)], ids=str)
-def test_a_residual_beyond_16_bits_saturates_and_the_rest_is_kept(dtype: torch.dtype, huge: float) -> None:
-    (segment,) = segments_of([(32, Lane(CPU, dtype, Kind.SPARSE))])
-    work = torch.tensor([huge, -huge, 1.0, 0.0] * 8)
-    largest = torch.finfo(dtype).max
-
-    def offer(rank: int, index: int) -> Selection:
-        return Selection(torch.tensor([0, 1, 2, 3], dtype=torch.int32), 3)
-
-    for one in exchange(2, oktopk(), [segment], lambda rank, index: work.clone(), offer):
-        assert one.update[0][:4].tolist() == [largest, -largest, 1.0, 0.0]
-        assert one.rest[0][:4].tolist() == [work[0].item() - largest, work[1].item() + largest, 0.0, 0.0]
-
-
 def test_16_bits_are_added_up_in_32() -> None:
     """256 + 1 and 1 in bfloat16 would be 256: one rounding, of the sum."""
     (segment,) = segments_of([(32, Lane(CPU, torch.bfloat16, Kind.SPARSE))])

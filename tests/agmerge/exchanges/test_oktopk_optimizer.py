@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
+from awkward_harness import backward, wrapped_awkward
 from support import (
     AwkwardModel,
     Parts,
     Sent,
     agreed,
+    assert_conserved,
     assert_near,
-    awkward_batch,
-    awkward_groups,
     digest,
     gradients,
     mlp,
@@ -27,27 +28,13 @@ from support import (
 )
 from torch import Tensor
 
-import agmerge
-import merging
 from agmerge import testing
 from agmerge.backends.local import Call
 from agmerge.errors import MessageError
 from agmerge.planning.cost_probe import probe
 
 AWKWARD, PARTS, MODEL = seeded(AwkwardModel, 7), seeded(Parts), seeded(mlp)
-THAW = 6
-
-
-def wrapped(model: AwkwardModel, **options: Any) -> agmerge.DistributedOptimizer:
-    inner = torch.optim.SGD(awkward_groups(model), lr=0.05, momentum=0.9)
-    options = {"compression": "topk", "merging": merging.get("threshold", bytes=8192), **options}
-    return agmerge.DistributedOptimizer(inner, model.named_parameters(), exchange="oktopk", **options)
-
-
-def backward(model: AwkwardModel, rank: int, step: int) -> None:
-    if step == THAW:
-        model.unfreeze()
-    model.loss(awkward_batch(rank, step), rank, step).backward()
+wrapped = functools.partial(wrapped_awkward, exchange="oktopk")
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -75,10 +62,8 @@ def test_what_is_sent_and_what_is_kept_is_what_was_there(size: int, case: str, m
             gradient = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
             optimizer.step()
             new = residuals(optimizer)
+            assert_conserved(step, old, gradient, sent.of[rank], new)
             for name, kept in new.items():
-                before = old.get(name, torch.zeros_like(kept))
-                whole = before + gradient[name].to(kept.dtype) if name in gradient else before
-                assert torch.equal(kept + sent.of[rank][name], whole), f"step {step}, {name}"
                 moved += int(sent.of[rank][name].count_nonzero())
                 rejected += int(kept.count_nonzero())
             old = new

@@ -31,6 +31,7 @@ def test_volume_is_within_the_bound(case: str, workers: int) -> None:
         assert ours.total < theirs.total
 
 
+@pytest.mark.slow
 def test_sixteen_ranks_and_the_size_of_the_claim() -> None:
     k = 100_000
     ours = volume.measure(OkTopkExchange, "skewed", 16, k, 10 * k, steps=1)

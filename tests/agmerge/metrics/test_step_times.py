@@ -278,11 +278,8 @@ def test_waiting_for_a_slow_rank_is_exposed_and_counts_as_travel(monkeypatch: py
     assert exposed == 9.0
 
 
-def test_a_hidden_exchange_takes_until_the_first_hook_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Backward takes 1 a tensor and an exchange 2.5: all but the last three are over before anybody waits."""
-    clock, sent = Virtual(), dict[str, float]()
-    monkeypatch.setattr("agmerge.step.merge_buffers.clock_for", lambda devices: clock)
-    monkeypatch.setattr(local.LocalHandle, "done", lambda handle: clock.now >= sent[handle._name] + 2.5)
+def second_step(clock: Virtual, sent: dict[str, float]) -> StepTimes:
+    """A step of one rank in which backward takes 1 a tensor. ``sent``: takes the time of each message, by name."""
 
     def body(rank: int, model: nn.Module) -> StepTimes:
         for parameter in model.parameters():
@@ -292,6 +289,16 @@ def test_a_hidden_exchange_takes_until_the_first_hook_after_its_end(monkeypatch:
         return observed(optimizer)[-1]
 
     (times,) = on_ranks(1, MODEL, body, inject=lambda call: sent.update({call.name: clock.now}))
+    return times
+
+
+def test_a_hidden_exchange_takes_until_the_first_hook_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward takes 1 a tensor and an exchange 2.5: all but the last three are over before anybody waits."""
+    clock, sent = Virtual(), dict[str, float]()
+    monkeypatch.setattr("agmerge.step.merge_buffers.clock_for", lambda devices: clock)
+    monkeypatch.setattr(local.LocalHandle, "done", lambda handle: clock.now >= sent[handle._name] + 2.5)
+
+    times = second_step(clock, sent)
     assert times.handed.tolist() == [0, 1, 2, 3, 4, 5]
     assert times.arrived.tolist() == [3, 4, 5, 5, 5, 5]
     assert times.exposed.tolist() == [0] * 6 and times.travel.tolist() == [3, 1, 1, 0, 0, 0]
@@ -312,14 +319,7 @@ def test_messages_that_have_arrived_by_one_hook_are_all_seen_there(monkeypatch: 
 
     monkeypatch.setattr(local.LocalHandle, "wait", wait)
 
-    def body(rank: int, model: nn.Module) -> StepTimes:
-        for parameter in model.parameters():
-            parameter.register_hook(lambda gradient: clock.advance(1.0))
-        optimizer = wrap(model, compression="none", merging="layerwise")
-        train(model, optimizer, rank, range(2))
-        return observed(optimizer)[-1]
-
-    (times,) = on_ranks(1, MODEL, body, inject=lambda call: sent.update({call.name: clock.now}))
+    times = second_step(clock, sent)
     assert times.arrived.tolist() == [5, 5, 5, 5, 5, 6]
     assert times.received.tolist() == [6, 7, 8, 9, 10, 11]
     assert times.travel.tolist() == [5, 0, 0, 0, 0, 1]

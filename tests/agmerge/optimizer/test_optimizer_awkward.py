@@ -8,32 +8,26 @@ import functools
 import pytest
 import support
 import torch
-from support import AwkwardModel, Sent, agreed, awkward_batch, awkward_groups, on_ranks, residuals, seeded
+from awkward_harness import backward, wrapped_awkward
+from support import (
+    AwkwardModel,
+    Sent,
+    agreed,
+    assert_conserved,
+    awkward_batch,
+    awkward_groups,
+    on_ranks,
+    residuals,
+    seeded,
+)
 from torch import Tensor
-
-import agmerge
-import merging
 
 STEPS, THAW = 50, 20
 LOSSY = ["topk", "fp16", "bf16"]
 MODEL = seeded(AwkwardModel, 7)
 
 
-def wrapped(model: AwkwardModel, compression: str, lr: float = 0.05) -> agmerge.DistributedOptimizer:
-    inner = torch.optim.SGD(awkward_groups(model), lr=lr, momentum=0.9)
-    planner = merging.get("threshold", bytes=8192)  # several merge buffers
-    return agmerge.DistributedOptimizer(
-        inner, model.named_parameters(), compression=compression, merging=planner, exchange="sparse"
-    )
-
-
-def backward(model: AwkwardModel, rank: int, step: int) -> None:
-    if step == THAW:
-        model.unfreeze()
-    model.loss(awkward_batch(rank, step), rank, step).backward()
-
-
-train = functools.partial(support.train, backward=backward)
+train = functools.partial(support.train, backward=functools.partial(backward, thaw=THAW))
 
 
 def largest(tensor: Tensor) -> float:
@@ -45,7 +39,7 @@ def largest(tensor: Tensor) -> float:
 @pytest.mark.parametrize("size", [2, 4])
 def test_replicas_are_equal_to_the_bit_after_every_step(size: int, compression: str) -> None:
     def body(rank: int, model: AwkwardModel) -> list[str]:
-        return train(model, wrapped(model, compression), rank, range(STEPS))
+        return train(model, wrapped_awkward(model, compression=compression), rank, range(STEPS))
 
     seen = agreed(on_ranks(size, MODEL, body))
     assert len(set(seen)) == STEPS  # and it moved in every one
@@ -67,7 +61,7 @@ def test_none_equals_one_process_with_all_the_data(size: int, half: torch.dtype)
         single.step()
 
     def body(rank: int, model: AwkwardModel) -> AwkwardModel:
-        train(model, wrapped(model, "none"), rank, range(STEPS))
+        train(model, wrapped_awkward(model, compression="none"), rank, range(STEPS))
         return model
 
     # A gradient of sixteen bits is rounded once a rank, and not once in all.
@@ -86,19 +80,17 @@ def test_what_is_sent_and_what_is_kept_is_what_was_there(
     sent = Sent(monkeypatch)
 
     def body(rank: int, model: AwkwardModel) -> int:
-        optimizer = wrapped(model, compression)
+        optimizer = wrapped_awkward(model, compression=compression)
         checked = 0
         old: dict[str, Tensor] = {}
         for step in range(30):
             optimizer.zero_grad()
-            backward(model, rank, step)
+            backward(model, rank, step, THAW)
             gradient = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
             optimizer.step()
             new = residuals(optimizer)
+            assert_conserved(step, old, gradient, sent.of[rank], new)
             for name, kept in new.items():
-                before = old.get(name, torch.zeros_like(kept))
-                whole = before + gradient[name].to(kept.dtype) if name in gradient else before
-                assert torch.equal(kept + sent.of[rank][name], whole), f"step {step}, {name}"
                 checked += int(kept.count_nonzero()) + int(sent.of[rank][name].count_nonzero())
             old = new
         return checked
@@ -113,13 +105,13 @@ def test_updates_add_up_to_gradients_less_residuals(size: int, compression: str)
     Sums = dict[str, Tensor]
 
     def body(rank: int, model: AwkwardModel) -> tuple[Sums, Sums, Sums]:
-        optimizer = wrapped(model, compression, lr=0.01)
+        optimizer = wrapped_awkward(model, compression=compression, lr=0.01)
         gradients, updates = {}, {}
         for name, p in model.named_parameters():
             gradients[name], updates[name] = (torch.zeros(p.shape, dtype=torch.float64) for _ in range(2))
         for step in range(30):
             optimizer.zero_grad()
-            backward(model, rank, step)
+            backward(model, rank, step, THAW)
             for sums in (gradients, updates):
                 for name, p in model.named_parameters():
                     if p.grad is not None:
@@ -142,7 +134,7 @@ def test_updates_add_up_to_gradients_less_residuals(size: int, compression: str)
 
 def test_what_no_rank_uses_is_left_alone_and_what_thaws_moves() -> None:
     def body(rank: int, model: AwkwardModel) -> list[list[str]]:
-        optimizer = wrapped(model, "topk")
+        optimizer = wrapped_awkward(model)
         moved = []
         for steps in (range(THAW), range(THAW, THAW + 5)):
             before = copy.deepcopy(model)
@@ -162,7 +154,7 @@ def test_what_no_rank_uses_is_left_alone_and_what_thaws_moves() -> None:
 
 def test_a_rank_that_never_uses_a_layer_has_no_say_in_what_it_is() -> None:
     def body(rank: int, model: AwkwardModel) -> tuple[Tensor, Tensor]:
-        optimizer = wrapped(model, "none")
+        optimizer = wrapped_awkward(model, compression="none")
         backward(model, rank, 0)
         local = model.only_rank_1.weight.grad
         mine = torch.zeros_like(model.only_rank_1.weight) if local is None else local.clone()

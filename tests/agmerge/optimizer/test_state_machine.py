@@ -129,7 +129,7 @@ def play(rank: int, model: Any, program: list[Event], options: dict[str, Any]) -
                 "taken": {name: sum_.clone() for name, sum_ in player.taken.items()},
                 "residuals": player.residuals(),
                 "calls": len(testing.calls()),
-                "plan": player.optimizer._reducer.exchange.plan(),
+                "plan": testing.inspect(player.optimizer).plan,
             }
         )
     seen[-1]["called"] = testing.calls()

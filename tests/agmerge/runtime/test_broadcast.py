@@ -138,6 +138,7 @@ def test_a_tensor_of_sparse_layout_is_refused_by_name() -> None:
     testing.run(1, body)
 
 
+@pytest.mark.slow
 def test_state_of_the_same_form_is_overwritten_where_it_lies() -> None:
     """So the state of a large model is never there twice; tensors that share memory are replaced instead."""
 

@@ -107,6 +107,7 @@ def test_a_port_that_is_anothers_now_is_no_answer() -> None:
     assert missing == (1,) and ENDED in text and "web server" not in text
 
 
+@pytest.mark.slow
 def test_a_process_that_is_stopped_is_told_from_one_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
 
@@ -119,6 +120,7 @@ def test_a_process_that_is_stopped_is_told_from_one_that_has_ended(monkeypatch: 
     assert missing == (1,) and STUCK in text
 
 
+@pytest.mark.slow
 def test_a_host_that_does_not_answer_is_told_from_one_that_refuses() -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full, socket.socket() as a, socket.socket() as b:
         for waiting in (a, b):  # nobody takes them off the queue, and there is no place for another

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
+from awkward_harness import backward, wrapped_awkward
 from support import (
     AwkwardModel,
     Sent,
     agreed,
-    awkward_batch,
-    awkward_groups,
     digest,
     loss_of,
     mlp,
@@ -33,7 +33,7 @@ from agmerge.exchanges import routing
 from agmerge.exchanges.node_shards import deal, shard_shape
 
 MODEL, SMALL = seeded(AwkwardModel, 7), seeded(mlp, 3)
-THAW = 6
+wrapped = functools.partial(wrapped_awkward, exchange="two-level")
 GRIDS = [(2, 2), (2, 3), (3, 2), (1, 4), (4, 1), (1, 1)]  # nodes, places
 OPTIONS = [{"sparsify": "ahead"}, {"compression": "bf16"}]
 
@@ -41,20 +41,6 @@ OPTIONS = [{"sparsify": "ahead"}, {"compression": "bf16"}]
 @pytest.fixture(autouse=True)
 def _no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(topology.VARIABLE, raising=False)
-
-
-def wrapped(model: AwkwardModel, **options: object) -> agmerge.DistributedOptimizer:
-    inner = torch.optim.SGD(awkward_groups(model), lr=0.05, momentum=0.9)
-    planner = merging.get("threshold", bytes=8192)  # several merge buffers
-    options = {"compression": "topk", "merging": planner, "exchange": "two-level", **options}
-    return agmerge.DistributedOptimizer(inner, model.named_parameters(), **options)
-
-
-def backward(model: AwkwardModel, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
-    optimizer.zero_grad()
-    if step == THAW:
-        model.unfreeze()
-    model.loss(awkward_batch(rank, step), rank, step).backward()
 
 
 @pytest.mark.parametrize(
@@ -71,7 +57,8 @@ def test_replicas_are_equal_to_the_bit_after_every_step(
         optimizer = wrapped(model, **options)
         seen = []
         for step in range(10):
-            backward(model, optimizer, rank, step)
+            optimizer.zero_grad()
+            backward(model, rank, step)
             optimizer.step()
             seen.append(digest(model))
         return seen
@@ -104,7 +91,8 @@ def test_what_a_node_sends_and_keeps_is_what_was_there(
         for step in range(10):
             agmerge.barrier()
             sent.of.setdefault(rank, {}).clear()
-            backward(model, optimizer, rank, step)
+            optimizer.zero_grad()
+            backward(model, rank, step)
             for name, p in model.named_parameters():
                 gradients.pop((rank, name), None)
                 if p.grad is not None:

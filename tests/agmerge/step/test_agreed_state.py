@@ -1,0 +1,113 @@
+"""What an exchange keeps: through discarded steps, from one agreement to the next, and elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from gradient_exchange_harness import SHAPES, SPARSE, Table, connected, copied, drawn, stepped, table
+from support import agreed, digest, same_bits
+from torch import Tensor
+
+import agmerge
+import sparsifiers
+from agmerge import testing
+
+
+@dataclass
+class Change:
+    """What one rank saw of a step after ``change``, in which it had no tensors of its own."""
+
+    before: dict[str, Tensor]  # residuals
+    after: dict[str, Tensor]
+    anew: bool  # ranks have agreed anew
+    names: list[str]  # of what takes part
+
+    def sent_of_residual(self, name: str) -> bool:
+        """Tell whether a top-k of the residual has left it: elements are kept or sent as they are."""
+        before, sent = self.before[name], self.before[name] - self.after[name]
+        whole = torch.equal(sent[sent != 0], before[sent != 0])
+        return whole and int(sent.count_nonzero()) == sparsifiers.budget(0.05, before.numel())
+
+
+def changing(change: Callable[[int, Table], None]) -> Callable[[int], Change]:
+    """Return what a rank does: three steps, ``change(rank, its table)``, and a step of the residuals alone."""
+
+    def body(rank: int) -> Change:
+        there = table()
+        exchange = connected(there, **SPARSE)
+        for step in range(3):
+            stepped(exchange, drawn(rank, step))
+        before, buffers = copied(exchange.residuals()), exchange.buffers
+        change(rank, there)
+        stepped(exchange, dict.fromkeys(there.tensors))
+        assert exchange.buffers is not None
+        names = [slot.name for slot in exchange.buffers.layout.slots]
+        return Change(before, copied(exchange.residuals()), exchange.buffers is not buffers, names)
+
+    return body
+
+
+def test_after_a_change_of_the_table_all_agree_anew_and_residuals_move_by_name() -> None:
+    def change(rank: int, there: Table) -> None:
+        kept = {name: tensor for name, tensor in reversed(there.tensors.items()) if name != "b"}
+        there.tensors = {"new": torch.zeros(40, 40), **kept}
+
+    seen = testing.run(2, changing(change))
+    assert set(agreed([rank.names for rank in seen])) == {"new", "a", "c", "small"}
+    for rank in seen:
+        assert same_bits(rank.after["b"], rank.before["b"])  # takes no part any more: carried
+        assert rank.anew and not rank.after["new"].any()
+        assert all(rank.sent_of_residual(name) for name in ("a", "c", "small"))
+
+
+@pytest.mark.parametrize("where", [None, 0, 2])
+def test_a_change_that_one_rank_sees_makes_all_of_them_agree_anew(where: int | None) -> None:
+    """Another tensor of the same name and shape: on the other ranks everything is as it was."""
+
+    def change(rank: int, there: Table) -> None:
+        if rank == where:
+            there.tensors["a"] = there.tensors["a"].clone()
+
+    for seen in testing.run(3, changing(change)):
+        assert seen.anew == (where is not None)
+        assert all(seen.sent_of_residual(name) for name in SHAPES)
+
+
+def test_a_change_that_only_one_rank_makes_is_the_same_error_on_all() -> None:
+    def change(rank: int, there: Table) -> None:
+        if rank == 1:
+            del there.tensors["b"]
+
+    errors = testing.run(3, changing(change), return_errors=True)
+    assert {type(error) for error in errors} == {agmerge.RankMismatchError}
+    assert "b float32[1030]" in agreed([str(error) for error in errors])
+
+
+def test_what_is_kept_can_be_taken_elsewhere() -> None:
+    """In a group of its own, as after a restart: the steps to come are the same to the bit."""
+
+    def through(rank: int) -> tuple[Any, list[str]]:
+        exchange = connected(table(), compression="adtopk", density=0.05, merging="threshold")
+        for step in range(3):
+            stepped(exchange, drawn(rank, step))
+        kept = exchange.copy_state(), exchange.steps, exchange.plan(), exchange.config.compressor.state_dict()
+        return kept, [digest(stepped(exchange, drawn(rank, step)).values()) for step in range(3, 6)]
+
+    uninterrupted = testing.run(2, through)
+
+    def again(rank: int) -> list[str]:
+        exchange = connected(table(), compression="adtopk", density=0.05, merging="threshold")
+        state, steps, plan, remembered = uninterrupted[rank][0]
+        exchange.config.compressor.load_state_dict(remembered)
+        exchange.restore(state, steps, plan)
+        assert exchange.steps == 3 and exchange.plan() == plan
+        assert {key: digest([tensor]) for key, tensor in exchange.state().items()} == {
+            key: digest([tensor]) for key, tensor in state.items()
+        }
+        return [digest(stepped(exchange, drawn(rank, step)).values()) for step in range(3, 6)]
+
+    assert testing.run(2, again) == [digests for _, digests in uninterrupted]
