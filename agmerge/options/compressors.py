@@ -81,7 +81,8 @@ def check_meaning(compression: Any, given: Mapping[str, Any]) -> None:
     A number as ``density``, and ``exchange="sparse"``, say how a sparsifier is to go about it, so they may stay in a
     script that swaps its compressor by name.
     """
-    if cast_name(compression) is None:
+    sends_all = isinstance(compression, sparsifiers.Compressor) and not compression.selects
+    if cast_name(compression) is None and not sends_all:
         return
     for name, value in given.items():
         usual, about = _SELECTION.get(name, (value, ""))
@@ -99,7 +100,7 @@ def check_meaning(compression: Any, given: Mapping[str, Any]) -> None:
 
 
 def compressor_of(compression: Any, density: Any) -> sparsifiers.Compressor:
-    """Return the sparsifier or cast that is meant. Raises ``ValueError`` or ``TypeError`` where it is neither.
+    """Return the compressor that is meant: by a name, or an object that is one. Raises ``ValueError`` or ``TypeError``.
 
     ``density``: the one number that a sparsifier given by name gets; one that is an object must have it already.
     """
@@ -112,8 +113,8 @@ def compressor_of(compression: Any, density: Any) -> sparsifiers.Compressor:
         warnings.warn(DENSE, UserWarning, stacklevel=6)  # the object of a script that was Horovod's
     if cast is not None:
         return Cast(cast)
-    if isinstance(compression, sparsifiers.Sparsifier):
-        if density not in (DENSITY, compression.density):
+    if isinstance(compression, sparsifiers.Compressor):
+        if compression.selects and density not in (DENSITY, compression.density):
             raise ValueError(
                 f"density={density!r} and compression={compression!r} disagree: give the density to the compressor only"
             )

@@ -82,17 +82,18 @@ class AgreedState:
 
     # -- the group ------------------------------------------------------------------------------------------------
 
-    def connect(self, world: Backend, comm: Backend | None, facts: Iterable[Fact]) -> None:
+    def connect(self, world: Backend, comm: Backend | None, facts: Iterable[Fact] | None = None) -> None:
         """Collective. Exchange among the ranks of ``comm`` (None: not this one), and compare ``facts`` first (G1).
 
-        ``comm`` is a communicator of this exchange's own among the workers of ``world``. Raises
-        :class:`agmerge.RankMismatchError` on every rank where ``facts`` differ: see :meth:`facts`.
+        ``comm`` is a communicator of this exchange's own among the workers of ``world``. ``facts``: what is compared;
+        None: :meth:`facts`. Raises :class:`agmerge.RankMismatchError` on every rank where they differ.
         """
         self.world, self.comm, self.outside = world, comm, comm is None
         if comm is None:
             return
+        facts = self.facts() if facts is None else list(facts)
         advice = "Give every rank the same model and the same arguments."
-        require_agreement(comm, list(facts), what="DistributedOptimizer", advice=advice, timeout=self.config.timeout)
+        require_agreement(comm, facts, what="DistributedOptimizer", advice=advice, timeout=self.config.timeout)
         if self.config.exchange == TWO_LEVEL:
             self._nodes = topology.form(comm, self.config.timeout)
             self.shard = self._nodes.shard
