@@ -154,6 +154,22 @@ def difference(result: Any, expected: Any) -> str:
     return "" if first is None else f"[{first!r}]{difference(result[first], expected[first])}"
 
 
+def trained(
+    size: int,
+    model: nn.Module,
+    steps: int,
+    inner: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+    inject: Callable[[testing.Call], None] | None = None,
+    **options: Any,
+) -> list[str]:
+    """The digests after each of ``steps`` steps of :func:`wrap` with ``options``, the same on all ranks."""
+
+    def body(rank: int, model: nn.Module) -> list[str]:
+        return train(model, wrap(model, inner(model), **options), rank, range(steps))
+
+    return agreed(on_ranks(size, model, body, inject=inject))
+
+
 def residuals(optimizer: agmerge.DistributedOptimizer) -> dict[str, Tensor]:
     """This rank's residuals by name, as a checkpoint would hold them."""
     return dict(optimizer.state_dict()["agmerge"]["residuals"])

@@ -8,18 +8,7 @@ import functools
 import pytest
 import torch
 from awkward_harness import backward, wrapped_awkward
-from support import (
-    AwkwardModel,
-    Sent,
-    agreed,
-    assert_conserved,
-    digest,
-    mlp,
-    on_ranks,
-    residuals,
-    seeded,
-    wrap,
-)
+from support import AwkwardModel, Sent, agreed, assert_conserved, mlp, on_ranks, residuals, seeded, trained, wrap
 from support import train as plain
 from torch import Tensor
 
@@ -36,12 +25,7 @@ wrapped = functools.partial(wrapped_awkward, exchange="masked")
 def test_replicas_are_equal_to_the_bit_after_every_step(size: int, sparsify: str, compression: str) -> None:
     def body(rank: int, model: AwkwardModel) -> tuple[list[str], list[tuple[str, str, int]]]:
         optimizer = wrapped(model, compression=compression, sparsify=sparsify)
-        seen = []
-        for step in range(12):
-            optimizer.zero_grad()
-            backward(model, rank, step)
-            optimizer.step()
-            seen.append(digest(model))
+        seen = plain(model, optimizer, rank, range(12), backward)
         return seen, testing.calls()
 
     seen, _ = agreed(on_ranks(size, MODEL, body, inject=testing.jitter(size, 2e-4)))  # the same calls too
@@ -90,13 +74,10 @@ def test_what_is_sent_and_what_is_kept_is_what_was_there(
 @pytest.mark.parametrize("compression", ["topk", "randomk"])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_density_1_is_the_dense_exchange_to_the_bit(size: int, compression: str) -> None:
-    def body(rank: int, model: torch.nn.Module, **options: object) -> list[str]:
-        return plain(model, wrap(model, **options), rank, range(6))
-
-    dense = agreed(on_ranks(size, SMALL, lambda rank, model: body(rank, model, compression="none")))
+    dense = trained(size, SMALL, 6, compression="none")
     options = {"compression": compression, "density": 1.0, "exchange": "masked"}
     for summed in ("native", "ordered"):
-        assert agreed(on_ranks(size, SMALL, lambda r, m, s=summed: body(r, m, dense_sum=s, **options))) == dense
+        assert trained(size, SMALL, 6, dense_sum=summed, **options) == dense
 
 
 def test_values_do_not_grow_with_the_number_of_workers() -> None:

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from support import (
-    agreed,
-    mlp,
-    on_ranks,
-    random_plan,
-    seeded,
-    sgd,
-    train,
-    wrap,
-)
+from support import agreed, mlp, on_ranks, random_plan, seeded, sgd, train, trained, wrap
 from torch import nn
 
 import merging
@@ -30,50 +21,36 @@ PLANS = ["single", "layerwise", "threshold", random_plan(1, 6), random_plan(2, 6
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_g12_density_one_is_none_to_the_bit_with_any_plan(size: int, dtype: torch.dtype) -> None:
-    def body(rank: int, model: nn.Module, **options: Any) -> list[str]:
-        return train(model, wrap(model, sgd(model, weight_decay=0.01), **options), rank, range(6))
-
-    model = copy.deepcopy(MODEL).to(dtype)
-    none = agreed(on_ranks(size, model, lambda r, m: body(r, m, compression="none")))
+    model, inner = copy.deepcopy(MODEL).to(dtype), functools.partial(sgd, weight_decay=0.01)
+    none = trained(size, model, 6, inner, compression="none")
     assert len(set(none)) == 6
     for plan in PLANS:
         for options in ({"compression": "none"}, {"density": 1.0}, {"density": 1.0, "dense": []}):
-            found = agreed(on_ranks(size, model, lambda r, m, o=options, p=plan: body(r, m, merging=p, **o)))
-            assert found == none, (plan, options)
+            assert trained(size, model, 6, inner, merging=plan, **options) == none, (plan, options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_g12_density_one_of_sixteen_bits_is_none_with_ordered_sums(size: int, dtype: torch.dtype) -> None:
     """Both add in float32 and round once. A native sum of sixteen bits rounds at every addition."""
-
-    def body(rank: int, model: nn.Module, **options: Any) -> list[str]:
-        return train(model, wrap(model, sgd(model, lr=0.05), **options), rank, range(6))
-
-    model = copy.deepcopy(MODEL).to(dtype)
-    none = agreed(on_ranks(size, model, lambda r, m: body(r, m, compression="none", dense_sum="ordered")))
-    assert agreed(on_ranks(size, model, lambda r, m: body(r, m, density=1.0))) == none
+    model, inner = copy.deepcopy(MODEL).to(dtype), functools.partial(sgd, lr=0.05)
+    none = trained(size, model, 6, inner, compression="none", dense_sum="ordered")
+    assert trained(size, model, 6, inner, density=1.0) == none
     assert len(set(none)) == 6
 
 
 @pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
 def test_g12_an_ordered_sum_does_not_depend_on_the_plan(compression: str) -> None:
-    def body(rank: int, model: nn.Module, plan: Any) -> list[str]:
-        optimizer = wrap(model, compression=compression, merging=plan, dense_sum="ordered")
-        return train(model, optimizer, rank, range(6))
-
-    found = [agreed(on_ranks(3, MODEL, lambda r, m, p=plan: body(r, m, p))) for plan in PLANS]
-    assert all(seen == found[0] for seen in found) and len(set(found[0])) == 6
+    runs = [trained(3, MODEL, 6, compression=compression, merging=plan, dense_sum="ordered") for plan in PLANS]
+    assert all(run == runs[0] for run in runs) and len(set(runs[0])) == 6
 
 
 @pytest.mark.parametrize("compression", ["none", "topk", "fp16"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_g13_the_same_run_has_the_same_bits_at_any_speed(size: int, compression: str) -> None:
-    def body(rank: int, model: nn.Module) -> list[str]:
-        return train(model, wrap(model, compression=compression, merging="layerwise"), rank, range(6))
-
-    found = [agreed(on_ranks(size, MODEL, body, inject=testing.jitter(seed))) for seed in range(3)]
-    assert found[0] == found[1] == found[2]
+    options = {"compression": compression, "merging": "layerwise"}
+    runs = [trained(size, MODEL, 6, inject=testing.jitter(seed), **options) for seed in range(3)]
+    assert runs[0] == runs[1] == runs[2]
 
 
 @pytest.mark.parametrize("by", ["path", "string", "plan"])
@@ -95,5 +72,4 @@ def test_g13_a_saved_plan_reproduces_the_run_that_made_it(by: str, tmp_path: Pat
         return train(model, optimizer, rank, range(6)), optimizer.plan
 
     assert agreed(on_ranks(3, MODEL, again)) == (seen, plan)
-    other = agreed(on_ranks(3, MODEL, lambda r, m: train(m, wrap(m, merging="single"), r, range(6))))
-    assert other != seen  # so the plan does matter
+    assert trained(3, MODEL, 6, merging="single") != seen  # so the plan does matter

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import CLASSES, WIDTH, agreed, digest, loss_of, mlp, on_ranks, residuals, seeded, train, wrap
+from support import CLASSES, WIDTH, agreed, digest, loss_of, mlp, on_ranks, residuals, seeded, train, trained, wrap
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -68,14 +68,8 @@ def test_what_rounds_on_the_wire_stays(compression: str, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("compression", sparsifiers.names())
 @pytest.mark.parametrize("size", [2, 4])
 def test_density_one_is_the_dense_exchange(compression: str, size: int) -> None:
-    def run(**options: Any) -> list[str]:
-        def body(rank: int, model: nn.Module) -> list[str]:
-            return train(model, wrap(model, **options), rank, range(5))
-
-        return agreed(on_ranks(size, MODEL, body))
-
-    sparse = run(compression=compression, density=1.0, memory="residual")
-    assert sparse == run(compression="none", dense_sum="ordered")
+    sparse = trained(size, MODEL, 5, compression=compression, density=1.0, memory="residual")
+    assert sparse == trained(size, MODEL, 5, compression="none", dense_sum="ordered")
 
 
 def test_so_many_workers_that_all_their_elements_are_as_many_as_the_vector_has() -> None:

@@ -8,7 +8,21 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support import agreed, digest, gradients, loss_of, mlp, on_ranks, residuals, same_bits, seeded, sgd, train, wrap
+from support import (
+    agreed,
+    digest,
+    gradients,
+    loss_of,
+    mlp,
+    on_ranks,
+    residuals,
+    same_bits,
+    seeded,
+    sgd,
+    train,
+    trained,
+    wrap,
+)
 from torch import Tensor, nn
 
 import agmerge
@@ -96,15 +110,12 @@ def test_a_step_that_synchronizes_twice_warns_and_steps_once(compression: str) -
         optimizer.step()
         return digest(model)
 
-    def plain(rank: int, model: nn.Module) -> str:
-        return train(model, wrap(model, compression=compression), rank, range(1))[0]
-
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = agreed(on_ranks(2, MODEL, body))
     assert [str(warning.message) for warning in caught] == [TWICE] * 2
     assert caught[0].filename == __file__  # it points at the script, not into the library
-    assert found == agreed(on_ranks(2, MODEL, plain))
+    assert [found] == trained(2, MODEL, 1, compression=compression)
 
 
 def test_skipping_what_never_happened_is_an_error() -> None:
@@ -120,10 +131,7 @@ def test_skipping_what_never_happened_is_an_error() -> None:
                 optimizer.step()  # not twice with the same gradients either
         return digest(model)
 
-    def plain(rank: int, model: nn.Module) -> str:
-        return train(model, wrap(model), rank, range(2))[-1]
-
-    assert agreed(on_ranks(2, MODEL, body)) == agreed(on_ranks(2, MODEL, plain))
+    assert agreed(on_ranks(2, MODEL, body)) == trained(2, MODEL, 2)[-1]
 
 
 def test_a_backward_after_synchronize_makes_its_result_out_of_date() -> None:

@@ -26,6 +26,7 @@ from support import (
     sgd,
     through_a_file,
     train,
+    trained,
     wrap,
 )
 from torch import nn
@@ -109,29 +110,22 @@ def test_density_1_is_dense_to_the_bit(sparsify: str, parts: int) -> None:
     counts = (1,) * 6 if sparsify == "ahead" else (6,)
     plan = Plan(counts, parts=(parts,) * len(counts))
 
-    def body(rank: int, model: nn.Module, **options: Any) -> list[str]:
-        return train(model, wrap(model, merging=plan, **options), rank, range(4))
-
-    dense = on_ranks(2, MODEL, lambda rank, model: body(rank, model, compression="none"))
-    options = {"compression": "topk", "density": 1.0, "sparsify": sparsify}
-    assert on_ranks(2, MODEL, lambda rank, model: body(rank, model, **options)) == dense
+    dense = trained(2, MODEL, 4, merging=plan, compression="none")
+    assert trained(2, MODEL, 4, merging=plan, compression="topk", density=1.0, sparsify=sparsify) == dense
 
 
 @pytest.mark.parametrize("exchange", ["oktopk", "masked", "two-level"])
 def test_other_exchanges_take_plans_with_parts(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(topology.VARIABLE, "2")
 
-    def body(rank: int, model: nn.Module, parts: int, density: float) -> list[str]:
+    def run(parts: int, density: float) -> list[str]:
         plan = Plan((2, 4), parts=(1, parts))
-        optimizer = wrap(model, merging=plan, exchange=exchange, compression="topk", density=density)
-        return train(model, optimizer, rank, range(4))
+        return trained(4, MODEL, 4, merging=plan, exchange=exchange, compression="topk", density=density)
 
-    whole, *others = (
-        agreed(on_ranks(4, MODEL, lambda rank, model, p=parts: body(rank, model, p, 1.0))) for parts in (1, 2, 4)
-    )
+    whole, *others = (run(parts, 1.0) for parts in (1, 2, 4))
     assert others == [whole, whole]  # where everything is sent, it plays no part in which message
-    found = agreed(on_ranks(4, MODEL, lambda rank, model: body(rank, model, 4, 0.05)))
-    assert len(set(found)) == 4 and found != whole
+    sparse = run(4, 0.05)
+    assert len(set(sparse)) == 4 and sparse != whole
 
 
 @pytest.mark.parametrize("exchange", ["oktopk", "masked"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from support import (
     seeded,
     sgd,
     train,
+    trained,
     wrap,
 )
 from torch import Tensor, nn
@@ -52,13 +54,9 @@ PARTS, AWKWARD = seeded(Parts), seeded(AwkwardModel, 7)
 
 def runs(size: int, model: nn.Module, plan: Any, steps: int = 4, **options: Any) -> list[str]:
     """Digests after every step, the same on every rank."""
-
-    def body(rank: int, here: nn.Module) -> list[str]:
-        chosen: dict[str, Any] = {"sparsify": "ahead", "dense_sum": "ordered", "density": 0.05} | options
-        inner = sgd(here, momentum=0.0 if chosen.get("memory") == "dgc" else 0.9)
-        return train(here, wrap(here, inner, merging=plan, **chosen), rank, range(steps))
-
-    return agreed(on_ranks(size, model, body))
+    inner = functools.partial(sgd, momentum=0.0 if options.get("memory") == "dgc" else 0.9)
+    options = {"sparsify": "ahead", "dense_sum": "ordered", "density": 0.05, **options}
+    return trained(size, model, steps, inner, merging=plan, **options)
 
 
 @pytest.mark.thin

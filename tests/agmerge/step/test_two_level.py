@@ -12,7 +12,6 @@ from support import (
     AwkwardModel,
     Sent,
     agreed,
-    digest,
     loss_of,
     mlp,
     on_ranks,
@@ -55,12 +54,7 @@ def test_replicas_are_equal_to_the_bit_after_every_step(
 
     def body(rank: int, model: AwkwardModel) -> list[str]:
         optimizer = wrapped(model, **options)
-        seen = []
-        for step in range(10):
-            optimizer.zero_grad()
-            backward(model, rank, step)
-            optimizer.step()
-            seen.append(digest(model))
+        seen = plain(model, optimizer, rank, range(10), backward)
         return seen
 
     size = grid[0] * grid[1]
