@@ -213,11 +213,11 @@ class Player:
                 into[name] += parameter.grad
 
     def replan(self, seed: int) -> None:
-        """Let the planner find another plan once, if there is a session that it could be for."""
+        """Let the planner find another plan once, if there are merge buffers that it could be for."""
         adaptation = self.optimizer._reducer.exchange.plans
         if adaptation is None:
             return
-        plan = plan_for(adaptation.session, seed)
+        plan = plan_for(adaptation.buffers, seed)
 
         def found(step: int) -> Iterator[Decision]:
             del adaptation.after_step  # type: ignore[method-assign]
@@ -243,7 +243,7 @@ class Player:
 
 
 def plan_for(session: MergeBuffers, seed: int) -> merging.Plan:
-    """Any plan that ``session`` can follow."""
+    """Return any plan that these merge buffers can use."""
     source, names, config = random.Random(seed), session.plan.names or (), session.config
     counts: list[int] = []
     while sum(counts) < len(names):

@@ -39,7 +39,7 @@ class DearReplanner(Replanner):
     def _measure(self, step: int, ready: Seconds | None = None, *, probing: bool = True) -> planning.Measurements:
         """Collective. Return what plans are made from, with seconds of forward. Pending updates are applied first."""
         self._reducer.flush()  # nothing is in flight while exchanges are timed
-        (forward,) = gather_seconds(self.session, self._reducer.forward_seconds())
+        (forward,) = gather_seconds(self.buffers, self._reducer.forward_seconds())
         measured = super()._measure(step, ready, probing=probing)
         profile = measured.profile
         with_forward = planning.Profile(**{**profile.plain(), "forward": forward.max(axis=0)})

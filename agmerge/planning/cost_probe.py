@@ -46,7 +46,7 @@ class SampledTimes(NamedTuple):
     exchange: Samples  # by elements of the message
 
 
-def probe(session: MergeBuffers, step: int, backward: float, finish: float = 0.0) -> MeasuredCosts:
+def probe(buffers: MergeBuffers, step: int, backward: float, finish: float = 0.0) -> MeasuredCosts:
     """Collective. Measure what selection and exchanges cost, between steps.
 
     Runs of tensors of the largest lane, of sizes that double, are selected from and exchanged as in a step;
@@ -56,25 +56,25 @@ def probe(session: MergeBuffers, step: int, backward: float, finish: float = 0.0
     processor beside that, its share of the network's threads for one, is part of ``message``.
 
     Args:
-        session: whose messages are timed.
+        buffers: whose messages are timed.
         step: the one to come, whose density counts.
         backward: seconds of a backward pass on this rank.
         finish: seconds of a step's exchange, the same on all ranks.
     """
-    config, spend = session.config, max(SPEND, WORTH * finish)
-    sparse, dense = session.exchanges()
-    segments = sizes(session.layout)
+    config, spend = buffers.config, max(SPEND, WORTH * finish)
+    sparse, dense = buffers.exchanges()
+    segments = sizes(buffers.layout)
     if not segments[0].lane.sparse:
-        times = _sample(session, segments, dense, step, backward, spend)
-        overhead = _cpu_overhead_of_message(MessageTimer(session, segments[0], dense, step, backward), times)
+        times = _sample(buffers, segments, dense, step, backward, spend)
+        overhead = _cpu_overhead_of_message(MessageTimer(buffers, segments[0], dense, step, backward), times)
         return MeasuredCosts(None, Curve.fit(times.exchange), None, Curve((0,), (overhead,)))
-    times = _sample(session, segments, sparse, step, backward, spend)
-    overhead = _cpu_overhead_of_message(MessageTimer(session, segments[0], sparse, step, backward), times)
-    per_vector = _overhead_per_extra_vector(session, segments[-1], sparse, step)
+    times = _sample(buffers, segments, sparse, step, backward, spend)
+    overhead = _cpu_overhead_of_message(MessageTimer(buffers, segments[0], sparse, step, backward), times)
+    per_vector = _overhead_per_extra_vector(buffers, segments[-1], sparse, step)
     choice: Curve | None = None
     if config.exchange == AUTO:  # the last one: it leaves nothing to select from
-        choice = Curve.fit(_sample(session, segments, dense, step, backward, spend).exchange)
-    config.compressor.retain(session.keys())
+        choice = Curve.fit(_sample(buffers, segments, dense, step, backward, spend).exchange)
+    config.compressor.retain(buffers.keys())
     return MeasuredCosts(
         Curve.fit(_plus(per_vector, times.selection), zero=True),
         Curve.fit(times.exchange),
@@ -100,13 +100,13 @@ def sizes(layout: Layout) -> list[Segment]:
 
 
 def _sample(
-    session: MergeBuffers, segments: list[Segment], exchange: Exchange, step: int, backward: float, spend: float
+    buffers: MergeBuffers, segments: list[Segment], exchange: Exchange, step: int, backward: float, spend: float
 ) -> SampledTimes:
     """Collective. Time the segments, smallest first, until about ``spend`` seconds are spent: one of them at least."""
     times = SampledTimes({}, {}, {})
     # One message to begin with: on a slow network the first size would take all the time there is.
-    first = MessageTimer(session, segments[0], exchange, step, backward)
-    (seconds,) = _max_over_ranks(session, first.time_exchange(1))
+    first = MessageTimer(buffers, segments[0], exchange, step, backward)
+    (seconds,) = _max_over_ranks(buffers, first.time_exchange(1))
     cost, sized = 2 * seconds, segments[0].numel  # of one run of the last size
     spent = cost
     for segment in segments:
@@ -115,8 +115,8 @@ def _sample(
         if spent + RUNS[0] * expected > spend and times.exchange:
             break
         runs = int(min(max(spend / SHARE / expected, RUNS[0]), RUNS[1])) if expected else RUNS[1]
-        timer = MessageTimer(session, segment, exchange, step, backward)
-        selecting, packing, travel = _max_over_ranks(session, *timer.time_selection(runs), timer.time_exchange(runs))
+        timer = MessageTimer(buffers, segment, exchange, step, backward)
+        selecting, packing, travel = _max_over_ranks(buffers, *timer.time_selection(runs), timer.time_exchange(runs))
         elements = timer.capacity if exchange.sparse else segment.numel
         times.exchange.setdefault(elements, []).append(travel)
         times.packing.setdefault(elements, []).append(packing)
@@ -140,11 +140,11 @@ def _cpu_overhead_of_message(timer: MessageTimer, times: SampledTimes) -> float:
     # In turn, so that a load that comes or goes meets both; and the minimum, for other load only adds.
     bursts = [(timer.time_burst(BURST, pieces), timer.time_burst(0, pieces)) for _ in range(rounds)]
     with_messages, without = (min(seconds) for seconds in zip(*bursts, strict=True))
-    (per_message,) = _max_over_ranks(timer.session, (with_messages - without) / BURST)
+    (per_message,) = _max_over_ranks(timer.buffers, (with_messages - without) / BURST)
     return max(0.0, per_message - (_fastest(times.selection) + _fastest(times.packing)))
 
 
-def _overhead_per_extra_vector(session: MergeBuffers, segment: Segment, exchange: Exchange, step: int) -> float:
+def _overhead_per_extra_vector(buffers: MergeBuffers, segment: Segment, exchange: Exchange, step: int) -> float:
     """Collective. Return the seconds to pack what was selected from one more vector into the same message.
 
     The maximum over ranks: a message of several vectors is compared with one of as many elements from one vector.
@@ -153,15 +153,15 @@ def _overhead_per_extra_vector(session: MergeBuffers, segment: Segment, exchange
     vectors = [Segment(segment.lane, (slot,)) for slot in slots]
     medians = []
     for segments in ([Segment(segment.lane, slots)], vectors):
-        timers = [MessageTimer(session, each, exchange, step, 0.0) for each in segments]
+        timers = [MessageTimer(buffers, each, exchange, step, 0.0) for each in segments]
         medians.append(statistics.median(_seconds_to_pack(timers, len(slots)) for _ in range(RUNS[1])))
-    (more,) = _max_over_ranks(session, medians[1] - medians[0])
+    (more,) = _max_over_ranks(buffers, medians[1] - medians[0])
     return max(0.0, more) / max(1, len(slots) - 1)
 
 
 def _seconds_to_pack(timers: list[MessageTimer], tensors: int) -> float:
     """Collective. Return the seconds to pack and start one message of all timers' segments, ``tensors`` in all."""
-    buffers, selections = [timer.buffers for timer in timers], [timer.selection for timer in timers]
+    buffers, selections = [timer.segment_buffers for timer in timers], [timer.selection for timer in timers]
     begin = timers[0].now()
     in_flight = timers[0].start("probe of several", buffers, selections, tensors)
     seconds = timers[0].now() - begin
@@ -179,8 +179,8 @@ def _plus(seconds: float, samples: Samples) -> Samples:
     return {size: [measured + seconds for measured in runs] for size, runs in samples.items()}
 
 
-def _max_over_ranks(session: MergeBuffers, *seconds: float) -> list[float]:
+def _max_over_ranks(buffers: MergeBuffers, *seconds: float) -> list[float]:
     """Collective. Return the maximum over ranks of each."""
     own = np.array(seconds, dtype=np.float64).tobytes()
-    rows = gather_bytes(session.comm, own, "probe/seconds", session.config.timeout)
+    rows = gather_bytes(buffers.comm, own, "probe/seconds", buffers.config.timeout)
     return [max(column) for column in zip(*(np.frombuffer(row).tolist() for row in rows), strict=True)]

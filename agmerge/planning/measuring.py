@@ -17,17 +17,17 @@ from agmerge.step.merge_buffers import MergeBuffers
 from merging import Measurements
 
 
-def gather_seconds(session: MergeBuffers, *columns: Seconds) -> list[Seconds]:
+def gather_seconds(buffers: MergeBuffers, *columns: Seconds) -> list[Seconds]:
     """Collective. Return every rank's ``columns``, float64 of shape (k,): one array (W, k) for each of them.
 
     Every rank hands in as many numbers, seconds or others that are compared between ranks.
     """
     data = np.concatenate(columns).astype(np.float64).tobytes()
-    rows = np.array([np.frombuffer(row) for row in gather_bytes(session.comm, data, "times", session.config.timeout)])
+    rows = np.array([np.frombuffer(row) for row in gather_bytes(buffers.comm, data, "times", buffers.config.timeout)])
     return np.split(rows, np.cumsum([len(column) for column in columns])[:-1], axis=1)
 
 
-def measurements(session: MergeBuffers, step: int, ready: Seconds, costs: MeasuredCosts) -> Measurements:
+def measurements(buffers: MergeBuffers, step: int, ready: Seconds, costs: MeasuredCosts) -> Measurements:
     """Collective. Return all that planning needs; the same on every rank but for rounding: rank 0's counts.
 
     Args:
@@ -35,14 +35,14 @@ def measurements(session: MergeBuffers, step: int, ready: Seconds, costs: Measur
         ready: when each tensor is ready, on the slowest rank, in seconds since the first; (n,), in the plan's order.
         costs: what selection and exchanges take.
     """
-    config = session.config
+    config = buffers.config
     return Measurements(
-        profile=profile(session, ready, step, residual_energy(session)),
+        profile=profile(buffers, ready, step, residual_energy(buffers)),
         **costs._asdict(),
         modes=config.modes,
-        workers=session.comm.size,
+        workers=buffers.comm.size,
         facts=(
-            ("backend", session.comm.name),
+            ("backend", buffers.comm.name),
             ("compressor", repr(config.compressor)),
             ("step", str(step)),
             ("torch", torch.__version__),
@@ -50,24 +50,24 @@ def measurements(session: MergeBuffers, step: int, ready: Seconds, costs: Measur
     )
 
 
-def residual_energy(session: MergeBuffers) -> Energies | None:
+def residual_energy(buffers: MergeBuffers) -> Energies | None:
     """Collective. Return the squared L2 norm of each tensor's residual, (n,), the mean over ranks: its noise.
 
     None where nothing is kept, or a residual is not finite.
     """
     residuals: dict[str, torch.Tensor] = {}
-    if session.config.compressor.selects:
-        residuals = {name: tensor for (kind, name), tensor in session.state().items() if kind == "residual"}
+    if buffers.config.compressor.selects:
+        residuals = {name: tensor for (kind, name), tensor in buffers.state().items() if kind == "residual"}
     norms = [
         float(torch.linalg.vector_norm(residuals[slot.name])) if slot.name in residuals else 0.0
-        for slot in session.layout.slots
+        for slot in buffers.layout.slots
     ]
-    mean = gather_seconds(session, np.square(norms))[0].mean(axis=0)
+    mean = gather_seconds(buffers, np.square(norms))[0].mean(axis=0)
     return mean if np.isfinite(mean).all() and mean.any() else None
 
 
-def profile(session: MergeBuffers, ready: Seconds, step: int, noise: Energies | None = None) -> merging.Profile:
-    """Return the tensors of a session as planners see them.
+def profile(buffers: MergeBuffers, ready: Seconds, step: int, noise: Energies | None = None) -> merging.Profile:
+    """Return the tensors that take part as planners see them.
 
     A load is in selected elements, index and value as they are sent; an element that is sent whole has no index, and
     counts by its bytes.
@@ -78,22 +78,22 @@ def profile(session: MergeBuffers, ready: Seconds, step: int, noise: Energies | 
         noise: energy that selection leaves behind, (n,); None: not known.
     """
     names, numel, work, load = [], [], [], []
-    selects = any(lane.sparse for lane in session.arenas)
-    unit = _bytes_of_selected_element(session, step) if selects else 0.0
-    for slot in session.layout.slots:
+    selects = any(lane.sparse for lane in buffers.arenas)
+    unit = _bytes_of_selected_element(buffers, step) if selects else 0.0
+    for slot in buffers.layout.slots:
         sparse = slot.lane.sparse and selects
         names.append(slot.name)
         numel.append(slot.numel)
         work.append(slot.numel if sparse else 0)
         whole = math.ceil(slot.numel * slot.lane.dtype.itemsize / unit) if selects else slot.numel
-        load.append(min(session.tensor_budget(slot, step), slot.numel) if sparse else whole)
+        load.append(min(buffers.tensor_budget(slot, step), slot.numel) if sparse else whole)
     return merging.Profile(names, numel, np.diff(ready, prepend=0.0), work=work, load=load, noise=noise)
 
 
-def _bytes_of_selected_element(session: MergeBuffers, step: int) -> float:
+def _bytes_of_selected_element(buffers: MergeBuffers, step: int) -> float:
     """Return what a selected element of the largest sparse lane takes in a message, index and value, about."""
     lane, length = max(
-        ((lane, length) for lane, length in session.layout.lengths.items() if lane.sparse), key=lambda pair: pair[1]
+        ((lane, length) for lane, length in buffers.layout.lengths.items() if lane.sparse), key=lambda pair: pair[1]
     )
-    count = sum(session.tensor_budget(slot, step) for slot in session.layout.slots if slot.lane == lane)
-    return slot_bytes(length, min(count, length), lane.dtype, session.config.wire)
+    count = sum(buffers.tensor_budget(slot, step) for slot in buffers.layout.slots if slot.lane == lane)
+    return slot_bytes(length, min(count, length), lane.dtype, buffers.config.wire)

@@ -25,30 +25,30 @@ class MessageTimer:
     All times are this rank's own. Nothing is written to a residual or an update that anyone reads.
     """
 
-    def __init__(self, session: MergeBuffers, segment: Segment, exchange: Exchange, step: int, backward: float) -> None:
+    def __init__(self, buffers: MergeBuffers, segment: Segment, exchange: Exchange, step: int, backward: float) -> None:
         """Select once, so that it is known how long the message is.
 
         Args:
-            session: whose memory and sparsifier are used.
+            buffers: whose memory and sparsifier are used.
             segment: what the message carries.
             exchange: how it is sent: selected from if that is a sparse one, else whole.
             step: whose density and number count.
             backward: seconds of a backward pass on this rank; half of it goes on after a message has left.
         """
-        self.session, self.segment, self.step, self._exchange = session, segment, step, exchange
+        self.buffers, self.segment, self.step, self._exchange = buffers, segment, step, exchange
         self._busy = backward / 2  # seconds, about, that backward goes on after a message has left
-        self.buffers = session.load(segment) if exchange.sparse else _zeros(session.load(segment))
+        self.segment_buffers = buffers.load(segment) if exchange.sparse else _zeros(buffers.load(segment))
         self.on_host = segment.lane.device.type == "cpu"
         self._shares_cores = self.on_host and exchange.can_poll  # backward and the network's threads
         self.selection = self._select()  # the last one; None: the segment is sent whole
         self.capacity = 0 if self.selection is None else self.selection.indices.numel()  # elements of a message
 
     def start(
-        self, name: str, buffers: list[SegmentBuffers], selections: list[Selection | None], tensors: int
+        self, name: str, segment_buffers: list[SegmentBuffers], selections: list[Selection | None], tensors: int
     ) -> InFlight:
         """Collective. Send a message of these segments, ``tensors`` in all, and return it under way."""
-        header = RoundHeader(self.step, self.session.fingerprint, 0, 0, (False,) * tensors)
-        return self._exchange.start(name, buffers, selections, header)
+        header = RoundHeader(self.step, self.buffers.fingerprint, 0, 0, (False,) * tensors)
+        return self._exchange.start(name, segment_buffers, selections, header)
 
     def wait(self, in_flight: InFlight) -> None:
         """Collective. Receive a message and write nothing."""
@@ -92,7 +92,7 @@ class MessageTimer:
 
         The first ``messages`` of the turns send one each, and at the end all are received.
         """
-        scratch = SegmentBuffers(self.segment, self.buffers.work, torch.empty_like(self.buffers.update))
+        scratch = SegmentBuffers(self.segment, self.segment_buffers.work, torch.empty_like(self.segment_buffers.update))
         under_way = []
         begin = self.now()
         for number in range(BURST):
@@ -116,15 +116,15 @@ class MessageTimer:
         """Select from the segment under a key of its own; return None where it is sent whole."""
         if not self._exchange.sparse or not self.segment.lane.sparse:
             return None
-        compressor = self.session.config.compressor
+        compressor = self.buffers.config.compressor
         sparsifier = compressor.wrapped if isinstance(compressor, Observed) else compressor  # figures are of training
         assert isinstance(sparsifier, Sparsifier)  # the lane is a sparse one
-        work, k, shapes = self.session.vector(self.segment, self.step)
+        work, k, shapes = self.buffers.vector(self.segment, self.step)
         return sparsifier.select(work, k=k, key=f"probe of {self.segment.numel}", step=self.step, shapes=shapes)
 
     def _send(self) -> Callable[[], object]:
         """Collective. Send the message; return the function that waits for it."""
-        in_flight = self.start("probe", [self.buffers], [self.selection], len(self.segment.slots))
+        in_flight = self.start("probe", [self.segment_buffers], [self.selection], len(self.segment.slots))
 
         def wait() -> None:
             # During backward the network's threads must share the cores: a message takes longer than on an idle host.
@@ -138,11 +138,11 @@ class MessageTimer:
         return wait
 
 
-def _zeros(buffers: SegmentBuffers) -> SegmentBuffers:
+def _zeros(segment_buffers: SegmentBuffers) -> SegmentBuffers:
     """Return buffers that may be summed where they lie, again and again.
 
     Between steps ``work`` is nobody's, unless the last update is in it.
     """
-    shared = buffers.work.data_ptr() == buffers.update.data_ptr()
-    work = torch.zeros_like(buffers.work) if shared else buffers.work.zero_()
-    return SegmentBuffers(buffers.segment, work, buffers.update)
+    shared = segment_buffers.work.data_ptr() == segment_buffers.update.data_ptr()
+    work = torch.zeros_like(segment_buffers.work) if shared else segment_buffers.work.zero_()
+    return SegmentBuffers(segment_buffers.segment, work, segment_buffers.update)

@@ -1,6 +1,6 @@
 """Choose the best plan for what was measured, and predict what it takes: pure functions.
 
-``planner`` is the one in training, ``session`` the merge buffers that there are; neither is changed.
+``planner`` is the one in training, ``buffers`` the merge buffers that there are; neither is changed.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ class FixedCounts(merging.Planner):
         return merging.Plan(self.counts)
 
 
-def planner_of(session: MergeBuffers, planner: merging.Planner) -> merging.Planner:
+def planner_of(buffers: MergeBuffers, planner: merging.Planner) -> merging.Planner:
     """Return the planner, unless the script's groups say which tensors share a message."""
-    return planner if session.config.groups is None else FixedCounts(counts=session.plan.counts)
+    return planner if buffers.config.groups is None else FixedCounts(counts=buffers.plan.counts)
 
 
-def best_plan(planner: merging.Planner, session: MergeBuffers, measured: Measurements) -> merging.Plan:
+def best_plan(planner: merging.Planner, buffers: MergeBuffers, measured: Measurements) -> merging.Plan:
     """Return the plan with which the planner predicts steps to end first, divided into messages where that helps."""
-    fitting = planner_of(session, planner)
+    fitting = planner_of(buffers, planner)
     plan, mode = merging.best(fitting, measured)
-    if fitting.max_messages > 1 and EXCHANGES[session.config.exchange].pipelines_parts:
+    if fitting.max_messages > 1 and EXCHANGES[buffers.config.exchange].pipelines_parts:
         plan = merging.divide(plan, measured.profile, measured.costs, mode, fitting.max_messages)
     return with_mode(plan, mode)
 
 
-def best_plan_or_current(planner: merging.Planner, session: MergeBuffers, measured: Measurements) -> merging.Plan:
+def best_plan_or_current(planner: merging.Planner, buffers: MergeBuffers, measured: Measurements) -> merging.Plan:
     """Return the best plan, or the one in use unless the best one gains more than ``planner.min_gain``."""
-    best, current = best_plan(planner, session, measured), session.plan
+    best, current = best_plan(planner, buffers, measured), buffers.plan
     slow_enough = predicted_finish(best, measured) * (1 + planner.min_gain)
     return current if predicted_finish(current, measured) <= slow_enough else best
 

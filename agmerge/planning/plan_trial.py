@@ -22,7 +22,7 @@ DOUBTFUL = 1.5  # times as late: a plan that is predicted to end later is not tr
 
 
 def alternatives(
-    planner: merging.Planner, session: MergeBuffers, measured: Measurements, chosen: merging.Plan
+    planner: merging.Planner, buffers: MergeBuffers, measured: Measurements, chosen: merging.Plan
 ) -> list[merging.Plan]:
     """Return the plans to try beside ``chosen``: all dense and all compressed, if predicted to end not much later.
 
@@ -30,8 +30,8 @@ def alternatives(
     """
     if measured.dense is None:
         return []
-    compressed = best_plan(planner, session, replace(measured, dense=None))
-    others = [all_dense(planner_of(session, planner), measured), compressed]
+    compressed = best_plan(planner, buffers, replace(measured, dense=None))
+    others = [all_dense(planner_of(buffers, planner), measured), compressed]
     latest_end = DOUBTFUL * predicted_finish(chosen, measured)
     return [plan for plan in others if plan != chosen and predicted_finish(plan, measured) < latest_end]
 

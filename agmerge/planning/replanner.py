@@ -32,13 +32,13 @@ FIRST = 10  # steps that are measured before the first plan
 
 
 class Replanner:
-    """Run the planner of one session. ``measured``: what the plan in use was made from."""
+    """Run the planner of one agreement. ``measured``: what the plan in use was made from."""
 
-    def __init__(self, session: MergeBuffers, averages: RunningStepTimes) -> None:
-        self.session, self.averages = session, averages  # read, and never changed here but for restart() of averages
+    def __init__(self, buffers: MergeBuffers, times: RunningStepTimes) -> None:
+        self.buffers, self.times = buffers, times  # read, and never changed here but for restart() of averages
         self.measured: Measurements | None = None  # None before the first plan from times
         self._latest: Measurements | None = None  # the last ones, also if no better plan came from them
-        self._steps = 0  # of this session
+        self._steps = 0  # of this agreement
         self._drift = DriftDetector()  # asked on rank 0
         self._trial: PlanTrial | None = None  # under way
         self._has_warned = False
@@ -49,12 +49,12 @@ class Replanner:
         Ranks communicate at steps that all of them count alike. Whoever asks applies each decision before asking for
         the next one: costs are measured with the budgets that were chosen. A cutoff of another size is the last one.
         """
-        config, planner = self.session.config, self.session.config.planner
+        config, planner = self.buffers.config, self.buffers.config.planner
         by_times = planner is not None and planner.timed and config.groups is None
         self._steps += 1
-        if self.session.energy is not None and self._steps == FIRST:
-            yield Decision(budgets=choose_budgets(self.session))
-        if planner is None or self.session.comm.size == 1 or not (by_times or self._chooses_dense):
+        if self.buffers.energy is not None and self._steps == FIRST:
+            yield Decision(budgets=choose_budgets(self.buffers))
+        if planner is None or self.buffers.comm.size == 1 or not (by_times or self._chooses_dense):
             return
         if self._latest is None:
             if self._steps == FIRST:
@@ -68,7 +68,7 @@ class Replanner:
         """Collective. Measure now, for reports, and return it; the plan stays."""
         latest = self._measure(step)
         decision = decide_on_rank_0(
-            self.session.comm, lambda: {"measured": latest.dumps()}, None, self.session.config.timeout
+            self.buffers.comm, lambda: {"measured": latest.dumps()}, None, self.buffers.config.timeout
         )
         self.measured = self._latest = Measurements.loads(decision["measured"])
         self._drift.restart()
@@ -77,7 +77,7 @@ class Replanner:
     @property
     def _chooses_dense(self) -> bool:
         """Tell whether merge buffers go dense or sparse by what that costs."""
-        config = self.session.config
+        config = self.buffers.config
         return config.exchange == AUTO and config.compressor.selects
 
     # -- when it plans --------------------------------------------------------------------------------------
@@ -85,24 +85,24 @@ class Replanner:
     def _plan_first(self, planner: merging.Planner, step: int) -> Iterator[Decision]:
         """Collective. Yield the cutoff of dense="partial" if it is still to be chosen, and the first plan."""
         latest = self._measure(step)
-        cutoff = self.session.config.partial
+        cutoff = self.buffers.config.partial
         if cutoff is not None and not cutoff.final:
-            chosen = choose_cutoff(self.session, planner_of(self.session, planner), latest)
+            chosen = choose_cutoff(self.buffers, planner_of(self.buffers, planner), latest)
             yield Decision(cutoff=chosen)
             if chosen.elements != cutoff.elements:
-                return  # the session ends here; the next one measures and plans
+                return  # this agreement ends here; the next one measures and plans
         yield self._plan(planner, latest)
 
     def _recheck(self, planner: merging.Planner, step: int) -> Decision:
         """Collective. Compare times with what was predicted, and plan anew where they have changed."""
-        every_ready, every_travel = gather_seconds(self.session, self.averages.ready(), self.averages.travel())
-        self.averages.restart()
+        every_ready, every_travel = gather_seconds(self.buffers, self.times.ready(), self.times.travel())
+        self.times.restart()
         ready = every_ready.max(axis=0)
         finding = Finding.KEEP
-        if self.session.comm.rank == 0:
+        if self.buffers.comm.rank == 0:
             assert self._latest is not None
-            load = profile(self.session, ready, step).load
-            finding = self._drift.look(self.session.plan, self._latest, ready, every_travel, load)
+            load = profile(self.buffers, ready, step).load
+            finding = self._drift.look(self.buffers.plan, self._latest, ready, every_travel, load)
         finding = Finding(self._number_of_rank_0(finding))
         if finding is Finding.KEEP:
             return Decision()
@@ -114,12 +114,12 @@ class Replanner:
         if not trial.over:
             return Decision(plan=following)
         self._trial = None
-        seconds = gather_seconds(self.session, np.array(trial.seconds()))[0].max(axis=0)
+        seconds = gather_seconds(self.buffers, np.array(trial.seconds()))[0].max(axis=0)
         fastest = trial.plans[self._number_of_rank_0(int(seconds.argmin()))]
         if all(fastest.dense):
             compressed = min(took for took, plan in zip(seconds, trial.plans, strict=True) if not all(plan.dense))
             self._warn_dense_once(f"{1e3 * seconds.min():.3g} ms a step, compressed {1e3 * compressed:.3g} ms")
-        self.averages.restart()
+        self.times.restart()
         self._steps = FIRST
         return self._changed_to(fastest)
 
@@ -134,22 +134,22 @@ class Replanner:
             probing: False: take the costs that were measured last.
         """
         if ready is None:
-            ready = gather_seconds(self.session, self.averages.ready())[0].max(axis=0)
-            self.averages.restart()
+            ready = gather_seconds(self.buffers, self.times.ready())[0].max(axis=0)
+            self.times.restart()
         if probing or self._latest is None:
-            typical = self.averages.typical()
+            typical = self.times.typical()
             finish = np.array([0.0 if typical is None else typical.finish])
-            slowest = float(gather_seconds(self.session, finish)[0].max())
-            costs = probe(self.session, step, float(ready[-1]), slowest)
+            slowest = float(gather_seconds(self.buffers, finish)[0].max())
+            costs = probe(self.buffers, step, float(ready[-1]), slowest)
         else:
             known = self._latest
             costs = MeasuredCosts(known.sparsify, known.exchange, known.dense, known.message)
-        return measurements(self.session, step, ready, costs)
+        return measurements(self.buffers, step, ready, costs)
 
     def _number_of_rank_0(self, number: int) -> int:
         """Collective. Return rank 0's ``number`` on every rank."""
         cell = torch.tensor([int(number)], dtype=torch.int64)
-        self.session.comm.broadcast(cell, 0, "finding").wait(self.session.config.timeout)
+        self.buffers.comm.broadcast(cell, 0, "finding").wait(self.buffers.config.timeout)
         return int(cell)
 
     # -- what is decided ------------------------------------------------------------------------------------
@@ -160,17 +160,17 @@ class Replanner:
         The plans travel with what they were made from. Where merge buffers go dense or sparse by choice, a new plan
         has to show what it promises, in a trial beside its alternatives.
         """
-        names = [slot.name for slot in self.session.layout.slots]
+        names = [slot.name for slot in self.buffers.layout.slots]
 
         def reject(decision: dict[str, Any]) -> str:
             problems = (why_plan_does_not_fit(merging.Plan.loads(text), names) for text in decision["plans"])
             return next(filter(None, problems), "")
 
         decision = decide_on_rank_0(
-            self.session.comm,
+            self.buffers.comm,
             lambda: {"plans": [plan.dumps() for plan in self._to_try(planner, latest)], "measured": latest.dumps()},
             reject,
-            self.session.config.timeout,
+            self.buffers.config.timeout,
             decider=repr(planner),
         )
         plans = [merging.Plan.loads(text) for text in decision["plans"]]
@@ -189,20 +189,20 @@ class Replanner:
     def _to_try(self, planner: merging.Planner, latest: Measurements) -> list[merging.Plan]:
         """Return the plan to go on with, on rank 0, and after it the plans that a trial compares it with."""
         if self.measured is None:
-            chosen = best_plan(planner, self.session, latest)
+            chosen = best_plan(planner, self.buffers, latest)
         else:
-            chosen = best_plan_or_current(planner, self.session, latest)
-            if chosen == self.session.plan:
+            chosen = best_plan_or_current(planner, self.buffers, latest)
+            if chosen == self.buffers.plan:
                 return [chosen]
-        return [chosen, *alternatives(planner, self.session, latest, chosen)]
+        return [chosen, *alternatives(planner, self.buffers, latest, chosen)]
 
     def _changed_to(self, plan: merging.Plan) -> Decision:
         """Return the decision for ``plan``: none if it is the one in use."""
-        return Decision(plan=plan if plan != self.session.plan else None)
+        return Decision(plan=plan if plan != self.buffers.plan else None)
 
     def _warn_dense_once(self, figures: str) -> None:
-        """Warn on rank 0, once a session, that nothing is compressed; ``figures`` say why."""
-        if self.session.comm.rank == 0 and not self._has_warned:
+        """Warn on rank 0, once an agreement, that nothing is compressed; ``figures`` say why."""
+        if self.buffers.comm.rank == 0 and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"agmerge sends gradients dense, which is faster on this machine and network: {figures}. Nothing is "

@@ -17,7 +17,7 @@ from agmerge.metrics.totals import Totals
 from agmerge.ops import Average, ReduceOp
 from agmerge.options.config import TWO_LEVEL, Config
 from agmerge.options.dense_cutoff import DenseCutoff
-from agmerge.step.agreement import open_session
+from agmerge.step.agreement import open_merge_buffers
 from agmerge.step.merge_buffers import MergeBuffers, State, model_facts
 from agmerge.tensors.parameters import ParameterInfo
 from sparsifiers import Sparsifier
@@ -161,7 +161,7 @@ class AgreedState:
             self._carried = self.copy_state()
         members = self.members()
         self.config = self.config.with_cutoff_for(members, warns=self.comm.rank == 0)
-        buffers, self.steps = open_session(
+        buffers, self.steps = open_merge_buffers(
             self.comm,
             self.config,
             members,

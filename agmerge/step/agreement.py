@@ -20,7 +20,7 @@ from agmerge.tensors.parameters import ParameterInfo
 ADVICE = "Change parameters (add_param_group, requires_grad, dtype, device) on every rank at the same step."
 
 
-def open_session(
+def open_merge_buffers(
     comm: Backend,
     config: Config,
     members: Sequence[ParameterInfo],
@@ -30,7 +30,7 @@ def open_session(
     nodes: Nodes | None = None,
     shares: dict[str, int] | None = None,
 ) -> tuple[MergeBuffers, int]:
-    """Collective. Agree on members, order and plan, and set up memory; return the session and the steps so far.
+    """Collective. Agree on members, order and plan, and set up memory; return the merge buffers and the steps so far.
 
     ``order``: names in the order in which this rank saw them ready; tensors it did not see go last. ``steps``:
     committed exchanges so far. Rank 0's count, in both. ``recorded``: a plan to go on with, if it still fits.
@@ -48,9 +48,9 @@ def open_session(
         reject=lambda decision: why_plan_does_not_fit(merging.Plan.loads(decision["plan"]), names),
         timeout=config.timeout,
     )
-    session = MergeBuffers(comm, config, members, merging.Plan.loads(decision["plan"]), nodes)
-    session.restore_budgets(decision["shares"] or {})
-    return session, decision["steps"]
+    buffers = MergeBuffers(comm, config, members, merging.Plan.loads(decision["plan"]), nodes)
+    buffers.restore_budgets(decision["shares"] or {})
+    return buffers, decision["steps"]
 
 
 def decide_on_rank_0(
