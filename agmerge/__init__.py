@@ -1,4 +1,4 @@
-"""Data-parallel training that stays fast on slow or busy networks.
+"""Train data-parallel, fast also on slow or busy networks.
 
 import agmerge
 agmerge.init()

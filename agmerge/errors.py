@@ -28,6 +28,23 @@ NO_SYNC_LATE = (
     "and the new one would be lost. Accumulate first; the last backward() of a step is outside no_sync(). "
     "zero_grad() goes on without the gradients of this step."
 )
+TWICE = (
+    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
+    "This can cause training slowdown. You may want to consider using optimizer.skip_synchronize() context "
+    "if you use optimizer.synchronize() in your code."
+)
+NOT_COMBINED = (
+    "step() inside skip_synchronize(), but the gradients have not been combined: call synchronize() after "
+    "the last backward(), or step() outside"
+)
+DISTRIBUTED_DATA_PARALLEL = (
+    "the model is in DistributedDataParallel, which averages gradients too ({name!r}, for one): everything is "
+    "exchanged twice, once of it dense. Leave DistributedDataParallel out: DistributedOptimizer takes the plain model"
+)
+OTHER_SHARDS = (
+    "residuals are shards of other rows than this rank has now (exchange='two-level'): they are dropped and start from "
+    "zero"
+)
 NO_GRADIENT = (
     "no rank had a gradient for any parameter in this step. The optimizer may hold other parameters than the model "
     "(load_state_dict(assign=True) replaces the model's)."

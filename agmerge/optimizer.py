@@ -1,11 +1,10 @@
-"""``agmerge.DistributedOptimizer``: the optimizer that a training script sees."""
+"""Wrap an optimizer: ``agmerge.DistributedOptimizer`` is what a training script sees."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from inspect import signature
 from typing import Any
 
 import torch
@@ -13,13 +12,14 @@ import torch
 import sparsifiers
 from agmerge.checkpoint import horovod_elastic, rank_state
 from agmerge.engine import dear, grad_scaler, join
+from agmerge.engine.optimizer_wrapper import OptimizerWrapper, check_optimizer
 from agmerge.errors import AGMergeError
 from agmerge.ops import Average, ReduceOp
 from agmerge.options import compressors, notices
-from agmerge.options.config import IMPORTANCE, followed
+from agmerge.options.arguments import Options
+from agmerge.options.config import IMPORTANCE, with_momentum_of
 from agmerge.options.density_policy import DENSITY
 from agmerge.options.resolve import check_passes, resolve
-from agmerge.options.wrapped import check_optimizer
 from agmerge.reporting import ReportingMixin
 from agmerge.runtime import workers
 
@@ -27,54 +27,68 @@ ZERO_GRAD = (
     "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
     "optimizer.synchronize(). This is prohibited as it can cause a race condition."
 )
-_OWN = ("self", "__class__", "optimizer", "named_parameters")  # what is no option
 
 
-class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
-    """Wraps ``optimizer`` so that every step uses gradients combined over all workers.
+class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
+    """Collective. Wrap ``optimizer`` so that every step uses gradients combined over all workers.
 
     The wrapped optimizer keeps working as it is: ``param_groups``, ``state`` and ``defaults`` are its own, and
-    everything this class does not know goes to it. Collective: every rank constructs it with the same model and
-    the same arguments, else all of them raise :class:`agmerge.RankMismatchError`.
+    everything this class does not know goes to it. Every rank constructs it with the same model and the same arguments,
+    else all of them raise :class:`agmerge.RankMismatchError`. Arguments that mean nothing, by themselves or together,
+    are refused with ``ValueError`` or ``TypeError``.
 
-    Arguments, in the order of Horovod's:
+    Arguments in the order of the signature; the first ten are Horovod's:
 
-    * ``optimizer``: any ``torch.optim.Optimizer`` whose ``step`` needs no closure (LBFGS is refused).
-    * ``named_parameters``: ``model.named_parameters()``; names travel in errors and checkpoints.
-    * ``compression``: a sparsifier's name or object, ``"none" | "fp16" | "bf16"``, ``Compression.*``, or ``"auto"``:
-      ``"dgc"`` where an SGD has momentum and no weight decay, else ``"topk"``; ``stats()["compressor"]`` says which.
-    * ``backward_passes_per_step``: gradients of so many passes are summed locally, not averaged.
-    * ``op``: ``Average`` or ``Sum``. ``gradient_predivide_factor``: f; dense sums are of ``g / f`` and multiplied
-      by f afterwards, against overflow (sparse values are scaled before they are added anyway).
-    * ``groups``: a number of groups, or lists of parameters: one merge buffer each, instead of ``merging``.
-      ``num_groups``: its old name. ``sparse_as_dense``: gradients of sparse layout are made dense; without it they
-      are an error. ``process_set``: a Horovod process set, or the ranks (on any backend) that exchange gradients;
-      the others step by themselves.
-    * ``density``: elements sent / elements; or ``{pattern: density}`` by whole name, the first match counts, 0.01
-      where none does; or ``"importance"``: around the compressor's own, by the energy per element of each tensor's
-      gradients in the first steps. ``warmup``: ``"dgc"`` (its paper's ladder, 200 steps a rung), a number of steps
-      (geometric, from 25 %), or ``callable(step) -> density``; :func:`agmerge.ladder`: the paper's, steps of yours.
-    * ``exchange``: how messages are combined: ``"sparse"``, or ``"auto"``, which measures the first steps and sends
-      dense what is faster so; ``"oktopk"``, ``"masked"``, ``"two-level"``: docs/exchanges.md. To ``"none" | "fp16" |
-      "bf16"``, which send every element, a number as ``density`` and ``"sparse"`` say nothing and may stay where they
-      are swapped in; other arguments about what a sparsifier selects are refused with them.
-    * ``memory``: ``"residual"`` keeps what is not sent (the default where anything is dropped), ``"none"`` drops it,
-      ``"dgc"`` (the default of ``"dgc"``) applies the momentum of an SGD's groups before selection, instead of the SGD.
-    * ``dense``: which parameters are always sent whole: patterns for whole names, or a callable
-      ``(name, parameter) -> bool``; default: fewer than two dimensions or than 1024 elements. ``"partial"``: the small
+    * ``optimizer``: The one to wrap: any ``torch.optim.Optimizer`` whose ``step`` needs no closure (LBFGS is refused).
+    * ``named_parameters``: Pass ``model.named_parameters()``. The names travel in errors and checkpoints.
+    * ``compression``: Give a sparsifier's name or object, ``"none" | "fp16" | "bf16"``, ``Compression.*``, or
+      ``"auto"``. The last is ``"dgc"`` where an SGD has momentum and no weight decay, else ``"topk"``;
+      ``stats()["compressor"]`` says which. ``"none" | "fp16" | "bf16"`` send every element, and arguments about what a
+      sparsifier selects are refused with them. Only a number as ``density`` and ``exchange="sparse"`` may stay in a
+      script that swaps its compressor by name; they say nothing then.
+    * ``backward_passes_per_step``: The gradients of so many passes are summed locally, not averaged.
+    * ``op``: Updates are the ``Average`` or the ``Sum`` over ranks.
+    * ``gradient_predivide_factor``: Dense sums are of ``g / f`` and multiplied by this factor f afterwards, against
+      overflow. Sparse values are scaled before they are added anyway.
+    * ``num_groups``: This is the old name of ``groups``.
+    * ``groups``: Give a number of groups, or lists of parameters. Each group is one merge buffer, instead of
+      ``merging``.
+    * ``sparse_as_dense``: Gradients of sparse layout are made dense. Without it they are an error.
+    * ``process_set``: Give a Horovod process set, or the ranks (on any backend) that exchange gradients. The others
+      step by themselves.
+    * ``density``: Give one number, elements sent / elements; or ``{pattern: density}`` by whole name, where the first
+      match counts and 0.01 where none does; or ``"importance"``, which goes around the compressor's own density by the
+      energy per element of each tensor's gradients in the first steps.
+    * ``warmup``: Other densities in the first steps are ``"dgc"`` (the ladder of its paper, 200 steps a rung), a number
+      of steps (geometric, from 25 %), or ``callable(step) -> density``. :func:`agmerge.ladder` is the paper's with a
+      number of steps of yours.
+    * ``memory``: ``"residual"`` keeps what is not sent (the default where anything is dropped), ``"none"`` drops it.
+      ``"dgc"`` (the default of ``compression="dgc"``) applies the momentum of an SGD's groups before selection, instead
+      of the SGD.
+    * ``dense``: Patterns for whole names, or a callable ``(name, parameter) -> bool``, say which parameters are always
+      sent whole. By default those of fewer than two dimensions or than 1024 elements are. ``"partial"`` adds the small
       layers beside these, up to a size that is chosen so that the volume stays (docs/compressors.md).
-    * ``merging``: a planner's name or object, a :class:`merging.Plan`, or the path of a saved one. ``"dear"``, with
-      ``model=``, applies updates in the next forward (docs/dear.md); :meth:`flush` before you read parameters.
-    * ``wire``: values on the wire (docs/wire.md): ``"auto"``, as the gradient, ``"fp32" | "fp16" | "bf16" | "int8"``.
-    * ``dense_sum``: ``"ordered"`` adds in rank order whatever the plan; ``"native"`` as the backend does.
-    * ``scaler``: the ``torch.amp.GradScaler`` in use (or :meth:`attach_scaler`); residuals are kept without its scale.
-    * ``nonfinite``: a gradient that is infinite or NaN on any rank is ``"raise"``, the same
-      :class:`agmerge.NonFiniteError` on all (the default), or ``"skip"``, a step that none of them makes (the default
-      with a scaler): docs/guarantees.md.
-    * ``timeout``: seconds, for every wait (None: ``AGMERGE_TIMEOUT`` of the environment, else 300).
-      ``check_every``: compare replicas every so many steps; 0: after the first step alone.
-    * ``unused``: ``"none"`` leaves ``p.grad`` None where no rank had a gradient and nothing is left to send.
-      ``"zero"`` is Horovod's way.
+    * ``merging``: Give a planner's name or object, a :class:`merging.Plan`, or the path of a saved one. ``"dear"``,
+      with ``model``, applies updates in the next forward (docs/dear.md): call :meth:`flush` before you read parameters.
+    * ``sparsify``: ``"ahead"`` selects from each tensor before merging, ``"behind"`` from the whole merge buffer after
+      it. ``"auto"`` takes what is predicted to be faster.
+    * ``exchange``: This says how messages are combined. ``"sparse"`` sends what is selected; ``"auto"`` measures the
+      first steps and sends dense what is faster so. ``"oktopk"``, ``"masked"`` and ``"two-level"`` are described in
+      docs/exchanges.md.
+    * ``wire``: Values travel as the gradient's (``"auto"``), or as ``"fp32" | "fp16" | "bf16" | "int8"``
+      (docs/wire.md).
+    * ``dense_sum``: ``"ordered"`` adds in rank order whatever the plan, ``"native"`` as the backend does.
+    * ``scaler``: Pass the ``torch.amp.GradScaler`` in use, here or to :meth:`attach_scaler`. Residuals are kept without
+      its scale.
+    * ``nonfinite``: Where a gradient is infinite or NaN on any rank, ``"raise"`` (the default) raises the same
+      :class:`agmerge.NonFiniteError` on all; with ``"skip"`` (the default with a scaler) none of them makes the step
+      (docs/guarantees.md).
+    * ``timeout``: Every wait ends after so many seconds. None stands for ``AGMERGE_TIMEOUT`` of the environment, else
+      300.
+    * ``check_every``: Replicas are compared every so many steps; with 0 after the first step alone.
+    * ``unused``: ``"none"`` leaves ``p.grad`` None where no rank had a gradient and nothing is left to send. ``"zero"``
+      is Horovod's way.
+    * ``model``: With ``merging="dear"``, this module's forward applies the updates. Others take none.
     """
 
     def __init__(
@@ -106,46 +120,53 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
         unused: str = "none",
         model: torch.nn.Module | None = None,
     ) -> None:
-        arguments = {name: value for name, value in locals().items() if name not in _OWN}
-        compressors.check_meaning(compression, arguments)
-        self._set_up(optimizer, named_parameters, arguments)
+        options = Options(
+            compression=compression,
+            backward_passes_per_step=backward_passes_per_step,
+            op=op,
+            gradient_predivide_factor=gradient_predivide_factor,
+            num_groups=num_groups,
+            groups=groups,
+            sparse_as_dense=sparse_as_dense,
+            process_set=process_set,
+            density=density,
+            warmup=warmup,
+            memory=memory,
+            dense=dense,
+            merging=merging,
+            sparsify=sparsify,
+            exchange=exchange,
+            wire=wire,
+            dense_sum=dense_sum,
+            scaler=scaler,
+            nonfinite=nonfinite,
+            timeout=timeout,
+            check_every=check_every,
+            unused=unused,
+            model=model,
+        )
+        compressors.check_meaning(compression, vars(options))
+        self._set_up(optimizer, named_parameters, options)
         try:
             workers.adopt()
             horovod_elastic.prepare(DistributedOptimizer)
             if not workers.elastic():  # there newcomers are alone until all begin the next step
                 self._reducer.connect()
-            notices.tell(self._reducer.exchange, optimizer, None)
+            notices.warn_of_changes(self._reducer.exchange, optimizer, None)
         except BaseException:
             self._reducer.close()
             raise
 
-    def _set_up(self, optimizer: torch.optim.Optimizer, named: Any, arguments: dict[str, Any]) -> None:
+    def _set_up(self, optimizer: torch.optim.Optimizer, named: Any, options: Options) -> None:
         # Not super().__init__(): the groups, the state and the hooks are the inner optimizer's.
-        check_optimizer(optimizer, ReportingMixin)
+        check_optimizer(optimizer)
         self.optimizer = optimizer
-        compression = compressors.chosen(arguments["compression"], optimizer, arguments["memory"])
-        self._arguments = arguments = {**arguments, "compression": compression}
-        self._should_synchronize = True
-        config = followed(resolve(**arguments), optimizer)
+        compression = compressors.resolve_auto(options.compression, optimizer, options.memory)
+        self._options = replace(options, compression=compression)  # as the script gave them, but for "auto"
+        self._should_synchronize = True  # False inside skip_synchronize()
+        config = with_momentum_of(resolve(self._options), optimizer)
         self._reducer = dear.reducer_for(optimizer, named, config)
         self._take_scaler()
-
-    # -- what is the inner optimizer's ----------------------------------------------------------------------
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The inner optimizer's own list."""
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The inner optimizer's own state."""
-        return self.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The inner optimizer's own defaults."""
-        return self.optimizer.defaults
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -154,49 +175,20 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
             raise AGMergeError(grad_scaler.NOT_ATTACHED)
         return False  # whatever the inner optimizer does: unscaling is the scaler's
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not set up yet: while unpickling
-            raise AttributeError(name)
-        return getattr(self.optimizer, name)
-
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.optimizer!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         self.flush()
         named = [(self._reducer.members.name_of(p), p) for p in self._reducer.members.name_all()]
-        arguments = {**self._arguments, "backward_passes_per_step": self._reducer.passes}
+        arguments = {**vars(self._options), "backward_passes_per_step": self._reducer.passes}
         return _restore, (self.optimizer, named, arguments, rank_state.save(self._reducer))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the inner optimizer's; on every rank at the same step. The next step agrees on it."""
+        """Add the group to the inner optimizer; on every rank at the same step. The next step agrees on it."""
         self._reducer.check_idle("add_param_group()")
         self.optimizer.add_param_group(param_group)
         self._reducer.admit_group()
-
-    def register_step_pre_hook(self, hook: Any) -> Any:
-        """Runs once a step, after the gradients have been combined. The hook gets the inner optimizer."""
-        return self.optimizer.register_step_pre_hook(hook)
-
-    def register_step_post_hook(self, hook: Any) -> Any:
-        """Runs once a step. The hook gets the inner optimizer."""
-        return self.optimizer.register_step_post_hook(hook)
-
-    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """As the inner optimizer's."""
-        return self.optimizer.register_state_dict_pre_hook(hook, prepend)
-
-    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """As the inner optimizer's."""
-        return self.optimizer.register_state_dict_post_hook(hook, prepend)
-
-    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """As the inner optimizer's."""
-        return self.optimizer.register_load_state_dict_pre_hook(hook, prepend)
-
-    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """As the inner optimizer's."""
-        return self.optimizer.register_load_state_dict_post_hook(hook, prepend)
 
     # -- a step ---------------------------------------------------------------------------------------------
 
@@ -206,7 +198,7 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Inside, ``step()`` takes the gradients as ``synchronize()`` (and clipping) left them."""
+        """Let ``step()``, inside, take the gradients as ``synchronize()`` (and clipping) left them."""
         before, self._should_synchronize = self._should_synchronize, False
         try:
             yield
@@ -215,7 +207,7 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward passes only accumulate locally; they are not counted and nothing is sent."""
+        """Let backward passes, inside, accumulate locally only; they are not counted and nothing is sent."""
         with self._reducer.paused():
             yield
 
@@ -227,13 +219,16 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
         return self._reducer.step(self, closure, combine=self._should_synchronize)
 
     def flush(self) -> None:
-        """Apply the updates that ``merging="dear"`` leaves to the next forward; with others there are none."""
+        """Apply the updates that ``merging="dear"`` leaves to the next forward; with others there are none.
+
+        Messages of these updates are under way already, so that ranks need not call this together.
+        """
         self._reducer.flush()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Collective. As the inner optimizer's; an error while gradients are on their way.
+        """Collective. Zero the inner optimizer's gradients; ``AssertionError`` while they are on their way.
 
-        After a backward pass too many was refused, it drops the gradients of the step: then it is collective.
+        Ranks communicate only after a backward pass too many was refused: then the gradients of the step are dropped.
         """
         if self._reducer.unfinished and not self._reducer.abandon():
             raise AssertionError(ZERO_GRAD)
@@ -249,59 +244,60 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
     def set_compressor(
         self, compression: Any, *, density: Any = None, memory: Any = None, warmup: Any = None, **options: Any
     ) -> None:
-        """Collective. Compress otherwise from the next step on. Collective, between steps; residuals and plan stay.
+        """Collective. Compress otherwise from the next step on. Between steps; residuals and plan stay.
 
-        Arguments as at construction; ``density`` None: as before; ``options``: of the sparsifier. What was not sent
-        is sent by the new compressor; with one that drops nothing, all of it in the next step. A momentum that the
-        new memory does not have is kept, and saved, until one takes it up; an SGD's own then begins at zero.
+        Arguments are those of the constructor; ``density`` None is the one in use, ``options`` are the sparsifier's.
+        What was not sent is sent by the new compressor; with one that drops nothing, all of it in the next step. A
+        momentum that the new memory does not have is kept, and saved, until one takes it up; an SGD's own then begins
+        at zero.
         """
-        compression = compressors.chosen(compression, self.optimizer, memory)
+        compression = compressors.resolve_auto(compression, self.optimizer, memory)
         compressors.check_meaning(compression, {"density": density, "warmup": warmup})
-        density = self._arguments["density"] if density is None else density
+        density = self._options.density if density is None else density
         if options:
             compression = sparsifiers.get(compression, DENSITY if density == IMPORTANCE else density, **options)
         if isinstance(compression, sparsifiers.Sparsifier) and density != IMPORTANCE:
             density = compression.density
-        arguments = {**self._arguments, "compression": compression, "density": density}
-        arguments |= {"memory": memory, "warmup": warmup}
-        config, before = followed(resolve(**arguments), self.optimizer), self._reducer.config
-        config = rank_state.keeping(self._reducer.exchange, config, memory)
+        changed = replace(self._options, compression=compression, density=density, memory=memory, warmup=warmup)
+        config, before = with_momentum_of(resolve(changed), self.optimizer), self._reducer.config
+        config = rank_state.with_memory_for_unsent(self._reducer.exchange, config, memory)
         self._reducer.reconfigure(config, "set_compressor()", "Give every rank the same compressor, at the same step.")
-        self._arguments = arguments
-        notices.tell(self._reducer.exchange, self.optimizer, before)
+        self._options = changed
+        notices.warn_of_changes(self._reducer.exchange, self.optimizer, before)
 
     def attach_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """Collective. Work with ``scaler`` from the next step on, as ``scaler=`` does from the first. Between steps."""
         self._reducer.check_idle("attach_scaler()")
-        arguments = {**self._arguments, "scaler": scaler}
-        config = resolve(**arguments)
-        grad_scaler.check(self._reducer.members, config.scaled)
+        options = replace(self._options, scaler=scaler)
+        config = resolve(options)
+        grad_scaler.check_dtypes(self._reducer.members, config.scaled)
         config = replace(self._reducer.config, nonfinite=config.nonfinite, scaled=config.scaled)
         self._reducer.reconfigure(config, "attach_scaler()", "Attach the scaler on every rank, at the same step.")
-        self._arguments = arguments
+        self._options = options
         self._take_scaler()
 
     def _take_scaler(self) -> None:
-        scaler = self._arguments["scaler"] if self._reducer.config.scaled else None
-        grad_scaler.check(self._reducer.members, scaler is not None)
+        scaler = self._options.scaler if self._reducer.config.scaled else None
+        grad_scaler.check_dtypes(self._reducer.members, scaler is not None)
         if scaler is not self._reducer.scaling.scaler:
             self._reducer.attach_scaler(grad_scaler.LossScale(scaler))
             if scaler is not None:
                 scaler.unscale_ = grad_scaler.UnscaleHook(scaler, self)
 
     def _combine_for(self, scaler: torch.amp.GradScaler) -> None:
-        """The scaler is about to unscale the gradients, and to look for infinities among them."""
+        """Collective. Combine the gradients: the scaler is about to unscale them, and to look for infinities."""
         self._reducer.combine_for(scaler, combine=self._should_synchronize)
 
     def join(self) -> int:
         """Collective. Take part without gradients until every rank does: for a rank that has no batches left.
 
-        Returns the rank that joined last. Averages go on being over all ranks; what this rank has kept goes on being
-        sent. Steps are taken here as on the others, hooks of the optimizer's step included.
+        Return the rank that joined last. Averages go on being over all ranks; what this rank has kept goes on being
+        sent. This rank takes the steps that the others take, hooks of the optimizer's step included.
         """
         return join.join(self._reducer, self.optimizer, self._step_combined)
 
     def _step_combined(self) -> None:
+        """Collective. Step with the gradients as they are combined, through the scaler where there is one."""
         scaler = self._reducer.scaling.scaler
         with self.skip_synchronize():
             if scaler is None:
@@ -325,21 +321,25 @@ class DistributedOptimizer(ReportingMixin, torch.optim.Optimizer):
     # -- state ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's, and under ``"agmerge"`` this rank's residuals by name."""
+        """Return the inner optimizer's state, and under ``"agmerge"`` what this rank keeps: its residuals, the plan."""
         self.flush()
         return {**self.optimizer.state_dict(), rank_state.SECTION: rank_state.save(self._reducer)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave here, or a plain optimizer's (residuals are then zero, with a warning)."""
+        """Collective. Load what :meth:`state_dict` gave on this rank, or :func:`agmerge.gather_state` on rank 0.
+
+        Of a plain optimizer's state residuals start from zero, with a warning. Raises ``ValueError`` for a state of
+        another model, or residuals that are not finite.
+        """
         inner = {key: value for key, value in state_dict.items() if key != rank_state.SECTION}
         before = self._reducer.config
-        rates = followed(before, self.optimizer, inner["param_groups"]).rates
+        rates = with_momentum_of(before, self.optimizer, inner["param_groups"]).rates
         rank_state.load(self._reducer, state_dict.get(rank_state.SECTION))
         config = replace(self._reducer.config, rates=rates)
         exchange = self._reducer.exchange
-        exchange.adopt(rank_state.keeping(exchange, config, self._arguments["memory"]))
+        exchange.adopt(rank_state.with_memory_for_unsent(exchange, config, self._options.memory))
         self.optimizer.load_state_dict(inner)
-        notices.tell(self._reducer.exchange, self.optimizer, before)
+        notices.warn_of_changes(self._reducer.exchange, self.optimizer, before)
 
 
 def _restore(
@@ -348,11 +348,15 @@ def _restore(
     arguments: dict[str, Any],
     section: dict[str, Any],
 ) -> DistributedOptimizer:
-    """An unpickled or copied wrapper; it shakes hands at its first synchronize()."""
+    """Return an unpickled or copied wrapper, which shakes hands at its first ``synchronize()``.
+
+    Pickles of all releases call this. ``named``: parameters with their names; ``arguments``: fields of
+    :class:`Options`, and perhaps some that are gone; ``section``: what :func:`agmerge.checkpoint.rank_state.save` gave.
+    """
     self = DistributedOptimizer.__new__(DistributedOptimizer)
-    known = signature(DistributedOptimizer).parameters  # a pickle of an older version may have arguments that are gone
-    self._set_up(optimizer, named, {name: value for name, value in arguments.items() if name in known})
+    options = Options.from_saved(arguments)
+    self._set_up(optimizer, named, options)
     rank_state.load(self._reducer, section)
     exchange = self._reducer.exchange
-    exchange.adopt(rank_state.keeping(exchange, exchange.config, arguments["memory"]))
+    exchange.adopt(rank_state.with_memory_for_unsent(exchange, exchange.config, options.memory))
     return self

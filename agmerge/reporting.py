@@ -1,4 +1,4 @@
-"""What a distributed optimizer can be asked: its plan, its figures, its reports and its traces."""
+"""Report on a distributed optimizer: its plan, its figures, its tables and its traces."""
 
 from __future__ import annotations
 
@@ -23,20 +23,25 @@ from sparsifiers.observed import Observed
 
 
 class ReportingMixin:
-    """The part of :class:`agmerge.DistributedOptimizer` that tells and changes nothing."""
+    """Report on what :class:`agmerge.DistributedOptimizer` does, and change nothing of it."""
 
     _reducer: Reducer
 
     @property
     def plan(self) -> planning.Plan:
-        """The plan in use. There is none before the first step."""
-        if self._reducer.exchange.buffers is None:
+        """Return the plan in use. Raises ``AGMergeError`` before the first step, when there is none."""
+        return self._buffers().plan
+
+    def _buffers(self) -> MergeBuffers:
+        """Return the merge buffers in use. Raises ``AGMergeError`` before the first step, when there are none."""
+        buffers = self._reducer.exchange.buffers
+        if buffers is None:
             raise AGMergeError("there is no plan yet: ranks agree on one in the first step")
-        return self._reducer.exchange.buffers.plan
+        return buffers
 
     @property
     def settings(self) -> dict[str, str]:
-        """What ranks must agree on, by name and as text: the compressor, memory, planner that the arguments came to.
+        """Return what ranks must agree on, by name and as text: what compressor, memory, planner the arguments came to.
 
         ``"density"`` is the compressor's own target, ``"merging"`` a planner with its options, ``"plan"`` and a digest,
         or ``"groups"``.
@@ -44,13 +49,14 @@ class ReportingMixin:
         return dict(self._reducer.config.facts())
 
     def stats(self) -> dict[str, Any]:
-        """Totals since construction, of this rank; ``buffers`` and ``residual_norm`` (of the L2 norm) as of now.
+        """Return totals since construction, of this rank; ``buffers`` and ``residual_norm`` (L2) are as of now.
 
         ``bytes_sent``: handed to collectives for gradients, headers and padding included; ``wire``: the same bytes
         by codecs of indices and values, ``header``, and ``plain``, without codecs. ``bytes_dense``: what a
         dense float32 all-reduce would be handed. ``elements_sent``: dense lane included. ``density``: elements
         sent / elements. ``steps_skipped``: see ``nonfinite``; what they sent is counted. ``exposed_seconds``: waiting
-        for messages in ``synchronize()``. ``compressor``: in use now, by its canonical name.
+        for messages in ``synchronize()``. ``compressor``: in use now, by its canonical name. ``selection``: only while
+        :meth:`measure_selection` is on.
         """
         exchange = self._reducer.exchange
         totals, compressor = exchange.totals, exchange.config.compressor
@@ -72,13 +78,16 @@ class ReportingMixin:
         }
 
     def measure_selection(self, on: bool = True) -> None:
-        """Measure selections, in ``stats()["selection"]``, since the last agreement; costs a pass or two a step."""
+        """Measure selections, in ``stats()["selection"]``, since the last agreement; costs a pass or two a step.
+
+        ``on``: False ends it.
+        """
         self._reducer.exchange.observe_selection(on)
 
     def compression_report(self) -> str:
-        """A table of what happens to each tensor: merge buffer, lane, density, elements. After the first step."""
+        """Return a table with a line for each tensor: merge buffer, lane, density, elements. After the first step."""
         exchange = self._reducer.exchange
-        return compression_table(self.plan, exchange.buffers, exchange.config, exchange.steps)
+        return compression_table(self._buffers(), exchange.config, exchange.steps)
 
     def measure(self) -> planning.Measurements:
         """Collective. Measure what selection and exchanges cost now; :meth:`merge_report` predicts from it.
@@ -91,30 +100,38 @@ class ReportingMixin:
 
     @property
     def measurements(self) -> planning.Measurements:
-        """What the plan in use was made from: ``.save("profile.json")`` is what ``python -m agmerge plan`` reads."""
-        found = self._reducer.measured()
-        if found is None:
+        """Return what the plan in use was made from; ``python -m agmerge plan`` reads what its ``save(path)`` writes.
+
+        Raises ``AGMergeError`` if nothing was measured.
+        """
+        measured = self._reducer.measured()
+        if measured is None:
             raise AGMergeError(
                 "nothing has been measured: planners that go by times measure the first "
                 f"{FIRST} steps of more than one worker; with the others call measure()"
             )
-        return found
+        return measured
 
     def merge_report(self) -> str:
-        """A table of the merge buffers of a typical step: ready, start, end and exposed time, beside the predicted."""
-        plan = self.plan  # raises before the first step
-        assert plan is not None
-        exchange = self._reducer.exchange
-        return merge_buffers_table(exchange.buffers, self._reducer.measured(), exchange.times.typical())
+        """Return a table of the merge buffers of a typical step: ready, start, end and exposed time, and predictions.
+
+        All are milliseconds since the first tensor. After the first step.
+        """
+        return merge_buffers_table(self._buffers(), self._reducer.measured(), self._reducer.exchange.times.typical())
 
     def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
         """Write a Chrome trace of the steps inside, to open in Perfetto; one file a rank (``trace.rank0.json``)."""
         return traced(self._reducer.exchange, path)
 
 
-def compression_table(plan: planning.Plan, buffers: MergeBuffers | None, config: Config, step: int) -> str:
-    """What happens to each tensor, in readiness order: one line each, and a last one with the totals."""
-    assert buffers is not None
+def compression_table(buffers: MergeBuffers, config: Config, step: int) -> str:
+    """Return what happens to each tensor, in readiness order: one line each, and a last one with the totals.
+
+    Args:
+        buffers: those of the last agreement.
+        config: whose density counts.
+        step: the one to come; densities may change with it.
+    """
     rows = [("buffer", "tensor", "shape", "lane", "density", "elements")]
     sparse = 0
     for slot in buffers.tensors.slots:
@@ -133,11 +150,14 @@ def compression_table(plan: planning.Plan, buffers: MergeBuffers | None, config:
     return "\n".join(lines)
 
 
-def merge_buffers_table(
-    buffers: MergeBuffers | None, measured: planning.Measurements | None, times: StepTimes | None
-) -> str:
-    """Each merge buffer as it was in a typical step, beside what was predicted, in ms since the first tensor."""
-    assert buffers is not None
+def merge_buffers_table(buffers: MergeBuffers, measured: planning.Measurements | None, times: StepTimes | None) -> str:
+    """Return each merge buffer as it was in a typical step, beside what was predicted, in ms since the first tensor.
+
+    Args:
+        buffers: those of the last agreement.
+        measured: what the plan was made from; None: nothing is predicted.
+        times: of a typical step; None: there was no step.
+    """
     plan, slots = buffers.plan, buffers.tensors.slots
     spans: Sequence[planning.Span] = ()
     if measured is not None:
@@ -164,17 +184,22 @@ def merge_buffers_table(
 
 
 def _ms(seconds: float) -> str:
+    """Return seconds as milliseconds with two digits."""
     return f"{1e3 * seconds:.2f}"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows as lines, with columns as wide as their longest cell."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 @contextmanager
 def traced(exchange: GradientExchange, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Record the steps inside, and write them to a file of this rank's."""
+    """Record the steps inside, and write them to a file of this rank's: see :func:`path_of` for its name.
+
+    Raises ``AGMergeError`` while another trace is being recorded.
+    """
     times = exchange.times
     if times.trace is not None:
         raise AGMergeError("trace(): a trace is being recorded already; end that one first")

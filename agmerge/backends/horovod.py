@@ -17,7 +17,7 @@ import torch
 from agmerge.backends import horovod_elastic, mpi, status, timeouts
 from agmerge.backends.base import Backend, Handle, Listen, matched
 from agmerge.backends.diagnosis import ProbeResult, Row, built_in
-from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost, RankMismatchError
+from agmerge.errors import AGMergeError, CollectiveTimeout, NoAnswer, PeerLost, RankMismatchError
 
 SIZES: tuple[str, ...] = ("HOROVOD_SIZE", *mpi.SIZES)
 READS_SLURM = False
@@ -192,8 +192,12 @@ class HorovodBackend(Backend):
         self, name: str, place: Callable[[Any], object], call: Callable[..., int], *given: Any, **how: Any
     ) -> Handle:
         """Have ``call``, a function of Horovod's, begin with ``given`` and ``how``. ``place``: see the handle."""
-        with status.launching(name, self._ranks), _translated(name):
-            handle = call(*given, **how, **self._options(name))
+        try:
+            with _translated(name):
+                handle = call(*given, **how, **self._options(name))
+        except NoAnswer as error:  # it cannot even start: an earlier one has failed
+            status.annotate(error, name, self._ranks)
+            raise
         return HorovodHandle(self._hvd, handle, name, self._ranks, place)
 
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Handle:

@@ -125,19 +125,6 @@ def waiting_for(call: str, ranks: Sequence[int]) -> Iterator[None]:
         status.resume(before)
 
 
-@contextmanager
-def launching(call: str, ranks: Sequence[int]) -> Iterator[None]:
-    """Complete the error of a collective that cannot even start, because an earlier one has failed.
-
-    Arguments as those of :func:`waiting_for`.
-    """
-    try:
-        yield
-    except NoAnswer as error:
-        annotate(error, call, ranks)
-        raise
-
-
 def annotate(error: NoAnswer, call: str, ranks: Sequence[int]) -> None:
     """Write into ``error`` in which step this rank was, how long it waited, and what the other ranks say.
 

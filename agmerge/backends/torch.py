@@ -18,7 +18,7 @@ import torch
 from agmerge.backends import mpi, slurm, status, timeouts, torch_store
 from agmerge.backends.base import Backend, Handle, Listen
 from agmerge.backends.diagnosis import ProbeResult, Row, built_in
-from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost
+from agmerge.errors import AGMergeError, CollectiveTimeout, NoAnswer, PeerLost
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR")  # what torch.distributed reads, set by torchrun or by hand
 SIZES: tuple[str, ...] = ("WORLD_SIZE",)
@@ -255,11 +255,15 @@ class TorchBackend(Backend):
         self, name: str, call: Callable[..., Any], *given: Any, tensors: Sequence[torch.Tensor], **how: Any
     ) -> Handle:
         """Have ``call``, a function of torch's, begin with ``given`` and ``how``. ``tensors``: to be kept alive."""
-        with status.launching(name, self._ranks), _translated(name):
-            self._finished.clear()
-            if _dropped:
-                _give_back(self._dist)
-            work = call(*given, **how, group=self._group, async_op=True)
+        self._finished.clear()
+        if _dropped:
+            _give_back(self._dist)
+        try:
+            with _translated(name):
+                work = call(*given, **how, group=self._group, async_op=True)
+        except NoAnswer as error:  # it cannot even start: an earlier one has failed
+            status.annotate(error, name, self._ranks)
+            raise
         return TorchHandle(work, name, self._ranks, self._finished, *tensors)
 
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Handle:

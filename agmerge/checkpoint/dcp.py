@@ -1,4 +1,4 @@
-"""Residuals in a checkpoint of ``torch.distributed.checkpoint``: a key for every rank and tensor."""
+"""Keep residuals in a checkpoint of ``torch.distributed.checkpoint``: a key for every rank and tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REST = "rest"  # what is no residual and no momentum, as the bytes of torch.sav
 
 
 class ResidualState:
-    """What ``torch.distributed.checkpoint`` keeps of a :class:`agmerge.DistributedOptimizer` beside its state.
+    """Hold what ``torch.distributed.checkpoint`` keeps of a :class:`agmerge.DistributedOptimizer` beside its state.
 
     Torch's own helpers know the inner optimizer's state alone: give them ``optimizer.optimizer``, and this a key of its
     own::
@@ -37,6 +37,7 @@ class ResidualState:
     def __init__(
         self, optimizer: Wrapper, saved: str | os.PathLike[str] | None = None, name: str = "optimizer"
     ) -> None:
+        """Save ``optimizer``'s, or load from the path ``saved`` if it is given. ``name``: one without "/"."""
         config = optimizer._reducer.config
         if config.process_set.members:
             raise ValueError("ResidualState is of all workers, and process_set= names some: save state_dict() by rank")
@@ -45,20 +46,26 @@ class ResidualState:
         self._optimizer, self._saved, self._prefix = optimizer, saved, f"agmerge/{name}"
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """By key: copies of what this rank keeps; or, to be loaded into, memory for what it will take."""
+        """Return, by key, copies of what this rank keeps; or, to be loaded into, memory for what it will take.
+
+        Updates that ``merging="dear"`` has pending are applied first.
+        """
         if self._saved is not None:
             return self._wanted()
         self._optimizer.flush()
         section = rank_state.save(self._optimizer._reducer)
         tensors = {plural: section.pop(plural) for plural in rank_state.KINDS.values()}
-        found = {f"{plural}/{name}": one for plural, named in tensors.items() for name, one in named.items()}
+        entries = {f"{plural}/{name}": tensor for plural, named in tensors.items() for name, tensor in named.items()}
         file = io.BytesIO()
         torch.save({**section, "own": list(tensors["residuals"])}, file)
-        found[_REST] = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-        return {f"{self._prefix}/{section['rank']}/{section['size']}/{key}": one for key, one in found.items()}
+        entries[_REST] = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+        return {f"{self._prefix}/{section['rank']}/{section['size']}/{key}": tensor for key, tensor in entries.items()}
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
-        """Take what ``torch.distributed.checkpoint.load`` has filled in."""
+        """Collective. Take what ``torch.distributed.checkpoint.load`` has filled in, by the keys of :meth:`state_dict`.
+
+        Raises ``ValueError`` if this object was not made to load.
+        """
         if self._saved is None:
             raise ValueError("ResidualState: to load, say where from: ResidualState(optimizer, path)")
         sections: dict[int, dict[str, Any]] = {}
@@ -80,15 +87,15 @@ class ResidualState:
         rank_state.load(self._optimizer._reducer, {"version": sections[0]["version"], rank_state.RANKS: whole})
 
     def _wanted(self) -> dict[str, torch.Tensor]:
-        """Memory for what this rank reads: what was saved by the ranks whose residuals go here, and rank 0's."""
+        """Return memory for what this rank reads: entries of the ranks whose residuals it takes, and rank 0's."""
         assert self._saved is not None
         comm = self._optimizer._reducer.exchange.comm or workers.world()
-        found = {}
+        wanted = {}
         for key, (shape, dtype) in torch_backend.saved_tensors(self._saved).items():
             at = key.find(f"{self._prefix}/")
             if at < 0:
                 continue
             rank, _, what = key[at + len(self._prefix) + 1 :].split("/", 2)
             if int(rank) % comm.size == comm.rank or (rank == "0" and not what.startswith("residuals/")):
-                found[key[at:]] = torch.empty(shape, dtype=dtype)
-        return found
+                wanted[key[at:]] = torch.empty(shape, dtype=dtype)
+        return wanted

@@ -1,4 +1,4 @@
-"""The state of all ranks in one file, which a group of any size can load."""
+"""Gather the state of all ranks into one file, which a group of any size can load."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHUNK = 64 * 2**20  # bytes of one message
 
 
 def gather_state(optimizer: Wrapper) -> dict[str, Any] | None:
-    """Collective. ``optimizer.state_dict()`` with the residuals of every rank, on rank 0; None on the others.
+    """Collective. Return ``optimizer.state_dict()`` with the residuals of every rank, on rank 0; None on the others.
 
     Every rank loads it with ``load_state_dict()``, also where there are more or fewer of them than have saved it: what
     has not been sent yet is then kept (docs/checkpoints.md). Rank 0 needs memory for the residuals of all ranks. Raises
@@ -35,24 +35,25 @@ def gather_state(optimizer: Wrapper) -> dict[str, Any] | None:
 
 
 def _packed(section: dict[str, Any]) -> bytes:
+    """Return a rank's section as the bytes of ``torch.save``."""
     file = io.BytesIO()
     torch.save(section, file)
     return file.getvalue()
 
 
 def _gather(comm: Backend, data: bytes, timeout: float) -> list[bytes] | None:
-    """Every rank's ``data`` on rank 0, in messages of bounded size."""
-    told = gather_bytes(comm, len(data).to_bytes(8, "little"), "gather_state/lengths", timeout)
-    lengths = [int.from_bytes(one, "little") for one in told]
-    found = [bytearray() for _ in lengths]
+    """Collective. Return every rank's ``data`` on rank 0, None on the others, in messages of bounded size."""
+    rows = gather_bytes(comm, len(data).to_bytes(8, "little"), "gather_state/lengths", timeout)
+    lengths = [int.from_bytes(row, "little") for row in rows]
+    parts = [bytearray() for _ in lengths]
     for start in range(0, max(lengths), CHUNK):
         sizes = [max(0, min(CHUNK, length - start)) for length in lengths]
-        mine = torch.frombuffer(bytearray(data[start : start + CHUNK]) or bytearray(1), dtype=torch.uint8)
-        mine = mine[: sizes[comm.rank]]
+        piece = torch.frombuffer(bytearray(data[start : start + CHUNK]) or bytearray(1), dtype=torch.uint8)
+        piece = piece[: sizes[comm.rank]]
         takes = sizes if comm.rank == 0 else [0] * comm.size
         out = torch.empty(sum(takes), dtype=torch.uint8)
-        gives = [len(mine), *([0] * (comm.size - 1))]
-        comm.all_to_all(out, mine, takes, gives, f"gather_state/{start}").wait(timeout)
-        for part, piece in zip(found, torch.split(out, takes), strict=True):
-            part += piece.numpy().tobytes()
-    return [bytes(part) for part in found] if comm.rank == 0 else None
+        gives = [len(piece), *([0] * (comm.size - 1))]
+        comm.all_to_all(out, piece, takes, gives, f"gather_state/{start}").wait(timeout)
+        for part, received in zip(parts, torch.split(out, takes), strict=True):
+            part += received.numpy().tobytes()
+    return [bytes(part) for part in parts] if comm.rank == 0 else None

@@ -1,4 +1,4 @@
-"""Workers that come and go, under ``horovod.torch.elastic``: what its ``TorchState`` does with our optimizer.
+"""Let workers come and go, under ``horovod.torch.elastic``: its ``TorchState`` keeps our optimizer by this file.
 
 Horovod's own handler would broadcast rank 0's state by a step of the optimizer on newcomers, which of ours is a
 collective that the others do not make. And residuals belong to their worker: survivors keep theirs, newcomers start
@@ -25,14 +25,15 @@ def prepare(kind: type[torch.optim.Optimizer]) -> None:
 
 
 class TorchStateHandler:
-    """An optimizer in a ``TorchState``: ``save`` at a commit, ``restore`` to it, ``sync`` after a reset."""
+    """Keep an optimizer in a ``TorchState``: ``save`` at a commit, ``restore`` to it, ``sync`` after a reset."""
 
     def __init__(self, value: Any) -> None:
+        """Save ``value``, a wrapper, at once."""
         self.value = value
         self.save()
 
     def set_value(self, value: Any) -> None:
-        """Another optimizer takes its place."""
+        """Keep another optimizer in place of this one."""
         self.value = value
         self.save()
 
@@ -49,7 +50,7 @@ class TorchStateHandler:
         self.value.optimizer.load_state_dict(inner)
 
     def sync(self) -> None:
-        """The workers are others: take rank 0's state, keep one's own residuals. The next step connects. Collective."""
+        """Collective. Take rank 0's state, and keep this worker's residuals. The next step connects to the group."""
         reducer = self.value._reducer
         if reducer.exchange.world is not None and reducer.exchange.world is workers.world():
             workers.renew()

@@ -1,17 +1,17 @@
-"""The rank's own part of ``optimizer.state_dict()``."""
+"""Save and load the rank's own part of ``optimizer.state_dict()``."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 
 import merging
 import sparsifiers
-from agmerge.checkpoint.redistribute import redistributed
+from agmerge.checkpoint.redistribute import redistribute
 from agmerge.engine.reducer import Reducer
 from agmerge.exchanges.node_shards import shard_shape
 from agmerge.options import dense_cutoff
@@ -40,14 +40,14 @@ class Wrapper(Protocol):
 
 
 def save(reducer: Reducer) -> dict[str, Any]:
-    """Residuals by name (copies), the plan, the step count, and whose all this is.
+    """Return residuals by name (copies), the plan, the step count, and whose all this is.
 
     ``window``: where a step has begun, how many backward passes each parameter has seen, and its gradient so far.
     With ``exchange="two-level"`` residuals are of this rank's shard of each tensor; ``shard`` says which.
     """
     exchange = reducer.exchange
-    rank, size = exchange.origin or _place(exchange) or (0, 1)
-    plan, cutoff, compressor = exchange.plan(), exchange.config.partial, exchange.config.compressor
+    rank, size = exchange.origin or _rank_and_size(exchange) or (0, 1)
+    plan, compressor = exchange.plan(), exchange.config.compressor
     return {
         "version": VERSION,
         "rank": rank,
@@ -56,7 +56,7 @@ def save(reducer: Reducer) -> dict[str, Any]:
         "steps": exchange.steps,
         "merging": exchange.config.merging,
         "plan": plan.dumps() if plan else None,
-        "partial": None if cutoff is None else (cutoff.most, cutoff.settled),
+        "partial": dense_cutoff.to_checkpoint(exchange.config.partial),
         "shares": exchange.budgets(),
         "compressor": (repr(compressor), compressor.state_dict()),
         "window": _window(reducer),
@@ -64,55 +64,93 @@ def save(reducer: Reducer) -> dict[str, Any]:
     }
 
 
-def load(reducer: Reducer, section: Mapping[str, Any] | None, *, own: bool = False) -> None:
-    """Take back what :func:`save` gave on this rank, or what all ranks gave, together; anything else is dropped.
+@dataclass(kw_only=True)
+class Restored:
+    """Hold what a rank goes on with after it has loaded a section; by default it starts anew."""
 
-    That it is dropped is said by one warning. What ranks of another number have saved together is redistributed, see
-    :mod:`agmerge.engine.resize`. ``own``: this very process has saved it, as whichever rank it was. Raises
-    ``ValueError`` if a residual has another shape than its parameter, or is not finite.
+    shard: tuple[int, int] | None  # whose residuals `state` has: (number, of how many); None: of whole tensors
+    state: State = field(default_factory=dict)  # copies
+    steps: int = 0  # committed
+    plan: merging.Plan | None = None  # None: the planner makes one
+    budgets: dict[str, int] | None = None  # by name, where they were chosen by importance
+    window: Mapping[str, Any] = field(default_factory=dict)  # of the step that had begun, as save() has it
+    origin: tuple[int, int] | None = None  # (rank, size) that it was saved by, for one that is not connected yet
+
+
+def load(reducer: Reducer, section: Mapping[str, Any] | None, *, own: bool = False) -> None:
+    """Collective. Take back what :func:`save` gave on this rank, or what all ranks gave; drop anything else.
+
+    Ranks communicate only where a step had begun, and its gradients complete a merge buffer. One warning says what is
+    dropped. What ranks of another number have saved together is redistributed, see
+    :mod:`agmerge.checkpoint.redistribute`. Raises ``ValueError`` if a residual has another shape than its parameter, or
+    is not finite.
+
+    Args:
+        reducer: of the optimizer that loads, between ``step()`` and the next ``backward()``.
+        section: the rank's part of a ``state_dict()``; None: the checkpoint has none.
+        own: this very process has saved it, as whichever rank it was.
     """
     exchange = reducer.exchange
     reducer.check_idle("load_state_dict()")
-    state: State = {}
-    steps, plan, budgets, window = 0, None, None, {}
-    origin, shard = None, exchange.shard
     if section is not None and RANKS in section:
         section = _own_part(exchange, section)
     if section is None:
         warnings.warn("the checkpoint has no residuals (it is a plain optimizer's): they start from zero", stacklevel=3)
+        restored = Restored(shard=exchange.shard)
     elif section["version"] != VERSION:
         raise ValueError(f"the checkpoint's agmerge section has version {section['version']}, this library {VERSION}")
     else:
-        steps = section["steps"]
-        if section["plan"] and section["merging"] == exchange.config.merging:  # else the script asks for another
-            plan = merging.Plan.loads(section["plan"])
-        saved, owned = (section["rank"], section["size"]), section.get("shard")
-        rank, size = saved if own else _place(exchange) or saved
-        if exchange.comm is None:
-            shard, origin = owned, saved  # it knows its node when it connects
-        if saved == (rank, size) and owned == shard:
-            for kind, plural in KINDS.items():
-                state |= {(kind, name): tensor.clone() for name, tensor in section.get(plural, {}).items()}
-            compressor, kept = exchange.config.compressor, section.get("compressor")
-            if kept is not None and kept[0] == repr(compressor):
-                compressor.load_state_dict(kept[1])
-                budgets = section.get("shares")
-            window = section.get("window", {})
-        else:
-            what = "residuals and momenta" if section.get("momenta") else "residuals"
-            warnings.warn(
-                f"the checkpoint's {what} are rank {saved[0]}'s of {saved[1]}{_part(owned)}, this is rank {rank} of "
-                f"{size}{_part(shard)}: they are dropped and start from zero. Load the file that this rank has "
-                "saved",
-                stacklevel=3,
-            )
-    nonfinite.refuse(state)
-    _check_shapes(reducer, state, shard)
+        restored = _read(exchange, section, own)
+    nonfinite.refuse(restored.state)
+    _check_shapes(reducer, restored.state, restored.shard)
     if section is not None:
-        exchange.adopt(replace(exchange.config, partial=dense_cutoff.resumed(exchange.config.partial, section)))
-    exchange.restore(state, steps, plan, budgets, origin, shard)
+        exchange.adopt(replace(exchange.config, partial=dense_cutoff.from_checkpoint(exchange.config.partial, section)))
+    exchange.restore(restored.state, restored.steps, restored.plan, restored.budgets, restored.origin, restored.shard)
     reducer.discard()
-    _reopen(reducer, window)
+    _reopen_step(reducer, restored.window)
+
+
+def _read(exchange: GradientExchange, section: Mapping[str, Any], own: bool) -> Restored:
+    """Return what this rank takes of a section: all of it if it is the rank's own, else steps and plan alone.
+
+    The compressor takes back what it had learned. Warns where residuals are dropped.
+    """
+    saved, shard = (section["rank"], section["size"]), section.get("shard")
+    place = saved if own else _rank_and_size(exchange) or saved
+    restored = Restored(shard=exchange.shard, steps=section["steps"], plan=_saved_plan(exchange, section))
+    if exchange.comm is None:
+        restored.shard, restored.origin = shard, saved  # it knows its node when it connects
+    if saved == place and shard == restored.shard:
+        for kind, plural in KINDS.items():
+            restored.state |= {(kind, name): tensor.clone() for name, tensor in section.get(plural, {}).items()}
+        if _restore_compressor(exchange, section):
+            restored.budgets = section.get("shares")
+        restored.window = section.get("window", {})
+    else:
+        what = "residuals and momenta" if section.get("momenta") else "residuals"
+        warnings.warn(
+            f"the checkpoint's {what} are rank {saved[0]}'s of {saved[1]}{_shard_text(shard)}, this is rank {place[0]} "
+            f"of {place[1]}{_shard_text(restored.shard)}: they are dropped and start from zero. Load the file that "
+            "this rank has saved",
+            stacklevel=4,
+        )
+    return restored
+
+
+def _saved_plan(exchange: GradientExchange, section: Mapping[str, Any]) -> merging.Plan | None:
+    """Return the plan of a section; None if it has none, or the script asks for another ``merging`` now."""
+    if section["plan"] and section["merging"] == exchange.config.merging:
+        return merging.Plan.loads(section["plan"])
+    return None
+
+
+def _restore_compressor(exchange: GradientExchange, section: Mapping[str, Any]) -> bool:
+    """Give the compressor what it had learned, if it is the one that was saved; tell whether it is."""
+    compressor, saved = exchange.config.compressor, section.get("compressor")
+    if saved is None or saved[0] != repr(compressor):
+        return False
+    compressor.load_state_dict(saved[1])
+    return True
 
 
 def _check_shapes(reducer: Reducer, state: State, shard: tuple[int, int] | None) -> None:
@@ -128,7 +166,7 @@ def _check_shapes(reducer: Reducer, state: State, shard: tuple[int, int] | None)
             )
 
 
-def keeping(exchange: GradientExchange, config: Config, memory: Any) -> Config:
+def with_memory_for_unsent(exchange: GradientExchange, config: Config, memory: Any) -> Config:
     """Return ``config``, with a memory for what was not sent yet where the script names none (``memory`` None)."""
     if memory is None and not config.memory.has_residual and exchange.residuals():
         return replace(config, memory=sparsifiers.memory("residual"))
@@ -136,19 +174,25 @@ def keeping(exchange: GradientExchange, config: Config, memory: Any) -> Config:
 
 
 def _own_part(exchange: GradientExchange, section: Mapping[str, Any]) -> Mapping[str, Any]:
-    """This rank's part of a consolidated section."""
+    """Return this rank's part of a consolidated section, redistributed if another number of ranks has saved it.
+
+    A section of another version is returned as it is.
+    """
     if section["version"] != VERSION:
         return section
     ranks: list[dict[str, Any]] = section[RANKS]
     comm = exchange.comm or workers.world()
-    in_shards = exchange.shard is not None or any(one.get("shard") is not None for one in ranks)
+    in_shards = exchange.shard is not None or any(part.get("shard") is not None for part in ranks)
     if len(ranks) == comm.size or in_shards:  # shards are not redistributed
         return ranks[min(comm.rank, len(ranks) - 1)]
-    return redistributed(ranks, comm.rank, comm.size, exchange.config.op)
+    return redistribute(ranks, comm.rank, comm.size, exchange.config.op)
 
 
 def _window(reducer: Reducer) -> dict[str, Any]:
-    """What the step that has begun would send: also gradients of no_sync(), and of what no hook watches yet."""
+    """Return what the step that has begun would send: by name, how many passes were seen and a copy of the gradient.
+
+    Gradients of no_sync() are among it, and those of parameters that no hook watches yet.
+    """
     counted = reducer.window()
     return {
         reducer.members.name_of(p): (counted.get(p, 0), _copy(p.grad))
@@ -157,8 +201,8 @@ def _window(reducer: Reducer) -> dict[str, Any]:
     }
 
 
-def _reopen(reducer: Reducer, window: Mapping[str, Any]) -> None:
-    """Go on in the step that had begun: its gradients are there again, and its backward passes are counted."""
+def _reopen_step(reducer: Reducer, window: Mapping[str, Any]) -> None:
+    """Collective. Go on in the step that had begun: put its gradients back, and count its backward passes."""
     for parameter in reducer.members.name_all():
         if reducer.members.name_of(parameter) in window:
             fired, gradient = window[reducer.members.name_of(parameter)]
@@ -167,18 +211,20 @@ def _reopen(reducer: Reducer, window: Mapping[str, Any]) -> None:
 
 
 def _copies(exchange: GradientExchange, kind: str) -> dict[str, Any]:
-    return {name: tensor.clone() for (other, name), tensor in exchange.state().items() if other == kind}
+    """Return copies of the tensors of one kind, by name."""
+    return {name: tensor.clone() for (its_kind, name), tensor in exchange.state().items() if its_kind == kind}
 
 
 def _copy(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return None if gradient is None else gradient.detach().clone()
 
 
-def _place(exchange: GradientExchange) -> tuple[int, int] | None:
-    """(rank, size); None for an optimizer that was unpickled before ``init()``."""
+def _rank_and_size(exchange: GradientExchange) -> tuple[int, int] | None:
+    """Return (rank, size); None for an optimizer that was unpickled before ``init()``."""
     comm = exchange.comm or (workers.world() if workers.is_initialized() else None)
     return (comm.rank, comm.size) if comm else None
 
 
-def _part(shard: tuple[int, int] | None) -> str:
+def _shard_text(shard: tuple[int, int] | None) -> str:
+    """Return how a warning says whose shard it is."""
     return "" if shard is None else f" (shard {shard[0]} of {shard[1]}, exchange='two-level')"

@@ -20,32 +20,33 @@ from agmerge.step.agreed_state import weight_factor
 Section = dict[str, Any]  # a rank's part of a state_dict()
 
 
-def redistributed(sections: Sequence[Section], rank: int, size: int, op: ReduceOp) -> Section:
-    """The part of ``rank`` of ``size`` workers in what all ranks of another number have saved.
+def redistribute(sections: Sequence[Section], rank: int, size: int, op: ReduceOp) -> Section:
+    """Return the part of ``rank`` of ``size`` workers in what all ranks of another number have saved.
 
-    Plan, steps, use and shares are all ranks' own. What sparsifiers remember starts cold, gradients of an unfinished
-    accumulation are dropped, with a warning.
+    Plan, steps, use and budgets are alike on all ranks. What sparsifiers remember starts cold, gradients of an
+    unfinished accumulation are dropped, with a warning. ``op``: whether updates are averages or sums.
     """
-    before, by = len(sections), weight_factor(op, len(sections), size)
-    mine = [section for r, section in enumerate(sections) if r % size == rank]
-    found: Section = {**sections[0], "rank": rank, "size": size, "compressor": None, "window": {}}
+    before, factor = len(sections), weight_factor(op, len(sections), size)
+    dealt = [section for r, section in enumerate(sections) if r % size == rank]
+    part: Section = {**sections[0], "rank": rank, "size": size, "compressor": None, "window": {}}
     own = set(sections[0].get("own") or sections[0]["residuals"])
     for kind in ("residuals", "momenta"):
         alike = {name: tensor for name, tensor in sections[0][kind].items() if name not in own}
-        found[kind] = alike | _sums([section[kind] for section in mine], own, by)
+        part[kind] = alike | _sums([section[kind] for section in dealt], own, factor)
     if any(section.get("window") for section in sections):
         warnings.warn(
             f"the checkpoint was saved by {before} ranks between two backward passes of one step: the gradients of "
             f"that step are dropped among {size} ranks. Save after step()",
             stacklevel=4,
         )
-    return found
+    return part
 
 
-def _sums(parts: Sequence[Mapping[str, torch.Tensor]], own: set[str], by: float) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+def _sums(parts: Sequence[Mapping[str, torch.Tensor]], own: set[str], factor: float) -> dict[str, torch.Tensor]:
+    """Return, by name, the sums over parts times ``factor``, of those tensors that are the ranks' ``own``."""
+    sums: dict[str, torch.Tensor] = {}
     for part in parts:
         for name, tensor in part.items():
             if name in own:
-                found[name] = found[name] + tensor if name in found else tensor
-    return {name: tensor * by for name, tensor in found.items()}
+                sums[name] = sums[name] + tensor if name in sums else tensor
+    return {name: tensor * factor for name, tensor in sums.items()}

@@ -11,12 +11,14 @@ import runpy
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 import agmerge
 from agmerge import optimizer as wrapping
+from agmerge.options.arguments import Options
 from agmerge.options.compressors import cast_name
 from agmerge.planning import advice
 from sparsifiers.registry import spelling
@@ -29,11 +31,12 @@ class Enough(BaseException):
 
 
 class AdvisedOptimizer(wrapping.DistributedOptimizer):
-    """A :class:`agmerge.DistributedOptimizer` that ends its script with :class:`Enough` after ``STEPS`` steps."""
+    """Do what :class:`agmerge.DistributedOptimizer` does, and end the script with :class:`Enough` after ``STEPS``."""
 
-    def _set_up(self, optimizer: Any, named: Any, arguments: dict[str, Any]) -> None:
-        self._ended: list[float] = []  # when each step did
-        super()._set_up(optimizer, named, widened(arguments))
+    def _set_up(self, optimizer: Any, named: Any, options: Options) -> None:
+        """Set up with options that leave something to compare."""
+        self._ended: list[float] = []  # when each step did, in seconds of perf_counter()
+        super()._set_up(optimizer, named, widened(options))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Collective. Take a step; after the last one that is measured, print the table and end the script."""
@@ -48,26 +51,26 @@ class AdvisedOptimizer(wrapping.DistributedOptimizer):
         reducer, comm, measured = self._reducer, self._reducer.exchange.comm, self.measure()
         assert comm is not None
         typical = reducer.exchange.times.typical()
-        took = float(np.median(np.diff(self._ended[-STEPS - 1 :])))
+        seconds = float(np.median(np.diff(self._ended[-STEPS - 1 :])))
         if comm.rank == 0 and typical is not None:
-            predicted = advice.predicted_step(self.plan, measured, max(0.0, took - typical.finish))
-            rows = advice.compare(measured, took, typical.finish)
-            sys.stdout.write(advice.text(rows, took, predicted, type(self.optimizer).__name__) + "\n")
+            predicted = advice.predicted_step(self.plan, measured, max(0.0, seconds - typical.finish))
+            rows = advice.compare(measured, seconds, typical.finish)
+            sys.stdout.write(advice.text(rows, seconds, predicted, type(self.optimizer).__name__) + "\n")
             sys.stdout.flush()
         comm.barrier("advise").wait(reducer.config.timeout)
         raise Enough
 
 
-def widened(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the optimizer's arguments, changed so that there is something to compare.
+def widened(options: Options) -> Options:
+    """Return the optimizer's options, changed so that there is something to compare.
 
     A script that sends everything is measured with exact top-k for these few steps.
     """
-    if isinstance(arguments["merging"], str) and spelling(arguments["merging"]) == "dear":
-        return arguments
-    sends_all = cast_name(arguments["compression"]) is not None
-    instead = {"compression": "topk", "memory": "residual"} if sends_all else {}
-    return {**arguments, **instead, "exchange": "auto"}
+    if isinstance(options.merging, str) and spelling(options.merging) == "dear":
+        return options
+    if cast_name(options.compression) is not None:
+        options = replace(options, compression="topk", memory="residual")
+    return replace(options, exchange="auto")
 
 
 def main(script: str, arguments: Sequence[str]) -> int:

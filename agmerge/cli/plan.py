@@ -1,4 +1,7 @@
-"""Run ``python -m agmerge plan MEASUREMENTS.json``: every planner on one measured model, side by side."""
+"""Run ``python -m agmerge plan MEASUREMENTS.json``: every planner on one measured model, side by side.
+
+Each command has a file of its own, however short: ``python -m agmerge`` imports the one that it runs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeAR: reduce-scatters under backward, all-gathers and updates under the next forward.
+"""Run DeAR: reduce-scatters under backward, all-gathers and updates under the next forward.
 
 Zhang et al., "DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce Pipelining", ICDCS 2023.
 Every collective starts in backward or in ``step()``, in the order of the plan; the hooks of forward only wait, so
@@ -9,23 +9,17 @@ step time; here the planner predicts it from what the first steps have measured.
 from __future__ import annotations
 
 import time
-import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
-import merging as planning
 from agmerge.engine.dear_modules import ModuleHooks, Parameters, Updates, check_hooks, check_readers
+from agmerge.engine.dear_times import DearReplanner, ForwardTimes
 from agmerge.engine.reducer import Reducer
 from agmerge.errors import AGMergeError
-from agmerge.metrics.running_times import KEEP, RunningStepTimes
-from agmerge.metrics.step_times import Clock, Seconds
+from agmerge.metrics.running_times import RunningStepTimes
+from agmerge.metrics.step_times import Seconds
 from agmerge.options.config import Config
-from agmerge.planning.measuring import gather_seconds
-from agmerge.planning.replanner import Replanner
 from agmerge.step.agreed_state import Plans
 from agmerge.step.gradient_exchange import Combined
 from agmerge.step.merge_buffers import MergeBuffers
@@ -53,11 +47,12 @@ class DearReducer(Reducer):
     remedy = TOGETHER[0].upper() + TOGETHER[1:]
 
     def __init__(self, members: ParameterTable, config: Config) -> None:
+        """Hook the model's modules, and the optimizer's parameters as every reducer does."""
         assert config.model is not None
-        self.model, self._optimizer = config.model, members.optimizer
+        self.model, self._optimizer = config.model, members.optimizer  # the inner optimizer
         self._updates: Updates | None = None  # of the last step, as far as they are not applied
         self._combined: Combined | None = None  # what came of the step that ends
-        self._times: ForwardTimes | None = None  # of the merge buffers in use
+        self._times: ForwardTimes | None = None  # for the merge buffers in use
         self._modules = ModuleHooks(self)
         check_hooks(self._optimizer)
         super().__init__(members, config)
@@ -71,6 +66,7 @@ class DearReducer(Reducer):
         )
 
     def _on_agreement(self, buffers: MergeBuffers, times: RunningStepTimes) -> Plans:
+        """Watch the parameters and modules that take part now, and plan by what backward and forward take."""
         check_readers(self.model, self._optimizer)  # it may have got more of them
         self._hooks.attach(buffers.parameters, self.members)
         self._modules.attach(self.model)
@@ -79,7 +75,7 @@ class DearReducer(Reducer):
 
     # -- a step ---------------------------------------------------------------------------------------------
 
-    def on_gradient(self, parameter: torch.Tensor) -> None:
+    def on_gradient(self, parameter: torch.Tensor, name: str) -> None:
         """Collective. See :meth:`Reducer.on_gradient`; the last update of ``parameter`` must have been taken before."""
         with self._lock:
             if self._times is not None:
@@ -87,16 +83,16 @@ class DearReducer(Reducer):
             if self._updates is not None:
                 with self.exchange.breaking():
                     if parameter in self._updates:
-                        raise AGMergeError(STALE.format(name=self.members.name_of(parameter)))
+                        raise AGMergeError(STALE.format(name=name))
                     self._updates.receive(parameter)  # its message must be free before the next one is written
-        super().on_gradient(parameter)
+        super().on_gradient(parameter, name)
 
     def synchronize(self) -> None:
-        """Refuse, with ``ValueError``: what it promises exists in the next forward only."""
+        """Refuse, with ``ValueError``: combined gradients exist in the next forward only."""
         raise ValueError(f"synchronize(): {TOGETHER}")
 
     def step(self, wrapper: torch.optim.Optimizer, closure: Any, *, combine: bool) -> Any:
-        """Collective. Wait for the reduce-scatters; leave the update to the next forward.
+        """Collective. Wait for the reduce-scatters; leave the update to the next forward. Return None.
 
         What the last forward has not used takes its last update first. Refuses a closure and ``skip_synchronize()``
         (``combine`` False) with ``ValueError``.
@@ -144,25 +140,31 @@ class DearReducer(Reducer):
 
     @torch.no_grad()
     def before_forward(self, number: int, parameters: Parameters) -> None:
-        """The hook: a forward is about to read ``parameters``. Waits for their messages and updates them."""
+        """Collective. Wait for the messages of ``parameters``, which a forward is about to read, and update them.
+
+        ``number``: which of the readers of the model runs.
+        """
         times = self._times
         if times is None or (self._updates is None and not times.open):
             return
         with self._lock:
-            reached = times.mark()
+            mark = times.mark()
             if self._updates is None:
-                times.reached(number, reached)
+                times.reached(number, mark)
                 return
             with self.exchange.breaking():
                 self._receive(self._updates, parameters)
-                times.reached(number, reached)
+                times.reached(number, mark)
                 self._updates.apply(parameters)
             if self._updates.done:
                 self._updates = None
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Apply every update that is pending. Not collective: its messages are under way already."""
+        """Collective. Apply every update that is pending.
+
+        Its messages are under way already, so that ranks need not call this at the same time.
+        """
         with self._lock:
             updates, self._updates = self._updates, None
             if updates is not None:
@@ -171,6 +173,7 @@ class DearReducer(Reducer):
                     updates.apply(updates.parameters)
 
     def _receive(self, updates: Updates, parameters: Parameters) -> None:
+        """Collective. Wait for the messages of these parameters; the time counts as exposed."""
         begin = time.perf_counter()
         for parameter in parameters:
             updates.receive(parameter)
@@ -192,10 +195,12 @@ class DearReducer(Reducer):
             raise
 
     def check_idle(self, what: str) -> None:
+        """Collective. See :meth:`Reducer.check_idle`; updates that are pending are applied."""
         super().check_idle(what)
         self.flush()
 
     def close(self) -> None:
+        """Collective. Apply what is pending, unless the exchange is broken, and take all hooks off."""
         try:
             if not self.exchange.is_broken:
                 self.flush()
@@ -211,77 +216,3 @@ def reducer_for(optimizer: torch.optim.Optimizer, named: Any, config: Config) ->
     check_readers(config.model, optimizer)
     named = config.model.named_parameters() if named is None else named
     return DearReducer(ParameterTable(optimizer, named), config)
-
-
-class DearReplanner(Replanner):
-    """Plans in mode ``"dear"``, by what backward, forward and exchanges take. Flushes before it measures."""
-
-    def __init__(self, buffers: MergeBuffers, times: RunningStepTimes, reducer: DearReducer) -> None:
-        super().__init__(buffers, times)
-        self._reducer = weakref.proxy(reducer)
-
-    def _measure(self, step: int, ready: Seconds | None = None, *, probing: bool = True) -> planning.Measurements:
-        self._reducer.flush()  # nothing is in flight while exchanges are timed
-        (forward,) = gather_seconds(self.session, self._reducer.forward_seconds())
-        measured = super()._measure(step, ready, probing=probing)
-        profile = measured.profile
-        whole = planning.Profile(**{**profile.plain(), "forward": forward.max(axis=0)})
-        return replace(measured, profile=whole, modes=("dear",))
-
-
-class ForwardTimes:
-    """How long the forward of each reader takes: to the next one's, the last one's to the first gradient.
-
-    The update of a module's parameters counts as its forward, waiting for messages does not. ``open``: between a step
-    and the first gradient after it.
-    """
-
-    def __init__(self, clock: Clock, readers: Sequence[Parameters]) -> None:
-        self._clock, self._readers = clock, readers
-        self._marks: list[tuple[int, Any, Any]] = []  # reader, when it was reached, when its messages were there
-        self.open = False
-        self._ended: tuple[list[tuple[int, Any, Any]], Any] | None = None
-        self._passes: list[Seconds] = []
-
-    def begin(self) -> None:
-        """A step has ended; the next forward pass counts."""
-        self._marks, self.open = [], True
-
-    def mark(self) -> Any:
-        """Now; None outside a forward pass that counts."""
-        return self._clock.mark() if self.open else None
-
-    def reached(self, number: int, at: Any) -> None:
-        """A reader was reached ``at``, and has its messages now."""
-        if self.open and at is not None:
-            self._marks.append((number, at, self._clock.mark()))
-
-    def end(self) -> None:
-        """The first gradient is there. Marks are read one pass later: by then every device has got there."""
-        if self.open:
-            self._settle()
-            self.open, self._ended = False, (self._marks, self._clock.mark())
-
-    def of(self, parameters: Iterable[torch.Tensor]) -> Seconds:
-        """Seconds of forward for each of ``parameters``: medians, a reader's in equal parts."""
-        self._settle()
-        places = {parameter: i for i, parameter in enumerate(parameters)}
-        seconds = np.zeros(len(places))
-        typical = np.median(self._passes, axis=0) if self._passes else np.zeros(len(self._readers))
-        for reader, took in zip(self._readers, typical.tolist(), strict=True):
-            here = [places[parameter] for parameter in reader if parameter in places]
-            for place in here:
-                seconds[place] += took / len(here)
-        return seconds
-
-    def _settle(self) -> None:
-        if self._ended is None:
-            return
-        (marks, end), self._ended = self._ended, None
-        if not marks:
-            return
-        reached = self._clock.since(marks[0][1], [*(at for _, at, _ in marks), end])
-        ready = self._clock.since(marks[0][1], [there for _, _, there in marks])
-        seconds = np.zeros(len(self._readers))
-        np.add.at(seconds, [number for number, _, _ in marks], np.maximum(reached[1:] - ready, 0.0))
-        self._passes = [*self._passes[1 - KEEP :], seconds]

@@ -1,4 +1,4 @@
-"""What the next forward does: hooks before the modules that read parameters, and the updates that they apply."""
+"""Let the next forward apply updates: hooks before the modules that read parameters, and the updates themselves."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _PLAIN = (bool, int, float, str, tuple, type(None))  # values of a group that co
 
 
 def readers(model: nn.Module) -> dict[nn.Module, Parameters]:
-    """The parameters that each module's forward reads by itself; modules that read none are left out.
+    """Return the parameters that each module's forward reads by itself; modules that read none are left out.
 
     A tied parameter has several readers. What a module without a forward holds (``ParameterList``, ``ModuleDict``) is
     read by the module around it, and ``MultiheadAttention`` reads its projection's parameters itself, as an encoder
     layer of an old torch does those of all its children.
     """
-    found = {module: tuple(dict.fromkeys(_read(module))) for module in model.modules() if not _passive(module)}
-    return {module: parameters for module, parameters in found.items() if parameters}
+    read = {module: tuple(dict.fromkeys(_read(module))) for module in model.modules() if not _passive(module)}
+    return {module: parameters for module, parameters in read.items() if parameters}
 
 
 def check_readers(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -56,6 +56,7 @@ def check_readers(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _read(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the parameters that the forward of ``module`` reads by itself, perhaps more than once."""
     yield from (parameter for parameter in module._parameters.values() if parameter is not None)
     for child in module.children():
         if _passive(child) or isinstance(module, _FUSED):
@@ -63,26 +64,30 @@ def _read(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _passive(module: nn.Module) -> bool:
-    """Whether nobody calls this module: it has no forward."""
+    """Tell whether nobody calls this module: it has no forward."""
     return getattr(module.forward, "__func__", None) is nn.Module.forward
 
 
 class ForwardListener(Protocol):
-    """Who wants to know of forward passes and of states being read or loaded."""
+    """Hear of forward passes, and of states that are about to be read or loaded."""
 
     def before_forward(self, number: int, parameters: Parameters) -> None:
-        """The forward of a module is about to read ``parameters``. ``number``: which of :func:`readers`."""
+        """Hear that the forward of a module is about to read ``parameters``. ``number``: which of :func:`readers`."""
 
     def flush(self) -> None:
-        """Parameters are about to be read or overwritten as a whole."""
+        """Hear that parameters are about to be read or overwritten as a whole."""
 
 
 class Hook:
-    """One hook of a module. The listener is held weakly; copies of the model, pickled too, carry one that is dead."""
+    """Tell a listener, held weakly, that a module's forward begins (``number`` >= 0) or its state is wanted (-1).
+
+    Copies of the model, pickled too, carry a hook that does nothing.
+    """
 
     def __init__(
         self, listener: weakref.ref[ForwardListener] | None = None, number: int = -1, parameters: Parameters = ()
     ) -> None:
+        """Hook a reader by its ``number`` and the ``parameters`` that it reads, or its state without them."""
         self.listener, self.number, self.parameters = listener, number, parameters
 
     def __call__(self, *_: Any) -> None:
@@ -94,29 +99,29 @@ class Hook:
 
 @_disable_dynamo  # what this does depends on messages, and must not be traced by torch.compile
 def _tell(hook: Hook) -> None:
-    here = None if hook.listener is None else hook.listener()
-    if here is None:
+    listener = None if hook.listener is None else hook.listener()
+    if listener is None:
         return
     if hook.number < 0:
-        here.flush()
+        listener.flush()
     else:
-        here.before_forward(hook.number, hook.parameters)
+        listener.before_forward(hook.number, hook.parameters)
 
 
 class ModuleHooks:
-    """The hooks of one listener on the modules of one model."""
+    """Hold the hooks of one listener on the modules of one model."""
 
     def __init__(self, listener: ForwardListener) -> None:
         self._listener = weakref.ref(listener)
-        self._handles: list[Any] = []
-        self.readers: list[Parameters] = []
+        self._handles: list[Any] = []  # of hooks
+        self.readers: list[Parameters] = []  # by number: the parameters that a module reads
 
     def attach(self, model: nn.Module) -> None:
-        """Hook every module that there is now, anew."""
+        """Hook every module of ``model`` as it is now; older hooks are taken off."""
         self.remove()
-        found = readers(model)
-        self.readers = list(found.values())
-        for number, (module, parameters) in enumerate(found.items()):
+        read_by = readers(model)
+        self.readers = list(read_by.values())
+        for number, (module, parameters) in enumerate(read_by.items()):
             # First of all, so that hooks that compute from parameters (weight_norm) see them updated.
             hook = Hook(self._listener, number, parameters)
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
@@ -135,18 +140,18 @@ class ModuleHooks:
 class Updates:
     """Hold the updates of a step: combined gradients on their way, and the hyper-parameters as of that step.
 
-    Starts their all-gathers. ``combined``: what came of the reduce-scatters. Parameters that no rank had a gradient for
-    have an update only where something of earlier steps was sent, or with ``zero_unused``. ``p.grad`` is the script's
-    own before and after.
+    Parameters that no rank had a gradient for have an update only where something of earlier steps was sent, or with
+    ``zero_unused``. ``p.grad`` is the script's own before and after.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, combined: Combined, zero_unused: bool) -> None:
+        """Collective. Start the all-gathers of ``combined``, what came of the reduce-scatters."""
         buffers = combined.buffers
         assert isinstance(buffers.dense, ScatterExchange)
         self._optimizer, self._buffers, self._exchange = optimizer, buffers, buffers.dense
-        self._slot_of = dict(zip(buffers.parameters, buffers.layout.slots, strict=True))
-        self._groups = [_snapshot(group) for group in optimizer.param_groups]
-        self._group_of: dict[torch.Tensor, int] = {}  # of what is not applied, in the optimizer's order
+        self._slot_of = dict(zip(buffers.parameters, buffers.layout.slots, strict=True))  # by parameter
+        self._groups = [_snapshot(group) for group in optimizer.param_groups]  # hyper-parameters as of this step
+        self._group_of: dict[torch.Tensor, int] = {}  # parameters whose update is not applied, in the optimizer's order
         self._left_over: set[torch.Tensor] = set()  # of these, what no rank used in this step
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
@@ -158,7 +163,7 @@ class Updates:
                 elif buffers.arena_of[slot.index].memory.has_residual:  # it is seen when it is there
                     self._group_of[parameter] = number
                     self._left_over.add(parameter)
-        self._arriving: dict[int, InFlight] = {  # by slot
+        self._arriving: dict[int, InFlight] = {  # by slot: messages that nobody has waited for
             slot.index: in_flight for in_flight in self._exchange.gather() for slot in in_flight.loads[0].segment.slots
         }
 
@@ -172,16 +177,16 @@ class Updates:
 
     @property
     def done(self) -> bool:
-        """Whether everything is here and applied."""
+        """Tell whether everything has been received and applied."""
         return not self._group_of and not self._arriving
 
     def receive(self, parameter: torch.Tensor) -> None:
-        """Wait for the message that holds this parameter's update, if it has not been waited for."""
+        """Collective. Wait for the message that holds this parameter's update, if it has not been waited for."""
         slot = self._slot_of.get(parameter)
-        pending = None if slot is None else self._arriving.get(slot.index)
-        if pending is not None:
-            self._exchange.receive(pending)
-            for other in pending.loads[0].segment.slots:
+        in_flight = None if slot is None else self._arriving.get(slot.index)
+        if in_flight is not None:
+            self._exchange.receive(in_flight)
+            for other in in_flight.loads[0].segment.slots:
                 del self._arriving[other.index]
 
     def apply(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -198,7 +203,7 @@ class Updates:
             self._step([{**self._groups[number], "params": chosen} for number, chosen in groups.items()])
 
     def _step(self, groups: list[dict[str, Any]]) -> None:
-        """One step of the optimizer with these groups and the combined gradients; then all is as it was."""
+        """Step the optimizer once, with these groups and the combined gradients; put groups and ``p.grad`` back."""
         chosen = [parameter for group in groups for parameter in group["params"]]
         gradients = [parameter.grad for parameter in chosen]
         given = self._optimizer.param_groups  # the very list may be a scheduler's or another wrapper's too
@@ -223,6 +228,7 @@ class Updates:
                 parameter.grad = gradient
 
     def _check_same(self, parameter: torch.Tensor) -> None:
+        """Raise ``AGMergeError`` if a parameter has another dtype, device or shape than in ``step()``."""
         slot = self._slot_of[parameter]
         now, then = (parameter.dtype, parameter.device), (slot.lane.dtype, slot.lane.device)
         if now != then or tuple(parameter.shape) != slot.shape:
@@ -233,6 +239,7 @@ class Updates:
             )
 
     def _check_unchanged(self, before: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+        """Raise ``AGMergeError`` if a step has changed a value of a group. ``before``: the plain values."""
         for was, group in zip(before, groups, strict=True):
             now = _plain(group)
             changed = [key for key in {**was, **now} if key not in was or key not in now or was[key] != now[key]]
@@ -260,9 +267,10 @@ def check_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _snapshot(group: dict[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters of a group as they are now: schedulers change tensors in place."""
+    """Return copies of the hyper-parameters of a group as they are now: schedulers change tensors in place."""
     return {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _plain(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a group that compare with ``==``."""
     return {key: value for key, value in group.items() if isinstance(value, _PLAIN)}

@@ -1,9 +1,9 @@
-"""Post-accumulate hooks, one a parameter, gone when their engine is; and what becomes of what they have seen."""
+"""Hook parameters, so that a reducer hears of gradients; and notice what a script does to gradients after that."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Protocol
 
 import torch
@@ -15,18 +15,18 @@ from agmerge.tensors.parameters import ParameterTable
 
 
 class GradientListener(Protocol):
-    """Who wants to know of gradients."""
+    """Hear of gradients."""
 
-    def on_gradient(self, parameter: torch.Tensor) -> None:
-        """``parameter.grad`` has been accumulated once more. Gradients are not recorded."""
+    def on_gradient(self, parameter: torch.Tensor, name: str) -> None:
+        """Hear that ``parameter.grad`` has been accumulated once more. Called without gradient recording."""
 
 
-# Which hooks a parameter has. Not an attribute of the parameter: that would travel with torch.save(model).
+# The hooks that a parameter has. Not an attribute of the parameter: that would travel with torch.save(model).
 _owners: MutableMapping[torch.Tensor, weakref.ref[GradientHooks]] = WeakTensorKeyDictionary()
 
 
 class GradientHooks:
-    """The hooks of one listener.
+    """Hold the post-accumulate hooks of one listener, one a parameter, for as long as the listener lives.
 
     ``register_post_accumulate_grad_hook`` fires after ``p.grad`` is complete for this backward pass, also for
     tied weights, survives ``model.to(dtype)``, and needs no reference to autograd nodes. The listener is held
@@ -35,10 +35,10 @@ class GradientHooks:
 
     def __init__(self, listener: GradientListener) -> None:
         self._listener = weakref.ref(listener)
-        self._handles: MutableMapping[torch.Tensor, RemovableHandle] = WeakTensorKeyDictionary()
+        self._handles: MutableMapping[torch.Tensor, RemovableHandle] = WeakTensorKeyDictionary()  # by parameter
 
     def attach(self, parameters: Iterable[torch.Tensor], names: ParameterTable) -> None:
-        """Hook every parameter that has no hook of this listener yet. ``names``: what an error calls them.
+        """Hook every parameter that has no hook of this listener yet. ``names``: for errors.
 
         Raises ``ValueError`` for one that another living listener has.
         """
@@ -51,8 +51,8 @@ class GradientHooks:
                     "another DistributedOptimizer, perhaps of an earlier run of this cell; close() that one first, or "
                     "give each optimizer its own parameters"
                 )
-        hook = _hook(self._listener)
         for parameter in new:
+            hook = _hook(self._listener, names.name_of(parameter))
             _owners[parameter] = weakref.ref(self)
             self._handles[parameter] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
@@ -65,51 +65,54 @@ class GradientHooks:
 
 
 class HandedOver:
-    """The parameters whose gradients are handed over, in readiness order, with each gradient as backward left it.
-
-    ``overrun``: a backward pass too many has been refused, and it has changed some of them.
-    """
+    """Remember the parameters whose gradients are handed over, in readiness order, each as backward left it."""
 
     def __init__(self) -> None:
-        self._seen: dict[torch.Tensor, tuple[torch.Tensor | None, int]] = {}
-        self.overrun = False
+        self._seen: dict[str, tuple[torch.Tensor, torch.Tensor | None, int]] = {}  # parameter, gradient, its version
+        self.overrun = False  # a backward pass too many has been refused, and it has changed some of them
 
-    def add(self, parameter: torch.Tensor) -> None:
+    def add(self, name: str, parameter: torch.Tensor) -> None:
         """Remember ``parameter.grad`` and its version."""
         gradient = parameter.grad
-        self._seen[parameter] = (gradient, _version(gradient))
+        self._seen[name] = (parameter, gradient, 0 if gradient is None else gradient._version)
+
+    def refuse_more(self) -> None:
+        """Remember that a backward pass too many was refused: it has changed gradients that are on their way."""
+        self.overrun = True
 
     def error(self, members: ParameterTable, step: int, remedy: str) -> AGMergeError | None:
-        """Return the error of a script that has replaced, removed or written to a gradient since, if it has."""
-        found = {p for p, before in self._seen.items() if p.grad is not before[0] or _version(p.grad) != before[1]}
-        if not found:
+        """Return the error of a script that has replaced, removed or written to a gradient since; None if it has not.
+
+        ``step``: its number, and ``remedy``: what the script is to do, for the text.
+        """
+        changed = {
+            name
+            for name, (parameter, gradient, version) in self._seen.items()
+            if parameter.grad is not gradient or (gradient is not None and gradient._version != version)
+        }
+        if not changed:
             return None
-        names = [members.name_of(parameter) for parameter in members.name_all() if parameter in found]
+        names = [name for name in map(members.name_of, members.name_all()) if name in changed]
         return AGMergeError(CHANGED.format(step, and_more(names), remedy))
 
-    def __contains__(self, parameter: torch.Tensor) -> bool:
-        return parameter in self._seen
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self._seen)
+    def __contains__(self, name: str) -> bool:
+        return name in self._seen
 
     def __len__(self) -> int:
         return len(self._seen)
 
 
-def _version(gradient: torch.Tensor | None) -> int:
-    return 0 if gradient is None else gradient._version
+def _hook(reference: weakref.ref[GradientListener], name: str) -> Callable[[torch.Tensor], None]:
+    """Return the hook that tells the listener, if it still lives, without gradient recording."""
 
-
-def _hook(listener: weakref.ref[GradientListener]) -> Callable[[torch.Tensor], None]:
     def hook(parameter: torch.Tensor) -> None:
-        here = listener()
-        if here is None:
+        listener = reference()
+        if listener is None:
             return
         if torch.is_grad_enabled():  # under create_graph=True; elsewhere its context would be half the cost of a hook
             with torch.no_grad():
-                here.on_gradient(parameter)
+                listener.on_gradient(parameter, name)
         else:
-            here.on_gradient(parameter)
+            listener.on_gradient(parameter, name)
 
     return hook

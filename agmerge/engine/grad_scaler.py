@@ -1,4 +1,4 @@
-"""``torch.amp.GradScaler``: residuals without the scale, ``p.grad`` with it, so that every recipe goes on as it is.
+"""Work with ``torch.amp.GradScaler``: residuals have no scale, ``p.grad`` has it, so that recipes stay as they are.
 
 A gradient is divided by the scale when it is handed over, and the combined update multiplied by it. Changes of the
 scale then do not reach what is kept, and the scaler finds what it expects: gradients with its scale, the same on all
@@ -28,8 +28,8 @@ NOT_BY_SCALER = (
 )
 
 
-def check(members: ParameterTable, scaled: bool) -> None:
-    """``ValueError`` for a parameter whose gradients no GradScaler takes, if there is one."""
+def check_dtypes(members: ParameterTable, scaled: bool) -> None:
+    """Raise ``ValueError`` for a parameter whose gradients no GradScaler takes. ``scaled``: there is one."""
     for parameter in members.name_all() if scaled else ():
         if parameter.dtype == torch.float16:
             raise ValueError(
@@ -39,18 +39,16 @@ def check(members: ParameterTable, scaled: bool) -> None:
 
 
 class LossScale:
-    """One scaler (None: there is none), as one engine sees it.
-
-    ``combined``: the gradients of this step were combined because it asked.
-    """
+    """Take the scale of one scaler (None: there is none) off gradients, and give it back to updates."""
 
     def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
-        self.scaler, self.combined = scaler, False
+        self.scaler = scaler
+        self.combined = False  # the gradients of this step were combined because the scaler asked
         self._divided: set[int] = set()  # by identity of the parameter: an attempt that is repeated comes by again
-        self._inverses: dict[torch.device, torch.Tensor] = {}
+        self._inverses: dict[torch.device, torch.Tensor] = {}  # 1 / scale, of this step
 
     def divided(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """The gradient without the scale, in place, once a step. Waits for no device."""
+        """Return the gradient without the scale: divided in place, once a step. Waits for no device."""
         scale = self._scale()
         if gradient is None or scale is None or id(parameter) in self._divided:
             return gradient
@@ -60,14 +58,14 @@ class LossScale:
         return gradient.mul_(self._inverses[gradient.device])
 
     def multiply(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Give the scale back to the updates that are ``p.grad`` now."""
+        """Multiply the updates that are ``p.grad`` now by the scale, in place."""
         scale = self._scale()
         for parameter in parameters:
             if scale is not None and parameter.grad is not None:
                 parameter.grad.mul_(scale.to(parameter.grad.device))
 
     def clear(self) -> None:
-        """A step has ended, or comes to nothing."""
+        """Forget the step, which has ended or comes to nothing."""
         self._divided, self._inverses, self.combined = set(), {}, False
 
     def mark_combined(self) -> None:
@@ -89,7 +87,7 @@ class LossScale:
 
 
 class UnscaleHook:
-    """``scaler.unscale_`` of an attached scaler: combines the gradients of ``optimizer`` first.
+    """Stand for ``scaler.unscale_`` of an attached scaler, and combine the gradients of ``optimizer`` first.
 
     The plain recipe calls it right after ``backward()``, by itself or in ``scaler.step(optimizer)``, when ``p.grad`` is
     still this rank's own; clipping and the look for infinities have to see what is stepped with.
@@ -100,9 +98,10 @@ class UnscaleHook:
         self._optimizer = weakref.ref(optimizer)
 
     def __call__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Collective. Combine the gradients of ``optimizer`` if it is the one attached, and unscale them."""
         if optimizer is self._optimizer():
-            mine: Any = optimizer
-            mine._combine_for(self._scaler)
+            wrapper: Any = optimizer
+            wrapper._combine_for(self._scaler)
         self._before(optimizer)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -111,4 +110,5 @@ class UnscaleHook:
 
 
 def _plain(scaler: torch.amp.GradScaler) -> Any:
+    """Return the scaler's own ``unscale_``. Pickles of scalers call this."""
     return types.MethodType(type(scaler).unscale_, scaler)

@@ -15,10 +15,20 @@ import torch
 import merging as planning
 from agmerge.backends import status
 from agmerge.backends import torch as torch_backend
-from agmerge.engine import divergence
 from agmerge.engine.grad_hooks import GradientHooks, HandedOver
 from agmerge.engine.grad_scaler import LossScale
-from agmerge.errors import NO_GRADIENT, NO_SYNC_LATE, SYNCHRONIZE, TOO_MANY, AGMergeError
+from agmerge.engine.replicas import compare_replicas
+from agmerge.errors import (
+    DISTRIBUTED_DATA_PARALLEL,
+    NO_GRADIENT,
+    NO_SYNC_LATE,
+    NOT_COMBINED,
+    OTHER_SHARDS,
+    SYNCHRONIZE,
+    TOO_MANY,
+    TWICE,
+    AGMergeError,
+)
 from agmerge.exchanges.message.format import Flag
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.options import momentum
@@ -30,24 +40,6 @@ from agmerge.step.gradient_exchange import Combined, GradientExchange
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.parameters import ParameterTable
 from agmerge.version import __version__
-
-TWICE = (
-    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
-    "This can cause training slowdown. You may want to consider using optimizer.skip_synchronize() context "
-    "if you use optimizer.synchronize() in your code."
-)
-NOT_COMBINED = (
-    "step() inside skip_synchronize(), but the gradients have not been combined: call synchronize() after "
-    "the last backward(), or step() outside"
-)
-DISTRIBUTED_DATA_PARALLEL = (
-    "the model is in DistributedDataParallel, which averages gradients too ({name!r}, for one): everything is "
-    "exchanged twice, once of it dense. Leave DistributedDataParallel out: DistributedOptimizer takes the plain model"
-)
-OTHER_SHARDS = (
-    "residuals are shards of other rows than this rank has now (exchange='two-level'): they are dropped and start from "
-    "zero"
-)
 
 
 class Reducer:
@@ -68,7 +60,7 @@ class Reducer:
         self.scaling = LossScale(None)
         self._flag = Flag.ACTIVE  # what this rank says in its messages; JOINED in join()
         self._paused = False  # in no_sync()
-        self._fired: dict[torch.Tensor, int] = {}  # backward passes since the last step
+        self._fired: dict[str, int] = {}  # backward passes since the last step
         self._handed_over = HandedOver()
         self._compared = False  # replicas, after the first step among these workers
         self._lock = threading.RLock()  # autograd runs the hooks of each device on a thread of its own
@@ -101,9 +93,10 @@ class Reducer:
         if exchange.comm is not None or exchange.outside:
             return
         shard_before = exchange.shard
+        facts = [("library version", __version__), *exchange.facts()]  # refuses before anything is sent
         workers.listen()
         comm = process_sets.communicator(world, self.config.process_set, self.config.timeout)
-        exchange.connect(world, comm, [("library version", __version__)])
+        exchange.connect(world, comm, facts)
         if comm is None:
             self._hooks.remove()
             return
@@ -139,8 +132,8 @@ class Reducer:
 
     # -- backward -------------------------------------------------------------------------------------------------
 
-    def on_gradient(self, parameter: torch.Tensor) -> None:
-        """Collective. The hook: ``parameter.grad`` has been accumulated once more; it is sent after the last pass.
+    def on_gradient(self, parameter: torch.Tensor, name: str) -> None:
+        """Collective. Take a gradient that was accumulated once more; send it after the last pass. The hook calls this.
 
         Called for every tensor: keep it short.
         """
@@ -150,35 +143,37 @@ class Reducer:
             if not self._fired:
                 status.current().enter("is in a backward pass", self.exchange.step)
             if self._paused:
-                if parameter in self._handed_over:
-                    self._handed_over.overrun = True
-                    raise AssertionError(f"{NO_SYNC_LATE} Parameter: {self.members.name_of(parameter)!r}.")
-                self._fired.setdefault(parameter, 0)  # a step has begun: what it has so far belongs in a checkpoint
+                if name in self._handed_over:
+                    self._handed_over.refuse_more()
+                    raise AssertionError(f"{NO_SYNC_LATE} Parameter: {name!r}.")
+                self._fired.setdefault(name, 0)  # a step has begun: what it has so far belongs in a checkpoint
                 return
-            self.exchange.check_unbroken()
-            fired = self._fired.get(parameter, 0) + 1
+            fired = self._fired.get(name, 0) + 1
+            if fired != self.passes:
+                self.exchange.check_unbroken()
             if fired > self.passes:
-                self._handed_over.overrun = True
-                raise AssertionError(TOO_MANY.format(self.members.name_of(parameter), fired, self.passes))
-            self._fired[parameter] = fired
+                self._handed_over.refuse_more()
+                raise AssertionError(TOO_MANY.format(name, fired, self.passes))
+            self._fired[name] = fired
             if fired == self.passes:
-                self._hand_over(parameter)
+                self._hand_over(parameter, name)
 
-    def _hand_over(self, parameter: torch.Tensor) -> None:
+    def _hand_over(self, parameter: torch.Tensor, name: str) -> None:
         gradient = self._gradient(parameter)
-        held = self.exchange.ready(self.members.name_of(parameter), gradient)
+        held = self.exchange.ready(name, gradient)
         if held is not gradient:
             parameter.grad = held
-        self._handed_over.add(parameter)
+        self._handed_over.add(name, parameter)
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return what this rank has for a parameter, strided and without a loss scale; None while it has joined."""
         if self._flag == Flag.JOINED:
             return None
-        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout != torch.strided:
             with self.exchange.breaking():  # the others do not hear of it
-                self.members.make_dense(parameter, self.config.sparse_as_dense)
-        return self.scaling.divided(parameter, parameter.grad)
+                gradient = self.members.make_dense(parameter, self.config.sparse_as_dense)
+        return gradient if self.scaling.scaler is None else self.scaling.divided(parameter, gradient)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -306,7 +301,7 @@ class Reducer:
         if due and not self.flags_of_all & Flag.JOINED:  # who has joined may step otherwise, until all have
             assert exchange.comm is not None
             with exchange.breaking():
-                divergence.check(exchange.comm, self.members, exchange.steps, self.config.timeout)
+                compare_replicas(exchange.comm, self.members, exchange.steps, self.config.timeout)
             self._compared = True
 
     def combine_for(self, scaler: torch.amp.GradScaler, *, combine: bool) -> None:
@@ -350,13 +345,17 @@ class Reducer:
 
     def window(self) -> dict[torch.Tensor, int]:
         """Return how many backward passes each parameter has seen in the step that has begun; one that broke is new."""
-        return {} if self.synchronized or self.exchange.is_broken else dict(self._fired)
+        if self.synchronized or self.exchange.is_broken:
+            return {}
+        by_name = {self.members.name_of(parameter): parameter for parameter in self.members.name_all()}
+        return {by_name[name]: fired for name, fired in self._fired.items()}
 
     def count(self, parameter: torch.Tensor, fired: int) -> None:
         """Resume a step: ``parameter`` has seen so many backward passes already; its gradient is there."""
-        self._fired[parameter] = fired
+        name = self.members.name_of(parameter)
+        self._fired[name] = fired
         if fired == self.passes:
-            self._hand_over(parameter)
+            self._hand_over(parameter, name)
 
     # -- guards -----------------------------------------------------------------------------------------------------
 

@@ -25,18 +25,14 @@ class Message:
     segments: tuple[Segment, ...]
 
     @cached_property
+    def selected(self) -> tuple[bool, ...]:
+        """Tell of each segment whether a sparsifier selects what is sent of it; else all of it is sent."""
+        return tuple(self.exchange.sparse and segment.lane.sparse for segment in self.segments)
+
+    @cached_property
     def slots(self) -> list[Slot]:
         """Return the tensors of the message, in the order of its used bits."""
         return [slot for segment in self.segments for slot in segment.slots]
-
-
-def key(segment: Segment) -> str:
-    """Return the owner of a sparsifier's state for this vector, the same while it holds the same tensors, or parts."""
-    first, last = segment.slots[0].name, segment.slots[-1].name
-    part = ""
-    if segment.span is not None:  # counted from its first tensor, which other plans do not move
-        part = "[{}:{}]".format(*(place - segment.slots[0].offset for place in segment.span))
-    return f"{first if len(segment.slots) == 1 else f'{first} to {last}'}{part}/{segment.lane}"
 
 
 def segments(layout: Layout, start: int, stop: int, ahead: bool) -> list[Segment]:

@@ -1,4 +1,4 @@
-"""What ``compression=``, ``memory=`` and ``density=`` say, as objects."""
+"""Turn ``compression=``, ``memory=`` and ``density=`` into objects."""
 
 from __future__ import annotations
 
@@ -50,12 +50,13 @@ class Cast(sparsifiers.Compressor):
         self.memory = "none" if self.dtype is None else "residual"
 
 
-def chosen(compression: Any, optimizer: torch.optim.Optimizer, memory: Any) -> Any:
-    """``compression``, or what ``"auto"`` stands for with this optimizer, by the figures of docs/parity.md.
+def resolve_auto(compression: Any, optimizer: torch.optim.Optimizer, memory: Any) -> Any:
+    """Return ``compression``, or what ``"auto"`` stands for with this optimizer, by the figures of docs/parity.md.
 
     ``"dgc"``, whose memory applies momentum before selection, where there is an SGD's momentum to apply, or a memory
     that does so is asked for; else ``"topk"``. Where there is weight decay too it is ``"topk"``: the memory has no
-    momentum for it, so it would be weaker than the script says, and nobody has asked for that.
+    momentum for it, so it would be weaker than the script says, and nobody has asked for that. ``memory``: the argument
+    of the script, None where it gives none.
     """
     if not isinstance(compression, str) or spelling(compression) != AUTO:
         return compression
@@ -67,7 +68,7 @@ def chosen(compression: Any, optimizer: torch.optim.Optimizer, memory: Any) -> A
 
 
 def cast_name(compression: Any) -> str | None:
-    """``"none"``, ``"fp16"`` or ``"bf16"``, in whatever way they are said; None for anything else."""
+    """Return ``"none"``, ``"fp16"`` or ``"bf16"`` for a cast, in whatever way it is given; None for anything else."""
     if isinstance(compression, Compression):
         return compression.value
     name = horovod_names.compression(compression) or (spelling(compression) if isinstance(compression, str) else None)
@@ -80,7 +81,8 @@ def check_meaning(compression: Any, given: Mapping[str, Any]) -> None:
     A number as ``density``, and ``exchange="sparse"``, say how a sparsifier is to go about it, so they may stay in a
     script that swaps its compressor by name.
     """
-    if cast_name(compression) is None:
+    sends_all = isinstance(compression, sparsifiers.Compressor) and not compression.selects
+    if cast_name(compression) is None and not sends_all:
         return
     for name, value in given.items():
         usual, about = _SELECTION.get(name, (value, ""))
@@ -98,18 +100,21 @@ def check_meaning(compression: Any, given: Mapping[str, Any]) -> None:
 
 
 def compressor_of(compression: Any, density: Any) -> sparsifiers.Compressor:
-    """Return the sparsifier or cast that is meant. Raises ``ValueError`` or ``TypeError`` where it is neither."""
+    """Return the compressor that is meant: by a name, or an object that is one. Raises ``ValueError`` or ``TypeError``.
+
+    ``density``: the one number that a sparsifier given by name gets; one that is an object must have it already.
+    """
     try:
         sparsifiers.budget(density, 1)  # checked also where it is not needed
     except ValueError as error:
         raise ValueError(f"density={density!r}: {error}") from None
     cast = cast_name(compression)
     if cast == "none" and not isinstance(compression, str) and workers.is_initialized() and workers.rank() == 0:
-        warnings.warn(DENSE, UserWarning, stacklevel=5)  # the object of a script that was Horovod's
+        warnings.warn(DENSE, UserWarning, stacklevel=6)  # the object of a script that was Horovod's
     if cast is not None:
         return Cast(cast)
-    if isinstance(compression, sparsifiers.Sparsifier):
-        if density not in (DENSITY, compression.density):
+    if isinstance(compression, sparsifiers.Compressor):
+        if compression.selects and density not in (DENSITY, compression.density):
             raise ValueError(
                 f"density={density!r} and compression={compression!r} disagree: give the density to the compressor only"
             )
@@ -145,27 +150,30 @@ def memory_for(memory: Any, compressor: sparsifiers.Compressor) -> sparsifiers.M
     """
     if memory is None:
         return sparsifiers.memory(compressor.memory)
-    chosen = sparsifiers.memory(memory) if isinstance(memory, str) else memory
-    if not isinstance(chosen, sparsifiers.Memory):
+    given = sparsifiers.memory(memory) if isinstance(memory, str) else memory
+    if not isinstance(given, sparsifiers.Memory):
         raise TypeError(f"memory={memory!r}: give a name or a sparsifiers.Memory")
-    if chosen.has_momentum and not compressor.selects:
+    if given.has_momentum and not compressor.selects:
         raise ValueError(f"memory={memory!r} has momentum for what a sparsifier selects; give it to a sparsifier")
-    if isinstance(compressor, Cast) and compressor.dtype is None and chosen.has_residual:
+    if isinstance(compressor, Cast) and compressor.dtype is None and given.has_residual:
         raise ValueError(f"memory={memory!r} keeps what a compressor drops, and compression='none' drops nothing")
-    return chosen
+    return given
 
 
 def densities_of(density: Any) -> tuple[tuple[re.Pattern[str], float], ...]:
-    """Densities by pattern, in the order given; empty for a number."""
+    """Return densities by pattern for whole names, in the order given; empty for a number.
+
+    Raises ``ValueError`` for an empty dict, a pattern that is none, or a density outside (0, 1].
+    """
     if not isinstance(density, dict):
         return ()
     if not density:
         raise ValueError("density={}: give at least one pattern for whole names, or a number")
-    found = []
+    patterns = []
     for pattern, value in density.items():
         try:
             sparsifiers.budget(value, 1)
-            found.append((re.compile(pattern), float(value)))
+            patterns.append((re.compile(pattern), float(value)))
         except (TypeError, ValueError, re.error) as error:
             raise ValueError(f"density={{{pattern!r}: {value!r}}}: {error}") from None
-    return tuple(found)
+    return tuple(patterns)

@@ -1,6 +1,6 @@
-"""What a step needs to know: the arguments of :class:`agmerge.DistributedOptimizer`, resolved.
+"""Hold what a step needs to know: the arguments of :class:`agmerge.DistributedOptimizer`, resolved.
 
-``resolve`` makes a :class:`Config` out of the arguments; here is what can be asked of one.
+``resolve`` makes a :class:`Config` out of the options; this file has what can be asked of one.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class Config:
     rates: momentum.Rates | None = None  # where the memory takes the optimizer's momentum from, if it does
 
     def assign_lanes(self, members: Iterable[ParameterInfo]) -> list[ParameterInfo]:
-        """Return the members, each with its lane. A rule of the script's own is asked once for each, here."""
+        """Return the members, each with its lane. A rule of the script's own is asked once for each of them."""
         members = list(members)
         if self.partial is not None:
-            return dense_cutoff.place(members, self.partial, self.density.target, self.dense)
+            return dense_cutoff.assign_lanes(members, self.partial, self.density.target, self.dense)
         placed = []
         for member in members:
             if self.compressor.kind is Kind.DENSE or self.dense(member.name, member.parameter):
@@ -81,7 +81,7 @@ class Config:
         return placed
 
     def with_cutoff_for(self, members: Sequence[ParameterInfo], *, warns: bool) -> Config:
-        """Return this, with the cutoff of dense="partial" for these members. ``warns``: if this rank is the one to."""
+        """Return this, with the cutoff of dense="partial" for these members. ``warns``: this rank does, if need be."""
         if self.partial is None:
             return self
         return replace(
@@ -116,20 +116,24 @@ class Config:
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """How planners may predict, the first until times are measured: where selection is, if there is any."""
+        """Return the modes in which planners may predict; the first one counts until times are measured.
+
+        They say where selection is: "behind" or "ahead" of merging, or "dense" where there is none.
+        """
         if not self.compressor.selects:
             return ("dense",)
         return ("behind", "ahead") if self.sparsify == "auto" else (self.sparsify,)
 
     @property
     def merging(self) -> str:
-        """Where plans come from, as text."""
+        """Return where plans come from, as text."""
         if self.groups is not None:
-            return "groups"  # which: said tensor by tensor
+            return "groups"  # which ones: ranks compare that tensor by tensor
         return f"plan {self.plan.digest()}" if self.plan else repr(self.planner)
 
     @property
     def _momentum(self) -> str:
+        """Return whose momentum is applied before selection, as text."""
         if self.rates is not None:
             return "the optimizer's"
         return "the memory's" if self.memory.has_momentum else "None"
@@ -145,7 +149,7 @@ class Config:
             *self.density.facts(),
             ("dense='partial'", str(self.partial)),
             ("options", repr(self.compressor)),
-            # "none" has one on those ranks that have loaded what is still to be sent; messages are the same.
+            # "none" has a memory on those ranks that have loaded what is still to be sent; messages are the same.
             ("memory", "None" if lossless and not self.memory.has_momentum else repr(self.memory)),
             ("momentum before selection", self._momentum),
             ("merging", self.merging),
@@ -164,8 +168,12 @@ class Config:
         ]
 
 
-def followed(config: Config, optimizer: torch.optim.Optimizer, groups: Any = None) -> Config:
-    """``config`` as it is with this optimizer: see :func:`agmerge.options.momentum.rates`, and what that raises."""
+def with_momentum_of(config: Config, optimizer: torch.optim.Optimizer, groups: Any = None) -> Config:
+    """Return ``config`` with the momentum of this optimizer's groups, where its memory applies that.
+
+    ``groups``: those that the optimizer is about to load; None: its own. Raises what
+    :func:`agmerge.options.momentum.rates` does.
+    """
     return replace(config, rates=momentum.rates(optimizer, config.memory, groups))
 
 
@@ -188,5 +196,8 @@ def check_two_level(config: Config) -> None:
 
 
 def is_small(name: str, parameter: torch.Tensor) -> bool:
-    """The default ``dense`` rule: fewer than two dimensions (biases, norms), or fewer than 1024 elements."""
+    """Tell whether a parameter has fewer than two dimensions (biases, norms), or than 1024 elements.
+
+    This is the rule for ``dense=None``; ``name`` is not looked at.
+    """
     return parameter.dim() < 2 or parameter.numel() < SMALL

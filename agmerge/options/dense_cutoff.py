@@ -1,4 +1,4 @@
-"""``dense="partial"``: which tensors go dense beside the exempt ones, so that the volume stays.
+"""Choose for ``dense="partial"`` which tensors go dense beside the exempt ones, so that the volume stays.
 
 The cut only ever falls. It starts at the largest feasible one, when no tensor has a residual; a smaller one makes dense
 tensors sparse. The other way, a residual would be left without a lane that sends it.
@@ -29,19 +29,29 @@ CROWDED = (
 
 @dataclass(frozen=True)
 class DenseCutoff:
-    """``most``: in elements, the cut in use, or None before there was one. ``settled``: it has been chosen by times."""
+    """Send tensors of at most ``elements`` elements dense, so that small layers are not sparsified."""
 
-    most: int | None = None
-    settled: bool = False
+    elements: int | None = None  # None: not chosen yet, before the first agreement
+    final: bool = False  # chosen from measured step times: it does not change any more
 
     def __str__(self) -> str:
-        return "by rule" if self.most is None else f"up to {self.most} elements{', settled' * self.settled}"
+        return "by rule" if self.elements is None else f"up to {self.elements} elements{', settled' * self.final}"
 
 
 def parse_dense_cutoff(
     dense: Any, compressor: sparsifiers.Compressor, compression: Any, density: Any, warmup: Any
 ) -> DenseCutoff | None:
-    """The start of ``dense="partial"``, None for other rules; ``ValueError`` for what has no meaning with it."""
+    """Return the cutoff that ``dense="partial"`` starts with, None for other rules.
+
+    Raises ``ValueError`` for what has no meaning with it.
+
+    Args:
+        dense: the argument of that name, as the others here.
+        compressor: what ``compression`` has come to.
+        compression: named in the error.
+        density: must be one number.
+        warmup: must be no callable, which knows nothing of what goes dense.
+    """
     if not (isinstance(dense, str) and dense == NAME):
         return None
     if not compressor.selects:
@@ -61,16 +71,27 @@ def parse_dense_cutoff(
     return DenseCutoff()
 
 
-def cut_of(members: Sequence[ParameterInfo], rule: DenseCutoff, density: float, exempt: Exempt) -> int | None:
-    """The largest feasible cut for these members that is not above the one so far; None where none is feasible."""
-    cuts = dense_cutoff.feasible(*_figures(members, exempt), density)
-    return max((cut for cut in cuts if rule.most is None or cut <= rule.most), default=None)
+def largest_feasible(
+    members: Sequence[ParameterInfo], cutoff: DenseCutoff, density: float, exempt: Exempt
+) -> int | None:
+    """Return the largest feasible cutoff, in elements, that is not above the one so far; None: none is feasible."""
+    feasible = dense_cutoff.feasible(*_sizes_and_exempt(members, exempt), density)
+    return max((cut for cut in feasible if cutoff.elements is None or cut <= cutoff.elements), default=None)
 
 
-def place(members: Sequence[ParameterInfo], rule: DenseCutoff, density: float, exempt: Exempt) -> list[ParameterInfo]:
-    """The members with their lanes, and the density of those that are still selected from."""
-    cut = cut_of(members, rule, density, exempt)
-    sizes, always = _figures(members, exempt)
+def assign_lanes(
+    members: Sequence[ParameterInfo], cutoff: DenseCutoff, density: float, exempt: Exempt
+) -> list[ParameterInfo]:
+    """Return the members with their lanes, and the density of those that are still selected from.
+
+    Args:
+        members: all that take part.
+        cutoff: the one in use; none above it is taken.
+        density: of all elements together, the script's.
+        exempt: tells what goes dense whatever the cutoff.
+    """
+    cut = largest_feasible(members, cutoff, density, exempt)
+    sizes, always = _sizes_and_exempt(members, exempt)
     rest = None if cut is None else dense_cutoff.remaining(sizes, always, cut, density)
     dense = [whole or size <= (cut or 0) for size, whole in zip(sizes, always, strict=True)]
     return [
@@ -80,22 +101,31 @@ def place(members: Sequence[ParameterInfo], rule: DenseCutoff, density: float, e
 
 
 def with_cutoff_for(
-    members: Sequence[ParameterInfo], rule: DenseCutoff, density: float, exempt: Exempt, *, warns: bool
+    members: Sequence[ParameterInfo], cutoff: DenseCutoff, density: float, exempt: Exempt, *, warns: bool
 ) -> DenseCutoff:
-    """Return the rule from now on, for these members. ``warns``: this rank does, where no cutoff is feasible."""
-    cut = cut_of(members, rule, density, exempt)
-    if cut is None and rule.most != 0 and warns:
+    """Return the cutoff from now on, for these members. ``warns``: this rank does, where none is feasible."""
+    cut = largest_feasible(members, cutoff, density, exempt)
+    if cut is None and cutoff.elements != 0 and warns:
         warnings.warn(CROWDED.format(density=density), stacklevel=2)
-    return replace(rule, most=cut or 0)
+    return replace(cutoff, elements=cut or 0)
 
 
-def resumed(rule: DenseCutoff | None, section: Mapping[str, Any]) -> DenseCutoff | None:
-    """The rule of a checkpoint. One without a cut may have residuals of any tensor, so that no more may go dense."""
-    if rule is None or not section["steps"]:
-        return rule
+def to_checkpoint(cutoff: DenseCutoff | None) -> tuple[int | None, bool] | None:
+    """Return the cutoff as a checkpoint has it: (elements, final), or None where there is none."""
+    return None if cutoff is None else (cutoff.elements, cutoff.final)
+
+
+def from_checkpoint(cutoff: DenseCutoff | None, section: Mapping[str, Any]) -> DenseCutoff | None:
+    """Return the cutoff of a checkpoint's ``section``; ``cutoff``: the one of the script's arguments, None for others.
+
+    A checkpoint without a cutoff may have residuals of any tensor, so that no more may go dense.
+    """
+    if cutoff is None or not section["steps"]:
+        return cutoff
     return DenseCutoff(*(section.get("partial") or (0, True)))
 
 
-def _figures(members: Sequence[ParameterInfo], exempt: Exempt) -> tuple[list[int], list[bool]]:
+def _sizes_and_exempt(members: Sequence[ParameterInfo], exempt: Exempt) -> tuple[list[int], list[bool]]:
+    """Return the elements of each member, and whether it is exempt."""
     sizes = [member.parameter.numel() for member in members]
     return sizes, [exempt(member.name, member.parameter) for member in members]

@@ -1,4 +1,4 @@
-"""Density by step: warm-up, and schedules of the script's own."""
+"""Change the density by step: warm-up, and schedules of the script's own."""
 
 from __future__ import annotations
 
@@ -13,27 +13,32 @@ RUNG_STEPS = 200  # of "dgc", which does not know how long an epoch is
 
 @dataclass(frozen=True)
 class Schedule:
-    """``schedule(step, target)``: the density of a step; ``step``: committed exchanges so far. ``text``: for ranks."""
+    """Return the density of a step when called: ``schedule(step, target)``."""
 
-    text: str
-    density: Callable[[int, float], float]
+    text: str  # what ranks compare
+    density: Callable[[int, float], float]  # by step (committed exchanges so far) and target density
 
     def __call__(self, step: int, target: float) -> float:
-        found = self.density(step, target)
-        if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0.0 < found <= 1.0:
-            raise ValueError(f"warmup: the density of step {step} must lie in (0, 1], but is {found!r}")
-        return float(found)
+        """Return the density of ``step`` around ``target``; ``ValueError`` unless it lies in (0, 1]."""
+        density = self.density(step, target)
+        if isinstance(density, bool) or not isinstance(density, (int, float)) or not 0.0 < density <= 1.0:
+            raise ValueError(f"warmup: the density of step {step} must lie in (0, 1], but is {density!r}")
+        return float(density)
 
 
 def ladder(steps: int) -> Callable[[int], float]:
-    """The warm-up of DGC's paper for ``warmup=``: densities 25, 6.25, 1.5625, 0.4 and 0.1 %, ``steps`` steps each."""
+    """Return the warm-up of DGC's paper, for ``warmup=``: 25, 6.25, 1.5625, 0.4 and 0.1 %, ``steps`` steps each."""
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"ladder: steps of a rung must be a whole number of at least 1, not {steps!r}")
     return lambda step: RUNGS[min(step // steps, len(RUNGS) - 1)]
 
 
 def parse_warmup(warmup: Any, by_pattern: bool) -> Schedule | None:
-    """``None``, ``"dgc"``, a number of steps, or ``callable(step)``. ``by_pattern``: densities differ by parameter."""
+    """Return the schedule of ``warmup=``: ``None``, ``"dgc"``, a number of steps, or ``callable(step)``.
+
+    ``by_pattern``: densities differ by parameter, so that a callable has no meaning. Raises ``ValueError`` for that and
+    for anything else.
+    """
     if warmup is None:
         return None
     if warmup == "dgc":
@@ -48,10 +53,10 @@ def parse_warmup(warmup: Any, by_pattern: bool) -> Schedule | None:
         raise ValueError("warmup: a callable gives one density, density= one by pattern; give a number to one of them")
     schedule = Schedule("", lambda step, target: warmup(step))
     # Ranks cannot compare code, so they compare what it says.
-    says = ", ".join(f"{schedule(step, 1.0)!r} at {step}" for step in (0, 1, 10, 100, 1000))
-    return Schedule(f"callable: {says}", schedule.density)
+    samples = ", ".join(f"{schedule(step, 1.0)!r} at {step}" for step in (0, 1, 10, 100, 1000))
+    return Schedule(f"callable: {samples}", schedule.density)
 
 
 def _geometric(part: float, target: float) -> float:
-    """From START to ``target`` by a constant factor a step, as ``part`` goes from 0 to 1."""
+    """Return the density from START to ``target``, by a constant factor a step, as ``part`` goes from 0 to 1."""
     return target if part >= 1.0 or target >= START else START * (target / START) ** part

@@ -1,4 +1,4 @@
-"""Horovod's ``groups=``: which parameters share a message because the script says so."""
+"""Plan by Horovod's ``groups=``: parameters share a message because the script says so."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ NO_GROUPS = "groups should be a non-negative integer or a list of list of torch.
 
 @dataclass(frozen=True)
 class Groups:
-    """``number`` groups of equal size over the parameters in their order, or the groups as listed."""
+    """Make ``number`` groups of equal size over the parameters in their order, or the groups as listed."""
 
-    number: int = 0
-    listed: tuple[tuple[torch.Tensor, ...], ...] = ()
+    number: int = 0  # 0: they are listed
+    listed: tuple[tuple[torch.Tensor, ...], ...] = ()  # parameters, group by group
 
     def by_name(self, members: Sequence[ParameterInfo]) -> list[list[str]]:
-        """The groups as names. A parameter that is in no group is one by itself, one that is frozen in none.
+        """Return the groups as names. A parameter that is in no group is one by itself, one that is frozen in none.
 
         Raises ``ValueError`` for a listed parameter that needs a gradient and is not among ``members``.
         """
@@ -45,10 +45,13 @@ class Groups:
         return [group for group in groups if group] + [[name] for name in names_of.values() if name not in grouped]
 
     def plan(self, members: Sequence[ParameterInfo], order: Sequence[str]) -> merging.Plan:
-        """One merge buffer a group, in the order in which groups are complete; ``order``: names by readiness."""
-        place = {name: index for index, name in enumerate(order)}
-        groups = [sorted(group, key=place.__getitem__) for group in self.by_name(members)]
-        groups.sort(key=lambda group: place[group[-1]])
+        """Return one merge buffer a group, in the order in which groups are complete; ``order``: names by readiness.
+
+        Raises ``ValueError`` for a group that is too large for one message.
+        """
+        position = {name: index for index, name in enumerate(order)}
+        groups = [sorted(group, key=position.__getitem__) for group in self.by_name(members)]
+        groups.sort(key=lambda group: position[group[-1]])
         numel = {member.name: member.parameter.numel() for member in members}
         for group in groups:
             if sum(numel[name] for name in group) >= LIMIT:
@@ -57,7 +60,10 @@ class Groups:
 
 
 def parse_groups(groups: Any, num_groups: Any) -> Groups | None:
-    """Both arguments as Horovod means them. ``ValueError``, with Horovod's texts, for what it refuses."""
+    """Return what both arguments ask for as Horovod means them, None for none.
+
+    Raises ``ValueError``, with Horovod's texts, for what it refuses. Warns of ``num_groups``, its old name.
+    """
     if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 0:
         raise ValueError(f"num_groups={num_groups!r}: {NO_GROUPS}")
     if num_groups:

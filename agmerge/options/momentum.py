@@ -1,4 +1,4 @@
-"""Momentum before selection: the memory applies what the optimizer's groups say, and the optimizer does not again.
+"""Apply momentum before selection: the memory does what the optimizer's groups say, and the optimizer does not again.
 
 ``param_groups`` show the momentum that the script gave, to schedulers, hooks and checkpoints; only the arithmetic of
 the inner optimizer's step sees 0.
@@ -17,6 +17,7 @@ import torch
 import sparsifiers
 from agmerge.ops import Average
 from agmerge.tensors.layout import Slot
+from agmerge.tensors.parameters import ParameterTable
 from sparsifiers import Rate
 
 Groups = Sequence[Mapping[str, Any]]
@@ -32,16 +33,19 @@ SHARDS = (
 
 
 class Rates:
-    """The momentum of ``optimizer``'s groups, for a memory that applies it in the optimizer's place."""
+    """Look up the momentum of ``optimizer``'s groups, for a memory that applies it in the optimizer's place."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+        self._optimizer = optimizer  # its groups are read whenever a slot is asked for
 
     def by_slot(self, parameters: Sequence[torch.Tensor]) -> Callable[[Slot], Rate]:
-        """What the group of a slot's parameter says whenever it is asked; parameters stay in their groups meanwhile."""
+        """Return a function from a slot to what its parameter's group says now; parameters must stay in their groups.
+
+        ``parameters``: in the order of the slots.
+        """
         groups = enumerate(self._optimizer.param_groups)
-        places = {parameter: number for number, group in groups for parameter in group["params"]}
-        group_of = [places[parameter] for parameter in parameters]
+        number_of = {parameter: number for number, group in groups for parameter in group["params"]}
+        group_of = [number_of[parameter] for parameter in parameters]
         return lambda slot: rate(self._optimizer.param_groups[group_of[slot.index]])
 
 
@@ -61,7 +65,7 @@ def applies(optimizer: torch.optim.Optimizer, groups: Groups | None = None) -> b
 
 
 def rates(optimizer: torch.optim.Optimizer, memory: sparsifiers.Memory, groups: Groups | None = None) -> Rates | None:
-    """Where ``memory`` takes its momentum from: the groups; None: it has its own, or none.
+    """Return where ``memory`` takes its momentum from, the groups; None: it has its own, or none.
 
     Raises ``ValueError`` where both would apply one, or the groups say what a memory cannot do. ``groups``: those of
     ``optimizer``, or those that it is about to load.
@@ -79,28 +83,29 @@ def rates(optimizer: torch.optim.Optimizer, memory: sparsifiers.Memory, groups: 
     moving = [number for number, group in enumerate(groups) if group.get("momentum")]
     if not moving:
         return None
-    said = f"{memory} applies momentum before selection, and group {moving[0]} of {kind} has "
-    said += f"momentum={groups[moving[0]]['momentum']} too"
+    both = f"{memory} applies momentum before selection, and group {moving[0]} of {kind} has "
+    both += f"momentum={groups[moving[0]]['momentum']} too"
     if not _is_sgd(optimizer):
         raise ValueError(
-            f"{said}: only that of torch.optim.SGD can be applied in its place. Set it to 0, or pass memory='residual'"
+            f"{both}: only that of torch.optim.SGD can be applied in its place. Set it to 0, or pass memory='residual'"
         )
     if not memory.follows:
         raise ValueError(
-            f"{said}: say it in one place. Leave momentum out of the memory, memory=sparsifiers.memory('dgc'), which "
+            f"{both}: say it in one place. Leave momentum out of the memory, memory=sparsifiers.memory('dgc'), which "
             f"then applies the optimizer's, or make it SGD(momentum=0)"
         )
     _check_dampening(groups)
     if memory.options().get("nesterov") and not all(groups[number].get("nesterov") for number in moving):
-        raise ValueError(f"{said}, without nesterov: say it in one place, SGD(nesterov=True)")
+        raise ValueError(f"{both}, without nesterov: say it in one place, SGD(nesterov=True)")
     return Rates(optimizer)
 
 
 @contextmanager
 def withheld(exchange: Any, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside, a step of ``optimizer`` applies no momentum that a memory has applied already; its hooks see it.
+    """Let a step of ``optimizer``, inside, apply no momentum that a memory has applied already; its hooks see it.
 
-    Raises ``ValueError`` if the groups have got what the memory does not know of.
+    ``exchange``: a ``GradientExchange``. Raises ``ValueError`` if the groups have got what the memory does not know of,
+    and warns on rank 0 where no group has a momentum any more.
     """
     memory = exchange.config.memory
     if not memory.has_momentum or exchange.outside:
@@ -141,19 +146,19 @@ def withheld(exchange: Any, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         first.remove()
 
 
-def take_over(exchange: Any, members: Any) -> None:
+def take_over(exchange: Any, members: ParameterTable) -> None:
     """Make the momentum buffers of the optimizer the memory's momentum, before the next agreement.
 
-    ``exchange``: a ``GradientExchange``; ``members``: the ``ParameterTable`` of the optimizer.
+    ``exchange``: a ``GradientExchange``; ``members``: the parameters of the wrapped optimizer.
 
-    It is the same recursion. They are averages (or sums) over all ranks and alike on all of them: where updates are
-    averages every rank takes them; where they are sums rank 0 does, so that they count once.
+    It is the same recursion. The buffers are averages (or sums) over all ranks and alike on all of them: where updates
+    are averages every rank takes them; where they are sums rank 0 does, so that they count once.
     """
     if exchange.config.rates is None or exchange.comm is None or exchange.agreed:
         return
     optimizer = members.optimizer
     dropped = False
-    for parameter, group in [(p, one) for one in optimizer.param_groups for p in one["params"]]:
+    for parameter, group in [(p, its_group) for its_group in optimizer.param_groups for p in its_group["params"]]:
         state = optimizer.state.get(parameter, {})
         buffer = state.pop("momentum_buffer", None)
         if not state:
@@ -161,11 +166,11 @@ def take_over(exchange: Any, members: Any) -> None:
         if buffer is None:
             continue
         dropped |= exchange.shard is not None
-        taken = None
+        own_part = None  # what this rank carries of it
         if exchange.shard is None and (exchange.config.op is Average or exchange.comm.rank == 0):
             factor, nesterov = rate(group)
-            taken = buffer * factor if nesterov else buffer  # nesterov's has its factor in DGCMemory
-        exchange.carry("momentum", members.name_of(parameter), taken)  # in place of an older one
+            own_part = buffer * factor if nesterov else buffer  # nesterov's has its factor in DGCMemory
+        exchange.carry("momentum", members.name_of(parameter), own_part)  # in place of an older one
     if dropped and exchange.comm.rank == 0:
         warnings.warn(SHARDS.format(optimizer=type(optimizer).__name__), stacklevel=4)
 
@@ -178,6 +183,7 @@ def _is_sgd(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _check_dampening(groups: Groups) -> None:
+    """Raise ``ValueError`` for a group with a momentum that has dampening."""
     for number, group in enumerate(groups):
         if group.get("momentum") and group.get("dampening"):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What a script is told once, on one rank: what compression does that it may not expect."""
+"""Warn a script once, on one rank, of what compression does that it may not expect."""
 
 from __future__ import annotations
 
@@ -29,8 +29,16 @@ ADAM = (
 )
 
 
-def tell(exchange: Any, optimizer: torch.optim.Optimizer, before: Any) -> None:
-    """Warn of what holds now, and did not with the config ``before`` (None: there was none). Not collective."""
+def warn_of_changes(exchange: Any, optimizer: torch.optim.Optimizer, before: Any) -> None:
+    """Warn, on rank 0, of what holds now and did not with the config ``before`` (None: there was none).
+
+    The warnings point at the caller of the wrapper's method. Nothing communicates.
+
+    Args:
+        exchange: the ``GradientExchange`` of the wrapper, with its config of now.
+        optimizer: the wrapped one.
+        before: a ``Config``, or None.
+    """
     alone = exchange.comm is None and workers.is_initialized() and workers.rank() == 0  # elastic: not connected yet
     if exchange.outside or not (alone or (exchange.comm is not None and exchange.comm.rank == 0)):
         return

@@ -1,6 +1,6 @@
-"""Check every argument of :class:`agmerge.DistributedOptimizer`, and resolve it.
+"""Check every option of :class:`agmerge.DistributedOptimizer`, and make the config of a step out of them.
 
-Mistakes and combinations without meaning are refused here; nothing is accepted and ignored.
+Mistakes and combinations without meaning are refused; nothing is accepted and ignored.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from agmerge.exchanges.routing import AHEAD
 from agmerge.exchanges.splitting import why_parts_impossible
 from agmerge.exchanges.table import EXCHANGES
 from agmerge.ops import Average, ReduceOp
-from agmerge.options import dense_cutoff
-from agmerge.options import density_schedule as schedules
+from agmerge.options import dense_cutoff, density_schedule
+from agmerge.options.arguments import Options
 from agmerge.options.compressors import compressor_of, densities_of, memory_for
 from agmerge.options.config import AUTO, IMPORTANCE, MERGING, WIRES, Config, DenseRule, is_small
 from agmerge.options.density_policy import DENSITY, DensityPolicy
@@ -31,103 +31,111 @@ from agmerge.tensors.nonfinite import POLICIES, RAISE, SKIP
 from merging.planners.dear import DeAR
 
 
-def resolve(
-    *,
-    compression: Any,
-    density: Any,
-    memory: Any,
-    dense: Any,
-    merging: Any,
-    sparsify: str,
-    exchange: str,
-    wire: str,
-    dense_sum: str,
-    op: Any,
-    backward_passes_per_step: Any,
-    gradient_predivide_factor: float,
-    sparse_as_dense: bool,
-    timeout: float | None,
-    check_every: int,
-    unused: str,
-    groups: Any,
-    num_groups: Any,
-    process_set: Any,
-    warmup: Any,
-    model: Any,
-    scaler: Any,
-    nonfinite: Any,
-) -> Config:
-    """Check every argument; raises ``ValueError`` or ``TypeError`` that says which and why."""
-    _choice("sparsify", sparsify, ("auto", "ahead", "behind"))
-    _choice("exchange", exchange, tuple(EXCHANGES), hint=_DENSE_HINT)
-    _choice("wire", wire, WIRES)
-    _choice("dense_sum", dense_sum, ("native", "ordered"))
-    _choice("unused", unused, ("none", "zero"))
-    scaled = _scales(scaler)
-    nonfinite = (SKIP if scaled else RAISE) if nonfinite is None else nonfinite
-    _choice("nonfinite", nonfinite, POLICIES)
-    op = _reduction(op)
-    check_passes(backward_passes_per_step)
-    if gradient_predivide_factor != 1.0 and op is not Average:
-        raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if not gradient_predivide_factor > 0:
-        raise ValueError(f"gradient_predivide_factor must be > 0, not {gradient_predivide_factor!r}")
+def resolve(options: Options) -> Config:
+    """Check every option and return what a step needs to know.
+
+    Raises ``ValueError`` or ``TypeError`` that says which option is wrong, and why. ``rates`` of the config are not
+    set: they are the optimizer's, see :func:`agmerge.options.config.with_momentum_of`.
+    """
+    _check_choices(options)
+    config = Config(**_guards(options), **_sums(options), **_compression(options), **_plan(options))
+    _check_dear(config)
+    return config
+
+
+def _check_choices(options: Options) -> None:
+    """Raise ``ValueError`` for a word that is none of those that its option knows."""
+    _check_choice("sparsify", options.sparsify, ("auto", "ahead", "behind"))
+    _check_choice("exchange", options.exchange, tuple(EXCHANGES), hint=_DENSE_HINT)
+    _check_choice("wire", options.wire, WIRES)
+    _check_choice("dense_sum", options.dense_sum, ("native", "ordered"))
+    _check_choice("unused", options.unused, ("none", "zero"))
+
+
+def _guards(options: Options) -> dict[str, Any]:
+    """Return the fields of :class:`Config` that say when a step is waited for, skipped or refused."""
+    scaled = _scales(options.scaler)
+    nonfinite = (SKIP if scaled else RAISE) if options.nonfinite is None else options.nonfinite
+    _check_choice("nonfinite", nonfinite, POLICIES)
+    timeout, check_every = options.timeout, options.check_every
     timeout = timeouts.default() if timeout is None else timeout
     if not 0 < timeout < float("inf"):
         raise ValueError(f"timeout must be a number of seconds > 0, not {timeout!r}")
     if not isinstance(check_every, int) or check_every < 0:
         raise ValueError(f"check_every must be a number of steps (0: never), not {check_every!r}")
+    return {"scaled": scaled, "nonfinite": nonfinite, "timeout": float(timeout), "check_every": check_every}
+
+
+def _sums(options: Options) -> dict[str, Any]:
+    """Return the fields of :class:`Config` that say what is added up, and over which passes and ranks."""
+    op, factor = _reduction(options.op), options.gradient_predivide_factor
+    check_passes(options.backward_passes_per_step)
+    if factor != 1.0 and op is not Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if not factor > 0:
+        raise ValueError(f"gradient_predivide_factor must be > 0, not {factor!r}")
+    return {
+        "op": op,
+        "passes": options.backward_passes_per_step,
+        "predivide": float(factor),
+        "sparse_as_dense": bool(options.sparse_as_dense),
+        "ordered": options.dense_sum == "ordered",
+        "zero_unused": options.unused == "zero",
+        "process_set": process_sets.parse_process_set(options.process_set),
+    }
+
+
+def _compression(options: Options) -> dict[str, Any]:
+    """Return the fields of :class:`Config` that say what is sent of which tensor, and what is kept."""
+    compression, density, dense, wire = options.compression, options.density, options.dense, options.wire
     if isinstance(density, str) and density != IMPORTANCE:
         raise ValueError(f"density={density!r}: give a number, {{pattern: number}}, or {IMPORTANCE!r}")
     by_importance = density == IMPORTANCE
-    densities = densities_of(density)
-    compressor = compressor_of(compression, DENSITY if densities or by_importance else density)
-    if densities and isinstance(compression, sparsifiers.Sparsifier):
+    patterns = densities_of(density)
+    compressor = compressor_of(compression, DENSITY if patterns or by_importance else density)
+    if patterns and isinstance(compression, sparsifiers.Sparsifier):
         raise ValueError(f"density={density!r} and compression={compression!r}: give a name, or one density")
-    if wire != "auto" and exchange in ("oktopk", "masked"):
+    if wire != "auto" and options.exchange in ("oktopk", "masked"):
         raise ValueError(
-            f"wire={wire!r}: exchange={exchange!r} sends values in the gradient's dtype; leave wire out, or take "
-            "exchange='sparse', 'two-level' or 'auto'"
+            f"wire={wire!r}: exchange={options.exchange!r} sends values in the gradient's dtype; leave wire out, or "
+            "take exchange='sparse', 'two-level' or 'auto'"
         )
-    cutoff = dense_cutoff.parse_dense_cutoff(dense, compressor, compression, density, warmup)
-    planner, plan = _planner(merging, sparsify, exchange)
-    chosen = parse_groups(groups, num_groups)
-    if chosen is not None and merging != MERGING:
-        raise ValueError(f"merging={merging!r} and groups both say which gradients share a message; give one of them")
-    return Config(
-        compressor=compressor,
-        sparsify=sparsify,
-        exchange=exchange,
-        wire=wire,
-        memory=memory_for(memory, compressor),
-        density=DensityPolicy(
-            compressor.density, densities, by_importance, schedules.parse_warmup(warmup, bool(densities))
-        ),
-        planner=planner,
-        plan=plan,
-        groups=chosen,
-        process_set=process_sets.parse_process_set(process_set),
-        dense=is_small if cutoff is not None else _dense_rule(dense),
-        partial=cutoff,
-        patterns=() if dense is None or cutoff is not None or callable(dense) else tuple(map(re.compile, dense)),
-        op=op,
-        passes=backward_passes_per_step,
-        predivide=float(gradient_predivide_factor),
-        sparse_as_dense=bool(sparse_as_dense),
-        ordered=dense_sum == "ordered",
-        timeout=float(timeout),
-        check_every=check_every,
-        zero_unused=unused == "zero",
-        nonfinite=nonfinite,
-        scaled=scaled,
-        model=_model(model, planner, compressor, scaled),
-    )
+    cutoff = dense_cutoff.parse_dense_cutoff(dense, compressor, compression, density, options.warmup)
+    warmup = density_schedule.parse_warmup(options.warmup, bool(patterns))
+    return {
+        "compressor": compressor,
+        "memory": memory_for(options.memory, compressor),
+        "density": DensityPolicy(compressor.density, patterns, by_importance, warmup),
+        "wire": wire,
+        "dense": is_small if cutoff is not None else _dense_rule(dense),
+        "partial": cutoff,
+        "patterns": () if dense is None or cutoff is not None or callable(dense) else tuple(map(re.compile, dense)),
+    }
+
+
+def _plan(options: Options) -> dict[str, Any]:
+    """Return the fields of :class:`Config` that say which gradients share a message, and how it is exchanged."""
+    planner, plan = _planner_or_plan(options.merging, options.sparsify, options.exchange)
+    groups = parse_groups(options.groups, options.num_groups)
+    if groups is not None and options.merging != MERGING:
+        raise ValueError(
+            f"merging={options.merging!r} and groups both say which gradients share a message; give one of them"
+        )
+    return {
+        "exchange": options.exchange,
+        "sparsify": options.sparsify,
+        "planner": planner,
+        "plan": plan,
+        "groups": groups,
+        "model": options.model,
+    }
 
 
 _DENSE_HINT = {"dense": "a dense exchange sends every element; ask for it with compression='none'"}
 
 
-def _choice(name: str, value: Any, allowed: tuple[str, ...], hint: dict[str, str] | None = None) -> None:
+def _check_choice(name: str, value: Any, allowed: tuple[str, ...], hint: dict[str, str] | None = None) -> None:
+    """Raise ``ValueError`` unless ``value`` is ``allowed``; with a text of its own where ``hint`` has one for it."""
     if value in allowed:
         return
     if value in (hint or {}):
@@ -136,7 +144,7 @@ def _choice(name: str, value: Any, allowed: tuple[str, ...], hint: dict[str, str
 
 
 def _reduction(op: Any) -> ReduceOp:
-    """``op`` as ours, also where the script says it with a constant of Horovod's."""
+    """Return ``op`` as ours, also where the script gives a constant of Horovod's; ``ValueError`` for other sums."""
     name = op.value if isinstance(op, ReduceOp) else horovod_names.reduction(op)
     if name in ("average", "sum"):
         return ReduceOp(name)
@@ -147,14 +155,21 @@ def _reduction(op: Any) -> ReduceOp:
 
 
 def check_passes(passes: Any) -> None:
-    """Raise ``ValueError`` unless this is a number of backward passes that a step may have."""
+    """Raise ``ValueError`` unless ``passes`` is a number of backward passes that a step may have."""
     if not isinstance(passes, int) or isinstance(passes, bool):
         raise ValueError(f"backward_passes_per_step must be a whole number > 0, not {passes!r}")
     if passes <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
 
 
-def _planner(given: Any, sparsify: str, exchange: str) -> tuple[merging.Planner | None, merging.Plan | None]:
+def _planner_or_plan(given: Any, sparsify: str, exchange: str) -> tuple[merging.Planner | None, merging.Plan | None]:
+    """Return the planner that ``merging=`` names, or else the plan. Raises ``ValueError`` for one that cannot be used.
+
+    Args:
+        given: a planner or its name, a plan or the path of a saved one.
+        sparsify: "ahead" labels the merge buffers of a plan.
+        exchange: must leave the choice where a plan has dense merge buffers.
+    """
     if isinstance(given, str) and not given.endswith(".json"):
         given = merging.get(given)
     if isinstance(given, merging.Planner):
@@ -177,31 +192,32 @@ def _planner(given: Any, sparsify: str, exchange: str) -> tuple[merging.Planner 
     raise TypeError(f"merging={given!r}: give a planner's name ({names}), a planner, or a saved plan")
 
 
-def _model(
-    model: Any, planner: merging.Planner | None, compressor: sparsifiers.Compressor, scaled: bool
-) -> torch.nn.Module | None:
-    """The model of ``merging="dear"``, which needs one; no other merging takes one."""
-    dear = isinstance(planner, DeAR)
+def _check_dear(config: Config) -> None:
+    """Raise unless ``merging="dear"`` has the model that it needs, and no other merging has one.
+
+    ``TypeError`` for what is no module, ``ValueError`` for what DeAR cannot do.
+    """
+    model, dear = config.model, isinstance(config.planner, DeAR)
     if model is not None and not isinstance(model, torch.nn.Module):
         raise TypeError(f"model={model!r}: give the torch.nn.Module whose forward uses the parameters")
     if not dear and model is not None:
         raise ValueError("model= is taken by merging='dear' alone; a use with others is not built yet, leave it out")
     if dear and model is None:
         raise ValueError("merging='dear' applies updates in the next forward: pass model=, the module that you call")
-    if dear and scaled:
+    if dear and config.scaled:
         raise ValueError(
             "merging='dear' has its updates in the next forward only, where scaler.step() cannot see them: train "
             "in bfloat16, without scaler=, or use another merging"
         )
-    if dear and compressor.selects:
+    if dear and config.compressor.selects:
         raise ValueError(
-            f"merging='dear' halves an all-reduce, and what {compressor!r} selects travels by all-gather: pass "
+            f"merging='dear' halves an all-reduce, and what {config.compressor!r} selects travels by all-gather: pass "
             "compression='none', 'fp16' or 'bf16', or use another merging"
         )
-    return model
 
 
 def _dense_rule(dense: Any) -> DenseRule:
+    """Return the rule that ``dense=`` asks for; ``TypeError`` for what is none. ``"partial"`` is not asked here."""
     if dense is None:
         return is_small
     if callable(dense):
@@ -216,7 +232,7 @@ def _dense_rule(dense: Any) -> DenseRule:
 
 
 def _scales(scaler: Any) -> bool:
-    """Whether there is a scaler that scales. ``TypeError`` for what is no ``torch.amp.GradScaler``."""
+    """Tell whether there is a scaler that scales. ``TypeError`` for what is no ``torch.amp.GradScaler``."""
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler={scaler!r}: give the torch.amp.GradScaler whose scale() the loss goes through")
     return scaler is not None and scaler.is_enabled()

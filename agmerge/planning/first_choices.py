@@ -30,7 +30,7 @@ def choose_budgets(session: MergeBuffers) -> tuple[int, ...]:
 
 
 def choose_cutoff(session: MergeBuffers, planner: merging.Planner, measured: merging.Measurements) -> DenseCutoff:
-    """Collective. Return the cutoff of ``dense="partial"`` with which steps are predicted to end first, settled.
+    """Collective. Return the cutoff of ``dense="partial"`` with which steps are predicted to end first; it is final.
 
     Args:
         session: its cutoff in use is the largest that may be chosen, for tensors only become sparse.
@@ -41,8 +41,8 @@ def choose_cutoff(session: MergeBuffers, planner: merging.Planner, measured: mer
     """
     config = session.config
     cutoff = config.partial
-    assert cutoff is not None and cutoff.most is not None
-    in_use, density = cutoff.most, config.density.target
+    assert cutoff is not None and cutoff.elements is not None
+    in_use, density = cutoff.elements, config.density.target
 
     def decide() -> dict[str, int]:
         sizes = [slot.numel for slot in session.tensors.slots]  # whole tensors, where ranks have shards of them
@@ -56,4 +56,4 @@ def choose_cutoff(session: MergeBuffers, planner: merging.Planner, measured: mer
         return {"elements": chosen}
 
     decision = decide_on_rank_0(session.comm, decide, lambda decision: "", config.timeout, decider=repr(planner))
-    return DenseCutoff(decision["elements"], settled=True)
+    return DenseCutoff(decision["elements"], final=True)

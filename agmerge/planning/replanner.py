@@ -86,10 +86,10 @@ class Replanner:
         """Collective. Yield the cutoff of dense="partial" if it is still to be chosen, and the first plan."""
         latest = self._measure(step)
         cutoff = self.session.config.partial
-        if cutoff is not None and not cutoff.settled:
+        if cutoff is not None and not cutoff.final:
             chosen = choose_cutoff(self.session, planner_of(self.session, planner), latest)
             yield Decision(cutoff=chosen)
-            if chosen.most != cutoff.most:
+            if chosen.elements != cutoff.elements:
                 return  # the session ends here; the next one measures and plans
         yield self._plan(planner, latest)
 

@@ -82,22 +82,25 @@ class AgreedState:
 
     # -- the group ------------------------------------------------------------------------------------------------
 
-    def connect(self, world: Backend, comm: Backend | None, facts: Iterable[Fact]) -> None:
+    def connect(self, world: Backend, comm: Backend | None, facts: Iterable[Fact] | None = None) -> None:
         """Collective. Exchange among the ranks of ``comm`` (None: not this one), and compare ``facts`` first (G1).
 
-        ``comm`` is a communicator of this exchange's own among the workers of ``world``. What is carried over from
-        another number of workers is fitted to this one. Raises :class:`agmerge.RankMismatchError` on every rank where
-        facts, arguments or tensors differ.
+        ``comm`` is a communicator of this exchange's own among the workers of ``world``. ``facts``: what is compared;
+        None: :meth:`facts`. Raises :class:`agmerge.RankMismatchError` on every rank where they differ.
         """
         self.world, self.comm, self.outside = world, comm, comm is None
         if comm is None:
             return
+        facts = self.facts() if facts is None else list(facts)
         advice = "Give every rank the same model and the same arguments."
-        compared = [*facts, *self.config.facts(), *model_facts(self.members(), self.config)]
-        require_agreement(comm, compared, what="DistributedOptimizer", advice=advice, timeout=self.config.timeout)
+        require_agreement(comm, facts, what="DistributedOptimizer", advice=advice, timeout=self.config.timeout)
         if self.config.exchange == TWO_LEVEL:
             self._nodes = topology.form(comm, self.config.timeout)
             self.shard = self._nodes.shard
+
+    def facts(self) -> list[Fact]:
+        """Return what must be the same on every rank: arguments and tensors. Raises for tensors that cannot be sent."""
+        return [*self.config.facts(), *model_facts(self.members(), self.config)]
 
     def fit_to_group(self, shard_before: tuple[int, int] | None) -> bool:
         """Fit what is carried over from another number of workers to this one, once; see :func:`rescaled`.
@@ -184,7 +187,7 @@ class AgreedState:
                 self.buffers.set_budgets(decision.budgets)
             if decision.cutoff is not None:
                 before, self.config = self.config.partial, replace(self.config, partial=decision.cutoff)
-                if before is None or before.most != decision.cutoff.most:
+                if before is None or before.elements != decision.cutoff.elements:
                     self.reopen()  # tensors change lanes
             if decision.plan is not None:
                 self.use_plan(decision.plan)
@@ -202,7 +205,7 @@ class AgreedState:
         """
         before, self.config = self.config, observing(config, isinstance(self.config.compressor, Observed))
         try:
-            facts = [*config.facts(), *model_facts(self.members(), config)]
+            facts = self.facts()
             if self.comm is not None:
                 require_agreement(self.comm, facts, what=what, advice=advice, timeout=config.timeout)
         except BaseException:

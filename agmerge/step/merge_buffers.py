@@ -93,6 +93,9 @@ class MergeBuffers:
         self.energy = GradientEnergy() if config.density.by_importance and config.compressor.selects else None
         self._untrimmed = 2  # steps
         self._copies: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
+        self._fixed_budgets: dict[str, int] = {}  # of segments, by key, where they are the same in every step
+        # By slot: whether a gradient may move to where its update will be, see `update`; with merging="dear" it stays.
+        self.may_move = [config.model is None and parameter.is_contiguous() for parameter in self.parameters]
         self.rebuild(plan)
 
     def rebuild(self, plan: merging.Plan) -> None:
@@ -101,6 +104,7 @@ class MergeBuffers:
         if self.config.model is not None:  # merging="dear": each all-reduce in two halves
             dense = ScatterExchange(self.exchange_context())
         self.dense, self.plan = dense, plan
+        self._fixed_budgets = {}
         self.updates.rebuild(plan.bounds)
         self.fingerprint = zlib.crc32(plan.dumps().encode()) & 0x7FFFFFFF
         ride = sparse.carries_dense and not self.config.ordered
@@ -201,7 +205,12 @@ class MergeBuffers:
 
     def vector(self, segment: Segment, step: int) -> tuple[torch.Tensor, int, tuple[tuple[int, ...], ...]]:
         """Return what a sparsifier is given of a segment: the vector (a view), k, and its shapes."""
-        work, k, shapes = self.load(segment).work, self.budget(segment, step), segment.shapes
+        k = self._fixed_budgets.get(segment.key)
+        if k is None:
+            k = self.budget(segment, step)
+            if not self.config.density.varies:
+                self._fixed_budgets[segment.key] = k
+        work, shapes = self.arenas[segment.lane].work[segment.start : segment.stop], segment.shapes
         if len(segment.slots) == 1:
             return work[: segment.numel], k, shapes[:1]  # no padding
         # Everything, padding too: else it could be chosen in place of an element.
@@ -210,15 +219,9 @@ class MergeBuffers:
     def keys(self) -> set[str]:
         """Return the owners of sparsifier state: a key for each segment."""
         segments = (part for messages in self.messages for message in messages for part in message.segments)
-        return {routing.key(part) for part in segments}
+        return {part.key for part in segments}
 
     # -- gradients and updates ------------------------------------------------------------------------------------
-
-    def set_aside(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
-        """Return what ``p.grad`` should be once its gradient was accumulated, until the exchange has ended."""
-        if not self.parameters[slot.index].is_contiguous() or self.config.model is not None:
-            return gradient  # see `update`; with merging="dear" it stays the script's own
-        return self.updates.set_aside(slot, gradient)
 
     def left_over(self, slot: Slot) -> bool:
         """Tell whether something of earlier steps was sent, so that a tensor that no rank used has an update."""
@@ -291,6 +294,7 @@ class MergeBuffers:
     def set_budgets(self, budgets: tuple[int, ...]) -> None:
         """Send so many elements of each tensor from now on, by slot; what they were chosen by is not added up more."""
         self.energy, self.budgets = None, budgets
+        self._fixed_budgets = {}
 
     def budgets_by_name(self) -> dict[str, int] | None:
         """Return how many elements of each tensor to send, by importance; None while that is not known."""

@@ -12,7 +12,7 @@ import torch
 
 from agmerge.exchanges import InFlight
 from agmerge.exchanges.message.format import Flag, RoundHeader
-from agmerge.exchanges.routing import Message, key
+from agmerge.exchanges.routing import Message
 from agmerge.metrics.step_times import StepRecorder
 from agmerge.metrics.totals import Totals
 from agmerge.step.merge_buffers import MergeBuffers
@@ -48,7 +48,6 @@ class Round:
         self._batches: dict[int, list[tuple[Slot, torch.Tensor]]] = {}  # by merge buffer: not yet in `work`
         self._offers: dict[int, Selection] = {}  # by slot, of tensors that are sparsified ahead
         self._in_flight: list[list[tuple[Message, InFlight]]] = []  # per merge buffer that was sent
-        self._counted: dict[int, tuple[int, int]] = {}  # bytes and elements of each message that are in the totals
         self._arrived = 0  # merge buffers whose messages are known to be here
         self._known = buffers.config.compressor.snapshot()  # what it remembers, before this attempt
 
@@ -61,8 +60,7 @@ class Round:
         """
         if not self._added:
             self.recorder.begin()
-        self._on_gradient(slot, gradient)
-        held = gradient if gradient is None or self.dirty else self.buffers.set_aside(slot, gradient)
+        held = self._on_gradient(slot, gradient)
         self._added[slot.index] = gradient is not None
         self.recorder.ready(slot.index)
         self._missing[self.buffers.buffer_of[slot.index]] -= 1
@@ -71,9 +69,12 @@ class Round:
         self.recorder.resumed()
         return held
 
-    def _on_gradient(self, slot: Slot, gradient: torch.Tensor | None) -> None:
-        """Take this rank's own gradient of a tensor."""
+    def _on_gradient(self, slot: Slot, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Take this rank's own gradient of a tensor; return what to hold in its place."""
         self._accumulate(slot, gradient)
+        if gradient is None or self.dirty or not self.buffers.may_move[slot.index]:
+            return gradient
+        return self.buffers.arena_of[slot.index].move_to_update(slot, gradient)
 
     def _accumulate(self, slot: Slot, gradient: torch.Tensor | None) -> None:
         """Write ``work = residual + gradient``. What is not finite is left out again: the attempt comes to nothing, and
@@ -137,21 +138,21 @@ class Round:
 
     def _start(self, message: Message) -> InFlight:
         loads = [self.buffers.load(segment) for segment in message.segments]
-        offers = [self._offer(segment) if message.exchange.sparse else None for segment in message.segments]
+        offers = [
+            self._offer(segment) if selected else None
+            for segment, selected in zip(message.segments, message.selected, strict=True)
+        ]
         used = tuple(self._added[slot.index] for slot in message.slots)
         header = self._header(message.buffer, used, loads[0].work.device)
-        in_flight = message.exchange.start(message.name, loads, offers, header)
-        self._count_bytes(in_flight)
-        return in_flight
+        return message.exchange.start(message.name, loads, offers, header)
 
     def _header(self, buffer: int, used: tuple[bool, ...], device: torch.device) -> RoundHeader:
         flags = self.flags | (Flag.REPLAN if self.dirty else 0) | (Flag.NONFINITE if self.guard.found else 0)
-        return RoundHeader(self.step, self.buffers.fingerprint, buffer, flags, used, self.guard.device_flag(device))
+        alarm = self.guard.device_flag(device) if self.guard.watches_devices else None
+        return RoundHeader(self.step, self.buffers.fingerprint, buffer, flags, used, alarm)
 
-    def _offer(self, segment: Segment) -> Selection | None:
-        """Return what is sent of a segment; None: all of it."""
-        if not segment.lane.sparse:
-            return None
+    def _offer(self, segment: Segment) -> Selection:
+        """Return what is sent of a segment that is selected from."""
         first = segment.slots[0].index
         return self._offers.pop(first) if first in self.buffers.presparsified else self._select(segment)
 
@@ -162,7 +163,7 @@ class Round:
         if self.dirty:
             capacity = sparsifier.capacity(work.numel(), k=k, step=self.step, shapes=shapes)
             return Selection(torch.zeros(capacity, dtype=torch.int32, device=work.device), 0)
-        return sparsifier.select(work, k=k, key=key(segment), step=self.step, shapes=shapes)
+        return sparsifier.select(work, k=k, key=segment.key, step=self.step, shapes=shapes)
 
     def _poll(self) -> None:
         """See what has arrived: without it, nothing would be known of exchanges that backward hides."""
@@ -172,14 +173,6 @@ class Round:
                     return
             self.recorder.arrived()
             self._arrived += 1
-
-    def _count_bytes(self, in_flight: InFlight) -> None:
-        """Put into the totals what is new of a message: some go on sending after their start."""
-        size, elements = self._counted.get(id(in_flight), (0, 0))
-        if (in_flight.bytes, in_flight.elements) != (size, elements):
-            codecs = None if size else in_flight.codecs
-            self.totals.sent(in_flight.bytes - size, in_flight.elements - elements, codecs)
-            self._counted[id(in_flight)] = (in_flight.bytes, in_flight.elements)
 
     # -- 2. updates come back -------------------------------------------------------------------------------------
 
@@ -197,7 +190,7 @@ class Round:
             self.recorder.mark(buffer)
             headers = [message.exchange.wait(in_flight) for message, in_flight in messages]
             for _, in_flight in messages:
-                self._count_bytes(in_flight)  # what has been sent since it was started
+                self.totals.sent(in_flight.bytes, in_flight.elements, in_flight.codecs)
             self.recorder.mark(buffer)
             self._poll()
             if buffer == 0:  # a flag is in all messages of its rank, so all ranks see it here

@@ -33,9 +33,12 @@ class TwoLevelRound(Round):
         self._summed: list[RoundHeader] = []  # by merge buffer: what this rank said when the node began to add it up
         self._overflowed: list[Slot] = []  # on the host, whose node sum is not finite
 
-    def _on_gradient(self, slot: Slot, gradient: torch.Tensor | None) -> None:
+    def _on_gradient(self, slot: Slot, gradient: torch.Tensor | None) -> torch.Tensor | None:
         good = gradient is None or not self.guard.inspect(slot, gradient)
         self._shards.put(slot, gradient if good and not self.dirty else None)
+        if gradient is None or self.dirty or not self.buffers.may_move[slot.index]:
+            return gradient
+        return self._shards.set_aside(slot, gradient)
 
     def _accumulate(self, slot: Slot, gradient: torch.Tensor | None) -> None:
         if self.dirty:

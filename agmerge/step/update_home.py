@@ -27,10 +27,6 @@ class InArenas:
         """Return the update of a tensor, in C order: a view."""
         return self._arena_of[slot.index].gradients[slot.index]
 
-    def set_aside(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
-        """Return what ``p.grad`` should be once its gradient was accumulated, until the exchange has ended."""
-        return self._arena_of[slot.index].move_to_update(slot, gradient)
-
     def gather(self, arenas: Mapping[Lane, Arena]) -> int:
         """Return 0, the bytes handed over: updates are whole already."""
         return 0

@@ -1,4 +1,4 @@
-"""Where each tensor lies: a pure function of the tensors and their readiness order."""
+"""Lay tensors out in lanes: a pure function of the tensors and their readiness order."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ ALIGNMENT = 32
 
 @dataclass(frozen=True)
 class Lane:
-    """Tensors that share one arena: the same device, dtype and treatment. ``density``: None: the compressor's own."""
+    """Name the tensors that share one arena: the same device, dtype and treatment."""
 
     device: torch.device
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the gradients
     kind: Kind  # how the ranks combine what is sent of them
-    density: float | None = None
+    density: float | None = None  # None: the compressor's own
 
     @property
     def sparse(self) -> bool:
@@ -31,7 +31,7 @@ class Lane:
 
     @property
     def storage(self) -> torch.dtype:
-        """The dtype of residual and work: float32 for 16-bit gradients, else the gradient's own."""
+        """Return the dtype of residual and work: float32 for 16-bit gradients, else the gradient's own."""
         return torch.float32 if self.dtype in (torch.float16, torch.bfloat16) else self.dtype
 
     def __str__(self) -> str:
@@ -42,64 +42,72 @@ class Lane:
 
 @dataclass(frozen=True)
 class Slot:
-    """One tensor's place. ``index``: in readiness order; ``offset``: in its lane, in elements."""
+    """Place one tensor in its lane."""
 
-    index: int
+    index: int  # in readiness order
     name: str
     shape: tuple[int, ...]
     lane: Lane
-    offset: int
+    offset: int  # of its first element in the lane, in elements
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the tensor, padding not counted."""
+        """Return the elements of the tensor, padding not counted."""
         return math.prod(self.shape)
 
     @cached_property
     def end(self) -> int:
-        """Where the next tensor of the lane starts."""
+        """Return the offset where the next tensor of the lane starts."""
         return self.offset + padded(self.numel)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """The part of one lane that one merge buffer covers, or one message of it.
-
-    ``slots``: the tensors that lie in it, the first and the last perhaps not whole. ``span``: from where to where it
-    goes, in the lane, multiples of ``ALIGNMENT``; None: its tensors are whole.
-    """
+    """Cover the part of one lane that belongs to one merge buffer, or to one message of it."""
 
     lane: Lane
-    slots: tuple[Slot, ...]
-    span: tuple[int, int] | None = None
+    slots: tuple[Slot, ...]  # the tensors that lie in it, the first and the last perhaps not whole
+    span: tuple[int, int] | None = None  # (start, stop) in the lane, multiples of ALIGNMENT; None: tensors are whole
+
+    @cached_property
+    def key(self) -> str:
+        """Return the owner of a sparsifier's state for this vector, the same while it holds the same tensors, or parts.
+
+        Parts are counted from their first tensor, which other plans do not move.
+        """
+        first, last = self.slots[0].name, self.slots[-1].name
+        part = ""
+        if self.span is not None:
+            part = "[{}:{}]".format(*(place - self.slots[0].offset for place in self.span))
+        return f"{first if len(self.slots) == 1 else f'{first} to {last}'}{part}/{self.lane}"
 
     @cached_property
     def start(self) -> int:
-        """First element, in the lane."""
+        """Return the first element, in the lane."""
         return self.slots[0].offset if self.span is None else self.span[0]
 
     @cached_property
     def stop(self) -> int:
-        """One past the last element, padding included."""
+        """Return one past the last element, in the lane, padding included."""
         return self.slots[-1].end if self.span is None else self.span[1]
 
     @cached_property
     def length(self) -> int:
-        """Elements, padding included."""
+        """Return the elements, padding included."""
         return self.stop - self.start
 
     @cached_property
     def numel(self) -> int:
-        """Elements of tensors in it, padding not counted: what a density refers to."""
+        """Return the elements of tensors in it, padding not counted: what a density refers to."""
         return sum(stop - start for start, stop in map(self.inside, self.slots))
 
     def inside(self, slot: Slot) -> tuple[int, int]:
-        """From which to which of its elements one of the tensors lies in the segment, padding not counted."""
+        """Return (start, stop): those elements of one of the tensors that lie in the segment, padding not counted."""
         return max(self.start - slot.offset, 0), min(self.stop - slot.offset, slot.numel)
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes that the segment concatenates; padding appears as a 1-D shape of its own.
+        """Return the shapes that the segment concatenates; padding appears as a 1-D shape of its own.
 
         Of a tensor that is not whole: its whole rows where there is nothing else of it, else a 1-D shape.
         """
@@ -124,6 +132,7 @@ def padded(numel: int) -> int:
 
 
 def _piece(shape: tuple[int, ...], start: int, stop: int) -> tuple[int, ...]:
+    """Return the shape of elements ``start`` to ``stop`` of a tensor: whole rows if they are, else 1-D."""
     row = math.prod(shape[1:])
     if len(shape) > 1 and start % row == stop % row == 0:
         return ((stop - start) // row, *shape[1:])
@@ -131,10 +140,11 @@ def _piece(shape: tuple[int, ...], start: int, stop: int) -> tuple[int, ...]:
 
 
 class Layout:
-    """Slots of all tensors in readiness order, and the length of each lane."""
+    """Hold the slots of all tensors in readiness order, and the length of each lane."""
 
     def __init__(self, tensors: Sequence[tuple[str, tuple[int, ...], Lane]]) -> None:
-        self.lengths: dict[Lane, int] = {}
+        """Lay out ``tensors``, (name, shape, lane) in readiness order."""
+        self.lengths: dict[Lane, int] = {}  # elements of each lane, padding included
         slots = []
         for index, (name, shape, lane) in enumerate(tensors):
             slot = Slot(index, name, shape, lane, self.lengths.get(lane, 0))
@@ -144,11 +154,11 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Elements of all tensors."""
+        """Return the elements of all tensors, padding not counted."""
         return sum(slot.numel for slot in self.slots)
 
     def segments(self, start: int, stop: int) -> list[Segment]:
-        """What a merge buffer of tensors ``start`` to ``stop`` covers: a segment of each lane it touches."""
+        """Return what a merge buffer of tensors ``start`` to ``stop`` covers: a segment of each lane it touches."""
         by_lane: dict[Lane, list[Slot]] = {}
         for slot in self.slots[start:stop]:
             if slot.numel:

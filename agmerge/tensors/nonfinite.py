@@ -35,6 +35,7 @@ class NonFiniteGuard:
 
     def __init__(self) -> None:
         self.found = False  # the other ranks must hear of something that the host knows of
+        self.watches_devices = False  # something was looked at on a device, see `device_flag`
         self._names: dict[str, None] = {}  # of parameters, found on the host
         self._later: list[tuple[str, torch.Tensor]] = []  # found on devices, which are not waited for: bool, 0-dim
         self._alarms: dict[torch.device, torch.Tensor] = {}  # by device: whether any of those is set
@@ -49,6 +50,7 @@ class NonFiniteGuard:
             # The largest magnitude: exact, one pass, and no waiting. (On the CPU it is slow.)
             bad = ~torch.linalg.vector_norm(tensor, torch.inf).isfinite()
             self._later.append((slot.name, bad))
+            self.watches_devices = True
             before = self._alarms.get(tensor.device)
             self._alarms[tensor.device] = bad if before is None else before | bad
             return False

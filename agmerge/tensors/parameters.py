@@ -1,4 +1,4 @@
-"""Which parameters take part, and what they are called."""
+"""Name the parameters of an optimizer, and list those that take part."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparsifiers import Kind
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """A parameter that takes part in the exchange, as it is now."""
+    """Describe a parameter that takes part in the exchange, as it is now."""
 
     name: str
     parameter: torch.Tensor
@@ -25,20 +25,21 @@ class ParameterInfo:
     density: float | None = None  # where the script gives densities by pattern
 
     def describe(self) -> str:
-        """As in a handshake: ``float32[10, 20] cpu sparse``. The number of the device is the rank's own affair."""
+        """Return the text of a handshake: ``float32[10, 20] cpu sparse``. The number of a device does not matter."""
         lane = self.kind.value
         lane += "" if self.density is None else f" at {self.density}"
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} {self.device.type} {lane}"
 
 
 class ParameterTable:
-    """The parameters of an optimizer, by name.
-
-    ``named_parameters`` may name more parameters than the optimizer owns, not fewer; None: names are made
-    from the position. Raises ``ValueError`` with Horovod's texts.
-    """
+    """Name the parameters of an optimizer, and watch which of them need a gradient."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, named_parameters: Iterable[Any] | None) -> None:
+        """Take the names. Raises ``ValueError`` with Horovod's texts.
+
+        ``named_parameters`` may name more parameters than the optimizer owns, not fewer; None: names are made from the
+        position.
+        """
         self.optimizer = optimizer
         self._names: dict[torch.Tensor, str] = {}
         if named_parameters is not None:
@@ -47,7 +48,8 @@ class ParameterTable:
         self.name_all()
 
     def _take_names(self, named: list[Any]) -> None:
-        if not all(isinstance(one, tuple) and len(one) == 2 for one in named):
+        """Take names as given; ``ValueError`` for what is no pair, or a name that comes twice."""
+        if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in named):
             raise ValueError(
                 "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
                 "model.named_parameters()."
@@ -62,6 +64,7 @@ class ParameterTable:
             self._names.setdefault(parameter, name)
 
     def _check_all_named(self) -> None:
+        """Raise ``ValueError`` unless every parameter of the optimizer has a name."""
         unnamed = [
             f"parameter {i} of group {g}, {p.dtype} {list(p.shape)}"
             for g, group in enumerate(self.optimizer.param_groups)
@@ -75,7 +78,7 @@ class ParameterTable:
             )
 
     def name_all(self) -> list[torch.Tensor]:
-        """Give a name to every parameter that has none; all parameters, in the order of the groups."""
+        """Give a name to every parameter that has none; return all parameters, in the order of the groups."""
         taken = set(self._names.values())
         parameters = []
         for g, group in enumerate(self.optimizer.param_groups):
@@ -89,11 +92,14 @@ class ParameterTable:
         return parameters
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        """The name under which ``parameter`` travels."""
+        """Return the name under which ``parameter`` travels."""
         return self._names[parameter]
 
-    def make_dense(self, parameter: torch.Tensor, allowed: bool) -> None:
-        """Replace a gradient of sparse layout by a dense one. ``ValueError`` where that is not ``allowed``."""
+    def make_dense(self, parameter: torch.Tensor, allowed: bool) -> torch.Tensor:
+        """Replace a gradient of sparse layout by a dense one, and return it.
+
+        Raises ``ValueError`` where that is not ``allowed``.
+        """
         assert parameter.grad is not None
         if not allowed:
             raise ValueError(
@@ -102,9 +108,10 @@ class ParameterTable:
                 "build the embedding with sparse=False"
             )
         parameter.grad = parameter.grad.to_dense()
+        return parameter.grad
 
     def active(self) -> list[ParameterInfo]:
-        """The parameters that need a gradient now, in the order of the groups."""
+        """Return the parameters that need a gradient now, in the order of the groups."""
         return [
             ParameterInfo(self._names[p], p, p.dtype, p.device, tuple(p.shape))
             for p in self.name_all()
@@ -112,7 +119,7 @@ class ParameterTable:
         ]
 
     def snapshot(self) -> list[tuple[Any, ...]]:
-        """What must not change unnoticed: membership, dtypes, devices, shapes. Cheap; compare with ``==``."""
+        """Return what must not change unnoticed: membership, dtypes, devices, shapes. Cheap; compare with ``==``."""
         return [
             (id(p), p.dtype, p.device, p.shape)
             for group in self.optimizer.param_groups

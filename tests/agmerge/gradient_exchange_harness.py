@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from inspect import Parameter, signature
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-import agmerge
 import sparsifiers
+from agmerge.options.arguments import Options
 from agmerge.options.config import Config
 from agmerge.options.resolve import resolve
 from agmerge.runtime import process_sets, workers
@@ -22,11 +21,6 @@ from agmerge.tensors.parameters import ParameterInfo
 SHAPES = {"a": (48, 32), "b": (1030,), "c": (64, 32), "small": (7,)}
 SPARSE = {"compression": "topk", "density": 0.05, "dense": []}  # also of what is small
 Tensors = Mapping[str, "Tensor | None"]
-OPTIONS = {
-    name: argument.default
-    for name, argument in signature(agmerge.DistributedOptimizer.__init__).parameters.items()
-    if argument.default is not Parameter.empty and name != "named_parameters"
-}
 
 
 class Table:
@@ -51,14 +45,14 @@ def table(shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Table:
 
 def config_of(**options: Any) -> Config:
     """Return the config of these arguments of ``DistributedOptimizer``, with one merge buffer a tensor by default."""
-    return resolve(**{**OPTIONS, "compression": "none", "exchange": "sparse", "merging": "layerwise", **options})
+    return resolve(Options(**{"compression": "none", "exchange": "sparse", "merging": "layerwise", **options}))
 
 
 def connected(table: Table, config: Config | None = None, **options: Any) -> GradientExchange:
     """Return an exchange of this rank's own, connected to the other ranks. ``config``: instead of ``options``."""
     exchange = GradientExchange(table, config_of(**options) if config is None else config)
     world = workers.world()
-    exchange.connect(world, process_sets.communicator(world, exchange.config.process_set, 30.0), [])
+    exchange.connect(world, process_sets.communicator(world, exchange.config.process_set, 30.0))
     return exchange
 
 

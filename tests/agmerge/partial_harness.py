@@ -55,7 +55,7 @@ def wrapped(model: nn.Module, lr: float = 0.01, **options: Any) -> agmerge.Distr
 def cut(optimizer: agmerge.DistributedOptimizer) -> tuple[int | None, bool]:
     rule = optimizer._reducer.config.partial
     assert rule is not None
-    return rule.most, rule.settled
+    return rule.elements, rule.final
 
 
 def sparse(optimizer: agmerge.DistributedOptimizer) -> set[str]:

@@ -115,7 +115,8 @@ def test_a_gradient_of_sparse_layout_on_one_rank(runs: Runs) -> None:
     ours = runs.found("ours", "agmerge_layouts")
     assert [rank["told"][0] for rank in ours] == [0.0, 0.0]
     assert text_of(ours[1]["not told"]).startswith("ValueError: parameter 'embedding.weight' has a gradient of layout")
-    assert text_of(ours[0]["not told"]).startswith("CollectiveTimeout: buffer 0: ")
+    other = text_of(ours[0]["not told"])  # the error came in the first backward pass, before anything was agreed on
+    assert other.startswith("CollectiveTimeout: membership/digest: ") and "Missing: rank 1" in other
     assert ours[0]["not told"][1] < SHORT + SLACK
 
 

@@ -110,8 +110,9 @@ def test_a_place_goes_back_to_what_it_was_when_the_wait_is_over() -> None:
 def test_a_collective_that_cannot_start_tells_the_same() -> None:
     def body(rank: int) -> None:
         status.current().enter("is in a backward pass", 7)
-        with status.launching("buffer 1", [0]):
-            raise agmerge.PeerLost("buffer 1: shut down")
+        error = agmerge.PeerLost("buffer 1: shut down")
+        status.annotate(error, "buffer 1", [0])
+        raise error
 
     (error,) = testing.run(1, body, return_errors=True)
     assert isinstance(error, agmerge.NoAnswer)

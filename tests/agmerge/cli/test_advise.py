@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 import agmerge
 import merging
 from agmerge.cli import advise
+from agmerge.options.arguments import Options
 from agmerge.planning import advice
 from merging import Curve, Measurements
 
@@ -90,13 +92,17 @@ def test_at_another_density_exempt_tensors_are_as_they_were() -> None:
     assert advice.at(measured(1e-6, 1e-6), 0.1).profile.load.tolist() == [4000, 4000, 4000, 50]
 
 
+def options(**given: object) -> Options:
+    return Options(**(dict.fromkeys(field.name for field in fields(Options)) | given))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("compression", ["topk", "none", "FP16", agmerge.Compression.fp16])
 def test_a_script_is_measured_with_a_choice(compression: object) -> None:
-    given = {"compression": compression, "merging": "agmerge", "exchange": "sparse", "density": 0.02}
+    given = options(compression=compression, merging="agmerge", exchange="sparse", density=0.02)
     widened = advise.widened(given)
-    assert widened["exchange"] == "auto" and widened["density"] == 0.02
-    assert widened["compression"] == "topk"
-    dear = {**given, "merging": "DeAR"}
+    assert widened.exchange == "auto" and widened.density == 0.02
+    assert widened.compression == "topk"
+    dear = options(compression=compression, merging="DeAR", exchange="sparse", density=0.02)
     assert advise.widened(dear) is dear
 
 

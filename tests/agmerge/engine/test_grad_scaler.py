@@ -16,7 +16,7 @@ from torch import nn
 import agmerge
 import merging
 from agmerge.backends import topology
-from agmerge.engine.reducer import TWICE
+from agmerge.errors import TWICE
 
 MODEL = seeded(mlp)
 RECIPES = ["horovod", "plain", "plain, clipped"]
@@ -296,7 +296,7 @@ def test_scaler_and_optimizer_are_copied() -> None:
             optimizer.synchronize()
             optimizer.zero_grad()
         other, copied = pickle.loads(pickle.dumps((model, optimizer)))
-        other_scaler = copied._arguments["scaler"]
+        other_scaler = copied._options.scaler
         other_scaler.scale(loss_of(other, rank, 1)).backward()
         finish("plain", copied, other, other_scaler)
         assert copied.stats()["steps"] == 2

@@ -13,7 +13,7 @@ from support import mlp, on_ranks, random_plan, seeded, train, wrap
 from torch import nn
 
 import merging
-from agmerge.exchanges.routing import RIDE, group_into_messages, key, message_name, segments
+from agmerge.exchanges.routing import RIDE, group_into_messages, message_name, segments
 from agmerge.tensors.layout import Lane, Layout, Segment
 from sparsifiers import Kind
 
@@ -111,7 +111,7 @@ def test_a_key_tells_which_tensors_whatever_the_plan(layout: Layout, seeds: list
     for seed in seeds:
         for ahead in (False, True):
             parts = [part for buffer in cut(layout, seed, ahead) for part in buffer]
-            keys = [key(part) for part in parts]
+            keys = [part.key for part in parts]
             assert len(set(keys)) == len(keys)
             for one, part in zip(keys, parts, strict=True):
                 assert whose.setdefault(one, indices([part])) == indices([part])

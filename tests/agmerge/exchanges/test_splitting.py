@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import merging
-from agmerge.exchanges.routing import key
 from agmerge.exchanges.splitting import cut, split, why_parts_impossible
 from agmerge.tensors.layout import ALIGNMENT, Lane, Layout, Segment
 from sparsifiers import Kind
@@ -42,7 +41,7 @@ def test_pieces_tile_a_segment(layout: Layout, parts: int) -> None:
         assert pieces[0].start == segment.start and sum(piece.length for piece in pieces) == segment.length
         assert sum(piece.numel for piece in pieces) == segment.numel and all(piece.numel for piece in pieces)
         assert all(piece.start % ALIGNMENT == 0 for piece in pieces)
-        assert len({key(piece) for piece in pieces}) == len(pieces)
+        assert len({piece.key for piece in pieces}) == len(pieces)
         even = segment.length / parts
         assert max(piece.length for piece in pieces) <= 1.5 * even + ALIGNMENT
         found: dict[int, list[tuple[int, int]]] = {}
@@ -105,10 +104,10 @@ def test_cuts_are_between_tensors_where_one_ends_near_by() -> None:
 
 def test_keys_tell_parts_apart_and_do_not_depend_on_what_lies_before() -> None:
     behind = Layout([("first", (500,), SPARSE), ("t0", (64, 48), SPARSE)]).segments(1, 2)
-    keys = [key(piece) for piece in cut(only((64, 48)), 2)]
+    keys = [piece.key for piece in cut(only((64, 48)), 2)]
     assert keys == [f"t0[0:1536]/{SPARSE}", f"t0[1536:3072]/{SPARSE}"]
-    assert keys == [key(piece) for piece in cut(behind[0], 2)]
-    assert key(only((64, 48))) == f"t0/{SPARSE}" not in keys
+    assert keys == [piece.key for piece in cut(behind[0], 2)]
+    assert only((64, 48)).key == f"t0/{SPARSE}" not in keys
 
 
 @settings(deadline=None)

@@ -176,7 +176,7 @@ def test_a_gradient_of_sparse_layout_is_refused_by_name(step: int) -> None:
             optimizer.step()
         optimizer.zero_grad()
         model.words.sparse = True
-        with pytest.raises(ValueError) as raised:  # in the first step by step(), later by backward()
+        with pytest.raises(ValueError) as raised:  # by backward()
             model.loss(rank, step).backward()
             optimizer.step()
         with pytest.raises(agmerge.AGMergeError, match="error ended this exchange: parameter 'words.weight'"):

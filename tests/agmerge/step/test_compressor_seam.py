@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import pytest
 import torch
@@ -12,7 +12,6 @@ from torch import nn
 
 import agmerge
 from agmerge import testing
-from agmerge.options import resolve as resolving
 from agmerge.options.compressors import Cast
 from sparsifiers import Compressor, Kind
 
@@ -96,15 +95,17 @@ def test_ranks_with_other_options_of_it_do_not_begin() -> None:
     assert "counting(unit=2)" in agreed([str(error) for error in errors])
 
 
-def test_an_optimizer_trains_with_it_and_its_state_survives_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one place that names the library's own compressors is the one that reads ``compression=``."""
+def test_an_optimizer_trains_with_it_and_its_state_survives_a_restart() -> None:
+    """Handed over as an object, as a sparsifier of one's own is."""
 
-    def body(rank: int, model: nn.Module) -> tuple[list[str], dict[str, object], dict[str, object]]:
-        optimizer = wrap(model, compression="none")
+    def body(
+        rank: int, model: nn.Module, compression: Callable[[], object]
+    ) -> tuple[list[str], dict[str, object], dict[str, object]]:
+        optimizer = wrap(model, compression=compression())
         digests = train(model, optimizer, rank, range(3))
         saved = through_a_file(optimizer.state_dict())
         optimizer.close()
-        resumed = wrap(model, sgd(model), compression="none")
+        resumed = wrap(model, sgd(model), compression=compression())
         resumed.load_state_dict(saved)
         resumed.zero_grad()
         backward(model, rank, 3)
@@ -112,8 +113,13 @@ def test_an_optimizer_trains_with_it_and_its_state_survives_a_restart(monkeypatc
         return [*digests, digest(model)], saved["agmerge"]["compressor"], resumed.state_dict()["agmerge"]["compressor"]
 
     model = seeded(mlp)
-    expected, *_ = agreed(on_ranks(2, model, body))
-    monkeypatch.setattr(resolving, "compressor_of", lambda compression, density: Counting())
-    digests, before, after = agreed(on_ranks(2, model, body))
+    expected, *_ = agreed(on_ranks(2, model, lambda rank, net: body(rank, net, lambda: "none")))
+    digests, before, after = agreed(on_ranks(2, model, lambda rank, net: body(rank, net, Counting)))
     assert digests == expected
     assert before == ("counting(unit=1)", {"agreements": 1}) and after == ("counting(unit=1)", {"agreements": 2})
+
+
+@pytest.mark.parametrize("options", [{"wire": "fp16"}, {"density": {".*": 0.1}}, {"exchange": "masked"}], ids=str)
+def test_what_is_about_selection_is_refused_with_it(options: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="is about .* sends every element"):
+        wrap(seeded(mlp), compression=Counting(), **options)

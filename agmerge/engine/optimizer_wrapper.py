@@ -1,0 +1,78 @@
+"""Wrap an optimizer by composition: what is its own stays its own."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+
+class OptimizerWrapper(torch.optim.Optimizer):
+    """Stand for ``optimizer``: groups, state, defaults and hooks are its own, and so is everything unknown here.
+
+    Classes below set ``optimizer`` and do not call ``super().__init__()``, which would make other groups and hooks.
+    """
+
+    optimizer: torch.optim.Optimizer  # the inner one
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Return the inner optimizer's own list."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """Return the inner optimizer's own state."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Return the inner optimizer's own defaults."""
+        return self.optimizer.defaults
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # not set up yet: while unpickling
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        """Run ``hook`` once a step, after the gradients have been combined. It gets the inner optimizer."""
+        return self.optimizer.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        """Run ``hook`` once a step, after the inner optimizer's. It gets the inner optimizer."""
+        return self.optimizer.register_step_post_hook(hook)
+
+    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """Register ``hook`` with the inner optimizer."""
+        return self.optimizer.register_state_dict_pre_hook(hook, prepend)
+
+    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """Register ``hook`` with the inner optimizer."""
+        return self.optimizer.register_state_dict_post_hook(hook, prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """Register ``hook`` with the inner optimizer."""
+        return self.optimizer.register_load_state_dict_pre_hook(hook, prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """Register ``hook`` with the inner optimizer."""
+        return self.optimizer.register_load_state_dict_post_hook(hook, prepend)
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise unless ``optimizer`` can be wrapped.
+
+    ``TypeError`` for what is no optimizer and for a wrapper around one, ``ValueError`` if it needs closures.
+    """
+    if isinstance(optimizer, OptimizerWrapper):
+        raise TypeError("this optimizer is a DistributedOptimizer already; wrap the plain one, once")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if isinstance(optimizer, torch.optim.LBFGS) or (closure and closure.default is inspect.Parameter.empty):
+        raise ValueError(
+            f"{type(optimizer).__name__} calls a closure by itself, several times a step; its gradients cannot be "
+            "combined between the calls. Use an optimizer whose step() needs no closure"
+        )

@@ -1,0 +1,79 @@
+"""Compare replicas to the bit, by name (guarantee G11), and make them equal again."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from agmerge.backends import Backend
+from agmerge.backends.handshake import gather_bytes, ranks_of
+from agmerge.errors import DivergenceError
+from agmerge.runtime import workers
+from agmerge.runtime.broadcast import broadcast_optimizer_state, broadcast_parameters, plain_state
+from agmerge.tensors.parameters import ParameterTable
+
+DIGEST_BYTES = 16
+
+
+def compare_replicas(comm: Backend, members: ParameterTable, steps: int, timeout: float) -> None:
+    """Collective. Raise :class:`agmerge.DivergenceError` on every rank unless all parameters are equal to the bit.
+
+    Reads every parameter once, and costs one all-gather of 16 bytes for each of them.
+
+    Args:
+        comm: the ranks whose replicas are compared.
+        members: the parameters, with the names that the error has.
+        steps: how many were committed, for the error.
+        timeout: seconds.
+    """
+    parameters = members.name_all()
+    own = b"".join(digest(parameter) for parameter in parameters)
+    rows = gather_bytes(comm, own, "check_every", timeout)
+    for i, parameter in enumerate(parameters):
+        digests = [row[DIGEST_BYTES * i : DIGEST_BYTES * (i + 1)].hex() for row in rows]
+        if len(set(digests)) > 1:
+            sets = "; ".join(f"{value[:8]} on {ranks_of(digests, value)}" for value in dict.fromkeys(digests))
+            raise DivergenceError(
+                f"step {steps}: replicas differ, first in parameter {members.name_of(parameter)!r}: digest "
+                f"{sets}. Something changed parameters on some ranks only: start them with "
+                "broadcast_parameters, and change them only through the optimizer, or in the same way on every "
+                "rank"
+            )
+
+
+def level_replicas(
+    comm: Backend, members: ParameterTable, optimizer: torch.optim.Optimizer, root: int, timeout: float
+) -> None:
+    """Collective. Give every rank the parameters and optimizer state of rank ``root``, if those of any rank differ.
+
+    Raises :class:`agmerge.DivergenceError` on every rank where they differ among the ranks of a process set.
+
+    Args:
+        comm: the ranks whose replicas are compared.
+        members: the parameters.
+        optimizer: the wrapped one, whose state is compared too.
+        root: a rank of ``comm``.
+        timeout: seconds, for the comparison.
+    """
+    parameters, fingerprint = members.name_all(), hashlib.blake2b(digest_size=DIGEST_BYTES)
+    state, tensors = plain_state(optimizer)
+    for tensor in (*parameters, *tensors):
+        fingerprint.update(digest(tensor))
+    fingerprint.update(repr(state).encode())
+    if len(set(gather_bytes(comm, fingerprint.digest(), "join/replicas", timeout))) == 1:
+        return
+    if comm.size < workers.size():
+        raise DivergenceError(
+            "join(): the ranks of this process set differ after it. Clip gradients and change learning rates in hooks "
+            "of the optimizer's step (register_step_pre_hook, register_step_post_hook), which run on ranks that have "
+            "joined too"
+        )
+    broadcast_parameters(parameters, root_rank=root)
+    broadcast_optimizer_state(optimizer, root_rank=root)
+
+
+def digest(tensor: torch.Tensor) -> bytes:
+    """Return 16 bytes that differ if a bit of ``tensor`` does. Copies it only from a device, or out of its strides."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(flat.numpy().data, digest_size=DIGEST_BYTES).digest()

@@ -1,0 +1,53 @@
+"""Hold the arguments of a wrapper as a script gave them, before anything is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from agmerge.ops import Average
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Options:
+    """Hold the options of a :class:`agmerge.DistributedOptimizer`, whose docstring says what they mean.
+
+    :func:`agmerge.options.resolve.resolve` checks them. They are in the order of the constructor's arguments, with
+    its defaults; the optimizer and the names of its parameters are no options.
+    """
+
+    compression: Any = "auto"  # a name, a sparsifiers.Sparsifier, agmerge.Compression or Horovod's
+    backward_passes_per_step: Any = 1
+    op: Any = Average  # a ReduceOp, or a constant of Horovod's
+    gradient_predivide_factor: float = 1.0
+    num_groups: Any = 0  # Horovod's old name of groups
+    groups: Any = None  # a number, lists of parameters, or None
+    sparse_as_dense: bool = False
+    process_set: Any = None
+    density: Any = 0.01  # a number, {pattern: number} or "importance"
+    warmup: Any = None
+    memory: Any = None  # a name, a sparsifiers.Memory, or None: the compressor's own
+    dense: Any = None  # patterns, a callable, "partial", or None: small parameters
+    merging: Any = "agmerge"  # a planner, a plan, the name of the one or the path of the other
+    sparsify: str = "auto"
+    exchange: str = "auto"
+    wire: str = "auto"
+    dense_sum: str = "native"
+    scaler: Any = None  # a torch.amp.GradScaler, or None
+    nonfinite: Any = None  # a name of tensors.nonfinite.POLICIES; None: as the scaler makes it
+    timeout: float | None = None  # seconds; None: the default
+    check_every: Any = 0  # steps
+    unused: str = "none"
+    model: torch.nn.Module | None = None  # of merging="dear"
+
+    @classmethod
+    def from_saved(cls, arguments: Mapping[str, Any]) -> Options:
+        """Return the options of a pickled wrapper, by name.
+
+        What an older release had and this one has not is left out; what it had not is as by default.
+        """
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in arguments.items() if name in known})
