@@ -87,8 +87,9 @@ def test_a_change_that_only_one_rank_makes_is_the_same_error_on_all() -> None:
     assert "b float32[1030]" in agreed([str(error) for error in errors])
 
 
-def test_what_is_kept_can_be_taken_elsewhere() -> None:
-    """In a group of its own, as after a restart: the steps to come are the same to the bit."""
+@pytest.mark.parametrize("others", [0, 2])
+def test_what_is_kept_can_be_taken_elsewhere(others: int) -> None:
+    """By an exchange in another group, which may have made other steps: those to come are the same to the bit."""
 
     def through(rank: int) -> tuple[Any, list[str]]:
         exchange = connected(table(), compression="adtopk", density=0.05, merging="threshold")
@@ -101,6 +102,8 @@ def test_what_is_kept_can_be_taken_elsewhere() -> None:
 
     def again(rank: int) -> list[str]:
         exchange = connected(table(), compression="adtopk", density=0.05, merging="threshold")
+        for step in range(others):
+            stepped(exchange, drawn(rank, 70 + step))
         state, steps, plan, remembered = uninterrupted[rank][0]
         exchange.config.compressor.load_state_dict(remembered)
         exchange.restore(state, steps, plan)
