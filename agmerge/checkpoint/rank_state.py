@@ -92,6 +92,7 @@ def load(reducer: Reducer, section: Mapping[str, Any] | None, *, own: bool = Fal
     """
     exchange = reducer.exchange
     reducer.check_idle("load_state_dict()")
+    reducer.discard()  # what a synchronize() without step() has left
     if section is not None and RANKS in section:
         section = _own_part(exchange, section)
     if section is None:
@@ -106,7 +107,6 @@ def load(reducer: Reducer, section: Mapping[str, Any] | None, *, own: bool = Fal
     if section is not None:
         exchange.adopt(replace(exchange.config, partial=dense_cutoff.from_checkpoint(exchange.config.partial, section)))
     exchange.restore(restored.state, restored.steps, restored.plan, restored.budgets, restored.origin, restored.shard)
-    reducer.discard()
     _reopen_step(reducer, restored.window)
 
 

@@ -94,7 +94,8 @@ class GradientExchange(AgreedState):
         """Collective. Send what is left, receive, and return the combined tensors.
 
         ``gradient_of``: asked for each tensor that was not handed over, by name. ``flags``: what this rank says to all.
-        Raises :class:`agmerge.NonFiniteError` on every rank, as ``config.nonfinite`` has it; nothing is broken then.
+        Raises :class:`agmerge.NonFiniteError` on every rank, as ``config.nonfinite`` has it: nothing is broken then,
+        and the step begins anew.
         """
 
         def late(name: str) -> torch.Tensor | None:
@@ -106,13 +107,18 @@ class GradientExchange(AgreedState):
         with self.breaking():
             attempt = self._attempt(flags)
             if attempt is None or not attempt.receive(late):
+                if attempt is not None:
+                    attempt.undo()
                 attempt = self._new_round(self.agree_anew(list(self._handed)), dirty=False, flags=flags)
+                self._round = attempt
                 if not attempt.receive(late):
                     raise AGMergeError("parameters changed while ranks agreed on them; change them between steps")
             self.times.observe(attempt.recorder)
             error = resolve_nonfinite(attempt)
-            attempt.withdraw()
+            if attempt.nonfinite:
+                attempt.undo()
         if error is not None:
+            self.discard()
             raise error
         return Combined(attempt, self.config.zero_unused)
 
@@ -123,10 +129,12 @@ class GradientExchange(AgreedState):
         self.steps = self.step = self.step + 1
         layout, tensors = self.buffers.layout, self.buffers.tensors
         self.totals.stepped(len(self.buffers.messages), layout.numel, tensors.numel)
-        self.discard()
+        self._handed, self._round = {}, None
 
     def discard(self) -> None:
-        """Begin the step anew: nothing of it is kept."""
+        """Begin the step anew: nothing of it is kept, neither in residuals nor in what a compressor remembers."""
+        if self._round is not None:
+            self._round.undo()
         self._handed, self._round = {}, None
 
     def restore(

@@ -28,7 +28,7 @@ class Round:
 
     1. :meth:`add` takes each tensor's gradient as it becomes ready, and sends every merge buffer that is complete.
     2. :meth:`receive` takes the tensors that are missing, waits for every message and writes the updates.
-    3. :meth:`withdraw` undoes what sparsifiers remember of an attempt that comes to nothing.
+    3. :meth:`undo` undoes what sparsifiers remember of an attempt that comes to nothing.
 
     ``dirty``: this rank's parameters are no longer those of ``buffers``. It sends what the plan asks for, but
     empty, and says so in every message; then all ranks discard the attempt. ``flags``: what else it says in every
@@ -218,7 +218,6 @@ class Round:
 
     # -- 3. or nothing comes of it ----------------------------------------------------------------------------------
 
-    def withdraw(self) -> None:
-        """If the attempt comes to nothing, leave nothing of it but the updates."""
-        if self.nonfinite:
-            self.buffers.config.compressor.load_state_dict(self._known)
+    def undo(self) -> None:
+        """Make the compressor remember what it did before this attempt. Residuals are as they were anyway."""
+        self.buffers.config.compressor.load_state_dict(self._known)

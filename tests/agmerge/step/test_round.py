@@ -118,7 +118,7 @@ def test_what_is_not_finite_is_known_to_all_and_left_out_of_residuals() -> None:
         tensors["b"][5] = torch.nan if rank == 1 else 0.0
         under_way = attempt(buffers)
         assert under_way.receive(tensors.get) and under_way.guard.parameters_found() == ["b"] * (rank == 1)
-        under_way.withdraw()
+        under_way.undo()
         return under_way.nonfinite, kept(buffers) == before
 
     assert agreed(testing.run(2, body)) == (True, True)
