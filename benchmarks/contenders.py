@@ -63,7 +63,9 @@ SPARSIFIERS = ("topk", "dgc", "adtopk", "gaussiank", "redsync", "sidco-gp", "thr
 # For converge.py: every planner at topk, every sparsifier at agmerge.
 PLANNED = {f"topk, {name}": ours(compression="topk", exchange="sparse", merging=name) for name in PLANNERS}
 SELECTED = {f"{name}, agmerge": ours(compression=name, exchange="sparse") for name in SPARSIFIERS}
-KNOWN = {**CONTENDERS, **PLANNED, **SELECTED}
+# Before tensors are merged, or of the whole merge buffer: docs/measurements.md.
+ORDERED = {f"topk, {mode}": ours(compression="topk", exchange="sparse", sparsify=mode) for mode in ("ahead", "behind")}
+KNOWN = {**CONTENDERS, **PLANNED, **SELECTED, **ORDERED}
 
 
 def workload(model: str) -> Any:
