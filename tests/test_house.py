@@ -363,3 +363,19 @@ def test_a_broken_rule_is_found(rule: str) -> None:
     name, source, complaint = BAD[rule]
     found = problems({**GOOD, name: source}, PACKAGES_OF_EXAMPLES)
     assert len(found) == 1 and complaint in found[0]
+
+
+def test_rooms_levels_and_arrows_are_counted() -> None:
+    """Of a tower of three rooms, and of one more that stands beside it."""
+    tower = {
+        "agmerge.errors": "",
+        "agmerge.tensors.arena": "from agmerge.errors import E\nfrom agmerge.tensors import layout",
+        "agmerge.tensors.layout": "",
+        "agmerge.step.round": "def f() -> None:\n    from agmerge.tensors.arena import A\nimport agmerge.errors",
+        "agmerge.metrics.totals": "import merging",
+        "merging": "",
+    }
+    found = arrows(tower)
+    assert set(found) == {("tensors", "errors"), ("step", "tensors"), ("step", "errors")}
+    assert found["step", "tensors"] == "agmerge.step.round:2" and levels(tower) == 3
+    assert levels({"agmerge.errors": ""}) == 1 and misplaced(tower) == []

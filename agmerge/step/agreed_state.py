@@ -282,6 +282,10 @@ class AgreedState:
         if self.comm is None:
             self.shard = shard
         self._stale = self.buffers is not None
+        self.discard()
+
+    def discard(self) -> None:
+        """Begin the step anew. Here there is none: see :class:`agmerge.step.gradient_exchange.GradientExchange`."""
 
     def carry(self, kind: str, name: str, tensor: torch.Tensor | None) -> None:
         """Keep ``tensor`` for the next agreement, in place of what is carried of this kind and name; None: nothing."""

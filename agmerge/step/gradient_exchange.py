@@ -15,13 +15,12 @@ from functools import cached_property
 
 import torch
 
-import merging
 from agmerge.backends import Backend
 from agmerge.errors import AGMergeError
 from agmerge.exchanges.message.format import Flag
 from agmerge.options.config import TWO_LEVEL, Config
 from agmerge.step.agreed_state import AgreedState, OnAgreement, TensorTable
-from agmerge.step.merge_buffers import MergeBuffers, State
+from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.nonfinite_verdict import resolve_nonfinite
 from agmerge.step.round import GradientOf, Round
 from agmerge.step.two_level_round import TwoLevelRound
@@ -136,19 +135,6 @@ class GradientExchange(AgreedState):
         if self._round is not None:
             self._round.undo()
         self._handed, self._round = {}, None
-
-    def restore(
-        self,
-        state: State,
-        steps: int,
-        plan: merging.Plan | None,
-        budgets: dict[str, int] | None = None,
-        origin: tuple[int, int] | None = None,
-        shard: tuple[int, int] | None = None,
-    ) -> None:
-        """Begin the step anew, with what was kept elsewhere: see :meth:`AgreedState.restore`."""
-        super().restore(state, steps, plan, budgets, origin, shard)
-        self.discard()
 
     def leave(self) -> None:
         """Forget the group, and how it broke. What is kept is carried over as it was after the last step."""
