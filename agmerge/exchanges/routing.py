@@ -8,6 +8,7 @@ from functools import cached_property
 
 from agmerge.exchanges import Exchange
 from agmerge.tensors.layout import Lane, Layout, Segment, Slot
+from sparsifiers import Kind
 
 # Bytes that riding dense segments may add to what a rank receives: about what an all-reduce of their own costs
 # to start (0.5 ms at 1 Gbit/s): a rule, not a measurement.
@@ -51,13 +52,15 @@ def group_into_messages(segments: Sequence[Segment], size: int, *, ride: bool = 
     """Decide which segments of a merge buffer share a message, between ``size`` ranks.
 
     Per device, sparse segments share one, and, with ``ride``, the dense ones come along while an all-gather of them
-    is not much dearer than an all-reduce: it receives ``(W-1) m`` bytes instead of ``2 (W-1)/W m``.
+    is not much dearer than an all-reduce: it receives ``(W-1) m`` bytes instead of ``2 (W-1)/W m``. Every other segment
+    has a message of its own.
     """
     messages: list[list[Segment]] = []
     for device in dict.fromkeys(segment.lane.device for segment in segments):
         on_device = [segment for segment in segments if segment.lane.device == device]
         sparse = [segment for segment in on_device if segment.lane.sparse]
-        dense = [segment for segment in on_device if not segment.lane.sparse]
+        dense = [segment for segment in on_device if segment.lane.kind is Kind.DENSE]
+        messages += [[segment] for segment in on_device if segment not in sparse and segment not in dense]
         riding = sum(segment.length * segment.lane.dtype.itemsize for segment in dense)
         if ride and sparse and riding * (size - 1) * (1 - 2 / size) <= RIDE:
             messages.append(sparse + dense)

@@ -10,8 +10,9 @@ from agmerge.exchanges.dense import DenseExchange
 from agmerge.exchanges.masked import MaskedExchange
 from agmerge.exchanges.oktopk.exchange import OkTopkExchange
 from agmerge.exchanges.sparse import SparseExchange
+from sparsifiers import Kind
 
-__all__ = ["DENSE", "EXCHANGES", "ExchangeContext"]
+__all__ = ["DENSE", "EXCHANGES", "ExchangeContext", "exchange_of"]
 
 DENSE = DenseExchange  # of dense segments, and of merge buffers that are planned dense
 EXCHANGES: dict[str, type[Exchange]] = {
@@ -21,3 +22,8 @@ EXCHANGES: dict[str, type[Exchange]] = {
     "masked": MaskedExchange,
     "two-level": SparseExchange,  # between nodes; inside one, see node_shards
 }
+
+
+def exchange_of(kind: Kind, name: str) -> type[Exchange]:
+    """Return what carries lanes of a kind. ``name``: what ``exchange=`` says; it is about what a sparsifier selects."""
+    return EXCHANGES[name] if kind is Kind.SPARSE else DENSE

@@ -11,10 +11,11 @@ import numpy as np
 from agmerge.backends.handshake import gather_bytes
 from agmerge.exchanges import Exchange
 from agmerge.options.config import AUTO
-from agmerge.planning.message_timing import BURST, MessageTimer
+from agmerge.planning.message_timing import BURST, MessageTimer, unobserved
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.layout import Layout, Segment
 from merging import Curve
+from sparsifiers import Kind
 
 SPEND = 3.0  # seconds, about, for all probes together
 WORTH = 3.0  # steps' worth of time that may be spent if that is more: whole messages are timed on slow networks too
@@ -62,19 +63,20 @@ def probe(buffers: MergeBuffers, step: int, backward: float, finish: float = 0.0
         finish: seconds of a step's exchange, the same on all ranks.
     """
     config, spend = buffers.config, max(SPEND, WORTH * finish)
-    sparse, dense = buffers.exchanges()
+    exchanges = buffers.exchanges()
+    compressed, dense = exchanges[config.compressor.kind], exchanges[Kind.DENSE]
     segments = sizes(buffers.layout)
     if not segments[0].lane.sparse:
         times = _sample(buffers, segments, dense, step, backward, spend)
         overhead = _cpu_overhead_of_message(MessageTimer(buffers, segments[0], dense, step, backward), times)
         return MeasuredCosts(None, Curve.fit(times.exchange), None, Curve((0,), (overhead,)))
-    times = _sample(buffers, segments, sparse, step, backward, spend)
-    overhead = _cpu_overhead_of_message(MessageTimer(buffers, segments[0], sparse, step, backward), times)
-    per_vector = _overhead_per_extra_vector(buffers, segments[-1], sparse, step)
+    times = _sample(buffers, segments, compressed, step, backward, spend)
+    overhead = _cpu_overhead_of_message(MessageTimer(buffers, segments[0], compressed, step, backward), times)
+    per_vector = _overhead_per_extra_vector(buffers, segments[-1], compressed, step)
     choice: Curve | None = None
     if config.exchange == AUTO:  # the last one: it leaves nothing to select from
         choice = Curve.fit(_sample(buffers, segments, dense, step, backward, spend).exchange)
-    config.compressor.retain(buffers.keys())
+    unobserved(config.compressor).retain(buffers.keys())
     return MeasuredCosts(
         Curve.fit(_plus(per_vector, times.selection), zero=True),
         Curve.fit(times.exchange),

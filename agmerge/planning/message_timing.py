@@ -12,7 +12,7 @@ from agmerge.exchanges import Exchange, InFlight, SegmentBuffers
 from agmerge.exchanges.message.format import RoundHeader
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.layout import Segment
-from sparsifiers import Selection, Sparsifier
+from sparsifiers import Compressor, Selection, Sparsifier
 from sparsifiers.observed import Observed
 
 PIECE_OF_WORK = torch.ones(128, 128)  # its product with itself takes a tenth of a millisecond, more or less
@@ -116,8 +116,7 @@ class MessageTimer:
         """Select from the segment under a key of its own; return None where it is sent whole."""
         if not self._exchange.sparse or not self.segment.lane.sparse:
             return None
-        compressor = self.buffers.config.compressor
-        sparsifier = compressor.wrapped if isinstance(compressor, Observed) else compressor  # figures are of training
+        sparsifier = unobserved(self.buffers.config.compressor)
         assert isinstance(sparsifier, Sparsifier)  # the lane is a sparse one
         work, k, shapes = self.buffers.vector(self.segment, self.step)
         return sparsifier.select(work, k=k, key=f"probe of {self.segment.numel}", step=self.step, shapes=shapes)
@@ -146,3 +145,8 @@ def _zeros(segment_buffers: SegmentBuffers) -> SegmentBuffers:
     shared = segment_buffers.work.data_ptr() == segment_buffers.update.data_ptr()
     work = torch.zeros_like(segment_buffers.work) if shared else segment_buffers.work.zero_()
     return SegmentBuffers(segment_buffers.segment, work, segment_buffers.update)
+
+
+def unobserved(compressor: Compressor) -> Compressor:
+    """Return the compressor without the one that watches it: figures are of training, and not of probes."""
+    return compressor.wrapped if isinstance(compressor, Observed) else compressor

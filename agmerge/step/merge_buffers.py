@@ -16,7 +16,6 @@ from agmerge.backends import Backend
 from agmerge.backends.handshake import Fact
 from agmerge.backends.topology import Nodes
 from agmerge.exchanges import (
-    DenseExchange,
     Exchange,
     ExchangeContext,
     SegmentBuffers,
@@ -26,7 +25,7 @@ from agmerge.exchanges.node_shards import NodeShards, sharded
 from agmerge.exchanges.reduce_scatter import ScatterExchange
 from agmerge.exchanges.routing import AHEAD, Message, group_by, group_into_messages, message_name
 from agmerge.exchanges.splitting import split
-from agmerge.exchanges.table import DENSE, EXCHANGES
+from agmerge.exchanges.table import exchange_of
 from agmerge.metrics.step_times import clock_for
 from agmerge.options.config import Config
 from agmerge.step.importance import GradientEnergy
@@ -100,37 +99,32 @@ class MergeBuffers:
 
     def rebuild(self, plan: merging.Plan) -> None:
         """Send by ``plan`` from now on; its order is the one in use. No data moves. Nothing may be in flight."""
-        sparse, dense = self.exchanges()
+        exchanges = self.exchanges()
         if self.config.model is not None:  # merging="dear": each all-reduce in two halves
-            dense = ScatterExchange(self.exchange_context())
-        self.dense, self.plan = dense, plan
+            exchanges[Kind.DENSE] = ScatterExchange(self.exchange_context())
+        self.dense, self.plan = exchanges[Kind.DENSE], plan
+        compressed = exchanges[self.config.compressor.kind]
         self._fixed_budgets = {}
         self.updates.rebuild(plan.bounds)
         self.fingerprint = zlib.crc32(plan.dumps().encode()) & 0x7FFFFFFF
-        ride = sparse.carries_dense and not self.config.ordered
+        ride = compressed.carries_dense and not self.config.ordered
         self.messages: list[list[Message]] = []  # of each merge buffer
         kinds = zip(plan.bounds, plan.labels, plan.dense, plan.parts, strict=True)
         for index, (bounds, label, goes_dense, parts) in enumerate(kinds):
             segments = routing.segments(self.layout, *bounds, label == AHEAD and not goes_dense)
             if goes_dense:
                 groups = group_by(segments, lambda lane: (lane.device, lane.dtype))
-            elif sparse.mixes_lanes:
+            elif compressed.mixes_lanes:
                 groups = group_into_messages(segments, self.across.size, ride=ride)
             else:
                 groups = group_by(segments, lambda lane: lane)
             if parts > 1:
                 groups = [message for group in groups for message in split(group, parts)]
-            self.messages.append(
-                [
-                    Message(
-                        message_name(index, number),
-                        index,
-                        sparse if selects(group, goes_dense) else dense,
-                        tuple(group),
-                    )
-                    for number, group in enumerate(groups)
-                ]
-            )
+            messages = []
+            for number, group in enumerate(groups):
+                exchange = exchanges[Kind.DENSE if goes_dense else group[0].lane.kind]
+                messages.append(Message(message_name(index, number), index, exchange, tuple(group)))
+            self.messages.append(messages)
         self.buffer_of = [index for index, count in enumerate(plan.counts) for _ in range(count)]
         # By slot: its own segment, if it is selected from before it is merged; in parts, each is when its turn comes.
         self.presparsified = {
@@ -152,10 +146,10 @@ class MergeBuffers:
         rate = None if rates is None else rates.by_slot(self.parameters)
         return Arena(lane, length, slots, self.config.memory_of(lane.kind), self.comm.size, rate)
 
-    def exchanges(self) -> tuple[Exchange, DenseExchange]:
-        """Return new exchanges, of the sparse and of the dense lane."""
-        context = self.exchange_context()
-        return EXCHANGES[self.config.exchange](context), DENSE(context)
+    def exchanges(self) -> dict[Kind, Exchange]:
+        """Return new exchanges, one for each kind of lane that there may be."""
+        context, kinds = self.exchange_context(), {Kind.DENSE, self.config.compressor.kind}
+        return {kind: exchange_of(kind, self.config.exchange)(context) for kind in kinds}
 
     def exchange_context(self) -> ExchangeContext:
         """Return what the exchanges of these merge buffers are made from."""
@@ -299,11 +293,6 @@ class MergeBuffers:
     def budgets_by_name(self) -> dict[str, int] | None:
         """Return how many elements of each tensor to send, by importance; None while that is not known."""
         return None if self.budgets is None else {slot.name: self.budgets[slot.index] for slot in self.layout.slots}
-
-
-def selects(group: Sequence[Segment], goes_dense: bool) -> bool:
-    """Tell whether a message of a merge buffer carries what a sparsifier selects."""
-    return group[0].lane.sparse and not goes_dense
 
 
 def _lane(member: ParameterInfo) -> Lane:
