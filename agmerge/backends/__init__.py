@@ -4,7 +4,8 @@
 ``horovod`` are the backends. ``timeouts``, ``status`` and ``addresses``: what waiting and connecting need.
 ``handshake`` and ``topology``: what ranks agree on and where they run. ``diagnosis`` and ``collective_marks``: checks.
 
-Backend libraries are imported when a backend is opened, never when this package is imported.
+Backend libraries are imported when a backend is opened, never when this package is imported. May import the ground
+files (errors, ops, version), and nothing else of the house.
 """
 
 from __future__ import annotations

@@ -1,4 +1,12 @@
-"""Combine the messages of all ranks: one exchange a file, by name in `table`."""
+"""Combine the messages of all ranks: one exchange a file, by name in ``table``.
+
+``base``: what an exchange is; ``multi_round``: one of several rounds. ``dense``, ``sparse``, ``masked`` (with
+``mask_votes``), ``oktopk/`` and ``reduce_scatter`` are the exchanges; ``all_reduce``: sums that several need.
+``node_shards``: the stage inside a node. ``message/``: what a message looks like. ``routing`` and ``splitting``: which
+segments of a merge buffer share one.
+
+May import backends/, tensors/ and the package ``sparsifiers``.
+"""
 
 from __future__ import annotations
 
