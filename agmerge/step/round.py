@@ -48,6 +48,7 @@ class Round:
         self._batches: dict[int, list[tuple[Slot, torch.Tensor]]] = {}  # by merge buffer: not yet in `work`
         self._offers: dict[int, Selection] = {}  # by slot, of tensors that are sparsified ahead
         self._in_flight: list[list[tuple[Message, InFlight]]] = []  # per merge buffer that was sent
+        self._counted: dict[int, tuple[int, int]] = {}  # bytes and elements of each message that are in the totals
         self._arrived = 0  # merge buffers whose messages are known to be here
         self._known = buffers.config.compressor.snapshot()  # what it remembers, before this attempt
 
@@ -144,7 +145,9 @@ class Round:
         ]
         used = tuple(self._added[slot.index] for slot in message.slots)
         header = self._header(message.buffer, used, loads[0].work.device)
-        return message.exchange.start(message.name, loads, offers, header)
+        in_flight = message.exchange.start(message.name, loads, offers, header)
+        self._count_bytes(in_flight)
+        return in_flight
 
     def _header(self, buffer: int, used: tuple[bool, ...], device: torch.device) -> RoundHeader:
         flags = self.flags | (Flag.REPLAN if self.dirty else 0) | (Flag.NONFINITE if self.guard.found else 0)
@@ -174,6 +177,14 @@ class Round:
             self.recorder.arrived()
             self._arrived += 1
 
+    def _count_bytes(self, in_flight: InFlight) -> None:
+        """Put into the totals what is new of a message: some go on sending after their start."""
+        size, elements = self._counted.get(id(in_flight), (0, 0))
+        if (in_flight.bytes, in_flight.elements) != (size, elements):
+            codecs = None if size else in_flight.codecs
+            self.totals.sent(in_flight.bytes - size, in_flight.elements - elements, codecs)
+            self._counted[id(in_flight)] = (in_flight.bytes, in_flight.elements)
+
     # -- 2. updates come back -------------------------------------------------------------------------------------
 
     def receive(self, gradient_of: GradientOf) -> bool:
@@ -190,7 +201,7 @@ class Round:
             self.recorder.mark(buffer)
             headers = [message.exchange.wait(in_flight) for message, in_flight in messages]
             for _, in_flight in messages:
-                self.totals.sent(in_flight.bytes, in_flight.elements, in_flight.codecs)
+                self._count_bytes(in_flight)  # what has been sent since it was started
             self.recorder.mark(buffer)
             self._poll()
             if buffer == 0:  # a flag is in all messages of its rank, so all ranks see it here
