@@ -34,12 +34,12 @@ class ProcessSet:
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
-        self._ranks: list[int] | None = _checked_ranks(ranks)
+        self._ranks = _checked_ranks(ranks)
 
     @property
     def ranks(self) -> list[int]:
         """Return the ranks of the world in it, ascending."""
-        return list(range(workers.size())) if self._ranks is None else list(self._ranks)
+        return list(self._ranks)
 
     def size(self) -> int:
         """Return how many ranks there are in it."""
@@ -54,11 +54,25 @@ class ProcessSet:
         return self.ranks.index(workers.rank()) if self.included() else None
 
     def __repr__(self) -> str:
-        return "global_process_set" if self._ranks is None else f"ProcessSet({self._ranks})"
+        return f"ProcessSet({self._ranks})"
 
 
-global_process_set = ProcessSet([0])
-global_process_set._ranks = None  # all, however many there are
+class _AllRanks(ProcessSet):
+    """Name every rank of the world, however many there are when it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__([0])  # rank 0 is in every world
+
+    @property
+    def ranks(self) -> list[int]:
+        """Return all ranks of the world, ascending."""
+        return list(range(workers.size()))
+
+    def __repr__(self) -> str:
+        return "global_process_set"
+
+
+global_process_set: ProcessSet = _AllRanks()
 
 
 @dataclass(frozen=True)
