@@ -1,4 +1,4 @@
-"""What went wrong elsewhere does not go wrong here: findings about Horovod and DDP, each test by its number."""
+"""What goes wrong with Horovod, DDP and OMGS-SGD does not go wrong here."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OPTIMIZERS: dict[str, Any] = {
 @pytest.mark.parametrize("parameters_first", [True, False], ids=["Horovod's order", "the other order"])
 @pytest.mark.parametrize("wrapped_when", ["before", "after"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_finding_1_resuming_on_rank_0_moves_no_parameter(name: str, wrapped_when: str, parameters_first: bool) -> None:
+def test_resuming_on_rank_0_moves_no_parameter(name: str, wrapped_when: str, parameters_first: bool) -> None:
     """Horovod makes missing state by a real step, and with weight decay that step moves parameters of fresh ranks."""
 
     def body(rank: int, model: nn.Module) -> tuple[str, list[str], set[int]]:
@@ -67,7 +67,7 @@ def test_finding_1_resuming_on_rank_0_moves_no_parameter(name: str, wrapped_when
 @pytest.mark.thin
 @pytest.mark.parametrize("merging_", ["single", "layerwise", merging.Plan((3, 3))])
 @pytest.mark.parametrize("on", ["no rank", "rank 0", "rank 1"])
-def test_finding_4_a_merge_buffer_is_sent_also_if_a_member_has_no_gradient(on: str, merging_: Any) -> None:
+def test_a_merge_buffer_is_sent_also_if_a_member_has_no_gradient(on: str, merging_: Any) -> None:
     """OMGS-SGD diverges by 0.158 in the first step, Horovod's groups hang."""
 
     def body(rank: int, model: nn.Sequential) -> list[str]:
@@ -88,7 +88,7 @@ def test_finding_4_a_merge_buffer_is_sent_also_if_a_member_has_no_gradient(on: s
 
 
 @pytest.mark.parametrize("how", ["add_param_group", "thaw"])
-def test_finding_5_parameters_that_join_after_wrapping_are_synchronized(how: str) -> None:
+def test_parameters_that_join_after_wrapping_are_synchronized(how: str) -> None:
     """Horovod steps them with local gradients: ranks differ by 1.6e-3 and 5.4e-2 after one step."""
 
     def body(rank: int, model: nn.Sequential) -> tuple[list[str], torch.Tensor]:
@@ -115,7 +115,7 @@ def test_finding_5_parameters_that_join_after_wrapping_are_synchronized(how: str
     agreed([seen for seen, _ in found])
 
 
-def test_finding_6_messages_still_leave_during_backward_after_a_recast() -> None:
+def test_messages_still_leave_during_backward_after_a_recast() -> None:
     """``model.to(dtype)`` silences Horovod's hooks: right results, no overlap."""
 
     def body(rank: int, model: nn.Module) -> tuple[list[int], str]:
@@ -136,7 +136,7 @@ def test_finding_6_messages_still_leave_during_backward_after_a_recast() -> None
     assert (left[0], left[1], left[3]) == (0, 6, 6)
 
 
-def test_finding_6_parameters_that_were_assigned_anew_are_not_passed_over_in_silence() -> None:
+def test_parameters_that_were_assigned_anew_are_not_passed_over_in_silence() -> None:
     """``load_state_dict(assign=True)`` replaces parameters: the optimizer holds the old ones."""
 
     def body(rank: int, model: nn.Module) -> None:
@@ -149,7 +149,7 @@ def test_finding_6_parameters_that_were_assigned_anew_are_not_passed_over_in_sil
         on_ranks(2, MODEL, body)
 
 
-def test_finding_8_zero_grad_takes_set_to_none() -> None:
+def test_zero_grad_takes_set_to_none() -> None:
     def body(rank: int, model: nn.Module) -> None:
         optimizer = wrap(model)
         train(model, optimizer, rank, range(1))
@@ -162,7 +162,7 @@ def test_finding_8_zero_grad_takes_set_to_none() -> None:
 
 
 @pytest.mark.parametrize("compression", ["none", "topk", "fp16", "bf16"])
-def test_finding_9_bfloat16_and_channels_last_are_ordinary(compression: str) -> None:
+def test_bfloat16_and_channels_last_are_ordinary(compression: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.Flatten(), nn.Linear(64, 10)).bfloat16()
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -185,7 +185,7 @@ def test_finding_9_bfloat16_and_channels_last_are_ordinary(compression: str) -> 
 
 
 @pytest.mark.parametrize("difference", ["shape", "extra layer"])
-def test_section_4_1_models_that_differ_are_refused_at_construction(difference: str) -> None:
+def test_models_that_differ_are_refused_at_construction(difference: str) -> None:
     """Horovod: an error without a name in the first step; with an extra layer, none until the other rank exits."""
 
     def body(rank: int, model: nn.Sequential) -> None:
@@ -208,7 +208,7 @@ def test_section_4_1_models_that_differ_are_refused_at_construction(difference: 
     [{"merging": "layerwise"}, {"compression": "none"}, {"density": 0.5}, {"memory": "none"}],
     ids=["plan", "sparse or dense", "density", "memory"],
 )
-def test_section_4_1_configurations_that_differ_are_refused_and_nobody_hangs(odd: dict[str, Any]) -> None:
+def test_configurations_that_differ_are_refused_and_nobody_hangs(odd: dict[str, Any]) -> None:
     """Horovod hangs for ever where one rank sends dense and another one sparse; it joins densities that differ."""
 
     def body(rank: int, model: nn.Module) -> None:
@@ -219,7 +219,7 @@ def test_section_4_1_configurations_that_differ_are_refused_and_nobody_hangs(odd
     agreed([str(error) for error in found])
 
 
-def test_section_4_1_an_exception_on_one_rank_is_named_on_the_others() -> None:
+def test_an_exception_on_one_rank_is_named_on_the_others() -> None:
     def body(rank: int, model: nn.Module) -> None:
         optimizer = wrap(model)
         train(model, optimizer, rank, range(2 if rank == 2 else 9))
@@ -232,7 +232,7 @@ def test_section_4_1_an_exception_on_one_rank_is_named_on_the_others() -> None:
         assert "rank 2 raised ZeroDivisionError: rank 2's own mistake" in str(error)
 
 
-def test_section_4_1_a_rank_that_is_alive_but_silent_is_not_waited_for_for_ever() -> None:
+def test_a_rank_that_is_alive_but_silent_is_not_waited_for_for_ever() -> None:
     over = threading.Event()
 
     def body(rank: int, model: nn.Module) -> None:
@@ -250,8 +250,8 @@ def test_section_4_1_a_rank_that_is_alive_but_silent_is_not_waited_for_for_ever(
     assert "buffer 0: no answer from ranks [1] within 0.3 s" in str(found[0])
 
 
-def test_section_4_1_resuming_residuals_is_not_the_users_affair() -> None:
-    """Finding 12: nobody else saves what a compressor holds back in ``optimizer.state_dict()``."""
+def test_resuming_residuals_is_not_the_users_affair() -> None:
+    """Nobody else saves what a compressor holds back in ``optimizer.state_dict()``."""
 
     def body(rank: int, model: nn.Module) -> bool:
         optimizer = wrap(model)
