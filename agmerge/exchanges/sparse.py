@@ -12,6 +12,7 @@ import torch
 
 from agmerge.errors import MessageError
 from agmerge.exchanges.base import Exchange, InFlight, SegmentBuffers
+from agmerge.exchanges.message.codec import clear_behind
 from agmerge.exchanges.message.format import Format, RoundHeader, Section
 from sparsifiers import Selection, kernel
 
@@ -47,7 +48,8 @@ class SparseExchange(Exchange):
                 elements += load.segment.numel
             else:
                 section.index.encode(offer.indices, offer.count, message[section.indices])
-                sent = section.value.encode(_chosen(load.work, offer), message[section.values])
+                chosen = clear_behind(load.work.index_select(0, offer.indices), offer.count)
+                sent = section.value.encode(chosen, message[section.values], offer.count)
                 self.commit(load.segment, offer.indices, sent)
                 elements += min(offer.indices.numel(), load.segment.numel)
         layout.write_header(message, control, [0 if offer is None else offer.count for offer in offers], seal=True)
@@ -120,13 +122,3 @@ class SparseExchange(Exchange):
         for part in parts[1:]:
             # Not add_(part, alpha=scale): whether that rounds once or twice is up to the processor.
             total.add_(scaled.copy_(part).mul_(self.scale))
-
-
-def _chosen(work: torch.Tensor, offer: Selection) -> torch.Tensor:
-    """Return ``work`` at the offered indices, (capacity,); 0 in slots at and after the count."""
-    values = work.index_select(0, offer.indices)
-    if isinstance(offer.count, torch.Tensor):
-        behind = torch.arange(values.numel(), device=values.device) >= offer.count
-        return values.masked_fill_(behind, 0.0)
-    values[offer.count :] = 0.0
-    return values
