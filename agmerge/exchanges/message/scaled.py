@@ -99,9 +99,10 @@ class Signs(Scaled):
             scales[:, 0] = _coarse(means)
         else:
             above = rows > means.unsqueeze(1)
-            higher = above.sum(dim=1).to(torch.float32)
-            scales[:, 0] = _coarse(_sum_of_rows(rows.masked_fill(above, 0.0)) / (used - higher).clamp_(min=1.0))
-            scales[:, 1] = _coarse(_sum_of_rows(rows.masked_fill_(~above, 0.0)) / higher.clamp_(min=1.0))
+            higher = above.sum(dim=1, dtype=torch.int32)
+            upper = rows * above  # either 0 or as it is, and so is what is left of `rows`
+            scales[:, 0] = _coarse(_sum_of_rows(rows.sub_(upper)) / (used - higher).clamp_(min=1.0))
+            scales[:, 1] = _coarse(_sum_of_rows(upper) / higher.clamp_(min=1))
             code += 2 * above.view(-1)[:slots].to(torch.uint8)
         bits.pack(code, self.width, codes)
         return clear_behind(self.decode(out, slots, values.dtype), count)
