@@ -42,17 +42,22 @@ class SparseExchange(Exchange):
         message = self.keep(("message", name), layout.size, torch.uint8, device)
         received = self.keep(("received", name), layout.size * self.comm.size, torch.uint8, device)
         elements = 0
+        counts: list[int | torch.Tensor] = []
         for load, offer, section in zip(loads, offers, layout.sections, strict=True):
             if offer is None or section.index is None or section.value is None:
                 message[section.values].view(load.segment.lane.dtype).copy_(load.work)
                 elements += load.segment.numel
+                counts.append(0)
             else:
-                section.index.encode(offer.indices, offer.count, message[section.indices])
                 chosen = clear_behind(load.work.index_select(0, offer.indices), offer.count)
+                if not section.value.has_zero:
+                    offer, chosen = without_zeros(offer, chosen)
+                section.index.encode(offer.indices, offer.count, message[section.indices])
                 sent = section.value.encode(chosen, message[section.values], offer.count)
                 self.commit(load.segment, offer.indices, sent)
                 elements += min(offer.indices.numel(), load.segment.numel)
-        layout.write_header(message, control, [0 if offer is None else offer.count for offer in offers], seal=True)
+                counts.append(offer.count)
+        layout.write_header(message, control, counts, seal=True)
         handle = self.comm.all_gather(received, message, name)
         return InFlight(
             name, loads, control, handle, layout.size, elements, message, received, layout, codecs=layout.by_codec
@@ -122,3 +127,21 @@ class SparseExchange(Exchange):
         for part in parts[1:]:
             # Not add_(part, alpha=scale): whether that rounds once or twice is up to the processor.
             total.add_(scaled.copy_(part).mul_(self.scale))
+
+
+def without_zeros(offer: Selection, values: torch.Tensor) -> tuple[Selection, torch.Tensor]:
+    """Return ``offer`` and ``values``, (capacity,), 0 at and after the count, without what is 0; others move up.
+
+    On a device the count then stays there; on the host, these are the same objects where nothing is 0.
+    """
+    kept = values != 0
+    count: int | torch.Tensor = kept.sum(dtype=torch.int32)
+    if values.device.type == "cpu":
+        count = int(count)
+        if count == offer.count:
+            return offer, values
+    # What is left out falls behind the last slot.
+    places = torch.where(kept, kept.cumsum(0) - 1, values.numel())
+    indices = offer.indices.new_zeros(values.numel() + 1).scatter_(0, places, offer.indices)
+    moved = values.new_zeros(values.numel() + 1).scatter_(0, places, values)
+    return Selection(indices[:-1], count), moved[:-1]

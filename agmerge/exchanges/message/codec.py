@@ -7,6 +7,7 @@ stays finite, however large; what is not finite arrives as not finite.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ class ValueCodec(ABC):
 
     name: str  # in figures and errors
     identity: int  # in a message, 1 to 255
+    has_zero: ClassVar[bool] = True  # 0 arrives as 0; else exchanges leave out what is 0
 
     @abstractmethod
     def size(self, slots: int) -> int:
@@ -26,8 +28,9 @@ class ValueCodec(ABC):
     def encode(self, values: Tensor, out: Tensor, count: int | Tensor | None = None) -> Tensor:
         """Write ``values``, of any float dtype, (m,), into ``out``, uint8[size(m)].
 
-        ``count``: slots in use, an int, or 0-dim on the device of ``values``, which is not waited for; None: all. Values
-        at and after it are 0, and arrive as 0. Returns what receivers will read, (m,); it may be a view of ``out``.
+        ``count``: slots in use, an int, or 0-dim on the device of ``values``, which is not waited for; None: all.
+        Values at and after it are 0, and arrive as 0. Returns what receivers will read, (m,); it may be a view of
+        ``out``.
         """
 
     @abstractmethod

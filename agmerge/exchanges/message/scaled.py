@@ -85,6 +85,8 @@ class Signs(Scaled):
     One value that is not finite makes its block so.
     """
 
+    has_zero = False
+
     def encode(self, values: Tensor, out: Tensor, count: int | Tensor | None = None) -> Tensor:
         scales, codes = self.split(out)
         slots = values.numel()

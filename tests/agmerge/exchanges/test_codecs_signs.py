@@ -1,4 +1,4 @@
-"""Signs and magnitudes, ``sign`` and ``2bit``: what is sent for a value, what is left of it, and slots behind the count."""
+"""Signs and magnitudes, ``sign`` and ``2bit``: what is sent for a value, what is left, and slots behind the count."""
 
 from __future__ import annotations
 

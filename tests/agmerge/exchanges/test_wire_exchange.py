@@ -14,6 +14,7 @@ from agmerge import testing
 from agmerge.exchanges import SegmentBuffers, SparseExchange
 from agmerge.exchanges.message import value_codec
 from agmerge.exchanges.message.format import Format, slot_bytes
+from agmerge.exchanges.sparse import without_zeros
 from agmerge.ops import Average, ReduceOp, Sum
 from agmerge.tensors.layout import Lane
 from sparsifiers import Kind, Selection
@@ -27,15 +28,25 @@ def coded(op: ReduceOp, wire: str) -> Make:
     return lambda record: SparseExchange(context(record, op, wire=wire))
 
 
-def arrives(wire: str, values: torch.Tensor, dtype: torch.dtype, count: int | None = None) -> torch.Tensor:
-    """What becomes of these values under way, in their own dtype. Kept apart from the exchange."""
+def arrives(wire: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What becomes of these values under way, in their own dtype. Kept apart from the exchange.
+
+    Where the codec has no code for 0, what is 0 does not travel.
+    """
     codec = value_codec(wire, dtype)
+    chosen = torch.ones_like(values, dtype=torch.bool) if codec.has_zero else values != 0
+    count, slots = int(chosen.sum()), torch.zeros_like(values)
+    slots[:count] = values[chosen]
     out = torch.zeros(codec.size(len(values)), dtype=torch.uint8)
-    codec.encode(values, out, count)
+    codec.encode(slots, out, count)
     read = torch.zeros_like(values)
-    count = len(values) if count is None else count
-    read[:count] = codec.decode(out, count, values.dtype)
+    read[chosen] = codec.decode(out, count, values.dtype)
     return read
+
+
+def scattered(length: int, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """The values at their places, of which padding may name one again with 0."""
+    return torch.zeros(length, dtype=values.dtype).index_add_(0, indices, values)
 
 
 @settings(deadline=None)
@@ -79,10 +90,11 @@ def test_the_sum_is_that_of_what_was_sent_and_the_rest_is_kept(
             assert sent is not None and sent[0] is not None
             values = before[selection.indices.long()]
             values[int(selection.count) :] = 0.0
-            values = arrives(wire, values, segment.lane.dtype, int(selection.count))
-            assert same(sent[1].to(values.dtype), values) and torch.equal(sent[0], selection.indices)
-            whole = torch.zeros(segment.length, dtype=segment.lane.storage)
-            whole.index_add_(0, selection.indices, values)
+            values = arrives(wire, values, segment.lane.dtype)
+            whole = scattered(segment.length, selection.indices, values)
+            if value_codec(wire, segment.lane.dtype).has_zero:
+                assert same(sent[1].to(values.dtype), values) and torch.equal(sent[0], selection.indices)
+            assert same(scattered(segment.length, sent[0], sent[1].to(values.dtype)), whole)
             assert torch.equal(one.rest[index], before - whole)  # what receivers did not get, to the bit
             exact = before.abs() >= whole.abs() / 2 if wire in ("2bit", "sign") else torch.ones_like(before) > 0
             both = one.rest[index].double() + whole.double()
@@ -187,3 +199,24 @@ def test_a_format_is_made_once_for_the_same_segments_and_capacities() -> None:
     assert here.format_of("buffer 1", loads, [4, None], "fp16") is not first
     assert here.format_of("buffer 0", loads, [5, None], "fp16").capacities == [5, None]  # k changes in a warm-up
     assert here.format_of("buffer 0", loads[:1], [5], "fp16").segments == segments[:1]
+
+
+@pytest.mark.parametrize("as_tensor", [True, False])
+def test_what_is_zero_is_left_out_in_order(as_tensor: bool) -> None:
+    indices = torch.tensor([2, 3, 5, 7, 11, 2], dtype=torch.int32)
+    values = torch.tensor([0.0, 1.0, -0.0, math.nan, 1e-45, 0.0])
+    offer, moved = without_zeros(Selection(indices, torch.tensor(5, dtype=torch.int32) if as_tensor else 5), values)
+    assert offer.trimmed().tolist() == [3, 7, 11] and offer.indices.numel() == 6
+    assert moved.nan_to_num(nan=9.0).tolist() == [1.0, 9.0, values[4].item(), 0.0, 0.0, 0.0]
+    again, same_values = without_zeros(offer, moved)
+    assert again is offer and same_values is moved
+    empty, nothing = without_zeros(Selection(indices[:0], 0), values[:0])
+    assert empty.indices.numel() == nothing.numel() == 0
+
+
+@pytest.mark.parametrize("as_tensor", [True, False])
+def test_what_is_zero_is_found_without_waiting_for_a_device(as_tensor: bool) -> None:
+    count = torch.empty((), dtype=torch.int32, device="meta") if as_tensor else 9
+    indices, values = torch.empty(10, dtype=torch.int32, device="meta"), torch.empty(10, device="meta")
+    offer, moved = without_zeros(Selection(indices, count), values)
+    assert isinstance(offer.count, torch.Tensor) and moved.shape == offer.indices.shape == (10,)
