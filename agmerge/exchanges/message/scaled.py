@@ -54,25 +54,21 @@ class Steps(Scaled):
         scales.copy_(saturated(largest / self.levels, LARGEST / (self.levels + 1)))  # so many steps are finite
         steps = rows.div_(scales.to(values.dtype)).round_()
         # 0/0, and what is not finite; the scale carries that.
-        steps = steps.clamp_(-self.levels, self.levels).nan_to_num_(nan=0.0).view(-1)[: values.numel()]
+        steps = steps.clamp_(-self.levels, self.levels).nan_to_num_(nan=0.0).view(-1)[: values.numel()].to(torch.int8)
         if self.width == 8:
             codes.view(torch.int8).copy_(steps)
         else:
-            bits.pack(steps.to(torch.int8), self.width, codes)
-        return self.decode(out, values.numel(), values.dtype)
+            bits.pack(steps, self.width, codes)
+        return _times(steps.to(values.dtype), scales)
 
     def decode(self, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
         scales, codes = self.split(data)
         if self.width == 8:
-            steps = codes[:count].view(torch.int8).to(dtype)
+            steps = codes[:count].view(torch.int8)
         else:
             middle = 1 << (self.width - 1)  # flipping the sign's bit orders the codes from -middle on
-            steps = ((bits.unpack(codes, self.width, count) ^ middle) - middle).to(dtype)
-        whole = count // BLOCK
-        steps[: whole * BLOCK].view(whole, BLOCK).mul_(scales[:whole].to(dtype))
-        if count > whole * BLOCK:
-            steps[whole * BLOCK :].mul_(scales[whole].to(dtype))
-        return steps
+            steps = (bits.unpack(codes, self.width, count) ^ middle).sub_(middle)
+        return _times(steps.to(dtype), scales)
 
 
 class Signs(Scaled):
@@ -107,17 +103,11 @@ class Signs(Scaled):
             scales[:, 1] = _coarse(_sum_of_rows(upper) / higher.clamp_(min=1))
             code += 2 * above.view(-1)[:slots].to(torch.uint8)
         bits.pack(code, self.width, codes)
-        return clear_behind(self.decode(out, slots, values.dtype), count)
+        return clear_behind(_looked_up(code.to(torch.int32), scales, values.dtype), count)
 
     def decode(self, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
         scales, codes = self.split(data)
-        blocks = -(-count // BLOCK)
-        # What each code of each block stands for: [+low, -low] or [+low, -low, +high, -high].
-        table = torch.stack([scales[:blocks], -scales[:blocks]], dim=2).to(dtype).view(-1)
-        kinds = 2 * self.scales
-        starts = torch.arange(0, blocks * kinds, kinds, dtype=torch.int32, device=data.device)
-        places = bits.unpack(codes, self.width, count).add_(starts.view(-1, 1).expand(-1, BLOCK).reshape(-1)[:count])
-        return table.index_select(0, places)
+        return _looked_up(bits.unpack(codes, self.width, count), scales, dtype)
 
 
 def _blocks_of(values: Tensor) -> Tensor:
@@ -126,6 +116,26 @@ def _blocks_of(values: Tensor) -> Tensor:
     rows = torch.zeros(blocks * BLOCK, dtype=values.dtype, device=values.device)
     rows[: values.numel()] = values
     return rows.view(blocks, BLOCK)
+
+
+def _times(steps: Tensor, scales: Tensor) -> Tensor:
+    """Multiply ``steps``, (count,), by the scale of their block, (blocks, 1), in place; return them."""
+    whole = len(steps) // BLOCK
+    steps[: whole * BLOCK].view(whole, BLOCK).mul_(scales[:whole].to(steps.dtype))
+    if len(steps) > whole * BLOCK:
+        steps[whole * BLOCK :].mul_(scales[whole].to(steps.dtype))
+    return steps
+
+
+def _looked_up(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what ``codes``, int32[count], stand for, of ``dtype``. They are changed. ``scales``: (blocks, 1 or 2)."""
+    count = len(codes)
+    scales = scales[: -(-count // BLOCK)]
+    # Of each block: [+low, -low] or [+low, -low, +high, -high].
+    table = torch.stack([scales, -scales], dim=2).to(dtype).view(-1)
+    starts = torch.arange(0, len(table), 2 * scales.shape[1], dtype=torch.int32, device=codes.device)
+    codes.add_(starts.view(-1, 1).expand(-1, BLOCK).reshape(-1)[:count])
+    return table.index_select(0, codes)
 
 
 def _sum_of_rows(rows: Tensor) -> Tensor:
