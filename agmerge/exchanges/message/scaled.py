@@ -75,8 +75,8 @@ class Signs(Scaled):
     """Write the sign of each value (0: plus), and the mean magnitude of each block: ``sign``.
 
     With two magnitudes, ``2bit``, a second bit says which: the mean of the magnitudes above the mean of the block, or
-    of the others. A mean has 16 significant bits. None of a block is 256 times it, so a value that is at least half of
-    what is sent for it leaves exactly the difference; of a smaller one the difference is rounded once.
+    of the others. A mean has 16 significant bits, and no value of a block is more than 256 times it: a value that is at
+    least half of what is sent for it leaves exactly the difference; of a smaller one the difference is rounded once.
 
     One value that is not finite makes its block so.
     """
