@@ -21,7 +21,7 @@ FEW = ["int4", "2bit", "sign"]
 def assert_kept(
     step: int, wire: str, before: dict[str, Tensor], sent: dict[str, Tensor], kept: dict[str, Tensor]
 ) -> None:
-    """What was there less what receivers read, to the bit; from half of what is sent on it adds up again, to the bit."""
+    """Kept is what was there less what was sent, to the bit; from half of what was sent on, both add up to the bit."""
     for name, rest in kept.items():
         whole, gone = before[name], sent[name]
         assert torch.equal(rest, whole - gone), f"step {step}, {name}"
