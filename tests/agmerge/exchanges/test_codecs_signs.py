@@ -149,6 +149,22 @@ def test_behind_the_count_nothing_is_sent_whatever_the_block_is(name: str, bad: 
     assert not got[1].isfinite() and not got[2:].any()
 
 
+@given(counts, st.integers(0, 1000), st.floats(-30, 30))
+def test_a_block_is_added_up_by_halves(count: int, seed: int, exponent: float) -> None:
+    """To the bit, in numpy's float32: no library's own order of a sum, which is not promised anywhere."""
+    values = drawn(count, seed, exponent).float()
+    _, data = sent("sign", values)
+    rows = np.zeros((-(-count // BLOCK), BLOCK), dtype=np.float32)
+    rows.reshape(-1)[:count] = values.abs().numpy()
+    half = BLOCK // 2
+    while half:
+        rows = rows[:, :half] + rows[:, half:]
+        half //= 2
+    used = np.minimum(count - BLOCK * np.arange(len(rows)), BLOCK).astype(np.float32)
+    expected = (rows[:, 0] / used).view(np.int32) & -256
+    assert np.array_equal(data[: 4 * len(rows)].view(torch.int32).numpy(), expected)
+
+
 def fingerprint() -> str:
     """The bytes and the values of all codecs with scales, of values of all kinds."""
     whole = hashlib.sha256()
