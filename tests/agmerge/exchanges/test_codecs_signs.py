@@ -149,10 +149,10 @@ def test_behind_the_count_nothing_is_sent_whatever_the_block_is(name: str, bad: 
     assert not got[1].isfinite() and not got[2:].any()
 
 
-@given(counts, st.integers(0, 1000), st.floats(-30, 30))
-def test_a_block_is_added_up_by_halves(count: int, seed: int, exponent: float) -> None:
+@pytest.mark.parametrize("count", [1_000_000, 300])
+def test_a_block_is_added_up_by_halves(count: int) -> None:
     """To the bit, in numpy's float32: no library's own order of a sum, which is not promised anywhere."""
-    values = drawn(count, seed, exponent).float()
+    values = drawn(count, 0).float()
     _, data = sent("sign", values)
     rows = np.zeros((-(-count // BLOCK), BLOCK), dtype=np.float32)
     rows.reshape(-1)[:count] = values.abs().numpy()
