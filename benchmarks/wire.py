@@ -27,12 +27,21 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from agmerge.exchanges.message import candidates, smallest  # noqa: E402  (found only through the line above)
+from agmerge.exchanges.message import ValueCodec, candidates, smallest  # noqa: E402  (found only through the line above)
 from agmerge.exchanges.message.format import Format, RoundHeader  # noqa: E402
+from agmerge.exchanges.sparse import without_zeros  # noqa: E402
 from agmerge.tensors.layout import Lane, Layout, Segment  # noqa: E402
 from sparsifiers import Kind, Selection  # noqa: E402
 
-WIRES = ("fp32", "fp16", "bf16", "int8")
+WIRES = {
+    "fp32": 4,
+    "fp16": 2,
+    "bf16": 2,
+    "int8": 1,
+    "int4": 1 / 2,
+    "2bit": 1 / 4,
+    "sign": 1 / 8,
+}  # bytes a value, scales apart
 PUBLISHED = {"int64 + fp32": 12.0, "int32 + fp32": 8.0}
 SHOWN = ("int32", "bitmap", "8-bit", "12-bit", "16-bit")  # beside the smallest
 PARTS = ("indices", "values", "seal", "check", "read indices", "read values")
@@ -44,7 +53,7 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     add = parser.add_argument
     add("--sizes", type=int, nargs="+", default=[1, 16], help="elements, in units of 2**20")
     add("--densities", type=float, nargs="+", default=[0.1, 0.01, 0.001])
-    add("--wires", nargs="+", choices=WIRES, default=list(WIRES))
+    add("--wires", nargs="+", choices=list(WIRES), default=list(WIRES))
     add("--repeats", type=int, default=15)
     add("--json", type=Path, metavar="PATH", help="write every number there")
     return parser.parse_args(argv)
@@ -79,6 +88,13 @@ def sizes(n: int, density: float, wires: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def write(value: ValueCodec, offer: Selection, values: torch.Tensor, room: torch.Tensor) -> None:
+    """What an exchange does with values: it looks for zeros where there is no code for them."""
+    if not value.has_zero:
+        offer, values = without_zeros(offer, values)
+    value.encode(values, room, offer.count)
+
+
 def times(n: int, density: float, wire: str, repeats: int) -> dict[str, float]:
     """What the parts of one message take, in in-place additions over the n elements."""
     segment, k = segment_of(n), math.ceil(density * n)
@@ -92,7 +108,7 @@ def times(n: int, density: float, wire: str, repeats: int) -> dict[str, float]:
     places, room = message[section.indices], message[section.values]
     parts: dict[str, Callable[[], object]] = {
         "indices": lambda: index.encode(offer.indices, k, places),
-        "values": lambda: value.encode(values, room),
+        "values": lambda: write(value, offer, values, room),
         "seal": lambda: layout.seal(message),
         "check": lambda: layout.check_payloads(message[None], "message"),
         "read indices": lambda: index.decode(places, k),
@@ -129,11 +145,13 @@ def main(argv: Sequence[str] | None = None) -> None:
                 cost = row["times"][wire] = times(n, density, wire, args.repeats)
                 write = cost["indices"] + cost["values"]
                 read = cost["read indices"] + cost["read values"] + cost["order"]
-                bound = entropy(n, math.ceil(density * n)) + {"fp32": 4, "int8": 1}.get(wire, 2)
+                million = cost["add_seconds"] * 1e9 / math.ceil(density * n)  # ms an addition takes, for so many values
+                bound = entropy(n, math.ceil(density * n)) + WIRES[wire]
                 print(
                     f"  {wire:5} {size['messages'][wire]:6.3f} bytes a slot (bound {bound:.3f}); in additions of "
                     f"{cost['add_seconds'] * 1e3:.2f} ms: write {write:.3f}, read {read:.3f}, "
-                    f"checksum {cost['seal']:.3f} + {cost['check']:.3f}"
+                    f"checksum {cost['seal']:.3f} + {cost['check']:.3f}; a million values: "
+                    f"write {cost['values'] * million:.2f} ms, read {cost['read values'] * million:.2f} ms"
                 )
             results.append(row)
     if args.json:

@@ -12,6 +12,7 @@ import torch
 
 from agmerge.errors import MessageError
 from agmerge.exchanges.base import Exchange, InFlight, SegmentBuffers
+from agmerge.exchanges.message.codec import clear_behind
 from agmerge.exchanges.message.format import Format, RoundHeader, Section
 from sparsifiers import Selection, kernel
 
@@ -41,16 +42,22 @@ class SparseExchange(Exchange):
         message = self.keep(("message", name), layout.size, torch.uint8, device)
         received = self.keep(("received", name), layout.size * self.comm.size, torch.uint8, device)
         elements = 0
+        counts: list[int | torch.Tensor] = []
         for load, offer, section in zip(loads, offers, layout.sections, strict=True):
             if offer is None or section.index is None or section.value is None:
                 message[section.values].view(load.segment.lane.dtype).copy_(load.work)
                 elements += load.segment.numel
+                counts.append(0)
             else:
+                chosen = clear_behind(load.work.index_select(0, offer.indices), offer.count)
+                if not section.value.has_zero:
+                    offer, chosen = without_zeros(offer, chosen)
                 section.index.encode(offer.indices, offer.count, message[section.indices])
-                sent = section.value.encode(_chosen(load.work, offer), message[section.values])
+                sent = section.value.encode(chosen, message[section.values], offer.count)
                 self.commit(load.segment, offer.indices, sent)
                 elements += min(offer.indices.numel(), load.segment.numel)
-        layout.write_header(message, control, [0 if offer is None else offer.count for offer in offers], seal=True)
+                counts.append(offer.count)
+        layout.write_header(message, control, counts, seal=True)
         handle = self.comm.all_gather(received, message, name)
         return InFlight(
             name, loads, control, handle, layout.size, elements, message, received, layout, codecs=layout.by_codec
@@ -122,11 +129,19 @@ class SparseExchange(Exchange):
             total.add_(scaled.copy_(part).mul_(self.scale))
 
 
-def _chosen(work: torch.Tensor, offer: Selection) -> torch.Tensor:
-    """Return ``work`` at the offered indices, (capacity,); 0 in slots at and after the count."""
-    values = work.index_select(0, offer.indices)
-    if isinstance(offer.count, torch.Tensor):
-        behind = torch.arange(values.numel(), device=values.device) >= offer.count
-        return values.masked_fill_(behind, 0.0)
-    values[offer.count :] = 0.0
-    return values
+def without_zeros(offer: Selection, values: torch.Tensor) -> tuple[Selection, torch.Tensor]:
+    """Return ``offer`` and ``values``, (capacity,), 0 at and after the count, without what is 0; others move up.
+
+    On a device the count then stays there; on the host, these are the same objects where nothing is 0.
+    """
+    kept = values != 0
+    count: int | torch.Tensor = kept.sum(dtype=torch.int32)
+    if values.device.type == "cpu":
+        count = int(count)
+        if count == offer.count:
+            return offer, values
+    # What is left out falls behind the last slot.
+    places = torch.where(kept, kept.cumsum(0) - 1, values.numel())
+    indices = offer.indices.new_zeros(values.numel() + 1).scatter_(0, places, offer.indices)
+    moved = values.new_zeros(values.numel() + 1).scatter_(0, places, values)
+    return Selection(indices[:-1], count), moved[:-1]

@@ -29,7 +29,7 @@ def put(message: torch.Tensor, section: Section, offer: Selection, values: torch
     """Write a sparse section; what receivers will read of ``values``, (capacity,), 0 at and after the count."""
     assert section.index is not None and section.value is not None
     section.index.encode(offer.indices, offer.count, message[section.indices])
-    return section.value.encode(values, message[section.values])
+    return section.value.encode(values, message[section.values], offer.count)
 
 
 def get(

@@ -6,8 +6,9 @@ side, for later rounds. ``bits``: packing and checksums.
 
 from __future__ import annotations
 
+from agmerge.exchanges.message.codec import ValueCodec
 from agmerge.exchanges.message.indices import Bitmap, Blocks, IndexCodec, Int32, candidates, smallest
-from agmerge.exchanges.message.values import VALUES, Cast, Int8, ValueCodec, value_codec
+from agmerge.exchanges.message.values import VALUES, Cast, value_codec
 
 __all__ = [
     "VALUES",
@@ -16,7 +17,6 @@ __all__ = [
     "Cast",
     "IndexCodec",
     "Int32",
-    "Int8",
     "ValueCodec",
     "candidates",
     "smallest",

@@ -28,7 +28,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "oktopk": {"compression": "topk", "exchange": "oktopk"},
     "masked": {"compression": "topk", "exchange": "masked"},
     "ahead": {"compression": "adtopk", "sparsify": "ahead"},
-    "int8": {"compression": "topk", "wire": "int8"},
+    **{wire: {"compression": "topk", "wire": wire} for wire in ("int8", "int4", "2bit", "sign")},
     "warm-up": {"compression": "topk", "warmup": 30},
     "importance": {"compression": "topk", "density": "importance"},
     "by pattern": {"compression": "topk", "density": {"0.weight": 0.1}},

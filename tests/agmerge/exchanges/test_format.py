@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agmerge.errors import MessageError
+from agmerge.exchanges.message import VALUES
 from agmerge.exchanges.message.format import FIXED, MAGIC, OF_SECTION, Format, RoundHeader
 from agmerge.tensors.layout import Lane, Layout, Segment
 from sparsifiers import Kind, Selection
@@ -39,7 +40,7 @@ def formats(draw: st.DrawFn) -> Format:
     return Format(
         segments,
         [draw(st.integers(0, segment.length)) if segment.lane.sparse else None for segment in segments],
-        draw(st.sampled_from(["auto", "fp32", "fp16", "bf16", "int8"])),
+        draw(st.sampled_from(["auto", *VALUES])),
     )
 
 

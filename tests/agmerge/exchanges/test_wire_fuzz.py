@@ -19,7 +19,7 @@ from agmerge.tensors.layout import Lane, Segment
 from sparsifiers import Kind
 
 SIZE = 3
-WIRES = ["auto", "fp16", "int8"]
+WIRES = ["auto", "fp16", "int8", "int4", "2bit", "sign"]
 TENSORS = {
     "small": [(40, Lane(CPU, torch.float32, Kind.SPARSE)), (33, Lane(CPU, torch.float32, Kind.DENSE))],
     "blocks": [(20_000, Lane(CPU, torch.float32, Kind.SPARSE)), (700, Lane(CPU, torch.bfloat16, Kind.SPARSE))],

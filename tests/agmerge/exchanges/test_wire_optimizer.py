@@ -8,6 +8,8 @@ import pytest
 from support import agreed, mlp, on_ranks, residuals, seeded, train, wrap
 from torch import nn
 
+from agmerge.exchanges.message import VALUES
+
 MODEL = seeded(mlp)
 
 
@@ -27,7 +29,7 @@ def run(size: int, **options: Any) -> tuple[list[str], dict[str, Any]]:
 
 @pytest.mark.thin
 @pytest.mark.parametrize("sparsify", ["ahead", "behind"])
-@pytest.mark.parametrize("wire", ["auto", "fp32", "fp16", "bf16", "int8"])
+@pytest.mark.parametrize("wire", ["auto", *VALUES])
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_replicas_are_equal_and_every_byte_is_accounted_for(size: int, wire: str, sparsify: str) -> None:
     _, found = run(size, wire=wire, sparsify=sparsify, merging="layerwise")
@@ -38,8 +40,8 @@ def test_replicas_are_equal_and_every_byte_is_accounted_for(size: int, wire: str
 
 
 def test_smaller_values_are_smaller_messages_and_other_bits() -> None:
-    runs = {wire: run(2, wire=wire) for wire in ("auto", "fp32", "bf16", "int8")}
+    runs = {wire: run(2, wire=wire) for wire in ("auto", "fp32", "bf16", "int8", "int4", "2bit", "sign")}
     assert runs["auto"][0] == runs["fp32"][0]
-    sizes = [runs[wire][1]["bytes_sent"] for wire in ("fp32", "bf16", "int8")]
-    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 3
-    assert len({tuple(seen) for seen, _ in runs.values()}) == 3
+    sizes = [figures["bytes_sent"] for wire, (_, figures) in runs.items() if wire != "auto"]
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 6
+    assert len({tuple(seen) for seen, _ in runs.values()}) == 6

@@ -1,0 +1,145 @@
+"""Wires of a few bits a value in whole trainings: replicas, and what stays is what no receiver got, to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from awkward_harness import backward, wrapped_awkward
+from support import AwkwardModel, Sent, agreed, digest, mlp, on_ranks, residuals, same_bits, seeded, train, wrap
+from torch import Tensor, nn
+
+import agmerge
+import sparsifiers
+from agmerge.backends import topology
+
+MODEL, SMALL = seeded(AwkwardModel, 7), seeded(mlp, 3)
+FEW = ["int4", "2bit", "sign"]
+
+
+def assert_kept(
+    step: int, wire: str, before: dict[str, Tensor], sent: dict[str, Tensor], kept: dict[str, Tensor]
+) -> None:
+    """Kept is what was there less what was sent, to the bit; from half of what was sent on, both add up to the bit."""
+    for name, rest in kept.items():
+        whole, gone = before[name], sent[name]
+        assert torch.equal(rest, whole - gone), f"step {step}, {name}"
+        exact = torch.ones_like(rest, dtype=torch.bool) if wire == "int4" else whole.abs() >= gone.abs() / 2
+        assert torch.equal((rest + gone)[exact], whole[exact]), f"step {step}, {name}"
+        assert not gone[whole == 0].any(), f"step {step}, {name}: sent where nothing was"
+
+
+@pytest.mark.thin
+@pytest.mark.parametrize("sparsify", ["ahead", "behind"])
+@pytest.mark.parametrize("compression", sparsifiers.names())
+@pytest.mark.parametrize("wire", FEW)
+def test_what_receivers_did_not_get_is_kept(
+    wire: str, compression: str, sparsify: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = Sent(monkeypatch)
+
+    def body(rank: int, model: AwkwardModel) -> list[str]:
+        optimizer = wrapped_awkward(
+            model, compression=compression, memory="residual", wire=wire, density=0.05, sparsify=sparsify
+        )
+        old: dict[str, Tensor] = {}
+        seen = []
+        for step in range(10):
+            sent.of.setdefault(rank, {}).clear()
+            optimizer.zero_grad()
+            backward(model, rank, step)
+            gradient = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            optimizer.synchronize()
+            gone = dict(sent.of[rank])
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            new = residuals(optimizer)
+            before = {name: old.get(name, torch.zeros_like(rest)) for name, rest in new.items()}
+            for name, one in gradient.items():
+                if name in before:
+                    before[name] = before[name] + one.to(before[name].dtype)
+            assert_kept(step, wire, before, gone, new)
+            old = new
+            seen.append(digest(model))
+        return seen
+
+    assert len(set(agreed(on_ranks(3, MODEL, body)))) == 10
+
+
+@pytest.mark.thin
+@pytest.mark.parametrize("exchange", ["sparse", "two-level", "auto"])
+@pytest.mark.parametrize("compression", sparsifiers.names())
+@pytest.mark.parametrize("wire", FEW)
+def test_replicas_stay_equal(wire: str, compression: str, exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(topology.VARIABLE, "2")
+    options: dict[str, Any] = {"compression": compression, "memory": "residual", "density": 0.05}
+
+    def body(rank: int, model: nn.Module) -> list[str]:
+        optimizer = wrap(model, wire=wire, exchange=exchange, **options)
+        seen = train(model, optimizer, rank, range(6))
+        assert all(rest.isfinite().all() for rest in residuals(optimizer).values())
+        codecs = {name.partition("/")[2] for name in optimizer.stats()["wire"] if "/" in name}
+        assert codecs == {wire} or exchange == "auto"
+        return seen
+
+    assert len(set(agreed(on_ranks(4, SMALL, body)))) == 6
+
+
+@pytest.mark.parametrize("wire", FEW)
+def test_momentum_before_selection_goes_with_them(wire: str) -> None:
+    """compression="dgc" by default: the momentum of what is sent is cleared."""
+
+    def body(rank: int, model: nn.Module) -> list[str]:
+        inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        return train(model, wrap(model, inner, compression="dgc", density=0.05, wire=wire), rank, range(8))
+
+    assert len(set(agreed(on_ranks(3, SMALL, body)))) == 8
+
+
+@pytest.mark.parametrize("wire", FEW)
+def test_learning_goes_on(wire: str) -> None:
+    """Every element is sent in time: the sum of the updates follows that of the gradients."""
+
+    def body(rank: int, model: nn.Module) -> Tensor:
+        parameter = torch.nn.Parameter(torch.zeros(64, 32))
+        inner = torch.optim.SGD([parameter], lr=1.0)
+        optimizer = agmerge.DistributedOptimizer(
+            inner, [("x", parameter)], compression="topk", memory="residual", density=0.1, wire=wire, exchange="sparse",
+        )  # fmt: skip
+        target = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+        for _ in range(400):
+            optimizer.zero_grad()
+            (0.05 * 0.5 * (parameter - target).square().sum()).backward()
+            optimizer.step()
+        return (parameter.detach() - target).norm() / target.norm()
+
+    assert agreed([float(error) for error in on_ranks(2, SMALL, body)]) < 0.05
+
+
+@pytest.mark.parametrize("wire", ["2bit", "sign"])
+def test_rows_without_a_gradient_are_not_touched(wire: str) -> None:
+    """Fewer elements are there than are selected, as with an embedding; a sign would make something of nothing."""
+
+    def body(rank: int, model: nn.Module) -> tuple[Tensor, Tensor]:
+        layer = seeded_embedding()
+        optimizer = wrap(layer, torch.optim.SGD(layer.parameters(), lr=0.1), compression="topk", density=0.1, wire=wire)
+        first = layer.weight.detach().clone()
+        for _ in range(5):
+            optimizer.zero_grad()
+            layer(torch.tensor([3, 5 + rank, 3])).square().sum().backward()
+            optimizer.step()
+        return first, layer.weight.detach()
+
+    for first, last in on_ranks(2, SMALL, body):
+        touched = (first != last).any(dim=1).nonzero().view(-1).tolist()
+        assert touched == [3, 5, 6]
+        assert same_bits(first[:3], last[:3])
+
+
+def seeded_embedding() -> nn.Embedding:
+    """An embedding that is the same on all ranks, whichever thread makes it."""
+    layer = nn.Embedding(100, 32)
+    values = torch.randn(100, 32, generator=torch.Generator().manual_seed(0))
+    layer.weight.data.copy_(values)
+    return layer
