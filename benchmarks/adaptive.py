@@ -94,8 +94,11 @@ def run(case: dict[str, Any]) -> Record:
 def tables(records: Sequence[Record]) -> Iterator[str]:
     """Yield the lines of a Markdown table for each number of workers, of steps and scope."""
     settings: dict[tuple[Any, ...], dict[str, dict[int, Record]]] = {}
+    dense: dict[tuple[Any, ...], dict[int, Record]] = {}  # of any scope: nothing is selected
     for record in records:
         case = record["case"]
+        if case["name"] == "dense":
+            dense.setdefault((case["workers"], case["steps"]), {})[case["seed"]] = record
         runs = settings.setdefault((case["workers"], case["steps"], case["scope"]), {})
         runs.setdefault(case["name"], {})[case["seed"]] = record
     for (workers, steps, scope), runs in settings.items():
@@ -104,7 +107,7 @@ def tables(records: Sequence[Record]) -> Iterator[str]:
         yield "|---|---|---|---|---|---|---|"
         for name in CONTENDERS:
             if name in runs:
-                yield row(name, runs[name], runs.get("dense", {}))
+                yield row(name, runs[name], dense.get((workers, steps), {}))
         yield ""
 
 
