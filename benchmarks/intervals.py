@@ -1,16 +1,18 @@
-"""Medians of ratios, and how sure they are."""
+"""Medians of ratios, or means of differences, and how sure they are."""
 
 from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 DRAWS = 2000
 
 
-def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """The median ratio, and its 95 % bootstrap interval: the same for the same ratios."""
+def interval(
+    values: Sequence[float], middle: Callable[[Sequence[float]], float] = statistics.median
+) -> tuple[float, float, float]:
+    """Return the middle of the values, and its 95 % bootstrap interval: the same for the same values."""
     source = random.Random(0)
-    medians = sorted(statistics.median(source.choices(ratios, k=len(ratios))) for _ in range(DRAWS))
-    return statistics.median(ratios), medians[DRAWS // 40], medians[-DRAWS // 40 - 1]
+    middles = sorted(middle(source.choices(values, k=len(values))) for _ in range(DRAWS))
+    return middle(values), middles[DRAWS // 40], middles[-DRAWS // 40 - 1]

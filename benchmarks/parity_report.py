@@ -19,6 +19,7 @@ from scipy.stats import t as student
 
 Records = dict[Case, dict[str, Any]]
 
+BY_HAND = "## A simulation of exchanging updates"  # from here on parity.md is kept as it is
 TITLES = {"digits": "Handwritten digits, small CNN", "lm": "Python source text, small GPT"}
 UNITS = {"digits": "points of accuracy", "lm": "% of the validation loss"}
 NOTES = """\
@@ -190,7 +191,7 @@ def draw(records: Records, key: tuple[str, str, int], folder: Path) -> list[Path
 
 
 def write(records: Records, docs: Path) -> None:
-    """``parity.md`` in ``docs``, also to stdout, and the pictures."""
+    """Write ``parity.md`` in ``docs``, also to stdout, and the pictures; what follows BY_HAND there stays."""
     pictures = docs / "pictures"
     pictures.mkdir(parents=True, exist_ok=True)
     python = f"Python {platform.python_version()}"
@@ -204,6 +205,8 @@ def write(records: Records, docs: Path) -> None:
         task, optimizer, workers = key
         parts += [f"## {TITLES[task]}: {optimizer}, {workers} workers", about(part), table(part)]
         parts += [f"![{path.stem}](pictures/{path.name})" for path in draw(part, key, pictures)]
-    text = "\n\n".join(parts) + "\n"
+    file = docs / "parity.md"
+    _, by_hand, rest = (file.read_text(encoding="utf-8") if file.exists() else "").partition(BY_HAND)
+    text = "\n\n".join(parts) + "\n" + (f"\n{by_hand}{rest}" if rest else "")
     print(text)
-    (docs / "parity.md").write_text(text, encoding="utf-8")
+    file.write_text(text, encoding="utf-8")
