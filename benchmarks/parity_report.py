@@ -29,7 +29,8 @@ twenty intervals of compressors that cost nothing, about one excludes zero by ch
 the dense exchange on the same data, so read differences, not absolute figures. `bytes` is dense / sent, per worker,
 with the wire of the day of the run (until 2026-11-21 eight bytes a selected element; now five).
 Memory `dgc` applies the momentum before the exchange (momentum correction); with `residual` it is the optimizer's.
-`compression="auto"`, the default, is to the bit `dgc` with memory `dgc` for SGD, and `topk` with `residual` for AdamW.
+`compression="auto"`, the default, is to the bit `dgc` with memory `dgc` for an SGD with momentum and without weight
+decay, and `topk` with `residual` elsewhere.
 Memory `none` drops what is not sent. Remedies for AdamW, in the script and outside the library: `momentum` selects from
 each worker's running mean of its gradients (a gradient hook; AdamW's own first moment is off, and its learning rate
 0.23 times as high, because it divides by the deviation of what it gets); `lr` is that lower learning rate alone;
