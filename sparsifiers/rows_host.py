@@ -62,7 +62,7 @@ def maxima_and_largest(bits: Keys, mask: int, k: int, step: int, forced: Sequenc
     wanted = np.ones(rows, dtype=np.int64)
     if k < rows:
         wanted[(step * k + np.arange(k, rows)) % rows] = 0
-    parts = [np.empty(0, dtype=np.int32)]
+    parts: list[NDArray[np.int32]] = [np.empty(0, dtype=np.int32)]
     first = 0
     for matrix in forced:
         parts.append(largest_of(bits, mask, matrix, wanted[first : first + matrix.rows]))

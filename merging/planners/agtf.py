@@ -95,8 +95,10 @@ def pareto(ready: Reals, channel: Reals, more: Counts) -> list[int]:
     for j in range(n):
         finish = max(finish, ready[j]) + channel[j, j]
     finish *= 1 + 1e-12
-    ends, noise = np.zeros(1), np.zeros(1, np.int64)  # of all labels so far, with the prefix of each
-    start, number = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    ends: Reals = np.zeros(1)  # of all labels so far, with their noise, their prefix and their number in it
+    noise: Counts = np.zeros(1, np.int64)
+    start: Counts = np.zeros(1, np.int64)
+    number: Counts = np.zeros(1, np.int64)
     history: list[tuple[Counts, Counts]] = []
     for j in range(n):
         later = np.maximum(ends, ready[j]) + channel[j][start]

@@ -104,7 +104,7 @@ def latest(tables: Tables, clock: Reals, channel: Reals, finish: float, weights:
 
 def _weights(count: int) -> Reals:
     """Return so many weights from 0 to 1, as a column."""
-    return np.linspace(0.0, 1.0, count)[:, None]
+    return np.linspace(0.0, 1.0, count, dtype=np.float64)[:, None]
 
 
 def _rest(tables: Tables, flags: tuple[Flags, ...], weights: Reals) -> Reals:

@@ -113,9 +113,9 @@ class _Open:
     """
 
     def __init__(self, clocks: int) -> None:
-        self._clock = np.empty((clocks, 64))  # with room to spare, as the others
-        self._channel = np.empty(64)
-        self._whole = np.empty((3, 64), np.int64)  # start, buffers, label
+        self._clock: Reals = np.empty((clocks, 64))  # with room to spare, as the others
+        self._channel: Reals = np.empty(64)
+        self._whole: Indices = np.empty((3, 64), np.int64)  # start, buffers, label
         self.size = 0  # states
 
     def add(self, clock: Reals, channel: Reals, buffers: Indices, start: int) -> None:
@@ -149,7 +149,7 @@ def unbeaten(clock: Reals, channel: Reals, buffers: Indices | None = None) -> In
         return _staircase(clock, channel)
     if clock.min() == clock.max():
         return _staircase(buffers, channel)
-    fewer = np.zeros(0, np.int64)  # unbeaten in both clocks among all states with fewer merge buffers
+    fewer: Indices = np.zeros(0, np.int64)  # unbeaten in both clocks among all states with fewer merge buffers
     kept = []
     for count in np.unique(buffers):
         same = np.flatnonzero(buffers == count)
