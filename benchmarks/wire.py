@@ -89,7 +89,7 @@ def sizes(n: int, density: float, wires: Sequence[str]) -> dict[str, Any]:
 
 
 def write(value: ValueCodec, offer: Selection, values: torch.Tensor, room: torch.Tensor) -> None:
-    """What an exchange does with values: it looks for zeros where there is no code for them."""
+    """Do with values what an exchange does: look for zeros where there is no code for them."""
     if not value.has_zero:
         offer, values = without_zeros(offer, values)
     value.encode(values, room, offer.count)

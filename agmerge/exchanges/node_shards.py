@@ -18,6 +18,7 @@ from agmerge.backends.topology import Nodes
 from agmerge.exchanges.all_reduce import in_rank_order
 from agmerge.exchanges.dense import decode, encode, tail_of
 from agmerge.exchanges.message.format import RoundHeader
+from agmerge.exchanges.routing import group_by_dtype
 from agmerge.tensors.arena import Arena, move_to_update, view
 from agmerge.tensors.layout import Lane, Layout, Segment, Slot
 
@@ -101,10 +102,8 @@ class NodeShards:
         self._tensors = [list(range(start, stop)) for start, stop in bounds]
         self._messages = []
         for buffer, (start, stop) in enumerate(bounds):
-            groups: dict[tuple[torch.device, torch.dtype], list[Segment]] = {}
-            for segment in self.parts.segments(start, stop):
-                groups.setdefault((segment.lane.device, segment.lane.dtype), []).append(segment)
-            made = [self._message(buffer, number, group) for number, group in enumerate(groups.values())]
+            groups = group_by_dtype(self.parts.segments(start, stop))
+            made = [self._message(buffer, number, group) for number, group in enumerate(groups)]
             self._messages.append(made)
             self._place_of |= {index: message for message in made for index in message.offsets}
 

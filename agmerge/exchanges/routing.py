@@ -78,6 +78,11 @@ def group_by(segments: Sequence[Segment], key: Callable[[Lane], Hashable]) -> li
     return list(messages.values())
 
 
+def group_by_dtype(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """Make one message of the segments of one device and dtype: all of them are sent whole."""
+    return group_by(segments, lambda lane: (lane.device, lane.dtype))
+
+
 def message_name(buffer: int, number: int) -> str:
     """Return the name of a message's collectives; ``number``: of the message in its merge buffer."""
     return f"buffer {buffer}" if number == 0 else f"buffer {buffer}.{number}"

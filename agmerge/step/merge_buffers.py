@@ -23,7 +23,7 @@ from agmerge.exchanges import (
 )
 from agmerge.exchanges.node_shards import NodeShards, sharded
 from agmerge.exchanges.reduce_scatter import ScatterExchange
-from agmerge.exchanges.routing import AHEAD, Message, group_by, group_into_messages, message_name
+from agmerge.exchanges.routing import AHEAD, Message, group_by, group_by_dtype, group_into_messages, message_name
 from agmerge.exchanges.splitting import split
 from agmerge.exchanges.table import exchange_of
 from agmerge.metrics.step_times import clock_for
@@ -113,7 +113,7 @@ class MergeBuffers:
         for index, (bounds, label, goes_dense, parts) in enumerate(kinds):
             segments = routing.segments(self.layout, *bounds, label == AHEAD and not goes_dense)
             if goes_dense:
-                groups = group_by(segments, lambda lane: (lane.device, lane.dtype))
+                groups = group_by_dtype(segments)
             elif compressed.mixes_lanes:
                 groups = group_into_messages(segments, self.across.size, ride=ride)
             else:

@@ -48,7 +48,7 @@ def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
 
 
 def same(size: int, model: nn.Module, body: Callable[[int, Any, Any], Any], **options: Any) -> Any:
-    """What ``body(rank, model, wrapper)`` finds, on every rank, with DeAR and without."""
+    """Return what ``body(rank, model, wrapper)`` finds, on every rank, with DeAR and without."""
     found = [agreed(on_ranks(size, model, lambda r, m, w=w: body(r, m, w), **options)) for w in (plain, dear)]
     assert found[0] == found[1]
     return found[1]

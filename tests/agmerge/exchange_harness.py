@@ -123,7 +123,7 @@ def exchange(
 
 
 def context(commit: Commit, op: ReduceOp = Average, **options: Any) -> ExchangeContext:
-    """What an exchange of this rank is made from, in the group that the test runs in."""
+    """Return what an exchange of this rank is made from, in the group that the test runs in."""
     return ExchangeContext(workers.world(), op, commit, WAIT, **options)
 
 
@@ -174,7 +174,7 @@ def draws(
 
 
 def apart(segments: Sequence[Segment]) -> list[Segment]:
-    """The same segments, with tensors of different names: the harness tells them apart by equality."""
+    """Return the same segments, with tensors of different names: the harness tells them apart by equality."""
     return [
         Segment(part.lane, tuple(replace(slot, name=f"{slot.name} of {number}") for slot in part.slots))
         for number, part in enumerate(segments)

@@ -1,4 +1,4 @@
-"""A backend is a module and a line in the table: detection, init() and the doctor go by it."""
+"""Add a backend by a module and a line in the table: detection, init() and the doctor go by it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def opened(env: Mapping[str, str], timeout: float, listen: Listen) -> local.Loca
 
 @pytest.fixture
 def pigeon(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A new backend, in the last line of the table."""
+    """Put a new backend in the last line of the table."""
     module = SimpleNamespace(
         SIZES=("CARRIER_SIZE",),
         READS_SLURM=False,

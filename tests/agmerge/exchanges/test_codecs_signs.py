@@ -33,13 +33,13 @@ def drawn(count: int, seed: int, exponent: float = 0.0, spread: float = 1.0) -> 
 
 
 def sent(name: str, values: torch.Tensor, count: int | torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """What arrives of ``values``, and the bytes."""
+    """Return what arrives of ``values``, and the bytes."""
     out = torch.full((VALUES[name].size(len(values)),), 0xA5, dtype=torch.uint8)
     return VALUES[name].encode(values, out, count).clone(), out
 
 
 def magnitudes(name: str, block: np.ndarray) -> np.ndarray:
-    """What the definition says of one block, float64: the magnitude that is sent for each value."""
+    """Return what the definition says of one block, float64: the magnitude that is sent for each value."""
     size = np.minimum(np.abs(block), LARGEST / BLOCK)
     if name == "sign":
         return np.full_like(size, size.mean())
@@ -132,7 +132,7 @@ def test_every_dtype_of_values(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", SCALED)
 def test_any_bytes_are_read_as_something(name: str) -> None:
-    """A damaged message that nobody notices, on a device: other values, never an error or a place beyond the table."""
+    """Read a damaged message that nobody notices, on a device: other values, no error, no place beyond the table."""
     source = np.random.default_rng(0)
     for slots in (1, 255, 256, 257, 1000):
         for _ in range(20):
@@ -166,7 +166,7 @@ def test_a_block_is_added_up_by_halves(count: int) -> None:
 
 
 def fingerprint() -> str:
-    """The bytes and the values of all codecs with scales, of values of all kinds."""
+    """Return the bytes and the values of all codecs with scales, of values of all kinds."""
     whole = hashlib.sha256()
     for name in SCALED:
         for number, count in enumerate((1, 7, 256, 300, 1023, 5000, 70_001)):

@@ -1,4 +1,4 @@
-"""The exchanges by name, and the one context that all of them are made from."""
+"""List the exchanges by name, and make all of them from one context."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALL = seeded(mlp, 3)
 
 
 class Head(sparsifiers.Sparsifier):
-    """The first k coordinates, on every rank alike."""
+    """Select the first k coordinates, on every rank alike."""
 
     name = "head"
     same_on_all_ranks = True
