@@ -14,6 +14,7 @@ from typing import Any
 from agmerge import testing
 from agmerge.checkpoint.dcp import ResidualState
 from agmerge.checkpoint.gather import gather_state
+from agmerge.engine.outer import Nesterov
 from agmerge.errors import (
     AGMergeError,
     CollectiveTimeout,
@@ -25,7 +26,7 @@ from agmerge.errors import (
     RankMismatchError,
 )
 from agmerge.ops import Adasum, Average, Compression, Max, Min, Product, ReduceOp, Sum
-from agmerge.optimizer import DistributedOptimizer
+from agmerge.optimizer import DistributedOptimizer, LocalOptimizer, LocalSync
 from agmerge.options.density_schedule import ladder
 from agmerge.runtime import process_sets
 from agmerge.runtime.broadcast import broadcast_optimizer_state, broadcast_parameters
@@ -81,9 +82,12 @@ __all__ = [
     "Compression",
     "DistributedOptimizer",
     "DivergenceError",
+    "LocalOptimizer",
+    "LocalSync",
     "Max",
     "MessageError",
     "Min",
+    "Nesterov",
     "NoAnswer",
     "NonFiniteError",
     "PeerLost",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import merging as planning
-from agmerge.engine.reducer import Reducer
+from agmerge.engine.synchronizer import Synchronizer
 from agmerge.errors import AGMergeError
 from agmerge.metrics.chrome_trace import Trace, path_of
 from agmerge.metrics.step_times import StepTimes
@@ -25,7 +25,7 @@ from sparsifiers.observed import Observed
 class ReportingMixin:
     """Report on what :class:`agmerge.DistributedOptimizer` does, and change nothing of it."""
 
-    _reducer: Reducer
+    _reducer: Synchronizer
 
     @property
     def plan(self) -> planning.Plan:
@@ -51,6 +51,7 @@ class ReportingMixin:
     def stats(self) -> dict[str, Any]:
         """Return totals since construction, of this rank; ``buffers`` and ``residual_norm`` (L2) are as of now.
 
+        ``steps``: of the optimizer; ``exchanges`` are as many, unless ``every=`` leaves steps out.
         ``bytes_sent``: handed to collectives for gradients, headers and padding included; ``wire``: the same bytes
         by codecs of indices and values, ``header``, and ``plain``, without codecs. ``bytes_dense``: what a
         dense float32 all-reduce would be handed. ``elements_sent``: dense lane included. ``density``: elements
@@ -61,9 +62,10 @@ class ReportingMixin:
         exchange = self._reducer.exchange
         totals, compressor = exchange.totals, exchange.config.compressor
         exchange.times.settle()
-        norms = [float(torch.linalg.vector_norm(r.double())) for r in exchange.residuals().values()]
+        norms = [float(torch.linalg.vector_norm(r.double())) for r in self._reducer.unsent().values()]
         return {
-            "steps": exchange.steps,
+            "steps": self._reducer.step_count(),
+            "exchanges": exchange.steps,
             "steps_skipped": totals.steps_skipped,
             "compressor": compressor.name,
             "buffers": totals.buffers,

@@ -101,7 +101,7 @@ def inspect(optimizer: Any) -> Inspection:
     buffers = exchange.buffers
     return Inspection(
         plan=exchange.plan(),
-        residuals={name: residual.clone() for name, residual in exchange.residuals().items()},
+        residuals={name: residual.clone() for name, residual in reducer.unsent().items()},
         measurements=reducer.measured(),
         lanes={} if buffers is None else {slot.name: slot.lane for slot in buffers.layout.slots},
     )

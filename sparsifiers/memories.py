@@ -56,6 +56,7 @@ class Memory(ABC):
     has_residual: bool  # what is not sent is kept as the residual; False: it is dropped
     has_momentum: bool = False  # it applies a momentum, in the place of the optimizer
     follows: bool = False  # it takes the momentum of an optimizer that has one, from `Momentum.rate`
+    hands_back: bool = False  # whoever gave the tensor keeps what is not sent of it, and hears what was sent
 
     # The names of version 0.1: memories of scripts may use them for one version more.
     keeps = _Renamed("has_residual")
@@ -169,8 +170,20 @@ class NoMemory(Memory):
     ) -> None:
         if gradient is None:
             work.zero_()
-        else:
+        elif gradient.data_ptr() != work.data_ptr():  # else it was written there in the first place
             work.copy_(gradient)
+
+
+class HandBack(NoMemory):
+    """Leave what is not sent to whoever gave the tensor: work = gradient, which has all of it in every step.
+
+    The core tells them what was sent. It is for step-ahead error feedback (Xu, Huo and Huang, "Step-Ahead Error
+    Feedback for Distributed Training with Compressed Gradient", AAAI 2021), where a worker computes with the rest
+    applied to its own parameters, so that these hold it.
+    """
+
+    name = "hand-back"
+    hands_back = True
 
 
 class Residual(Memory):
@@ -199,6 +212,33 @@ class Residual(Memory):
             # widening is exact and addition commutes.
             work.copy_(gradient).add_(residual)
         return None
+
+
+class Decaying(Residual):
+    """Keep what is not sent, and forget a part of it in every step: work = decay * residual + gradient.
+
+    Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025, Algorithm 1: there the residual of
+    the steps that workers make by themselves is multiplied by 0.95 before the next is added, and so takes the place of
+    a momentum.
+    """
+
+    name = "decaying"
+
+    def __init__(self, decay: float) -> None:
+        if not 0.0 < decay <= 1.0:
+            raise ValueError(f"decay must lie in (0, 1], not {decay!r}")
+        self.decay = decay
+
+    def options(self) -> dict[str, object]:
+        return {"decay": self.decay}
+
+    def _compensate(
+        self, work: Tensor, residual: Tensor | None, gradient: Tensor | None, momentum: Momentum | None, size: int
+    ) -> None:
+        assert residual is not None  # checked; narrows the type
+        torch.mul(residual, self.decay, out=work)
+        if gradient is not None:
+            work.add_(gradient)
 
 
 class ResidualGTopK(Residual):

@@ -33,8 +33,8 @@ ROOMS = {  # of agmerge/, from below to above: which of the rooms below it each 
     "checkpoint": "backends tensors runtime exchanges options step engine",
     "reporting": "metrics options step planning engine",
     "testing": "backends runtime",
-    "optimizer": "runtime options engine checkpoint reporting",
-    "agmerge": "runtime options checkpoint testing optimizer",
+    "optimizer": "tensors runtime options engine checkpoint reporting",
+    "agmerge": "runtime options engine checkpoint testing optimizer",
     "cli": "backends options step planning optimizer agmerge",
     "__main__": "cli",
 }

@@ -12,7 +12,7 @@ import torch
 import merging
 import sparsifiers
 from agmerge.checkpoint.redistribute import redistribute
-from agmerge.engine.reducer import Reducer
+from agmerge.engine.synchronizer import Synchronizer
 from agmerge.exchanges.node_shards import shard_shape
 from agmerge.options import dense_cutoff
 from agmerge.options.config import Config
@@ -22,15 +22,23 @@ from agmerge.step.merge_buffers import State
 from agmerge.tensors import nonfinite
 
 SECTION = "agmerge"
-VERSION = 1
+VERSION, READABLE = 2, (1, 2)  # 2 has "updates"
 RANKS = "ranks"  # of a consolidated checkpoint: every rank's section, rank by rank
+INNER = "inner"  # in each of these, where they differ: what the rank's own optimizer keeps
 KINDS = {"residual": "residuals", "momentum": "momenta"}
+
+
+OTHER_SYNC = (
+    "the checkpoint is of another sync=: what was not sent of gradients is no update, nor the other way round. It is "
+    "dropped and starts from zero; parameters are the shared ones"
+)
 
 
 class Wrapper(Protocol):
     """Stand for :class:`agmerge.DistributedOptimizer`, which imports this room."""
 
-    _reducer: Reducer
+    @property
+    def _reducer(self) -> Synchronizer: ...
 
     def state_dict(self) -> dict[str, Any]:
         """Return the inner optimizer's state and, under ``SECTION``, what this rank keeps."""
@@ -39,10 +47,11 @@ class Wrapper(Protocol):
         """Apply what ``merging="dear"`` leaves to the next forward."""
 
 
-def save(reducer: Reducer) -> dict[str, Any]:
+def save(reducer: Synchronizer) -> dict[str, Any]:
     """Return residuals by name (copies), the plan, the step count, and whose all this is.
 
     ``window``: where a step has begun, how many backward passes each parameter has seen, and its gradient so far.
+    ``updates``: the shared parameters and where this rank's stand, with ``sync="updates"``, else None.
     With ``exchange="two-level"`` residuals are of this rank's shard of each tensor; ``shard`` says which.
     """
     exchange = reducer.exchange
@@ -60,6 +69,7 @@ def save(reducer: Reducer) -> dict[str, Any]:
         "shares": exchange.budgets(),
         "compressor": (repr(compressor), compressor.state_dict()),
         "window": _window(reducer),
+        "updates": reducer.saved_updates(),
         **{plural: _copies(exchange, kind) for kind, plural in KINDS.items()},
     }
 
@@ -75,14 +85,17 @@ class Restored:
     budgets: dict[str, int] | None = None  # by name, where they were chosen by importance
     window: Mapping[str, Any] = field(default_factory=dict)  # of the step that had begun, as save() has it
     origin: tuple[int, int] | None = None  # (rank, size) that it was saved by, for one that is not connected yet
+    updates: Mapping[str, Any] | None = None  # as saved_updates() of a reducer has it
+    inner: dict[str, Any] | None = None  # of the inner optimizer, where the section has it
 
 
-def load(reducer: Reducer, section: Mapping[str, Any] | None, *, own: bool = False) -> None:
+def load(reducer: Synchronizer, section: Mapping[str, Any] | None, *, own: bool = False) -> dict[str, Any] | None:
     """Collective. Take back what :func:`save` gave on this rank, or what all ranks gave; drop anything else.
 
     Ranks communicate only where a step had begun, and its gradients complete a merge buffer. One warning says what is
     dropped. What ranks of another number have saved together is redistributed, see
-    :mod:`agmerge.checkpoint.redistribute`. Raises ``ValueError`` if a residual has another shape than its parameter, or
+    :mod:`agmerge.checkpoint.redistribute`. Returns the inner optimizer's own state, where sections have it by rank.
+    Raises ``ValueError`` if a residual has another shape than its parameter, or
     is not finite.
 
     Args:
@@ -98,29 +111,36 @@ def load(reducer: Reducer, section: Mapping[str, Any] | None, *, own: bool = Fal
     if section is None:
         warnings.warn("the checkpoint has no residuals (it is a plain optimizer's): they start from zero", stacklevel=3)
         restored = Restored(shard=exchange.shard)
-    elif section["version"] != VERSION:
+    elif section["version"] not in READABLE:
         raise ValueError(f"the checkpoint's agmerge section has version {section['version']}, this library {VERSION}")
     else:
-        restored = _read(exchange, section, own)
+        restored = _read(reducer, section, own)
     nonfinite.refuse(restored.state)
     _check_shapes(reducer, restored.state, restored.shard)
     if section is not None:
         exchange.adopt(replace(exchange.config, partial=dense_cutoff.from_checkpoint(exchange.config.partial, section)))
     exchange.restore(restored.state, restored.steps, restored.plan, restored.budgets, restored.origin, restored.shard)
+    reducer.restore_updates(restored.updates)
     _reopen_step(reducer, restored.window)
+    return restored.inner
 
 
-def _read(exchange: GradientExchange, section: Mapping[str, Any], own: bool) -> Restored:
+def _read(reducer: Synchronizer, section: Mapping[str, Any], own: bool) -> Restored:
     """Return what this rank takes of a section: all of it if it is the rank's own, else steps and plan alone.
 
     The compressor takes back what it had learned. Warns where residuals are dropped.
     """
+    exchange, updates = reducer.exchange, section.get("updates")
     saved, shard = (section["rank"], section["size"]), section.get("shard")
     place = saved if own else _rank_and_size(exchange) or saved
     restored = Restored(shard=exchange.shard, steps=section["steps"], plan=_saved_plan(exchange, section))
+    restored.updates, restored.inner = updates, section.get(INNER)
     if exchange.comm is None:
         restored.shard, restored.origin = shard, saved  # it knows its node when it connects
-    if saved == place and shard == restored.shard:
+    if (updates is None) is (exchange.config.updates is not None):
+        restored.updates = None if updates is None else {**updates, "displacements": {}}
+        warnings.warn(OTHER_SYNC, stacklevel=4)
+    elif saved == place and shard == restored.shard:
         for kind, plural in KINDS.items():
             restored.state |= {(kind, name): tensor.clone() for name, tensor in section.get(plural, {}).items()}
         if _restore_compressor(exchange, section):
@@ -128,6 +148,8 @@ def _read(exchange: GradientExchange, section: Mapping[str, Any], own: bool) -> 
         restored.window = section.get("window", {})
     else:
         what = "residuals and momenta" if section.get("momenta") else "residuals"
+        if updates is not None:
+            what, restored.updates = "carried updates", {**updates, "displacements": {}}
         warnings.warn(
             f"the checkpoint's {what} are rank {saved[0]}'s of {saved[1]}{_shard_text(shard)}, this is rank {place[0]} "
             f"of {place[1]}{_shard_text(restored.shard)}: they are dropped and start from zero. Load the file that "
@@ -153,7 +175,7 @@ def _restore_compressor(exchange: GradientExchange, section: Mapping[str, Any]) 
     return True
 
 
-def _check_shapes(reducer: Reducer, state: State, shard: tuple[int, int] | None) -> None:
+def _check_shapes(reducer: Synchronizer, state: State, shard: tuple[int, int] | None) -> None:
     """Raise ``ValueError`` for a tensor of another shape than its parameter, or this rank's shard of it."""
     shapes = {member.name: member.shape for member in reducer.members.active()}
     if shard is not None:
@@ -178,7 +200,7 @@ def _own_part(exchange: GradientExchange, section: Mapping[str, Any]) -> Mapping
 
     A section of another version is returned as it is.
     """
-    if section["version"] != VERSION:
+    if section["version"] not in READABLE:
         return section
     ranks: list[dict[str, Any]] = section[RANKS]
     comm = exchange.comm or workers.world()
@@ -188,7 +210,7 @@ def _own_part(exchange: GradientExchange, section: Mapping[str, Any]) -> Mapping
     return redistribute(ranks, comm.rank, comm.size, exchange.config.op)
 
 
-def _window(reducer: Reducer) -> dict[str, Any]:
+def _window(reducer: Synchronizer) -> dict[str, Any]:
     """Return what the step that has begun would send: by name, how many passes were seen and a copy of the gradient.
 
     Gradients of no_sync() are among it, and those of parameters that no hook watches yet.
@@ -201,7 +223,7 @@ def _window(reducer: Reducer) -> dict[str, Any]:
     }
 
 
-def _reopen_step(reducer: Reducer, window: Mapping[str, Any]) -> None:
+def _reopen_step(reducer: Synchronizer, window: Mapping[str, Any]) -> None:
     """Collective. Go on in the step that had begun: put its gradients back, and count its backward passes."""
     for parameter in reducer.members.name_all():
         if reducer.members.name_of(parameter) in window:

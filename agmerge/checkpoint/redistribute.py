@@ -23,8 +23,8 @@ Section = dict[str, Any]  # a rank's part of a state_dict()
 def redistribute(sections: Sequence[Section], rank: int, size: int, op: ReduceOp) -> Section:
     """Return the part of ``rank`` of ``size`` workers in what all ranks of another number have saved.
 
-    Plan, steps, use and budgets are alike on all ranks. What sparsifiers remember starts cold, gradients of an
-    unfinished accumulation are dropped, with a warning. ``op``: whether updates are averages or sums.
+    Plan, steps, use, budgets and shared parameters are alike on all ranks. What sparsifiers remember starts cold,
+    gradients of an unfinished accumulation are dropped, with a warning. ``op``: whether updates are averages or sums.
     """
     before, factor = len(sections), weight_factor(op, len(sections), size)
     dealt = [section for r, section in enumerate(sections) if r % size == rank]
@@ -33,6 +33,11 @@ def redistribute(sections: Sequence[Section], rank: int, size: int, op: ReduceOp
     for kind in ("residuals", "momenta"):
         alike = {name: tensor for name, tensor in sections[0][kind].items() if name not in own}
         part[kind] = alike | _sums([section[kind] for section in dealt], own, factor)
+    if sections[0].get("updates"):
+        part["updates"] = dict(sections[0]["updates"])
+        moved = [section["updates"]["displacements"] for section in dealt]
+        part["updates"]["displacements"] = _sums(moved, set(part["updates"]["base"]), factor)
+        part["inner"] = sections[rank % before].get("inner")
     if any(section.get("window") for section in sections):
         warnings.warn(
             f"the checkpoint was saved by {before} ranks between two backward passes of one step: the gradients of "

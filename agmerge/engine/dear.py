@@ -172,6 +172,10 @@ class DearReducer(Reducer):
                     self._receive(updates, updates.parameters)
                     updates.apply(updates.parameters)
 
+    def prepare_to_save(self) -> None:
+        """Collective. See :meth:`flush`."""
+        self.flush()
+
     def _receive(self, updates: Updates, parameters: Parameters) -> None:
         """Collective. Wait for the messages of these parameters; the time counts as exposed."""
         begin = time.perf_counter()
@@ -207,12 +211,3 @@ class DearReducer(Reducer):
         finally:
             self._modules.remove()
             super().close()
-
-
-def reducer_for(optimizer: torch.optim.Optimizer, named: Any, config: Config) -> Reducer:
-    """Return the reducer that ``config`` asks for. Without ``named`` parameters, DeAR's have the names of its model."""
-    if config.model is None:
-        return Reducer(ParameterTable(optimizer, named), config)
-    check_readers(config.model, optimizer)
-    named = config.model.named_parameters() if named is None else named
-    return DearReducer(ParameterTable(optimizer, named), config)

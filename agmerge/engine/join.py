@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from agmerge.backends.handshake import gather_bytes
 from agmerge.engine.reducer import Reducer
+from agmerge.engine.reducers import AnyReducer
 from agmerge.engine.replicas import level_replicas
+from agmerge.engine.synchronizer import Synchronizer
+from agmerge.engine.update_reducer import UpdateReducer
 from agmerge.exchanges.message.format import Flag
 from agmerge.runtime import workers
 
 
-def join(reducer: Reducer, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> int:
+def join(reducer: AnyReducer, step: Callable[[], object]) -> int:
     """Collective. Take part without gradients until every rank has joined; return the world's rank that did so last.
 
     Of ranks that join at the same step the highest counts as the last one. If replicas differ in the end (the others
@@ -27,11 +28,12 @@ def join(reducer: Reducer, optimizer: torch.optim.Optimizer, step: Callable[[], 
 
     Args:
         reducer: of the optimizer that joins.
-        optimizer: the wrapped one.
         step: takes a step with the gradients as ``synchronize()`` left them.
     """
     if reducer.config.model is not None:
         raise ValueError("join() with merging='dear' is not built yet: give every rank the same number of batches")
+    if isinstance(reducer, UpdateReducer):
+        return join_with_updates(reducer)
     reducer.connect()
     reducer.check_idle("join()")
     comm = reducer.exchange.comm
@@ -46,11 +48,33 @@ def join(reducer: Reducer, optimizer: torch.optim.Optimizer, step: Callable[[], 
             step()
             alone += 1
     _discard(reducer)
-    texts = gather_bytes(comm, alone.to_bytes(8, "little"), "join", reducer.config.timeout)
+    last = last_to_join(reducer, alone)
+    level_replicas(comm, reducer.members, reducer.members.optimizer, last, reducer.config.timeout)
+    return world_rank(reducer, last)
+
+
+def join_with_updates(reducer: UpdateReducer) -> int:
+    """Collective. Send what this worker carries until every rank has joined; then all consolidate.
+
+    The optimizer does not step meanwhile. Returns the world's rank that joined last.
+    """
+    reducer.before_step()
+    if reducer.exchange.outside:
+        return workers.rank()
+    waited = 0
+    with reducer.joined():
+        while not reducer.alone and reducer.exchange_alone() & Flag.ACTIVE:
+            waited += 1
+    reducer.consolidate()
+    return world_rank(reducer, last_to_join(reducer, waited))
+
+
+def last_to_join(reducer: Synchronizer, alone: int) -> int:
+    """Collective. Return the rank that joined last; of several the highest. ``alone``: steps that this one waited."""
+    assert reducer.exchange.comm is not None
+    texts = gather_bytes(reducer.exchange.comm, alone.to_bytes(8, "little"), "join", reducer.config.timeout)
     waited = [int.from_bytes(text, "little") for text in texts]
-    last = max(rank for rank, steps in enumerate(waited) if steps == min(waited))
-    level_replicas(comm, reducer.members, optimizer, last, reducer.config.timeout)
-    return _world_rank(reducer, last)
+    return max(rank for rank, steps in enumerate(waited) if steps == min(waited))
 
 
 def _discard(reducer: Reducer) -> None:
@@ -61,7 +85,7 @@ def _discard(reducer: Reducer) -> None:
     reducer.discard()
 
 
-def _world_rank(reducer: Reducer, rank: int) -> int:
+def world_rank(reducer: Synchronizer, rank: int) -> int:
     """Return the world's number of a rank of the process set."""
     ranks = reducer.config.process_set.members
     return ranks[rank] if ranks else rank

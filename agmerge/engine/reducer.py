@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-import merging as planning
 from agmerge.backends import status
-from agmerge.backends import torch as torch_backend
 from agmerge.engine.grad_hooks import GradientHooks, HandedOver
-from agmerge.engine.grad_scaler import LossScale
-from agmerge.engine.replicas import compare_replicas
+from agmerge.engine.synchronizer import Synchronizer
 from agmerge.errors import (
-    DISTRIBUTED_DATA_PARALLEL,
     NO_GRADIENT,
     NO_SYNC_LATE,
     NOT_COMBINED,
-    OTHER_SHARDS,
     SYNCHRONIZE,
     TOO_MANY,
     TWICE,
@@ -32,103 +25,41 @@ from agmerge.errors import (
 from agmerge.exchanges.message.format import Flag
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.options import momentum
-from agmerge.options.config import Config, check_two_level
-from agmerge.planning.replanner import Replanner
-from agmerge.runtime import process_sets, workers
+from agmerge.options.config import Config
 from agmerge.step.agreed_state import Plans
-from agmerge.step.gradient_exchange import Combined, GradientExchange
+from agmerge.step.gradient_exchange import Combined
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.parameters import ParameterTable
-from agmerge.version import __version__
 
 
-class Reducer:
+class Reducer(Synchronizer):
     """Count backward passes, hand gradients over, attach the combined ones, and guard against calls out of turn.
 
     ``members``: the parameters of the optimizer that is wrapped. Hooks on them call :meth:`on_gradient`.
     """
 
+    combines_gradients = True
     remedy = SYNCHRONIZE  # for a script that changes gradients
 
     def __init__(self, members: ParameterTable, config: Config) -> None:
-        check_two_level(config)
-        config.check_patterns(members.name_of(parameter) for parameter in members.name_all())
-        self.members, self.passes = members, config.passes
-        self.synchronized = False  # gradients are combined, step() has not been called
-        self.skipped = False  # ... and come to nothing: the inner optimizer must not step
+        super().__init__(members, members, config)
+        self.skipped = False  # gradients are combined, and come to nothing: the inner optimizer must not step
         self.flags_of_all = 0  # what all ranks said together in the last exchange, see Flag
-        self.scaling = LossScale(None)
         self._flag = Flag.ACTIVE  # what this rank says in its messages; JOINED in join()
         self._paused = False  # in no_sync()
         self._fired: dict[str, int] = {}  # backward passes since the last step
         self._handed_over = HandedOver()
-        self._compared = False  # replicas, after the first step among these workers
         self._lock = threading.RLock()  # autograd runs the hooks of each device on a thread of its own
-        me = weakref.ref(self)  # an optimizer that was dropped must not live on in its own exchange
-
-        def on_agreement(buffers: MergeBuffers, times: RunningStepTimes) -> Plans | None:
-            reducer = me()
-            return None if reducer is None else reducer._on_agreement(buffers, times)
-
-        self.exchange = GradientExchange(members, config, on_agreement, workers.current)
         self._hooks = GradientHooks(self)
         self._hooks.attach((member.parameter for member in self.exchange.members()), members)
 
-    @property
-    def config(self) -> Config:
-        """Return the config for the next agreement."""
-        return self.exchange.config
+    def _stay_outside(self) -> None:
+        self._hooks.remove()
 
-    # -- the group of workers -----------------------------------------------------------------------------------
-
-    def connect(self) -> None:
-        """Collective. Join the workers that there are now, if this has not happened, and shake hands (G1).
-
-        The group is another one after ``shutdown()`` and ``init()``, and after a reset of an elastic Horovod: what is
-        kept is then fitted to the number of its workers.
-        """
-        exchange, world = self.exchange, workers.world()
-        if exchange.world is not None and exchange.world is not world:
-            self.leave()
-        if exchange.comm is not None or exchange.outside:
-            return
-        shard_before = exchange.shard
-        facts = [("library version", __version__), *exchange.facts()]  # refuses before anything is sent
-        workers.listen()
-        comm = process_sets.communicator(world, self.config.process_set, self.config.timeout)
-        exchange.connect(world, comm, facts)
-        if comm is None:
-            self._hooks.remove()
-            return
-        weakref.finalize(self, comm.drop)  # an optimizer that was dropped holds no threads and no connections
-        averaged = torch_backend.averaged(self.members.name_all()) if comm.rank == 0 else ""
-        if averaged:
-            warnings.warn(DISTRIBUTED_DATA_PARALLEL.format(name=averaged), stacklevel=4)
-        if not exchange.fit_to_group(shard_before):
-            warnings.warn(OTHER_SHARDS, stacklevel=4)
-
-    def leave(self) -> None:
-        """Forget the group of workers; the next step connects to the one that there is then."""
-        self.exchange.leave()
-        self._compared = False
-
-    def _on_agreement(self, buffers: MergeBuffers, times: RunningStepTimes) -> Plans:
+    def _on_agreement(self, buffers: MergeBuffers, times: RunningStepTimes) -> Plans | None:
         """Watch the parameters that take part now, and plan by what their exchange takes."""
         self._hooks.attach(buffers.parameters, self.members)
-        return Replanner(buffers, times)
-
-    def reconfigure(self, config: Config, what: str, advice: str) -> None:
-        """Collective. Go on with another config from the next step on, residuals and plan as they are.
-
-        ``what``: the call of the script, and ``advice`` for it, where ranks differ. Raises between ``backward()`` and
-        ``step()``.
-        """
-        self.check_idle(what)
-        check_two_level(config)
-        if config.partial is not None:
-            config = replace(config, partial=self.config.partial)  # what has a residual by now stays sparse
-        self.exchange.reconfigure(config, what, advice)
-        self.discard()
+        return super()._on_agreement(buffers, times)
 
     # -- backward -------------------------------------------------------------------------------------------------
 
@@ -288,21 +219,12 @@ class Reducer:
             self.discard()
             return
         self.exchange.commit()
-        status.current().enter("is in its script, before a backward pass", self.exchange.step)
         self.discard()
-        self._compare_replicas()
-        with self.exchange.breaking():
-            self.exchange.replan()
+        self.end_exchange()
 
     def _compare_replicas(self) -> None:
-        """Collective. Compare parameters after the first step, and every so many (G11)."""
-        exchange, every = self.exchange, self.config.check_every
-        due = not self._compared or (every and exchange.steps % every == 0)
-        if due and not self.flags_of_all & Flag.JOINED:  # who has joined may step otherwise, until all have
-            assert exchange.comm is not None
-            with exchange.breaking():
-                compare_replicas(exchange.comm, self.members, exchange.steps, self.config.timeout)
-            self._compared = True
+        if not self.flags_of_all & Flag.JOINED:  # who has joined may step otherwise, until all have
+            super()._compare_replicas()
 
     def combine_for(self, scaler: torch.amp.GradScaler, *, combine: bool) -> None:
         """Collective. Combine the gradients now: ``scaler`` is about to unscale them, and to look for infinities.
@@ -314,32 +236,6 @@ class Reducer:
                 raise AGMergeError(NOT_COMBINED)
             self.synchronize()
             self.scaling.mark_combined()
-
-    def attach_scaler(self, scaling: LossScale) -> None:
-        """Divide gradients by another loss scale from now on."""
-        self.scaling = scaling
-
-    def flush(self) -> None:
-        """Apply updates that are left to the next forward. Here there are none: see :class:`DearReducer`."""
-
-    def admit_group(self) -> None:
-        """Check the group that the optimizer has just got. Here any may come: see :class:`DearReducer`."""
-
-    # -- plans and measurements -------------------------------------------------------------------------------------
-
-    def measured(self) -> planning.Measurements | None:
-        """Return what the plan in use was made from; None if nothing was measured."""
-        plans = self.exchange.plans
-        return plans.measured if isinstance(plans, Replanner) and self.exchange.agreed else None
-
-    def measure(self) -> planning.Measurements:
-        """Collective. Measure costs now, for reports; the plan stays. Raises where there was no step to measure."""
-        self.check_idle("measure()")
-        plans = self.exchange.plans
-        if not isinstance(plans, Replanner) or not self.exchange.agreed or not self.exchange.times.typical():
-            raise AGMergeError("measure() needs a step to measure: call it after step()")
-        with self.exchange.breaking():
-            return plans.measure(self.exchange.step)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -358,6 +254,17 @@ class Reducer:
             self._hand_over(parameter, name)
 
     # -- guards -----------------------------------------------------------------------------------------------------
+
+    def check_combines(self, what: str) -> None:
+        """Allow ``what``, which is about combined gradients."""
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Do nothing: parameters are equal on all ranks."""
+        yield
+
+    def consolidate(self) -> None:
+        """Do nothing: parameters are equal on all ranks."""
 
     @property
     def unfinished(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 import torch
 
@@ -16,26 +17,25 @@ from agmerge.tensors.parameters import ParameterTable
 DIGEST_BYTES = 16
 
 
-def compare_replicas(comm: Backend, members: ParameterTable, steps: int, timeout: float) -> None:
+def compare_replicas(comm: Backend, parameters: Mapping[str, torch.Tensor], steps: int, timeout: float) -> None:
     """Collective. Raise :class:`agmerge.DivergenceError` on every rank unless all parameters are equal to the bit.
 
     Reads every parameter once, and costs one all-gather of 16 bytes for each of them.
 
     Args:
         comm: the ranks whose replicas are compared.
-        members: the parameters, with the names that the error has.
+        parameters: by the names that the error has, in an order that is the same on every rank.
         steps: how many were committed, for the error.
         timeout: seconds.
     """
-    parameters = members.name_all()
-    own = b"".join(digest(parameter) for parameter in parameters)
+    own = b"".join(digest(parameter) for parameter in parameters.values())
     rows = gather_bytes(comm, own, "check_every", timeout)
-    for i, parameter in enumerate(parameters):
+    for i, name in enumerate(parameters):
         digests = [row[DIGEST_BYTES * i : DIGEST_BYTES * (i + 1)].hex() for row in rows]
         if len(set(digests)) > 1:
             sets = "; ".join(f"{value[:8]} on {ranks_of(digests, value)}" for value in dict.fromkeys(digests))
             raise DivergenceError(
-                f"step {steps}: replicas differ, first in parameter {members.name_of(parameter)!r}: digest "
+                f"step {steps}: replicas differ, first in parameter {name!r}: digest "
                 f"{sets}. Something changed parameters on some ranks only: start them with "
                 "broadcast_parameters, and change them only through the optimizer, or in the same way on every "
                 "rank"

@@ -39,6 +39,11 @@ class Totals:
         self.elements += elements
         self.bytes_dense += 4 * tensors
 
+    def passed(self, tensors: int) -> None:
+        """Count a step after which nothing is exchanged. ``tensors``: the elements of all gradients."""
+        self.elements += tensors
+        self.bytes_dense += 4 * tensors
+
     def skipped(self, elements: int, tensors: int) -> None:
         """Count a step that came to nothing, after its messages had left."""
         self.steps_skipped += 1

@@ -27,7 +27,7 @@ class Options:
     groups: Any = None  # a number, lists of parameters, or None
     sparse_as_dense: bool = False
     process_set: Any = None
-    density: Any = 0.01  # a number, {pattern: number} or "importance"
+    density: Any = None  # a number, {pattern: number} or "importance"; None: the default
     warmup: Any = None
     memory: Any = None  # a name, a sparsifiers.Memory, or None: the compressor's own
     dense: Any = None  # patterns, a callable, "partial", or None: small parameters
@@ -42,6 +42,13 @@ class Options:
     check_every: Any = 0  # steps
     unused: str = "none"
     model: torch.nn.Module | None = None  # of merging="dear"
+    sync: str = "gradients"  # or "updates", of which the others are
+    carry: Any = None  # "apply" or "hold"; None: "apply"
+    every: Any = 1  # steps
+    fragments: Any = 1
+    overlap: Any = 0  # steps
+    decay: float = 1.0
+    outer: Any = None  # a function of parameters that makes an optimizer of them, or None
 
     @classmethod
     def from_saved(cls, arguments: Mapping[str, Any]) -> Options:

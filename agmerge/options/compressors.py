@@ -50,8 +50,10 @@ class Cast(sparsifiers.Compressor):
         self.memory = "none" if self.dtype is None else "residual"
 
 
-def resolve_auto(compression: Any, optimizer: torch.optim.Optimizer, memory: Any) -> Any:
+def resolve_auto(compression: Any, optimizer: torch.optim.Optimizer, memory: Any, sync: str = "gradients") -> Any:
     """Return ``compression``, or what ``"auto"`` stands for with this optimizer, by the figures of docs/parity.md.
+
+    With ``sync="updates"``, where momentum is the optimizer's business, that is ``"topk"``. Else:
 
     ``"dgc"``, whose memory applies momentum before selection, where there is an SGD's momentum to apply, or a memory
     that does so is asked for; else ``"topk"``. Where there is weight decay too it is ``"topk"``: the memory has no
@@ -60,6 +62,8 @@ def resolve_auto(compression: Any, optimizer: torch.optim.Optimizer, memory: Any
     """
     if not isinstance(compression, str) or spelling(compression) != AUTO:
         return compression
+    if sync == "updates":
+        return "topk"
     if memory is None:
         decays = any(group.get("weight_decay") for group in optimizer.param_groups)
         return "dgc" if momentum.applies(optimizer) and not decays else "topk"

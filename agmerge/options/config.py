@@ -22,6 +22,7 @@ from agmerge.options import dense_cutoff, momentum
 from agmerge.options.compressors import Cast
 from agmerge.options.density_policy import DensityPolicy
 from agmerge.options.groups import Groups
+from agmerge.options.updates import GRADIENTS, UPDATES, Updates
 from agmerge.runtime import process_sets
 from agmerge.tensors.parameters import ParameterInfo
 from sparsifiers import Kind
@@ -64,6 +65,7 @@ class Config:
     nonfinite: str  # what becomes of a step in which a rank has a gradient that is infinite or NaN
     scaled: bool  # by an attached GradScaler
     model: torch.nn.Module | None  # merging="dear": whose forward takes the updates
+    updates: Updates | None  # sync="updates": what is exchanged is what the optimizer did; None: gradients are
     rates: momentum.Rates | None = None  # where the memory takes the optimizer's momentum from, if it does
 
     def assign_lanes(self, members: Iterable[ParameterInfo]) -> list[ParameterInfo]:
@@ -165,6 +167,8 @@ class Config:
             ("unused", "zero" if self.zero_unused else "none"),
             ("nonfinite", self.nonfinite),
             ("scaler", "attached" if self.scaled else "None"),
+            ("sync", GRADIENTS if self.updates is None else UPDATES),
+            *(() if self.updates is None else self.updates.facts()),
         ]
 
 

@@ -30,7 +30,7 @@ class DensityPolicy:
         """Return the density of a parameter where densities are given by pattern; None: the target's."""
         if not self.patterns:
             return None
-        return next((density for pattern, density in self.patterns if pattern.fullmatch(name)), DENSITY)
+        return next((density for pattern, density in self.patterns if pattern.fullmatch(name)), self.target)
 
     def at(self, step: int, own: float | None = None) -> float:
         """Return the density in a step. ``own``: that of a tensor, as :meth:`of_parameter` has it."""

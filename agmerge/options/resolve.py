@@ -26,6 +26,7 @@ from agmerge.options.compressors import compressor_of, densities_of, memory_for
 from agmerge.options.config import AUTO, IMPORTANCE, MERGING, WIRES, Config, DenseRule, is_small
 from agmerge.options.density_policy import DENSITY, DensityPolicy
 from agmerge.options.groups import parse_groups
+from agmerge.options.updates import Updates, default_density, density_of, parse_updates, wire_of
 from agmerge.runtime import horovod_names, process_sets
 from agmerge.tensors.nonfinite import POLICIES, RAISE, SKIP
 from merging.planners.dear import DeAR
@@ -38,7 +39,10 @@ def resolve(options: Options) -> Config:
     set: they are the optimizer's, see :func:`agmerge.options.config.with_momentum_of`.
     """
     _check_choices(options)
-    config = Config(**_guards(options), **_sums(options), **_compression(options), **_plan(options))
+    updates = parse_updates(options)
+    config = Config(
+        **_guards(options), **_sums(options), **_compression(options, updates), **_plan(options), updates=updates
+    )
     _check_dear(config)
     return config
 
@@ -85,14 +89,15 @@ def _sums(options: Options) -> dict[str, Any]:
     }
 
 
-def _compression(options: Options) -> dict[str, Any]:
+def _compression(options: Options, updates: Updates | None) -> dict[str, Any]:
     """Return the fields of :class:`Config` that say what is sent of which tensor, and what is kept."""
-    compression, density, dense, wire = options.compression, options.density, options.dense, options.wire
+    compression, density, dense, wire = options.compression, density_of(options), options.dense, options.wire
     if isinstance(density, str) and density != IMPORTANCE:
         raise ValueError(f"density={density!r}: give a number, {{pattern: number}}, or {IMPORTANCE!r}")
     by_importance = density == IMPORTANCE
     patterns = densities_of(density)
-    compressor = compressor_of(compression, DENSITY if patterns or by_importance else density)
+    default = DENSITY if isinstance(compression, sparsifiers.Compressor) else default_density(options)
+    compressor = compressor_of(compression, default if patterns or by_importance else density)
     if patterns and isinstance(compression, sparsifiers.Sparsifier):
         raise ValueError(f"density={density!r} and compression={compression!r}: give a name, or one density")
     if wire != "auto" and options.exchange in ("oktopk", "masked"):
@@ -104,9 +109,9 @@ def _compression(options: Options) -> dict[str, Any]:
     warmup = density_schedule.parse_warmup(options.warmup, bool(patterns))
     return {
         "compressor": compressor,
-        "memory": memory_for(options.memory, compressor),
+        "memory": memory_for(options.memory, compressor) if updates is None else updates.memory_for(compressor),
         "density": DensityPolicy(compressor.density, patterns, by_importance, warmup),
-        "wire": wire,
+        "wire": wire_of(options, compressor),
         "dense": is_small if cutoff is not None else _dense_rule(dense),
         "partial": cutoff,
         "patterns": () if dense is None or cutoff is not None or callable(dense) else tuple(map(re.compile, dense)),

@@ -9,12 +9,13 @@ agreement raises a flag in its messages; then every rank discards the round, agr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 
 import torch
 
+import merging
 from agmerge.backends import Backend
 from agmerge.errors import AGMergeError
 from agmerge.exchanges.message.format import Flag
@@ -24,6 +25,8 @@ from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.nonfinite_verdict import resolve_nonfinite
 from agmerge.step.round import GradientOf, Round
 from agmerge.step.two_level_round import TwoLevelRound
+
+Due = Callable[[int], Collection[int]]  # of so many merge buffers, the numbers of those that are exchanged
 
 
 class Combined:
@@ -45,7 +48,7 @@ class Combined:
         """
         return {
             slot.name: self.buffers.update(slot) if self._zero_unused or self._round.has_update(slot) else None
-            for slot in self.buffers.layout.slots
+            for slot in self._round.slots()
         }
 
 
@@ -89,30 +92,54 @@ class GradientExchange(AgreedState):
         self._handed[name] = held
         return held
 
-    def finish(self, gradient_of: GradientOf = lambda name: None, flags: int = Flag.ACTIVE) -> Combined:
+    def start(
+        self,
+        gradient_of: GradientOf,
+        flags: int = Flag.ACTIVE,
+        due: Due | None = None,
+        nonfinite: Sequence[str] = (),
+    ) -> None:
+        """Collective. Send everything that is not on its way, and return at once; :meth:`finish` receives it.
+
+        Arguments are those of :meth:`finish`. Before the first agreement nothing is sent.
+        """
+        self.check_unbroken()
+        with self.breaking():
+            attempt = self._attempt(flags, due, nonfinite)
+            if attempt is not None:
+                attempt.add_all(gradient_of)
+
+    def finish(
+        self,
+        gradient_of: GradientOf = lambda name: None,
+        flags: int = Flag.ACTIVE,
+        due: Due | None = None,
+        nonfinite: Sequence[str] = (),
+    ) -> Combined:
         """Collective. Send what is left, receive, and return the combined tensors.
 
-        ``gradient_of``: asked for each tensor that was not handed over, by name. ``flags``: what this rank says to all.
-        Raises :class:`agmerge.NonFiniteError` on every rank, as ``config.nonfinite`` has it: nothing is broken then,
-        and the step begins anew.
+        ``gradient_of``: asked for each tensor that was not handed over, by name, and again where the round is repeated;
+        it may write its answer to :meth:`room_for` the tensor. ``flags``: what this rank says to all. ``due``: which
+        merge buffers are exchanged, of so many; None: all. ``nonfinite``: names of parameters of which this rank knows
+        already that something is not finite. Raises :class:`agmerge.NonFiniteError` on every rank, as
+        ``config.nonfinite`` has it: nothing is broken then, and the step begins anew.
         """
 
         def late(name: str) -> torch.Tensor | None:
-            if name not in self._handed:  # asked once, also where the round is repeated
-                self._handed[name] = gradient_of(name)
-            return self._handed[name]
+            return self._handed[name] if name in self._handed else gradient_of(name)
 
         self.check_unbroken()
         with self.breaking():
-            attempt = self._attempt(flags)
+            attempt = self._attempt(flags, due, nonfinite)
             if attempt is None or not attempt.receive(late):
                 if attempt is not None:
                     attempt.undo()
-                attempt = self._new_round(self.agree_anew(list(self._handed)), dirty=False, flags=flags)
-                self._round = attempt
+                buffers = self.agree_anew(list(self._handed))
+                self._round = attempt = self._new_round(buffers, False, flags, due, nonfinite)
                 if not attempt.receive(late):
                     raise AGMergeError("parameters changed while ranks agreed on them; change them between steps")
-            self.times.observe(attempt.recorder)
+            if attempt.whole:  # of a part, nothing can be learned about the plan
+                self.times.observe(attempt.recorder)
             error = resolve_nonfinite(attempt)
             if attempt.nonfinite:
                 attempt.undo()
@@ -121,10 +148,19 @@ class GradientExchange(AgreedState):
             raise error
         return Combined(attempt, self.config.zero_unused)
 
+    def room_for(self, name: str) -> torch.Tensor | None:
+        """Return where ``gradient_of`` may write a tensor, to save a copy: (numel,), in C order; None: nowhere.
+
+        To be asked from inside of it only. What is written is not kept after :meth:`finish`.
+        """
+        if self.buffers is None or self._nodes is not None:
+            return None
+        return self.buffers.updates.of(self.buffers.slot_of[name])
+
     def commit(self) -> None:
         """Keep what the step has left over: residuals change places. The next step begins."""
-        assert self.buffers is not None
-        self.buffers.commit_residuals()
+        assert self.buffers is not None and self._round is not None
+        self.buffers.commit_residuals(self._round.slots(due=False))
         self.steps = self.step = self.step + 1
         layout, tensors = self.buffers.layout, self.buffers.tensors
         self.totals.stepped(len(self.buffers.messages), layout.numel, tensors.numel)
@@ -165,12 +201,46 @@ class GradientExchange(AgreedState):
             self._broken = error
             raise
 
-    def _attempt(self, flags: int = Flag.ACTIVE) -> Round | None:
+    @property
+    def under_way(self) -> bool:
+        """Tell whether a round has begun, and has not been committed or discarded."""
+        return self._round is not None
+
+    @contextmanager
+    def sending_whole(self) -> Iterator[None]:
+        """Send every element, as it is, in the rounds inside, all of which have ended at the end. On every rank alike.
+
+        With a new agreement inside, later rounds are as ever.
+        """
+        buffers = self.buffers
+        assert buffers is not None and self._round is None
+        plan = buffers.plan
+        whole = merging.Plan(plan.counts, names=plan.names, dense=(True,) * len(plan.counts))
+        buffers.rebuild(whole, exact=True)
+        try:
+            yield
+        finally:
+            buffers.rebuild(plan)
+
+    def residual_of(self, name: str) -> torch.Tensor | None:
+        """Return what is kept of one tensor, in the shape that it has where it is kept: a view; None: nothing."""
+        if self.buffers is None or not self.agreed or name not in self.buffers.slot_of:
+            return self.state().get(("residual", name))
+        slot = self.buffers.slot_of[name]
+        return self.buffers.arena_of[slot.index].residual_of(slot)
+
+    def _attempt(self, flags: int = Flag.ACTIVE, due: Due | None = None, nonfinite: Sequence[str] = ()) -> Round | None:
         """Return the round under way; None before the first agreement. It begins with the first tensor of a step."""
         if self._round is None and self.buffers is not None and self._is_current(self.world):
-            self._round = self._new_round(self.buffers, dirty=self.changed, flags=flags)
+            self._round = self._new_round(self.buffers, self.changed, flags, due, nonfinite)
         return self._round
 
-    def _new_round(self, buffers: MergeBuffers, *, dirty: bool, flags: int) -> Round:
+    def _new_round(
+        self, buffers: MergeBuffers, dirty: bool, flags: int, due: Due | None, nonfinite: Sequence[str]
+    ) -> Round:
         kind = TwoLevelRound if buffers.config.exchange == TWO_LEVEL else Round
-        return kind(buffers, self.step, self.totals, dirty=dirty, flags=flags)
+        buffers.sent.clear()
+        numbers = None if due is None else due(len(buffers.plan.counts))
+        attempt = kind(buffers, self.step, self.totals, dirty=dirty, flags=flags, due=numbers)
+        attempt.guard.report(nonfinite)
+        return attempt

@@ -7,7 +7,8 @@ has changed. Residuals move from one agreement to the next by name.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -38,6 +39,8 @@ from sparsifiers.memories import NoMemory
 
 BATCH_COPY_LIMIT = 1 << 14  # elements up to which a tensor that is sent whole waits for its merge buffer
 State = dict[tuple[str, str], torch.Tensor]  # by kind ("residual", "momentum") and name of the tensor
+# Of a segment: what was sent at which of its elements; indices None: of all of them; values None: all there was.
+Sent = tuple[Segment, "torch.Tensor | None", "torch.Tensor | None"]
 
 
 def model_facts(members: Sequence[ParameterInfo], config: Config) -> list[Fact]:
@@ -90,6 +93,7 @@ class MergeBuffers:
         self.clock = clock_for(lane.device for lane in self.arenas)
         self.budgets: tuple[int, ...] | None = None  # by slot: elements to send, by importance, once that is known
         self.energy = GradientEnergy() if config.density.by_importance and config.compressor.selects else None
+        self.sent: list[Sent] = []  # in this round, of lanes whose memory hands back what is not sent
         self._untrimmed = 2  # steps
         self._copies: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
         self._fixed_budgets: dict[str, int] = {}  # of segments, by key, where they are the same in every step
@@ -97,9 +101,12 @@ class MergeBuffers:
         self.may_move = [config.model is None and parameter.is_contiguous() for parameter in self.parameters]
         self.rebuild(plan)
 
-    def rebuild(self, plan: merging.Plan) -> None:
-        """Send by ``plan`` from now on; its order is the one in use. No data moves. Nothing may be in flight."""
-        exchanges = self.exchanges()
+    def rebuild(self, plan: merging.Plan, *, exact: bool = False) -> None:
+        """Send by ``plan`` from now on; its order is the one in use. No data moves. Nothing may be in flight.
+
+        ``exact``: what is sent whole is not cast, whatever the compressor.
+        """
+        exchanges = self.exchanges(exact=exact)
         if self.config.model is not None:  # merging="dear": each all-reduce in two halves
             exchanges[Kind.DENSE] = ScatterExchange(self.exchange_context())
         self.dense, self.plan = exchanges[Kind.DENSE], plan
@@ -146,9 +153,10 @@ class MergeBuffers:
         rate = None if rates is None else rates.by_slot(self.parameters)
         return Arena(lane, length, slots, self.config.memory_of(lane.kind), self.comm.size, rate)
 
-    def exchanges(self) -> dict[Kind, Exchange]:
-        """Return new exchanges, one for each kind of lane that there may be."""
+    def exchanges(self, *, exact: bool = False) -> dict[Kind, Exchange]:
+        """Return new exchanges, one for each kind of lane that there may be. ``exact``: without a cast."""
         context, kinds = self.exchange_context(), {Kind.DENSE, self.config.compressor.kind}
+        context = replace(context, cast=None) if exact else context
         return {kind: exchange_of(kind, self.config.exchange)(context) for kind in kinds}
 
     def exchange_context(self) -> ExchangeContext:
@@ -164,13 +172,18 @@ class MergeBuffers:
             same_on_all_ranks=config.compressor.same_on_all_ranks,
             predivide=config.predivide,
             cast=config.cast,
-            keeps=any(config.memory_of(kind).has_residual for kind in Kind),
+            keeps=any(config.memory_of(kind).has_residual or config.memory_of(kind).hands_back for kind in Kind),
             workers=self.comm.size,  # a node's sum counts for all of its ranks
         )
 
     def commit(self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor | None) -> None:
-        """Take what was sent of a segment off what is kept: see :meth:`Arena.commit`."""
-        self.arenas[segment.lane].commit(segment, indices, sent)
+        """Take what was sent of a segment off what is kept: see :meth:`Arena.commit`. Or remember it, to hand back."""
+        arena = self.arenas[segment.lane]
+        if arena.memory.hands_back:  # copies: the buffers of a message are written again
+            indices = None if indices is None else indices.clone()
+            self.sent.append((segment, indices, None if sent is None else sent.clone()))
+        else:
+            arena.commit(segment, indices, sent)
 
     # -- what is sent ---------------------------------------------------------------------------------------------
 
@@ -215,6 +228,10 @@ class MergeBuffers:
         segments = (part for messages in self.messages for message in messages for part in message.segments)
         return {part.key for part in segments}
 
+    def goes_whole(self, slot: Slot) -> bool:
+        """Tell whether all of a tensor is sent in a round, rather than what is selected of it."""
+        return not slot.lane.sparse or self.plan.dense[self.buffer_of[slot.index]]
+
     # -- gradients and updates ------------------------------------------------------------------------------------
 
     def left_over(self, slot: Slot) -> bool:
@@ -232,7 +249,7 @@ class MergeBuffers:
             return update
         key = (slot.index, parameter.stride())
         if key not in self._copies:
-            self._copies[key] = torch.empty_like(parameter, requires_grad=False)
+            self._copies[key] = torch.empty_like(parameter, dtype=update.dtype, requires_grad=False)
         return self._copies[key].copy_(update)
 
     def apply_momentum(self, used: Sequence[bool]) -> None:
@@ -250,8 +267,13 @@ class MergeBuffers:
         """
         return self.updates.gather(self.arenas)
 
-    def commit_residuals(self) -> None:
-        """End a step: make what was not sent the residual. What was the residual before is lost."""
+    def commit_residuals(self, left_out: Iterable[Slot] = ()) -> None:
+        """End a step: make what was not sent the residual. What was the residual before is lost.
+
+        ``left_out``: tensors of which nothing was exchanged; their residuals stay as they were.
+        """
+        for slot in left_out:
+            self.arena_of[slot.index].accumulate(slot, None)
         for arena in self.arenas.values():
             arena.swap()
         if self._untrimmed:  # in the first step all gradients are there before any can be let go; the second one's

@@ -28,8 +28,9 @@ def resolve_nonfinite(attempt: Round) -> NonFiniteError | None:
     if not attempt.nonfinite:
         return None
     buffers, totals = attempt.buffers, attempt.totals
-    policy = buffers.config.nonfinite
-    if policy == SKIP:
+    config = buffers.config
+    policy = config.nonfinite
+    if config.updates is None and policy == SKIP:
         totals.skipped(buffers.layout.numel, buffers.tensors.numel)
         if totals.skipped_in_a_row < MOST_IN_A_ROW:
             for slot in buffers.layout.slots:
@@ -39,6 +40,12 @@ def resolve_nonfinite(attempt: Round) -> NonFiniteError | None:
         buffers.comm, json.dumps(attempt.guard.parameters_found()).encode(), "nonfinite", buffers.config.timeout
     )
     where = _described([json.loads(names) for names in texts])
+    if config.updates is not None:
+        return NonFiniteError(
+            f"gradients, or what the optimizer has made of parameters, are infinite or NaN: {where}. The shared "
+            "parameters are as before this step. Call zero_grad() to go on without it; nonfinite='skip' leaves out "
+            "such steps on the rank that has them. Parameters that are not finite themselves need a checkpoint"
+        )
     if policy == SKIP:
         return NonFiniteError(
             f"{totals.skipped_in_a_row} steps in a row were skipped, because gradients were not finite; in this one: "

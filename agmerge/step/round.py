@@ -6,7 +6,7 @@ are as they were, so a round can be discarded and repeated after a new agreement
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 
@@ -32,18 +32,29 @@ class Round:
 
     ``dirty``: this rank's parameters are no longer those of ``buffers``. It sends what the plan asks for, but
     empty, and says so in every message; then all ranks discard the attempt. ``flags``: what else it says in every
-    message, see :class:`Flag`.
+    message, see :class:`Flag`. ``due``: the numbers of the merge buffers that are exchanged, the same on every rank;
+    None: all of them.
     """
 
-    def __init__(self, buffers: MergeBuffers, step: int, totals: Totals, *, dirty: bool, flags: int = 0) -> None:
+    def __init__(
+        self,
+        buffers: MergeBuffers,
+        step: int,
+        totals: Totals,
+        *,
+        dirty: bool,
+        flags: int = 0,
+        due: Collection[int] | None = None,
+    ) -> None:
         self.buffers, self.step, self.totals, self.dirty = buffers, step, totals, dirty
-        self.flags = flags  # what this rank says
+        self.flags, self._due = flags, due
         self.flags_of_all = 0  # what all ranks say together, once the first merge buffer is there
         self.used = [False] * len(buffers.layout.slots)  # by slot: any rank has a gradient, once all of them are there
         self.nonfinite = False  # a rank has found a gradient that is not finite: nothing of this may be kept
         self.guard = NonFiniteGuard()
         self.recorder = StepRecorder(buffers.clock, len(buffers.layout.slots), len(buffers.messages))
-        self._missing = list(buffers.plan.counts)  # tensors still to come, per merge buffer
+        # Tensors still to come, per merge buffer.
+        self._missing = [count if self._is_due(buffer) else 0 for buffer, count in enumerate(buffers.plan.counts)]
         self._added: dict[int, bool] = {}  # by slot: whether there was a gradient
         self._batches: dict[int, list[tuple[Slot, torch.Tensor]]] = {}  # by merge buffer: not yet in `work`
         self._offers: dict[int, Selection] = {}  # by slot, of tensors that are sparsified ahead
@@ -51,6 +62,20 @@ class Round:
         self._counted: dict[int, tuple[int, int]] = {}  # bytes and elements of each message that are in the totals
         self._arrived = 0  # merge buffers whose messages are known to be here
         self._known = buffers.config.compressor.snapshot()  # what it remembers, before this attempt
+
+    def _is_due(self, buffer: int) -> bool:
+        return self._due is None or buffer in self._due
+
+    @property
+    def whole(self) -> bool:
+        """Tell whether all merge buffers are exchanged."""
+        return self._due is None
+
+    def slots(self, *, due: bool = True) -> Iterator[Slot]:
+        """Yield the tensors that are exchanged in this round; ``due`` False: those that are not."""
+        for slot in self.buffers.layout.slots:
+            if self._is_due(self.buffers.buffer_of[slot.index]) is due:
+                yield slot
 
     # -- 1. gradients come --------------------------------------------------------------------------------------
 
@@ -61,20 +86,38 @@ class Round:
         """
         if not self._added:
             self.recorder.begin()
-        held = self._on_gradient(slot, gradient)
+        self._on_gradient(slot, gradient)
+        held = gradient
+        if gradient is not None and not self.dirty and self.buffers.may_move[slot.index]:
+            held = self._moved(slot, gradient)
+        self._on_added(slot, gradient)
+        return held
+
+    def add_all(self, gradient_of: GradientOf) -> None:
+        """Collective. Take the tensors that are missing, asking for each by name, and send everything."""
+        for slot in self.slots():
+            if slot.index not in self._added:
+                if not self._added:
+                    self.recorder.begin()
+                gradient = None if self.dirty else gradient_of(slot.name)
+                self._on_gradient(slot, gradient)
+                self._on_added(slot, gradient)
+        self._drain()
+
+    def _on_added(self, slot: Slot, gradient: torch.Tensor | None) -> None:
         self._added[slot.index] = gradient is not None
         self.recorder.ready(slot.index)
         self._missing[self.buffers.buffer_of[slot.index]] -= 1
         self._send_complete(slot)
         self._poll()
         self.recorder.resumed()
-        return held
 
-    def _on_gradient(self, slot: Slot, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Take this rank's own gradient of a tensor; return what to hold in its place."""
+    def _on_gradient(self, slot: Slot, gradient: torch.Tensor | None) -> None:
+        """Take this rank's own gradient of a tensor."""
         self._accumulate(slot, gradient)
-        if gradient is None or self.dirty or not self.buffers.may_move[slot.index]:
-            return gradient
+
+    def _moved(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
+        """Return what to hold in a gradient's place."""
         return self.buffers.arena_of[slot.index].move_to_update(slot, gradient)
 
     def _accumulate(self, slot: Slot, gradient: torch.Tensor | None) -> None:
@@ -129,6 +172,9 @@ class Round:
 
     def _send(self, buffer: int) -> None:
         """Start one message after the other: the next is selected and encoded while the one before travels."""
+        if not self._is_due(buffer):
+            self._in_flight.append([])
+            return
         if self._batches:
             self._copy_batch(buffer)
         first, *others = self.buffers.messages[buffer]
@@ -174,7 +220,8 @@ class Round:
             for message, in_flight in self._in_flight[self._arrived]:
                 if not message.exchange.arrived(in_flight):
                     return
-            self.recorder.arrived()
+            if self._in_flight[self._arrived]:
+                self.recorder.arrived()
             self._arrived += 1
 
     def _count_bytes(self, in_flight: InFlight) -> None:
@@ -192,22 +239,21 @@ class Round:
 
         Returns False, with nothing written, where the attempt has to be repeated after a new agreement.
         """
-        for slot in self.buffers.layout.slots:
-            if slot.index not in self._added:
-                self.add(slot, None if self.dirty else gradient_of(slot.name))
-        self._drain()
-        agreed = True
+        self.add_all(gradient_of)
+        agreed, first = True, True
         for buffer, messages in enumerate(self._in_flight):
+            if not messages:
+                continue
             self.recorder.mark(buffer)
             headers = [message.exchange.wait(in_flight) for message, in_flight in messages]
             for _, in_flight in messages:
                 self._count_bytes(in_flight)  # what has been sent since it was started
             self.recorder.mark(buffer)
             self._poll()
-            if buffer == 0:  # a flag is in all messages of its rank, so all ranks see it here
+            if first:  # a flag is in all messages of its rank, so all ranks see it here
                 for header in headers:
                     self.flags_of_all |= header.flags
-                agreed = not self.flags_of_all & Flag.REPLAN
+                agreed, first = not self.flags_of_all & Flag.REPLAN, False
             for header in headers:
                 self.nonfinite |= bool(header.flags & Flag.NONFINITE)
             if agreed:

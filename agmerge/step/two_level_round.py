@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from agmerge.exchanges.message.format import Flag, RoundHeader
@@ -26,18 +28,28 @@ class TwoLevelRound(Round):
     gradients (it may overflow) its ranks cannot tell each other any more: that is sent, and not kept.
     """
 
-    def __init__(self, buffers: MergeBuffers, step: int, totals: Totals, *, dirty: bool, flags: int = 0) -> None:
+    def __init__(
+        self,
+        buffers: MergeBuffers,
+        step: int,
+        totals: Totals,
+        *,
+        dirty: bool,
+        flags: int = 0,
+        due: Collection[int] | None = None,
+    ) -> None:
+        assert due is None  # a node adds up all of its merge buffers
         super().__init__(buffers, step, totals, dirty=dirty, flags=flags)
         assert isinstance(buffers.updates, NodeShards)
         self._shards = buffers.updates
         self._summed: list[RoundHeader] = []  # by merge buffer: what this rank said when the node began to add it up
         self._overflowed: list[Slot] = []  # on the host, whose node sum is not finite
 
-    def _on_gradient(self, slot: Slot, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    def _on_gradient(self, slot: Slot, gradient: torch.Tensor | None) -> None:
         good = gradient is None or not self.guard.inspect(slot, gradient)
         self._shards.put(slot, gradient if good and not self.dirty else None)
-        if gradient is None or self.dirty or not self.buffers.may_move[slot.index]:
-            return gradient
+
+    def _moved(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
         return self._shards.set_aside(slot, gradient)
 
     def _accumulate(self, slot: Slot, gradient: torch.Tensor | None) -> None:

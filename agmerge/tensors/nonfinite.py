@@ -7,7 +7,7 @@ may have left by then: :mod:`agmerge.step.nonfinite_verdict` waits for all of th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -60,6 +60,11 @@ class NonFiniteGuard:
             self._names[slot.name] = None
             self.found = True
         return not finite
+
+    def report(self, names: Iterable[str]) -> None:
+        """Take what was found by others, on the host: ``names`` of parameters."""
+        self._names.update(dict.fromkeys(names))
+        self.found = self.found or bool(self._names)
 
     def peer_found(self) -> None:
         """Say it too: a rank for which this one speaks has found something."""

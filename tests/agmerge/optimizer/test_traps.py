@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import agmerge
+import sparsifiers
 
 MODEL, PARTS = seeded(mlp), seeded(Parts)
 COMPRESSIONS = ["topk", "none", "fp16"]
@@ -199,7 +200,7 @@ def test_what_is_left_of_one_is_sent_without_it_and_then_it_is_left_alone(compre
 
     def body(rank: int, model: Parts) -> list[tuple[bool, bool]]:
         momentum = 0.0 if compression == "dgc" else 0.9
-        options = {"memory": agmerge.optimizer.sparsifiers.memory("dgc", momentum=0.0)} if compression == "dgc" else {}
+        options = {"memory": sparsifiers.memory("dgc", momentum=0.0)} if compression == "dgc" else {}
         inner = sgd(model, momentum=momentum, weight_decay=0.1)
         optimizer, moved = wrap(model, inner, compression=compression, density=0.25, merging="layerwise", **options), []
         for step in range(14):

@@ -195,7 +195,8 @@ def test_every_argument_has_an_effect_or_is_refused() -> None:
         "self", "optimizer", "named_parameters", "compression", "backward_passes_per_step", "op",
         "gradient_predivide_factor", "num_groups", "groups", "sparse_as_dense", "process_set", "density", "warmup",
         "memory", "dense", "merging", "sparsify", "exchange", "wire", "dense_sum", "scaler",
-        "nonfinite", "timeout", "check_every", "unused", "model",
+        "nonfinite", "timeout", "check_every", "unused", "model", "sync", "carry", "every", "fragments", "overlap",
+        "decay", "outer",
     }  # fmt: skip
     with pytest.raises(TypeError, match="densty"):
         wrap(MODEL, densty=0.1)

@@ -11,8 +11,9 @@ import torch
 
 import sparsifiers
 from agmerge.checkpoint import horovod_elastic, rank_state
-from agmerge.engine import dear, grad_scaler, join
+from agmerge.engine import grad_scaler, join
 from agmerge.engine.optimizer_wrapper import OptimizerWrapper, check_optimizer
+from agmerge.engine.reducers import AnyReducer, reducer_for
 from agmerge.errors import AGMergeError
 from agmerge.ops import Average, ReduceOp
 from agmerge.options import compressors, notices
@@ -20,6 +21,7 @@ from agmerge.options.arguments import Options
 from agmerge.options.config import IMPORTANCE, with_momentum_of
 from agmerge.options.density_policy import DENSITY
 from agmerge.options.resolve import check_passes, resolve
+from agmerge.options.updates import density_of
 from agmerge.reporting import ReportingMixin
 from agmerge.runtime import workers
 
@@ -104,7 +106,7 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
         sparse_as_dense: bool = False,
         process_set: Any = None,
         *,
-        density: Any = 0.01,
+        density: Any = None,
         warmup: Any = None,
         memory: Any = None,
         dense: Any = None,
@@ -119,32 +121,15 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
         check_every: int = 0,
         unused: str = "none",
         model: torch.nn.Module | None = None,
+        sync: str = "gradients",
+        carry: str | None = None,
+        every: int = 1,
+        fragments: int = 1,
+        overlap: int = 0,
+        decay: float = 1.0,
+        outer: Any = None,
     ) -> None:
-        options = Options(
-            compression=compression,
-            backward_passes_per_step=backward_passes_per_step,
-            op=op,
-            gradient_predivide_factor=gradient_predivide_factor,
-            num_groups=num_groups,
-            groups=groups,
-            sparse_as_dense=sparse_as_dense,
-            process_set=process_set,
-            density=density,
-            warmup=warmup,
-            memory=memory,
-            dense=dense,
-            merging=merging,
-            sparsify=sparsify,
-            exchange=exchange,
-            wire=wire,
-            dense_sum=dense_sum,
-            scaler=scaler,
-            nonfinite=nonfinite,
-            timeout=timeout,
-            check_every=check_every,
-            unused=unused,
-            model=model,
-        )
+        options = Options.from_saved(locals())  # by name
         compressors.check_meaning(compression, vars(options))
         self._set_up(optimizer, named_parameters, options)
         try:
@@ -161,16 +146,19 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
         # Not super().__init__(): the groups, the state and the hooks are the inner optimizer's.
         check_optimizer(optimizer)
         self.optimizer = optimizer
-        compression = compressors.resolve_auto(options.compression, optimizer, options.memory)
-        self._options = replace(options, compression=compression)  # as the script gave them, but for "auto"
+        compression = compressors.resolve_auto(options.compression, optimizer, options.memory, options.sync)
+        # As the script gave them, but for what it left to us.
+        self._options = replace(options, compression=compression, density=density_of(options))
         self._should_synchronize = True  # False inside skip_synchronize()
         config = with_momentum_of(resolve(self._options), optimizer)
-        self._reducer = dear.reducer_for(optimizer, named, config)
+        self._reducer: AnyReducer = reducer_for(optimizer, named, config)
         self._take_scaler()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # GradScaler.step() reads this first. Without it, scaled gradients would be stepped with.
+        if not self._reducer.combines_gradients:
+            return True  # it then leaves to step() what to do about infinities, and calls it at every step
         if self._reducer.scaling.scaler is None:
             raise AGMergeError(grad_scaler.NOT_ATTACHED)
         return False  # whatever the inner optimizer does: unscaling is the scaler's
@@ -179,7 +167,7 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
         return f"DistributedOptimizer({self.optimizer!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self.flush()
+        self._reducer.prepare_to_save()
         named = [(self._reducer.members.name_of(p), p) for p in self._reducer.members.name_all()]
         arguments = {**vars(self._options), "backward_passes_per_step": self._reducer.passes}
         return _restore, (self.optimizer, named, arguments, rank_state.save(self._reducer))
@@ -199,6 +187,7 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Let ``step()``, inside, take the gradients as ``synchronize()`` (and clipping) left them."""
+        self._reducer.check_combines("skip_synchronize()")
         before, self._should_synchronize = self._should_synchronize, False
         try:
             yield
@@ -211,17 +200,35 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
         with self._reducer.paused():
             yield
 
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Let the parameters, inside, be those that all workers have in common: to evaluate, and to save.
+
+        With ``sync="updates"`` a worker's own parameters are ahead of these. They are back afterwards, so that changes
+        inside are lost. Nothing communicates. With ``sync="gradients"`` they are the same anyway.
+        """
+        with self._reducer.shared():
+            yield
+
+    def consolidate(self) -> None:
+        """Collective. Exchange all that workers carry, whole: then parameters are equal on all ranks, to the bit.
+
+        With ``sync="gradients"`` they are anyway, and nothing happens.
+        """
+        self._reducer.consolidate()
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Collective. Combine the gradients, then step the inner optimizer. Return the closure's loss, if there is one.
 
         A closure runs once, before the gradients are combined. In ``skip_synchronize()`` they are taken as they are.
+        With ``sync="updates"``, step it first, with this worker's own gradients, and then exchange what is due.
         """
         return self._reducer.step(self, closure, combine=self._should_synchronize)
 
     def flush(self) -> None:
-        """Apply the updates that ``merging="dear"`` leaves to the next forward; with others there are none.
+        """Collective. Apply what ``merging="dear"`` leaves to the next forward, or ``overlap=`` to a later step.
 
-        Messages of these updates are under way already, so that ranks need not call this together.
+        With other arguments there are none. Those of DeAR are under way already: ranks need not call this together.
         """
         self._reducer.flush()
 
@@ -251,7 +258,7 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
         momentum that the new memory does not have is kept, and saved, until one takes it up; an SGD's own then begins
         at zero.
         """
-        compression = compressors.resolve_auto(compression, self.optimizer, memory)
+        compression = compressors.resolve_auto(compression, self.optimizer, memory, self._options.sync)
         compressors.check_meaning(compression, {"density": density, "warmup": warmup})
         density = self._options.density if density is None else density
         if options:
@@ -279,7 +286,7 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
     def _take_scaler(self) -> None:
         scaler = self._options.scaler if self._reducer.config.scaled else None
         grad_scaler.check_dtypes(self._reducer.members, scaler is not None)
-        if scaler is not self._reducer.scaling.scaler:
+        if self._reducer.combines_gradients and scaler is not self._reducer.scaling.scaler:
             self._reducer.attach_scaler(grad_scaler.LossScale(scaler))
             if scaler is not None:
                 scaler.unscale_ = grad_scaler.UnscaleHook(scaler, self)
@@ -294,7 +301,7 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
         Return the rank that joined last. Averages go on being over all ranks; what this rank has kept goes on being
         sent. This rank takes the steps that the others take, hooks of the optimizer's step included.
         """
-        return join.join(self._reducer, self.optimizer, self._step_combined)
+        return join.join(self._reducer, self._step_combined)
 
     def _step_combined(self) -> None:
         """Collective. Step with the gradients as they are combined, through the scaler where there is one."""
@@ -321,8 +328,11 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
     # -- state ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the inner optimizer's state, and under ``"agmerge"`` what this rank keeps: its residuals, the plan."""
-        self.flush()
+        """Return the inner optimizer's state, and under ``"agmerge"`` what this rank keeps: its residuals, the plan.
+
+        With ``overlap=`` what is under way counts as not sent: to go on to the bit, :meth:`flush` on all ranks first.
+        """
+        self._reducer.prepare_to_save()
         return {**self.optimizer.state_dict(), rank_state.SECTION: rank_state.save(self._reducer)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -334,7 +344,7 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
         inner = {key: value for key, value in state_dict.items() if key != rank_state.SECTION}
         before = self._reducer.config
         rates = with_momentum_of(before, self.optimizer, inner["param_groups"]).rates
-        rank_state.load(self._reducer, state_dict.get(rank_state.SECTION))
+        inner = rank_state.load(self._reducer, state_dict.get(rank_state.SECTION)) or inner
         config = replace(self._reducer.config, rates=rates)
         exchange = self._reducer.exchange
         exchange.adopt(rank_state.with_memory_for_unsent(exchange, config, self._options.memory))

@@ -1,0 +1,81 @@
+"""Step an optimizer with this worker's own gradients, unless one of them is not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from agmerge.tensors.nonfinite import is_finite
+from agmerge.tensors.parameters import ParameterTable
+
+
+@dataclass(frozen=True)
+class OwnStep:
+    """Hold what came of a step of this worker's."""
+
+    result: Any = None  # the closure's loss, or what the optimizer's step has returned
+    stepped: bool = True  # False: gradients were not finite
+    scaled: bool = False  # by a GradScaler, which looks for that itself
+    bad: tuple[str, ...] = ()  # names of parameters whose gradients were not finite, where this file has looked
+
+
+def own_step(members: ParameterTable, wrapper: Any, closure: Callable[[], Any] | None) -> OwnStep:
+    """Step the optimizer of ``members``, unless a gradient is infinite or NaN. Waits once for a device.
+
+    A ``torch.amp.GradScaler`` leaves the scale and what it has found as attributes of ``wrapper``, as its contract for
+    optimizers that take a scale has it. ``closure`` is called once, before.
+    """
+    inner, loss = members.optimizer, None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    found = vars(wrapper).get("found_inf")
+    if found is not None:
+        return _scaled_step(inner, found, vars(wrapper).get("grad_scale"))
+    bad = not_finite(members)
+    if bad:
+        return OwnStep(loss, stepped=False, bad=bad)
+    result = inner.step()
+    return OwnStep(loss if closure is not None else result)
+
+
+def _scaled_step(inner: Any, found: torch.Tensor, scale: torch.Tensor | None) -> OwnStep:
+    """Step ``inner`` with gradients that have ``scale`` (None: no more), unless ``found`` says that some overflowed."""
+    if getattr(inner, "_step_supports_amp_scaling", False):  # it looks itself, on the device
+        inner.grad_scale, inner.found_inf = scale, found
+        try:
+            return OwnStep(inner.step(), scaled=True)
+        finally:
+            del inner.grad_scale, inner.found_inf
+    if found.item():
+        return OwnStep(stepped=False, scaled=True)
+    if scale is not None:
+        inverse = scale.double().reciprocal().float()
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(inverse.to(parameter.grad.device))
+    return OwnStep(inner.step(), scaled=True)
+
+
+def not_finite(members: ParameterTable) -> tuple[str, ...]:
+    """Return the names of the parameters that have a gradient which is not finite. Waits once for each device."""
+    gradients = {
+        members.name_of(p): p.grad if p.grad.layout == torch.strided else p.grad._values()
+        for p in members.name_all()
+        if p.grad is not None and p.grad.numel()
+    }
+    on_devices = {name: gradient for name, gradient in gradients.items() if gradient.device.type != "cpu"}
+    bad = [name for name, gradient in gradients.items() if name not in on_devices and not is_finite(gradient)]
+    by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
+    for name, gradient in on_devices.items():
+        by_device.setdefault(gradient.device, {})[name] = gradient
+    for group in by_device.values():
+        norms = torch._foreach_norm(list(group.values()), math.inf)
+        finite = torch.stack([norm.float().isfinite() for norm in norms]).tolist()
+        bad += [name for name, is_good in zip(group, finite, strict=True) if not is_good]
+    return tuple(bad)

@@ -1,0 +1,27 @@
+"""Choose who exchanges what of an optimizer: gradients, gradients by DeAR, or what the optimizer did."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from agmerge.engine.dear import DearReducer
+from agmerge.engine.dear_modules import check_readers
+from agmerge.engine.reducer import Reducer
+from agmerge.engine.update_reducer import UpdateReducer
+from agmerge.options.config import Config
+from agmerge.tensors.parameters import ParameterTable
+
+AnyReducer = Reducer | UpdateReducer
+
+
+def reducer_for(optimizer: torch.optim.Optimizer, named: Any, config: Config) -> AnyReducer:
+    """Return the reducer that ``config`` asks for. Without ``named`` parameters, DeAR's have the names of its model."""
+    if config.updates is not None:
+        return UpdateReducer(ParameterTable(optimizer, named), config)
+    if config.model is None:
+        return Reducer(ParameterTable(optimizer, named), config)
+    check_readers(config.model, optimizer)
+    named = config.model.named_parameters() if named is None else named
+    return DearReducer(ParameterTable(optimizer, named), config)

@@ -1,0 +1,220 @@
+"""Keep an optimizer among its group of workers: connect, agree, plan, measure. What is exchanged, subclasses know."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+import merging as planning
+from agmerge.backends import status
+from agmerge.backends import torch as torch_backend
+from agmerge.engine.grad_scaler import LossScale
+from agmerge.engine.replicas import compare_replicas
+from agmerge.errors import DISTRIBUTED_DATA_PARALLEL, OTHER_SHARDS, AGMergeError
+from agmerge.metrics.running_times import RunningStepTimes
+from agmerge.options.config import Config, check_two_level
+from agmerge.planning.replanner import Replanner
+from agmerge.runtime import process_sets, workers
+from agmerge.step.agreed_state import Plans, TensorTable
+from agmerge.step.gradient_exchange import GradientExchange
+from agmerge.step.merge_buffers import MergeBuffers
+from agmerge.tensors.parameters import ParameterTable
+from agmerge.version import __version__
+
+
+class Synchronizer:
+    """Own the exchange of one optimizer, and take part in it with the group of workers that there is.
+
+    ``members``: the parameters of the optimizer that is wrapped; ``table``: the tensors that are exchanged of them.
+    """
+
+    combines_gradients: ClassVar[bool]  # p.grad becomes what all workers have in common
+
+    def __init__(self, members: ParameterTable, table: TensorTable, config: Config) -> None:
+        check_two_level(config)
+        config.check_patterns(members.name_of(parameter) for parameter in members.name_all())
+        self.members, self.passes = members, config.passes
+        self.synchronized = False  # what is exchanged is combined, and the step has not ended
+        self.scaling = LossScale(None)
+        self._compared = False  # replicas, after the first step among these workers
+        me = weakref.ref(self)  # an optimizer that was dropped must not live on in its own exchange
+
+        def on_agreement(buffers: MergeBuffers, times: RunningStepTimes) -> Plans | None:
+            synchronizer = me()
+            return None if synchronizer is None else synchronizer._on_agreement(buffers, times)
+
+        self.exchange = GradientExchange(table, config, on_agreement, workers.current)
+
+    @property
+    def config(self) -> Config:
+        """Return the config for the next agreement."""
+        return self.exchange.config
+
+    # -- the group of workers -----------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        """Collective. Join the workers that there are now, if this has not happened, and shake hands (G1).
+
+        The group is another one after ``shutdown()`` and ``init()``, and after a reset of an elastic Horovod: what is
+        kept is then fitted to the number of its workers.
+        """
+        exchange, world = self.exchange, workers.world()
+        if exchange.world is not None and exchange.world is not world:
+            self.leave()
+        if exchange.comm is not None or exchange.outside:
+            return
+        shard_before = exchange.shard
+        facts = [("library version", __version__), *exchange.facts()]  # refuses before anything is sent
+        workers.listen()
+        comm = process_sets.communicator(world, self.config.process_set, self.config.timeout)
+        exchange.connect(world, comm, facts)
+        if comm is None:
+            self._stay_outside()
+            return
+        weakref.finalize(self, comm.drop)  # an optimizer that was dropped holds no threads and no connections
+        averaged = torch_backend.averaged(self.members.name_all()) if comm.rank == 0 else ""
+        if averaged:
+            warnings.warn(DISTRIBUTED_DATA_PARALLEL.format(name=averaged), stacklevel=4)
+        self._fit_to_group(shard_before)
+
+    def _stay_outside(self) -> None:
+        """Leave the process set to its members: this rank exchanges nothing."""
+
+    def _fit_to_group(self, shard_before: tuple[int, int] | None) -> None:
+        """Fit what is kept to the number of workers. ``shard_before``: this rank's, of each tensor (two-level)."""
+        if not self.exchange.fit_to_group(shard_before):
+            warnings.warn(OTHER_SHARDS, stacklevel=5)
+
+    def leave(self) -> None:
+        """Forget the group of workers; the next step connects to the one that there is then."""
+        self.exchange.leave()
+        self._compared = False
+
+    def _on_agreement(self, buffers: MergeBuffers, times: RunningStepTimes) -> Plans | None:
+        """Plan by what the exchange of the parameters that take part now takes."""
+        return Replanner(buffers, times)
+
+    def reconfigure(self, config: Config, what: str, advice: str) -> None:
+        """Collective. Go on with another config from the next step on, residuals and plan as they are.
+
+        ``what``: the call of the script, and ``advice`` for it, where ranks differ. Raises between ``backward()`` and
+        ``step()``.
+        """
+        self.check_idle(what)
+        check_two_level(config)
+        if config.partial is not None:
+            config = replace(config, partial=self.config.partial)  # what has a residual by now stays sparse
+        self.exchange.reconfigure(config, what, advice)
+        self.discard()
+
+    def attach_scaler(self, scaling: LossScale) -> None:
+        """Divide gradients by another loss scale from now on."""
+        self.scaling = scaling
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    def step(self, wrapper: torch.optim.Optimizer, closure: Callable[[], Any] | None, *, combine: bool) -> Any:
+        """Collective. Step the inner optimizer, and exchange what is exchanged."""
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """Apply updates that are on their way. Here there are none."""
+
+    def discard(self) -> None:
+        """Begin the step anew: what was handed over is forgotten, and nothing of it is kept."""
+        self.exchange.discard()
+
+    def check_idle(self, what: str) -> None:
+        """Raise unless ``what`` may happen now: nothing waits for the end of a step."""
+
+    @property
+    def unfinished(self) -> bool:
+        """Tell whether gradients are on their way."""
+        return False
+
+    def abandon(self) -> bool:
+        """Collective. End the exchange of gradients that a refused pass has changed; tell whether none is left then."""
+        return True
+
+    def combine_for(self, scaler: torch.amp.GradScaler, *, combine: bool) -> None:
+        """Collective. Combine the gradients now, where they are combined: ``scaler`` is about to unscale them."""
+
+    def admit_group(self) -> None:
+        """Check the group that the optimizer has just got. Here any may come."""
+
+    def compared_tensors(self) -> dict[str, torch.Tensor]:
+        """Return what must be equal on all ranks after a step, by name."""
+        return {self.members.name_of(parameter): parameter for parameter in self.members.name_all()}
+
+    def _compare_replicas(self) -> None:
+        """Collective. Compare replicas after the first exchange, and every so many (G11)."""
+        exchange, every = self.exchange, self.config.check_every
+        if not self._compared or (every and exchange.steps % every == 0):
+            assert exchange.comm is not None
+            with exchange.breaking():
+                compare_replicas(exchange.comm, self.compared_tensors(), exchange.steps, self.config.timeout)
+            self._compared = True
+
+    # -- plans and measurements -------------------------------------------------------------------------------------
+
+    def measured(self) -> planning.Measurements | None:
+        """Return what the plan in use was made from; None if nothing was measured."""
+        plans = self.exchange.plans
+        return plans.measured if isinstance(plans, Replanner) and self.exchange.agreed else None
+
+    def measure(self) -> planning.Measurements:
+        """Collective. Measure costs now, for reports; the plan stays. Raises where there was no step to measure."""
+        self.check_idle("measure()")
+        plans = self.exchange.plans
+        if not isinstance(plans, Replanner) or not self.exchange.agreed or not self.exchange.times.typical():
+            raise AGMergeError("measure() needs a step to measure: call it after step()")
+        with self.exchange.breaking():
+            return plans.measure(self.exchange.step)
+
+    def end_exchange(self) -> None:
+        """Collective. Compare replicas and plan anew, where that is due: an exchange has been committed."""
+        status.current().enter("is in its script, before a backward pass", self.exchange.step)
+        self._compare_replicas()
+        with self.exchange.breaking():
+            self.exchange.replan()
+
+    # -- what is kept -----------------------------------------------------------------------------------------------
+
+    def unsent(self) -> dict[str, torch.Tensor]:
+        """Return what this rank has not sent yet, by name, in the shape of the parameter or of this rank's shard."""
+        return self.exchange.residuals()
+
+    def prepare_to_save(self) -> None:
+        """Bring parameters up to date, as far as this rank can by itself."""
+
+    def saved_updates(self) -> dict[str, Any] | None:
+        """Return what is kept beside residuals where updates are exchanged; None where gradients are."""
+        return None
+
+    def restore_updates(self, saved: Mapping[str, Any] | None) -> None:
+        """Take what :meth:`saved_updates` gave. Where gradients are exchanged parameters become the shared ones."""
+        base: Mapping[str, torch.Tensor] = {} if saved is None else saved["base"]
+        with torch.no_grad():
+            for parameter in self.members.name_all():
+                if self.members.name_of(parameter) in base:
+                    parameter.copy_(base[self.members.name_of(parameter)])
+
+    def step_count(self) -> int:
+        """Return how many steps the optimizer has made."""
+        return self.exchange.steps
+
+    def window(self) -> dict[torch.Tensor, int]:
+        """Return how many backward passes each parameter has seen in the step that has begun."""
+        return {}
+
+    def count(self, parameter: torch.Tensor, fired: int) -> None:
+        """Resume a step: ``parameter`` has seen so many backward passes already."""
+
+    def close(self) -> None:
+        """Give the communicators back."""
+        self.exchange.close()

@@ -1,0 +1,160 @@
+"""Let workers step by themselves, and exchange what that came to every so many steps: local SGD, compressed.
+
+Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, and Sarfi et al.,
+"Communication Efficient LLM Pre-training with SparseLoCo", 2025, are settings of it: see docs/adaptive.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from agmerge.checkpoint import rank_state
+from agmerge.engine.optimizer_wrapper import check_optimizer
+from agmerge.engine.update_reducer import UpdateReducer
+from agmerge.optimizer.distributed import DistributedOptimizer
+from agmerge.options import compressors
+from agmerge.options.arguments import Options
+from agmerge.options.resolve import resolve
+from agmerge.options.updates import UPDATES
+from agmerge.reporting import ReportingMixin
+from agmerge.runtime import workers
+from agmerge.tensors.parameters import ParameterTable
+
+EVERY, WIRE = 8, "int4"  # the defaults, by the figures of docs/parity.md
+
+
+class LocalOptimizer(DistributedOptimizer):
+    """Collective. Wrap ``optimizer`` so that workers step by themselves, and exchange every ``every`` steps.
+
+    It is a :class:`DistributedOptimizer` with ``sync="updates"`` and other defaults, whose arguments it takes: all of
+    the parameters' way travels (``density=1.0``) in 4 bits a value. ``carry``, ``outer``, ``decay``, ``overlap`` and
+    ``fragments`` are described there.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+        every: int = EVERY,
+        *,
+        compression: Any = "auto",
+        density: Any = 1.0,
+        wire: str | None = None,
+        **options: Any,
+    ) -> None:
+        settings = _settings(every, compression, density, wire, options)
+        super().__init__(optimizer, named_parameters, **settings)
+
+
+class LocalSync(ReportingMixin):
+    """Exchange, inside of a ``with``, what ``optimizer`` makes of the parameters of ``model`` every ``every`` steps.
+
+    The optimizer is not wrapped: hooks on its step do it. For scripts that use torchft's ``DiLoCo`` or ``LocalSGD``:
+    ``sync_every``, ``outer_optimizer`` (an optimizer, whose class and options are taken) and ``fragment_sync_delay``
+    are other names of ``every``, ``outer`` and ``overlap``. Other arguments are those of :class:`LocalOptimizer`. With
+    a ``GradScaler`` use that one: a step that the scaler skips on one rank runs no hooks there.
+    """
+
+    _reducer: UpdateReducer
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        every: int = EVERY,
+        *,
+        compression: Any = "auto",
+        density: Any = 1.0,
+        wire: str | None = None,
+        sync_every: int | None = None,
+        outer_optimizer: torch.optim.Optimizer | None = None,
+        fragment_sync_delay: int | None = None,
+        **options: Any,
+    ) -> None:
+        check_optimizer(optimizer)
+        every = every if sync_every is None else sync_every
+        for name, value, other in (
+            ("outer", None if outer_optimizer is None else SameKind(outer_optimizer), "outer_optimizer"),
+            ("overlap", fragment_sync_delay, "fragment_sync_delay"),
+        ):
+            if value is not None and options.setdefault(name, value) is not value:
+                raise ValueError(f"{other} is another name of {name}: give one of them")
+        settings = _settings(every, compression, density, wire, options)
+        settings["compression"] = compressors.resolve_auto(settings["compression"], optimizer, None, UPDATES)
+        compressors.check_meaning(settings["compression"], settings)
+        self._reducer = UpdateReducer(ParameterTable(optimizer, model.named_parameters()), resolve(Options(**settings)))
+        self._optimizer = optimizer
+        self._hooks: list[RemovableHandle] = []
+
+    def __enter__(self) -> LocalSync:
+        """Collective. Connect, and exchange from now on whenever the optimizer has made so many steps."""
+        workers.adopt()
+        self._reducer.connect()
+        self._hooks = [
+            self._optimizer.register_step_pre_hook(lambda *_: self._reducer.before_step()),
+            self._optimizer.register_step_post_hook(lambda *_: self._reducer.after_step()),
+        ]
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        """Collective. Take in what is under way, unless there was an error, and exchange nothing more."""
+        for hook in self._hooks:
+            hook.remove()
+        if kind is None:
+            self._reducer.flush()
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Let the parameters, inside, be those that all workers have in common: to evaluate, and to save."""
+        with self._reducer.shared():
+            yield
+
+    def consolidate(self) -> None:
+        """Collective. Exchange all that workers carry, whole: then parameters are equal on all ranks, to the bit."""
+        self._reducer.consolidate()
+
+    def flush(self) -> None:
+        """Collective. Take in what is under way, with ``overlap=``."""
+        self._reducer.flush()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank keeps beside the optimizer's own state, for :meth:`load_state_dict`."""
+        return rank_state.save(self._reducer)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Collective. Load what :meth:`state_dict` gave on this rank, once the model is loaded."""
+        rank_state.load(self._reducer, state_dict)
+
+    def close(self) -> None:
+        """Give the communicators back."""
+        self._reducer.close()
+
+
+@dataclass(frozen=True)
+class SameKind:
+    """Make an optimizer of the class and with the options of another one."""
+
+    like: torch.optim.Optimizer
+
+    def __call__(self, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+        """Return it, for ``parameters``."""
+        return type(self.like)(parameters, **self.like.defaults)
+
+    def __repr__(self) -> str:
+        return f"{type(self.like).__name__}({self.like.defaults})"
+
+
+def _settings(every: int, compression: Any, density: Any, wire: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of :class:`DistributedOptimizer`. What sends every element has no codec by default."""
+    if "sync" in options:
+        raise TypeError("sync is not an argument here: local steps exchange updates")
+    if wire is None:
+        whole = compressors.cast_name(compression) is not None
+        wire = "auto" if whole or options.get("exchange") in ("oktopk", "masked") else WIRE
+    return {**options, "every": every, "compression": compression, "density": density, "wire": wire, "sync": UPDATES}
