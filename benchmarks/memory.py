@@ -41,6 +41,7 @@ ROWS: dict[str, Contender] = {
     "Horovod": Contender("horovod", horovod=True),
     "agmerge none": contenders.ours(compression="none"),
     "agmerge topk": contenders.ours(compression="topk", exchange="sparse"),
+    "agmerge updates": contenders.ours(exchange="sparse", sync="updates"),
     "agmerge fp16": contenders.ours(compression="fp16"),
     "agmerge dgc": contenders.ours(compression="dgc", exchange="sparse"),
 }

@@ -58,9 +58,9 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
     * ``sparse_as_dense``: Gradients of sparse layout are made dense. Without it they are an error.
     * ``process_set``: Give a Horovod process set, or the ranks (on any backend) that exchange gradients. The others
       step by themselves.
-    * ``density``: Give one number, elements sent / elements; or ``{pattern: density}`` by whole name, where the first
-      match counts and 0.01 where none does; or ``"importance"``, which goes around the compressor's own density by the
-      energy per element of each tensor's gradients in the first steps.
+    * ``density``: Give one number, elements sent / elements, 0.01 by default; or ``{pattern: density}`` by whole name,
+      where the first match counts and the default where none does; or ``"importance"``, which goes around the
+      compressor's own density by the energy per element of each tensor's gradients in the first steps.
     * ``warmup``: Other densities in the first steps are ``"dgc"`` (the ladder of its paper, 200 steps a rung), a number
       of steps (geometric, from 25 %), or ``callable(step) -> density``. :func:`agmerge.ladder` is the paper's with a
       number of steps of yours.
@@ -91,6 +91,17 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
     * ``unused``: ``"none"`` leaves ``p.grad`` None where no rank had a gradient and nothing is left to send. ``"zero"``
       is Horovod's way.
     * ``model``: With ``merging="dear"``, this module's forward applies the updates. Others take none.
+    * ``sync``: Exchange ``"gradients"``, or ``"updates"``: each worker's optimizer steps with its own gradients, and
+      what it did to the parameters is exchanged (docs/adaptive.md). That is for AdamW and other adaptive optimizers.
+      The others are about it, and ``density`` is 0.05 then, ``wire`` ``"sign"``, by default.
+    * ``carry``: ``"apply"`` (the default) leaves what is not sent in the worker's own parameters, ``"hold"`` beside
+      them, so that all ranks compute with the same ones.
+    * ``every``: Exchange after every so many steps.
+    * ``fragments``: Merge buffers take turns in so many groups, at different ones of these steps.
+    * ``overlap``: What is sent after a step is received so many steps later, and travels meanwhile.
+    * ``decay``: What is carried is multiplied by this factor at each exchange; with ``carry="hold"``.
+    * ``outer``: :class:`agmerge.Nesterov`, or a function from a list of parameters to an optimizer of them, steps with
+      what was combined. None takes it as it is.
     """
 
     def __init__(
