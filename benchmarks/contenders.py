@@ -70,7 +70,6 @@ PLANNED = {f"topk, {name}": ours(compression="topk", exchange="sparse", merging=
 SELECTED = {f"{name}, agmerge": ours(compression=name, exchange="sparse") for name in SPARSIFIERS}
 # Before tensors are merged, or of the whole merge buffer: docs/measurements.md.
 ORDERED = {f"topk, {mode}": ours(compression="topk", exchange="sparse", sparsify=mode) for mode in ("ahead", "behind")}
-LOCAL = {"sync": "updates", "exchange": "sparse", "every": 8, "density": 1.0, "wire": "int4"}  # LocalOptimizer's own
 # For converge.py: training with AdamW.
 ADAPTIVE = {
     f"{name}, AdamW": replace(one, optimizer="adamw")
@@ -80,9 +79,9 @@ ADAPTIVE = {
         "DDP": CONTENDERS["DDP"],
         "DDP PowerSGD": CONTENDERS["DDP PowerSGD"],
         "gradients": CONTENDERS["agmerge topk"],
-        "updates": ours(sync="updates", exchange="sparse"),
-        "updates overlap": ours(sync="updates", exchange="sparse", overlap=1),
-        "LocalOptimizer": replace(ours(warm=6, **LOCAL), every=LOCAL["every"]),
+        "updates": CONTENDERS["agmerge updates"],
+        "updates overlap": CONTENDERS["agmerge updates, overlap"],
+        "LocalOptimizer": replace(CONTENDERS["agmerge local"], warm=6, every=8),
     }.items()
 }
 KNOWN = {**CONTENDERS, **PLANNED, **SELECTED, **ORDERED, **ADAPTIVE}

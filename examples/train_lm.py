@@ -29,6 +29,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 import agmerge
 
 Report = Callable[[int, float, float], None]
+Wrapped = agmerge.DistributedOptimizer
 CONTEXT = 64  # bytes that a prediction sees
 
 
@@ -58,14 +59,14 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     return args
 
 
-def wrapped(args: Namespace, model: nn.Module) -> agmerge.DistributedOptimizer:
+def wrapped(args: Namespace, model: nn.Module) -> Wrapped:
     """Collective. Return AdamW, distributed; all workers start from worker 0's parameters."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.wd)
     agmerge.broadcast_parameters(model.state_dict(), root_rank=0)
     return agmerge.DistributedOptimizer(optimizer, model.named_parameters(), **given(args, model))
 
 
-def clip_and_step(args: Namespace, model: nn.Module, optimizer: agmerge.DistributedOptimizer) -> None:
+def clip_and_step(args: Namespace, model: nn.Module, optimizer: Wrapped) -> None:
     """Collective. Bound the norm of the gradients, then step."""
     if args.sync == "updates":  # they are this worker's own, as in a script without agmerge
         nn.utils.clip_grad_norm_(model.parameters(), args.clip)
@@ -77,7 +78,7 @@ def clip_and_step(args: Namespace, model: nn.Module, optimizer: agmerge.Distribu
         optimizer.step()
 
 
-def train(args: Namespace, model: GPT, optimizer: agmerge.DistributedOptimizer, report: Report | None) -> dict[str, Any]:
+def train(args: Namespace, model: GPT, optimizer: Wrapped, report: Report | None) -> dict[str, Any]:
     """Collective. Train ``model`` on this worker's part of each batch; return what the run measured."""
     text, held_out = corpus()
     schedule = OneCycleLR(optimizer, args.lr, args.steps, pct_start=0.2, cycle_momentum=False)
@@ -124,7 +125,7 @@ def train(args: Namespace, model: GPT, optimizer: agmerge.DistributedOptimizer, 
 
 
 @torch.no_grad()
-def validation_loss(model: GPT, optimizer: agmerge.DistributedOptimizer, held_out: torch.Tensor) -> float:
+def validation_loss(model: GPT, optimizer: Wrapped, held_out: torch.Tensor) -> float:
     """Collective. Return the loss of the parameters that all workers share; each looks at its part of the text."""
     starts = torch.linspace(0, len(held_out) - CONTEXT - 1, 256).long()[agmerge.rank() :: agmerge.size()]
     with optimizer.shared():  # with sync="updates" the model's own are ahead of these
@@ -132,7 +133,7 @@ def validation_loss(model: GPT, optimizer: agmerge.DistributedOptimizer, held_ou
     return agmerge.allreduce(torch.as_tensor(total), op=agmerge.Sum).item() / 256
 
 
-def save(folder: Path, model: nn.Module, optimizer: agmerge.DistributedOptimizer, schedule: Any, step: int) -> None:
+def save(folder: Path, model: nn.Module, optimizer: Wrapped, schedule: Any, step: int) -> None:
     """Collective. Write what this worker needs to go on, and the model that all share, from worker 0."""
     folder.mkdir(parents=True, exist_ok=True)
     optimizer.flush()  # with --overlap messages are under way
@@ -148,7 +149,7 @@ def save(folder: Path, model: nn.Module, optimizer: agmerge.DistributedOptimizer
             torch.save(model.state_dict(), folder / "model.pt")
 
 
-def resume(args: Namespace, model: nn.Module, optimizer: agmerge.DistributedOptimizer, schedule: Any) -> int:
+def resume(args: Namespace, model: nn.Module, optimizer: Wrapped, schedule: Any) -> int:
     """Collective. Load what :func:`save` wrote for this worker; return the step that comes next."""
     state = torch.load(args.resume / f"worker{agmerge.rank()}.pt", weights_only=True)
     model.load_state_dict(state["model"])
@@ -167,7 +168,7 @@ def table(results: dict[str, Any]) -> str:
     r = results
     sent, dense = r["bytes_sent"], r["bytes_dense"]
     rows = {
-        "workers": f"{r['workers']} ({r['backend']} backend, started by {launcher()})",
+        "workers": f"{r['workers']} ({r['backend']} backend, {launcher()})",
         "exchanged": f"{r['settings']['sync']}: {described(r['settings'])}",
         "plan": planned(r["settings"], r["buffers"]),
         "validation loss": f"{r['validation_loss']:.3f} nats a byte",
