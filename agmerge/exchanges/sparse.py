@@ -12,8 +12,10 @@ import torch
 
 from agmerge.errors import MessageError
 from agmerge.exchanges.base import Exchange, InFlight, SegmentBuffers
+from agmerge.exchanges.message import Everything
 from agmerge.exchanges.message.codec import clear_behind
 from agmerge.exchanges.message.format import Format, RoundHeader, Section
+from agmerge.exchanges.message.indices import in_order
 from sparsifiers import Selection, kernel
 
 Part = tuple[torch.Tensor, torch.Tensor]  # indices (int32) and values of one rank
@@ -52,11 +54,18 @@ class SparseExchange(Exchange):
                 chosen = clear_behind(load.work.index_select(0, offer.indices), offer.count)
                 if not section.value.has_zero:
                     offer, chosen = without_zeros(offer, chosen)
-                section.index.encode(offer.indices, offer.count, message[section.indices])
-                sent = section.value.encode(chosen, message[section.values], offer.count)
+                if isinstance(section.index, Everything):
+                    values, count = spread(offer, chosen, section.index.length)
+                    sent = section.value.encode(values, message[section.values])
+                    if values is not chosen:
+                        sent = clear_behind(sent.index_select(0, offer.indices), offer.count)
+                else:
+                    count = offer.count
+                    section.index.encode(offer.indices, count, message[section.indices])
+                    sent = section.value.encode(chosen, message[section.values], count)
                 self.commit(load.segment, offer.indices, sent)
                 elements += min(offer.indices.numel(), load.segment.numel)
-                counts.append(offer.count)
+                counts.append(count)
         layout.write_header(message, control, counts, seal=True)
         handle = self.comm.all_gather(received, message, name)
         return InFlight(
@@ -145,3 +154,27 @@ def without_zeros(offer: Selection, values: torch.Tensor) -> tuple[Selection, to
     indices = offer.indices.new_zeros(values.numel() + 1).scatter_(0, places, offer.indices)
     moved = values.new_zeros(values.numel() + 1).scatter_(0, places, values)
     return Selection(indices[:-1], count), moved[:-1]
+
+
+def spread(offer: Selection, values: torch.Tensor, length: int) -> tuple[torch.Tensor, int | torch.Tensor]:
+    """Return ``values``, (capacity,), at their places among ``length``, 0 at others, and the count to announce.
+
+    That is ``length``; 0 if what is offered is not in order, which receivers take for the error that it is. On a device
+    it stays there; on the host, ``values`` are returned themselves where all are offered.
+    """
+    if offer.indices.device.type != "cpu":
+        return spread_on_device(offer, values, length)
+    chosen = offer.trimmed()
+    good = in_order(offer.indices[: len(chosen)], length)
+    if good and len(chosen) == length:
+        return values, length
+    return values.new_zeros(length).index_copy_(0, chosen, values[: len(chosen)]), good * length
+
+
+def spread_on_device(offer: Selection, values: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do what :func:`spread` does, on any device, with nothing that waits for it."""
+    slots = torch.arange(offer.indices.numel(), dtype=torch.int32, device=values.device)
+    live = slots < offer.count
+    places = torch.where(live, offer.indices, length)  # padding falls behind the last one
+    good = ((places[1:] > places[:-1]) | ~live[1:]).all()
+    return values.new_zeros(length + 1).scatter_(0, places.long(), values)[:-1], good * length
