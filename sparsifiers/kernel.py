@@ -22,12 +22,13 @@ from torch import Tensor
 VARIABLE = "AGMERGE_KERNEL"
 OFF = "off"
 LEVELS = ("baseline", "avx2", "avx512")  # the instruction sets, by number
-INTERFACE = 3  # of kernel.c; a library that was built from another version is not used
+INTERFACE = 4  # of kernel.c; a library that was built from another version is not used
 ROOM = 1 << 17  # slots of scratch that `rows_top` may take at any size
 PANEL = 64  # columns that are searched together at least: four cache lines of each row
 BLOCK = 1024  # elements that `scan` reads between two looks at the room that is left
 STREAMED = 1 << 16  # elements from which `add` is faster than torch (measured)
 SCATTERED = 1 << 13  # indices from which `commit` is faster than torch (measured)
+TAKEN_OFF = 3  # float32 that is subtracted, likewise
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # dtypes of gradients, by their number in kernel.c
 
 Keys = NDArray[np.int32]
@@ -40,6 +41,7 @@ _SIGNATURES: dict[str, tuple[Any, str]] = {  # result and arguments: p a pointer
     "kernel_sample": (None, "pllip"),
     "kernel_commit": (ctypes.c_int, "plppl"),
     "kernel_add": (ctypes.c_int, "pppli"),
+    "kernel_take_in": (ctypes.c_int, "ppplppl"),
     "kernel_blocks_encode": (ctypes.c_int, "pllilp"),
     "kernel_blocks_decode": (ctypes.c_int, "pllilp"),
     "kernel_scatter": (ctypes.c_int, "plpplf"),
@@ -225,6 +227,37 @@ def add(work: Tensor, residual: Tensor, gradient: Tensor) -> bool | None:
         return None
     status = _loaded().kernel_add(work.data_ptr(), residual.data_ptr(), gradient.data_ptr(), work.numel(), kind)
     return None if status < 0 else status == 0
+
+
+def subtract(work: Tensor, end: Tensor, begin: Tensor) -> bool | None:
+    """Write work = end - begin past the caches, bit for bit as torch.sub, and return whether all is finite.
+
+    None: torch must do it. Shapes are equal, and work shares no storage with the others; see `add`.
+    """
+    if work.numel() < STREAMED or torch.get_num_threads() > 1:
+        return None
+    if not (_plain(work) and _plain(end) and _plain(begin)):
+        return None
+    status = _loaded().kernel_add(work.data_ptr(), end.data_ptr(), begin.data_ptr(), work.numel(), TAKEN_OFF)
+    return None if status < 0 else status == 0
+
+
+def take_in(base: Tensor, parameter: Tensor, update: Tensor, indices: Tensor | None, sent: Tensor | None) -> bool:
+    """Take update off base and parameter, but put parameter = base - rest at indices; False: torch must do it.
+
+    rest: what base - parameter was, less what was sent. All 1-D; base, parameter and update fp32 [n], indices int32[m],
+    ascending, sent fp32 [m], None: not by index. Nothing is done where False is returned.
+    """
+    if indices is None or sent is None or indices.numel() != sent.numel():
+        return False
+    if base.numel() < SCATTERED or torch.get_num_threads() > 1:
+        return False
+    if not (_plain(base) and _plain(parameter) and _plain(update) and _plain(sent) and _plain(indices, torch.int32)):
+        return False
+    return not _loaded().kernel_take_in(
+        base.data_ptr(), parameter.data_ptr(), update.data_ptr(), base.numel(), indices.data_ptr(), sent.data_ptr(),
+        indices.numel(),
+    )  # fmt: skip
 
 
 def commit(work: Tensor, indices: Tensor, sent: Tensor) -> bool:

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from agmerge.engine.sent_pieces import WHOLE, Piece, pieces_by_name, put, rests_of, take_off
+from agmerge.engine.sent_pieces import WHOLE, Piece, pieces_by_name, take_in, take_off
 from agmerge.options.updates import Outer
 from agmerge.step.gradient_exchange import Combined, GradientExchange
+from agmerge.tensors.difference import Difference
 from agmerge.tensors.parameters import ParameterInfo
 
 Tensors = dict[str, torch.Tensor]  # by name of the parameter
@@ -58,13 +59,9 @@ class Carry(ABC):
         """Return how far the parameter is from where :meth:`expected` says, in the dtype and strides of ``base``."""
         return self.expected(name) - self.parameters[name].detach()
 
-    def way(self, name: str) -> torch.Tensor:
-        """Return :meth:`displacement`, where there is room for it: what the exchange is given."""
-        room = self._exchange.room_for(name)
-        if room is None:
-            return self.displacement(name)
-        torch.sub(self.expected(name), self.parameters[name].detach(), out=room)
-        return room
+    def way(self, name: str) -> Difference:
+        """Return :meth:`displacement` for the exchange, which writes it where it needs it."""
+        return Difference(self.expected(name), self.parameters[name].detach())
 
     @abstractmethod
     def take_in(self, combined: Combined) -> None:
@@ -104,6 +101,8 @@ class Carry(ABC):
 
     def _move_base(self, updates: Tensors) -> None:
         """Move ``base`` by the combined ways, or as the outer optimizer does with them as gradients."""
+        if not updates:
+            return
         if self._outer is None:
             torch._foreach_sub_([self.base[name] for name in updates], list(updates.values()))
             return
@@ -130,44 +129,37 @@ class Applied(Carry):
     def unsent(self, name: str) -> torch.Tensor:
         return self.displacement(name)
 
-    def way(self, name: str) -> torch.Tensor:
+    def way(self, name: str) -> Difference:
         way = super().way(name)
         buffers = self._exchange.buffers
         if self._overlap and buffers is not None and buffers.goes_whole(buffers.slot_of[name]):
-            self._whole[name] = way.reshape(-1).clone()
+            self._whole[name] = way.tensor().reshape(-1)
         return way
 
     def take_in(self, combined: Combined) -> None:
         updates = {name: update for name, update in combined.updates.items() if update is not None}
         sent = self._sent(combined)
-        plain = {name for name in updates if self._outer is None and self.parameters[name].is_contiguous()}
-        moving = [name for name in updates if name in plain and sent[name] != [WHOLE]]
-        rests = {name: rests_of(self._flat_base(name), self._flat(name), sent[name]) for name in moving}
-        carried = {name: self._carried(name, sent[name]) for name in updates if name not in plain}
+        whole = [name for name in updates if sent[name] == [WHOLE]]
+        moving = [name for name in updates if sent[name] != [WHOLE]]
+        if self._outer is None:
+            contiguous = [name for name in moving if self.parameters[name].is_contiguous()]
+            for name in contiguous:
+                base, parameter, update = self.base[name], self.parameters[name].detach(), updates.pop(name)
+                take_in(base.view(-1), parameter.view(-1), update.view(-1), sent[name])
+            moving = [name for name in moving if name in updates]
+        rests = {name: self._rest(name, sent[name]) for name in moving}
         self._move_base(updates)
-        for name in moving:  # as far as the base, but where something was sent
-            self._flat(name).sub_(updates[name].view(-1))
-            put(self._flat(name), self._flat_base(name), sent[name], rests[name])
-        for name, rest in carried.items():
+        for name, rest in rests.items():
             self.parameters[name].detach().copy_(self.base[name] - rest)
-        whole = [name for name in plain if sent[name] == [WHOLE]]
         if whole:
-            torch._foreach_copy_([self.parameters[name].detach() for name in whole], [self.base[n] for n in whole])
+            torch._foreach_copy_([self.parameters[n].detach() for n in whole], [self.base[n] for n in whole])
 
-    def _flat_base(self, name: str) -> torch.Tensor:
-        return self.base[name].view(-1)
-
-    def _flat(self, name: str) -> torch.Tensor:
-        return self.parameters[name].detach().view(-1)
-
-    def _carried(self, name: str, sent: list[Piece]) -> torch.Tensor:
+    def _rest(self, name: str, sent: list[Piece]) -> torch.Tensor:
         """Return what this worker carries of a parameter, less what was sent, in the strides of ``base``."""
-        if sent == [WHOLE]:
-            return torch.zeros_like(self.base[name])
-        carried = self.displacement(name)
-        flat = carried.reshape(-1)  # in C order: a view, or a copy
+        rest = self.displacement(name)
+        flat = rest.reshape(-1)  # in C order: a view, or a copy
         take_off(flat, sent)
-        return carried.copy_(flat.view(carried.shape))
+        return rest.copy_(flat.view(rest.shape))
 
     def _sent(self, combined: Combined) -> dict[str, list[Piece]]:
         """Return what this rank has sent, by name of the parameter."""
@@ -178,7 +170,7 @@ class Applied(Carry):
             slot, pieces = buffers.slot_of[name], sent.setdefault(name, [])
             if buffers.goes_whole(slot) and all(piece.values is None for piece in pieces):
                 # It is `base` then; unless the optimizer has moved it since it was sent.
-                sent[name] = [Piece(0, slot.numel, None, whole[name].view(-1))] if name in whole else [WHOLE]
+                sent[name] = [Piece(0, slot.numel, None, whole[name])] if name in whole else [WHOLE]
         return sent
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
 from agmerge.step.merge_buffers import Sent
+from sparsifiers import kernel
 
 
 class Piece(NamedTuple):
@@ -15,7 +17,8 @@ class Piece(NamedTuple):
 
     start: int
     stop: int | None  # None: the end
-    indices: torch.Tensor | None  # of those that were sent, from `start`, int64, ascending; None: all of them
+    # int32 or int64, from `start`, those that were sent; one may come again with value 0. None: all of them.
+    indices: torch.Tensor | None
     values: torch.Tensor | None  # what was sent of each; None: all there was
 
 
@@ -26,39 +29,42 @@ def pieces_by_name(sent: Iterable[Sent]) -> dict[str, list[Piece]]:
     """Return the pieces of each tensor of which something was sent, by its name. ``sent``: by segments."""
     pieces: dict[str, list[Piece]] = {}
     for segment, indices, values in sent:
-        if indices is not None and values is not None:
-            indices, values = _in_order(indices, values)
-        for slot in segment.slots:
+        starts = [slot.offset + segment.inside(slot)[0] - segment.start for slot in segment.slots]  # in the segment
+        if indices is None:
+            bounds = [(first, first + slot.numel) for first, slot in zip(starts, segment.slots, strict=True)]
+        else:
+            assert values is not None
+            indices, values = _ascending(indices, values)
+            edges = torch.tensor(starts[1:], dtype=indices.dtype, device=indices.device)
+            cuts = [0, *torch.searchsorted(indices, edges).tolist(), len(indices)]
+            bounds = list(pairwise(cuts))
+        for slot, first, (low, high) in zip(segment.slots, starts, bounds, strict=True):
             start, stop = segment.inside(slot)
-            first = slot.offset + start - segment.start  # in the segment
-            pieces.setdefault(slot.name, []).append(_cut(start, stop, first, indices, values))
+            part = None if indices is None else indices[low:high] - first
+            chosen = None if values is None else values[low : high if part is not None else low + stop - start]
+            pieces.setdefault(slot.name, []).append(Piece(start, stop, part, chosen))
     return pieces
 
 
-def rests_of(base: torch.Tensor, parameter: torch.Tensor, pieces: list[Piece]) -> list[torch.Tensor | None]:
-    """Return, for each piece, what is left there of ``base - parameter``, 1-D; None: nothing."""
-    rests: list[torch.Tensor | None] = []
-    for start, stop, indices, values in pieces:
-        end, begin = base[start:stop], parameter[start:stop]
-        if values is None:
-            rests.append(None)
-        elif indices is None:
-            rests.append(end.sub(begin).sub_(values))
-        else:
-            rests.append(end[indices].sub_(begin[indices]).sub_(values))
-    return rests
+def take_in(base: torch.Tensor, parameter: torch.Tensor, update: torch.Tensor, pieces: list[Piece]) -> None:
+    """Take ``update`` off ``base`` and ``parameter``, all 1-D; what was sent of the latter is no longer on its way.
 
-
-def put(parameter: torch.Tensor, base: torch.Tensor, pieces: list[Piece], rests: list[torch.Tensor | None]) -> None:
-    """Write ``parameter = base - rest`` at the elements of the pieces, all 1-D; ``rests``: see :func:`rests_of`."""
-    for (start, stop, indices, _), rest in zip(pieces, rests, strict=True):
-        end, begin = base[start:stop], parameter[start:stop]
-        if rest is None:
-            begin.copy_(end)
-        elif indices is None:
-            torch.sub(end, rest, out=begin)
+    Where something was sent, ``parameter = base - rest``, with what is left of ``base - parameter`` as it was before.
+    """
+    if len(pieces) == 1:
+        start, stop, indices, values = pieces[0]
+        if (start, stop) == (0, base.numel()) and kernel.take_in(base, parameter, update, indices, values):
+            return
+    rest = base - parameter
+    take_off(rest, pieces)
+    base.sub_(update)
+    parameter.sub_(update)
+    for start, stop, indices, _ in pieces:
+        end, begin, left = base[start:stop], parameter[start:stop], rest[start:stop]
+        if indices is None:
+            torch.sub(end, left, out=begin)
         else:
-            begin[indices] = end[indices].sub_(rest)
+            begin[indices] = end[indices].sub_(left[indices])
 
 
 def take_off(way: torch.Tensor, pieces: list[Piece]) -> None:
@@ -70,24 +76,20 @@ def take_off(way: torch.Tensor, pieces: list[Piece]) -> None:
         elif indices is None:
             part.sub_(values)
         else:
-            part[indices] -= values
+            part.index_add_(0, indices, values, alpha=-1)
 
 
-def _in_order(indices: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the indices, int64, ascending, and their values, without those of value 0: an index comes once then."""
-    kept = values != 0
-    indices, values = indices[kept].long(), values[kept]
-    if indices.numel() and not bool((indices[1:] > indices[:-1]).all()):
-        order = indices.argsort()
-        return indices[order], values[order]
-    return indices, values
+def _ascending(indices: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the indices, ascending, and their values.
 
-
-def _cut(start: int, stop: int, first: int, indices: torch.Tensor | None, values: torch.Tensor | None) -> Piece:
-    """Return what of a segment's ``indices`` and ``values`` lies in a tensor, whose part begins at ``first`` there."""
-    length = stop - start
-    if indices is None:
-        return Piece(start, stop, None, None if values is None else values[first : first + length])
-    assert values is not None
-    low, high = torch.searchsorted(indices, torch.tensor([first, first + length], device=indices.device)).tolist()
-    return Piece(start, stop, indices[low:high] - first, values[low:high])
+    A padding of zeros behind them, with value 0, is cut off on the host; on a device it comes first.
+    """
+    if indices.device.type == "cpu":
+        held = indices.numpy()
+        if len(held) > 1 and held[-1] == 0:
+            count = 1 + int((held[1:] == 0).argmax())
+            indices, values, held = indices[:count], values[:count], held[:count]
+        if (held[1:] > held[:-1]).all():
+            return indices, values
+    indices, order = indices.sort(stable=True)
+    return indices, values[order]

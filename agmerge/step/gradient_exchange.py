@@ -25,6 +25,7 @@ from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.nonfinite_verdict import resolve_nonfinite
 from agmerge.step.round import GradientOf, Round
 from agmerge.step.two_level_round import TwoLevelRound
+from agmerge.tensors.difference import Difference
 
 Due = Callable[[int], Collection[int]]  # of so many merge buffers, the numbers of those that are exchanged
 
@@ -118,14 +119,14 @@ class GradientExchange(AgreedState):
     ) -> Combined:
         """Collective. Send what is left, receive, and return the combined tensors.
 
-        ``gradient_of``: asked for each tensor that was not handed over, by name, and again where the round is repeated;
-        it may write its answer to :meth:`room_for` the tensor. ``flags``: what this rank says to all. ``due``: which
-        merge buffers are exchanged, of so many; None: all. ``nonfinite``: names of parameters of which this rank knows
-        already that something is not finite. Raises :class:`agmerge.NonFiniteError` on every rank, as
+        ``gradient_of``: asked for each tensor that was not handed over, by name, and again where the round is repeated.
+        A :class:`agmerge.tensors.difference.Difference` saves a pass. ``flags``: what this rank says to all. ``due``:
+        which merge buffers are exchanged, of so many; None: all. ``nonfinite``: names of parameters of which this rank
+        knows already that something is not finite. Raises :class:`agmerge.NonFiniteError` on every rank, as
         ``config.nonfinite`` has it: nothing is broken then, and the step begins anew.
         """
 
-        def late(name: str) -> torch.Tensor | None:
+        def late(name: str) -> torch.Tensor | Difference | None:
             return self._handed[name] if name in self._handed else gradient_of(name)
 
         self.check_unbroken()
@@ -147,15 +148,6 @@ class GradientExchange(AgreedState):
             self.discard()
             raise error
         return Combined(attempt, self.config.zero_unused)
-
-    def room_for(self, name: str) -> torch.Tensor | None:
-        """Return where ``gradient_of`` may write a tensor, to save a copy: (numel,), in C order; None: nowhere.
-
-        To be asked from inside of it only. What is written is not kept after :meth:`finish`.
-        """
-        if self.buffers is None or self._nodes is not None:
-            return None
-        return self.buffers.updates.of(self.buffers.slot_of[name])
 
     def commit(self) -> None:
         """Keep what the step has left over: residuals change places. The next step begins."""

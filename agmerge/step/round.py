@@ -16,11 +16,13 @@ from agmerge.exchanges.routing import Message
 from agmerge.metrics.step_times import StepRecorder
 from agmerge.metrics.totals import Totals
 from agmerge.step.merge_buffers import MergeBuffers
+from agmerge.tensors.difference import Difference
 from agmerge.tensors.layout import Lane, Segment, Slot
 from agmerge.tensors.nonfinite import NonFiniteGuard, is_finite
 from sparsifiers import Selection, Sparsifier
 
-GradientOf = Callable[[str], "torch.Tensor | None"]  # asked for a tensor that nobody has handed over, by name
+# Asked for a tensor that nobody has handed over, by name.
+GradientOf = Callable[[str], "torch.Tensor | Difference | None"]
 
 
 class Round:
@@ -104,7 +106,7 @@ class Round:
                 self._on_added(slot, gradient)
         self._drain()
 
-    def _on_added(self, slot: Slot, gradient: torch.Tensor | None) -> None:
+    def _on_added(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> None:
         self._added[slot.index] = gradient is not None
         self.recorder.ready(slot.index)
         self._missing[self.buffers.buffer_of[slot.index]] -= 1
@@ -112,7 +114,7 @@ class Round:
         self._poll()
         self.recorder.resumed()
 
-    def _on_gradient(self, slot: Slot, gradient: torch.Tensor | None) -> None:
+    def _on_gradient(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> None:
         """Take this rank's own gradient of a tensor."""
         self._accumulate(slot, gradient)
 
@@ -120,12 +122,13 @@ class Round:
         """Return what to hold in a gradient's place."""
         return self.buffers.arena_of[slot.index].move_to_update(slot, gradient)
 
-    def _accumulate(self, slot: Slot, gradient: torch.Tensor | None) -> None:
+    def _accumulate(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> None:
         """Write ``work = residual + gradient``. What is not finite is left out again: the attempt comes to nothing, and
         figures, sparsifiers and codecs have nothing to do with it."""
         if self.dirty:
             return
         if gradient is not None and slot.index in self.buffers.batched_dense:
+            gradient = gradient.tensor() if isinstance(gradient, Difference) else gradient
             self._batches.setdefault(self.buffers.buffer_of[slot.index], []).append((slot, gradient))
             return
         arena = self.buffers.arena_of[slot.index]
@@ -135,7 +138,7 @@ class Round:
         if not finite and self.guard.inspect(slot, arena.work_of(slot), finite):
             arena.accumulate(slot, None)
         elif self.buffers.energy is not None and slot.lane.sparse:
-            self.buffers.energy.add(slot, gradient)
+            self.buffers.energy.add(slot, gradient.tensor() if isinstance(gradient, Difference) else gradient)
 
     def _copy_batch(self, buffer: int) -> None:
         """Put all small tensors of a merge buffer that are sent whole into their arenas: one call, one look at all."""
