@@ -81,7 +81,7 @@ ADAPTIVE = {
         "gradients": CONTENDERS["agmerge topk"],
         "updates": CONTENDERS["agmerge updates"],
         "updates overlap": CONTENDERS["agmerge updates, overlap"],
-        "LocalOptimizer": replace(CONTENDERS["agmerge local"], warm=6, every=8),
+        "LocalOptimizer": replace(CONTENDERS["agmerge local"], every=8),
     }.items()
 }
 KNOWN = {**CONTENDERS, **PLANNED, **SELECTED, **ORDERED, **ADAPTIVE}

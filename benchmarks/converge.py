@@ -56,6 +56,7 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--link", choices=LINKS, default="duplex", help="what has the rate, see network.py")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
     parser.add_argument("--model", choices=BATCH, default="gpt2")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches; another one wants another --out")
     parser.add_argument("--curves", nargs="+", help="without it all that belong to the optimizer")
     parser.add_argument("--timed", nargs="+", help="contenders whose steps are timed; without it all")
     parser.add_argument("--out", type=Path, help="a folder; without it runs/converge, and one for each other task")
@@ -95,9 +96,9 @@ def data_and_model(args: argparse.Namespace) -> tuple[Any, Any]:
     import torch
     from parity_tasks import corpus, lm
 
-    torch.manual_seed(0)
+    torch.manual_seed(args.seed)
     if args.model == "lm":
-        return corpus(), models.NextToken(lm(0, 0, BATCH["lm"]).model)
+        return corpus(), models.NextToken(lm(0, args.seed, BATCH["lm"]).model)
     model = models.build("gpt2", 2).model
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -153,7 +154,7 @@ def worker(args: argparse.Namespace) -> None:
                 curve.append((step, statistics.fmean(loss(rows).item() for rows in held_out.split(16))))
             if step >= args.steps and curve[-1][1] <= args.target:
                 break  # the same on all ranks: what they share is
-        generator = torch.Generator().manual_seed(step)
+        generator = torch.Generator().manual_seed(1_000_000 * args.seed + step)
         starts = torch.randint(cut - LENGTH, (BATCH[args.model],), generator=generator)
         optimizer.zero_grad()
         loss(text[starts[agmerge.rank() :: agmerge.size(), None] + window]).backward()
@@ -183,7 +184,7 @@ def curves(args: argparse.Namespace) -> dict[str, Any]:
             with Loopback(2) as network:
                 command = [sys.executable, "-W", "ignore", __file__, "--worker", name, "--out", str(args.out.resolve())]
                 command += ["--steps", str(args.steps), "--most", str(args.most)]
-                command += ["--model", args.model, "--optimizer", args.optimizer]
+                command += ["--model", args.model, "--optimizer", args.optimizer, "--seed", str(args.seed)]
                 dense = known.get(f"dense, {args.steps} steps")
                 if dense:
                     command += ["--target", str(NEAR * dense["curve"][-1][1])]
