@@ -52,6 +52,7 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="seconds and bytes to a validation loss")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--most", type=float, default=1.3, help="times those steps, for what is slower to learn")
+    parser.add_argument("--stretch", type=float, default=1.0, help="the rate's cycle by so much, for all but dense")
     parser.add_argument("--rates", nargs="*", default=["200mbit", "1gbit"])
     parser.add_argument("--link", choices=LINKS, default="duplex", help="what has the rate, see network.py")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
@@ -138,9 +139,10 @@ def worker(args: argparse.Namespace) -> None:
     cut = len(text) * 9 // 10
     model, optimizer = wrapped(args, model)
     every, rate = max(1, args.steps // POINTS), RATE[args.model, args.optimizer]
-    total = int(args.steps * (1.0 if args.worker == "dense" else args.most))
-    # What takes longer follows the same rate at the same step, then the last one.
-    schedule = OneCycleLR(optimizer, rate, args.steps, pct_start=0.2, cycle_momentum=False, final_div_factor=10.0)
+    cycle = args.steps if args.worker == "dense" else int(args.steps * args.stretch)
+    total = args.steps if args.worker == "dense" else max(cycle, int(args.steps * args.most))
+    # What takes longer follows the same rate at the same step, then the last one; unless its cycle is longer.
+    schedule = OneCycleLR(optimizer, rate, cycle, pct_start=0.2, cycle_momentum=False, final_div_factor=10.0)
     window, curve = torch.arange(LENGTH + 1), []
     held_out = text[torch.linspace(cut, len(text) - LENGTH - 1, 64).long()[:, None] + window]
     shared = getattr(optimizer, "shared", contextlib.nullcontext)  # what DDP trains is
@@ -159,7 +161,7 @@ def worker(args: argparse.Namespace) -> None:
         optimizer.zero_grad()
         loss(text[starts[agmerge.rank() :: agmerge.size(), None] + window]).backward()
         optimizer.step()
-        if step < args.steps - 1:
+        if step < cycle - 1:
             schedule.step()
     if agmerge.rank() == 0:
         stats = optimizer.stats() if hasattr(optimizer, "stats") else {"bytes_sent": 0, "steps": 1}
@@ -183,7 +185,7 @@ def curves(args: argparse.Namespace) -> dict[str, Any]:
             start = time.time()
             with Loopback(2) as network:
                 command = [sys.executable, "-W", "ignore", __file__, "--worker", name, "--out", str(args.out.resolve())]
-                command += ["--steps", str(args.steps), "--most", str(args.most)]
+                command += ["--steps", str(args.steps), "--most", str(args.most), "--stretch", str(args.stretch)]
                 command += ["--model", args.model, "--optimizer", args.optimizer, "--seed", str(args.seed)]
                 dense = known.get(f"dense, {args.steps} steps")
                 if dense:
