@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -41,7 +42,7 @@ _SIGNATURES: dict[str, tuple[Any, str]] = {  # result and arguments: p a pointer
     "kernel_sample": (None, "pllip"),
     "kernel_commit": (ctypes.c_int, "plppl"),
     "kernel_add": (ctypes.c_int, "pppli"),
-    "kernel_take_in": (ctypes.c_int, "ppplppl"),
+    "kernel_take_in": (ctypes.c_int, "ppllpppplfppl"),
     "kernel_blocks_encode": (ctypes.c_int, "pllilp"),
     "kernel_blocks_decode": (ctypes.c_int, "pllilp"),
     "kernel_scatter": (ctypes.c_int, "plpplf"),
@@ -242,21 +243,32 @@ def subtract(work: Tensor, end: Tensor, begin: Tensor) -> bool | None:
     return None if status < 0 else status == 0
 
 
-def take_in(base: Tensor, parameter: Tensor, update: Tensor, indices: Tensor | None, sent: Tensor | None) -> bool:
-    """Take update off base and parameter, but put parameter = base - rest at indices; False: torch must do it.
+def takes_in(dtype: torch.dtype, device: torch.device) -> bool:
+    """Tell whether `take_in` can do it, for tensors of such."""
+    single = torch.get_num_threads() == 1  # several of torch's are faster
+    return library is not None and dtype == torch.float32 and device.type == "cpu" and single
 
-    rest: what base - parameter was, less what was sent. All 1-D; base, parameter and update fp32 [n], indices int32[m],
-    ascending, sent fp32 [m], None: not by index. Nothing is done where False is returned.
+
+def take_in(
+    base: Tensor, parameter: Tensor, first: int, lists: Sequence[tuple[Tensor, Tensor]], scale: float,
+    own: tuple[Tensor, Tensor],
+) -> bool:  # fmt: skip
+    """Take an update off base and parameter, 1-D fp32, in one pass: False, with nothing done, if torch must do it.
+
+    lists: indices and values, of which the update is the sum of values * scale, list by list. own: indices and what
+    was sent there: at these parameter = base - rest, where rest is what base - parameter was, less what was sent.
+    Indices are int32, ascending, and count from first; values are fp32.
     """
-    if indices is None or sent is None or indices.numel() != sent.numel():
+    parts = [tensor for pair in (*lists, own) for tensor in pair]
+    if not (all(map(_plain, (base, parameter, *parts[1::2]))) and all(_plain(p, torch.int32) for p in parts[::2])):
         return False
-    if base.numel() < SCATTERED or torch.get_num_threads() > 1:
-        return False
-    if not (_plain(base) and _plain(parameter) and _plain(update) and _plain(sent) and _plain(indices, torch.int32)):
-        return False
+    count = len(lists)
+    indices, values = (np.array([pair[i].data_ptr() for pair in lists], dtype=np.uintp) for i in (0, 1))
+    counts = np.array([pair[0].numel() for pair in lists], dtype=np.int64)
+    at = np.empty(count, dtype=np.int64)
     return not _loaded().kernel_take_in(
-        base.data_ptr(), parameter.data_ptr(), update.data_ptr(), base.numel(), indices.data_ptr(), sent.data_ptr(),
-        indices.numel(),
+        base.data_ptr(), parameter.data_ptr(), base.numel(), first, _address(indices), _address(values),
+        _address(counts), _address(at), count, scale, own[0].data_ptr(), own[1].data_ptr(), own[0].numel(),
     )  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 #include "kernel.h"
 
+#include <string.h>
+
 enum { STRETCH = 2048 }; /* elements that are gone over together: the first-level cache holds them */
 
 INLINE int ascend_body(const int32_t *indices, int64_t count)
@@ -24,23 +26,50 @@ INLINE int move_body(float *base, float *parameter, const float *update, int64_t
 FOR_EACH_LEVEL(int, move, (float *base, float *parameter, const float *update, int64_t n),
                (base, parameter, update, n))
 
-/* base -= update and parameter -= update; but at the indices, ascending, parameter = base - rest, where rest is what
-   base - parameter was, less what was sent. 0, or -1 without doing anything if the indices do not ascend in [0, n). */
-EXPORT int kernel_take_in(float *base, float *parameter, const float *update, int64_t n, const int32_t *indices,
-                          const float *sent, int64_t count)
+/* Whether the indices ascend from `first` on, within n. */
+static int fit(const int32_t *indices, int64_t count, int64_t first, int64_t n)
 {
-    float rest[STRETCH];
+    return count == 0 || (indices[0] >= first && indices[count - 1] < first + n && ascend(indices, count));
+}
+
+/* base -= update and parameter -= update, where update is the sum of scale * values of all lists, list by list, each
+   product rounded by itself. But at the places of `own`, parameter = base - rest, where rest is what base - parameter
+   was, less what was sent. All indices count from `first`. 0, or -1 without doing anything if some do not fit. at:
+   scratch, as long as there are lists. */
+EXPORT int kernel_take_in(float *base, float *parameter, int64_t n, int64_t first, const int32_t *const *indices,
+                          const float *const *values, const int64_t *counts, int64_t *at, int64_t lists, float scale,
+                          const int32_t *own, const float *sent, int64_t count)
+{
+    float update[STRETCH], rest[STRETCH];
     int64_t j = 0;
 
-    if (count > 0 && (indices[0] < 0 || indices[count - 1] >= n || !ascend(indices, count)))
+    for (int64_t list = 0; list < lists; list++) {
+        if (!fit(indices[list], counts[list], first, n))
+            return -1;
+        at[list] = 0;
+    }
+    if (!fit(own, count, first, n))
         return -1;
-    for (int64_t start = 0; start < n; start += STRETCH) {
-        int64_t stop = n - start < STRETCH ? n : start + STRETCH, first = j;
-        for (; j < count && indices[j] < stop; j++)
-            rest[j - first] = base[indices[j]] - parameter[indices[j]] - sent[j];
-        move(base + start, parameter + start, update + start, stop - start);
-        for (int64_t k = first; k < j; k++)
-            parameter[indices[k]] = base[indices[k]] - rest[k - first];
+    base -= first;
+    parameter -= first;
+    for (int64_t start = first; start < first + n; start += STRETCH) {
+        int64_t stop = first + n - start < STRETCH ? first + n : start + STRETCH, from = j;
+        memset(update, 0, sizeof update);
+        for (int64_t list = 0; list < lists; list++) {
+            const int32_t *places = indices[list];
+            const float *parts = values[list];
+            int64_t i = at[list];
+            for (; i < counts[list] && places[i] < stop; i++) {
+                float part = parts[i] * scale;
+                update[places[i] - start] += part;
+            }
+            at[list] = i;
+        }
+        for (; j < count && own[j] < stop; j++)
+            rest[j - from] = base[own[j]] - parameter[own[j]] - sent[j];
+        move(base + start, parameter + start, update, stop - start);
+        for (int64_t k = from; k < j; k++)
+            parameter[own[k]] = base[own[k]] - rest[k - from];
     }
     return 0;
 }

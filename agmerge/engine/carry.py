@@ -12,7 +12,16 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from agmerge.engine.sent_pieces import WHOLE, Piece, pieces_by_name, take_in, take_off
+from agmerge.engine.sent_pieces import (
+    WHOLE,
+    Piece,
+    lists_by_name,
+    pieces_by_name,
+    take_in,
+    take_in_lists,
+    take_off,
+    update_of,
+)
 from agmerge.options.updates import Outer
 from agmerge.step.gradient_exchange import Combined, GradientExchange
 from agmerge.tensors.difference import Difference
@@ -138,21 +147,30 @@ class Applied(Carry):
 
     def take_in(self, combined: Combined) -> None:
         updates = {name: update for name, update in combined.updates.items() if update is not None}
-        sent = self._sent(combined)
+        lists = lists_by_name(combined.buffers.received)
+        sent = self._sent(combined, [*updates, *lists])
+        for name, of_name in lists.items():
+            if self._goes_along(name):
+                take_in_lists(*self._flat(name), of_name, sent[name])
+            else:
+                base = self.base[name]
+                updates[name] = update_of(of_name, base.numel()).view(base.shape)
         whole = [name for name in updates if sent[name] == [WHOLE]]
-        moving = [name for name in updates if sent[name] != [WHOLE]]
-        if self._outer is None:
-            contiguous = [name for name in moving if self.parameters[name].is_contiguous()]
-            for name in contiguous:
-                base, parameter, update = self.base[name], self.parameters[name].detach(), updates.pop(name)
-                take_in(base.view(-1), parameter.view(-1), update.view(-1), sent[name])
-            moving = [name for name in moving if name in updates]
-        rests = {name: self._rest(name, sent[name]) for name in moving}
+        for name in [name for name in updates if sent[name] != [WHOLE] and self._goes_along(name)]:
+            take_in(*self._flat(name), updates.pop(name).view(-1), sent[name])
+        rests = {name: self._rest(name, sent[name]) for name in updates if sent[name] != [WHOLE]}
         self._move_base(updates)
         for name, rest in rests.items():
             self.parameters[name].detach().copy_(self.base[name] - rest)
         if whole:
             torch._foreach_copy_([self.parameters[n].detach() for n in whole], [self.base[n] for n in whole])
+
+    def _goes_along(self, name: str) -> bool:
+        """Tell whether a parameter moves by the same as ``base``, and both can be read as flat."""
+        return self._outer is None and self.parameters[name].is_contiguous()
+
+    def _flat(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.base[name].view(-1), self.parameters[name].detach().view(-1)
 
     def _rest(self, name: str, sent: list[Piece]) -> torch.Tensor:
         """Return what this worker carries of a parameter, less what was sent, in the strides of ``base``."""
@@ -161,16 +179,16 @@ class Applied(Carry):
         take_off(flat, sent)
         return rest.copy_(flat.view(rest.shape))
 
-    def _sent(self, combined: Combined) -> dict[str, list[Piece]]:
-        """Return what this rank has sent, by name of the parameter."""
+    def _sent(self, combined: Combined, names: Iterable[str]) -> dict[str, list[Piece]]:
+        """Return what this rank has sent of ``names``, by name of the parameter."""
         buffers, whole = combined.buffers, self._whole
         self._whole = {}
         sent = pieces_by_name(buffers.sent)
-        for name in combined.updates:
+        for name in names:
             slot, pieces = buffers.slot_of[name], sent.setdefault(name, [])
             if buffers.goes_whole(slot) and all(piece.values is None for piece in pieces):
                 # It is `base` then; unless the optimizer has moved it since it was sent.
-                sent[name] = [Piece(0, slot.numel, None, whole[name])] if name in whole else [WHOLE]
+                sent[name] = [Piece(0, slot.numel, 0, None, whole[name])] if name in whole else [WHOLE]
         return sent
 
 

@@ -87,6 +87,8 @@ class SparseExchange(Exchange):
         messages = pending.received.view(self.comm.size, -1)
         parts = self._decode(pending, messages)  # all of them before anything is written
         for load, section, sparse in zip(pending.loads, layout.sections, parts, strict=True):
+            if section.capacity is not None and self.context.receive(load.segment, sparse, self.scale):
+                continue
             total = self.accumulator(load)
             if section.capacity is None:
                 self._add_dense(total, [layout.whole(message, section) for message in messages])

@@ -45,11 +45,14 @@ class Combined:
         """Return the combined tensor of each name, in the shape and strides of the table's.
 
         None: no rank had one, and nothing of earlier steps was left to send. All are infinite in a step that is
-        skipped. Without a step that is read, nothing is computed.
+        skipped. Without a step that is read, nothing is computed. A tensor of which ``buffers.received`` has something
+        is not in here.
         """
+        received = {slot.name for segment, *_ in self.buffers.received for slot in segment.slots}
         return {
             slot.name: self.buffers.update(slot) if self._zero_unused or self._round.has_update(slot) else None
             for slot in self._round.slots()
+            if slot.name not in received
         }
 
 
@@ -231,7 +234,7 @@ class GradientExchange(AgreedState):
         self, buffers: MergeBuffers, dirty: bool, flags: int, due: Due | None, nonfinite: Sequence[str]
     ) -> Round:
         kind = TwoLevelRound if buffers.config.exchange == TWO_LEVEL else Round
-        buffers.sent.clear()
+        buffers.begin_round()
         numbers = None if due is None else due(len(buffers.plan.counts))
         attempt = kind(buffers, self.step, self.totals, dirty=dirty, flags=flags, due=numbers)
         attempt.guard.report(nonfinite)
