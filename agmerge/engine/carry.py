@@ -149,7 +149,7 @@ class Applied(Carry):
         updates = {name: update for name, update in combined.updates.items() if update is not None}
         lists = lists_by_name(combined.buffers.received)
         sent = self._sent(combined, [*updates, *lists])
-        for name, of_name in lists.items():
+        for name, of_name in lists.items():  # of these there is no update
             if self._goes_along(name):
                 take_in_lists(*self._flat(name), of_name, sent[name])
             else:

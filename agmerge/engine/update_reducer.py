@@ -196,6 +196,7 @@ class UpdateReducer(Synchronizer):
         with self.exchange.breaking():
             self.exchange.commit()
             self.carry.take_in(combined)
+            combined.buffers.forget_round()
         self.flags_of_all = combined.flags
         self.end_exchange()
 

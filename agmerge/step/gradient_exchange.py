@@ -234,7 +234,7 @@ class GradientExchange(AgreedState):
         self, buffers: MergeBuffers, dirty: bool, flags: int, due: Due | None, nonfinite: Sequence[str]
     ) -> Round:
         kind = TwoLevelRound if buffers.config.exchange == TWO_LEVEL else Round
-        buffers.begin_round()
+        buffers.forget_round()
         numbers = None if due is None else due(len(buffers.plan.counts))
         attempt = kind(buffers, self.step, self.totals, dirty=dirty, flags=flags, due=numbers)
         attempt.guard.report(nonfinite)

@@ -199,8 +199,8 @@ class MergeBuffers:
         else:
             arena.commit(segment, indices, sent)
 
-    def begin_round(self) -> None:
-        """Forget what was sent and received in the round before."""
+    def forget_round(self) -> None:
+        """Forget what was sent and received in a round: it has been applied, or comes to nothing."""
         self.sent.clear()
         self.received.clear()
 
