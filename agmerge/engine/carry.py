@@ -25,6 +25,11 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def place(base: torch.Tensor, residual: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``base`` less what is kept beside a parameter, as one of ``dtype`` shows it, in the dtype of ``base``."""
+    return (base if residual is None else base - residual).to(dtype).to(base.dtype)
+
+
 class Carry(ABC):
     """Hold ``base``, and move it and this worker's parameters by what was combined.
 
@@ -74,18 +79,20 @@ class Carry(ABC):
     def unsent(self, name: str) -> torch.Tensor:
         """Return all that this worker has done and not sent of a parameter."""
 
-    def restore(self, base: Mapping[str, torch.Tensor], displacements: Mapping[str, torch.Tensor]) -> None:
+    def restore(self, base: Mapping[str, torch.Tensor], own: Tensors, displacements: Tensors) -> None:
         """Go on from what was saved: put the parameters where they were.
 
-        Where a parameter is there already it keeps its bits, which a difference need not give back.
+        ``own``: this worker's parameters, as they were. ``displacements``: how far from :meth:`expected` those are that
+        nobody had so, among another number of workers. Parameters that are in neither are where they are expected.
         """
         for name in self.parameters.keys() & base.keys():
             self.base[name].copy_(base[name])
-        for name in self.parameters.keys() & base.keys():
+            if name in own:
+                self.parameters[name].detach().copy_(own[name])
+                continue
+            expected = self.expected(name)
             moved = displacements.get(name)
-            moved = torch.zeros_like(self.base[name]) if moved is None else moved.to(self.base[name].device)
-            if not torch.equal(self.displacement(name), moved):
-                self.parameters[name].detach().copy_(self.expected(name) - moved)
+            self.parameters[name].detach().copy_(expected if moved is None else expected - moved.to(expected.device))
 
     def rescale(self, factor: float) -> None:
         """Carry ``factor`` times as much: this worker is one of another number of them now."""
@@ -104,6 +111,8 @@ class Carry(ABC):
 
     def _move_base(self, updates: Tensors) -> None:
         """Move ``base`` by the combined ways, or as the outer optimizer does with them as gradients."""
+        if not updates:
+            return
         if self._outer is None:
             torch._foreach_sub_([self.base[name] for name in updates], list(updates.values()))
             return
@@ -194,9 +203,8 @@ class Kept(Carry):
         self._applied = applied
 
     def expected(self, name: str) -> torch.Tensor:
-        base, dtype = self.base[name], self.parameters[name].dtype
         residual = self._exchange.residual_of(name) if self._applied else None
-        return (base if residual is None else base - residual).to(dtype).to(base.dtype)
+        return place(self.base[name], residual, self.parameters[name].dtype)
 
     def unsent(self, name: str) -> torch.Tensor:
         residual = self._exchange.residual_of(name)

@@ -24,7 +24,7 @@ from agmerge.backends import status
 from agmerge.engine.carry import Applied, Carry, Kept, wide
 from agmerge.engine.own_step import own_step
 from agmerge.engine.synchronizer import Synchronizer
-from agmerge.errors import NonFiniteError, and_more
+from agmerge.errors import AGMergeError, NonFiniteError, and_more
 from agmerge.exchanges.message.format import Flag
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.options.config import Config
@@ -74,6 +74,7 @@ class UpdateReducer(Synchronizer):
         self._receive_at: int | None = None  # the step after which messages under way are taken in
         self._due: Callable[[int], Any] | None = None  # which merge buffers these are of
         self._snapshot: object = None  # of the members, as of the last look
+        self._in_shared = False  # parameters are the shared ones for a while
         self.carry = self._make_carry()
 
     def _make_carry(self) -> Carry:
@@ -148,6 +149,7 @@ class UpdateReducer(Synchronizer):
     @torch.no_grad()
     def before_step(self) -> None:
         """Collective. Connect, if need be, and note where parameters are before the optimizer moves them."""
+        self._check_outside_shared("a step")
         self.connect()
         self.exchange.check_unbroken()
         snapshot = self.members.snapshot()
@@ -169,13 +171,16 @@ class UpdateReducer(Synchronizer):
         if self._receive_at is not None and self.steps >= self._receive_at:
             self._receive()
         fragment = self.updates.fragment_at(self.steps)
-        if fragment is None:
+        due = None if fragment is None else self.updates.merge_buffers_of(fragment)
+        # With fewer merge buffers than fragments some of these have none.
+        if fragment is None or (due is not None and not due(len(self.exchange.agree().plan.counts))):
             self.exchange.totals.passed(sum(tensor.numel() for tensor in self.carry.base.values()))
             return
         status.current().enter("is in step()", self.exchange.step)
-        self._due = self.updates.merge_buffers_of(fragment)
+        self._due = due
         self._receive_at = self.steps + self.updates.overlap
         if self.updates.overlap:
+            self.exchange.agree()
             self.exchange.start(self.carry.way, self._flag, self._due, self._bad)
         else:
             self._receive()
@@ -196,7 +201,7 @@ class UpdateReducer(Synchronizer):
         with self.exchange.breaking():
             self.exchange.commit()
             self.carry.take_in(combined)
-        self.flags_of_all = combined.flags
+        self.flags_of_all = combined.flags or int(Flag.ACTIVE)  # without a message nobody said anything else
         self.end_exchange()
 
     @torch.no_grad()
@@ -231,17 +236,28 @@ class UpdateReducer(Synchronizer):
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Let the parameters, inside, be those that all workers have in common. Changes inside are lost."""
-        own = {name: parameter.detach().clone() for name, parameter in self.carry.parameters.items()}
+        """Let the parameters, inside, be those that all workers have in common. Changes inside are lost.
+
+        What is saved inside has this worker's own all the same.
+        """
+        parameters = self.carry.parameters
+        own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         with torch.no_grad():
-            for name, parameter in self.carry.parameters.items():
+            for name, parameter in parameters.items():
                 parameter.copy_(self.carry.base[name])
+        self.carry.parameters, was_in_shared, self._in_shared = own, self._in_shared, True
         try:
             yield
         finally:
+            self.carry.parameters, self._in_shared = parameters, was_in_shared
             with torch.no_grad():
-                for name, parameter in self.carry.parameters.items():
+                for name, parameter in parameters.items():
                     parameter.copy_(own[name])
+
+    def _check_outside_shared(self, what: str) -> None:
+        """Raise :class:`agmerge.AGMergeError` inside of :meth:`shared`, where what moves parameters would be undone."""
+        if self._in_shared:
+            raise AGMergeError(f"{what} inside shared(): changes of parameters inside are lost. Call it outside")
 
     # -- guards -----------------------------------------------------------------------------------------------------
 
@@ -277,16 +293,18 @@ class UpdateReducer(Synchronizer):
 
     @torch.no_grad()
     def saved_updates(self) -> dict[str, Any]:
-        """Return the shared parameters, where this worker's stand from them, the outer optimizer and the steps.
+        """Return the shared parameters, this worker's own, the outer optimizer and the steps.
 
-        ``displacements``: of the parameters since the last exchange; what is kept beside them is among the residuals.
+        What this worker carries lies between the two; what it keeps beside them is among the residuals. Where it is
+        dealt among another number of workers, ``displacements`` take the place of ``own``.
         """
         base = self.carry.base
         return {
             "carry": self.updates.carry,
             "steps": self.steps,
             "base": {name: tensor.clone() for name, tensor in base.items()},
-            "displacements": {name: self.carry.displacement(name) for name in base},
+            "own": {name: self.carry.parameters[name].detach().clone() for name in base if name in self.carry.parameters},
+            "displacements": {},
             "outer": self.carry.outer_state(),
         }
 
@@ -296,15 +314,18 @@ class UpdateReducer(Synchronizer):
 
         Parameters are put where they were. Call it once residuals are restored.
         """
+        self._check_outside_shared("load_state_dict()")
         self._receive_at, self._bad = None, ()
         self.carry = self._make_carry()
         self._snapshot = None
-        if saved is None or not saved["base"]:
+        if saved is None:
             return
-        self.carry.admit(self.members.active())
-        self.carry.restore(saved["base"], saved["displacements"])
-        self.carry.load_outer_state(saved["outer"])
-        self.steps, self._snapshot = saved["steps"], self.members.snapshot()
+        self.steps = saved["steps"]
+        if saved["base"]:  # else one worker saved it, who shared nothing
+            self.carry.admit(self.members.active())
+            self.carry.restore(saved["base"], saved["own"], saved["displacements"])
+            self.carry.load_outer_state(saved["outer"])
+            self._snapshot = self.members.snapshot()
 
     def step_count(self) -> int:
         return self.steps
