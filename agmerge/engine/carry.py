@@ -55,6 +55,13 @@ class Carry(ABC):
             self._outer = self._make_outer(list(self.base.values()))
             self._outer.state.update(state)
 
+    def take_over(self, before: Carry) -> None:
+        """Go on with all that another carry has, in its place."""
+        self.base, self.parameters, self._outer = before.base, before.parameters, before._outer
+
+    def forget_sent(self) -> None:
+        """Forget what was sent and not received: it counts as not sent."""
+
     @abstractmethod
     def expected(self, name: str) -> torch.Tensor:
         """Return where the parameter would be if the optimizer had not moved it since the last exchange."""
@@ -94,10 +101,9 @@ class Carry(ABC):
             moved = displacements.get(name)
             self.parameters[name].detach().copy_(expected if moved is None else expected - moved.to(expected.device))
 
-    def rescale(self, factor: float) -> None:
-        """Carry ``factor`` times as much: this worker is one of another number of them now."""
-        for name in self.base:
-            moved = self.displacement(name).mul_(factor)
+    def put(self, displacements: Tensors) -> None:
+        """Put parameters at these distances from where they are expected."""
+        for name, moved in displacements.items():
             self.parameters[name].detach().copy_(self.expected(name) - moved)
 
     def outer_state(self) -> dict[str, torch.Tensor] | None:
@@ -138,6 +144,9 @@ class Applied(Carry):
 
     def unsent(self, name: str) -> torch.Tensor:
         return self.displacement(name)
+
+    def forget_sent(self) -> None:
+        self._whole = {}
 
     def way(self, name: str) -> torch.Tensor:
         way = super().way(name)

@@ -28,13 +28,14 @@ from agmerge.errors import AGMergeError, NonFiniteError, and_more
 from agmerge.exchanges.message.format import Flag
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.options.config import Config
-from agmerge.options.updates import APPLY
+from agmerge.options.updates import APPLY, HOLD
 from agmerge.runtime import workers
 from agmerge.step.agreed_state import Plans
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.nonfinite_verdict import MOST_IN_A_ROW
 from agmerge.tensors.nonfinite import RAISE
 from agmerge.tensors.parameters import ParameterInfo, ParameterTable
+from sparsifiers.memories import Memory, Residual
 
 ELASTIC = (
     "sync='updates' under horovod.torch.elastic is not built yet: newcomers would have to get the shared parameters. "
@@ -79,9 +80,8 @@ class UpdateReducer(Synchronizer):
 
     def _make_carry(self) -> Carry:
         """Return who keeps what is not sent, and give the exchange the memory that this needs."""
-        updates, members = self.updates, self.members.active()
-        narrow = any(wide(member.dtype) != member.dtype for member in members)
-        memory = updates.memory_for(self.config.compressor, narrow=narrow)
+        updates, narrow = self.updates, self._narrow
+        memory = self._memory_for(self.config)
         self.exchange.adopt(replace(self.config, memory=memory))
         if memory.hands_back or (not memory.has_residual and not narrow):
             return Applied(self.exchange, updates.outer, overlap=updates.overlap > 0)
@@ -91,6 +91,34 @@ class UpdateReducer(Synchronizer):
                 "autocast, or leave overlap out"
             )
         return Kept(self.exchange, updates.outer, applied=updates.carry == APPLY)
+
+    @property
+    def _narrow(self) -> bool:
+        """Tell whether a parameter has 16 bits."""
+        return any(wide(member.dtype) != member.dtype for member in self.members.active())
+
+    def _memory_for(self, config: Config) -> Memory:
+        """Return who keeps what is not sent with ``config``; what is kept beside parameters stays there."""
+        memory = self.updates.memory_for(config.compressor, narrow=self._narrow)
+        return Residual() if self.exchange.residuals() and not memory.has_residual else memory
+
+    def _change_carry(self) -> None:
+        """Let another carry go on, where the memory or the dtypes ask for one. Nothing is under way."""
+        before, self.carry = self.carry, self._make_carry()
+        self.carry.take_over(before)
+
+    def reconfigure(self, config: Config, what: str, advice: str) -> None:
+        """Collective. See :meth:`Synchronizer.reconfigure`. What was not sent stays where it is."""
+        self._check_outside_shared(what)
+        self.check_idle(what)
+        super().reconfigure(replace(config, memory=self._memory_for(config)), what, advice)
+        self._change_carry()
+
+    def leave(self) -> None:
+        """Forget the group of workers, and what is under way: it counts as not sent."""
+        super().leave()
+        self._receive_at = None
+        self.carry.forget_sent()
 
     def _on_agreement(self, buffers: MergeBuffers, times: RunningStepTimes) -> Plans | None:
         return super()._on_agreement(buffers, times) if self.updates.fragments == 1 else None
@@ -103,10 +131,11 @@ class UpdateReducer(Synchronizer):
 
     def _fit_to_group(self, shard_before: tuple[int, int] | None) -> None:
         origin, comm = self.exchange.origin, self.exchange.comm
-        super()._fit_to_group(shard_before)
-        if origin is not None and comm is not None and origin[1] != comm.size:
-            with torch.no_grad():
-                self.carry.rescale(comm.size / origin[1])
+        factor = 1.0 if origin is None or comm is None else comm.size / origin[1]
+        with torch.no_grad():
+            moved = {name: self.carry.displacement(name) * factor for name in self.carry.parameters if factor != 1.0}
+            super()._fit_to_group(shard_before)
+            self.carry.put(moved)
 
     @property
     def alone(self) -> bool:
@@ -153,14 +182,22 @@ class UpdateReducer(Synchronizer):
         self.connect()
         self.exchange.check_unbroken()
         snapshot = self.members.snapshot()
+        if self.alone:
+            self._take_residuals()
         if self.alone or snapshot == self._snapshot:
             return
         if self._snapshot is not None:
             self.flush()
-            before, self.carry = self.carry, self._make_carry()
-            self.carry.base.update(before.base)
+            self._change_carry()
         self.carry.admit(self.members.active())
         self._snapshot = snapshot
+
+    def _take_residuals(self) -> None:
+        """Apply to the parameters what was kept beside them among other workers: this one sends nothing any more."""
+        for name, residual in self.exchange.residuals().items():
+            if self.updates.carry == HOLD and name in self.carry.parameters:
+                self.carry.parameters[name].detach().sub_(residual)
+            self.exchange.carry("residual", name, None)
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -219,9 +256,7 @@ class UpdateReducer(Synchronizer):
         self.flush()
         self._due, buffers = None, None
         while buffers is None or buffers is not self.exchange.buffers:  # else ranks have agreed anew meanwhile
-            if self.exchange.buffers is None:
-                self._receive()
-            buffers = self.exchange.buffers
+            buffers = self.exchange.agree()
             with self.exchange.sending_whole():
                 self._receive()
 

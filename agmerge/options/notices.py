@@ -52,6 +52,7 @@ def warn_of_changes(exchange: Any, optimizer: torch.optim.Optimizer, before: Any
     if followed and config.rates is None and config.memory.has_momentum:
         warnings.warn(OWN.format(memory=config.memory.name), stacklevel=3)
     selected_before = before is not None and before.compressor.selects
-    if config.compressor.selects and not selected_before and any("betas" in group for group in groups):
+    gradients = config.updates is None  # with updates the optimizer has stepped already
+    if gradients and config.compressor.selects and not selected_before and any("betas" in group for group in groups):
         if config.density.least < ENOUGH:
             warnings.warn(ADAM.format(optimizer=name), stacklevel=3)
