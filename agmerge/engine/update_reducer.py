@@ -71,6 +71,7 @@ class UpdateReducer(Synchronizer):
         self.flags_of_all = int(Flag.ACTIVE)  # what all ranks said together in the last exchange
         self._flag = Flag.ACTIVE  # what this rank says in its messages; JOINED in join()
         self._bad: tuple[str, ...] = ()  # whose gradients were not finite since the last exchange
+        self._said: tuple[str, ...] = ()  # likewise, in the messages under way
         self._skipped_in_a_row = 0
         self._receive_at: int | None = None  # the step after which messages under way are taken in
         self._due: Callable[[int], Any] | None = None  # which merge buffers these are of
@@ -215,10 +216,11 @@ class UpdateReducer(Synchronizer):
             return
         status.current().enter("is in step()", self.exchange.step)
         self._due = due
+        self._said, self._bad = self._bad, ()
         self._receive_at = self.steps + self.updates.overlap
         if self.updates.overlap:
             self.exchange.agree()
-            self.exchange.start(self.carry.way, self._flag, self._due, self._bad)
+            self.exchange.start(self.carry.way, self._flag, self._due, self._said)
         else:
             self._receive()
 
@@ -233,8 +235,8 @@ class UpdateReducer(Synchronizer):
 
     def _receive(self) -> None:
         """Collective. Take in what is due, or under way."""
-        bad, self._bad, self._receive_at = self._bad, (), None
-        combined = self.exchange.finish(self.carry.way, self._flag, self._due, bad)
+        said, self._said, self._receive_at = self._said, (), None
+        combined = self.exchange.finish(self.carry.way, self._flag, self._due, said)
         with self.exchange.breaking():
             self.exchange.commit()
             self.carry.take_in(combined)
@@ -257,6 +259,7 @@ class UpdateReducer(Synchronizer):
         self._due, buffers = None, None
         while buffers is None or buffers is not self.exchange.buffers:  # else ranks have agreed anew meanwhile
             buffers = self.exchange.agree()
+            self._said, self._bad = self._bad, ()
             with self.exchange.sending_whole():
                 self._receive()
 
@@ -350,7 +353,7 @@ class UpdateReducer(Synchronizer):
         Parameters are put where they were. Call it once residuals are restored.
         """
         self._check_outside_shared("load_state_dict()")
-        self._receive_at, self._bad = None, ()
+        self._receive_at, self._bad, self._said = None, (), ()
         self.carry = self._make_carry()
         self._snapshot = None
         if saved is None:
