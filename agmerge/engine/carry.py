@@ -53,6 +53,8 @@ class Carry(ABC):
         if new and self._make_outer is not None:
             state = self._outer.state if self._outer is not None else {}
             self._outer = self._make_outer(list(self.base.values()))
+            if not isinstance(self._outer, torch.optim.Optimizer):
+                raise TypeError(f"outer={self._make_outer!r} has returned {self._outer!r}, which is no torch.optim.Optimizer")
             self._outer.state.update(state)
 
     def take_over(self, before: Carry) -> None:

@@ -78,6 +78,8 @@ class LocalSync(ReportingMixin):
         **options: Any,
     ) -> None:
         check_optimizer(optimizer)
+        if sync_every is not None and every not in (EVERY, sync_every):
+            raise ValueError("sync_every is another name of every: give one of them")
         every = every if sync_every is None else sync_every
         for name, value, other in (
             ("outer", None if outer_optimizer is None else SameKind(outer_optimizer), "outer_optimizer"),
