@@ -13,7 +13,7 @@ how far a worker's x may stray from that mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -44,14 +44,26 @@ ELASTIC = (
 
 
 class WayTable:
-    """List the ways that are exchanged: of the parameters, in float32 or wider."""
+    """List the ways that are exchanged: of the parameters, in float32 or wider.
+
+    Who has taken part goes on, also when it is frozen: something of it may not have been sent yet.
+    """
 
     def __init__(self, members: ParameterTable) -> None:
         self._members = members
+        self._kept: set[str] = set()  # names of those that take part whether they need a gradient or not
+
+    def keep(self, names: Iterable[str]) -> None:
+        """Let these parameters take part from now on."""
+        self._kept.update(names)
+
+    def parameters(self) -> list[ParameterInfo]:
+        """Return the parameters that take part."""
+        return self._members.active(self._kept)
 
     def active(self) -> list[ParameterInfo]:
-        """Return the parameters that need a gradient, each with the dtype of its way."""
-        return [replace(member, dtype=wide(member.dtype)) for member in self._members.active()]
+        """Return those of :meth:`parameters`, each with the dtype of its way."""
+        return [replace(member, dtype=wide(member.dtype)) for member in self.parameters()]
 
     def snapshot(self) -> object:
         """Return what must not change unnoticed."""
@@ -66,7 +78,8 @@ class UpdateReducer(Synchronizer):
     def __init__(self, members: ParameterTable, config: Config) -> None:
         assert config.updates is not None
         self.updates = config.updates
-        super().__init__(members, WayTable(members), config)
+        self._ways = WayTable(members)
+        super().__init__(members, self._ways, config)
         self.steps = 0  # of the optimizer, exchanged or not
         self.flags_of_all = int(Flag.ACTIVE)  # what all ranks said together in the last exchange
         self._flag = Flag.ACTIVE  # what this rank says in its messages; JOINED in join()
@@ -96,12 +109,17 @@ class UpdateReducer(Synchronizer):
     @property
     def _narrow(self) -> bool:
         """Tell whether a parameter has 16 bits."""
-        return any(wide(member.dtype) != member.dtype for member in self.members.active())
+        return any(wide(member.dtype) != member.dtype for member in self._ways.parameters())
 
     def _memory_for(self, config: Config) -> Memory:
         """Return who keeps what is not sent with ``config``; what is kept beside parameters stays there."""
         memory = self.updates.memory_for(config.compressor, narrow=self._narrow)
         return Residual() if self.exchange.residuals() and not memory.has_residual else memory
+
+    def _admit(self) -> None:
+        """Follow the parameters that take part now, as long as there is this optimizer."""
+        self.carry.admit(self._ways.parameters())
+        self._ways.keep(self.carry.parameters)
 
     def _change_carry(self) -> None:
         """Let another carry go on, where the memory or the dtypes ask for one. Nothing is under way."""
@@ -190,7 +208,7 @@ class UpdateReducer(Synchronizer):
         if self._snapshot is not None:
             self.flush()
             self._change_carry()
-        self.carry.admit(self.members.active())
+        self._admit()
         self._snapshot = snapshot
 
     def _take_residuals(self) -> None:
@@ -360,7 +378,8 @@ class UpdateReducer(Synchronizer):
             return
         self.steps = saved["steps"]
         if saved["base"]:  # else one worker saved it, who shared nothing
-            self.carry.admit(self.members.active())
+            self._ways.keep(saved["base"])
+            self._admit()
             self.carry.restore(saved["base"], saved["own"], saved["displacements"])
             self.carry.load_outer_state(saved["outer"])
             self._snapshot = self.members.snapshot()
