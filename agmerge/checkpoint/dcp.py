@@ -91,7 +91,7 @@ class ResidualState:
             rank_state.load(self._optimizer._reducer, None)
             return
         for section in sections.values():
-            if section["updates"] is not None:
+            if section.get("updates") is not None:
                 section["updates"]["base"] = sections[0]["updates"]["base"]
         unread = {**sections[0], "residuals": {}, "momenta": {}, "window": {}}
         whole = [sections.get(rank, unread) for rank in range(size)]
@@ -101,7 +101,7 @@ class ResidualState:
             self._optimizer.optimizer.load_state_dict(inner)
 
     def _wanted(self) -> dict[str, torch.Tensor]:
-        """Return memory for what this rank reads: entries of the ranks whose residuals it takes, and rank 0's."""
+        """Return memory for what this rank reads: of ranks whose residuals or optimizer it takes, and of rank 0."""
         assert self._saved is not None
         comm = self._optimizer._reducer.exchange.comm or workers.world()
         wanted = {}
@@ -109,7 +109,9 @@ class ResidualState:
             at = key.find(f"{self._prefix}/")
             if at < 0:
                 continue
-            rank, _, what = key[at + len(self._prefix) + 1 :].split("/", 2)
-            if int(rank) % comm.size == comm.rank or (rank == "0" and not what.startswith("residuals/")):
+            rank, size, what = key[at + len(self._prefix) + 1 :].split("/", 2)
+            inner = what == _REST and int(rank) == comm.rank % int(size)
+            alike = rank == "0" and not what.startswith("residuals/")
+            if int(rank) % comm.size == comm.rank or inner or alike:
                 wanted[key[at:]] = torch.empty(shape, dtype=dtype)
         return wanted

@@ -37,6 +37,8 @@ OTHER_SYNC = (
 class Wrapper(Protocol):
     """Stand for :class:`agmerge.DistributedOptimizer`, which imports this room."""
 
+    optimizer: torch.optim.Optimizer  # the inner one
+
     @property
     def _reducer(self) -> Synchronizer: ...
 

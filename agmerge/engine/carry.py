@@ -42,6 +42,7 @@ class Carry(ABC):
         self.parameters: Tensors = {}  # the script's own
         self._exchange, self._make_outer, self._overlap = exchange, outer, overlap
         self._outer: torch.optim.Optimizer | None = None  # of the tensors of `base`
+        self._whole: Tensors = {}  # sent whole and not received, as of then; the parameters have moved on since
 
     def admit(self, members: Iterable[ParameterInfo]) -> None:
         """Follow these parameters from now on; those that are new are what all have in common."""
@@ -54,7 +55,9 @@ class Carry(ABC):
             state = self._outer.state if self._outer is not None else {}
             self._outer = self._make_outer(list(self.base.values()))
             if not isinstance(self._outer, torch.optim.Optimizer):
-                raise TypeError(f"outer={self._make_outer!r} has returned {self._outer!r}, which is no torch.optim.Optimizer")
+                raise TypeError(
+                    f"outer={self._make_outer!r} has returned {self._outer!r}, which is no torch.optim.Optimizer"
+                )
             self._outer.state.update(state)
 
     def take_over(self, before: Carry) -> None:
@@ -63,6 +66,7 @@ class Carry(ABC):
 
     def forget_sent(self) -> None:
         """Forget what was sent and not received: it counts as not sent."""
+        self._whole = {}
 
     @abstractmethod
     def expected(self, name: str) -> torch.Tensor:
@@ -137,18 +141,11 @@ class Applied(Carry):
     The exchange keeps nothing: its memory is :class:`sparsifiers.memories.HandBack`.
     """
 
-    def __init__(self, exchange: GradientExchange, outer: Outer | None, *, overlap: bool) -> None:
-        super().__init__(exchange, outer, overlap=overlap)
-        self._whole: Tensors = {}  # sent whole, as of then; the parameters have moved on since
-
     def expected(self, name: str) -> torch.Tensor:
         return self.base[name]
 
     def unsent(self, name: str) -> torch.Tensor:
         return self.displacement(name)
-
-    def forget_sent(self) -> None:
-        self._whole = {}
 
     def way(self, name: str) -> torch.Tensor:
         way = super().way(name)

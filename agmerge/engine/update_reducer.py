@@ -359,7 +359,9 @@ class UpdateReducer(Synchronizer):
             "carry": self.updates.carry,
             "steps": self.steps,
             "base": {name: tensor.clone() for name, tensor in base.items()},
-            "own": {name: self.carry.parameters[name].detach().clone() for name in base if name in self.carry.parameters},
+            "own": {
+                name: self.carry.parameters[name].detach().clone() for name in base if name in self.carry.parameters
+            },
             "displacements": {},
             "outer": self.carry.outer_state(),
         }

@@ -12,10 +12,10 @@ import collective_scenarios
 import pytest
 from exchange_scenarios import EXCHANGES, STEPS, in_memory
 from launching import HERE, LAUNCHERS, ROOT, by_hand, launch, missing, results, run, start_by_hand, torchrun
-
-import merging
 from updates_scenarios import JOINED, SAVED, WAYS
 from updates_scenarios import in_memory as updates_in_memory
+
+import merging
 
 Results = dict[str, list[Any]]
 

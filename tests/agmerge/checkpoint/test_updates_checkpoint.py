@@ -6,12 +6,11 @@ import copy
 import pickle
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import agreed, digest, mlp, on_ranks, seeded, sgd, through_a_file, train, wrap
+from support import agreed, digest, mlp, on_ranks, seeded, through_a_file, train, wrap
 from torch import Tensor, nn
 
 import agmerge

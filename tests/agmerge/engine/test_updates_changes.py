@@ -76,7 +76,9 @@ def test_another_compressor_sends_what_was_left(options: dict[str, Any], dtype: 
         assert any(kept.any() for kept in unsent.values())
         optimizer.consolidate()
         with torch.no_grad():
-            base = {name: tensor.clone() for name, tensor in optimizer.state_dict()["agmerge"]["updates"]["base"].items()}
+            base = {
+                name: tensor.clone() for name, tensor in optimizer.state_dict()["agmerge"]["updates"]["base"].items()
+            }
         return named(model), steps, base
 
     models, steps, bases = zip(*on_ranks(2, MODEL, body), strict=True)
@@ -273,5 +275,3 @@ def test_adamw_gets_no_advice_about_sparse_gradients() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         on_ranks(2, MODEL, body)
-
-

@@ -86,7 +86,9 @@ def test_what_means_nothing_is_refused_with_its_reason(options: dict[str, Any], 
 
 @pytest.mark.parametrize("outer", [torch.optim.SGD(MODEL.parameters(), lr=0.1), "nesterov", 0.7])
 def test_outer_is_a_function_of_parameters(outer: Any) -> None:
-    refused(TypeError, ["outer=", "agmerge.Nesterov()", "a function of a list of parameters"], sync="updates", outer=outer)
+    refused(
+        TypeError, ["outer=", "agmerge.Nesterov()", "a function of a list of parameters"], sync="updates", outer=outer
+    )
 
 
 def test_an_outer_that_makes_no_optimizer_is_refused_where_it_is_asked() -> None:
