@@ -389,3 +389,36 @@ def test_a_copy_goes_on_as_the_original(cell: str, how: Callable[[Any], Any]) ->
         return digest(base(copied).values())
 
     agreed(on_ranks(2, MODEL, body))
+
+
+@pytest.mark.parametrize("gathered", [False, True], ids=["by rank", "gathered"])
+def test_a_local_sync_goes_on_to_the_bit(gathered: bool) -> None:
+    def body(rank: int, model: nn.Module) -> None:
+        inner, other = adamw(model), seeded(mlp)
+        with agmerge.LocalSync(model, inner, 3, merging=SMALL) as sync:
+            train(model, inner, rank, range(HALF))
+            state = agmerge.broadcast_object(agmerge.gather_state(sync)) if gathered else sync.state_dict()
+            kept = through_a_file(state)
+            seen = train(model, inner, rank, range(HALF, STEPS))
+        inner = adamw(other)
+        with agmerge.LocalSync(other, inner, 3, merging=SMALL) as sync:
+            sync.load_state_dict(kept)
+            assert train(other, inner, rank, range(HALF, STEPS)) == seen
+
+    on_ranks(2, MODEL, body)
+
+
+def test_where_only_rank_0_loads_all_are_told_that_the_shared_parameters_differ() -> None:
+    kept = saved(2)
+
+    def body(rank: int, model: nn.Module) -> None:
+        optimizer = started(model)
+        if rank == 0:
+            model.load_state_dict(kept[0]["model"])
+            optimizer.load_state_dict(copy.deepcopy(kept[0]["optimizer"]))
+        agmerge.broadcast_parameters(model.state_dict(), root_rank=0)
+        agmerge.broadcast_optimizer_state(optimizer, root_rank=0)
+        with pytest.raises(agmerge.DivergenceError, match="first in parameter '0.weight'"):
+            train(model, optimizer, rank, range(HALF, HALF + 1))
+
+    on_ranks(2, MODEL, body)

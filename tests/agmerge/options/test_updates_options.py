@@ -186,6 +186,16 @@ def test_local_optimizers_have_no_sync_argument() -> None:
     on_ranks(2, MODEL, body)
 
 
+def test_a_local_sync_is_entered_once_at_a_time() -> None:
+    def body(rank: int, model: nn.Module) -> None:
+        sync = agmerge.LocalSync(model, sgd(model), 2)
+        for _ in range(2):
+            with sync, pytest.raises(ValueError, match="entered already, and would count every step twice"):
+                sync.__enter__()
+
+    on_ranks(2, MODEL, body)
+
+
 # -- ranks that differ ----------------------------------------------------------------------------------------------
 
 # The odd rank's arguments, the others', and words of the error: the argument, and both values.
