@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -67,6 +70,16 @@ def near(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 1e
     assert found.keys() == expected.keys()
     for name in found:
         torch.testing.assert_close(found[name].double(), expected[name].double(), rtol=0, atol=atol, msg=name)
+
+
+@contextmanager
+def told() -> Iterator[list[str]]:
+    """What ranks are warned of inside. Around all of them: filters of warnings are of the process, not of a thread."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [str(warning.message) for warning in caught]
 
 
 def saved(size: int, steps: int = HALF, **options: Any) -> list[dict[str, Any]]:
