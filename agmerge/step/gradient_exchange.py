@@ -96,6 +96,12 @@ class GradientExchange(AgreedState):
         self._handed[name] = held
         return held
 
+    def agree(self) -> MergeBuffers:
+        """Collective. Return the merge buffers, on which ranks that have none yet agree first: on all of them alike."""
+        self.check_unbroken()
+        with self.breaking():
+            return self.agree_anew([]) if self.buffers is None else self.buffers
+
     def start(
         self,
         gradient_of: GradientOf,
