@@ -31,6 +31,7 @@ from agmerge.options.config import Config
 from agmerge.options.updates import APPLY
 from agmerge.runtime import workers
 from agmerge.step.agreed_state import Plans
+from agmerge.step.gradient_exchange import Due
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.nonfinite_verdict import MOST_IN_A_ROW
 from agmerge.tensors.nonfinite import RAISE
@@ -72,7 +73,7 @@ class UpdateReducer(Synchronizer):
         self._bad: tuple[str, ...] = ()  # whose gradients were not finite since the last exchange
         self._skipped_in_a_row = 0
         self._receive_at: int | None = None  # the step after which messages under way are taken in
-        self._due: Callable[[int], Any] | None = None  # which merge buffers these are of
+        self._due: Due | None = None  # which merge buffers these are of
         self._snapshot: object = None  # of the members, as of the last look
         self.carry = self._make_carry()
 
@@ -169,16 +170,21 @@ class UpdateReducer(Synchronizer):
         if self._receive_at is not None and self.steps >= self._receive_at:
             self._receive()
         fragment = self.updates.fragment_at(self.steps)
-        if fragment is None:
+        due = None if fragment is None else self.updates.merge_buffers_of(fragment)
+        if fragment is None or self._is_empty(due):
             self.exchange.totals.passed(sum(tensor.numel() for tensor in self.carry.base.values()))
             return
         status.current().enter("is in step()", self.exchange.step)
-        self._due = self.updates.merge_buffers_of(fragment)
-        self._receive_at = self.steps + self.updates.overlap
+        self._due, self._receive_at = due, self.steps + self.updates.overlap
         if self.updates.overlap:
             self.exchange.start(self.carry.way, self._flag, self._due, self._bad)
         else:
             self._receive()
+
+    def _is_empty(self, due: Due | None) -> bool:
+        """Tell whether these are none of the merge buffers, as far as ranks have agreed on any."""
+        buffers = self.exchange.buffers
+        return due is not None and buffers is not None and not due(len(buffers.plan.counts))
 
     def exchange_alone(self) -> int:
         """Collective. Exchange what is due after a step that only others make; return what all ranks said, see Flag.
@@ -196,7 +202,10 @@ class UpdateReducer(Synchronizer):
         with self.exchange.breaking():
             self.exchange.commit()
             self.carry.take_in(combined)
-        self.flags_of_all = combined.flags
+        if combined.flags:
+            self.flags_of_all = combined.flags
+        else:  # ranks have agreed, and none of the merge buffers was due: nobody has said anything
+            self._bad = bad
         self.end_exchange()
 
     @torch.no_grad()
