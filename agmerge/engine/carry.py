@@ -8,14 +8,13 @@ the way from there back to ``base`` is what is exchanged. What is not sent of it
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 
 from agmerge.engine.sent_pieces import WHOLE, Piece, pieces_by_name, put, rests_of, take_off
 from agmerge.options.updates import Outer
 from agmerge.step.gradient_exchange import Combined, GradientExchange
-from agmerge.tensors.parameters import ParameterInfo
 
 Tensors = dict[str, torch.Tensor]  # by name of the parameter
 
@@ -38,9 +37,16 @@ class Carry(ABC):
         self._exchange, self._make_outer, self._overlap = exchange, outer, overlap
         self._outer: torch.optim.Optimizer | None = None  # of the tensors of `base`
 
-    def admit(self, members: Iterable[ParameterInfo]) -> None:
-        """Follow these parameters from now on; those that are new are what all have in common."""
-        self.parameters = {member.name: member.parameter for member in members}
+    def succeed(self, before: Carry) -> None:
+        """Go on with what another one has held."""
+        self.base, self.parameters, self._outer = before.base, before.parameters, before._outer
+
+    def admit(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Follow these parameters too, by name; those that are new are what all have in common.
+
+        Others stay: one that was frozen since is not what all have in common, and goes on once it is not any more.
+        """
+        self.parameters.update(parameters)
         new = [name for name in self.parameters if name not in self.base]
         for name in new:
             parameter = self.parameters[name].detach()

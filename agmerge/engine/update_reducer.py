@@ -13,7 +13,7 @@ how far a worker's x may stray from that mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -48,14 +48,24 @@ class WayTable:
 
     def __init__(self, members: ParameterTable) -> None:
         self._members = members
+        self._frozen: frozenset[str] = frozenset()  # names of parameters that count although they need no gradient
 
     def active(self) -> list[ParameterInfo]:
         """Return the parameters that need a gradient, each with the dtype of its way."""
-        return [replace(member, dtype=wide(member.dtype)) for member in self._members.active()]
+        return [replace(member, dtype=wide(member.dtype)) for member in self._members.active(self._frozen)]
 
     def snapshot(self) -> object:
         """Return what must not change unnoticed."""
-        return self._members.snapshot()
+        return self._members.snapshot(), self._frozen
+
+    @contextmanager
+    def including(self, names: Iterable[str]) -> Iterator[None]:
+        """List these parameters too, inside, although they are frozen."""
+        self._frozen = frozenset(names) - {member.name for member in self._members.active()}
+        try:
+            yield
+        finally:
+            self._frozen = frozenset()
 
 
 class UpdateReducer(Synchronizer):
@@ -65,8 +75,8 @@ class UpdateReducer(Synchronizer):
 
     def __init__(self, members: ParameterTable, config: Config) -> None:
         assert config.updates is not None
-        self.updates = config.updates
-        super().__init__(members, WayTable(members), config)
+        self.updates, self._ways = config.updates, WayTable(members)
+        super().__init__(members, self._ways, config)
         self.steps = 0  # of the optimizer, exchanged or not
         self.flags_of_all = int(Flag.ACTIVE)  # what all ranks said together in the last exchange
         self._flag = Flag.ACTIVE  # what this rank says in its messages; JOINED in join()
@@ -157,9 +167,13 @@ class UpdateReducer(Synchronizer):
         if self._snapshot is not None:
             self.flush()
             before, self.carry = self.carry, self._make_carry()
-            self.carry.base.update(before.base)
-        self.carry.admit(self.members.active())
+            self.carry.succeed(before)
+        self.carry.admit(self._followed())
         self._snapshot = snapshot
+
+    def _followed(self, also: Iterable[str] = ()) -> dict[str, torch.Tensor]:
+        """Return the parameters that need a gradient, by name, and those of the names ``also``."""
+        return {member.name: member.parameter for member in self.members.active(frozenset(also))}
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -216,18 +230,22 @@ class UpdateReducer(Synchronizer):
 
     @torch.no_grad()
     def consolidate(self) -> None:
-        """Collective. Exchange all that workers carry, whole: then every parameter is the shared one, to the bit."""
+        """Collective. Exchange all that workers carry, whole: then every parameter is the shared one, to the bit.
+
+        Those that were frozen since they were exchanged are too.
+        """
         self.before_step()
         if self.alone:
             return
         self.flush()
         self._due, buffers = None, None
-        while buffers is None or buffers is not self.exchange.buffers:  # else ranks have agreed anew meanwhile
-            if self.exchange.buffers is None:
-                self._receive()
-            buffers = self.exchange.buffers
-            with self.exchange.sending_whole():
-                self._receive()
+        with self._ways.including(self.carry.base):
+            while buffers is None or buffers is not self.exchange.buffers:  # else ranks have agreed anew meanwhile
+                if self.exchange.buffers is None:
+                    self._receive()
+                buffers = self.exchange.buffers
+                with self.exchange.sending_whole():
+                    self._receive()
 
     @contextmanager
     def joined(self) -> Iterator[None]:
@@ -310,7 +328,7 @@ class UpdateReducer(Synchronizer):
         self._snapshot = None
         if saved is None or not saved["base"]:
             return
-        self.carry.admit(self.members.active())
+        self.carry.admit(self._followed(saved["base"]))
         self.carry.restore(saved["base"], saved["displacements"])
         self.carry.load_outer_state(saved["outer"])
         self.steps, self._snapshot = saved["steps"], self.members.snapshot()

@@ -131,5 +131,3 @@ def assert_common(optimizer: Any) -> None:
     for name, base in base_of(optimizer).items():
         parameter = reducer_of(optimizer).carry.parameters[name].detach()
         assert torch.equal(parameter, base.to(parameter.dtype)), name
-
-

@@ -18,6 +18,7 @@ from support import agreed, backward, digest, mlp, on_ranks, seeded
 from torch import nn
 from updates_harness import assert_common, assert_kept, base_of, exact, reducer_of, updating, watched
 
+import agmerge
 import sparsifiers
 from agmerge.backends import topology
 from agmerge.engine.sent_pieces import pieces_by_name
@@ -175,24 +176,57 @@ def test_nothing_is_lost_between_exchanges_either() -> None:
 
 
 def test_a_part_of_the_merge_buffers_leaves_the_others_alone() -> None:
-    """Parameters and base of those that are not due do not move, and each has its turn."""
+    """What all have in common of those that are not due does not move, and each has its turn."""
 
     def body(rank: int, model: nn.Module) -> list[list[str]]:
-        optimizer = updating(model, every=3, fragments=3, merging="layerwise")
-        moved = []
-        for step in range(6):
-            optimizer.zero_grad()
-            torch.nn.functional.mse_loss(model(torch.ones(2, 32) * (rank + step)), torch.zeros(2, 10)).backward()
+        optimizer, moved = updating(model, every=3, fragments=3, merging="layerwise"), []
+        for step in range(9):
             before = {name: base.clone() for name, base in base_of(optimizer).items()}
-            optimizer.step()
-            moved.append([n for n, base in base_of(optimizer).items() if n in before and not torch.equal(base, before[n])])
+            watched(rank, model, optimizer, [step])
+            after = base_of(optimizer)
+            moved.append(sorted(name for name in before if not torch.equal(before[name], after[name])))
         return moved
 
     moved = agreed(on_ranks(2, MODEL, body))
-    assert moved[:3] == [[], *moved[1:3]] or moved[0]
-    assert [sorted(names) for names in moved[3:]] == [sorted(names) for names in moved[:3]] or moved[0] == []
-    seen = list(itertools.chain(*moved[3:]))
-    assert sorted(seen) == sorted(name for name, _ in MODEL.named_parameters())
+    assert moved[3:6] == moved[6:]
+    assert sorted(itertools.chain(*moved[6:])) == sorted(name for name, _ in MODEL.named_parameters())
+    assert all(moved[6:])
+
+
+@pytest.mark.parametrize("outer", [None, agmerge.Nesterov()], ids=["none", "Nesterov"])
+def test_with_fewer_merge_buffers_than_fragments_some_turns_are_nobodys(outer: Any) -> None:
+    """The step of the first agreement may be such a turn; and in ``join()`` it is no word of anybody's."""
+
+    def body(rank: int, model: nn.Module) -> Any:
+        optimizer = updating(model, every=4, fragments=4, merging="single", outer=outer, carry="hold")
+        seen = watched(rank, model, optimizer, range(9))
+        for step in range(9, 11 if rank else 9):
+            watched(rank, model, optimizer, [step])
+        last = optimizer.join()
+        return seen, last, digest(model), optimizer.stats()["exchanges"]
+
+    seen, *rest = zip(*on_ranks(2, MODEL, body), strict=True)
+    assert [agreed(list(one)) for one in rest][0] == 1
+    if outer is None:
+        assert_kept(seen)
+
+
+def test_what_is_not_finite_in_a_turn_of_nobodys_is_raised_at_the_next() -> None:
+    def body(rank: int, model: nn.Module) -> str:
+        optimizer = updating(model, every=4, fragments=4, merging="single")
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(model, rank, step)
+            if (rank, step) == (1, 0):
+                next(model.parameters()).grad.fill_(torch.nan)
+            optimizer.step()
+        optimizer.zero_grad()
+        backward(model, rank, 3)
+        with pytest.raises(agmerge.NonFiniteError, match=r"rank 1: .*0\.weight") as raised:
+            optimizer.step()
+        return str(raised.value)
+
+    agreed(on_ranks(2, MODEL, body))
 
 
 # -- nodes ----------------------------------------------------------------------------------------------------------
