@@ -80,7 +80,8 @@ class UpdateReducer(Synchronizer):
         self.steps = 0  # of the optimizer, exchanged or not
         self.flags_of_all = int(Flag.ACTIVE)  # what all ranks said together in the last exchange
         self._flag = Flag.ACTIVE  # what this rank says in its messages; JOINED in join()
-        self._bad: tuple[str, ...] = ()  # whose gradients were not finite since the last exchange
+        self._bad: tuple[str, ...] = ()  # whose gradients were not finite since the last messages left
+        self._told: tuple[str, ...] = ()  # the same, of the messages under way
         self._skipped_in_a_row = 0
         self._receive_at: int | None = None  # the step after which messages under way are taken in
         self._due: Due | None = None  # which merge buffers these are of
@@ -189,9 +190,10 @@ class UpdateReducer(Synchronizer):
             self.exchange.totals.passed(sum(tensor.numel() for tensor in self.carry.base.values()))
             return
         status.current().enter("is in step()", self.exchange.step)
-        self._due, self._receive_at = due, self.steps + self.updates.overlap
+        self._due = due
         if self.updates.overlap:
-            self.exchange.start(self.carry.way, self._flag, self._due, self._bad)
+            self._receive_at, self._told, self._bad = self.steps + self.updates.overlap, self._bad, ()
+            self.exchange.start(self.carry.way, self._flag, self._due, self._told)
         else:
             self._receive()
 
@@ -211,15 +213,17 @@ class UpdateReducer(Synchronizer):
 
     def _receive(self) -> None:
         """Collective. Take in what is due, or under way."""
-        bad, self._bad, self._receive_at = self._bad, (), None
-        combined = self.exchange.finish(self.carry.way, self._flag, self._due, bad)
+        if self._receive_at is None:  # nothing is under way: it leaves now
+            self._told, self._bad = self._bad, ()
+        told, self._told, self._receive_at = self._told, (), None
+        combined = self.exchange.finish(self.carry.way, self._flag, self._due, told)
         with self.exchange.breaking():
             self.exchange.commit()
             self.carry.take_in(combined)
         if combined.flags:
             self.flags_of_all = combined.flags
         else:  # ranks have agreed, and none of the merge buffers was due: nobody has said anything
-            self._bad = bad
+            self._bad = told
         self.end_exchange()
 
     @torch.no_grad()
@@ -323,7 +327,7 @@ class UpdateReducer(Synchronizer):
 
         Parameters are put where they were. Call it once residuals are restored.
         """
-        self._receive_at, self._bad = None, ()
+        self._receive_at, self._bad, self._told = None, (), ()
         self.carry = self._make_carry()
         self._snapshot = None
         if saved is None or not saved["base"]:
