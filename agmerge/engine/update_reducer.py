@@ -165,11 +165,11 @@ class UpdateReducer(Synchronizer):
         snapshot = self.members.snapshot()
         if self.alone or snapshot == self._snapshot:
             return
+        self.carry.admit(self._followed())  # ranks may have to agree first, on the parameters that there are now
         if self._snapshot is not None:
             self.flush()
             before, self.carry = self.carry, self._make_carry()
             self.carry.succeed(before)
-        self.carry.admit(self._followed())
         self._snapshot = snapshot
 
     def _followed(self, also: Iterable[str] = ()) -> dict[str, torch.Tensor]:
