@@ -36,6 +36,7 @@ from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.nonfinite_verdict import MOST_IN_A_ROW
 from agmerge.tensors.nonfinite import RAISE
 from agmerge.tensors.parameters import ParameterInfo, ParameterTable
+from sparsifiers.memories import Residual
 
 ELASTIC = (
     "sync='updates' under horovod.torch.elastic is not built yet: newcomers would have to get the shared parameters. "
@@ -93,6 +94,8 @@ class UpdateReducer(Synchronizer):
         updates, members = self.updates, self.members.active()
         narrow = any(wide(member.dtype) != member.dtype for member in members)
         memory = updates.memory_for(self.config.compressor, narrow=narrow)
+        if not memory.has_residual and not memory.hands_back and self.exchange.residuals():
+            memory = Residual()  # of a compressor before, which has left something to send
         self.exchange.adopt(replace(self.config, memory=memory))
         if memory.hands_back or (not memory.has_residual and not narrow):
             return Applied(self.exchange, updates.outer, overlap=updates.overlap > 0)
@@ -118,6 +121,12 @@ class UpdateReducer(Synchronizer):
         if origin is not None and comm is not None and origin[1] != comm.size:
             with torch.no_grad():
                 self.carry.rescale(comm.size / origin[1])
+
+    def reconfigure(self, config: Config, what: str, advice: str) -> None:
+        """Collective. See :meth:`Synchronizer.reconfigure`. What is not sent may be kept elsewhere from now on."""
+        super().reconfigure(config, what, advice)
+        before, self.carry = self.carry, self._make_carry()
+        self.carry.succeed(before)
 
     @property
     def alone(self) -> bool:

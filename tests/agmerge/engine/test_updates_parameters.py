@@ -17,6 +17,7 @@ from support import (
     mlp,
     on_ranks,
     seeded,
+    sgd,
 )
 from torch import Tensor, nn
 from updates_harness import assert_common, assert_kept, base_of, reducer_of, updating, watched
@@ -232,3 +233,30 @@ def test_what_was_frozen_is_shared_saved_consolidated_and_goes_on(carry: str) ->
 
     seen = agreed(on_ranks(2, seeded(Parts), body))
     assert len(set(seen)) == 3
+
+
+CHANGES = [("topk", "randomk"), ("topk", "none"), ("none", "topk"), ("fp16", "topk"), ("topk", "fp16")]
+
+
+@pytest.mark.thin
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("carry", ["apply", "hold"])
+@pytest.mark.parametrize("first, second", CHANGES, ids=lambda name: name)
+def test_another_compressor_goes_on_with_what_is_carried(
+    first: str, second: str, carry: str, dtype: torch.dtype
+) -> None:
+    """Also where that is kept elsewhere then, and where parameters are frozen after it."""
+
+    def body(rank: int, model: nn.Module) -> Any:
+        optimizer = updating(model, sgd(model, momentum=0.0), compression=first, carry=carry)
+        seen = watched(rank, model, optimizer, range(3))
+        optimizer.set_compressor(second, density=0.05 if second in ("topk", "randomk") else None)
+        model[4].bias.requires_grad_(False)
+        seen += watched(rank, model, optimizer, range(3, 6))
+        assert_common(optimizer)
+        return seen, digest(model)
+
+    seen, digests = zip(*on_ranks(2, seeded(mlp).to(dtype), body), strict=True)
+    agreed(list(digests))
+    rounding = 2.0**13 if "fp16" in (first, second) else 1.0  # a sum in 16 bits is rounded for all alike
+    assert_kept(seen, roundings=4.0 * rounding)
