@@ -25,7 +25,6 @@ from agmerge.engine.sent_pieces import (
 from agmerge.options.updates import Outer
 from agmerge.step.gradient_exchange import Combined, GradientExchange
 from agmerge.tensors.difference import Difference
-from agmerge.tensors.parameters import ParameterInfo
 
 Tensors = dict[str, torch.Tensor]  # by name of the parameter
 
@@ -54,9 +53,9 @@ class Carry(ABC):
         self._outer: torch.optim.Optimizer | None = None  # of the tensors of `base`
         self._whole: Tensors = {}  # sent whole and not received, as of then; the parameters have moved on since
 
-    def admit(self, members: Iterable[ParameterInfo]) -> None:
-        """Follow these parameters from now on; those that are new are what all have in common."""
-        self.parameters = {member.name: member.parameter for member in members}
+    def admit(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Follow these parameters from now on, by name; those that are new are what all have in common."""
+        self.parameters = dict(parameters)
         new = [name for name in self.parameters if name not in self.base]
         for name in new:
             parameter = self.parameters[name].detach()

@@ -31,6 +31,7 @@ from agmerge.options.config import Config
 from agmerge.options.updates import APPLY, HOLD
 from agmerge.runtime import workers
 from agmerge.step.agreed_state import Plans
+from agmerge.step.gradient_exchange import Due
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.nonfinite_verdict import MOST_IN_A_ROW
 from agmerge.tensors.nonfinite import RAISE
@@ -87,7 +88,7 @@ class UpdateReducer(Synchronizer):
         self._said: tuple[str, ...] = ()  # likewise, in the messages under way
         self._skipped_in_a_row = 0
         self._receive_at: int | None = None  # the step after which messages under way are taken in
-        self._due: Callable[[int], Any] | None = None  # which merge buffers these are of
+        self._due: Due | None = None  # which merge buffers these are of
         self._snapshot: object = None  # of the members, as of the last look
         self._in_shared = False  # parameters are the shared ones for a while
         self.carry = self._make_carry()
@@ -118,7 +119,7 @@ class UpdateReducer(Synchronizer):
 
     def _admit(self) -> None:
         """Follow the parameters that take part now, as long as there is this optimizer."""
-        self.carry.admit(self._ways.parameters())
+        self.carry.admit({member.name: member.parameter for member in self._ways.parameters()})
         self._ways.keep(self.carry.parameters)
 
     def _change_carry(self) -> None:
@@ -205,10 +206,10 @@ class UpdateReducer(Synchronizer):
             self._take_residuals()
         if self.alone or snapshot == self._snapshot:
             return
+        self._admit()  # ranks may have to agree first, on the parameters that there are now
         if self._snapshot is not None:
             self.flush()
             self._change_carry()
-        self._admit()
         self._snapshot = snapshot
 
     def _take_residuals(self) -> None:

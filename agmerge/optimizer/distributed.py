@@ -184,7 +184,10 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
         return _restore, (self.optimizer, named, arguments, rank_state.save(self._reducer), type(self))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add the group to the inner optimizer; on every rank at the same step. The next step agrees on it."""
+        """Collective. Add the group to the inner optimizer; on every rank at the same step. The next step agrees on it.
+
+        Ranks communicate only with ``overlap=``: what is under way is taken in.
+        """
         self._reducer.check_idle("add_param_group()")
         self.optimizer.add_param_group(param_group)
         self._reducer.admit_group()
