@@ -133,7 +133,7 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
         unused: str = "none",
         model: torch.nn.Module | None = None,
         sync: str = "gradients",
-        carry: str | None = None,
+        carry: str | None = "apply",
         every: int = 1,
         fragments: int = 1,
         overlap: int = 0,

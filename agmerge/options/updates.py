@@ -27,8 +27,8 @@ WIRE_OF_UPDATES = "sign"  # the default where an exchange has codecs
 
 Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
-# Options of sync="updates" alone, with the value that says nothing.
-_OWN = {"carry": None, "every": 1, "fragments": 1, "overlap": 0, "decay": 1.0, "outer": None}
+# Options of sync="updates" alone, with the values that say nothing.
+_OWN = {"carry": ("apply", None), "every": (1,), "fragments": (1,), "overlap": (0,), "decay": (1.0,), "outer": (None,)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ def parse_updates(options: Options) -> Updates | None:
         raise ValueError(f"sync={options.sync!r} is unknown; choose from: {', '.join(map(repr, SYNCS))}")
     if options.sync == GRADIENTS:
         for name, usual in _OWN.items():
-            if getattr(options, name) != usual:
+            if getattr(options, name) not in usual:
                 raise ValueError(
                     f"{name}={getattr(options, name)!r} is about sync='updates': pass that, or leave it out"
                 )

@@ -103,7 +103,6 @@ def test_an_outer_that_makes_no_optimizer_is_refused_where_it_is_asked() -> None
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("carry", "apply"),
         ("carry", "hold"),
         ("every", 4),
         ("fragments", 2),
