@@ -13,7 +13,7 @@ how far a worker's x may stray from that mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -24,51 +24,25 @@ from agmerge.backends import status
 from agmerge.engine.carry import Applied, Carry, Kept, wide
 from agmerge.engine.own_step import own_step
 from agmerge.engine.synchronizer import Synchronizer
+from agmerge.engine.way_table import WayTable
 from agmerge.errors import AGMergeError, NonFiniteError, and_more
 from agmerge.exchanges.message.format import Flag
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.options.config import Config
-from agmerge.options.updates import APPLY, HOLD
+from agmerge.options.updates import APPLY, HOLD, planner_for
 from agmerge.runtime import workers
 from agmerge.step.agreed_state import Plans
 from agmerge.step.gradient_exchange import Due
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.nonfinite_verdict import MOST_IN_A_ROW
 from agmerge.tensors.nonfinite import RAISE
-from agmerge.tensors.parameters import ParameterInfo, ParameterTable
+from agmerge.tensors.parameters import ParameterTable
 from sparsifiers.memories import Memory, Residual
 
 ELASTIC = (
     "sync='updates' under horovod.torch.elastic is not built yet: newcomers would have to get the shared parameters. "
     "Use sync='gradients', or restart from a checkpoint of agmerge.gather_state()"
 )
-
-
-class WayTable:
-    """List the ways that are exchanged: of the parameters, in float32 or wider.
-
-    Who has taken part goes on, also when it is frozen: something of it may not have been sent yet.
-    """
-
-    def __init__(self, members: ParameterTable) -> None:
-        self._members = members
-        self._kept: set[str] = set()  # names of those that take part whether they need a gradient or not
-
-    def keep(self, names: Iterable[str]) -> None:
-        """Let these parameters take part from now on."""
-        self._kept.update(names)
-
-    def parameters(self) -> list[ParameterInfo]:
-        """Return the parameters that take part."""
-        return self._members.active(self._kept)
-
-    def active(self) -> list[ParameterInfo]:
-        """Return those of :meth:`parameters`, each with the dtype of its way."""
-        return [replace(member, dtype=wide(member.dtype)) for member in self.parameters()]
-
-    def snapshot(self) -> object:
-        """Return what must not change unnoticed."""
-        return self._members.snapshot()
 
 
 class UpdateReducer(Synchronizer):
@@ -80,7 +54,7 @@ class UpdateReducer(Synchronizer):
         assert config.updates is not None
         self.updates = config.updates
         self._ways = WayTable(members)
-        super().__init__(members, self._ways, config)
+        super().__init__(members, self._ways, self._with_planner(config))
         self.steps = 0  # of the optimizer, exchanged or not
         self.flags_of_all = int(Flag.ACTIVE)  # what all ranks said together in the last exchange
         self._flag = Flag.ACTIVE  # what this rank says in its messages; JOINED in join()
@@ -92,6 +66,11 @@ class UpdateReducer(Synchronizer):
         self._snapshot: object = None  # of the members, as of the last look
         self._in_shared = False  # parameters are the shared ones for a while
         self.carry = self._make_carry()
+
+    def _with_planner(self, config: Config) -> Config:
+        """Return ``config`` with a planner that makes as many merge buffers as take turns."""
+        elements = sum(member.parameter.numel() for member in self._ways.parameters())
+        return replace(config, planner=planner_for(self.updates, config.planner, elements))
 
     def _make_carry(self) -> Carry:
         """Return who keeps what is not sent, and give the exchange the memory that this needs."""
@@ -131,7 +110,8 @@ class UpdateReducer(Synchronizer):
         """Collective. See :meth:`Synchronizer.reconfigure`. What was not sent stays where it is."""
         self._check_outside_shared(what)
         self.check_idle(what)
-        super().reconfigure(replace(config, memory=self._memory_for(config)), what, advice)
+        config = replace(self._with_planner(config), memory=self._memory_for(config))
+        super().reconfigure(config, what, advice)
         self._change_carry()
 
     def leave(self) -> None:
