@@ -25,7 +25,6 @@ from agmerge.engine.sent_pieces import (
 from agmerge.options.updates import Outer
 from agmerge.step.gradient_exchange import Combined, GradientExchange
 from agmerge.tensors.difference import Difference
-from agmerge.tensors.parameters import ParameterInfo
 
 Tensors = dict[str, torch.Tensor]  # by name of the parameter
 
@@ -33,6 +32,11 @@ Tensors = dict[str, torch.Tensor]  # by name of the parameter
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which differences of parameters are computed: float32, or theirs if it is wider."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def place(base: torch.Tensor, residual: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``base`` less what is kept beside a parameter, as one of ``dtype`` shows it, in the dtype of ``base``."""
+    return (base if residual is None else base - residual).to(dtype).to(base.dtype)
 
 
 class Carry(ABC):
@@ -47,10 +51,11 @@ class Carry(ABC):
         self.parameters: Tensors = {}  # the script's own
         self._exchange, self._make_outer, self._overlap = exchange, outer, overlap
         self._outer: torch.optim.Optimizer | None = None  # of the tensors of `base`
+        self._whole: Tensors = {}  # sent whole and not received, as of then; the parameters have moved on since
 
-    def admit(self, members: Iterable[ParameterInfo]) -> None:
-        """Follow these parameters from now on; those that are new are what all have in common."""
-        self.parameters = {member.name: member.parameter for member in members}
+    def admit(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Follow these parameters from now on, by name; those that are new are what all have in common."""
+        self.parameters = dict(parameters)
         new = [name for name in self.parameters if name not in self.base]
         for name in new:
             parameter = self.parameters[name].detach()
@@ -58,7 +63,19 @@ class Carry(ABC):
         if new and self._make_outer is not None:
             state = self._outer.state if self._outer is not None else {}
             self._outer = self._make_outer(list(self.base.values()))
+            if not isinstance(self._outer, torch.optim.Optimizer):
+                raise TypeError(
+                    f"outer={self._make_outer!r} has returned {self._outer!r}, which is no torch.optim.Optimizer"
+                )
             self._outer.state.update(state)
+
+    def take_over(self, before: Carry) -> None:
+        """Go on with all that another carry has, in its place."""
+        self.base, self.parameters, self._outer = before.base, before.parameters, before._outer
+
+    def forget_sent(self) -> None:
+        """Forget what was sent and not received: it counts as not sent."""
+        self._whole = {}
 
     @abstractmethod
     def expected(self, name: str) -> torch.Tensor:
@@ -80,23 +97,24 @@ class Carry(ABC):
     def unsent(self, name: str) -> torch.Tensor:
         """Return all that this worker has done and not sent of a parameter."""
 
-    def restore(self, base: Mapping[str, torch.Tensor], displacements: Mapping[str, torch.Tensor]) -> None:
+    def restore(self, base: Mapping[str, torch.Tensor], own: Tensors, displacements: Tensors) -> None:
         """Go on from what was saved: put the parameters where they were.
 
-        Where a parameter is there already it keeps its bits, which a difference need not give back.
+        ``own``: this worker's parameters, as they were. ``displacements``: how far from :meth:`expected` those are that
+        nobody had so, among another number of workers. Parameters that are in neither are where they are expected.
         """
         for name in self.parameters.keys() & base.keys():
             self.base[name].copy_(base[name])
-        for name in self.parameters.keys() & base.keys():
+            if name in own:
+                self.parameters[name].detach().copy_(own[name])
+                continue
+            expected = self.expected(name)
             moved = displacements.get(name)
-            moved = torch.zeros_like(self.base[name]) if moved is None else moved.to(self.base[name].device)
-            if not torch.equal(self.displacement(name), moved):
-                self.parameters[name].detach().copy_(self.expected(name) - moved)
+            self.parameters[name].detach().copy_(expected if moved is None else expected - moved.to(expected.device))
 
-    def rescale(self, factor: float) -> None:
-        """Carry ``factor`` times as much: this worker is one of another number of them now."""
-        for name in self.base:
-            moved = self.displacement(name).mul_(factor)
+    def put(self, displacements: Tensors) -> None:
+        """Put parameters at these distances from where they are expected."""
+        for name, moved in displacements.items():
             self.parameters[name].detach().copy_(self.expected(name) - moved)
 
     def outer_state(self) -> dict[str, torch.Tensor] | None:
@@ -128,10 +146,6 @@ class Applied(Carry):
     The exchange keeps nothing: its memory is :class:`sparsifiers.memories.HandBack`.
     """
 
-    def __init__(self, exchange: GradientExchange, outer: Outer | None, *, overlap: bool) -> None:
-        super().__init__(exchange, outer, overlap=overlap)
-        self._whole: Tensors = {}  # sent whole, as of then; the parameters have moved on since
-
     def expected(self, name: str) -> torch.Tensor:
         return self.base[name]
 
@@ -149,7 +163,7 @@ class Applied(Carry):
         updates = {name: update for name, update in combined.updates.items() if update is not None}
         lists = lists_by_name(combined.buffers.received)
         sent = self._sent(combined, [*updates, *lists])
-        for name, of_name in lists.items():
+        for name, of_name in lists.items():  # of these there is no update
             if self._goes_along(name):
                 take_in_lists(*self._flat(name), of_name, sent[name])
             else:
@@ -204,9 +218,8 @@ class Kept(Carry):
         self._applied = applied
 
     def expected(self, name: str) -> torch.Tensor:
-        base, dtype = self.base[name], self.parameters[name].dtype
         residual = self._exchange.residual_of(name) if self._applied else None
-        return (base if residual is None else base - residual).to(dtype).to(base.dtype)
+        return place(self.base[name], residual, self.parameters[name].dtype)
 
     def unsent(self, name: str) -> torch.Tensor:
         residual = self._exchange.residual_of(name)

@@ -126,7 +126,7 @@ def _parts(segment: Segment) -> Iterator[tuple[Slot, int, int, int]]:
 def _cut(segment: Segment, indices: torch.Tensor, values: torch.Tensor) -> list[Pair]:
     """Return what lies in each tensor of a segment. What lies in the padding between them is nobody's."""
     indices, values = _ascending(indices, values)
-    if len(segment.slots) == 1:
+    if len(segment.slots) == 1 and segment.numel == segment.length:
         return [(indices, values)]
     edges = [edge for _, start, stop, first in _parts(segment) for edge in (first, first + stop - start)]
     marks = torch.tensor(edges, dtype=indices.dtype, device=indices.device)

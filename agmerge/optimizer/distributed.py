@@ -133,7 +133,7 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
         unused: str = "none",
         model: torch.nn.Module | None = None,
         sync: str = "gradients",
-        carry: str | None = None,
+        carry: str | None = "apply",
         every: int = 1,
         fragments: int = 1,
         overlap: int = 0,
@@ -181,10 +181,13 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
         self._reducer.prepare_to_save()
         named = [(self._reducer.members.name_of(p), p) for p in self._reducer.members.name_all()]
         arguments = {**vars(self._options), "backward_passes_per_step": self._reducer.passes}
-        return _restore, (self.optimizer, named, arguments, rank_state.save(self._reducer))
+        return _restore, (self.optimizer, named, arguments, rank_state.save(self._reducer), type(self))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add the group to the inner optimizer; on every rank at the same step. The next step agrees on it."""
+        """Collective. Add the group to the inner optimizer; on every rank at the same step. The next step agrees on it.
+
+        Ranks communicate only with ``overlap=``: what is under way is taken in.
+        """
         self._reducer.check_idle("add_param_group()")
         self.optimizer.add_param_group(param_group)
         self._reducer.admit_group()
@@ -368,13 +371,15 @@ def _restore(
     named: list[tuple[str, torch.Tensor]],
     arguments: dict[str, Any],
     section: dict[str, Any],
+    kind: type[DistributedOptimizer] = DistributedOptimizer,
 ) -> DistributedOptimizer:
     """Return an unpickled or copied wrapper, which shakes hands at its first ``synchronize()``.
 
     Pickles of all releases call this. ``named``: parameters with their names; ``arguments``: fields of
-    :class:`Options`, and perhaps some that are gone; ``section``: what :func:`agmerge.checkpoint.rank_state.save` gave.
+    :class:`Options`, and perhaps some that are gone; ``section``: what :func:`agmerge.checkpoint.rank_state.save` gave;
+    ``kind``: the class of the wrapper.
     """
-    self = DistributedOptimizer.__new__(DistributedOptimizer)
+    self = kind.__new__(kind)
     options = Options.from_saved(arguments)
     self._set_up(optimizer, named, options)
     rank_state.load(self._reducer, section)

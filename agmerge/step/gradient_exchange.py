@@ -96,6 +96,12 @@ class GradientExchange(AgreedState):
         self._handed[name] = held
         return held
 
+    def agree(self) -> MergeBuffers:
+        """Collective. Return the merge buffers, on which ranks that have none yet agree first: on all of them alike."""
+        self.check_unbroken()
+        with self.breaking():
+            return self.agree_anew([]) if self.buffers is None else self.buffers
+
     def start(
         self,
         gradient_of: GradientOf,
@@ -234,7 +240,7 @@ class GradientExchange(AgreedState):
         self, buffers: MergeBuffers, dirty: bool, flags: int, due: Due | None, nonfinite: Sequence[str]
     ) -> Round:
         kind = TwoLevelRound if buffers.config.exchange == TWO_LEVEL else Round
-        buffers.begin_round()
+        buffers.forget_round()
         numbers = None if due is None else due(len(buffers.plan.counts))
         attempt = kind(buffers, self.step, self.totals, dirty=dirty, flags=flags, due=numbers)
         attempt.guard.report(nonfinite)

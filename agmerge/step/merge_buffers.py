@@ -195,12 +195,13 @@ class MergeBuffers:
         arena = self.arenas[segment.lane]
         if arena.memory.hands_back:  # copies: the buffers of a message are written again
             indices = None if indices is None else indices.clone()
-            self.sent.append((segment, indices, None if sent is None else sent.clone()))
+            sent = None if sent is None else sent.to(arena.work.dtype, copy=True)
+            self.sent.append((segment, indices, sent))
         else:
             arena.commit(segment, indices, sent)
 
-    def begin_round(self) -> None:
-        """Forget what was sent and received in the round before."""
+    def forget_round(self) -> None:
+        """Forget what was sent and received in a round: it has been applied, or comes to nothing."""
         self.sent.clear()
         self.received.clear()
 

@@ -7,10 +7,11 @@ are as they were, so a round can be discarded and repeated after a new agreement
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 
 import torch
 
-from agmerge.exchanges import InFlight
+from agmerge.exchanges import InFlight, SegmentBuffers
 from agmerge.exchanges.message.format import Flag, RoundHeader
 from agmerge.exchanges.routing import Message
 from agmerge.metrics.step_times import StepRecorder
@@ -187,7 +188,7 @@ class Round:
         self._in_flight.append(sent)
 
     def _start(self, message: Message) -> InFlight:
-        loads = [self.buffers.load(segment) for segment in message.segments]
+        loads = [self._load(segment) for segment in message.segments]
         offers = [
             self._offer(segment) if selected else None
             for segment, selected in zip(message.segments, message.selected, strict=True)
@@ -197,6 +198,13 @@ class Round:
         in_flight = message.exchange.start(message.name, loads, offers, header)
         self._count_bytes(in_flight)
         return in_flight
+
+    def _load(self, segment: Segment) -> SegmentBuffers:
+        load = self.buffers.load(segment)
+        if self.dirty and self.buffers.arenas[segment.lane].in_place:
+            # Its gradients may lie there, views of the last updates, and are needed again once ranks have agreed anew.
+            load = replace(load, work=torch.zeros_like(load.work))
+        return load
 
     def _header(self, buffer: int, used: tuple[bool, ...], device: torch.device) -> RoundHeader:
         flags = self.flags | (Flag.REPLAN if self.dirty else 0) | (Flag.NONFINITE if self.guard.found else 0)
