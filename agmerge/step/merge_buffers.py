@@ -183,9 +183,11 @@ class MergeBuffers:
         )
 
     def _receive(self, segment: Segment, parts: list[tuple[torch.Tensor, torch.Tensor]], scale: float) -> bool:
-        """Take what all ranks have sent of a segment as it is, if that can be applied in one pass."""
+        """Take what all ranks have sent of a segment as it is, if it can be applied in one pass; not if it is much."""
         lane = segment.lane
-        if not (self.arenas[lane].memory.hands_back and kernel.takes_in(lane.dtype, lane.device)):
+        if sum(len(indices) for indices, _ in parts) > segment.length // 2 or not (
+            self.arenas[lane].memory.hands_back and kernel.takes_in(lane.dtype, lane.device)
+        ):
             return False
         self.received.append((segment, parts, scale))
         return True
@@ -194,7 +196,8 @@ class MergeBuffers:
         """Take what was sent of a segment off what is kept: see :meth:`Arena.commit`. Or remember it, to hand back."""
         arena = self.arenas[segment.lane]
         if arena.memory.hands_back:  # copies: the buffers of a message are written again
-            indices = None if indices is None else indices.clone()
+            if indices is not None:
+                indices = indices.clone() if indices.numel() < segment.length else None
             sent = None if sent is None else sent.to(arena.work.dtype, copy=True)
             self.sent.append((segment, indices, sent))
         else:
