@@ -104,6 +104,8 @@ class Carry(ABC):
 
     def _move_base(self, updates: Tensors) -> None:
         """Move ``base`` by the combined ways, or as the outer optimizer does with them as gradients."""
+        if not updates:  # a fragment without merge buffers: there are fewer of these
+            return
         if self._outer is None:
             torch._foreach_sub_([self.base[name] for name in updates], list(updates.values()))
             return

@@ -28,7 +28,7 @@ from agmerge.errors import NonFiniteError, and_more
 from agmerge.exchanges.message.format import Flag
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.options.config import Config
-from agmerge.options.updates import APPLY
+from agmerge.options.updates import APPLY, planner_for
 from agmerge.runtime import workers
 from agmerge.step.agreed_state import Plans
 from agmerge.step.merge_buffers import MergeBuffers
@@ -65,6 +65,8 @@ class UpdateReducer(Synchronizer):
     def __init__(self, members: ParameterTable, config: Config) -> None:
         assert config.updates is not None
         self.updates = config.updates
+        elements = sum(member.parameter.numel() for member in members.active())
+        config = replace(config, planner=planner_for(config.updates, config.planner, elements))
         super().__init__(members, WayTable(members), config)
         self.steps = 0  # of the optimizer, exchanged or not
         self.flags_of_all = int(Flag.ACTIVE)  # what all ranks said together in the last exchange
