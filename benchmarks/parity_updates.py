@@ -31,25 +31,28 @@ def stages() -> Iterator[tuple[list[Case], Sequence[int]]]:
     apart, four, eight = replace(lm, halves=True), replace(lm, workers=4), replace(lm, workers=8)
     others = [updates(lm, 0.1, carry="hold"), updates(lm, 0.01, "fp32")]
     data = [apart, updates(apart), updates(apart, carry="hold"), local(apart)]
-    yield [lm, updates(lm)], range(5)
+    yield [lm, updates(lm)], range(7)
     yield [local(lm)], range(3)
     yield others, range(1)
-    yield [lm, updates(lm)], range(5, 7)
+    yield [updates(lm, 0.1)], range(3)
     for optimizer in ("adamw", "sgd"):
         digits = Case(task="digits", optimizer=optimizer)
         yield [digits, updates(digits)], range(3)
     yield data, range(1)
     yield [four, updates(four), local(four)], range(1)
-    yield others, range(1, 3)
-    yield [updates(lm, overlap=1)], range(1)
-    yield [eight, updates(eight), local(eight)], range(1)
     yield [lm, updates(lm)], range(7, 10)
+    yield [local(lm, fragments=4)], range(3)
+    yield others, range(1, 2)
+    yield [updates(lm, overlap=1)], range(1)
+    yield others, range(2, 3)
     yield [local(lm)], range(3, 5)
-    yield [four, updates(four), local(four)], range(1, 3)
-    yield data, range(1, 3)
-    yield [local(lm, wire="sign", every=2), local(lm, fragments=4), updates(lm, overlap=1)], range(3)
+    yield [eight, updates(eight), local(eight)], range(1)
     yield [replace(lm, compressor="topk", memory="residual", density=0.01)], range(2)
-    yield [updates(lm, 0.03), updates(lm, 0.1)], range(3)
+    yield data, range(1, 3)
+    yield [four, updates(four), local(four)], range(1, 3)
+    yield [local(lm, wire="sign", every=2), local(lm, wire="2bit", every=4), updates(lm, overlap=1)], range(3)
+    yield [updates(lm, 0.1)], range(3, 5)
+    yield [updates(lm, 0.03), updates(lm, 0.08)], range(3)
     yield [eight, updates(eight), local(eight)], range(1, 3)
 
 
@@ -67,8 +70,8 @@ def tables(records: Records) -> Iterator[str]:
     for part in settings(records):
         case, record = next(iter(part.items()))
         data = ", each worker its own part of the corpus" if case.halves else ""
-        yield f"{parity_report.TITLES[case.task]}, {case.optimizer}, W = {case.workers}{data}:"
-        yield f"{record['recipe']['steps']} steps\n"
+        title, steps = parity_report.TITLES[case.task], record["recipe"]["steps"]
+        yield f"{title}, {case.optimizer}, W = {case.workers}, {steps} steps{data}:\n"
         score, unit = ("accuracy", "points") if HIGHER_IS_BETTER[case.task] else ("loss", "%")
         yield f"| exchanged | {score} | difference, {unit} | Student | bootstrap | pairs, one by one | selected | all |"
         yield "|---|---|---|---|---|---|---|---|"

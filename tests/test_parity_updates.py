@@ -51,7 +51,7 @@ def test_a_short_run_has_a_row_beside_its_dense_one() -> None:
     cases = [DIGITS, parity_updates.updates(DIGITS), replace(parity_updates.local(DIGITS), every=2)]
     records = {case: parity_tasks.train(case, 4) for case in cases}
     lines = list(parity_updates.tables(records))
-    assert lines[0].startswith("Handwritten digits, small CNN, adamw, W = 2:")
+    assert lines[0].startswith("Handwritten digits, small CNN, adamw, W = 2, ")
     names = [line.split(" | ")[0] for line in lines if line.startswith("| ")]
     assert names == ["| exchanged", "| dense", "| apply, 5 % sign", "| apply, every 2, everything int4"]
     sent = records[cases[1]]
