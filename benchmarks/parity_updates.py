@@ -28,32 +28,20 @@ def local(base: Case, **more: object) -> Case:
 def stages() -> Iterator[tuple[list[Case], Sequence[int]]]:
     """Yield cases of fold 0 and seed 0, and the seeds to run them with, the most important ones first."""
     lm = Case(task="lm", optimizer="adamw")
-    apart, four, eight = replace(lm, halves=True), replace(lm, workers=4), replace(lm, workers=8)
-    others = [updates(lm, 0.1, carry="hold"), updates(lm, 0.01, "fp32")]
-    data = [apart, updates(apart), updates(apart, carry="hold"), local(apart)]
-    yield [lm, updates(lm)], range(7)
-    yield [local(lm)], range(3)
-    yield others, range(1)
-    yield [updates(lm, 0.1)], range(3)
+    yield [lm, updates(lm)], range(10)
+    yield [local(lm)], range(5)
+    yield [updates(lm, 0.1, carry="hold"), updates(lm, 0.01, "fp32"), updates(lm, 0.1)], range(3)
     for optimizer in ("adamw", "sgd"):
         digits = Case(task="digits", optimizer=optimizer)
         yield [digits, updates(digits)], range(3)
-    yield data, range(1)
-    yield [four, updates(four), local(four)], range(1)
-    yield [lm, updates(lm)], range(7, 10)
-    yield [local(lm, fragments=4)], range(3)
-    yield others, range(1, 2)
-    yield [updates(lm, overlap=1)], range(1)
-    yield others, range(2, 3)
-    yield [local(lm)], range(3, 5)
-    yield [eight, updates(eight), local(eight)], range(1)
+    apart = replace(lm, halves=True)
+    yield [apart, updates(apart), updates(apart, carry="hold"), local(apart)], range(3)
+    for workers in (4, 8):
+        more = replace(lm, workers=workers)
+        yield [more, updates(more), local(more)], range(3)
+    yield [local(lm, fragments=4), local(lm, wire="2bit", every=4), local(lm, wire="sign", every=2)], range(3)
+    yield [updates(lm, overlap=1), updates(lm, 0.03)], range(3)
     yield [replace(lm, compressor="topk", memory="residual", density=0.01)], range(2)
-    yield data, range(1, 3)
-    yield [four, updates(four), local(four)], range(1, 3)
-    yield [local(lm, wire="sign", every=2), local(lm, wire="2bit", every=4), updates(lm, overlap=1)], range(3)
-    yield [updates(lm, 0.1)], range(3, 5)
-    yield [updates(lm, 0.03), updates(lm, 0.08)], range(3)
-    yield [eight, updates(eight), local(eight)], range(1, 3)
 
 
 def settings(records: Records) -> Iterator[Records]:
