@@ -51,7 +51,7 @@ HOROVOD = ["cloudpickle", "psutil", "pyyaml", "packaging", "cffi>=1.4"]
 # Some compilers contract a product and a sum where they can: not here.
 KERNEL = Extension(
     "sparsifiers._kernel",
-    [f"sparsifiers/kernel{part}.c" for part in ("", "_memory", "_rows", "_columns", "_message", "_module")],
+    [f"sparsifiers/kernel{part}.c" for part in ("", "_memory", "_rows", "_columns", "_message", "_updates", "_module")],
     depends=["sparsifiers/kernel.h"],
     extra_compile_args=[] if sys.platform == "win32" else "-O3 -std=c11 -ffp-contract=off -fvisibility=hidden".split(),
     optional=True,

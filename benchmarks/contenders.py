@@ -1,6 +1,6 @@
-"""What takes part in ``step_time.py``: how each library trains one step. One process is one worker.
+"""What takes part in ``step_time.py`` and ``converge.py``: how each library trains one step. A process is a worker.
 
-    python benchmarks/contenders.py CONTENDER MODEL      # started by step_time.py, once per worker
+    python benchmarks/contenders.py CONTENDER MODEL      # started by them, once per worker
 
 A peer that is not installed from a package index is a Python file of the user's with a function
 ``prepare(model, optimizer) -> step``, where ``step(loss)`` trains one step and ``loss()`` computes the loss of a batch.
@@ -14,7 +14,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,14 @@ Figures = Callable[[], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to train. ``kind``: a function of this module; ``warm``: steps before it is measured."""
+    """Say how one way to train is prepared."""
 
-    kind: str
+    kind: str  # a function of this module
     options: tuple[tuple[str, Any], ...] = ()
-    horovod: bool = False
-    warm: int = 3
+    horovod: bool = False  # it needs Horovod's rendezvous
+    warm: int = 3  # steps before it is measured
+    optimizer: str = "sgd"  # of OPTIMIZERS
+    every: int = 1  # steps that are timed as one: from one exchange to the next
 
 
 def ours(warm: int = 45, horovod: bool = False, **options: Any) -> Contender:
@@ -50,6 +52,9 @@ CONTENDERS: dict[str, Contender] = {
     "agmerge topk fp16": ours(compression="topk", exchange="sparse", wire="fp16"),
     "agmerge dgc int8": ours(compression="dgc", exchange="sparse", wire="int8"),
     "agmerge topk on Horovod": ours(compression="topk", exchange="sparse", horovod=True),
+    "agmerge updates": ours(exchange="sparse", sync="updates"),
+    "agmerge updates, overlap": ours(exchange="sparse", sync="updates", overlap=1),
+    "agmerge local": ours(exchange="sparse", sync="updates", every=8, density=1.0, wire="int4", compression="topk"),
     "agmerge dense": ours(compression="none", merging="threshold", warm=4),
     "Horovod": Contender("horovod", horovod=True),
     "Horovod fp16": Contender("horovod", (("fp16", True),), horovod=True),
@@ -65,7 +70,31 @@ PLANNED = {f"topk, {name}": ours(compression="topk", exchange="sparse", merging=
 SELECTED = {f"{name}, agmerge": ours(compression=name, exchange="sparse") for name in SPARSIFIERS}
 # Before tensors are merged, or of the whole merge buffer: docs/measurements.md.
 ORDERED = {f"topk, {mode}": ours(compression="topk", exchange="sparse", sparsify=mode) for mode in ("ahead", "behind")}
-KNOWN = {**CONTENDERS, **PLANNED, **SELECTED, **ORDERED}
+# For converge.py: training with AdamW.
+ADAPTIVE = {
+    f"{name}, AdamW": replace(one, optimizer="adamw")
+    for name, one in {
+        "no exchange": CONTENDERS["no exchange"],
+        "Horovod": CONTENDERS["Horovod"],
+        "DDP": CONTENDERS["DDP"],
+        "DDP PowerSGD": CONTENDERS["DDP PowerSGD"],
+        "gradients": CONTENDERS["agmerge topk"],
+        "updates": CONTENDERS["agmerge updates"],
+        "updates overlap": CONTENDERS["agmerge updates, overlap"],
+        "LocalOptimizer": replace(CONTENDERS["agmerge local"], every=8),
+    }.items()
+}
+KNOWN = {**CONTENDERS, **PLANNED, **SELECTED, **ORDERED, **ADAPTIVE}
+OPTIMIZERS = ("sgd", "adamw")
+
+
+def optimizer_of(kind: str, parameters: Any, rate: float = 1e-3) -> Any:
+    """Return one of OPTIMIZERS, as a script would make it."""
+    import torch
+
+    if kind == "adamw":
+        return torch.optim.AdamW(parameters, lr=rate)
+    return torch.optim.SGD(parameters, lr=rate, momentum=MOMENTUM)
 
 
 def workload(model: str) -> Any:
@@ -74,6 +103,11 @@ def workload(model: str) -> Any:
     import torch
 
     torch.manual_seed(0)
+    if model == "lm":
+        from parity_tasks import lm
+
+        x, y = (torch.randint(128, (4, 64)) for _ in range(2))
+        return models.Workload(models.NextToken(lm(0, 0, 8).model), x, y, "sequences")
     work = models.build(model, {"gpt2": 2, "resnet50": 4, "cnn": 32}[model], 64)
     if model == "gpt2":
         work.x, work.y = work.x[:, :64].contiguous(), work.y[:, :64].contiguous()
@@ -156,18 +190,23 @@ def horovod(work: Any, optimizer: Any, *, fp16: bool = False) -> tuple[int, Step
     return hvd.rank(), step, _nothing
 
 
-def ddp(work: Any, optimizer: Any, *, rank: int = 0) -> tuple[int, Step, Figures]:
-    """PyTorch's DistributedDataParallel; ``rank`` not 0: with its PowerSGD hook, in one bucket."""
+def powered(model: Any, *, rank: int = 0) -> Any:
+    """Collective. Return ``model`` in DistributedDataParallel; ``rank`` not 0: with PowerSGD's hook, in one bucket."""
     import torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook as power
     from torch.nn.parallel import DistributedDataParallel
 
-    here, _ = _torch_group()
-    one = {"bucket_cap_mb": 10_000} if rank else {}  # of several, the hook's callbacks race on Gloo
-    work.model = DistributedDataParallel(work.model, **one)
+    more = {"bucket_cap_mb": 10_000} if rank else {}  # of several, the hook's callbacks race on Gloo
+    parallel = DistributedDataParallel(model, **more)
     if rank:
         state = power.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
-        work.model.register_comm_hook(state, power.powerSGD_hook)
+        parallel.register_comm_hook(state, power.powerSGD_hook)
+    return parallel
 
+
+def ddp(work: Any, optimizer: Any, *, rank: int = 0) -> tuple[int, Step, Figures]:
+    """PyTorch's DistributedDataParallel; ``rank`` not 0: with its PowerSGD hook."""
+    here, _ = _torch_group()
+    work.model = powered(work.model, rank=rank)
     return here, alone(work, optimizer)[1], _nothing
 
 
@@ -198,8 +237,13 @@ def main(name: str, model: str) -> None:
     if chosen.horovod:
         os.environ.update(rendezvous.own(os.environ))
     work = workload(model)
-    optimizer = torch.optim.SGD(work.model.parameters(), lr=1e-3, momentum=MOMENTUM)
-    rank, step, figures = globals()[chosen.kind](work, optimizer, **dict(chosen.options))
+    optimizer = optimizer_of(chosen.optimizer, work.model.parameters())
+    rank, one_step, figures = globals()[chosen.kind](work, optimizer, **dict(chosen.options))
+
+    def step() -> None:
+        for _ in range(chosen.every):
+            one_step()
+
     for _ in range(chosen.warm):
         step()
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):

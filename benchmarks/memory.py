@@ -41,6 +41,8 @@ ROWS: dict[str, Contender] = {
     "Horovod": Contender("horovod", horovod=True),
     "agmerge none": contenders.ours(compression="none"),
     "agmerge topk": contenders.ours(compression="topk", exchange="sparse"),
+    "agmerge updates": contenders.ours(exchange="sparse", sync="updates"),
+    "agmerge local": contenders.ours(exchange="sparse", sync="updates", every=2, density=1.0, wire="int4"),
     "agmerge fp16": contenders.ours(compression="fp16"),
     "agmerge dgc": contenders.ours(compression="dgc", exchange="sparse"),
 }

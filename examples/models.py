@@ -48,7 +48,7 @@ def build(name: str, batch_size: int, image_size: int = 224) -> Workload:
     raise ValueError(f"unknown model {name!r}; models: {', '.join(known)}{more}")
 
 
-class _NextToken(nn.Module):
+class NextToken(nn.Module):
     """A language model whose output has the classes where ``cross_entropy`` looks for them."""
 
     def __init__(self, inner: nn.Module) -> None:
@@ -74,7 +74,7 @@ def _gpt2() -> nn.Module:
         bos_token_id=None,  # those of the published model are outside this vocabulary
         eos_token_id=None,
     )
-    return _NextToken(GPT2LMHeadModel(config))
+    return NextToken(GPT2LMHeadModel(config))
 
 
 def _norm_conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> list[nn.Module]:

@@ -9,15 +9,28 @@ from torch import nn
 
 CASTS = ("none", "fp16", "bf16")  # these send every element; density and exchange are for sparsifiers
 DEAR = "dear"  # the planner whose updates are applied in the model's next forward
+NAMES = ("compression", "density", "exchange", "merging")
+OF_UPDATES = ("sync", "wire", "carry", "every", "overlap", "fragments")
 
 
 def add_options(parser: ArgumentParser, compression: str = "the library's default") -> None:
     """Add the flags. One that is not given is None, and left to the library; ``compression``: to whom, for that one."""
     add = parser.add_argument
     add("--compression", help=f"a sparsifier's name, or one of {', '.join(CASTS)}; without it: {compression}")
-    add("--density", type=float, help="elements sent / elements, for a sparsifier; without it the library's, 0.01")
+    add("--density", type=float, help="elements sent / elements, for a sparsifier; without it the library's")
     add("--exchange", help="how messages are combined, for a sparsifier; without it sparse: always compressed")
     add("--merging", help="which gradients share a message: a planner's name, or a saved plan. dear sends all elements")
+
+
+def add_update_options(parser: ArgumentParser) -> None:
+    """Add the flags about exchanging what the optimizer did. One that is not given is None, and left to the library."""
+    add = parser.add_argument
+    add("--sync", choices=("gradients", "updates"), default="updates", help="what is exchanged; without it updates")
+    add("--wire", help="the codec of values: sign, 2bit, int4, int8, fp16, ...; without it sign, of updates")
+    add("--carry", choices=("apply", "hold"), help="where a worker keeps what it has not sent; without it apply")
+    add("--every", type=int, help="steps from one exchange to the next; without it 1")
+    add("--overlap", type=int, help="steps that messages may take; without it 0")
+    add("--fragments", type=int, help="groups of parameters that take turns; without it 1")
 
 
 def given(args: Namespace, model: nn.Module) -> dict[str, Any]:
@@ -27,8 +40,7 @@ def given(args: Namespace, model: nn.Module) -> dict[str, Any]:
     where the network is fast, as it is on one machine. ``--merging dear`` takes the model; it halves an all-reduce, so
     without ``--compression`` everything is sent.
     """
-    names = ("compression", "density", "exchange", "merging")
-    found = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    found = {name: value for name in (*NAMES, *OF_UPDATES) if (value := getattr(args, name, None)) is not None}
     if found.get("merging") == DEAR:
         found["model"] = model
         found.setdefault("compression", "none")

@@ -7,7 +7,6 @@ python examples/train_digits.py                      # alone
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import statistics
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from digits import Data, DigitsCNN, load, shard
 from options import add_options, described, given, planned
+from replicas import replicas_equal
 from tensorboardX import SummaryWriter
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -117,15 +117,6 @@ def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
     with torch.no_grad():
         hits = (model(x[mine]).argmax(1) == y[mine]).sum()
     return agmerge.allreduce(hits, op=agmerge.Sum).item() / len(y)
-
-
-def replicas_equal(model: nn.Module) -> bool:
-    """Whether all workers hold the same parameters and buffers, to the bit."""
-    digest = hashlib.sha256()
-    for tensor in model.state_dict().values():
-        digest.update(tensor.cpu().contiguous().numpy().tobytes())
-    rows = agmerge.allgather(torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64)[None])
-    return bool((rows == rows[0]).all())
 
 
 def progress(args: Namespace) -> Report:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -22,12 +23,13 @@ from torch import Tensor
 VARIABLE = "AGMERGE_KERNEL"
 OFF = "off"
 LEVELS = ("baseline", "avx2", "avx512")  # the instruction sets, by number
-INTERFACE = 3  # of kernel.c; a library that was built from another version is not used
+INTERFACE = 4  # of kernel.c; a library that was built from another version is not used
 ROOM = 1 << 17  # slots of scratch that `rows_top` may take at any size
 PANEL = 64  # columns that are searched together at least: four cache lines of each row
 BLOCK = 1024  # elements that `scan` reads between two looks at the room that is left
 STREAMED = 1 << 16  # elements from which `add` is faster than torch (measured)
 SCATTERED = 1 << 13  # indices from which `commit` is faster than torch (measured)
+TAKEN_OFF = 3  # float32 that is subtracted, likewise
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # dtypes of gradients, by their number in kernel.c
 
 Keys = NDArray[np.int32]
@@ -40,6 +42,7 @@ _SIGNATURES: dict[str, tuple[Any, str]] = {  # result and arguments: p a pointer
     "kernel_sample": (None, "pllip"),
     "kernel_commit": (ctypes.c_int, "plppl"),
     "kernel_add": (ctypes.c_int, "pppli"),
+    "kernel_take_in": (ctypes.c_int, "ppllpppplfppl"),
     "kernel_blocks_encode": (ctypes.c_int, "pllilp"),
     "kernel_blocks_decode": (ctypes.c_int, "pllilp"),
     "kernel_scatter": (ctypes.c_int, "plpplf"),
@@ -225,6 +228,48 @@ def add(work: Tensor, residual: Tensor, gradient: Tensor) -> bool | None:
         return None
     status = _loaded().kernel_add(work.data_ptr(), residual.data_ptr(), gradient.data_ptr(), work.numel(), kind)
     return None if status < 0 else status == 0
+
+
+def subtract(work: Tensor, end: Tensor, begin: Tensor) -> bool | None:
+    """Write work = end - begin past the caches, bit for bit as torch.sub, and return whether all is finite.
+
+    None: torch must do it. Shapes are equal, and work shares no storage with the others; see `add`.
+    """
+    if work.numel() < STREAMED or torch.get_num_threads() > 1:
+        return None
+    if not (_plain(work) and _plain(end) and _plain(begin)):
+        return None
+    status = _loaded().kernel_add(work.data_ptr(), end.data_ptr(), begin.data_ptr(), work.numel(), TAKEN_OFF)
+    return None if status < 0 else status == 0
+
+
+def takes_in(dtype: torch.dtype, device: torch.device) -> bool:
+    """Tell whether `take_in` can do it, for tensors of such."""
+    single = torch.get_num_threads() == 1  # several of torch's are faster
+    return library is not None and dtype == torch.float32 and device.type == "cpu" and single
+
+
+def take_in(
+    base: Tensor, parameter: Tensor, first: int, lists: Sequence[tuple[Tensor, Tensor]], scale: float,
+    own: tuple[Tensor, Tensor],
+) -> bool:  # fmt: skip
+    """Take an update off base and parameter, 1-D fp32, in one pass: False, with nothing done, if torch must do it.
+
+    lists: indices and values, of which the update is the sum of values * scale, list by list. own: indices and what
+    was sent there: at these parameter = base - rest, where rest is what base - parameter was, less what was sent.
+    Indices are int32, ascending, and count from first; values are fp32.
+    """
+    parts = [tensor for pair in (*lists, own) for tensor in pair]
+    if not (all(map(_plain, (base, parameter, *parts[1::2]))) and all(_plain(p, torch.int32) for p in parts[::2])):
+        return False
+    count = len(lists)
+    indices, values = (np.array([pair[i].data_ptr() for pair in lists], dtype=np.uintp) for i in (0, 1))
+    counts = np.array([pair[0].numel() for pair in lists], dtype=np.int64)
+    at = np.empty(count, dtype=np.int64)
+    return not _loaded().kernel_take_in(
+        base.data_ptr(), parameter.data_ptr(), base.numel(), first, _address(indices), _address(values),
+        _address(counts), _address(at), count, scale, own[0].data_ptr(), own[1].data_ptr(), own[0].numel(),
+    )  # fmt: skip
 
 
 def commit(work: Tensor, indices: Tensor, sent: Tensor) -> bool:

@@ -55,8 +55,8 @@ EXPORT int kernel_scatter(float *total, int64_t n, const int32_t *indices, const
 
 /* -- compensate ------------------------------------------------------------------------------------------- */
 
-/* What a gradient is made of: float, bfloat16, or float16, which needs AVX2. */
-enum { FLOAT32, BFLOAT16, FLOAT16 };
+/* What is added: a gradient of float, bfloat16, or float16, which needs AVX2; or a float that is taken off. */
+enum { FLOAT32, BFLOAT16, FLOAT16, TAKEN_OFF };
 
 INLINE float bfloat16_at(const void *gradient, int64_t i)
 {
@@ -79,7 +79,9 @@ INLINE int add_body(float *work, const float *residual, const void *gradient, in
 {
     int found = 0;
     for (; i < n; i++) {
-        work[i] = residual[i] + (kind == FLOAT32 ? ((const float *)gradient)[i] : bfloat16_at(gradient, i));
+        work[i] = residual[i] + (kind == FLOAT32     ? ((const float *)gradient)[i]
+                                 : kind == TAKEN_OFF ? -((const float *)gradient)[i]
+                                                     : bfloat16_at(gradient, i));
         found |= endless(work[i]);
     }
     return found;
@@ -97,6 +99,8 @@ AVX2 static inline __m256 eight(const void *gradient, int64_t i, int kind)
 {
     if (kind == FLOAT32)
         return _mm256_loadu_ps((const float *)gradient + i);
+    if (kind == TAKEN_OFF)
+        return _mm256_xor_ps(_mm256_loadu_ps((const float *)gradient + i), _mm256_set1_ps(-0.0f));
     __m128i narrow = _mm_loadu_si128((const __m128i *)((const uint16_t *)gradient + i));
     if (kind == FLOAT16)
         return _mm256_cvtph_ps(narrow);
@@ -107,6 +111,8 @@ AVX512 static inline __m512 sixteen(const void *gradient, int64_t i, int kind)
 {
     if (kind == FLOAT32)
         return _mm512_loadu_ps((const float *)gradient + i);
+    if (kind == TAKEN_OFF)
+        return _mm512_xor_ps(_mm512_loadu_ps((const float *)gradient + i), _mm512_set1_ps(-0.0f));
     __m256i narrow = _mm256_loadu_si256((const __m256i *)((const uint16_t *)gradient + i));
     if (kind == FLOAT16)
         return _mm512_cvtph_ps(narrow);

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import adaptive_picture
+import converge
 import pytest
 import rendezvous
 import step_time
+from contenders import ADAPTIVE, KNOWN
 from network import LINKS, Loopback, Network, named
 
 CELL = {"model": "cnn", "rate": "200mbit", "workers": 2, "date": "2026-11-21"}
@@ -40,3 +43,34 @@ def test_horovods_workers_get_the_variables_that_horovodrun_gives() -> None:
     env = rendezvous.variables("10.0.0.1", 7, "net0") | rendezvous.own({"RANK": "1", "WORLD_SIZE": "4"})
     assert (env["HOROVOD_GLOO_RENDEZVOUS_ADDR"], env["HOROVOD_GLOO_RENDEZVOUS_PORT"]) == ("10.0.0.1", "7")
     assert (env["HOROVOD_RANK"], env["HOROVOD_SIZE"], env["HOROVOD_GLOO_IFACE"]) == ("1", "4", "net0")
+
+
+# -- time to a loss --------------------------------------------------------------------------------------------
+
+
+def test_adamw_has_contenders_and_a_folder_of_its_own() -> None:
+    args = converge.arguments(["--optimizer", "adamw", "--model", "lm"])
+    assert args.timed == list(ADAPTIVE) and set(args.timed) <= KNOWN.keys() and str(args.out).endswith("-lm-adamw")
+    assert {f"{name}, AdamW" for name in args.curves[1:]} <= ADAPTIVE.keys()
+    assert all(one.optimizer == "adamw" for one in ADAPTIVE.values())
+    plain = converge.arguments([])
+    assert plain.out == Path("runs/converge") and plain.curves[:2] == ["dense", "topk"]
+
+
+def test_steps_that_are_timed_together_count_one_by_one() -> None:
+    curve = {"curve": [[0, 5.0], [100, 2.0]], "bytes": 0, "workers": 2}
+    found = {"dense": curve, "LocalOptimizer": curve}
+    timed = {"seconds": [0.8], "bytes": [8e6], "rounds": [0]}
+    times = {"a link": {"Horovod, AdamW": timed, "LocalOptimizer, AdamW": timed, "no exchange, AdamW": timed}}
+    shown = converge.table(found, times, "a link").splitlines()
+    assert "| no exchange, AdamW | - | 0.800 | - | - | - |" in shown
+    assert "| Horovod, AdamW | 99 | 0.800 | 79 | 1.0x | 789 |" in shown
+    assert "| LocalOptimizer, AdamW | 99 | 0.100 | 10 | 8.0x | 99 |" in shown
+
+
+@pytest.mark.parametrize("carry", ["apply", "hold"])
+def test_the_picture_shows_what_is_shared_moving_by_what_was_sent(carry: str) -> None:
+    seen = adaptive_picture.course(carry)
+    assert len(seen.base) == adaptive_picture.STEPS + 1 == len(seen.own[0])
+    sent = {step for steps in seen.sent for step in steps}
+    assert sent and all((seen.base[step] != seen.base[step - 1]) == (step in sent) for step in range(1, len(seen.base)))

@@ -29,6 +29,9 @@ class ResidualState:
         }
         torch.distributed.checkpoint.save(state, checkpoint_id=path)
 
+    With ``sync="updates"`` leave ``"optimizer"`` out: each rank's optimizer has stepped by itself, and this object
+    keeps its state too. The model is as rank 0 has it; loading puts parameters where they were.
+
     To load, say where from: ``agmerge.ResidualState(optimizer, path)``. Each rank reads what is its own, on another
     number of ranks as :func:`agmerge.gather_state` has it; a checkpoint without any starts from zero, with a warning.
     ``name``: of the optimizer, where a checkpoint has several. Raises ``ValueError`` for ``process_set=``.
@@ -48,12 +51,17 @@ class ResidualState:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return, by key, copies of what this rank keeps; or, to be loaded into, memory for what it will take.
 
-        Updates that ``merging="dear"`` has pending are applied first.
+        Collective with ``overlap=`` alone. What is under way, or pending with ``merging="dear"``, is applied first.
         """
         if self._saved is not None:
             return self._wanted()
         self._optimizer.flush()
-        section = rank_state.save(self._optimizer._reducer)
+        state = self._optimizer.state_dict()
+        section = state.pop(rank_state.SECTION)
+        if section["updates"] is not None:
+            section[rank_state.INNER] = state
+            if section["rank"] != 0:  # all have the same
+                section["updates"]["base"] = {}
         tensors = {plural: section.pop(plural) for plural in rank_state.KINDS.values()}
         entries = {f"{plural}/{name}": tensor for plural, named in tensors.items() for name, tensor in named.items()}
         file = io.BytesIO()
@@ -82,12 +90,18 @@ class ResidualState:
         if not sections:
             rank_state.load(self._optimizer._reducer, None)
             return
+        for section in sections.values():
+            if section.get("updates") is not None:
+                section["updates"]["base"] = sections[0]["updates"]["base"]
         unread = {**sections[0], "residuals": {}, "momenta": {}, "window": {}}
         whole = [sections.get(rank, unread) for rank in range(size)]
-        rank_state.load(self._optimizer._reducer, {"version": sections[0]["version"], rank_state.RANKS: whole})
+        together = {"version": sections[0]["version"], rank_state.RANKS: whole}
+        inner = rank_state.load(self._optimizer._reducer, together)
+        if inner is not None:
+            self._optimizer.optimizer.load_state_dict(inner)
 
     def _wanted(self) -> dict[str, torch.Tensor]:
-        """Return memory for what this rank reads: entries of the ranks whose residuals it takes, and rank 0's."""
+        """Return memory for what this rank reads: of ranks whose residuals or optimizer it takes, and of rank 0."""
         assert self._saved is not None
         comm = self._optimizer._reducer.exchange.comm or workers.world()
         wanted = {}
@@ -95,7 +109,9 @@ class ResidualState:
             at = key.find(f"{self._prefix}/")
             if at < 0:
                 continue
-            rank, _, what = key[at + len(self._prefix) + 1 :].split("/", 2)
-            if int(rank) % comm.size == comm.rank or (rank == "0" and not what.startswith("residuals/")):
+            rank, size, what = key[at + len(self._prefix) + 1 :].split("/", 2)
+            inner = what == _REST and int(rank) == comm.rank % int(size)
+            alike = rank == "0" and not what.startswith("residuals/")
+            if int(rank) % comm.size == comm.rank or inner or alike:
                 wanted[key[at:]] = torch.empty(shape, dtype=dtype)
         return wanted

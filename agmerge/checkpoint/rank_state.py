@@ -11,7 +11,7 @@ import torch
 
 import merging
 import sparsifiers
-from agmerge.checkpoint.redistribute import redistribute
+from agmerge.checkpoint.redistribute import displacements, redistribute
 from agmerge.engine.synchronizer import Synchronizer
 from agmerge.exchanges.node_shards import shard_shape
 from agmerge.options import dense_cutoff
@@ -36,6 +36,8 @@ OTHER_SYNC = (
 
 class Wrapper(Protocol):
     """Stand for :class:`agmerge.DistributedOptimizer`, which imports this room."""
+
+    optimizer: torch.optim.Optimizer  # the inner one
 
     @property
     def _reducer(self) -> Synchronizer: ...
@@ -117,6 +119,9 @@ def load(reducer: Synchronizer, section: Mapping[str, Any] | None, *, own: bool 
         restored = _read(reducer, section, own)
     nonfinite.refuse(restored.state)
     _check_shapes(reducer, restored.state, restored.shard)
+    _check_updates(reducer, restored.updates)
+    if exchange.config.updates is not None and not exchange.config.memory.has_residual:
+        _put_into_parameters(restored)
     if section is not None:
         exchange.adopt(replace(exchange.config, partial=dense_cutoff.from_checkpoint(exchange.config.partial, section)))
     exchange.restore(restored.state, restored.steps, restored.plan, restored.budgets, restored.origin, restored.shard)
@@ -138,7 +143,7 @@ def _read(reducer: Synchronizer, section: Mapping[str, Any], own: bool) -> Resto
     if exchange.comm is None:
         restored.shard, restored.origin = shard, saved  # it knows its node when it connects
     if (updates is None) is (exchange.config.updates is not None):
-        restored.updates = None if updates is None else {**updates, "displacements": {}}
+        restored.updates = None if updates is None else _nobodys(updates)
         warnings.warn(OTHER_SYNC, stacklevel=4)
     elif saved == place and shard == restored.shard:
         for kind, plural in KINDS.items():
@@ -149,7 +154,7 @@ def _read(reducer: Synchronizer, section: Mapping[str, Any], own: bool) -> Resto
     else:
         what = "residuals and momenta" if section.get("momenta") else "residuals"
         if updates is not None:
-            what, restored.updates = "carried updates", {**updates, "displacements": {}}
+            what, restored.updates = "carried updates", _nobodys(updates)
         warnings.warn(
             f"the checkpoint's {what} are rank {saved[0]}'s of {saved[1]}{_shard_text(shard)}, this is rank {place[0]} "
             f"of {place[1]}{_shard_text(restored.shard)}: they are dropped and start from zero. Load the file that "
@@ -186,6 +191,30 @@ def _check_shapes(reducer: Synchronizer, state: State, shard: tuple[int, int] | 
                 f"the {kind} of parameter {name!r} has shape {list(tensor.shape)} in the checkpoint, the "
                 f"parameter has {list(shapes[name])}: load a checkpoint of the same model"
             )
+
+
+def _check_updates(reducer: Synchronizer, updates: Mapping[str, Any] | None) -> None:
+    """Raise ``ValueError`` for parameters of another shape than the optimizer's, or that are not finite."""
+    for what, key in (("shared value", "base"), ("value", "own"), ("displacement", "displacements")):
+        state = {(what, name): tensor for name, tensor in ((updates or {}).get(key) or {}).items()}
+        nonfinite.refuse(state)
+        _check_shapes(reducer, state, None)
+
+
+def _nobodys(updates: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of all ranks in what one of them has saved: parameters are the shared ones."""
+    return {**updates, "own": {}, "displacements": {}}
+
+
+def _put_into_parameters(restored: Restored) -> None:
+    """Let the parameters hold what was kept beside them: this worker has no place for it."""
+    residuals = {name: tensor for (kind, name), tensor in restored.state.items() if kind == "residual"}
+    if restored.updates is None or not residuals:
+        return
+    moved = displacements(restored.updates, residuals)
+    moved |= {name: moved[name] + residual if name in moved else residual for name, residual in residuals.items()}
+    restored.updates = {**restored.updates, "own": {}, "displacements": moved}
+    restored.state = {key: tensor for key, tensor in restored.state.items() if key[0] != "residual"}
 
 
 def with_memory_for_unsent(exchange: GradientExchange, config: Config, memory: Any) -> Config:

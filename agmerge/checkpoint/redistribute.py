@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from agmerge.engine.carry import place
 from agmerge.ops import ReduceOp
+from agmerge.options.updates import APPLY
 from agmerge.step.agreed_state import weight_factor
 
 Section = dict[str, Any]  # a rank's part of a state_dict()
@@ -35,8 +37,8 @@ def redistribute(sections: Sequence[Section], rank: int, size: int, op: ReduceOp
         part[kind] = alike | _sums([section[kind] for section in dealt], own, factor)
     if sections[0].get("updates"):
         part["updates"] = dict(sections[0]["updates"])
-        moved = [section["updates"]["displacements"] for section in dealt]
-        part["updates"]["displacements"] = _sums(moved, set(part["updates"]["base"]), factor)
+        moved = [displacements(section["updates"], section["residuals"]) for section in dealt]
+        part["updates"] |= {"own": {}, "displacements": _sums(moved, set(part["updates"]["base"]), factor)}
         part["inner"] = sections[rank % before].get("inner")
     if any(section.get("window") for section in sections):
         warnings.warn(
@@ -45,6 +47,18 @@ def redistribute(sections: Sequence[Section], rank: int, size: int, op: ReduceOp
             stacklevel=4,
         )
     return part
+
+
+def displacements(updates: Mapping[str, Any], residuals: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return how far a rank's parameters were from where its last steps began, by name: beside its ``residuals``.
+
+    ``updates``: as the section has it, of :meth:`agmerge.engine.update_reducer.UpdateReducer.saved_updates`.
+    """
+    shown = residuals if updates["carry"] == APPLY else {}
+    moved = {
+        name: place(updates["base"][name], shown.get(name), own.dtype) - own for name, own in updates["own"].items()
+    }
+    return {**updates["displacements"], **moved}
 
 
 def _sums(parts: Sequence[Mapping[str, torch.Tensor]], own: set[str], factor: float) -> dict[str, torch.Tensor]:

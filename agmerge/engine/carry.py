@@ -12,10 +12,19 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from agmerge.engine.sent_pieces import WHOLE, Piece, pieces_by_name, put, rests_of, take_off
+from agmerge.engine.sent_pieces import (
+    WHOLE,
+    Piece,
+    lists_by_name,
+    pieces_by_name,
+    take_in,
+    take_in_lists,
+    take_off,
+    update_of,
+)
 from agmerge.options.updates import Outer
 from agmerge.step.gradient_exchange import Combined, GradientExchange
-from agmerge.tensors.parameters import ParameterInfo
+from agmerge.tensors.difference import Difference
 
 Tensors = dict[str, torch.Tensor]  # by name of the parameter
 
@@ -23,6 +32,11 @@ Tensors = dict[str, torch.Tensor]  # by name of the parameter
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which differences of parameters are computed: float32, or theirs if it is wider."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def place(base: torch.Tensor, residual: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``base`` less what is kept beside a parameter, as one of ``dtype`` shows it, in the dtype of ``base``."""
+    return (base if residual is None else base - residual).to(dtype).to(base.dtype)
 
 
 class Carry(ABC):
@@ -37,10 +51,11 @@ class Carry(ABC):
         self.parameters: Tensors = {}  # the script's own
         self._exchange, self._make_outer, self._overlap = exchange, outer, overlap
         self._outer: torch.optim.Optimizer | None = None  # of the tensors of `base`
+        self._whole: Tensors = {}  # sent whole and not received, as of then; the parameters have moved on since
 
-    def admit(self, members: Iterable[ParameterInfo]) -> None:
-        """Follow these parameters from now on; those that are new are what all have in common."""
-        self.parameters = {member.name: member.parameter for member in members}
+    def admit(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Follow these parameters from now on, by name; those that are new are what all have in common."""
+        self.parameters = dict(parameters)
         new = [name for name in self.parameters if name not in self.base]
         for name in new:
             parameter = self.parameters[name].detach()
@@ -48,7 +63,19 @@ class Carry(ABC):
         if new and self._make_outer is not None:
             state = self._outer.state if self._outer is not None else {}
             self._outer = self._make_outer(list(self.base.values()))
+            if not isinstance(self._outer, torch.optim.Optimizer):
+                raise TypeError(
+                    f"outer={self._make_outer!r} has returned {self._outer!r}, which is no torch.optim.Optimizer"
+                )
             self._outer.state.update(state)
+
+    def take_over(self, before: Carry) -> None:
+        """Go on with all that another carry has, in its place."""
+        self.base, self.parameters, self._outer = before.base, before.parameters, before._outer
+
+    def forget_sent(self) -> None:
+        """Forget what was sent and not received: it counts as not sent."""
+        self._whole = {}
 
     @abstractmethod
     def expected(self, name: str) -> torch.Tensor:
@@ -58,13 +85,9 @@ class Carry(ABC):
         """Return how far the parameter is from where :meth:`expected` says, in the dtype and strides of ``base``."""
         return self.expected(name) - self.parameters[name].detach()
 
-    def way(self, name: str) -> torch.Tensor:
-        """Return :meth:`displacement`, where there is room for it: what the exchange is given."""
-        room = self._exchange.room_for(name)
-        if room is None:
-            return self.displacement(name)
-        torch.sub(self.expected(name), self.parameters[name].detach(), out=room)
-        return room
+    def way(self, name: str) -> Difference:
+        """Return :meth:`displacement` for the exchange, which writes it where it needs it."""
+        return Difference(self.expected(name), self.parameters[name].detach())
 
     @abstractmethod
     def take_in(self, combined: Combined) -> None:
@@ -74,23 +97,24 @@ class Carry(ABC):
     def unsent(self, name: str) -> torch.Tensor:
         """Return all that this worker has done and not sent of a parameter."""
 
-    def restore(self, base: Mapping[str, torch.Tensor], displacements: Mapping[str, torch.Tensor]) -> None:
+    def restore(self, base: Mapping[str, torch.Tensor], own: Tensors, displacements: Tensors) -> None:
         """Go on from what was saved: put the parameters where they were.
 
-        Where a parameter is there already it keeps its bits, which a difference need not give back.
+        ``own``: this worker's parameters, as they were. ``displacements``: how far from :meth:`expected` those are that
+        nobody had so, among another number of workers. Parameters that are in neither are where they are expected.
         """
         for name in self.parameters.keys() & base.keys():
             self.base[name].copy_(base[name])
-        for name in self.parameters.keys() & base.keys():
+            if name in own:
+                self.parameters[name].detach().copy_(own[name])
+                continue
+            expected = self.expected(name)
             moved = displacements.get(name)
-            moved = torch.zeros_like(self.base[name]) if moved is None else moved.to(self.base[name].device)
-            if not torch.equal(self.displacement(name), moved):
-                self.parameters[name].detach().copy_(self.expected(name) - moved)
+            self.parameters[name].detach().copy_(expected if moved is None else expected - moved.to(expected.device))
 
-    def rescale(self, factor: float) -> None:
-        """Carry ``factor`` times as much: this worker is one of another number of them now."""
-        for name in self.base:
-            moved = self.displacement(name).mul_(factor)
+    def put(self, displacements: Tensors) -> None:
+        """Put parameters at these distances from where they are expected."""
+        for name, moved in displacements.items():
             self.parameters[name].detach().copy_(self.expected(name) - moved)
 
     def outer_state(self) -> dict[str, torch.Tensor] | None:
@@ -104,7 +128,7 @@ class Carry(ABC):
 
     def _move_base(self, updates: Tensors) -> None:
         """Move ``base`` by the combined ways, or as the outer optimizer does with them as gradients."""
-        if not updates:  # a fragment without merge buffers: there are fewer of these
+        if not updates:
             return
         if self._outer is None:
             torch._foreach_sub_([self.base[name] for name in updates], list(updates.values()))
@@ -122,65 +146,63 @@ class Applied(Carry):
     The exchange keeps nothing: its memory is :class:`sparsifiers.memories.HandBack`.
     """
 
-    def __init__(self, exchange: GradientExchange, outer: Outer | None, *, overlap: bool) -> None:
-        super().__init__(exchange, outer, overlap=overlap)
-        self._whole: Tensors = {}  # sent whole, as of then; the parameters have moved on since
-
     def expected(self, name: str) -> torch.Tensor:
         return self.base[name]
 
     def unsent(self, name: str) -> torch.Tensor:
         return self.displacement(name)
 
-    def way(self, name: str) -> torch.Tensor:
+    def way(self, name: str) -> Difference:
         way = super().way(name)
         buffers = self._exchange.buffers
         if self._overlap and buffers is not None and buffers.goes_whole(buffers.slot_of[name]):
-            self._whole[name] = way.reshape(-1).clone()
+            self._whole[name] = way.tensor().reshape(-1)
         return way
 
     def take_in(self, combined: Combined) -> None:
         updates = {name: update for name, update in combined.updates.items() if update is not None}
-        sent = self._sent(combined)
-        plain = {name for name in updates if self._outer is None and self.parameters[name].is_contiguous()}
-        moving = [name for name in updates if name in plain and sent[name] != [WHOLE]]
-        rests = {name: rests_of(self._flat_base(name), self._flat(name), sent[name]) for name in moving}
-        carried = {name: self._carried(name, sent[name]) for name in updates if name not in plain}
+        lists = lists_by_name(combined.buffers.received)
+        sent = self._sent(combined, [*updates, *lists])
+        for name, of_name in lists.items():  # of these there is no update
+            if self._goes_along(name):
+                take_in_lists(*self._flat(name), of_name, sent[name])
+            else:
+                base = self.base[name]
+                updates[name] = update_of(of_name, base.numel()).view(base.shape)
+        whole = [name for name in updates if sent[name] == [WHOLE]]
+        for name in [name for name in updates if sent[name] != [WHOLE] and self._goes_along(name)]:
+            take_in(*self._flat(name), updates.pop(name).view(-1), sent[name])
+        rests = {name: self._rest(name, sent[name]) for name in updates if sent[name] != [WHOLE]}
         self._move_base(updates)
-        for name in moving:  # as far as the base, but where something was sent
-            self._flat(name).sub_(updates[name].view(-1))
-            put(self._flat(name), self._flat_base(name), sent[name], rests[name])
-        for name, rest in carried.items():
+        for name, rest in rests.items():
             self.parameters[name].detach().copy_(self.base[name] - rest)
-        whole = [name for name in plain if sent[name] == [WHOLE]]
         if whole:
-            torch._foreach_copy_([self.parameters[name].detach() for name in whole], [self.base[n] for n in whole])
+            torch._foreach_copy_([self.parameters[n].detach() for n in whole], [self.base[n] for n in whole])
 
-    def _flat_base(self, name: str) -> torch.Tensor:
-        return self.base[name].view(-1)
+    def _goes_along(self, name: str) -> bool:
+        """Tell whether a parameter moves by the same as ``base``, and both can be read as flat."""
+        return self._outer is None and self.parameters[name].is_contiguous()
 
-    def _flat(self, name: str) -> torch.Tensor:
-        return self.parameters[name].detach().view(-1)
+    def _flat(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.base[name].view(-1), self.parameters[name].detach().view(-1)
 
-    def _carried(self, name: str, sent: list[Piece]) -> torch.Tensor:
+    def _rest(self, name: str, sent: list[Piece]) -> torch.Tensor:
         """Return what this worker carries of a parameter, less what was sent, in the strides of ``base``."""
-        if sent == [WHOLE]:
-            return torch.zeros_like(self.base[name])
-        carried = self.displacement(name)
-        flat = carried.reshape(-1)  # in C order: a view, or a copy
+        rest = self.displacement(name)
+        flat = rest.reshape(-1)  # in C order: a view, or a copy
         take_off(flat, sent)
-        return carried.copy_(flat.view(carried.shape))
+        return rest.copy_(flat.view(rest.shape))
 
-    def _sent(self, combined: Combined) -> dict[str, list[Piece]]:
-        """Return what this rank has sent, by name of the parameter."""
+    def _sent(self, combined: Combined, names: Iterable[str]) -> dict[str, list[Piece]]:
+        """Return what this rank has sent of ``names``, by name of the parameter."""
         buffers, whole = combined.buffers, self._whole
         self._whole = {}
         sent = pieces_by_name(buffers.sent)
-        for name in combined.updates:
+        for name in names:
             slot, pieces = buffers.slot_of[name], sent.setdefault(name, [])
             if buffers.goes_whole(slot) and all(piece.values is None for piece in pieces):
                 # It is `base` then; unless the optimizer has moved it since it was sent.
-                sent[name] = [Piece(0, slot.numel, None, whole[name].view(-1))] if name in whole else [WHOLE]
+                sent[name] = [Piece(0, slot.numel, 0, None, whole[name])] if name in whole else [WHOLE]
         return sent
 
 
@@ -196,9 +218,8 @@ class Kept(Carry):
         self._applied = applied
 
     def expected(self, name: str) -> torch.Tensor:
-        base, dtype = self.base[name], self.parameters[name].dtype
         residual = self._exchange.residual_of(name) if self._applied else None
-        return (base if residual is None else base - residual).to(dtype).to(base.dtype)
+        return place(self.base[name], residual, self.parameters[name].dtype)
 
     def unsent(self, name: str) -> torch.Tensor:
         residual = self._exchange.residual_of(name)

@@ -159,7 +159,13 @@ class Reducer(Synchronizer):
         """Return the gradient of a parameter that no hook has handed over."""
         assert self.exchange.buffers is not None
         buffers = self.exchange.buffers
-        return self._gradient(buffers.parameters[buffers.slot_of[name].index])
+        slot = buffers.slot_of[name]
+        parameter = buffers.parameters[slot.index]
+        gradient = self._gradient(parameter)
+        if gradient is not None and gradient.data_ptr() == buffers.updates.of(slot).data_ptr():
+            # The last update, made zero by zero_grad(): sums may be written there, and the round be repeated.
+            gradient = parameter.grad = gradient.clone()
+        return gradient
 
     def _attach(self, combined: Combined) -> None:
         """Make the updates the gradients; none may reach the inner optimizer that was not combined (G3)."""

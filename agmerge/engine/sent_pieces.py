@@ -1,13 +1,17 @@
-"""Say what was sent of each tensor, and what is left of a way once that is taken off: functions of flat tensors."""
+"""Say what was sent of each tensor, and apply what came of it: functions of flat tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
-from agmerge.step.merge_buffers import Sent
+from agmerge.step.merge_buffers import Received, Sent
+from agmerge.tensors.layout import Segment, Slot
+from sparsifiers import kernel
+
+Pair = tuple[torch.Tensor, torch.Tensor]  # indices and values
 
 
 class Piece(NamedTuple):
@@ -15,79 +19,132 @@ class Piece(NamedTuple):
 
     start: int
     stop: int | None  # None: the end
-    indices: torch.Tensor | None  # of those that were sent, from `start`, int64, ascending; None: all of them
+    first: int  # the number of element `start`, as indices count
+    # int32 or int64, those that were sent; one may come again with value 0. None: all of them.
+    indices: torch.Tensor | None
     values: torch.Tensor | None  # what was sent of each; None: all there was
 
 
-WHOLE = Piece(0, None, None, None)  # all of a tensor
+class Lists(NamedTuple):
+    """Hold what all ranks have sent of elements ``start`` to ``stop`` of a tensor, flat in C order."""
+
+    start: int
+    stop: int
+    first: int  # the number of element `start`, as indices count
+    lists: list[Pair]  # of each rank: int32, ascending
+    scale: float  # factor of the values
+
+
+WHOLE = Piece(0, None, 0, None, None)  # all of a tensor
 
 
 def pieces_by_name(sent: Iterable[Sent]) -> dict[str, list[Piece]]:
     """Return the pieces of each tensor of which something was sent, by its name. ``sent``: by segments."""
     pieces: dict[str, list[Piece]] = {}
     for segment, indices, values in sent:
-        if indices is not None and values is not None:
-            indices, values = _in_order(indices, values)
-        for slot in segment.slots:
-            start, stop = segment.inside(slot)
-            first = slot.offset + start - segment.start  # in the segment
-            pieces.setdefault(slot.name, []).append(_cut(start, stop, first, indices, values))
+        if indices is None or values is None:
+            for slot, start, stop, first in _parts(segment):
+                part = None if values is None else values[first : first + stop - start]
+                pieces.setdefault(slot.name, []).append(Piece(start, stop, first, None, part))
+        else:
+            for (slot, start, stop, first), pair in zip(_parts(segment), _cut(segment, indices, values), strict=True):
+                pieces.setdefault(slot.name, []).append(Piece(start, stop, first, *pair))
     return pieces
 
 
-def rests_of(base: torch.Tensor, parameter: torch.Tensor, pieces: list[Piece]) -> list[torch.Tensor | None]:
-    """Return, for each piece, what is left there of ``base - parameter``, 1-D; None: nothing."""
-    rests: list[torch.Tensor | None] = []
-    for start, stop, indices, values in pieces:
-        end, begin = base[start:stop], parameter[start:stop]
-        if values is None:
-            rests.append(None)
-        elif indices is None:
-            rests.append(end.sub(begin).sub_(values))
+def lists_by_name(received: Iterable[Received]) -> dict[str, list[Lists]]:
+    """Return the lists of each tensor, by its name. ``received``: by segments."""
+    lists: dict[str, list[Lists]] = {}
+    for segment, pairs, scale in received:
+        by_rank = [_cut(segment, *pair) for pair in pairs]
+        for (slot, start, stop, first), *of_slot in zip(_parts(segment), *by_rank, strict=True):
+            lists.setdefault(slot.name, []).append(Lists(start, stop, first, of_slot, scale))
+    return lists
+
+
+def update_of(lists: Sequence[Lists], numel: int) -> torch.Tensor:
+    """Return the update of a tensor of ``numel`` elements that lists come to, 1-D: added up rank by rank."""
+    update = lists[0].lists[0][1].new_zeros(numel)
+    for start, stop, first, pairs, scale in lists:
+        for indices, values in pairs:
+            update[start:stop].index_add_(0, indices - first, values * scale)
+    return update
+
+
+def take_in(base: torch.Tensor, parameter: torch.Tensor, update: torch.Tensor, pieces: Sequence[Piece]) -> None:
+    """Take ``update`` off ``base`` and ``parameter``, all 1-D; what was sent of the latter is no longer on its way.
+
+    Where something was sent, ``parameter = base - rest``, with what is left of ``base - parameter`` as it was before.
+    """
+    rest = base - parameter
+    take_off(rest, pieces)
+    base.sub_(update)
+    parameter.sub_(update)
+    for start, stop, first, indices, _ in pieces:
+        end, begin, left = base[start:stop], parameter[start:stop], rest[start:stop]
+        if indices is None:
+            torch.sub(end, left, out=begin)
         else:
-            rests.append(end[indices].sub_(begin[indices]).sub_(values))
-    return rests
+            places = indices - first
+            begin[places] = end[places].sub_(left[places])
 
 
-def put(parameter: torch.Tensor, base: torch.Tensor, pieces: list[Piece], rests: list[torch.Tensor | None]) -> None:
-    """Write ``parameter = base - rest`` at the elements of the pieces, all 1-D; ``rests``: see :func:`rests_of`."""
-    for (start, stop, indices, _), rest in zip(pieces, rests, strict=True):
-        end, begin = base[start:stop], parameter[start:stop]
-        if rest is None:
-            begin.copy_(end)
-        elif indices is None:
-            torch.sub(end, rest, out=begin)
-        else:
-            begin[indices] = end[indices].sub_(rest)
+def take_in_lists(base: torch.Tensor, parameter: torch.Tensor, lists: Sequence[Lists], pieces: Sequence[Piece]) -> None:
+    """Do what :func:`take_in` does with the update that ``lists`` come to, in one pass where that is possible."""
+    for part, piece in zip(lists, pieces, strict=True):
+        where, own = slice(part.start, part.stop), (piece.indices, piece.values)
+        if own[0] is None or own[1] is None or own[0].dtype != torch.int32:
+            break
+        if not kernel.take_in(base[where], parameter[where], part.first, part.lists, part.scale, (own[0], own[1])):
+            break
+    else:
+        return
+    done = lists.index(part)
+    update = update_of(lists[done:], base.numel())
+    take_in(base, parameter, update, pieces[done:])
 
 
-def take_off(way: torch.Tensor, pieces: list[Piece]) -> None:
+def take_off(way: torch.Tensor, pieces: Iterable[Piece]) -> None:
     """Take what was sent off ``way``, 1-D, in place."""
-    for start, stop, indices, values in pieces:
+    for start, stop, first, indices, values in pieces:
         part = way[start:stop]
         if values is None:
             part.zero_()
         elif indices is None:
             part.sub_(values)
         else:
-            part[indices] -= values
+            part.index_add_(0, indices - first, values, alpha=-1)
 
 
-def _in_order(indices: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the indices, int64, ascending, and their values, without those of value 0: an index comes once then."""
-    kept = values != 0
-    indices, values = indices[kept].long(), values[kept]
-    if indices.numel() and not bool((indices[1:] > indices[:-1]).all()):
-        order = indices.argsort()
-        return indices[order], values[order]
-    return indices, values
+def _parts(segment: Segment) -> Iterator[tuple[Slot, int, int, int]]:
+    """Yield each tensor in a segment, which of its elements, from start to stop, and where these begin there."""
+    for slot in segment.slots:
+        start, stop = segment.inside(slot)
+        yield slot, start, stop, slot.offset + start - segment.start
 
 
-def _cut(start: int, stop: int, first: int, indices: torch.Tensor | None, values: torch.Tensor | None) -> Piece:
-    """Return what of a segment's ``indices`` and ``values`` lies in a tensor, whose part begins at ``first`` there."""
-    length = stop - start
-    if indices is None:
-        return Piece(start, stop, None, None if values is None else values[first : first + length])
-    assert values is not None
-    low, high = torch.searchsorted(indices, torch.tensor([first, first + length], device=indices.device)).tolist()
-    return Piece(start, stop, indices[low:high] - first, values[low:high])
+def _cut(segment: Segment, indices: torch.Tensor, values: torch.Tensor) -> list[Pair]:
+    """Return what lies in each tensor of a segment. What lies in the padding between them is nobody's."""
+    indices, values = _ascending(indices, values)
+    if len(segment.slots) == 1 and segment.numel == segment.length:
+        return [(indices, values)]
+    edges = [edge for _, start, stop, first in _parts(segment) for edge in (first, first + stop - start)]
+    marks = torch.tensor(edges, dtype=indices.dtype, device=indices.device)
+    cuts = torch.searchsorted(indices, marks).tolist()
+    return [(indices[low:high], values[low:high]) for low, high in zip(cuts[::2], cuts[1::2], strict=True)]
+
+
+def _ascending(indices: torch.Tensor, values: torch.Tensor) -> Pair:
+    """Return the indices, ascending, and their values.
+
+    A padding of zeros behind them, with value 0, is cut off on the host; on a device it comes first.
+    """
+    if indices.device.type == "cpu":
+        held = indices.numpy()
+        if len(held) > 1 and held[-1] == 0:
+            count = 1 + int((held[1:] == 0).argmax())
+            indices, values, held = indices[:count], values[:count], held[:count]
+        if (held[1:] > held[:-1]).all():
+            return indices, values
+    indices, order = indices.sort(stable=True)
+    return indices, values[order]

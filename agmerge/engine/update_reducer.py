@@ -24,37 +24,25 @@ from agmerge.backends import status
 from agmerge.engine.carry import Applied, Carry, Kept, wide
 from agmerge.engine.own_step import own_step
 from agmerge.engine.synchronizer import Synchronizer
-from agmerge.errors import NonFiniteError, and_more
+from agmerge.engine.way_table import WayTable
+from agmerge.errors import AGMergeError, NonFiniteError, and_more
 from agmerge.exchanges.message.format import Flag
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.options.config import Config
-from agmerge.options.updates import APPLY, planner_for
+from agmerge.options.updates import APPLY, HOLD, planner_for
 from agmerge.runtime import workers
 from agmerge.step.agreed_state import Plans
+from agmerge.step.gradient_exchange import Due
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.nonfinite_verdict import MOST_IN_A_ROW
 from agmerge.tensors.nonfinite import RAISE
-from agmerge.tensors.parameters import ParameterInfo, ParameterTable
+from agmerge.tensors.parameters import ParameterTable
+from sparsifiers.memories import Memory, Residual
 
 ELASTIC = (
     "sync='updates' under horovod.torch.elastic is not built yet: newcomers would have to get the shared parameters. "
     "Use sync='gradients', or restart from a checkpoint of agmerge.gather_state()"
 )
-
-
-class WayTable:
-    """List the ways that are exchanged: of the parameters, in float32 or wider."""
-
-    def __init__(self, members: ParameterTable) -> None:
-        self._members = members
-
-    def active(self) -> list[ParameterInfo]:
-        """Return the parameters that need a gradient, each with the dtype of its way."""
-        return [replace(member, dtype=wide(member.dtype)) for member in self._members.active()]
-
-    def snapshot(self) -> object:
-        """Return what must not change unnoticed."""
-        return self._members.snapshot()
 
 
 class UpdateReducer(Synchronizer):
@@ -65,24 +53,29 @@ class UpdateReducer(Synchronizer):
     def __init__(self, members: ParameterTable, config: Config) -> None:
         assert config.updates is not None
         self.updates = config.updates
-        elements = sum(member.parameter.numel() for member in members.active())
-        config = replace(config, planner=planner_for(config.updates, config.planner, elements))
-        super().__init__(members, WayTable(members), config)
+        self._ways = WayTable(members)
+        super().__init__(members, self._ways, self._with_planner(config))
         self.steps = 0  # of the optimizer, exchanged or not
         self.flags_of_all = int(Flag.ACTIVE)  # what all ranks said together in the last exchange
         self._flag = Flag.ACTIVE  # what this rank says in its messages; JOINED in join()
         self._bad: tuple[str, ...] = ()  # whose gradients were not finite since the last exchange
+        self._said: tuple[str, ...] = ()  # likewise, in the messages under way
         self._skipped_in_a_row = 0
         self._receive_at: int | None = None  # the step after which messages under way are taken in
-        self._due: Callable[[int], Any] | None = None  # which merge buffers these are of
+        self._due: Due | None = None  # which merge buffers these are of
         self._snapshot: object = None  # of the members, as of the last look
+        self._in_shared = False  # parameters are the shared ones for a while
         self.carry = self._make_carry()
+
+    def _with_planner(self, config: Config) -> Config:
+        """Return ``config`` with a planner that makes as many merge buffers as take turns."""
+        elements = sum(member.parameter.numel() for member in self._ways.parameters())
+        return replace(config, planner=planner_for(self.updates, config.planner, elements))
 
     def _make_carry(self) -> Carry:
         """Return who keeps what is not sent, and give the exchange the memory that this needs."""
-        updates, members = self.updates, self.members.active()
-        narrow = any(wide(member.dtype) != member.dtype for member in members)
-        memory = updates.memory_for(self.config.compressor, narrow=narrow)
+        updates, narrow = self.updates, self._narrow
+        memory = self._memory_for(self.config)
         self.exchange.adopt(replace(self.config, memory=memory))
         if memory.hands_back or (not memory.has_residual and not narrow):
             return Applied(self.exchange, updates.outer, overlap=updates.overlap > 0)
@@ -92,6 +85,40 @@ class UpdateReducer(Synchronizer):
                 "autocast, or leave overlap out"
             )
         return Kept(self.exchange, updates.outer, applied=updates.carry == APPLY)
+
+    @property
+    def _narrow(self) -> bool:
+        """Tell whether a parameter has 16 bits."""
+        return any(wide(member.dtype) != member.dtype for member in self._ways.parameters())
+
+    def _memory_for(self, config: Config) -> Memory:
+        """Return who keeps what is not sent with ``config``; what is kept beside parameters stays there."""
+        memory = self.updates.memory_for(config.compressor, narrow=self._narrow)
+        return Residual() if self.exchange.residuals() and not memory.has_residual else memory
+
+    def _admit(self) -> None:
+        """Follow the parameters that take part now, as long as there is this optimizer."""
+        self.carry.admit({member.name: member.parameter for member in self._ways.parameters()})
+        self._ways.keep(self.carry.parameters)
+
+    def _change_carry(self) -> None:
+        """Let another carry go on, where the memory or the dtypes ask for one. Nothing is under way."""
+        before, self.carry = self.carry, self._make_carry()
+        self.carry.take_over(before)
+
+    def reconfigure(self, config: Config, what: str, advice: str) -> None:
+        """Collective. See :meth:`Synchronizer.reconfigure`. What was not sent stays where it is."""
+        self._check_outside_shared(what)
+        self.check_idle(what)
+        config = replace(self._with_planner(config), memory=self._memory_for(config))
+        super().reconfigure(config, what, advice)
+        self._change_carry()
+
+    def leave(self) -> None:
+        """Forget the group of workers, and what is under way: it counts as not sent."""
+        super().leave()
+        self._receive_at = None
+        self.carry.forget_sent()
 
     def _on_agreement(self, buffers: MergeBuffers, times: RunningStepTimes) -> Plans | None:
         return super()._on_agreement(buffers, times) if self.updates.fragments == 1 else None
@@ -104,10 +131,11 @@ class UpdateReducer(Synchronizer):
 
     def _fit_to_group(self, shard_before: tuple[int, int] | None) -> None:
         origin, comm = self.exchange.origin, self.exchange.comm
-        super()._fit_to_group(shard_before)
-        if origin is not None and comm is not None and origin[1] != comm.size:
-            with torch.no_grad():
-                self.carry.rescale(comm.size / origin[1])
+        factor = 1.0 if origin is None or comm is None else comm.size / origin[1]
+        with torch.no_grad():
+            moved = {name: self.carry.displacement(name) * factor for name in self.carry.parameters if factor != 1.0}
+            super()._fit_to_group(shard_before)
+            self.carry.put(moved)
 
     @property
     def alone(self) -> bool:
@@ -150,17 +178,26 @@ class UpdateReducer(Synchronizer):
     @torch.no_grad()
     def before_step(self) -> None:
         """Collective. Connect, if need be, and note where parameters are before the optimizer moves them."""
+        self._check_outside_shared("a step")
         self.connect()
         self.exchange.check_unbroken()
         snapshot = self.members.snapshot()
+        if self.alone:
+            self._take_residuals()
         if self.alone or snapshot == self._snapshot:
             return
+        self._admit()  # ranks may have to agree first, on the parameters that there are now
         if self._snapshot is not None:
             self.flush()
-            before, self.carry = self.carry, self._make_carry()
-            self.carry.base.update(before.base)
-        self.carry.admit(self.members.active())
+            self._change_carry()
         self._snapshot = snapshot
+
+    def _take_residuals(self) -> None:
+        """Apply to the parameters what was kept beside them among other workers: this one sends nothing any more."""
+        for name, residual in self.exchange.residuals().items():
+            if self.updates.carry == HOLD and name in self.carry.parameters:
+                self.carry.parameters[name].detach().sub_(residual)
+            self.exchange.carry("residual", name, None)
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -171,14 +208,18 @@ class UpdateReducer(Synchronizer):
         if self._receive_at is not None and self.steps >= self._receive_at:
             self._receive()
         fragment = self.updates.fragment_at(self.steps)
-        if fragment is None:
+        due = None if fragment is None else self.updates.merge_buffers_of(fragment)
+        # With fewer merge buffers than fragments some of these have none.
+        if fragment is None or (due is not None and not due(len(self.exchange.agree().plan.counts))):
             self.exchange.totals.passed(sum(tensor.numel() for tensor in self.carry.base.values()))
             return
         status.current().enter("is in step()", self.exchange.step)
-        self._due = self.updates.merge_buffers_of(fragment)
+        self._due = due
+        self._said, self._bad = self._bad, ()
         self._receive_at = self.steps + self.updates.overlap
         if self.updates.overlap:
-            self.exchange.start(self.carry.way, self._flag, self._due, self._bad)
+            self.exchange.agree()
+            self.exchange.start(self.carry.way, self._flag, self._due, self._said)
         else:
             self._receive()
 
@@ -193,12 +234,13 @@ class UpdateReducer(Synchronizer):
 
     def _receive(self) -> None:
         """Collective. Take in what is due, or under way."""
-        bad, self._bad, self._receive_at = self._bad, (), None
-        combined = self.exchange.finish(self.carry.way, self._flag, self._due, bad)
+        said, self._said, self._receive_at = self._said, (), None
+        combined = self.exchange.finish(self.carry.way, self._flag, self._due, said)
         with self.exchange.breaking():
             self.exchange.commit()
             self.carry.take_in(combined)
-        self.flags_of_all = combined.flags
+            combined.buffers.forget_round()
+        self.flags_of_all = combined.flags or int(Flag.ACTIVE)  # without a message nobody said anything else
         self.end_exchange()
 
     @torch.no_grad()
@@ -216,9 +258,8 @@ class UpdateReducer(Synchronizer):
         self.flush()
         self._due, buffers = None, None
         while buffers is None or buffers is not self.exchange.buffers:  # else ranks have agreed anew meanwhile
-            if self.exchange.buffers is None:
-                self._receive()
-            buffers = self.exchange.buffers
+            buffers = self.exchange.agree()
+            self._said, self._bad = self._bad, ()
             with self.exchange.sending_whole():
                 self._receive()
 
@@ -233,17 +274,28 @@ class UpdateReducer(Synchronizer):
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Let the parameters, inside, be those that all workers have in common. Changes inside are lost."""
-        own = {name: parameter.detach().clone() for name, parameter in self.carry.parameters.items()}
+        """Let the parameters, inside, be those that all workers have in common. Changes inside are lost.
+
+        What is saved inside has this worker's own all the same.
+        """
+        parameters = self.carry.parameters
+        own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         with torch.no_grad():
-            for name, parameter in self.carry.parameters.items():
+            for name, parameter in parameters.items():
                 parameter.copy_(self.carry.base[name])
+        self.carry.parameters, was_in_shared, self._in_shared = own, self._in_shared, True
         try:
             yield
         finally:
+            self.carry.parameters, self._in_shared = parameters, was_in_shared
             with torch.no_grad():
-                for name, parameter in self.carry.parameters.items():
+                for name, parameter in parameters.items():
                     parameter.copy_(own[name])
+
+    def _check_outside_shared(self, what: str) -> None:
+        """Raise :class:`agmerge.AGMergeError` inside of :meth:`shared`, where what moves parameters would be undone."""
+        if self._in_shared:
+            raise AGMergeError(f"{what} inside shared(): changes of parameters inside are lost. Call it outside")
 
     # -- guards -----------------------------------------------------------------------------------------------------
 
@@ -279,16 +331,20 @@ class UpdateReducer(Synchronizer):
 
     @torch.no_grad()
     def saved_updates(self) -> dict[str, Any]:
-        """Return the shared parameters, where this worker's stand from them, the outer optimizer and the steps.
+        """Return the shared parameters, this worker's own, the outer optimizer and the steps.
 
-        ``displacements``: of the parameters since the last exchange; what is kept beside them is among the residuals.
+        What this worker carries lies between the two; what it keeps beside them is among the residuals. Where it is
+        dealt among another number of workers, ``displacements`` take the place of ``own``.
         """
         base = self.carry.base
         return {
             "carry": self.updates.carry,
             "steps": self.steps,
             "base": {name: tensor.clone() for name, tensor in base.items()},
-            "displacements": {name: self.carry.displacement(name) for name in base},
+            "own": {
+                name: self.carry.parameters[name].detach().clone() for name in base if name in self.carry.parameters
+            },
+            "displacements": {},
             "outer": self.carry.outer_state(),
         }
 
@@ -298,15 +354,19 @@ class UpdateReducer(Synchronizer):
 
         Parameters are put where they were. Call it once residuals are restored.
         """
-        self._receive_at, self._bad = None, ()
+        self._check_outside_shared("load_state_dict()")
+        self._receive_at, self._bad, self._said = None, (), ()
         self.carry = self._make_carry()
         self._snapshot = None
-        if saved is None or not saved["base"]:
+        if saved is None:
             return
-        self.carry.admit(self.members.active())
-        self.carry.restore(saved["base"], saved["displacements"])
-        self.carry.load_outer_state(saved["outer"])
-        self.steps, self._snapshot = saved["steps"], self.members.snapshot()
+        self.steps = saved["steps"]
+        if saved["base"]:  # else one worker saved it, who shared nothing
+            self._ways.keep(saved["base"])
+            self._admit()
+            self.carry.restore(saved["base"], saved["own"], saved["displacements"])
+            self.carry.load_outer_state(saved["outer"])
+            self._snapshot = self.members.snapshot()
 
     def step_count(self) -> int:
         return self.steps

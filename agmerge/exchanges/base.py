@@ -26,6 +26,11 @@ from sparsifiers import Selection
 Commit = Callable[[Segment, "torch.Tensor | None", "torch.Tensor | None"], None]
 
 
+# What all ranks have sent of a segment, (indices, values) by rank, and the factor of these values. Returns whether that
+# is enough: then no update is written.
+Receive = Callable[[Segment, "list[tuple[torch.Tensor, torch.Tensor]]", float], bool]
+
+
 @dataclass(frozen=True)
 class ExchangeContext:
     """Say what an exchange is made from. Every exchange reads what concerns it, and leaves the rest alone."""
@@ -40,6 +45,7 @@ class ExchangeContext:
     predivide: float = 1.0  # f: dense sums are of `work / f`, and multiplied by f afterwards
     cast: torch.dtype | None = None  # dtype of dense segments on the wire; None: the gradient's own
     keeps: bool = False  # `work` of dense segments holds a residual, so that what is sent has to be committed
+    receive: Receive = lambda segment, parts, scale: False  # asked where ranks' selections are at hand, one by one
     workers: int | None = None  # whose gradients a sum has; None: one of each rank of `comm`
 
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from agmerge.errors import MessageError
 from agmerge.exchanges.base import Exchange, InFlight, SegmentBuffers
+from agmerge.exchanges.message import Everything
 from agmerge.exchanges.message.codec import clear_behind
 from agmerge.exchanges.message.format import Format, RoundHeader, Section
+from agmerge.exchanges.message.indices import in_order
 from sparsifiers import Selection, kernel
 
 Part = tuple[torch.Tensor, torch.Tensor]  # indices (int32) and values of one rank
@@ -52,11 +55,18 @@ class SparseExchange(Exchange):
                 chosen = clear_behind(load.work.index_select(0, offer.indices), offer.count)
                 if not section.value.has_zero:
                     offer, chosen = without_zeros(offer, chosen)
-                section.index.encode(offer.indices, offer.count, message[section.indices])
-                sent = section.value.encode(chosen, message[section.values], offer.count)
+                if isinstance(section.index, Everything):
+                    values, count = spread(offer, chosen, section.index.length)
+                    sent = section.value.encode(values, message[section.values])
+                    if values is not chosen:
+                        sent = clear_behind(sent.index_select(0, offer.indices), offer.count)
+                else:
+                    count = offer.count
+                    section.index.encode(offer.indices, count, message[section.indices])
+                    sent = section.value.encode(chosen, message[section.values], count)
                 self.commit(load.segment, offer.indices, sent)
                 elements += min(offer.indices.numel(), load.segment.numel)
-                counts.append(offer.count)
+                counts.append(count)
         layout.write_header(message, control, counts, seal=True)
         handle = self.comm.all_gather(received, message, name)
         return InFlight(
@@ -77,6 +87,8 @@ class SparseExchange(Exchange):
         messages = pending.received.view(self.comm.size, -1)
         parts = self._decode(pending, messages)  # all of them before anything is written
         for load, section, sparse in zip(pending.loads, layout.sections, parts, strict=True):
+            if section.capacity is not None and self.context.receive(load.segment, sparse, self.scale):
+                continue
             total = self.accumulator(load)
             if section.capacity is None:
                 self._add_dense(total, [layout.whole(message, section) for message in messages])
@@ -134,14 +146,43 @@ def without_zeros(offer: Selection, values: torch.Tensor) -> tuple[Selection, to
 
     On a device the count then stays there; on the host, these are the same objects where nothing is 0.
     """
-    kept = values != 0
-    count: int | torch.Tensor = kept.sum(dtype=torch.int32)
     if values.device.type == "cpu":
-        count = int(count)
+        used = values.numpy() != 0  # seven times as fast as torch's
+        count = int(np.count_nonzero(used))
         if count == offer.count:
             return offer, values
+        chosen = torch.from_numpy(np.flatnonzero(used))
+        indices, moved = torch.zeros_like(offer.indices), torch.zeros_like(values)
+        torch.index_select(offer.indices, 0, chosen, out=indices[:count])
+        torch.index_select(values, 0, chosen, out=moved[:count])
+        return Selection(indices, count), moved
+    kept = values != 0
     # What is left out falls behind the last slot.
     places = torch.where(kept, kept.cumsum(0) - 1, values.numel())
     indices = offer.indices.new_zeros(values.numel() + 1).scatter_(0, places, offer.indices)
     moved = values.new_zeros(values.numel() + 1).scatter_(0, places, values)
-    return Selection(indices[:-1], count), moved[:-1]
+    return Selection(indices[:-1], kept.sum(dtype=torch.int32)), moved[:-1]
+
+
+def spread(offer: Selection, values: torch.Tensor, length: int) -> tuple[torch.Tensor, int | torch.Tensor]:
+    """Return ``values``, (capacity,), at their places among ``length``, 0 at others, and the count to announce.
+
+    That is ``length``; 0 if what is offered is not in order, which receivers take for the error that it is. On a device
+    it stays there; on the host, ``values`` are returned themselves where all are offered.
+    """
+    if offer.indices.device.type != "cpu":
+        return spread_on_device(offer, values, length)
+    chosen = offer.trimmed()
+    good = in_order(offer.indices[: len(chosen)], length)
+    if good and len(chosen) == length:
+        return values, length
+    return values.new_zeros(length).index_copy_(0, chosen, values[: len(chosen)]), good * length
+
+
+def spread_on_device(offer: Selection, values: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do what :func:`spread` does, on any device, with nothing that waits for it."""
+    slots = torch.arange(offer.indices.numel(), dtype=torch.int32, device=values.device)
+    live = slots < offer.count
+    places = torch.where(live, offer.indices, length)  # padding falls behind the last one
+    good = ((places[1:] > places[:-1]) | ~live[1:]).all()
+    return values.new_zeros(length + 1).scatter_(0, places.long(), values)[:-1], good * length

@@ -58,9 +58,9 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
     * ``sparse_as_dense``: Gradients of sparse layout are made dense. Without it they are an error.
     * ``process_set``: Give a Horovod process set, or the ranks (on any backend) that exchange gradients. The others
       step by themselves.
-    * ``density``: Give one number, elements sent / elements; or ``{pattern: density}`` by whole name, where the first
-      match counts and 0.01 where none does; or ``"importance"``, which goes around the compressor's own density by the
-      energy per element of each tensor's gradients in the first steps.
+    * ``density``: Give one number, elements sent / elements, 0.01 by default; or ``{pattern: density}`` by whole name,
+      where the first match counts and the default where none does; or ``"importance"``, which goes around the
+      compressor's own density by the energy per element of each tensor's gradients in the first steps.
     * ``warmup``: Other densities in the first steps are ``"dgc"`` (the ladder of its paper, 200 steps a rung), a number
       of steps (geometric, from 25 %), or ``callable(step) -> density``. :func:`agmerge.ladder` is the paper's with a
       number of steps of yours.
@@ -91,6 +91,17 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
     * ``unused``: ``"none"`` leaves ``p.grad`` None where no rank had a gradient and nothing is left to send. ``"zero"``
       is Horovod's way.
     * ``model``: With ``merging="dear"``, this module's forward applies the updates. Others take none.
+    * ``sync``: Exchange ``"gradients"``, or ``"updates"``: each worker's optimizer steps with its own gradients, and
+      what it did to the parameters is exchanged (docs/adaptive.md). That is for AdamW and other adaptive optimizers.
+      The others are about it, and ``density`` is 0.05 then, ``wire`` ``"sign"``, by default.
+    * ``carry``: ``"apply"`` (the default) leaves what is not sent in the worker's own parameters, ``"hold"`` beside
+      them, so that all ranks compute with the same ones.
+    * ``every``: Exchange after every so many steps.
+    * ``fragments``: Merge buffers take turns in so many groups, at different ones of these steps.
+    * ``overlap``: What is sent after a step is received so many steps later, and travels meanwhile.
+    * ``decay``: What is carried is multiplied by this factor at each exchange; with ``carry="hold"``.
+    * ``outer``: :class:`agmerge.Nesterov`, or a function from a list of parameters to an optimizer of them, steps with
+      what was combined. None takes it as it is.
     """
 
     def __init__(
@@ -122,7 +133,7 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
         unused: str = "none",
         model: torch.nn.Module | None = None,
         sync: str = "gradients",
-        carry: str | None = None,
+        carry: str | None = "apply",
         every: int = 1,
         fragments: int = 1,
         overlap: int = 0,
@@ -170,10 +181,13 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
         self._reducer.prepare_to_save()
         named = [(self._reducer.members.name_of(p), p) for p in self._reducer.members.name_all()]
         arguments = {**vars(self._options), "backward_passes_per_step": self._reducer.passes}
-        return _restore, (self.optimizer, named, arguments, rank_state.save(self._reducer))
+        return _restore, (self.optimizer, named, arguments, rank_state.save(self._reducer), type(self))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add the group to the inner optimizer; on every rank at the same step. The next step agrees on it."""
+        """Collective. Add the group to the inner optimizer; on every rank at the same step. The next step agrees on it.
+
+        Ranks communicate only with ``overlap=``: what is under way is taken in.
+        """
         self._reducer.check_idle("add_param_group()")
         self.optimizer.add_param_group(param_group)
         self._reducer.admit_group()
@@ -357,13 +371,15 @@ def _restore(
     named: list[tuple[str, torch.Tensor]],
     arguments: dict[str, Any],
     section: dict[str, Any],
+    kind: type[DistributedOptimizer] = DistributedOptimizer,
 ) -> DistributedOptimizer:
     """Return an unpickled or copied wrapper, which shakes hands at its first ``synchronize()``.
 
     Pickles of all releases call this. ``named``: parameters with their names; ``arguments``: fields of
-    :class:`Options`, and perhaps some that are gone; ``section``: what :func:`agmerge.checkpoint.rank_state.save` gave.
+    :class:`Options`, and perhaps some that are gone; ``section``: what :func:`agmerge.checkpoint.rank_state.save` gave;
+    ``kind``: the class of the wrapper.
     """
-    self = DistributedOptimizer.__new__(DistributedOptimizer)
+    self = kind.__new__(kind)
     options = Options.from_saved(arguments)
     self._set_up(optimizer, named, options)
     rank_state.load(self._reducer, section)

@@ -6,7 +6,7 @@ Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Mo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -78,6 +78,8 @@ class LocalSync(ReportingMixin):
         **options: Any,
     ) -> None:
         check_optimizer(optimizer)
+        if sync_every is not None and every not in (EVERY, sync_every):
+            raise ValueError("sync_every is another name of every: give one of them")
         every = every if sync_every is None else sync_every
         for name, value, other in (
             ("outer", None if outer_optimizer is None else SameKind(outer_optimizer), "outer_optimizer"),
@@ -89,16 +91,21 @@ class LocalSync(ReportingMixin):
         settings["compression"] = compressors.resolve_auto(settings["compression"], optimizer, None, UPDATES)
         compressors.check_meaning(settings["compression"], settings)
         self._reducer = UpdateReducer(ParameterTable(optimizer, model.named_parameters()), resolve(Options(**settings)))
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> LocalSync:
-        """Collective. Connect, and exchange from now on whenever the optimizer has made so many steps."""
+        """Collective. Connect, and exchange from now on whenever the optimizer has made so many steps.
+
+        Raises ``ValueError`` inside of its own ``with``.
+        """
+        if self._hooks:
+            raise ValueError("this LocalSync is entered already, and would count every step twice: enter it once")
         workers.adopt()
         self._reducer.connect()
         self._hooks = [
-            self._optimizer.register_step_pre_hook(lambda *_: self._reducer.before_step()),
-            self._optimizer.register_step_post_hook(lambda *_: self._reducer.after_step()),
+            self.optimizer.register_step_pre_hook(lambda *_: self._reducer.before_step()),
+            self.optimizer.register_step_post_hook(lambda *_: self._reducer.after_step()),
         ]
         return self
 
@@ -106,6 +113,7 @@ class LocalSync(ReportingMixin):
         """Collective. Take in what is under way, unless there was an error, and exchange nothing more."""
         for hook in self._hooks:
             hook.remove()
+        self._hooks = []
         if kind is None:
             self._reducer.flush()
 
@@ -124,12 +132,17 @@ class LocalSync(ReportingMixin):
         self._reducer.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank keeps beside the optimizer's own state, for :meth:`load_state_dict`."""
-        return rank_state.save(self._reducer)
+        """Return the optimizer's state, and under ``"agmerge"`` what this rank keeps beside it."""
+        return {**self.optimizer.state_dict(), rank_state.SECTION: rank_state.save(self._reducer)}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Collective. Load what :meth:`state_dict` gave on this rank, once the model is loaded."""
-        rank_state.load(self._reducer, state_dict)
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Collective. Load what :meth:`state_dict` gave on this rank, or :func:`agmerge.gather_state` on rank 0.
+
+        Call it once the model is loaded. The optimizer's state is loaded too.
+        """
+        inner = {key: value for key, value in state_dict.items() if key != rank_state.SECTION}
+        own = rank_state.load(self._reducer, state_dict.get(rank_state.SECTION))
+        self.optimizer.load_state_dict(own or inner)
 
     def close(self) -> None:
         """Give the communicators back."""

@@ -43,7 +43,7 @@ class Options:
     unused: str = "none"
     model: torch.nn.Module | None = None  # of merging="dear"
     sync: str = "gradients"  # or "updates", of which the others are
-    carry: Any = None  # "apply" or "hold"; None: "apply"
+    carry: Any = "apply"  # or "hold"; None: the default
     every: Any = 1  # steps
     fragments: Any = 1
     overlap: Any = 0  # steps

@@ -94,6 +94,8 @@ def check_meaning(compression: Any, given: Mapping[str, Any]) -> None:
             about = "how much a sparsifier selects of which parameter"
         elif name == "exchange" and value in _SELECTING:
             about = "how ranks combine what a sparsifier selects"
+        elif name == "decay" and value != 1.0:
+            about = "what a sparsifier leaves behind"
         elif value is usual or (isinstance(value, str) and value in (usual, "partial")):  # that has its own words
             continue
         raise ValueError(

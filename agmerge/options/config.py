@@ -147,6 +147,8 @@ class Config:
         """
         lossless = not self.compressor.selects and self.cast is None
         return [
+            ("sync", GRADIENTS if self.updates is None else UPDATES),  # first: defaults of others hang on it
+            *(() if self.updates is None else self.updates.facts()),
             ("compression", self.compressor.name),
             *self.density.facts(),
             ("dense='partial'", str(self.partial)),
@@ -167,8 +169,6 @@ class Config:
             ("unused", "zero" if self.zero_unused else "none"),
             ("nonfinite", self.nonfinite),
             ("scaler", "attached" if self.scaled else "None"),
-            ("sync", GRADIENTS if self.updates is None else UPDATES),
-            *(() if self.updates is None else self.updates.facts()),
         ]
 
 

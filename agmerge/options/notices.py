@@ -22,10 +22,12 @@ OWN = (
     "the groups that were loaded have no momentum, and memory {memory!r} applies its own before selection, 0.9. Give "
     "the groups another one, or pass memory='residual' for none"
 )
+# Optimizers that scale each coordinate by what it has been so far, besides those whose groups have "betas".
+ADAPTIVE = ("Adadelta", "Adafactor", "Adagrad", "Adam", "Lion", "Muon", "RMSprop", "Rprop", "SignSGD")
 ADAM = (
-    "{optimizer} divides by the deviation of what it gets, and a sparse gradient deviates more: density 0.01 with "
-    "AdamW cost 22 % of the loss of a small language model in our runs, 0.1 nothing (docs/parity.md). density=0.1 is "
-    "safer; SGD with momentum and compression='dgc' lost nothing at 0.01"
+    "what is selected of gradients reaches {optimizer} late and in bursts: density 0.01 with AdamW cost 22 % of the "
+    "loss of a small language model in our runs (docs/parity.md). Pass sync='updates', which exchanges what "
+    "{optimizer} did instead (docs/adaptive.md); or density=0.1, which lost nothing"
 )
 
 
@@ -52,6 +54,13 @@ def warn_of_changes(exchange: Any, optimizer: torch.optim.Optimizer, before: Any
     if followed and config.rates is None and config.memory.has_momentum:
         warnings.warn(OWN.format(memory=config.memory.name), stacklevel=3)
     selected_before = before is not None and before.compressor.selects
-    if config.compressor.selects and not selected_before and any("betas" in group for group in groups):
+    if config.updates is None and config.compressor.selects and not selected_before and _is_adaptive(optimizer):
         if config.density.least < ENOUGH:
             warnings.warn(ADAM.format(optimizer=name), stacklevel=3)
+
+
+def _is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether ``optimizer`` moves coordinates of small gradients about as fast as the others."""
+    names = [kind.__name__.lower() for kind in type(optimizer).__mro__]
+    adaptive = any(word.lower() in name for word in ADAPTIVE for name in names)
+    return adaptive or any("betas" in group for group in optimizer.param_groups)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -25,8 +27,8 @@ WIRE_OF_UPDATES = "sign"  # the default where an exchange has codecs
 
 Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
-# Options of sync="updates" alone, with the value that says nothing.
-_OWN = {"carry": None, "every": 1, "fragments": 1, "overlap": 0, "decay": 1.0, "outer": None}
+# Options of sync="updates" alone, with the values that say nothing.
+_OWN = {"carry": ("apply", None), "every": (1,), "fragments": (1,), "overlap": (0,), "decay": (1.0,), "outer": (None,)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,8 @@ class Updates:
         yield "fragments", str(self.fragments)
         yield "overlap", str(self.overlap)
         yield "decay", str(self.decay)
-        yield "outer", str(getattr(self.outer, "__qualname__", repr(self.outer)))
+        # Without addresses, which differ from process to process.
+        yield "outer", re.sub(r" at 0x[0-9a-fA-F]+", "", str(getattr(self.outer, "__qualname__", repr(self.outer))))
 
 
 def density_of(options: Options) -> Any:
@@ -101,7 +104,7 @@ def parse_updates(options: Options) -> Updates | None:
         raise ValueError(f"sync={options.sync!r} is unknown; choose from: {', '.join(map(repr, SYNCS))}")
     if options.sync == GRADIENTS:
         for name, usual in _OWN.items():
-            if getattr(options, name) != usual:
+            if getattr(options, name) not in usual:
                 raise ValueError(
                     f"{name}={getattr(options, name)!r} is about sync='updates': pass that, or leave it out"
                 )
@@ -115,7 +118,7 @@ def parse_updates(options: Options) -> Updates | None:
         value = getattr(options, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{name}={value!r}: give a whole number >= {least}")
-    if not 0.0 < options.decay <= 1.0:
+    if isinstance(options.decay, bool) or not isinstance(options.decay, Real) or not 0.0 < options.decay <= 1.0:
         raise ValueError(f"decay={options.decay!r}: give a number in (0, 1]")
     if options.outer is not None and not callable(options.outer):
         raise TypeError(

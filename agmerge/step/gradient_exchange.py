@@ -25,6 +25,7 @@ from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.nonfinite_verdict import resolve_nonfinite
 from agmerge.step.round import GradientOf, Round
 from agmerge.step.two_level_round import TwoLevelRound
+from agmerge.tensors.difference import Difference
 
 Due = Callable[[int], Collection[int]]  # of so many merge buffers, the numbers of those that are exchanged
 
@@ -44,11 +45,14 @@ class Combined:
         """Return the combined tensor of each name, in the shape and strides of the table's.
 
         None: no rank had one, and nothing of earlier steps was left to send. All are infinite in a step that is
-        skipped. Without a step that is read, nothing is computed.
+        skipped. Without a step that is read, nothing is computed. A tensor of which ``buffers.received`` has something
+        is not in here.
         """
+        received = {slot.name for segment, *_ in self.buffers.received for slot in segment.slots}
         return {
             slot.name: self.buffers.update(slot) if self._zero_unused or self._round.has_update(slot) else None
             for slot in self._round.slots()
+            if slot.name not in received
         }
 
 
@@ -92,6 +96,12 @@ class GradientExchange(AgreedState):
         self._handed[name] = held
         return held
 
+    def agree(self) -> MergeBuffers:
+        """Collective. Return the merge buffers, on which ranks that have none yet agree first: on all of them alike."""
+        self.check_unbroken()
+        with self.breaking():
+            return self.agree_anew([]) if self.buffers is None else self.buffers
+
     def start(
         self,
         gradient_of: GradientOf,
@@ -118,14 +128,14 @@ class GradientExchange(AgreedState):
     ) -> Combined:
         """Collective. Send what is left, receive, and return the combined tensors.
 
-        ``gradient_of``: asked for each tensor that was not handed over, by name, and again where the round is repeated;
-        it may write its answer to :meth:`room_for` the tensor. ``flags``: what this rank says to all. ``due``: which
-        merge buffers are exchanged, of so many; None: all. ``nonfinite``: names of parameters of which this rank knows
-        already that something is not finite. Raises :class:`agmerge.NonFiniteError` on every rank, as
+        ``gradient_of``: asked for each tensor that was not handed over, by name, and again where the round is repeated.
+        A :class:`agmerge.tensors.difference.Difference` saves a pass. ``flags``: what this rank says to all. ``due``:
+        which merge buffers are exchanged, of so many; None: all. ``nonfinite``: names of parameters of which this rank
+        knows already that something is not finite. Raises :class:`agmerge.NonFiniteError` on every rank, as
         ``config.nonfinite`` has it: nothing is broken then, and the step begins anew.
         """
 
-        def late(name: str) -> torch.Tensor | None:
+        def late(name: str) -> torch.Tensor | Difference | None:
             return self._handed[name] if name in self._handed else gradient_of(name)
 
         self.check_unbroken()
@@ -147,15 +157,6 @@ class GradientExchange(AgreedState):
             self.discard()
             raise error
         return Combined(attempt, self.config.zero_unused)
-
-    def room_for(self, name: str) -> torch.Tensor | None:
-        """Return where ``gradient_of`` may write a tensor, to save a copy: (numel,), in C order; None: nowhere.
-
-        To be asked from inside of it only. What is written is not kept after :meth:`finish`.
-        """
-        if self.buffers is None or self._nodes is not None:
-            return None
-        return self.buffers.updates.of(self.buffers.slot_of[name])
 
     def commit(self) -> None:
         """Keep what the step has left over: residuals change places. The next step begins."""
@@ -239,7 +240,7 @@ class GradientExchange(AgreedState):
         self, buffers: MergeBuffers, dirty: bool, flags: int, due: Due | None, nonfinite: Sequence[str]
     ) -> Round:
         kind = TwoLevelRound if buffers.config.exchange == TWO_LEVEL else Round
-        buffers.sent.clear()
+        buffers.forget_round()
         numbers = None if due is None else due(len(buffers.plan.counts))
         attempt = kind(buffers, self.step, self.totals, dirty=dirty, flags=flags, due=numbers)
         attempt.guard.report(nonfinite)

@@ -34,13 +34,15 @@ from agmerge.step.update_home import InArenas
 from agmerge.tensors.arena import Arena, trim
 from agmerge.tensors.layout import Lane, Layout, Segment, Slot
 from agmerge.tensors.parameters import ParameterInfo
-from sparsifiers import Kind
+from sparsifiers import Kind, kernel
 from sparsifiers.memories import NoMemory
 
 BATCH_COPY_LIMIT = 1 << 14  # elements up to which a tensor that is sent whole waits for its merge buffer
 State = dict[tuple[str, str], torch.Tensor]  # by kind ("residual", "momentum") and name of the tensor
 # Of a segment: what was sent at which of its elements; indices None: of all of them; values None: all there was.
 Sent = tuple[Segment, "torch.Tensor | None", "torch.Tensor | None"]
+# Of a segment: the indices and values of each rank, and the factor of the values.
+Received = tuple[Segment, "list[tuple[torch.Tensor, torch.Tensor]]", float]
 
 
 def model_facts(members: Sequence[ParameterInfo], config: Config) -> list[Fact]:
@@ -93,7 +95,10 @@ class MergeBuffers:
         self.clock = clock_for(lane.device for lane in self.arenas)
         self.budgets: tuple[int, ...] | None = None  # by slot: elements to send, by importance, once that is known
         self.energy = GradientEnergy() if config.density.by_importance and config.compressor.selects else None
-        self.sent: list[Sent] = []  # in this round, of lanes whose memory hands back what is not sent
+        # In this round, of lanes whose memory hands back what is not sent: what was sent, and what all ranks have sent
+        # where that takes the place of an update.
+        self.sent: list[Sent] = []
+        self.received: list[Received] = []
         self._untrimmed = 2  # steps
         self._copies: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
         self._fixed_budgets: dict[str, int] = {}  # of segments, by key, where they are the same in every step
@@ -173,17 +178,35 @@ class MergeBuffers:
             predivide=config.predivide,
             cast=config.cast,
             keeps=any(config.memory_of(kind).has_residual or config.memory_of(kind).hands_back for kind in Kind),
+            receive=self._receive,
             workers=self.comm.size,  # a node's sum counts for all of its ranks
         )
+
+    def _receive(self, segment: Segment, parts: list[tuple[torch.Tensor, torch.Tensor]], scale: float) -> bool:
+        """Take what all ranks have sent of a segment as it is, if it can be applied in one pass; not if it is much."""
+        lane = segment.lane
+        if sum(len(indices) for indices, _ in parts) > segment.length // 2 or not (
+            self.arenas[lane].memory.hands_back and kernel.takes_in(lane.dtype, lane.device)
+        ):
+            return False
+        self.received.append((segment, parts, scale))
+        return True
 
     def commit(self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor | None) -> None:
         """Take what was sent of a segment off what is kept: see :meth:`Arena.commit`. Or remember it, to hand back."""
         arena = self.arenas[segment.lane]
         if arena.memory.hands_back:  # copies: the buffers of a message are written again
-            indices = None if indices is None else indices.clone()
-            self.sent.append((segment, indices, None if sent is None else sent.clone()))
+            if indices is not None:
+                indices = indices.clone() if indices.numel() < segment.length else None
+            sent = None if sent is None else sent.to(arena.work.dtype, copy=True)
+            self.sent.append((segment, indices, sent))
         else:
             arena.commit(segment, indices, sent)
+
+    def forget_round(self) -> None:
+        """Forget what was sent and received in a round: it has been applied, or comes to nothing."""
+        self.sent.clear()
+        self.received.clear()
 
     # -- what is sent ---------------------------------------------------------------------------------------------
 

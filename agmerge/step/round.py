@@ -7,20 +7,23 @@ are as they were, so a round can be discarded and repeated after a new agreement
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 
 import torch
 
-from agmerge.exchanges import InFlight
+from agmerge.exchanges import InFlight, SegmentBuffers
 from agmerge.exchanges.message.format import Flag, RoundHeader
 from agmerge.exchanges.routing import Message
 from agmerge.metrics.step_times import StepRecorder
 from agmerge.metrics.totals import Totals
 from agmerge.step.merge_buffers import MergeBuffers
+from agmerge.tensors.difference import Difference
 from agmerge.tensors.layout import Lane, Segment, Slot
 from agmerge.tensors.nonfinite import NonFiniteGuard, is_finite
 from sparsifiers import Selection, Sparsifier
 
-GradientOf = Callable[[str], "torch.Tensor | None"]  # asked for a tensor that nobody has handed over, by name
+# Asked for a tensor that nobody has handed over, by name.
+GradientOf = Callable[[str], "torch.Tensor | Difference | None"]
 
 
 class Round:
@@ -104,7 +107,7 @@ class Round:
                 self._on_added(slot, gradient)
         self._drain()
 
-    def _on_added(self, slot: Slot, gradient: torch.Tensor | None) -> None:
+    def _on_added(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> None:
         self._added[slot.index] = gradient is not None
         self.recorder.ready(slot.index)
         self._missing[self.buffers.buffer_of[slot.index]] -= 1
@@ -112,7 +115,7 @@ class Round:
         self._poll()
         self.recorder.resumed()
 
-    def _on_gradient(self, slot: Slot, gradient: torch.Tensor | None) -> None:
+    def _on_gradient(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> None:
         """Take this rank's own gradient of a tensor."""
         self._accumulate(slot, gradient)
 
@@ -120,12 +123,13 @@ class Round:
         """Return what to hold in a gradient's place."""
         return self.buffers.arena_of[slot.index].move_to_update(slot, gradient)
 
-    def _accumulate(self, slot: Slot, gradient: torch.Tensor | None) -> None:
+    def _accumulate(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> None:
         """Write ``work = residual + gradient``. What is not finite is left out again: the attempt comes to nothing, and
         figures, sparsifiers and codecs have nothing to do with it."""
         if self.dirty:
             return
         if gradient is not None and slot.index in self.buffers.batched_dense:
+            gradient = gradient.tensor() if isinstance(gradient, Difference) else gradient
             self._batches.setdefault(self.buffers.buffer_of[slot.index], []).append((slot, gradient))
             return
         arena = self.buffers.arena_of[slot.index]
@@ -135,7 +139,7 @@ class Round:
         if not finite and self.guard.inspect(slot, arena.work_of(slot), finite):
             arena.accumulate(slot, None)
         elif self.buffers.energy is not None and slot.lane.sparse:
-            self.buffers.energy.add(slot, gradient)
+            self.buffers.energy.add(slot, gradient.tensor() if isinstance(gradient, Difference) else gradient)
 
     def _copy_batch(self, buffer: int) -> None:
         """Put all small tensors of a merge buffer that are sent whole into their arenas: one call, one look at all."""
@@ -184,7 +188,7 @@ class Round:
         self._in_flight.append(sent)
 
     def _start(self, message: Message) -> InFlight:
-        loads = [self.buffers.load(segment) for segment in message.segments]
+        loads = [self._load(segment) for segment in message.segments]
         offers = [
             self._offer(segment) if selected else None
             for segment, selected in zip(message.segments, message.selected, strict=True)
@@ -194,6 +198,13 @@ class Round:
         in_flight = message.exchange.start(message.name, loads, offers, header)
         self._count_bytes(in_flight)
         return in_flight
+
+    def _load(self, segment: Segment) -> SegmentBuffers:
+        load = self.buffers.load(segment)
+        if self.dirty and self.buffers.arenas[segment.lane].in_place:
+            # Its gradients may lie there, views of the last updates, and are needed again once ranks have agreed anew.
+            load = replace(load, work=torch.zeros_like(load.work))
+        return load
 
     def _header(self, buffer: int, used: tuple[bool, ...], device: torch.device) -> RoundHeader:
         flags = self.flags | (Flag.REPLAN if self.dirty else 0) | (Flag.NONFINITE if self.guard.found else 0)

@@ -11,6 +11,7 @@ from agmerge.exchanges.node_shards import NodeShards
 from agmerge.metrics.totals import Totals
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.round import GradientOf, Round
+from agmerge.tensors.difference import Difference
 from agmerge.tensors.layout import Slot
 from agmerge.tensors.nonfinite import is_finite
 
@@ -45,14 +46,16 @@ class TwoLevelRound(Round):
         self._summed: list[RoundHeader] = []  # by merge buffer: what this rank said when the node began to add it up
         self._overflowed: list[Slot] = []  # on the host, whose node sum is not finite
 
-    def _on_gradient(self, slot: Slot, gradient: torch.Tensor | None) -> None:
+    def _on_gradient(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> None:
+        gradient = gradient.tensor() if isinstance(gradient, Difference) else gradient
         good = gradient is None or not self.guard.inspect(slot, gradient)
         self._shards.put(slot, gradient if good and not self.dirty else None)
 
     def _moved(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
         return self._shards.set_aside(slot, gradient)
 
-    def _accumulate(self, slot: Slot, gradient: torch.Tensor | None) -> None:
+    def _accumulate(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> None:
+        assert not isinstance(gradient, Difference)  # a node's sum, here
         if self.dirty:
             return
         arena = self.buffers.arena_of[slot.index]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import torch
 
+from agmerge.tensors.difference import Difference
 from agmerge.tensors.layout import Lane, Segment, Slot
 from sparsifiers import Memory, Momentum, Rate, kernel
 
@@ -150,12 +151,17 @@ class Arena:
         for tensor in kept:
             torch.nan_to_num_(tensor, 0.0, 0.0, 0.0)
 
-    def accumulate(self, slot: Slot, gradient: torch.Tensor | None) -> bool | None:
+    def accumulate(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> bool | None:
         """Write the tensor's part of ``work`` from its residual and ``gradient`` (None: it has none).
 
-        Returns whether all of it is finite, if the memory knows, else None.
+        Returns whether all of it is finite, if that is known, else None.
         """
         index = slot.index
+        if isinstance(gradient, Difference):
+            if self.in_place:
+                return gradient.write(self._views[self._turn][index])
+            gradient.write(self.gradients[index])
+            gradient = self.gradients[index]
         momentum = self._momentum_of(slot) if self._momentum_of_gradients else None
         residual = self._views[1 - self._turn][index] if self.memory.has_residual else None
         return self.memory.compensate(self._views[self._turn][index], residual, gradient, momentum, self._size)

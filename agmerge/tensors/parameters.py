@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,12 +110,12 @@ class ParameterTable:
         parameter.grad = parameter.grad.to_dense()
         return parameter.grad
 
-    def active(self) -> list[ParameterInfo]:
-        """Return the parameters that need a gradient now, in the order of the groups."""
+    def active(self, also: Container[str] = ()) -> list[ParameterInfo]:
+        """Return the parameters that need a gradient now, and those named ``also``, in the order of the groups."""
         return [
             ParameterInfo(self._names[p], p, p.dtype, p.device, tuple(p.shape))
             for p in self.name_all()
-            if p.requires_grad
+            if p.requires_grad or self._names[p] in also
         ]
 
     def snapshot(self) -> list[tuple[Any, ...]]:

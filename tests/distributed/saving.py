@@ -33,6 +33,7 @@ CELLS: dict[str, tuple[str, dict[str, Any]]] = {
     "no memory": ("sgd", {"compression": "topk", "memory": "none"}),
     "ordered": ("sgd", {"compression": "none", "dense_sum": "ordered"}),
     "oktopk": ("sgd", {"compression": "topk", "exchange": "oktopk"}),
+    "updates": ("adamw", {"compression": "topk", "sync": "updates", "carry": "hold"}),
 }
 
 
@@ -58,12 +59,11 @@ def waiting(optimizer: Any) -> dict[str, float]:
     return found
 
 
-def everything(model: torch.nn.Module, optimizer: Any, path: Path | None) -> dict[str, Any]:
-    return {
-        "model": model.state_dict(),
-        "optimizer": get_optimizer_state_dict(model, optimizer.optimizer),
-        "residuals": agmerge.ResidualState(optimizer, path),
-    }
+def everything(cell: str, model: torch.nn.Module, optimizer: Any, path: Path | None) -> dict[str, Any]:
+    parts = {"model": model.state_dict(), "residuals": agmerge.ResidualState(optimizer, path)}
+    if cell == "updates":  # each rank's own is in the residuals
+        return parts
+    return {**parts, "optimizer": get_optimizer_state_dict(model, optimizer.optimizer)}
 
 
 def save(cell: str, folder: Path) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def save(cell: str, folder: Path) -> dict[str, Any]:
     together = agmerge.gather_state(optimizer)
     if together is not None:
         torch.save({**state, "optimizer": together}, folder / f"{cell}.pt")
-    dcp.save(everything(model, optimizer, None), checkpoint_id=folder / f"{cell}.dcp")
+    dcp.save(everything(cell, model, optimizer, None), checkpoint_id=folder / f"{cell}.dcp")
     before = waiting(optimizer)
     seen = train(model, optimizer, agmerge.rank(), range(HALF, STEPS))
     optimizer.close()
@@ -87,9 +87,10 @@ def load(cell: str, folder: Path, way: str) -> dict[str, Any]:
     model, optimizer = started(cell)
     if way == "dcp":
         path = folder / f"{cell}.dcp"
-        state = everything(model, optimizer, path)
+        state = everything(cell, model, optimizer, path)
         dcp.load(state, checkpoint_id=path)
-        set_optimizer_state_dict(model, optimizer.optimizer, state["optimizer"])
+        if "optimizer" in state:
+            set_optimizer_state_dict(model, optimizer.optimizer, state["optimizer"])
         model.load_state_dict(state["model"])
     else:
         rank = f".{agmerge.rank()}" if way == "by rank" else ""

@@ -38,6 +38,7 @@ from support import (  # noqa: E402
     train,
     wrap,
 )
+from updates_scenarios import updates  # noqa: E402
 
 Scenario = Callable[[], Any]
 AWKWARD = 30  # steps
@@ -179,6 +180,7 @@ def planners() -> dict[str, dict[str, Any]]:
 
 
 scenario(exchanges)
+scenario(updates)
 scenario(every_collective)
 scenario(dropped)
 scenario(data_parallel)

@@ -12,6 +12,8 @@ import collective_scenarios
 import pytest
 from exchange_scenarios import EXCHANGES, STEPS, in_memory
 from launching import HERE, LAUNCHERS, ROOT, by_hand, launch, missing, results, run, start_by_hand, torchrun
+from updates_scenarios import JOINED, SAVED, WAYS
+from updates_scenarios import in_memory as updates_in_memory
 
 import merging
 
@@ -136,6 +138,27 @@ def test_every_exchange_trains_the_digits_and_loses_nothing(found: Results, name
 def test_every_exchange_trains_as_ranks_in_memory_do_to_the_bit(found: Results, name: str) -> None:
     seen = found["exchanges"]
     assert seen[0][name]["digests"] == in_memory(len(seen))[name][0]["digests"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_updates_leave_the_shared_parameters_equal_and_resume_to_the_bit(found: Results, way: str) -> None:
+    ranks = [seen[way] for seen in found["updates"]]
+    for kind in ("shared", "consolidated"):
+        assert len({seen[kind] for seen in ranks}) == 1
+    for seen in ranks:
+        assert len(set(seen["own"])) == len(seen["own"])
+        if way in SAVED:
+            assert seen["again"] == [seen["own"][len(seen["own"]) // 2 :], seen["shared"]]
+
+
+@pytest.mark.parametrize("way", JOINED)
+def test_joining_with_updates_ends_at_equal_parameters(found: Results, way: str) -> None:
+    ranks = [seen[f"join, {way}"] for seen in found["updates"]]
+    assert all(seen == ranks[0] for seen in ranks) and ranks[0]["last"] == len(ranks) - 1
+
+
+def test_updates_are_exchanged_as_ranks_in_memory_do_to_the_bit(found: Results) -> None:
+    assert found["updates"] == updates_in_memory(len(found["updates"]))
 
 
 def test_sparsified_ahead_and_added_in_order_the_plan_does_not_matter(found: Results) -> None:
@@ -280,6 +303,17 @@ def test_the_main_job_reaches_its_accuracy(tmp_path: Path) -> None:
     found = json.loads(out.read_text())
     assert found["accuracy"] >= 0.95
     assert found["bytes_sent"] < 0.1 * found["bytes_dense"]
+
+
+def test_the_language_model_learns_from_updates(tmp_path: Path) -> None:
+    out = tmp_path / "lm.json"
+    options = ["--steps", "60", "--batch-size", "2", "--lr", "0.01", "--json", str(out), "--save", str(tmp_path)]
+    ended = torchrun(2, ROOT / "examples" / "train_lm.py", *options, timeout=170)
+    assert ended.code == 0, ended.output[-3000:]
+    found = json.loads(out.read_text())
+    assert found["workers"] == 2 and found["validation_loss"] < found["unigram_loss"]
+    assert found["bytes_sent"] < found["bytes_dense"] / 40
+    assert {path.name for path in tmp_path.glob("*.pt")} == {"worker0.pt", "worker1.pt", "model.pt"}
 
 
 def test_the_main_job_runs_alone(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ side, for later rounds. ``bits``: packing and checksums.
 from __future__ import annotations
 
 from agmerge.exchanges.message.codec import ValueCodec
-from agmerge.exchanges.message.indices import Bitmap, Blocks, IndexCodec, Int32, candidates, smallest
+from agmerge.exchanges.message.indices import Bitmap, Blocks, Everything, IndexCodec, Int32, candidates, smallest
 from agmerge.exchanges.message.values import VALUES, Cast, value_codec
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Bitmap",
     "Blocks",
     "Cast",
+    "Everything",
     "IndexCodec",
     "Int32",
     "ValueCodec",

@@ -22,7 +22,10 @@ def bytes_of(count: int, width: int) -> int:
 
 
 def pack(values: Tensor, width: int, out: Tensor) -> None:
-    """Write the low ``width`` bits (1, 2, 4, 8 or 16) of ``values``, int32[m], into ``out``, uint8; the rest is 0."""
+    """Write the low ``width`` bits (1, 2, 4, 8 or 16) of ``values``, int32[m], into ``out``, uint8; the rest is 0.
+
+    ``values`` may be uint8[m] where they have no other bits.
+    """
     count = values.numel()
     if width >= 8:
         # Conversion to a shorter integer keeps the low bits.
@@ -31,13 +34,17 @@ def pack(values: Tensor, width: int, out: Tensor) -> None:
         whole[count:] = 0
         return
     each = 8 // width
-    spread = torch.zeros(out.numel() * each, dtype=torch.uint8, device=out.device)
-    spread[:count].copy_(values & ((1 << width) - 1))
+    spread = values
+    if values.dtype != torch.uint8 or count != out.numel() * each:
+        spread = torch.zeros(out.numel() * each, dtype=torch.uint8, device=out.device)
+        spread[:count].copy_(values).bitwise_and_((1 << width) - 1)
+    if width == 1 and out.device.type == "cpu":
+        out.numpy()[:] = np.packbits(spread.numpy(), bitorder="little")
+        return
     # The integers of one byte lie in the bytes of one word; they are moved together in its lowest byte.
-    words = spread.view(WORDS[width])
-    packed = words.clone()
+    words = packed = spread.view(WORDS[width])
     for place in range(1, each):
-        packed |= words >> (place * (8 - width))
+        packed = packed | words >> (place * (8 - width))
     out.copy_(packed)
 
 
@@ -45,16 +52,24 @@ def unpack(data: Tensor, width: int, count: int) -> Tensor:
     """Return the first ``count`` integers of ``width`` bits of ``data``, uint8: int32[count]."""
     if width == 16:
         return data.view(torch.int16)[:count].to(torch.int32) & 0xFFFF
-    if width == 8:
-        return data[:count].to(torch.int32)
-    if not count:
-        return torch.empty(0, dtype=torch.int32, device=data.device)
-    words = data.to(WORDS[width])
-    spread = words.clone()
+    return unpack_bytes(data, width, count).to(torch.int32)
+
+
+def unpack_bytes(data: Tensor, width: int, count: int) -> Tensor:
+    """Return the first ``count`` integers of ``width`` bits, at most 8, of ``data``, uint8: uint8[count].
+
+    Of 8 bits, they are a view.
+    """
+    if width == 8 or not count:
+        return data[:count]
+    if width == 1 and data.device.type == "cpu":
+        return torch.from_numpy(np.unpackbits(data.numpy(), count=count, bitorder="little"))
+    words = data[: bytes_of(count, width)].to(WORDS[width])
+    spread = words
     for place in range(1, 8 // width):
-        spread |= words << (place * (8 - width))
+        spread = spread | words << (place * (8 - width))
     spread &= ((1 << width) - 1) * (0x0101010101010101 & ((1 << 8 * spread.element_size()) - 1))
-    return spread.view(torch.uint8)[:count].to(torch.int32)
+    return spread.view(torch.uint8)[:count]
 
 
 def mark(places: Tensor, out: Tensor) -> None:

@@ -46,7 +46,7 @@ def saturated(values: Tensor, limit: float) -> Tensor:
     if torch.finfo(values.dtype).max <= limit:
         return values
     # Adding 0 times the value changes no bit of what is finite, and makes NaN of what is not.
-    return torch.add(values.clamp(-limit, limit), values, alpha=0.0)
+    return values.clamp(-limit, limit).add_(values, alpha=0.0)
 
 
 def clear_behind(values: Tensor, count: int | Tensor | None) -> Tensor:

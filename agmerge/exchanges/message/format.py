@@ -23,7 +23,7 @@ import torch
 
 from agmerge.backends.handshake import Fact, first_difference
 from agmerge.errors import MessageError
-from agmerge.exchanges.message import IndexCodec, ValueCodec, smallest, value_codec
+from agmerge.exchanges.message import Everything, IndexCodec, ValueCodec, smallest, value_codec
 from agmerge.exchanges.message.indices import GRAIN
 from agmerge.tensors.layout import Segment, aligned
 
@@ -74,7 +74,7 @@ class Section:
     """Say where one segment lies in the message, and in which codecs."""
 
     segment: Segment
-    capacity: int | None  # slots; None: all of it, dense, with no codecs
+    capacity: int | None  # slots, more than were asked for with Everything; None: all of it, dense, with no codecs
     indices: slice  # bytes of the message; empty where dense
     values: slice  # bytes of the message
     index: IndexCodec | None = None
@@ -119,11 +119,11 @@ class Format:
                 where = slice(end, end + segment.length * segment.lane.dtype.itemsize)
                 sections.append(Section(segment, None, slice(end, end), where))
             else:
-                index, value = smallest(segment.length, capacity), value_codec(wire, segment.lane.dtype)
+                index, value = section_codecs(segment.length, capacity, segment.lane.dtype, wire)
                 indices = slice(end, end + index.size)
                 start = aligned(indices.stop, GRAIN)
-                where = slice(start, start + value.size(capacity))
-                sections.append(Section(segment, capacity, indices, where, index, value))
+                where = slice(start, start + value.size(index.capacity))
+                sections.append(Section(segment, index.capacity, indices, where, index, value))
             end = aligned(where.stop, GRAIN)
         self.sections, self.size = tuple(sections), end
         self.by_codec = {"header": self.size}
@@ -193,9 +193,9 @@ class Format:
             _refuse_damaged(name, [r for r, row in enumerate(rows) if self._damaged(row)])
         self._check_place(rows, own, name)
         for rank, row in enumerate(rows):
-            for capacity, count in zip(self.capacities, self._counts(row), strict=True):
-                if not 0 <= count <= (capacity or 0):
-                    raise MessageError(f"{name}: rank {rank} announces {count} elements where {capacity or 0} fit")
+            for (*_, capacity), count in zip(self._facts, self._counts(row), strict=True):
+                if not 0 <= count <= capacity:
+                    raise MessageError(f"{name}: rank {rank} announces {count} elements where {capacity} fit")
         # Flags and used bits of all ranks together; other words of it mean nothing.
         words = [functools.reduce(operator.or_, column) for column in zip(*rows, strict=True)]
         return replace(own, flags=words[_FLAGS], used=_unbits(words[self._used_from :], self.tensors))
@@ -267,12 +267,27 @@ class Format:
         return message[section.values].view(section.segment.lane.dtype)
 
 
-def slot_bytes(length: int, capacity: int, dtype: torch.dtype, wire: str) -> float:
-    """Return the bytes of one slot of a section, header and padding apart.
+def section_codecs(length: int, capacity: int, dtype: torch.dtype, wire: str) -> tuple[IndexCodec, ValueCodec]:
+    """Return the codecs of a section of ``length`` elements of ``dtype``, of which up to ``capacity`` are offered.
 
-    The section has ``length`` elements of ``dtype`` and ``capacity`` slots, which is not 0; ``wire`` as in `Format`.
+    ``wire`` as in `Format`. Where all values, with 0 for what is not offered, take no more bytes than those that are
+    offered and their indices, it is all of them: always at density 1, if the value codec has a code for 0.
     """
-    return (smallest(length, capacity).size + value_codec(wire, dtype).size(capacity)) / capacity
+    index, value = smallest(length, capacity), value_codec(wire, dtype)
+    chosen = aligned(index.size, GRAIN) + aligned(value.size(capacity), GRAIN)
+    if value.has_zero and aligned(value.size(length), GRAIN) <= chosen:
+        return Everything(length), value
+    return index, value
+
+
+def slot_bytes(length: int, capacity: int, dtype: torch.dtype, wire: str) -> float:
+    """Return the bytes of one element that may be offered, header and padding apart.
+
+    The section has ``length`` elements of ``dtype``, and ``capacity``, which is not 0, may be offered; ``wire`` as in
+    `Format`.
+    """
+    index, value = section_codecs(length, capacity, dtype, wire)
+    return (index.size + value.size(index.capacity)) / capacity
 
 
 def _refuse_damaged(name: str, ranks: list[int]) -> None:

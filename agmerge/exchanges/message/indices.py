@@ -1,10 +1,10 @@
 """Write ascending, unique indices as bytes whose number depends on length and capacity only: index codecs.
 
-Three layouts. ``int32`` is the plain one, for very few. ``bitmap`` is one bit an element, for more than a quarter.
-Between them, the vector is cut into blocks of ``2**low`` elements: the low bits of every index stand side by side,
-and how many lie in each block is told in unary (a one for each index, a zero for each end of a block: Elias and
-Fano), so that a slot takes ``low + 1`` bits and a block takes one. Counts of a byte or two a block are never smaller
-than the best of these.
+Four layouts. ``int32`` is the plain one, for very few. ``bitmap`` is one bit an element, for more than a quarter.
+``all`` is no bits, where every element has a slot. Between the first two, the vector is cut into blocks of ``2**low``
+elements: the low bits of every index stand side by side, and how many lie in each block is told in unary (a one for
+each index, a zero for each end of a block: Elias and Fano), so that a slot takes ``low + 1`` bits and a block takes
+one. Counts of a byte or two a block are never smaller than the best of these.
 """
 
 from __future__ import annotations
@@ -92,6 +92,25 @@ class Bitmap(IndexCodec):
         return places, good & (places[-1] < self.length) if count else good  # what is marked is ascending
 
 
+class Everything(IndexCodec):
+    """Write nothing: every element of the vector has a slot, in order, and all slots are in use.
+
+    It is the sender who gives what is not offered its slot, with the value 0.
+    """
+
+    name, identity, size = "all", 3, 0
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length, length)
+
+    def encode(self, indices: Tensor, count: int | Tensor, out: Tensor) -> None:
+        pass
+
+    def decode(self, data: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        places = torch.arange(count, dtype=torch.int32, device=data.device)
+        return places, torch.full((), count == self.length, device=data.device)
+
+
 class Blocks(IndexCodec):
     """Write ``low`` bits a slot within blocks of ``2**low`` elements, and one more a slot and a block for the counts.
 
@@ -156,7 +175,7 @@ def in_order(indices: Tensor, length: int) -> Tensor:
 
 
 def candidates(length: int, capacity: int) -> Iterator[IndexCodec]:
-    """Yield all codecs for such a vector, the cheapest to write and read first."""
+    """Yield all codecs that take any indices of such a vector, the cheapest to write and read first."""
     yield Int32(length, capacity)
     yield Bitmap(length, capacity)
     for low in _LOWS:

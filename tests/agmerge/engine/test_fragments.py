@@ -27,9 +27,9 @@ def run(model: nn.Module, **options: Any) -> list[tuple[str, int, int]]:
 @pytest.mark.parametrize("fragments", [2, 3, 4])
 def test_fragments_have_merge_buffers_to_take_turns(fragments: int) -> None:
     _, buffers, exchanges = agreed(run(seeded(mlp), fragments=fragments))
-    assert 2 <= buffers <= fragments and exchanges == 2 * fragments
+    assert 2 <= buffers <= fragments and exchanges == 2 * buffers
 
 
-def test_more_fragments_than_merge_buffers_leave_some_empty() -> None:
+def test_fragments_without_a_merge_buffer_exchange_nothing() -> None:
     _, buffers, exchanges = agreed(run(seeded(mlp), fragments=4, merging="single"))
-    assert (buffers, exchanges) == (1, 8)
+    assert (buffers, exchanges) == (1, 2)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agmerge.exchanges.message import Bitmap, Blocks, IndexCodec, Int32, bits, candidates, smallest
+from agmerge.exchanges.message import Bitmap, Blocks, Everything, IndexCodec, Int32, bits, candidates, smallest
 from agmerge.exchanges.message.indices import GRAIN, in_order
 from sparsifiers import kernel
 
@@ -174,8 +174,20 @@ def test_of_equal_sizes_the_cheapest_is_taken() -> None:
     assert smallest(2**20, 2**20 // 100).name == "6-bit"
 
 
+@MANY
+@given(st.one_of(st.integers(0, 70), st.sampled_from([255, 256, 70_001])), st.integers(0, 300))
+def test_everything_takes_no_bytes_and_is_good_for_all_slots_only(length: int, count: int) -> None:
+    codec, nothing = Everything(length), dirty(0)[:0]
+    codec.encode(torch.arange(length, dtype=torch.int32), length, nothing)
+    assert codec.size == 0 and codec.capacity == length
+    for some in (length, min(count, length)):
+        got, good = codec.decode(nothing, some)
+        assert got.dtype == torch.int32 and got.tolist() == list(range(some))
+        assert bool(good) == (some == length) and good.dim() == 0
+
+
 def test_names_and_identities_differ() -> None:
-    found = list(candidates(10**6, 10))
+    found = [*candidates(10**6, 10), Everything(10**6)]
     assert len({codec.name for codec in found}) == len({codec.identity for codec in found}) == len(found)
     assert all(0 < codec.identity < 256 for codec in found)
 
@@ -220,7 +232,7 @@ def test_a_device_sets_the_same_bits(size: int, seed: int, dropped: bool) -> Non
     assert bits.marked(here, len(chosen) - dropped)[0].tolist() == chosen[: len(chosen) - dropped]
 
 
-@pytest.mark.parametrize("codec", [Int32, Bitmap, lambda n, k: Blocks(n, k, 8)])
+@pytest.mark.parametrize("codec", [Int32, Bitmap, lambda n, k: Everything(n), lambda n, k: Blocks(n, k, 8)])
 def test_nothing_waits_on_a_device(codec: type[IndexCodec]) -> None:
     """A tensor without content cannot be looked at: encoding and decoding go through with shapes alone."""
     one = codec(1000, 64)

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agmerge.exchanges.message import VALUES
+from agmerge.exchanges.message import VALUES, scaled
 from agmerge.exchanges.message.scaled import BLOCK, LARGEST
 
 NAMES = ["2bit", "sign"]
@@ -163,6 +163,22 @@ def test_a_block_is_added_up_by_halves(count: int) -> None:
     used = np.minimum(count - BLOCK * np.arange(len(rows)), BLOCK).astype(np.float32)
     expected = (rows[:, 0] / used).view(np.int32) & -256
     assert np.array_equal(data[: 4 * len(rows)].view(torch.int32).numpy(), expected)
+
+
+@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 511, 512, 513, 1300])
+def test_in_how_many_parts_values_are_written_changes_no_bit(
+    name: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values, found = drawn(1300, count).float(), []
+    values[count:] = 0.0
+    for part in (1, 2, 3, scaled.PART):
+        monkeypatch.setattr(scaled, "PART", part)
+        for used in (count, torch.tensor(count, dtype=torch.int32)):
+            got, data = sent(name, values, used)
+            found.append((got, data, VALUES[name].decode(data, count, torch.float32)))
+    for other in found[1:]:
+        assert all(torch.equal(*pair) for pair in zip(found[0], other, strict=True))
 
 
 def fingerprint() -> str:

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agmerge.errors import MessageError
-from agmerge.exchanges.message import VALUES
+from agmerge.exchanges.message import VALUES, Everything
 from agmerge.exchanges.message.format import FIXED, MAGIC, OF_SECTION, Format, RoundHeader
 from agmerge.tensors.layout import Lane, Layout, Segment
 from sparsifiers import Kind, Selection
@@ -104,7 +104,8 @@ def test_sections_share_no_byte_and_come_back(layout: Format, seed: int) -> None
             layout.whole(message, section).copy_(whole)
             told.append((None, whole))
             continue
-        count = int(torch.randint(0, section.capacity + 1, (), generator=source))
+        least = section.capacity if isinstance(section.index, Everything) else 0
+        count = int(torch.randint(least, section.capacity + 1, (), generator=source))
         indices = torch.randint(0, length, (section.capacity,), generator=source, dtype=torch.int32)
         indices[:count] = torch.randperm(length, generator=source)[:count].sort().values
         values = torch.randn(section.capacity, generator=source).to(storage)

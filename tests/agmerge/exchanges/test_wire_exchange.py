@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from agmerge import testing
 from agmerge.exchanges import SegmentBuffers, SparseExchange
-from agmerge.exchanges.message import value_codec
-from agmerge.exchanges.message.format import Format, slot_bytes
-from agmerge.exchanges.sparse import without_zeros
+from agmerge.exchanges.message import Everything, value_codec
+from agmerge.exchanges.message.format import Format, section_codecs, slot_bytes
+from agmerge.exchanges.sparse import spread, spread_on_device, without_zeros
 from agmerge.ops import Average, ReduceOp, Sum
 from agmerge.tensors.layout import Lane
 from sparsifiers import Kind, Selection
@@ -41,6 +41,17 @@ def arrives(wire: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
     codec.encode(slots, out, count)
     read = torch.zeros_like(values)
     read[chosen] = codec.decode(out, count, values.dtype)
+    return read
+
+
+def arrives_of(wire: str, length: int, offer: Selection, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What becomes of the values of an offer, 0 behind the count: of a message of all, where all are fewer bytes."""
+    if not isinstance(section_codecs(length, offer.indices.numel(), dtype, wire)[0], Everything):
+        return arrives(wire, values, dtype)
+    whole, count = torch.zeros(length, dtype=values.dtype), int(offer.count)
+    whole[offer.trimmed()] = values[:count]
+    read = torch.zeros_like(values)
+    read[:count] = arrives(wire, whole, dtype)[offer.trimmed()]
     return read
 
 
@@ -90,7 +101,7 @@ def test_the_sum_is_that_of_what_was_sent_and_the_rest_is_kept(
             assert sent is not None and sent[0] is not None
             values = before[selection.indices.long()]
             values[int(selection.count) :] = 0.0
-            values = arrives(wire, values, segment.lane.dtype)
+            values = arrives_of(wire, segment.length, selection, values, segment.lane.dtype)
             whole = scattered(segment.length, selection.indices, values)
             if value_codec(wire, segment.lane.dtype).has_zero:
                 assert same(sent[1].to(values.dtype), values) and torch.equal(sent[0], selection.indices)
@@ -121,6 +132,84 @@ def test_every_element_from_one_rank(size: int, wire: str) -> None:
     assert torch.equal(seen[0].update[0], torch.cat([arrives(wire, part, torch.float32) for part in parts]))
     most = {"int8": 0.02, "bf16": 0.02, "int4": 0.4, "2bit": 3.0, "sign": 3.5}.get(wire, 0.002)
     assert (seen[0].update[0] - torch.cat(parts)).abs().max() <= most
+
+
+EVERYTHING = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1.016, "int4": 0.516, "2bit": 0.406, "sign": 0.266}
+
+
+@pytest.mark.parametrize("wire", EVERYTHING)
+def test_bytes_of_an_element_at_density_1(wire: str) -> None:
+    n = 2**20
+    (section,) = Format(segments_of([(n, Lane(CPU, torch.float32, Kind.SPARSE))]), [n], wire).sections
+    assert section.name == ("bitmap/" if wire in ("2bit", "sign") else "all/") + wire
+    assert section.values.stop - section.indices.start == pytest.approx(n * EVERYTHING[wire], rel=0.002)
+
+
+@pytest.mark.parametrize("as_tensor", [True, False])
+@pytest.mark.parametrize("wire", EVERYTHING)
+@pytest.mark.parametrize("counts", [(992, 992), (992, 0), (0, 0), (1, 991), (700, 992)], ids=str)
+def test_at_density_1_any_number_may_be_offered(counts: tuple[int, int], wire: str, as_tensor: bool) -> None:
+    """Nothing, as of a round that is discarded, or less than there are slots: what is not offered stays."""
+    (segment,) = segments_of([(992, Lane(CPU, torch.float32, Kind.SPARSE))])
+
+    def offer(rank: int, index: int) -> Selection:
+        chosen = torch.randperm(992, generator=torch.Generator().manual_seed(rank))[: counts[rank]].sort().values
+        indices = torch.full((992,), 5, dtype=torch.int32)
+        indices[: counts[rank]] = chosen
+        return Selection(indices, torch.tensor(counts[rank], dtype=torch.int32) if as_tensor else counts[rank])
+
+    total = torch.zeros(992)
+    seen = exchange(2, coded(Sum, wire), [segment], lambda rank, index: draw_work(segment, rank, 1.0), offer)
+    for rank, one in enumerate(seen):
+        before, chosen = one.before[0], offer(rank, 0).trimmed()
+        gone = before - one.rest[0]
+        kept = torch.ones(992, dtype=torch.bool)
+        kept[chosen] = False
+        assert same(one.rest[0][kept], before[kept])
+        exact = before.abs() >= gone.abs() / 2 if wire in ("2bit", "sign") else torch.ones_like(kept)
+        assert torch.equal((one.rest[0] + gone)[exact], before[exact])
+        if wire == "fp32":
+            assert not one.rest[0][chosen].any()
+        assert one.sent[0] is not None and one.sent[0][0] is not None
+        total += scattered(992, one.sent[0][0], one.sent[0][1].float())
+    assert torch.equal(seen[0].update[0], total)
+
+
+@pytest.mark.parametrize("indices", [[1, 0], [0, 0]], ids=str)
+@pytest.mark.parametrize("as_tensor", [True, False])
+def test_at_density_1_too_a_selection_out_of_order_is_refused(indices: list[int], as_tensor: bool) -> None:
+    (segment,) = segments_of([(320, Lane(CPU, torch.float32, Kind.SPARSE))])
+
+    def offer(rank: int, index: int) -> Selection:
+        odd = torch.cat([torch.tensor(indices), torch.arange(2, 320)]).to(torch.int32)
+        return Selection(odd, torch.tensor(320, dtype=torch.int32) if as_tensor else 320)
+
+    with pytest.raises(Exception, match="not ascending within 0 to 319"):
+        exchange(2, coded(Sum, "int4"), [segment], lambda rank, index: draw_work(segment, rank, 1.0), offer)
+
+
+@pytest.mark.parametrize("as_tensor", [True, False])
+def test_values_are_spread_without_waiting_for_a_device(as_tensor: bool) -> None:
+    count = torch.empty((), dtype=torch.int32, device="meta") if as_tensor else 10
+    indices, values = torch.empty(10, dtype=torch.int32, device="meta"), torch.empty(10, device="meta")
+    whole, announced = spread(Selection(indices, count), values, 12)
+    assert whole.shape == (12,) and isinstance(announced, torch.Tensor)
+
+
+@pytest.mark.parametrize("as_tensor", [True, False])
+@pytest.mark.parametrize("length", [40, 41, 70])
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("odd", [False, True])
+def test_a_device_spreads_the_same_values(length: int, seed: int, as_tensor: bool, odd: bool) -> None:
+    offer, values = draw_offer(length, 40, seed, as_tensor), torch.randn(40)
+    count = int(offer.count)
+    values[count:] = 0.0
+    values[:1] = -0.0 * count
+    if odd:
+        offer.indices[:2] = offer.indices[:2].flip(0)
+    here, there = spread(offer, values, length), spread_on_device(offer, values, length)
+    assert same(here[0], there[0]) and int(here[1]) == int(there[1]) == length * (not odd or count < 2)
+    assert same(here[0][offer.trimmed()], values[:count]) and here[0].count_nonzero() == values.count_nonzero()
 
 
 @pytest.mark.parametrize("wire", WIRES)

@@ -14,6 +14,7 @@ from agmerge import testing
 from agmerge.backends.local import Call
 from agmerge.errors import MessageError
 from agmerge.exchanges import SegmentBuffers, SparseExchange
+from agmerge.exchanges.message import Everything
 from agmerge.exchanges.message.format import FIXED, MAGIC, OF_SECTION, Format, RoundHeader
 from agmerge.tensors.layout import Lane, Segment
 from sparsifiers import Kind
@@ -22,6 +23,7 @@ SIZE = 3
 WIRES = ["auto", "fp16", "int8", "int4", "2bit", "sign"]
 TENSORS = {
     "small": [(40, Lane(CPU, torch.float32, Kind.SPARSE)), (33, Lane(CPU, torch.float32, Kind.DENSE))],
+    "everything": [(320, Lane(CPU, torch.float32, Kind.SPARSE)), (1_000, Lane(CPU, torch.float16, Kind.SPARSE))],
     "blocks": [(20_000, Lane(CPU, torch.float32, Kind.SPARSE)), (700, Lane(CPU, torch.bfloat16, Kind.SPARSE))],
 }
 Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
@@ -30,7 +32,8 @@ Damage = Callable[[Bytes, np.random.Generator], None]
 
 def parts_of(kind: str) -> tuple[list[Segment], list[int | None], list[RoundHeader]]:
     segments = segments_of(TENSORS[kind])
-    capacities = [math.ceil(0.05 * s.length) if s.lane.sparse else None for s in segments]
+    density = 1.0 if kind == "everything" else 0.05
+    capacities = [math.ceil(density * s.length) if s.lane.sparse else None for s in segments]
     return segments, capacities, [control_of(rank, segments) for rank in range(SIZE)]
 
 
@@ -39,10 +42,11 @@ def packed(kind: str, wire: str) -> tuple[Format, torch.Tensor, list[RoundHeader
     segments, capacities, controls = parts_of(kind)
     layout = Format(segments, capacities, wire)
     rows = torch.zeros(SIZE, layout.size, dtype=torch.uint8)
+    takes_all = [isinstance(section.index, Everything) for section in layout.sections]
     for rank, row in enumerate(rows):
         offers = [
-            None if capacity is None else draw_offer(segment.length, capacity, 3 * rank + i, False)
-            for i, (segment, capacity) in enumerate(zip(segments, capacities, strict=True))
+            None if capacity is None else draw_offer(segment.length, capacity, 0 if full else 3 * rank + i, False)
+            for i, (segment, capacity, full) in enumerate(zip(segments, capacities, takes_all, strict=True))
         ]
         layout.write_header(row, controls[rank], [0 if offer is None else offer.count for offer in offers])
         for i, (section, offer) in enumerate(zip(layout.sections, offers, strict=True)):

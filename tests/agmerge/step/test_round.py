@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from support import agreed, digest
 from torch import Tensor
 
 from agmerge import testing
+from agmerge.exchanges.dense import LARGE
 from agmerge.exchanges.message.format import Flag
 from agmerge.metrics.totals import Totals
 from agmerge.step.merge_buffers import MergeBuffers
@@ -28,8 +30,8 @@ def opened(rank: int, **options: object) -> MergeBuffers:
     return exchange.buffers
 
 
-def attempt(buffers: MergeBuffers, step: int = 1, *, dirty: bool = False, flags: int = 0) -> Round:
-    return Round(buffers, step, Totals(), dirty=dirty, flags=flags)
+def attempt(buffers: MergeBuffers, step: int = 1, **options: Any) -> Round:
+    return Round(buffers, step, Totals(), **{"dirty": False, **options})
 
 
 def received(round_: Round, gradient_of: Callable[[str], Tensor | None]) -> tuple[bool, str]:
@@ -122,3 +124,130 @@ def test_what_is_not_finite_is_known_to_all_and_left_out_of_residuals() -> None:
         return under_way.nonfinite, kept(buffers) == before
 
     assert agreed(testing.run(2, body)) == (True, True)
+
+
+# -- a part of the merge buffers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, SPARSE], ids=["none", "topk"])
+@pytest.mark.parametrize("due", [(1, 3), (0,), (2,), (0, 1, 2, 3)], ids=str)
+def test_only_what_is_due_is_asked_for_sent_and_written(options: dict[str, object], due: tuple[int, ...]) -> None:
+    """One merge buffer a tensor; of those that are due updates are those of a whole round, to the bit."""
+
+    def body(rank: int) -> tuple[list[str], int]:
+        buffers, twin, tensors = opened(rank, **options), opened(rank, **options), drawn(rank, 1)
+        asked: list[str] = []
+
+        def late(name: str) -> Tensor:
+            asked.append(name)
+            return tensors[name]
+
+        begun = len(testing.calls())
+        under_way = attempt(buffers, due=due)
+        assert under_way.receive(late) and under_way.whole is False
+        sent = len(testing.calls()) - begun
+        attempt(twin).receive(tensors.get)
+        names = [slot.name for slot in under_way.slots()]
+        assert names == asked == [slot.name for slot in buffers.layout.slots if slot.index in due]
+        others = [slot.name for slot in under_way.slots(due=False)]
+        assert {*names, *others} == set(SHAPES) and not {*names} & {*others}
+        for name in names:
+            slot = buffers.slot_of[name]
+            assert under_way.used[slot.index] and digest([buffers.update(slot)]) == digest([twin.update(slot)])
+        assert not any(under_way.used[buffers.slot_of[name].index] for name in others)
+        return asked, sent
+
+    _, sent = agreed(testing.run(2, body))
+    assert sent == len(due)
+
+
+def test_residuals_of_what_is_not_due_stay_as_they_are() -> None:
+    def body(rank: int) -> None:
+        buffers = opened(rank, **SPARSE)
+        before = {name: tensor.clone() for (_, name), tensor in buffers.state().items()}
+        under_way = attempt(buffers, due=(1,))
+        under_way.receive(drawn(rank, 1).get)
+        buffers.commit_residuals(under_way.slots(due=False))
+        after = {name: tensor for (_, name), tensor in buffers.state().items()}
+        (moved,) = (slot.name for slot in under_way.slots())
+        assert [name for name in SHAPES if not torch.equal(before[name], after[name])] == [moved]
+
+    testing.run(2, body)
+
+
+def test_messages_of_a_part_leave_in_plan_order_past_those_that_are_not_due() -> None:
+    def body(rank: int) -> list[int]:
+        buffers, tensors = opened(rank), drawn(rank, 1)
+        under_way, begun, sent = attempt(buffers, due=(1, 3)), len(testing.calls()), []
+        for name in ("small", "b"):  # planned: a, b, c, small
+            under_way.add(buffers.slot_of[name], tensors[name])
+            sent.append(len(testing.calls()) - begun)
+        assert under_way.receive(lambda name: None) and len(testing.calls()) - begun == 2
+        return sent
+
+    assert agreed(testing.run(2, body)) == [0, 2]
+
+
+def test_where_nothing_is_due_nobody_says_anything() -> None:
+    def body(rank: int) -> None:
+        buffers, begun = opened(rank, **SPARSE), len(testing.calls())
+        before, under_way = kept(buffers), attempt(buffers, due=(), flags=Flag.ACTIVE)
+        assert under_way.receive(lambda name: pytest.fail(name)) and under_way.flags_of_all == 0
+        buffers.commit_residuals(under_way.slots(due=False))
+        assert kept(buffers) == before and len(testing.calls()) == begun
+
+    testing.run(2, body)
+
+
+@pytest.mark.parametrize("due", [(1,), (0, 3)], ids=str)
+def test_flags_and_what_is_not_finite_travel_with_a_part_too(due: tuple[int, ...]) -> None:
+    """In its first message: a rank that is dirty, or has found something before it began, is heard by all."""
+
+    def body(rank: int) -> tuple[bool, int, bool, bool]:
+        buffers, tensors = opened(rank, **SPARSE), drawn(rank, 1)
+        before = kept(buffers)
+        dirty = attempt(buffers, due=due, dirty=rank == 1).receive(tensors.get)
+        told = attempt(buffers, due=due, flags=Flag.JOINED if rank else Flag.ACTIVE)
+        told.guard.report(["weight"] if rank else [])
+        told.receive(tensors.get)
+        assert kept(buffers) == before
+        return dirty, told.flags_of_all & (Flag.JOINED | Flag.ACTIVE), told.nonfinite, told.whole
+
+    assert agreed(testing.run(2, body)) == (False, Flag.JOINED | Flag.ACTIVE, True, False)
+
+
+def test_all_of_a_round_can_be_sent_before_any_of_it_is_received() -> None:
+    """What ``start`` does: tensors may change once they were taken."""
+
+    def body(rank: int) -> None:
+        buffers, twin, tensors = opened(rank), opened(rank), drawn(rank, 1)
+        begun, under_way = len(testing.calls()), attempt(buffers)
+        under_way.add_all(tensors.get)
+        assert len(testing.calls()) - begun == 4
+        _, expected = received(attempt(twin), drawn(rank, 1).get)
+        for tensor in tensors.values():
+            tensor.fill_(77.0)
+        assert received(under_way, lambda name: pytest.fail(name)) == (True, expected)
+
+    testing.run(2, body)
+
+
+def test_a_dirty_rank_sends_nothing_of_its_own_and_keeps_what_lies_where_sums_are_written() -> None:
+    """In place, which is how what is large is summed: its gradients may be views of the last updates."""
+
+    def body(rank: int) -> bool:
+        shapes = {"large": (LARGE,)}
+        exchange = connected(table(shapes))
+        exchange.ready("large", drawn(rank, 0, shapes)["large"])
+        exchange.finish()
+        exchange.commit()
+        buffers = exchange.buffers
+        assert buffers is not None
+        update = buffers.update(buffers.slot_of["large"])
+        update.fill_(rank + 1.0)
+        holds = attempt(buffers, dirty=rank == 0).receive(lambda name: torch.zeros(LARGE))
+        if rank == 0:
+            assert torch.equal(update, torch.ones(LARGE))
+        return holds
+
+    assert agreed(testing.run(2, body)) is False

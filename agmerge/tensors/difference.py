@@ -1,0 +1,27 @@
+"""Hand over the difference of two tensors without computing it first: it is written where it is needed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from sparsifiers import kernel
+
+
+class Difference(NamedTuple):
+    """Stand for ``end - begin``, of one shape and device, in the dtype of ``end``, which holds every value of both."""
+
+    end: torch.Tensor
+    begin: torch.Tensor
+
+    def write(self, out: torch.Tensor) -> bool | None:
+        """Write it to ``out``, of the same shape and in the dtype of ``end``; tell whether all is finite, if known."""
+        finite = kernel.subtract(out, self.end, self.begin)
+        if finite is None:
+            torch.sub(self.end, self.begin, out=out)
+        return finite
+
+    def tensor(self) -> torch.Tensor:
+        """Return it as a tensor of its own, in the strides of ``end``."""
+        return self.end - self.begin
