@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import parity_report  # noqa: E402
 import parity_tasks  # noqa: E402
+import parity_updates  # noqa: E402
 from parity_tasks import FOLDS, Case  # noqa: E402
 
 import sparsifiers  # noqa: E402
@@ -44,6 +45,7 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="training parity: compressors against a dense exchange, in pairs")
     add = parser.add_argument
+    add("--cases", choices=("sparsifiers", "updates"), default="sparsifiers", help="the latter: sync='updates'")
     add("--jobs", type=int, default=2, help="runs at the same time")
     add("--seeds", type=int, default=3, help="repetitions; each has its own weights and batches, and folds")
     add("--max-seeds", type=int, default=6, help="where an interval at density 0.01 is too wide")
@@ -63,9 +65,10 @@ def compressed(base: Case, name: str, density: float = 0.01) -> Case:
     return replace(base, compressor=name, density=density, memory=memory)
 
 
-def stages(seeds: int) -> Iterator[tuple[list[Case], int]]:
-    """Cases of fold 0 and seed 0 with their number of seeds, the most important ones first."""
-    few = max(1, seeds - 1)  # where no narrow interval is asked for
+def stages(count: int) -> Iterator[tuple[list[Case], Sequence[int]]]:
+    """Yield cases of fold 0 and seed 0, and the seeds to run them with, the most important ones first."""
+    seeds = range(count)
+    few = range(max(1, count - 1))  # where no narrow interval is asked for
     digits, adam = Case(task="digits"), Case(task="digits", optimizer="adamw")
     lm, four = Case(task="lm", optimizer="adamw"), Case(task="digits", workers=4)
     names = sparsifiers.names()
@@ -92,8 +95,8 @@ def repeated(case: Case, seeds: Sequence[int]) -> list[Case]:
 def matrix(args: Namespace) -> list[Case]:
     """All cases, the most important ones first."""
     cases: list[Case] = []
-    for stage, seeds in stages(args.seeds):
-        every = [one for case in stage for one in repeated(case, range(seeds))]
+    for stage, seeds in parity_updates.stages() if args.cases == "updates" else stages(args.seeds):
+        every = [one for case in stage for one in repeated(case, seeds)]
         cases += sorted(every, key=lambda case: case.seed)  # a stage cut short has whole seeds
     return [case for case in cases if all(word in line(case) for word in args.only.split())]
 
@@ -116,7 +119,20 @@ def line(case: Case) -> str:
     memory = "" if case.compressor == "none" else f" density={case.density} memory={case.memory}"
     place = f"{f'fold={case.fold} ' if case.task == 'digits' else ''}seed={case.seed}"
     remedy = f" remedy={case.remedy}" if case.remedy else ""
-    return f"{case.task} {case.optimizer} workers={case.workers} {case.compressor}{memory}{remedy} {place}"
+    return (
+        f"{case.task} {case.optimizer} workers={case.workers}{' halves' if case.halves else ''} "
+        f"{case.compressor}{memory}{remedy}{sync(case)} {place}"
+    )
+
+
+def sync(case: Case) -> str:
+    """Return what of the updates is exchanged in words, nothing where gradients are."""
+    if case.sync == "gradients":
+        return ""
+    usual = Case(task=case.task)
+    names = ("wire", "every", "fragments", "overlap")
+    more = [f" {name}={getattr(case, name)}" for name in names if getattr(case, name) != getattr(usual, name)]
+    return f" sync=updates carry={case.carry}{''.join(more)}"
 
 
 def read(args: Namespace) -> Records:
@@ -207,8 +223,10 @@ def main() -> None:
     failed: list[Case] = []
     while cases and not failed and time.monotonic() < deadline:
         failed += run(args, cases, records, deadline)
-        cases = more(args, records)
-    if args.report:
+        cases = more(args, records) if args.cases == "sparsifiers" else []
+    if args.report and args.cases == "updates":
+        print("\n".join(parity_updates.tables(records)))
+    elif args.report:
         parity_report.write(records, args.docs)
     if failed:
         sys.exit(f"{len(failed)} cases failed")

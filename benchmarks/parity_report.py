@@ -19,7 +19,7 @@ from scipy.stats import t as student
 
 Records = dict[Case, dict[str, Any]]
 
-BY_HAND = "## A simulation of exchanging updates"  # from here on parity.md is kept as it is
+BY_HAND = "## Exchanging updates"  # from here on parity.md is kept as it is
 TITLES = {"digits": "Handwritten digits, small CNN", "lm": "Python source text, small GPT"}
 UNITS = {"digits": "points of accuracy", "lm": "% of the validation loss"}
 NOTES = """\

@@ -59,15 +59,22 @@ HIGHER_IS_BETTER = {"digits": True, "lm": False}
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One training run. ``memory`` may be "residual", "none" or "dgc"; ``remedy`` is one of REMEDIES."""
+    """Describe one training run; what is named as an argument of the library is that argument."""
 
-    task: str
-    optimizer: str = "sgd"
-    workers: int = 2
+    task: str  # of TASKS
+    optimizer: str = "sgd"  # or "adamw"
+    workers: int = 2  # that share a batch
     compressor: str = "none"
     density: float = 1.0
-    memory: str = "none"
-    remedy: str = ""
+    memory: str = "none"  # or "residual" or "dgc"
+    remedy: str = ""  # of REMEDIES
+    sync: str = "gradients"  # or "updates"; what follows is about these
+    carry: str | None = None
+    wire: str = "auto"
+    every: int = 1
+    fragments: int = 1
+    overlap: int = 0
+    halves: bool = False  # every worker sees a part of the corpus of its own; "lm" only
     fold: int = 0
     seed: int = 0
 
@@ -79,7 +86,7 @@ class Case:
     @property
     def dense(self) -> Case:
         """The run this one is held against."""
-        same = {name: getattr(self, name) for name in ("task", "optimizer", "workers", "fold", "seed")}
+        same = {name: getattr(self, name) for name in ("task", "optimizer", "workers", "halves", "fold", "seed")}
         return Case(**same)
 
     def recipe(self, steps: int | None = None) -> dict[str, Any]:
@@ -101,8 +108,10 @@ class Task:
     score: Callable[[nn.Module, bool], float]
 
 
-def digits(fold: int, seed: int, batch: int) -> Task:
-    """Accuracy on one fold of scikit-learn's digits, with the CNN of the examples."""
+def digits(fold: int, seed: int, batch: int, halves: bool = False) -> Task:
+    """Accuracy on one fold of scikit-learn's digits, with the CNN of the examples. Raises ValueError for ``halves``."""
+    if halves:
+        raise ValueError("halves: the images have no order that workers could share them by")
     train_x, train_y, test_x, test_y = load(fold, FOLDS, seed)
     torch.manual_seed(seed)
     model = DigitsCNN()
@@ -137,8 +146,11 @@ def corpus(size: int = 3_000_000) -> Tensor:
     return torch.from_numpy(np.where(values < 128, values, ord("?")).astype(np.int64))
 
 
-def lm(fold: int, seed: int, batch: int, length: int = 64) -> Task:
-    """Cross-entropy per character (nats) on the last tenth of the corpus, with a GPT-2 of 0.8 million parameters."""
+def lm(fold: int, seed: int, batch: int, halves: bool = False, length: int = 64) -> Task:
+    """Cross-entropy per character (nats) on the last tenth of the corpus, with a GPT-2 of 0.8 million parameters.
+
+    ``halves``: worker r of W draws from part r of W equal parts of the training text only.
+    """
     from transformers import GPT2Config, GPT2LMHeadModel
 
     text = corpus()
@@ -163,6 +175,8 @@ def lm(fold: int, seed: int, batch: int, length: int = 64) -> Task:
     def of(step: int, rank: int, workers: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(1_000_000 * seed + step)
         starts = torch.randint(cut - length, (batch,), generator=generator)[rank::workers]
+        if halves:
+            starts = starts // workers + rank * ((cut - length) // workers)
         rows = text[starts[:, None] + window]
         return rows[:, :-1], rows[:, 1:]
 
@@ -231,7 +245,9 @@ def wrapped(case: Case, model: nn.Module) -> agmerge.DistributedOptimizer:
         compression=case.compressor,
         density=case.density,
         memory=case.memory,
+        wire=case.wire,
         exchange="sparse",
+        **{name: getattr(case, name) for name in ("sync", "carry", "every", "fragments", "overlap")},
     )
 
 
@@ -245,7 +261,7 @@ def sparse_share(model: nn.Module) -> float:
 def train(case: Case, steps: int | None = None) -> dict[str, Any]:
     """Run a case; its score, curve and traffic."""
     recipe = case.recipe(steps)
-    task = TASKS[case.task](case.fold, case.seed, recipe["batch"])
+    task = TASKS[case.task](case.fold, case.seed, recipe["batch"], case.halves)
     every = max(1, recipe["steps"] // recipe["curve"])
     start = time.perf_counter()
 
@@ -260,13 +276,15 @@ def train(case: Case, steps: int | None = None) -> dict[str, Any]:
             optimizer.step()
             schedule.step()
             if rank == 0 and (step + 1) % every == 0:
-                with torch.no_grad():
+                with torch.no_grad(), optimizer.shared():
                     curve.append((step + 1, task.score(model, False)))
-        with torch.no_grad():
-            score = task.score(model, True) if rank == 0 else 0.0
+        optimizer.flush()
         stats = optimizer.stats()
-        kept = ("bytes_sent", "bytes_dense", "density", "residual_norm", "buffers")
-        facts = {**{name: stats[name] for name in kept}, "equal": replicas_equal(model)}
+        kept = ("bytes_sent", "bytes_dense", "wire", "exchanges", "density", "residual_norm", "buffers")
+        facts = {name: stats[name] for name in kept}
+        with torch.no_grad(), optimizer.shared():
+            score = task.score(model, True) if rank == 0 else 0.0
+            facts["equal"] = replicas_equal(model)
         return {"score": score, "curve": curve, **facts}
 
     results = agmerge.testing.run(case.workers, worker)
