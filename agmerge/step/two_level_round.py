@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from typing import Any
 
 import torch
 
@@ -29,18 +29,10 @@ class TwoLevelRound(Round):
     gradients (it may overflow) its ranks cannot tell each other any more: that is sent, and not kept.
     """
 
-    def __init__(
-        self,
-        buffers: MergeBuffers,
-        step: int,
-        totals: Totals,
-        *,
-        dirty: bool,
-        flags: int = 0,
-        due: Collection[int] | None = None,
-    ) -> None:
-        assert due is None  # a node adds up all of its merge buffers
-        super().__init__(buffers, step, totals, dirty=dirty, flags=flags)
+    def __init__(self, buffers: MergeBuffers, step: int, totals: Totals, **options: Any) -> None:
+        """Take the arguments of :class:`Round`, but for ``due``: a node adds up all of its merge buffers."""
+        super().__init__(buffers, step, totals, **options)
+        assert self.whole
         assert isinstance(buffers.updates, NodeShards)
         self._shards = buffers.updates
         self._summed: list[RoundHeader] = []  # by merge buffer: what this rank said when the node began to add it up
