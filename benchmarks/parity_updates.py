@@ -39,6 +39,8 @@ def stages() -> Iterator[tuple[list[Case], Sequence[int]]]:
     for workers in (4, 8):
         more = replace(lm, workers=workers)
         yield [more, updates(more), local(more)], range(3)
+    yield [local(lm, density=0.5, wire="sign")], range(5)
+    yield [local(lm, every=4), local(lm, every=4, density=0.25, wire="sign")], range(3)
     yield [local(lm, fragments=4), local(lm, wire="2bit", every=4), local(lm, wire="sign", every=2)], range(3)
     yield [updates(lm, overlap=1), updates(lm, 0.03)], range(3)
     yield [replace(lm, compressor="topk", memory="residual", density=0.01)], range(2)
