@@ -44,8 +44,6 @@ class Reducer(Synchronizer):
     def __init__(self, members: ParameterTable, config: Config) -> None:
         super().__init__(members, members, config)
         self.skipped = False  # gradients are combined, and come to nothing: the inner optimizer must not step
-        self.flags_of_all = 0  # what all ranks said together in the last exchange, see Flag
-        self._flag = Flag.ACTIVE  # what this rank says in its messages; JOINED in join()
         self._paused = False  # in no_sync()
         self._fired: dict[str, int] = {}  # backward passes since the last step
         self._handed_over = HandedOver()
@@ -114,15 +112,6 @@ class Reducer(Synchronizer):
             yield
         finally:
             self._paused = before
-
-    @contextmanager
-    def joined(self) -> Iterator[None]:
-        """Tell the other ranks inside that this one has no batches left, and sends only what it has kept."""
-        self._flag = Flag.JOINED
-        try:
-            yield
-        finally:
-            self._flag = Flag.ACTIVE
 
     # -- step -----------------------------------------------------------------------------------------------------
 

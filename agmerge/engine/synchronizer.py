@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from agmerge.backends import torch as torch_backend
 from agmerge.engine.grad_scaler import LossScale
 from agmerge.engine.replicas import compare_replicas
 from agmerge.errors import DISTRIBUTED_DATA_PARALLEL, OTHER_SHARDS, AGMergeError
+from agmerge.exchanges.message.format import Flag
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.options.config import Config, check_two_level
 from agmerge.planning.replanner import Replanner
@@ -41,6 +43,8 @@ class Synchronizer:
         self.members, self.passes = members, config.passes
         self.synchronized = False  # what is exchanged is combined, and the step has not ended
         self.scaling = LossScale(None)
+        self.flags_of_all = 0  # what all ranks said together in the last exchange, see Flag
+        self._flag = Flag.ACTIVE  # what this rank says in its messages; JOINED in join()
         self._compared = False  # replicas, after the first step among these workers
         me = weakref.ref(self)  # an optimizer that was dropped must not live on in its own exchange
 
@@ -115,6 +119,15 @@ class Synchronizer:
     def attach_scaler(self, scaling: LossScale) -> None:
         """Divide gradients by another loss scale from now on."""
         self.scaling = scaling
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Tell the other ranks inside that this one has no batches left, and sends only what it has kept."""
+        self._flag = Flag.JOINED
+        try:
+            yield
+        finally:
+            self._flag = Flag.ACTIVE
 
     # -- a step -----------------------------------------------------------------------------------------------------
 

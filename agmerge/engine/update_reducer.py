@@ -56,8 +56,6 @@ class UpdateReducer(Synchronizer):
         self._ways = WayTable(members)
         super().__init__(members, self._ways, self._with_planner(config))
         self.steps = 0  # of the optimizer, exchanged or not
-        self.flags_of_all = int(Flag.ACTIVE)  # what all ranks said together in the last exchange
-        self._flag = Flag.ACTIVE  # what this rank says in its messages; JOINED in join()
         self._bad: tuple[str, ...] = ()  # whose gradients were not finite since the last exchange
         self._said: tuple[str, ...] = ()  # likewise, in the messages under way
         self._skipped_in_a_row = 0
@@ -262,15 +260,6 @@ class UpdateReducer(Synchronizer):
             self._said, self._bad = self._bad, ()
             with self.exchange.sending_whole():
                 self._receive()
-
-    @contextmanager
-    def joined(self) -> Iterator[None]:
-        """Tell the other ranks inside that this one has no batches left, and sends only what it carries."""
-        self._flag = Flag.JOINED
-        try:
-            yield
-        finally:
-            self._flag = Flag.ACTIVE
 
     @contextmanager
     def shared(self) -> Iterator[None]:
