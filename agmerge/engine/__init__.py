@@ -2,7 +2,7 @@
 
 ``synchronizer``: keeps an optimizer among its group of workers; ``reducers``: which kind of it is wanted. ``reducer``:
 of gradients, which counts backward passes and drives rounds. ``grad_hooks``: on parameters. ``grad_scaler``: AMP.
-``join``: uneven inputs. ``optimizer_wrapper``: what stays the inner optimizer's. ``replicas``: compared, and made equal.
+``join``: uneven inputs. ``optimizer_wrapper``: what stays the inner optimizer's. ``replicas``: compared, levelled.
 ``dear``, ``dear_modules`` and ``dear_times``: ``merging="dear"``, whose updates come in the next forward.
 
 ``update_reducer``: of what the optimizer did (``sync="updates"``). ``own_step``: a worker steps by itself. ``carry``:
