@@ -1,4 +1,4 @@
-"""What takes part in ``step_time.py`` and ``converge.py``: how each library trains one step. A process is a worker.
+"""Say how each library trains one step, for ``step_time.py`` and ``converge.py``. A process is a worker.
 
     python benchmarks/contenders.py CONTENDER MODEL      # started by them, once per worker
 
@@ -54,7 +54,6 @@ CONTENDERS: dict[str, Contender] = {
     "agmerge topk on Horovod": ours(compression="topk", exchange="sparse", horovod=True),
     "agmerge updates": ours(exchange="sparse", sync="updates"),
     "agmerge updates, overlap": ours(exchange="sparse", sync="updates", overlap=1),
-    "agmerge local": ours(exchange="sparse", sync="updates", every=8, density=1.0, wire="int4", compression="topk"),
     "agmerge dense": ours(compression="none", merging="threshold", warm=4),
     "Horovod": Contender("horovod", horovod=True),
     "Horovod fp16": Contender("horovod", (("fp16", True),), horovod=True),
@@ -81,7 +80,9 @@ ADAPTIVE = {
         "gradients": CONTENDERS["agmerge topk"],
         "updates": CONTENDERS["agmerge updates"],
         "updates overlap": CONTENDERS["agmerge updates, overlap"],
-        "LocalOptimizer": replace(CONTENDERS["agmerge local"], every=8),
+        "LocalOptimizer": replace(
+            ours(exchange="sparse", sync="updates", every=8, density=1.0, wire="int4", compression="topk"), every=8
+        ),
     }.items()
 }
 KNOWN = {**CONTENDERS, **PLANNED, **SELECTED, **ORDERED, **ADAPTIVE}

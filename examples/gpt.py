@@ -1,4 +1,4 @@
-"""A small GPT, and the text that it learns: the source of Python's standard library, a byte a token. Plain torch."""
+"""Define a small GPT, and the text that it learns: the source of Python's standard library, a byte a token."""
 
 from __future__ import annotations
 

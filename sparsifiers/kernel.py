@@ -29,8 +29,8 @@ PANEL = 64  # columns that are searched together at least: four cache lines of e
 BLOCK = 1024  # elements that `scan` reads between two looks at the room that is left
 STREAMED = 1 << 16  # elements from which `add` is faster than torch (measured)
 SCATTERED = 1 << 13  # indices from which `commit` is faster than torch (measured)
-TAKEN_OFF = 3  # float32 that is subtracted, likewise
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # dtypes of gradients, by their number in kernel.c
+TAKEN_OFF = 3  # likewise, float32 that is subtracted
 
 Keys = NDArray[np.int32]
 
@@ -261,6 +261,8 @@ def take_in(
     """
     parts = [tensor for pair in (*lists, own) for tensor in pair]
     if not (all(map(_plain, (base, parameter, *parts[1::2]))) and all(_plain(p, torch.int32) for p in parts[::2])):
+        return False
+    if base.numel() != parameter.numel() or any(pair[0].numel() != pair[1].numel() for pair in (*lists, own)):
         return False
     count = len(lists)
     indices, values = (np.array([pair[i].data_ptr() for pair in lists], dtype=np.uintp) for i in (0, 1))

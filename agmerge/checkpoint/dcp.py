@@ -49,19 +49,17 @@ class ResidualState:
         self._optimizer, self._saved, self._prefix = optimizer, saved, f"agmerge/{name}"
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return, by key, copies of what this rank keeps; or, to be loaded into, memory for what it will take.
+        """Collective. Return, by key, copies of what this rank keeps; or, to be loaded into, memory for what it takes.
 
-        Collective with ``overlap=`` alone. What is under way, or pending with ``merging="dear"``, is applied first.
+        Ranks communicate with ``overlap=`` alone. What is under way, or pending with ``merging="dear"``, is applied
+        first.
         """
         if self._saved is not None:
             return self._wanted()
         self._optimizer.flush()
-        state = self._optimizer.state_dict()
-        section = state.pop(rank_state.SECTION)
-        if section["updates"] is not None:
-            section[rank_state.INNER] = state
-            if section["rank"] != 0:  # all have the same
-                section["updates"]["base"] = {}
+        section = rank_state.with_inner(self._optimizer.state_dict())
+        if section["updates"] is not None and section["rank"] != 0:  # all have the same
+            section["updates"]["base"] = {}
         tensors = {plural: section.pop(plural) for plural in rank_state.KINDS.values()}
         entries = {f"{plural}/{name}": tensor for plural, named in tensors.items() for name, tensor in named.items()}
         file = io.BytesIO()

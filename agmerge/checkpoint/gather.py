@@ -28,10 +28,7 @@ def gather_state(optimizer: Wrapper) -> dict[str, Any] | None:
         raise ValueError("gather_state() is of all workers, and process_set= names some: save state_dict() by rank")
     optimizer.flush()  # what is under way, on all ranks alike
     state, comm = optimizer.state_dict(), exchange.comm or workers.world()
-    section = state[rank_state.SECTION]
-    if section["updates"] is not None:  # each rank's optimizer has stepped by itself
-        section = {**section, rank_state.INNER: {k: v for k, v in state.items() if k != rank_state.SECTION}}
-    parts = _gather(comm, _packed(section), config.timeout)
+    parts = _gather(comm, _packed(rank_state.with_inner(state)), config.timeout)
     if parts is None:
         return None
     sections = [torch.load(io.BytesIO(part), weights_only=True) for part in parts]

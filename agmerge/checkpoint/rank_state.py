@@ -76,6 +76,14 @@ def save(reducer: Synchronizer) -> dict[str, Any]:
     }
 
 
+def with_inner(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section of a wrapper's ``state_dict()`` for a file of all ranks: with ``INNER`` where ranks differ."""
+    section = dict(state[SECTION])
+    if section["updates"] is not None:  # each rank's optimizer has stepped by itself
+        section[INNER] = {key: value for key, value in state.items() if key != SECTION}
+    return section
+
+
 @dataclass(kw_only=True)
 class Restored:
     """Hold what a rank goes on with after it has loaded a section; by default it starts anew."""
@@ -97,8 +105,7 @@ def load(reducer: Synchronizer, section: Mapping[str, Any] | None, *, own: bool 
     Ranks communicate only where a step had begun, and its gradients complete a merge buffer. One warning says what is
     dropped. What ranks of another number have saved together is redistributed, see
     :mod:`agmerge.checkpoint.redistribute`. Returns the inner optimizer's own state, where sections have it by rank.
-    Raises ``ValueError`` if a residual has another shape than its parameter, or
-    is not finite.
+    Raises ``ValueError`` if a residual has another shape than its parameter, or is not finite.
 
     Args:
         reducer: of the optimizer that loads, between ``step()`` and the next ``backward()``.

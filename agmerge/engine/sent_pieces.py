@@ -65,9 +65,8 @@ def lists_by_name(received: Iterable[Received]) -> dict[str, list[Lists]]:
 def update_of(lists: Sequence[Lists], numel: int) -> torch.Tensor:
     """Return the update of a tensor of ``numel`` elements that lists come to, 1-D: added up rank by rank."""
     update = lists[0].lists[0][1].new_zeros(numel)
-    for start, stop, first, pairs, scale in lists:
-        for indices, values in pairs:
-            update[start:stop].index_add_(0, indices - first, values * scale)
+    for part in lists:
+        _add_up(update[part.start : part.stop], part)
     return update
 
 
@@ -92,16 +91,14 @@ def take_in(base: torch.Tensor, parameter: torch.Tensor, update: torch.Tensor, p
 def take_in_lists(base: torch.Tensor, parameter: torch.Tensor, lists: Sequence[Lists], pieces: Sequence[Piece]) -> None:
     """Do what :func:`take_in` does with the update that ``lists`` come to, in one pass where that is possible."""
     for part, piece in zip(lists, pieces, strict=True):
-        where, own = slice(part.start, part.stop), (piece.indices, piece.values)
-        if own[0] is None or own[1] is None or own[0].dtype != torch.int32:
-            break
-        if not kernel.take_in(base[where], parameter[where], part.first, part.lists, part.scale, (own[0], own[1])):
-            break
-    else:
-        return
-    done = lists.index(part)
-    update = update_of(lists[done:], base.numel())
-    take_in(base, parameter, update, pieces[done:])
+        end, begin = base[part.start : part.stop], parameter[part.start : part.stop]
+        indices, values = piece.indices, piece.values
+        if (
+            indices is None
+            or values is None
+            or not kernel.take_in(end, begin, part.first, part.lists, part.scale, (indices, values))
+        ):
+            take_in(end, begin, _add_up(torch.zeros_like(end), part), [piece._replace(start=0, stop=None)])
 
 
 def take_off(way: torch.Tensor, pieces: Iterable[Piece]) -> None:
@@ -114,6 +111,13 @@ def take_off(way: torch.Tensor, pieces: Iterable[Piece]) -> None:
             part.sub_(values)
         else:
             part.index_add_(0, indices - first, values, alpha=-1)
+
+
+def _add_up(update: torch.Tensor, part: Lists) -> torch.Tensor:
+    """Add what the lists of a part come to, rank by rank, to its ``update``, 1-D, and return that."""
+    for indices, values in part.lists:
+        update.index_add_(0, indices - part.first, values * part.scale)
+    return update
 
 
 def _parts(segment: Segment) -> Iterator[tuple[Slot, int, int, int]]:

@@ -21,7 +21,7 @@ from agmerge.optimizer.distributed import DistributedOptimizer
 from agmerge.options import compressors
 from agmerge.options.arguments import Options
 from agmerge.options.resolve import resolve
-from agmerge.options.updates import UPDATES
+from agmerge.options.updates import UPDATES, WITHOUT_CODECS
 from agmerge.reporting import ReportingMixin
 from agmerge.runtime import workers
 from agmerge.tensors.parameters import ParameterTable
@@ -169,5 +169,5 @@ def _settings(every: int, compression: Any, density: Any, wire: str | None, opti
         raise TypeError("sync is not an argument here: local steps exchange updates")
     if wire is None:
         whole = compressors.cast_name(compression) is not None
-        wire = "auto" if whole or options.get("exchange") in ("oktopk", "masked") else WIRE
+        wire = "auto" if whole or options.get("exchange") in WITHOUT_CODECS else WIRE
     return {**options, "every": every, "compression": compression, "density": density, "wire": wire, "sync": UPDATES}

@@ -14,6 +14,7 @@ import sparsifiers
 from agmerge.ops import Compression
 from agmerge.options import momentum
 from agmerge.options.density_policy import DENSITY
+from agmerge.options.updates import GRADIENTS, UPDATES
 from agmerge.runtime import horovod_names, workers
 from sparsifiers.registry import spelling
 
@@ -50,7 +51,7 @@ class Cast(sparsifiers.Compressor):
         self.memory = "none" if self.dtype is None else "residual"
 
 
-def resolve_auto(compression: Any, optimizer: torch.optim.Optimizer, memory: Any, sync: str = "gradients") -> Any:
+def resolve_auto(compression: Any, optimizer: torch.optim.Optimizer, memory: Any, sync: str = GRADIENTS) -> Any:
     """Return ``compression``, or what ``"auto"`` stands for with this optimizer, by the figures of docs/parity.md.
 
     With ``sync="updates"``, where momentum is the optimizer's business, that is ``"topk"``. Else:
@@ -62,7 +63,7 @@ def resolve_auto(compression: Any, optimizer: torch.optim.Optimizer, memory: Any
     """
     if not isinstance(compression, str) or spelling(compression) != AUTO:
         return compression
-    if sync == "updates":
+    if sync == UPDATES:
         return "topk"
     if memory is None:
         decays = any(group.get("weight_decay") for group in optimizer.param_groups)

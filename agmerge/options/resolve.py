@@ -26,7 +26,7 @@ from agmerge.options.compressors import compressor_of, densities_of, memory_for
 from agmerge.options.config import AUTO, IMPORTANCE, MERGING, WIRES, Config, DenseRule, is_small
 from agmerge.options.density_policy import DENSITY, DensityPolicy
 from agmerge.options.groups import parse_groups
-from agmerge.options.updates import Updates, default_density, density_of, parse_updates, wire_of
+from agmerge.options.updates import WITHOUT_CODECS, Updates, default_density, density_of, parse_updates, wire_of
 from agmerge.runtime import horovod_names, process_sets
 from agmerge.tensors.nonfinite import POLICIES, RAISE, SKIP
 from merging.planners.dear import DeAR
@@ -100,7 +100,7 @@ def _compression(options: Options, updates: Updates | None) -> dict[str, Any]:
     compressor = compressor_of(compression, default if patterns or by_importance else density)
     if patterns and isinstance(compression, sparsifiers.Sparsifier):
         raise ValueError(f"density={density!r} and compression={compression!r}: give a name, or one density")
-    if wire != "auto" and options.exchange in ("oktopk", "masked"):
+    if wire != "auto" and options.exchange in WITHOUT_CODECS:
         raise ValueError(
             f"wire={wire!r}: exchange={options.exchange!r} sends values in the gradient's dtype; leave wire out, or "
             "take exchange='sparse', 'two-level' or 'auto'"

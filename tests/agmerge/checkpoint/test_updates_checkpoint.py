@@ -147,7 +147,7 @@ def test_rank_0s_file_alone_gives_all_ranks_what_they_had_in_common(cell: str) -
 @pytest.mark.parametrize("sizes", [(4, 2), (2, 4), (3, 1), (2, 3)], ids=str)
 @pytest.mark.parametrize("cell", ["apply", "hold", "apply, every 4", "hold, every 4", "outer", "overlap", "int4"])
 def test_another_number_of_ranks_loses_nothing(cell: str, sizes: tuple[int, int]) -> None:
-    """The mean of what is carried stays, the shared parameters too; moments are those of rank r mod W."""
+    """Keep the mean of what is carried, the shared parameters too; moments are those of rank r mod W."""
     before, now = sizes
     options = CELLS[cell]
     kept = saved(before, **options)

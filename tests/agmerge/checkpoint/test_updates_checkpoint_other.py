@@ -1,4 +1,4 @@
-"""A checkpoint of ``sync="updates"`` elsewhere: another sync or carry, another model, a copy, a ``LocalSync``."""
+"""Load a checkpoint of ``sync="updates"`` elsewhere: another sync or carry, another model, a copy, a ``LocalSync``."""
 
 from __future__ import annotations
 

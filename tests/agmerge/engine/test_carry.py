@@ -1,4 +1,4 @@
-"""What all workers have in common, and what one has done beyond it: in the parameters, or beside them."""
+"""Test what all workers have in common, and what one has done beyond it: in the parameters, or beside them."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_it_is_the_optimizer_that_scripts_give_to_torchft() -> None:
 
 
 def test_without_a_way_a_parameter_and_its_momentum_stay() -> None:
-    """A fragment that is not due."""
+    """Ask for a fragment that is not due."""
     parameter, twin = torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.1, 0.2, 0.3])
     first, second = agmerge.Nesterov()([parameter]), agmerge.Nesterov()([twin])
     stepped(first, parameter, [WAYS[0], None, WAYS[1], None])

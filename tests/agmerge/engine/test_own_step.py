@@ -1,4 +1,4 @@
-"""A step with this worker's own gradients: what is not finite is seen before the optimizer sees it."""
+"""Test a step with this worker's own gradients: what is not finite is seen before the optimizer sees it."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_gradients_of_any_kind_are_looked_at() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("scale", [None, 2.0**10])
 def test_scaled_gradients_are_unscaled_and_an_overflow_is_left_out(scale: float | None, fused: bool) -> None:
-    """As ``GradScaler.step()`` has it, to the bit; ``scale`` None: the script has unscaled them."""
+    """Step as ``GradScaler.step()`` has it, to the bit; ``scale`` None: the script has unscaled them."""
     model, inner, members = made(fused=fused or None)
     plain, expected, _ = made(fused=fused or None)
     for one in (model, plain):

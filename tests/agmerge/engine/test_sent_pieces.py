@@ -1,4 +1,4 @@
-"""What was sent of a segment, cut into pieces of tensors, and what is left of a way without it."""
+"""Test what was sent of a segment, cut into pieces of tensors, and what is left of a way without it."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_segment_that_was_sent_whole_and_rounded_has_all_its_values() -> None:
 
 
 def test_parts_of_a_tensor_are_pieces_of_it() -> None:
-    """The parts of a merge buffer end in the middle of a tensor."""
+    """Cut where the parts of a merge buffer end in the middle of a tensor."""
     first = Segment(LANE, tuple(LAYOUT.slots[:1]), (0, 32))
     second = Segment(LANE, tuple(LAYOUT.slots), (32, LAYOUT.slots[-1].end))
     parts = [(first, torch.tensor([1, 31]), torch.tensor([1.0, 2.0])), (second, torch.tensor([0, 15]), torch.ones(2))]
@@ -99,7 +99,7 @@ PIECES = {
 
 @pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
 def test_a_parameter_moves_with_the_base_but_for_what_was_sent(pieces: list[Piece]) -> None:
-    """What ``take_in`` leaves between them is what ``take_off`` says of the way."""
+    """Check that what ``take_in`` leaves between them is what ``take_off`` says of the way."""
     source = torch.Generator().manual_seed(3)
     base, parameter, update = (torch.randint(-8, 8, (6,), generator=source).float() for _ in range(3))
     way, before = base - parameter, base.clone()

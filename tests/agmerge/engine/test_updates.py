@@ -185,7 +185,7 @@ def test_nothing_is_lost_between_exchanges_either() -> None:
 
 
 def test_a_part_of_the_merge_buffers_leaves_the_others_alone() -> None:
-    """What all have in common of those that are not due does not move, and each has its turn."""
+    """Check that what all have in common of those that are not due does not move, and each has its turn."""
 
     def body(rank: int, model: nn.Module) -> list[list[str]]:
         optimizer, moved = updating(model, every=3, fragments=3, merging="layerwise"), []
