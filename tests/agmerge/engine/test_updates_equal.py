@@ -100,8 +100,8 @@ def test_sgd_is_the_exchange_of_gradients(carry: str, options: dict[str, Any], m
 
 
 # Units in the last place of the largest number that an exchange among three may be off, whatever the processor: a way
-# is at most twice that number, and rounded when it is computed, at 1/3, at its product with that, and at two sums (of up
-# to 2/3 and all of it), half a unit each time; what it is taken off is rounded once: (2 * (3 + 5/3) + 1) / 2 = 5.2.
+# is at most twice that number, and rounded when it is computed, at 1/3, at its product with that, and at two sums (of
+# up to 2/3 and all of it), half a unit each time; what it is taken off is rounded once: (2 * (3 + 5/3) + 1) / 2 = 5.2.
 ROUNDINGS = 6
 
 
