@@ -1,0 +1,72 @@
+"""Factorise matrices: the mathematics of PowerSGD (Vogels et al., 2019) and ACP-SGD (Zhang et al., 2023) on a page.
+
+A tensor of two or more dimensions is a matrix D, (n, m): its first dimension by all others. It is sent as two factors,
+left (r, n) and right (r, m), which stand for left^T right. A factor lies in memory row by row, each row a vector as
+long as a column, or a row, of the matrix. One of them is a basis, with orthonormal rows, that all ranks have in common;
+the other one is what a rank finds when it projects its own matrix on that. What all ranks compute of the same factors,
+:func:`product` and :func:`orthonormalize`, has the same bits on every processor.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+LEFT, RIGHT = "left", "right"
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Return (n, m) of a tensor of two or more dimensions: its first one, and the product of the others."""
+    return shape[0], math.prod(shape[1:])
+
+
+def rank_of(shape: Sequence[int], rank: int) -> int:
+    """Return the rank of a tensor's factors: ``rank``, but no more than its matrix has rows or columns."""
+    return min(rank, *matrix_shape(shape))
+
+
+def saves(shape: Sequence[int], rank: int) -> bool:
+    """Tell whether a tensor's two factors have fewer elements than it has itself."""
+    if len(shape) < 2:
+        return False
+    n, m = matrix_shape(shape)
+    return rank_of(shape, rank) * (n + m) < n * m
+
+
+def initial_basis(seed: int, name: str, length: int, rank: int) -> torch.Tensor:
+    """Return orthonormal rows, float32 (rank, length), that depend on ``seed``, ``name`` and these sizes alone."""
+    generator = np.random.Generator(np.random.PCG64([seed, zlib.crc32(name.encode())]))
+    basis = torch.from_numpy(generator.random((rank, length)).astype(np.float32)).mul_(2).sub_(1)
+    orthonormalize([basis])
+    return basis
+
+
+def project_on_right(matrix: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the left factor, ``out`` (r, n), of ``matrix`` (n, m) for a basis ``right`` (r, m)."""
+    torch.mm(right, matrix.t(), out=out)
+
+
+def project_on_left(matrix: torch.Tensor, left: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the right factor, ``out`` (r, m), of ``matrix`` (n, m) for a basis ``left`` (r, n)."""
+    torch.mm(left, matrix, out=out)
+
+
+def take_off(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Subtract what two factors stand for: ``matrix -= left^T right``, in place."""
+    matrix.addmm_(left.t(), right, alpha=-1)
+
+
+def product(left: torch.Tensor, right: torch.Tensor, scale: float, out: torch.Tensor) -> None:
+    """Write ``out = scale * left^T right``, (n, m)."""
+    torch.mm(left.t(), right, out=out).mul_(scale)
+
+
+def orthonormalize(factors: Sequence[torch.Tensor]) -> None:
+    """Make the rows of each factor, (r, length) with r <= length, orthonormal, in place."""
+    for factor in factors:
+        q, _ = torch.linalg.qr(factor.t())
+        factor.copy_(q.t())
