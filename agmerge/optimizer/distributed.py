@@ -19,7 +19,6 @@ from agmerge.ops import Average, ReduceOp
 from agmerge.options import compressors, notices
 from agmerge.options.arguments import Options
 from agmerge.options.config import IMPORTANCE, with_momentum_of
-from agmerge.options.density_policy import DENSITY
 from agmerge.options.resolve import check_passes, resolve
 from agmerge.options.updates import density_of
 from agmerge.reporting import ReportingMixin
@@ -118,6 +117,7 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
         process_set: Any = None,
         *,
         density: Any = None,
+        rank: Any = None,
         warmup: Any = None,
         memory: Any = None,
         dense: Any = None,
@@ -263,23 +263,34 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
         self._reducer.set_passes(passes)
 
     def set_compressor(
-        self, compression: Any, *, density: Any = None, memory: Any = None, warmup: Any = None, **options: Any
+        self,
+        compression: Any,
+        *,
+        density: Any = None,
+        rank: Any = None,
+        memory: Any = None,
+        warmup: Any = None,
+        **options: Any,
     ) -> None:
         """Collective. Compress otherwise from the next step on. Between steps; residuals and plan stay.
 
-        Arguments are those of the constructor; ``density`` None is the one in use, ``options`` are the sparsifier's.
+        Arguments are those of the constructor; ``density`` and ``rank`` None are those in use, ``options`` are the
+        compressor's.
         What was not sent is sent by the new compressor; with one that drops nothing, all of it in the next step. A
         momentum that the new memory does not have is kept, and saved, until one takes it up; an SGD's own then begins
         at zero.
         """
         compression = compressors.resolve_auto(compression, self.optimizer, memory, self._options.sync)
-        compressors.check_meaning(compression, {"density": density, "warmup": warmup})
+        compressors.check_meaning(compression, {"density": density, "rank": rank, "warmup": warmup})
         density = self._options.density if density is None else density
+        rank = self._options.rank if rank is None else rank
         if options:
-            compression = sparsifiers.get(compression, DENSITY if density == IMPORTANCE else density, **options)
+            compression = compressors.with_options(compression, density, rank, options)
         if isinstance(compression, sparsifiers.Sparsifier) and density != IMPORTANCE:
             density = compression.density
-        changed = replace(self._options, compression=compression, density=density, memory=memory, warmup=warmup)
+        rank = None if isinstance(compression, sparsifiers.LowRank) else rank
+        chosen = {"compression": compression, "density": density, "rank": rank}
+        changed = replace(self._options, **chosen, memory=memory, warmup=warmup)
         config, before = with_momentum_of(resolve(changed), self.optimizer), self._reducer.config
         config = rank_state.with_memory_for_unsent(self._reducer.exchange, config, memory)
         self._reducer.reconfigure(config, "set_compressor()", "Give every rank the same compressor, at the same step.")

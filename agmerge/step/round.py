@@ -20,7 +20,7 @@ from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.difference import Difference
 from agmerge.tensors.layout import Lane, Segment, Slot
 from agmerge.tensors.nonfinite import NonFiniteGuard, is_finite
-from sparsifiers import Selection, Sparsifier
+from sparsifiers import Kind, Selection, Sparsifier
 
 # Asked for a tensor that nobody has handed over, by name.
 GradientOf = Callable[[str], "torch.Tensor | Difference | None"]
@@ -161,7 +161,7 @@ class Round:
 
     def _send_complete(self, slot: Slot) -> None:
         """Send what is complete, now that ``slot`` has come."""
-        self._presparsify(slot)
+        self._prepare(slot)
         while (buffer := len(self._in_flight)) < len(self._missing) and self._missing[buffer] == 0:
             self.recorder.mark(buffer)
             self._send(buffer)
@@ -169,10 +169,15 @@ class Round:
     def _drain(self) -> None:
         """Leave no message that has not been started: every tensor has come."""
 
-    def _presparsify(self, slot: Slot) -> None:
+    def _prepare(self, slot: Slot) -> None:
+        """Do what can be done of a tensor's message before the others of its merge buffer are there."""
         segment = self.buffers.presparsified.get(slot.index)
         if segment is not None:
             self._offers[slot.index] = self._select(segment)
+        exchange = self.buffers.prepared.get(slot.index)
+        if exchange is not None and not self.dirty:
+            arena = self.buffers.arena_of[slot.index]
+            exchange.prepare(slot, arena.work_of(slot), arena.gradients[slot.index])
 
     def _send(self, buffer: int) -> None:
         """Start one message after the other: the next is selected and encoded while the one before travels."""
@@ -217,7 +222,7 @@ class Round:
         return self._offers.pop(first) if first in self.buffers.presparsified else self._select(segment)
 
     def _select(self, segment: Segment) -> Selection:
-        sparsifier = self.buffers.config.compressor
+        sparsifier = self.buffers.config.compressor.part(Kind.SPARSE)
         assert isinstance(sparsifier, Sparsifier)  # the lane is a sparse one
         work, k, shapes = self.buffers.vector(segment, self.step)
         if self.dirty:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,6 +21,16 @@ from agmerge.tensors.layout import Lane, Segment, Slot
 from sparsifiers import Memory, Momentum, Rate, kernel
 
 LINE = 64  # bytes
+
+
+class Unwritten(Protocol):
+    """Stand for what was sent of all elements of a segment, without writing it out."""
+
+    def take_off(self, work: torch.Tensor) -> None:
+        """Subtract it from ``work``, 1-D, in place; padding behind it stays as it is."""
+
+    def tensor(self) -> torch.Tensor:
+        """Return it as a tensor of its own, in any shape, without padding."""
 
 
 def commit(work: torch.Tensor, indices: torch.Tensor | None, sent: torch.Tensor) -> None:
@@ -174,16 +185,20 @@ class Arena:
         # One that was accumulated into the last update: the sum over the ranks is about to be written there.
         return gradient.clone() if gradient.data_ptr() == home.data_ptr() else gradient
 
-    def commit(self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor | None) -> None:
+    def commit(self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor | Unwritten | None) -> None:
         """Take what was sent of ``segment`` off ``work``. Does nothing for a memory that keeps nothing.
 
         ``indices``: int32 or int64 within the segment; None: all of it. ``sent``: the values; None: all there is.
+        Where it is not written out, it is of all of the segment.
         """
         if not self.memory.has_residual:
             return
         part = slice(segment.start, segment.stop)
         if sent is None:
             self.work[part].zero_()
+        elif not isinstance(sent, torch.Tensor):
+            sent.take_off(self.work[part])
+            return
         else:
             commit(self.work[part], indices, sent)
         if self.memory.has_momentum and indices is not None and sent is not None:

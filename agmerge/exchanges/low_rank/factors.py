@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -70,3 +71,21 @@ def orthonormalize(factors: Sequence[torch.Tensor]) -> None:
     for factor in factors:
         q, _ = torch.linalg.qr(factor.t())
         factor.copy_(q.t())
+
+
+class Product(NamedTuple):
+    """Stand for what two factors make, without writing it out."""
+
+    left: torch.Tensor  # (r, n)
+    right: torch.Tensor  # (r, m)
+
+    def take_off(self, work: torch.Tensor) -> None:
+        """Subtract it from ``work``, 1-D in C order, in place; what lies behind it, padding, stays as it is."""
+        n, m = self.left.shape[1], self.right.shape[1]
+        take_off(work[: n * m].view(n, m), self.left, self.right)
+
+    def tensor(self) -> torch.Tensor:
+        """Return it as a tensor of its own, (n, m)."""
+        out = self.left.new_empty(self.left.shape[1], self.right.shape[1])
+        product(self.left, self.right, 1.0, out)
+        return out

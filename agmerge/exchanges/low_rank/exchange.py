@@ -1,0 +1,253 @@
+"""Add up factors of matrices over all ranks: PowerSGD in two rounds, ACP-SGD in one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from agmerge.exchanges import all_reduce
+from agmerge.exchanges.base import ExchangeContext, InFlight, SegmentBuffers
+from agmerge.exchanges.dense import decode, largest_summand, tail_of
+from agmerge.exchanges.low_rank import factors
+from agmerge.exchanges.low_rank.bases import Bases, Basis
+from agmerge.exchanges.low_rank.factors import LEFT, Product
+from agmerge.exchanges.message.format import Flag, RoundHeader
+from agmerge.exchanges.multi_round import MultiRoundExchange, Phases, State
+from agmerge.tensors.layout import Segment, Slot
+from sparsifiers import Kind, Selection
+
+WIRES = {"auto": None, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass
+class _Matrix:
+    """Hold what is known of one tensor of a message under way."""
+
+    segment: Segment  # of this tensor alone
+    work: torch.Tensor  # (n, m): what goes out, less what was sent; a view
+    update: torch.Tensor  # (n, m): is written; a view
+    basis: Basis  # as of the last step
+    both: bool  # the factor of the second round is sent, too
+    factor: torch.Tensor  # (r, length): this rank's projection of `work`, as receivers read it; then the sum of all
+    middle: torch.Tensor | None = None  # orthonormal rows of the first round's sum, where there is a second one
+
+
+@dataclass
+class _State(State):
+    """Hold what is known of a message under way."""
+
+    matrices: list[_Matrix] = field(default_factory=list)
+    riding: list[tuple[SegmentBuffers, torch.Tensor]] = field(default_factory=list)  # dense ones, with their sums
+    tail: torch.Tensor | None = None  # what all ranks say together, behind the first round's numbers
+    first: all_reduce.Sum | None = None  # of the first round
+
+
+class LowRankExchange(MultiRoundExchange):
+    """Send two thin factors of each matrix, or one of them.
+
+    1. Each rank projects its matrices on the bases that all ranks have in common, as soon as they are ready
+       (:meth:`prepare`). One all-reduce adds up these factors, under backward, with control numbers behind them.
+       Dense segments of the same dtype ride along, as they are.
+    2. Where both factors are sent, the rows of the sum are made orthonormal, each rank projects on them what it has,
+       and a second all-reduce adds up these.
+    3. The update is the product of the two factors: of the basis and the sum, or of the two that were sent. The last
+       sum, made orthonormal, is the basis of the next step.
+
+    What is committed is the product of the basis and the factor that this very rank has sent, so that what stays with
+    it is orthogonal to the basis, and does not drift. Factors travel in ``context.wire``: "auto" is the gradient's
+    dtype. Their rounding stays with the rank, too.
+    """
+
+    sparse = False
+
+    def __init__(self, context: ExchangeContext) -> None:
+        super().__init__(context)
+        assert context.bases is not None
+        self.bases: Bases = context.bases
+        self.ordered, self.keeps = context.ordered, context.keeps
+        self.wire = WIRES[context.wire]
+        self.carries_dense = self.wire is None and context.predivide == 1.0
+        self._projected: dict[str, _Matrix] = {}  # by name, of tensors whose messages have not started
+        self._alone: dict[Slot, Segment] = {}  # the segment of one tensor
+
+    # -- 1. factors leave -----------------------------------------------------------------------------------------
+
+    def prepare(self, slot: Slot, work: torch.Tensor, update: torch.Tensor) -> None:
+        """Project one tensor of a message to come on its basis. ``work``, ``update``: in its shape, views."""
+        segment = self._alone.get(slot)
+        if segment is None:
+            segment = self._alone[slot] = Segment(slot.lane, (slot,))
+        shape, basis, both = factors.matrix_shape(slot.shape), self.bases.of(slot), self.bases.sends_both(slot)
+        work, update = work.view(shape), update.view(shape)
+        self._projected[slot.name] = _Matrix(segment, work, update, basis, both, self._project(slot, work, basis))
+
+    def _project(self, slot: Slot, work: torch.Tensor, basis: Basis) -> torch.Tensor:
+        """Return the factor of ``work`` for a basis, as receivers will read it, in the dtype of the work."""
+        n, m = work.shape
+        rank, length = len(basis.rows), n if basis.other_side == LEFT else m
+        factor = self.keep(("factor", slot.name, basis.side), rank * length, work.dtype, work.device).view(rank, length)
+        if basis.other_side == LEFT:
+            factors.project_on_right(work, basis.rows, factor)
+        else:
+            factors.project_on_left(work, basis.rows, factor)
+        wire = self.wire_of(slot)
+        if wire != work.dtype:
+            limit = largest_summand(wire, self.comm.size)
+            factor.copy_(factor.clamp_(-limit, limit).to(wire))
+        return factor
+
+    def wire_of(self, slot: Slot) -> torch.dtype:
+        """Return the dtype in which the tensor's factors travel."""
+        return self.wire or slot.lane.dtype
+
+    def start(
+        self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
+    ) -> InFlight:
+        """Collective. Send the factors of the first round, and commit those that are the only ones."""
+        state = _State()
+        for load in loads:
+            if load.segment.lane.kind is Kind.LOW_RANK:
+                for slot in load.segment.slots:
+                    if slot.name not in self._projected:
+                        self.prepare(slot, _part(load.work, load, slot), _part(load.update, load, slot))
+                    state.matrices.append(self._projected.pop(slot.name))
+        for matrix in state.matrices:
+            if not matrix.both:
+                self._commit(matrix)
+        riding = [load for load in loads if load.segment.lane.kind is not Kind.LOW_RANK]
+        for load in riding if self.keeps else ():
+            self.commit(load.segment, None, load.work.to(load.segment.lane.dtype))
+        dtype, device = self.wire_of(loads[0].segment.slots[0]), loads[0].work.device
+        tail = tail_of(control, dtype, device)
+        parts = [*(matrix.factor.view(-1) for matrix in state.matrices), *(load.work for load in riding), tail]
+        state.first, views = self._send(name, parts, dtype)
+        for matrix, view in zip(state.matrices, views, strict=False):
+            matrix.factor = view.view_as(matrix.factor)
+        state.riding = list(zip(riding, views[len(state.matrices) : -1], strict=True))
+        state.tail = views[-1]
+        sent = sum(matrix.factor.numel() for matrix in state.matrices) + sum(load.segment.numel for load in riding)
+        message = state.first.message
+        pending = InFlight(name, loads, control, state.first.handle, state.first.bytes, sent, message, message, state)
+        return self.schedule(pending) if any(matrix.both for matrix in state.matrices) else pending
+
+    def _send(
+        self, name: str, parts: Sequence[torch.Tensor], dtype: torch.dtype
+    ) -> tuple[all_reduce.Sum, Sequence[torch.Tensor]]:
+        """Collective. Begin to add up ``parts``, 1-D, in one message; return the sum, and where each part lies."""
+        lengths = [part.numel() for part in parts]
+        used = sum(lengths)
+        length = used + (-used % self.comm.size if self.ordered else 0)  # whole shards
+        message = self.keep(("message", name), length, dtype, parts[0].device)
+        torch.cat([part.to(dtype) for part in parts], out=message[:used])
+        received = self.keep(("received", name), length, dtype, message.device) if self.ordered else None
+        views = torch.split(message[:used], lengths)
+        return all_reduce.start(self.comm, message, received, name), views
+
+    def _commit(self, matrix: _Matrix) -> None:
+        """Take off a matrix what this rank sends of it: its own last factor, times the basis of that."""
+        if matrix.middle is None:
+            pair = _pair(matrix.basis, matrix.basis.rows, matrix.factor)
+        else:
+            pair = _pair(matrix.basis, matrix.factor, matrix.middle)
+        self.commit(matrix.segment, None, Product(*pair))
+
+    @property
+    def can_poll(self) -> bool:
+        return self.bases.compressor.alternates and not self.ordered  # else something is sent after the first handle
+
+    def arrived(self, pending: InFlight) -> bool:
+        if pending.extra.phases is None:
+            return not self.ordered and pending.handle.done()
+        return super().arrived(pending)
+
+    # -- 2. and are added up ----------------------------------------------------------------------------------------
+
+    def wait(self, pending: InFlight) -> RoundHeader:
+        """Collective. Wait for all sums; return what all ranks say together, by the numbers behind the first ones."""
+        state: _State = pending.extra
+        if state.phases is not None:
+            return super().wait(pending)
+        return self._wait_for_first(pending, state)
+
+    def _wait_for_first(self, pending: InFlight, state: _State) -> RoundHeader:
+        """Collective. Wait for the sums of the first round, and return what all ranks say together."""
+        assert state.first is not None and state.tail is not None
+        all_reduce.wait(self.comm, state.first, self.timeout)
+        return decode(state.tail.tolist(), pending.control, pending.name)
+
+    def phases(self, pending: InFlight) -> Phases[None]:
+        """Collective. Send the second factors, projected on the first ones; nothing, if the round will be repeated."""
+        state: _State = pending.extra
+        state.control = self._wait_for_first(pending, state)
+        if state.control.flags & (Flag.REPLAN | Flag.NONFINITE):
+            return
+        matrices = [matrix for matrix in state.matrices if matrix.both]
+        for matrix in matrices:
+            matrix.middle = matrix.factor.to(matrix.work.dtype, copy=True)
+        factors.orthonormalize([matrix.middle for matrix in matrices if matrix.middle is not None])
+        for matrix in matrices:
+            assert matrix.middle is not None
+            middle = Basis(matrix.basis.other_side, matrix.middle)
+            matrix.factor = self._project(matrix.segment.slots[0], matrix.work, middle)
+            self._commit(matrix)
+        dtype = pending.message.dtype
+        total, views = self._send(f"{pending.name}/second", [matrix.factor.view(-1) for matrix in matrices], dtype)
+        for matrix, view in zip(matrices, views, strict=True):
+            matrix.factor = view.view_as(matrix.factor)
+        pending.bytes += total.bytes
+        pending.elements += sum(view.numel() for view in views)
+        yield total.handle
+        all_reduce.wait(self.comm, total, self.timeout)
+
+    # -- 3. into an update ------------------------------------------------------------------------------------------
+
+    def finish(self, pending: InFlight) -> None:
+        state: _State = pending.extra
+        for load, total in state.riding:
+            torch.mul(total, self.scale, out=load.update)
+        for matrix in state.matrices:
+            sums = matrix.factor.to(matrix.work.dtype)
+            if matrix.middle is None:
+                pair = _pair(matrix.basis, matrix.basis.rows, sums)
+            else:
+                pair = _pair(matrix.basis, sums, matrix.middle)
+            if matrix.update.dtype == matrix.work.dtype:
+                factors.product(*pair, self.scale, matrix.update)
+            else:
+                wide = self.keep(("product",), matrix.update.numel(), matrix.work.dtype, matrix.work.device)
+                factors.product(*pair, self.scale, wide.view_as(matrix.work))
+                matrix.update.copy_(wide.view_as(matrix.work))
+        self._stage(state.matrices)
+
+    def _stage(self, matrices: Sequence[_Matrix]) -> None:
+        """Stage the bases of the next step; where the sum was nothing, or overflowed, the one that there is stays."""
+        largest = [torch.linalg.vector_norm(matrix.factor, torch.inf) for matrix in matrices]
+        moving = [
+            matrix
+            for matrix, most in zip(matrices, torch.stack(largest).tolist(), strict=True)
+            if 0.0 < most < torch.inf
+        ]
+        staged = []
+        for matrix in moving:
+            slot, both = matrix.segment.slots[0], matrix.middle is not None
+            side = matrix.basis.side if both else matrix.basis.other_side
+            if both and self.bases.keeps_first(slot):
+                self.bases.stage(slot, matrix.basis.other_side, matrix.middle)
+                continue
+            rows = matrix.factor.to(matrix.work.dtype, copy=True)
+            self.bases.stage(slot, side, rows)
+            staged.append(rows)
+        factors.orthonormalize(staged)
+
+
+def _part(flat: torch.Tensor, load: SegmentBuffers, slot: Slot) -> torch.Tensor:
+    """Return one tensor's part of what a segment has, 1-D: a view."""
+    start = slot.offset - load.segment.start
+    return flat[start : start + slot.numel]
+
+
+def _pair(basis: Basis, same: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the left and the right one of two factors: ``same``, of the basis's side, and the ``other`` one."""
+    return (same, other) if basis.side == LEFT else (other, same)
