@@ -33,12 +33,14 @@ class LowRank(Compressor):
 
         ValueError for a rank that is no whole number above 0, for a pattern that is none, and for an empty mapping.
         """
-        self.rank = _ranks(rank)
+        self.rank: int | tuple[tuple[str, int], ...] = _ranks(rank)
         if not isinstance(seed, Integral) or isinstance(seed, bool) or seed < 0:
             raise ValueError(f"{self.name}: seed={seed!r}: give a whole number >= 0")
-        self.seed = int(seed)
+        self.seed: int = int(seed)
         patterns = () if isinstance(self.rank, int) else self.rank
-        self.patterns = tuple((re.compile(pattern), value) for pattern, value in patterns)
+        self.patterns: tuple[tuple[re.Pattern[str], int], ...] = tuple(
+            (re.compile(pattern), value) for pattern, value in patterns
+        )
 
     def rank_of(self, name: str) -> int:
         """Return the rank that is asked for of the tensor of this name."""
@@ -76,7 +78,7 @@ class ACPSGD(LowRank):
 def _ranks(rank: Ranks) -> int | tuple[tuple[str, int], ...]:
     """Return the rank, or pairs of pattern and rank, checked."""
     if isinstance(rank, Mapping | Sequence) and not isinstance(rank, str):
-        pairs = tuple(rank.items() if isinstance(rank, Mapping) else (tuple(pair) for pair in rank))
+        pairs: tuple[tuple[str, int], ...] = tuple(rank.items() if isinstance(rank, Mapping) else rank)
         if not pairs:
             raise ValueError("rank={}: give at least one pattern for whole names, or a number")
         for pattern, value in pairs:

@@ -82,6 +82,7 @@ class Exchange(ABC):
     """Combine the messages of all ranks. Buffers and formats are kept from step to step."""
 
     sparse: ClassVar[bool] = True  # sends what a sparsifier offers of sparse segments; else all of them
+    factorises: ClassVar[bool] = False  # sends factors of low-rank segments
     carries_dense: bool = True  # dense segments may come along, whole
     mixes_lanes: ClassVar[bool] = True  # a message may have segments of several lanes
     pipelines_parts: ClassVar[bool] = False  # a merge buffer in several messages overlaps their ways

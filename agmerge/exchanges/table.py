@@ -27,5 +27,6 @@ EXCHANGES: dict[str, type[Exchange]] = {
 
 def exchange_of(kind: Kind, name: str) -> type[Exchange]:
     """Return what carries lanes of a kind. ``name``: what ``exchange=`` says; it is about what a sparsifier selects."""
-    by_kind = {Kind.SPARSE: EXCHANGES[name], Kind.LOW_RANK: LowRankExchange, Kind.DENSE: DENSE}
-    return by_kind[kind]
+    if kind is Kind.LOW_RANK:
+        return LowRankExchange
+    return EXCHANGES[name] if kind is Kind.SPARSE else DENSE

@@ -58,6 +58,11 @@ class Bases:
             basis = self._drawn[slot.name] = Basis(RIGHT, rows.to(slot.lane.device, slot.lane.storage))
         return basis
 
+    def elements(self, slot: Slot) -> int:
+        """Return how many elements of factors a step sends of the tensor, on an average."""
+        both = self.rank_of(slot) * sum(matrix_shape(slot.shape))
+        return -(-both // 2) if self.compressor.alternates else both
+
     def sends_both(self, slot: Slot) -> bool:
         """Tell whether a step sends both factors of the tensor, the second one projected on the first."""
         return not self.compressor.alternates or slot.name not in self._kept

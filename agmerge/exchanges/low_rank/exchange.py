@@ -61,6 +61,7 @@ class LowRankExchange(MultiRoundExchange):
     """
 
     sparse = False
+    factorises = True
 
     def __init__(self, context: ExchangeContext) -> None:
         super().__init__(context)
@@ -231,10 +232,10 @@ class LowRankExchange(MultiRoundExchange):
         ]
         staged = []
         for matrix in moving:
-            slot, both = matrix.segment.slots[0], matrix.middle is not None
-            side = matrix.basis.side if both else matrix.basis.other_side
-            if both and self.bases.keeps_first(slot):
-                self.bases.stage(slot, matrix.basis.other_side, matrix.middle)
+            slot, middle = matrix.segment.slots[0], matrix.middle
+            side = matrix.basis.other_side if middle is None else matrix.basis.side
+            if middle is not None and self.bases.keeps_first(slot):
+                self.bases.stage(slot, matrix.basis.other_side, middle)
                 continue
             rows = matrix.factor.to(matrix.work.dtype, copy=True)
             self.bases.stage(slot, side, rows)
