@@ -11,7 +11,7 @@ import numpy as np
 from agmerge.backends.handshake import gather_bytes
 from agmerge.exchanges import Exchange
 from agmerge.options.config import AUTO
-from agmerge.planning.message_timing import BURST, MessageTimer
+from agmerge.planning.message_timing import BURST, MessageTimer, unobserved
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.layout import Lane, Layout, Segment
 from merging import Curve
