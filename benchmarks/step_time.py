@@ -128,8 +128,9 @@ def measure(stage: Stage, names: list[str], model: str, peers: dict[str, str], a
         near = [name for name, took in typical.items() if took <= NEAR * typical.get(FLOOR, 0.0)]
         turns = list(jobs)
         if number >= args.blocks:
-            wide = [name for name in near if high_less_low(found, name) > args.width]
-            turns = [FLOOR, *wide] if wide else []
+            others = [name for name in (FLOOR, args.against) if name in jobs]
+            wide = [name for name in near if any(high_less_low(found, name, to) > args.width for to in others)]
+            turns = list(dict.fromkeys([*others, *wide])) if wide else []
         for name in random.Random(number).sample(turns, len(turns)):
             job, expected, steps = jobs[name], typical.get(name, 0.0), args.steps if name in near else 1
             if name not in near:
@@ -163,9 +164,9 @@ def ratio_text(values: list[float]) -> str:
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
-def high_less_low(found: dict[str, Any], name: str) -> float:
-    """How wide the interval of the ratio is; 0 where there is none."""
-    here = ratios(found, name)
+def high_less_low(found: dict[str, Any], name: str, to: str) -> float:
+    """Return how wide the interval of the ratio to ``to`` is; 0 where there is none."""
+    here = ratios(found, name, to)
     if not here:
         return 0.0
     _, low, high = interval(here)
