@@ -54,7 +54,7 @@ FLAGS = "-O3 -std=c11 -ffp-contract=off -fno-math-errno -fvisibility=hidden"
 KERNEL = Extension(
     "sparsifiers._kernel",
     [f"sparsifiers/kernel{part}.c" for part in PARTS],
-    depends=["sparsifiers/kernel.h"],
+    depends=["sparsifiers/kernel.h", "sparsifiers/kernel_low_rank_loops.h"],
     extra_compile_args=[] if sys.platform == "win32" else FLAGS.split(),
     optional=True,
 )

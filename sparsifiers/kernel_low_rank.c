@@ -1,8 +1,8 @@
 /* Products of thin factors, left (r, n) and right (r, m), and of these with matrices (n, m), all float32 row by row: see
-   kernel_low_rank.py. A matrix is read and written once, in pieces of rows that the first-level cache holds.
+   kernel_low_rank.py. A matrix is read and written once.
 
-   Every sum is made in the order that is written here, each product rounded by itself, so all levels give the same
-   bits. Most loops are left to the compiler, which vectorises them for each level. */
+   A product of factors is made in the order that is written here, each product of floats rounded by itself, and has the
+   same bits at every level. All else may differ: registers are of different widths, and some multiply and add at once. */
 
 #include "kernel.h"
 
@@ -12,141 +12,180 @@
 #include <immintrin.h>
 #endif
 
-enum { TILE = 1024 };      /* elements of a row that are gone over together */
-enum { GROUP = 4 };        /* rows of a factor, or of a matrix, likewise */
-enum { LANES = 16 };       /* partial sums of a dot product */
+enum { MOST = 128 };       /* rows of a factor */
+enum { REGISTERS = 8 };    /* that hold elements of the matrix */
+enum { GROUP = 4 };        /* rows of the matrix that are projected on the left together */
 enum { PANEL = 8192 };     /* elements of the right factor for which a product is made: the first-level cache holds them */
-enum { STREAMED = 65536 }; /* elements from which on a product is written past the caches */
+enum { STREAMED = 65536 }; /* elements of a matrix from which on it is written past the caches */
+
+/* What is added to a residual: nothing, or a gradient of float, bfloat16 or float16, by the numbers of kernel.py. */
+enum { ALONE = -1, FLOAT32, BFLOAT16, FLOAT16 };
+
+/* The matrix is residual + gradient. */
+struct sum {
+    const float *residual;
+    const void *gradient;
+};
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* -- what all are made of --------------------------------------------------------------------------------- */
-
-/* What becomes of the sum of up to GROUP rows: it is written, or added to what is there; and then multiplied. */
-enum { FRESH, ADDED, ADDED_LAST };
-
-INLINE void combine_rows(float *restrict out, int mode, int k, const float *scales, const float *rows, int64_t apart,
-                         float factor, int64_t n)
+static float as_float(uint32_t bits)
 {
-    const float a = scales[0], b = k > 1 ? scales[1] : 0, c = k > 2 ? scales[2] : 0, d = k > 3 ? scales[3] : 0;
-    const float *second = rows + apart, *third = second + apart, *fourth = third + apart;
-    for (int64_t i = 0; i < n; i++) {
-        float sum = a * rows[i];
-        if (mode != FRESH)
-            sum = out[i] + sum;
-        if (k > 1)
-            sum += b * second[i];
-        if (k > 2)
-            sum += c * third[i];
-        if (k > 3)
-            sum += d * fourth[i];
-        out[i] = mode == ADDED ? sum : sum * factor;
-    }
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
 }
 
-/* out = sum * factor, or out + sum, or (out + sum) * factor, where sum is that of scales[j] * row j for j < k <= GROUP,
-   added up in this order; the rows are `apart`. */
-INLINE int combine_body(float *out, int mode, int k, const float *scales, const float *rows, int64_t apart,
-                        float factor, int64_t n)
+/* The exponent is moved by a multiplication, which is exact; what is not finite stays so. */
+static float of_half(uint16_t half)
 {
-#define COMBINE(mode, k) combine_rows(out, mode, k, scales, rows, apart, factor, n)
-#define COMBINE_FEW(mode) (k == 1 ? COMBINE(mode, 1) : k == 2 ? COMBINE(mode, 2) : k == 3 ? COMBINE(mode, 3) : COMBINE(mode, 4))
-    if (mode == FRESH)
-        COMBINE_FEW(FRESH);
-    else if (mode == ADDED)
-        COMBINE_FEW(ADDED);
-    else
-        COMBINE_FEW(ADDED_LAST);
-    return 0;
-}
-#define COMBINE_PARAMETERS                                                                                           \
-    (float *out, int mode, int k, const float *scales, const float *rows, int64_t apart, float factor, int64_t n)
-FOR_EACH_LEVEL(int, combine, COMBINE_PARAMETERS, (out, mode, k, scales, rows, apart, factor, n))
-
-/* sums[j] += row j . vector, for j < k <= GROUP: the lanes' sums are added in halves. */
-INLINE void dots_end(float (*lanes)[LANES], int k, const float *vector, const float *rows, int64_t apart, int64_t i,
-                     int64_t n, float *sums)
-{
-    for (int j = 0; j < k; j++) {
-        for (int64_t rest = i; rest < n; rest++)
-            lanes[j][rest - i] += vector[rest] * rows[j * apart + rest];
-        for (int half = LANES / 2; half; half /= 2)
-            for (int lane = 0; lane < half; lane++)
-                lanes[j][lane] += lanes[j][lane + half];
-        sums[j] += lanes[j][0];
-    }
+    float magnitude = as_float((uint32_t)(half & 0x7fff) << 13) * 0x1p112f;
+    uint32_t bits;
+    memcpy(&bits, &magnitude, sizeof bits);
+    return as_float(bits | (uint32_t)(half & 0x8000) << 16 | ((half & 0x7c00) == 0x7c00 ? 0x7f800000 : 0));
 }
 
-INLINE void dots_rows(int k, const float *vector, const float *rows, int64_t apart, int64_t n, float *sums)
+static float other_one(const void *gradient, int64_t i, int kind)
 {
-    float lanes[GROUP][LANES] = {{0}};
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES)
-        for (int j = 0; j < k; j++)
-            for (int lane = 0; lane < LANES; lane++)
-                lanes[j][lane] += vector[i + lane] * rows[j * apart + i + lane];
-    dots_end(lanes, k, vector, rows, apart, i, n, sums);
+    return kind == FLOAT32    ? ((const float *)gradient)[i]
+           : kind == BFLOAT16 ? as_float((uint32_t)((const uint16_t *)gradient)[i] << 16)
+                              : of_half(((const uint16_t *)gradient)[i]);
 }
 
-#define DOTS_PARAMETERS (int k, const float *vector, const float *rows, int64_t apart, int64_t n, float *sums)
-#define DOTS_ARGUMENTS (k, vector, rows, apart, n, sums)
-
-INLINE int dots_body DOTS_PARAMETERS
+static float added_one(const struct sum *of, int64_t i, int kind)
 {
-#define DOTS(k) dots_rows(k, vector, rows, apart, n, sums)
-    k == 1 ? DOTS(1) : k == 2 ? DOTS(2) : k == 3 ? DOTS(3) : DOTS(4);
-    return 0;
+    return kind == ALONE ? of->residual[i] : of->residual[i] + other_one(of->gradient, i, kind);
 }
 
-static int dots_any DOTS_PARAMETERS { return dots_body DOTS_ARGUMENTS; }
+/* -- the loops, for any machine ---------------------------------------------------------------------------- */
 
-#if X86
-AVX2 static int dots_avx2 DOTS_PARAMETERS { return dots_body DOTS_ARGUMENTS; }
-
-/* The compiler makes it slower than with AVX2 by itself. */
-AVX512 static inline void dots_rows_avx512(int k, const float *vector, const float *rows, int64_t apart, int64_t n,
-                                           float *sums)
-{
-    float lanes[GROUP][LANES];
-    __m512 parts[GROUP];
-    int64_t i = 0;
-    for (int j = 0; j < GROUP; j++)
-        parts[j] = _mm512_setzero_ps();
-    for (; i + LANES <= n; i += LANES) {
-        __m512 sixteen = _mm512_loadu_ps(vector + i);
-        for (int j = 0; j < k; j++)
-            parts[j] = _mm512_add_ps(parts[j], _mm512_mul_ps(sixteen, _mm512_loadu_ps(rows + j * apart + i)));
-    }
-    for (int j = 0; j < k; j++)
-        _mm512_storeu_ps(lanes[j], parts[j]);
-    dots_end(lanes, k, vector, rows, apart, i, n, sums);
-}
-
-AVX512 static int dots_avx512 DOTS_PARAMETERS
-{
-#define DOTS_AVX512(k) dots_rows_avx512(k, vector, rows, apart, n, sums)
-    k == 1 ? DOTS_AVX512(1) : k == 2 ? DOTS_AVX512(2) : k == 3 ? DOTS_AVX512(3) : DOTS_AVX512(4);
-    return 0;
-}
-#endif
-
-DISPATCH(int, dots, DOTS_PARAMETERS, DOTS_ARGUMENTS)
-
-/* Copy n floats past the caches, where this machine can; a fence has to follow. */
-static void stream(float *out, const float *from, int64_t n)
-{
-#if X86
-    int64_t i = 0, head = least((int64_t)(-(uintptr_t)out % 16 / sizeof(float)), n);
-    for (; i < head; i++)
-        out[i] = from[i];
-    for (; i + 4 <= n; i += 4)
-        _mm_stream_ps(out + i, _mm_loadu_ps(from + i));
-    for (; i < n; i++)
-        out[i] = from[i];
+#if defined(__GNUC__)
+typedef float vec_any __attribute__((vector_size(16)));
+typedef float loose_any __attribute__((vector_size(16), aligned(4), may_alias));
+#define WIDTH 4
+#define LOAD(from) (*(const loose_any *)(from))
+#define STORE(to, values) (*(loose_any *)(to) = (values))
+#define SPLAT(value) ((vec_any){(value), (value), (value), (value)})
 #else
-    memcpy(out, from, (size_t)n * sizeof(float));
+typedef float vec_any;
+#define WIDTH 1
+#define LOAD(from) (*(from))
+#define STORE(to, values) (*(to) = (values))
+#define SPLAT(value) ((float)(value))
 #endif
+#if X86
+#define STREAM(to, values) _mm_stream_ps(to, values)
+#else
+#define STREAM STORE
+#endif
+
+static vec_any other_any(const void *gradient, int64_t i, int kind)
+{
+    float values[WIDTH];
+    if (kind == FLOAT32)
+        return LOAD((const float *)gradient + i);
+    for (int lane = 0; lane < WIDTH; lane++)
+        values[lane] = other_one(gradient, i + lane, kind);
+    return LOAD(values);
 }
+
+#define TARGET
+#define AT(name) name##_any
+#define vec vec_any
+#define MULTIPLY_ADD(a, b, c) ((a) * (b) + (c))
+#define OTHER other_any
+#include "kernel_low_rank_loops.h"
+#undef TARGET
+#undef AT
+#undef vec
+#undef WIDTH
+#undef LOAD
+#undef STORE
+#undef STREAM
+#undef SPLAT
+#undef MULTIPLY_ADD
+#undef OTHER
+
+#if X86
+/* -- for AVX2 ---------------------------------------------------------------------------------------------- */
+
+#define TARGET __attribute__((target("avx2,fma,f16c")))
+#define AT(name) name##_avx2
+#define vec __m256
+#define WIDTH 8
+#define LOAD(from) _mm256_loadu_ps(from)
+#define STORE(to, values) _mm256_storeu_ps(to, values)
+#define STREAM(to, values) _mm256_stream_ps(to, values)
+#define SPLAT(value) _mm256_set1_ps(value)
+#define MULTIPLY_ADD(a, b, c) _mm256_fmadd_ps(a, b, c)
+#define OTHER other_avx2
+
+TARGET static inline __m256 other_avx2(const void *gradient, int64_t i, int kind)
+{
+    if (kind == FLOAT32)
+        return _mm256_loadu_ps((const float *)gradient + i);
+    __m128i narrow = _mm_loadu_si128((const __m128i *)((const uint16_t *)gradient + i));
+    if (kind == FLOAT16)
+        return _mm256_cvtph_ps(narrow);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow), 16));
+}
+
+#include "kernel_low_rank_loops.h"
+#undef TARGET
+#undef AT
+#undef vec
+#undef WIDTH
+#undef LOAD
+#undef STORE
+#undef STREAM
+#undef SPLAT
+#undef MULTIPLY_ADD
+#undef OTHER
+
+/* -- for AVX-512 ------------------------------------------------------------------------------------------- */
+
+#define TARGET AVX512
+#define AT(name) name##_avx512
+#define vec __m512
+#define WIDTH 16
+#define LOAD(from) _mm512_loadu_ps(from)
+#define STORE(to, values) _mm512_storeu_ps(to, values)
+#define STREAM(to, values) _mm512_stream_ps(to, values)
+#define SPLAT(value) _mm512_set1_ps(value)
+#define MULTIPLY_ADD(a, b, c) _mm512_fmadd_ps(a, b, c)
+#define OTHER other_avx512
+
+TARGET static inline __m512 other_avx512(const void *gradient, int64_t i, int kind)
+{
+    if (kind == FLOAT32)
+        return _mm512_loadu_ps((const float *)gradient + i);
+    __m256i narrow = _mm256_loadu_si256((const __m256i *)((const uint16_t *)gradient + i));
+    if (kind == FLOAT16)
+        return _mm512_cvtph_ps(narrow);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
+}
+
+#include "kernel_low_rank_loops.h"
+#endif
+
+/* -- the choice between them ------------------------------------------------------------------------------- */
+
+DISPATCH(void, product,
+         (const float *scales, const float *right, int64_t m, int64_t r, float scale, float *out, int streamed,
+          int64_t n),
+         (scales, right, m, r, scale, out, streamed, n))
+DISPATCH(int, dots,
+         (const struct sum *of, int64_t i, int kind, const float *right, int64_t m, int64_t r, float *out,
+          int streamed, float *sums),
+         (of, i, kind, right, m, r, out, streamed, sums))
+DISPATCH(void, rows,
+         (const struct sum *of, int64_t i, int kind, const float *scales, const float *right, int64_t m, int64_t r,
+          float *out, int streamed),
+         (of, i, kind, scales, right, m, r, out, streamed))
+DISPATCH(int, columns,
+         (const struct sum *of, int64_t i, int kind, int64_t m, int64_t count, const float *scales, int64_t r,
+          float *right, float *out, int streamed),
+         (of, i, kind, m, count, scales, r, right, out, streamed))
 
 static void fence(void)
 {
@@ -155,81 +194,72 @@ static void fence(void)
 #endif
 }
 
-/* Scale each row of a factor by an element of column i of another one, and add them to out: `sign` times. */
-static void add_rows(float *out, const float *column, int64_t apart, float sign, const float *rows, int64_t m,
-                     int64_t r, int64_t n)
-{
-    for (int64_t k = 0; k < r; k += GROUP) {
-        float scales[GROUP] = {0};
-        int few = (int)least(GROUP, r - k);
-        for (int j = 0; j < few; j++)
-            scales[j] = sign * column[(k + j) * apart];
-        combine(out, ADDED, few, scales, rows + k * m, m, 1, n);
-    }
-}
-
-/* -- factors and matrices --------------------------------------------------------------------------------- */
+/* -- what is exported; r <= MOST --------------------------------------------------------------------------- */
 
 /* out = scale * left^T right: ((left[0, i] * right[0, j] + left[1, i] * right[1, j]) + ...) * scale. */
 EXPORT void kernel_product(const float *left, int64_t n, const float *right, int64_t m, int64_t r, float scale,
                            float *out)
 {
-    float tile[TILE];
-    int streamed = n * m >= STREAMED;
-    int64_t width = PANEL / r < 256 ? 256 : least(TILE, PANEL / r);
-    for (int64_t start = 0; start < m; start += width) {
-        int64_t count = least(width, m - start);
+    float scales[MOST];
+    int64_t width = PANEL / r < 256 ? 256 : PANEL / r / 128 * 128;
+    for (int64_t start = 0; start < m; start += width)
         for (int64_t i = 0; i < n; i++) {
-            float *target = streamed ? tile : out + i * m + start;
-            for (int64_t k = 0; k < r; k += GROUP) {
-                float scales[GROUP] = {0};
-                int few = (int)least(GROUP, r - k), last = k + few == r;
-                for (int j = 0; j < few; j++)
-                    scales[j] = left[(k + j) * n + i];
-                combine(target, k == 0 ? FRESH : last ? ADDED_LAST : ADDED, few, scales, right + k * m + start, m,
-                        last ? scale : 1, count);
-            }
-            if (streamed)
-                stream(out + i * m + start, tile, count);
+            for (int64_t k = 0; k < r; k++)
+                scales[k] = left[k * n + i];
+            product(scales, right + start, m, r, scale, out + i * m + start, n * m >= STREAMED, least(width, m - start));
         }
-    }
     fence();
 }
 
-/* left[:, i] = right . row i of the matrix. */
-EXPORT void kernel_project_on_right(const float *matrix, int64_t n, int64_t m, const float *right, int64_t r,
-                                    float *left)
+/* left[:, i] = right . row i of residual + gradient, which is written to `matrix`; if `off`, without left^T right. For
+   the kind ALONE the residual is the matrix and nothing is written. 1 if the sum is not finite somewhere, else 0. */
+EXPORT int kernel_project_on_right(float *matrix, const float *residual, const void *gradient, int kind, int64_t n,
+                                   int64_t m, const float *right, int64_t r, float *left, int off)
 {
-    memset(left, 0, (size_t)(r * n) * sizeof(float));
-    for (int64_t i = 0; i < n; i++)
-        for (int64_t start = 0; start < m; start += TILE) {
-            int64_t count = least(TILE, m - start);
-            for (int64_t k = 0; k < r; k += GROUP) {
-                float sums[GROUP] = {0};
-                int few = (int)least(GROUP, r - k);
-                dots(few, matrix + i * m + start, right + k * m + start, m, count, sums);
-                for (int j = 0; j < few; j++)
-                    left[(k + j) * n + i] += sums[j];
-            }
+    float sums[MOST];
+    struct sum of = {residual, gradient};
+    int endless = 0, streamed = n * m >= STREAMED;
+    for (int64_t i = 0; i < n; i++) {
+        endless |= dots(&of, i * m, kind, right, m, r, off ? NULL : matrix, streamed, sums);
+        for (int64_t k = 0; k < r; k++) {
+            left[k * n + i] = sums[k];
+            sums[k] = -sums[k];
         }
+        if (off)
+            rows(&of, i * m, kind, sums, right, m, r, matrix, streamed);
+    }
+    fence();
+    return endless;
 }
 
-/* right = left . matrix. */
-EXPORT void kernel_project_on_left(const float *matrix, int64_t n, int64_t m, const float *left, int64_t r,
-                                   float *right)
+/* right = left . (residual + gradient), which is written to `matrix`. For the kind ALONE the residual is the matrix and
+   nothing is written. 1 if the matrix is not finite somewhere, else 0. */
+EXPORT int kernel_project_on_left(float *matrix, const float *residual, const void *gradient, int kind, int64_t n,
+                                  int64_t m, const float *left, int64_t r, float *right)
 {
+    float scales[MOST * GROUP];
+    struct sum of = {residual, gradient};
+    int endless = 0;
     memset(right, 0, (size_t)(r * m) * sizeof(float));
-    for (int64_t i = 0; i < n; i += GROUP)
-        for (int64_t start = 0; start < m; start += TILE)
-            for (int64_t k = 0; k < r; k++)
-                combine(right + k * m + start, ADDED, (int)least(GROUP, n - i), left + k * n + i,
-                        matrix + i * m + start, m, 1, least(TILE, m - start));
+    for (int64_t i = 0; i < n; i += GROUP) {
+        int64_t count = least(GROUP, n - i);
+        for (int64_t k = 0; k < r; k++)
+            for (int64_t row = 0; row < count; row++)
+                scales[k * GROUP + row] = left[k * n + i + row];
+        endless |= columns(&of, i * m, kind, m, count, scales, r, right, matrix, n * m >= STREAMED);
+    }
+    fence();
+    return endless;
 }
 
 /* matrix -= left^T right. */
 EXPORT void kernel_take_off(float *matrix, int64_t n, int64_t m, const float *left, const float *right, int64_t r)
 {
-    for (int64_t i = 0; i < n; i++)
-        for (int64_t start = 0; start < m; start += TILE)
-            add_rows(matrix + i * m + start, left + i, n, -1, right + start, m, r, least(TILE, m - start));
+    float scales[MOST];
+    struct sum of = {matrix, NULL};
+    for (int64_t i = 0; i < n; i++) {
+        for (int64_t k = 0; k < r; k++)
+            scales[k] = -left[k * n + i];
+        rows(&of, i * m, ALONE, scales, right, m, r, matrix, 0);
+    }
 }

@@ -14,7 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsifiers.kernel import address, loaded, plain
+from sparsifiers.kernel import KINDS, address, loaded, plain
+
+MOST = 128  # rows of a factor, as in kernel_low_rank.c
+ALONE = -1  # the number there of no gradient
 
 
 def product(left: Tensor, right: Tensor, scale: float, out: Tensor) -> bool:
@@ -53,7 +56,7 @@ def project_on_right(matrix: Tensor, right: Tensor, out: Tensor) -> bool:
     if not (_fit(matrix, out, right) and _alone(matrix, right, out)):
         return False
     (r, n), m = out.shape, right.shape[1]
-    loaded().kernel_project_on_right(matrix.data_ptr(), n, m, right.data_ptr(), r, out.data_ptr())
+    loaded().kernel_project_on_right(0, matrix.data_ptr(), 0, ALONE, n, m, right.data_ptr(), r, out.data_ptr(), 0)
     return True
 
 
@@ -62,7 +65,7 @@ def project_on_left(matrix: Tensor, left: Tensor, out: Tensor) -> bool:
     if not (_fit(matrix, left, out) and _alone(matrix, left, out)):
         return False
     (r, n), m = left.shape, out.shape[1]
-    loaded().kernel_project_on_left(matrix.data_ptr(), n, m, left.data_ptr(), r, out.data_ptr())
+    loaded().kernel_project_on_left(0, matrix.data_ptr(), 0, ALONE, n, m, left.data_ptr(), r, out.data_ptr())
     return True
 
 
@@ -75,12 +78,56 @@ def take_off(matrix: Tensor, left: Tensor, right: Tensor) -> bool:
     return True
 
 
+def add_and_project_on_right(
+    matrix: Tensor, residual: Tensor, gradient: Tensor, right: Tensor, out: Tensor, *, off: bool = False
+) -> bool | None:
+    """Write matrix = residual + gradient, past the caches, and out = right matrix^T; return whether all is finite.
+
+    With ``off`` what the factors stand for is taken off in the same pass: matrix -= out^T right. The sum has the bits
+    of torch.add. gradient: float32, bfloat16 or float16. None, with nothing done, if torch must do it.
+    """
+    if not _adds(matrix, residual, gradient, out, right):
+        return None
+    (r, n), m = out.shape, right.shape[1]
+    return not loaded().kernel_project_on_right(
+        matrix.data_ptr(), residual.data_ptr(), gradient.data_ptr(), KINDS[gradient.dtype], n, m, right.data_ptr(), r,
+        out.data_ptr(), off,
+    )  # fmt: skip
+
+
+def add_and_project_on_left(
+    matrix: Tensor, residual: Tensor, gradient: Tensor, left: Tensor, out: Tensor
+) -> bool | None:
+    """Write matrix = residual + gradient, past the caches, and out = left matrix; return whether the matrix is finite.
+
+    The matrix has the bits of torch.add. gradient: float32, bfloat16 or float16. None, with nothing done, if torch must
+    do it.
+    """
+    if not _adds(matrix, residual, gradient, left, out):
+        return None
+    (r, n), m = left.shape, out.shape[1]
+    return not loaded().kernel_project_on_left(
+        matrix.data_ptr(), residual.data_ptr(), gradient.data_ptr(), KINDS[gradient.dtype], n, m, left.data_ptr(), r,
+        out.data_ptr(),
+    )  # fmt: skip
+
+
+def _adds(matrix: Tensor, residual: Tensor, gradient: Tensor, left: Tensor, right: Tensor) -> bool:
+    return (
+        matrix.shape == residual.shape == gradient.shape
+        and gradient.dtype in KINDS
+        and _fit(matrix, left, right)
+        and _alone(matrix, residual, left, right)
+        and plain(gradient, gradient.dtype)
+    )
+
+
 def _fit(matrix: Tensor, left: Tensor, right: Tensor) -> bool:
     # Nothing is looked at that would raise an error: this is left to torch.
     if not left.dim() == right.dim() == matrix.dim() == 2:
         return False
     (r, n), (rows, m) = left.shape, right.shape
-    return 0 < r == rows and matrix.shape == (n, m)
+    return 0 < r == rows <= MOST and matrix.shape == (n, m)
 
 
 def _alone(*tensors: Tensor) -> bool:
