@@ -48,12 +48,14 @@ HOROVOD = ["cloudpickle", "psutil", "pyyaml", "packaging", "cffi>=1.4"]
 
 # Plain C behind ctypes: it needs neither torch nor numpy nor Python's headers. Optional: without a compiler the
 # package works, only slower. pip shows the warning with -v alone; `python -m agmerge doctor` says it at any time.
-# Some compilers contract a product and a sum where they can: not here.
+# Some compilers contract a product and a sum where they can: not here. A root that sets errno needs a library.
+PARTS = ("", "_memory", "_rows", "_columns", "_message", "_updates", "_low_rank", "_orthonormal", "_module")
+FLAGS = "-O3 -std=c11 -ffp-contract=off -fno-math-errno -fvisibility=hidden"
 KERNEL = Extension(
     "sparsifiers._kernel",
-    [f"sparsifiers/kernel{part}.c" for part in ("", "_memory", "_rows", "_columns", "_message", "_updates", "_module")],
-    depends=["sparsifiers/kernel.h"],
-    extra_compile_args=[] if sys.platform == "win32" else "-O3 -std=c11 -ffp-contract=off -fvisibility=hidden".split(),
+    [f"sparsifiers/kernel{part}.c" for part in PARTS],
+    depends=["sparsifiers/kernel.h", "sparsifiers/kernel_low_rank_loops.h"],
+    extra_compile_args=[] if sys.platform == "win32" else FLAGS.split(),
     optional=True,
 )
 

@@ -23,7 +23,7 @@ from torch import Tensor
 VARIABLE = "AGMERGE_KERNEL"
 OFF = "off"
 LEVELS = ("baseline", "avx2", "avx512")  # the instruction sets, by number
-INTERFACE = 4  # of kernel.c; a library that was built from another version is not used
+INTERFACE = 5  # of kernel.c; a library that was built from another version is not used
 ROOM = 1 << 17  # slots of scratch that `rows_top` may take at any size
 PANEL = 64  # columns that are searched together at least: four cache lines of each row
 BLOCK = 1024  # elements that `scan` reads between two looks at the room that is left
@@ -49,6 +49,11 @@ _SIGNATURES: dict[str, tuple[Any, str]] = {  # result and arguments: p a pointer
     "kernel_rows": (None, "pllippp"),
     "kernel_columns_scratch": (ctypes.c_int64, "lllll"),
     "kernel_columns": (ctypes.c_int, "plllipllpp"),
+    "kernel_product": (None, "plpllfp"),
+    "kernel_project_on_right": (ctypes.c_int, "pppillplpi"),
+    "kernel_project_on_left": (ctypes.c_int, "pppillplp"),
+    "kernel_take_off": (None, "pllppl"),
+    "kernel_orthonormalize": (None, "ppplp"),
 }
 _ARGUMENTS = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
 
@@ -80,10 +85,10 @@ def chosen(setting: str, folder: Path) -> ctypes.CDLL | None:
     """
     if setting not in ("", OFF, *LEVELS):
         raise ValueError(f"{VARIABLE}={setting!r}: choose one of {', '.join((OFF, *LEVELS))}, or leave it out")
-    loaded = None if setting == OFF else load(folder)
-    if loaded is not None and setting:
-        loaded.kernel_set_level(LEVELS.index(setting))
-    return loaded
+    found = None if setting == OFF else load(folder)
+    if found is not None and setting:
+        found.kernel_set_level(LEVELS.index(setting))
+    return found
 
 
 library = chosen(os.environ.get(VARIABLE, ""), Path(__file__).parent)
@@ -125,8 +130,8 @@ def scan(bits: Keys, start: int, mask: int, floor: int, positions: Keys, keys: K
     then: at len(bits), or where the next BLOCK of elements might not fit.
     """
     count = ctypes.c_int64(held)
-    stop = _loaded().kernel_scan(
-        _address(bits), start, len(bits), mask, floor, _address(positions), _address(keys), len(keys),
+    stop = loaded().kernel_scan(
+        address(bits), start, len(bits), mask, floor, address(positions), address(keys), len(keys),
         ctypes.byref(count),
     )  # fmt: skip
     return int(stop), count.value
@@ -137,19 +142,19 @@ def cut(positions: Keys, keys: Keys, held: int, k: int, scratch: Keys) -> int:
 
     1 <= k <= held <= len(keys); scratch: as long. Returns the smallest key kept.
     """
-    return int(_loaded().kernel_cut(_address(positions), _address(keys), held, k, _address(scratch)))
+    return int(loaded().kernel_cut(address(positions), address(keys), held, k, address(scratch)))
 
 
 def nth_largest(keys: Keys, k: int) -> int:
     """Return the k-th largest of keys >= 0, see `reads`; 1 <= k <= len(keys)."""
     scratch = np.empty(len(keys), dtype=np.int32)
-    return int(_loaded().kernel_nth(_address(keys), len(keys), k, _address(scratch)))
+    return int(loaded().kernel_nth(address(keys), len(keys), k, address(scratch)))
 
 
 def sample(bits: Keys, mask: int, m: int) -> Keys:
     """Return bits[topk_floor.places(len(bits), m)] & mask, int32[m]; bits: see `reads`, 1 <= m <= len(bits)."""
     keys = np.empty(m, dtype=np.int32)
-    _loaded().kernel_sample(_address(bits), len(bits), m, mask, _address(keys))
+    loaded().kernel_sample(address(bits), len(bits), m, mask, address(keys))
     return keys
 
 
@@ -175,9 +180,7 @@ def rows_top(table: Keys, mask: int, quotas: NDArray[np.int64], transposed: bool
     indices = np.empty(int(quotas.sum()), dtype=np.int32)
     if len(indices):
         scratch = np.empty(3 * length, dtype=np.int32)
-        _loaded().kernel_rows(
-            _address(table), rows, length, mask, _address(quotas), _address(scratch), _address(indices)
-        )
+        loaded().kernel_rows(address(table), rows, length, mask, address(quotas), address(scratch), address(indices))
     return indices
 
 
@@ -188,7 +191,7 @@ def _columns_top(table: Keys, mask: int, quotas: NDArray[np.int64], room: int) -
     indices = np.empty(total, dtype=np.int32)
     if total == 0:
         return indices
-    needed = _loaded().kernel_columns_scratch(length, columns, columns, total, most)
+    needed = loaded().kernel_columns_scratch(length, columns, columns, total, most)
     panels = min(-(-needed // room), -(-columns // PANEL))
     width = -(-columns // panels // 16) * 16 if panels > 1 else columns
     held = 0
@@ -196,12 +199,10 @@ def _columns_top(table: Keys, mask: int, quotas: NDArray[np.int64], room: int) -
         part = quotas[first : first + width]
         count = int(part.sum())
         if count:
-            scratch = np.empty(
-                _loaded().kernel_columns_scratch(length, len(part), columns, count, most), dtype=np.int32
-            )
-            status = _loaded().kernel_columns(
-                _address(table) + 4 * first, length, len(part), columns, mask, _address(part), count, most,
-                _address(scratch), _address(indices) + 4 * held,
+            scratch = np.empty(loaded().kernel_columns_scratch(length, len(part), columns, count, most), dtype=np.int32)
+            status = loaded().kernel_columns(
+                address(table) + 4 * first, length, len(part), columns, mask, address(part), count, most,
+                address(scratch), address(indices) + 4 * held,
             )  # fmt: skip
             if status:
                 return None
@@ -224,9 +225,9 @@ def add(work: Tensor, residual: Tensor, gradient: Tensor) -> bool | None:
     kind = KINDS.get(gradient.dtype)
     if kind is None or work.numel() < STREAMED or torch.get_num_threads() > 1:
         return None
-    if not (_plain(work) and _plain(residual) and _plain(gradient, gradient.dtype)):
+    if not (plain(work) and plain(residual) and plain(gradient, gradient.dtype)):
         return None
-    status = _loaded().kernel_add(work.data_ptr(), residual.data_ptr(), gradient.data_ptr(), work.numel(), kind)
+    status = loaded().kernel_add(work.data_ptr(), residual.data_ptr(), gradient.data_ptr(), work.numel(), kind)
     return None if status < 0 else status == 0
 
 
@@ -237,9 +238,9 @@ def subtract(work: Tensor, end: Tensor, begin: Tensor) -> bool | None:
     """
     if work.numel() < STREAMED or torch.get_num_threads() > 1:
         return None
-    if not (_plain(work) and _plain(end) and _plain(begin)):
+    if not (plain(work) and plain(end) and plain(begin)):
         return None
-    status = _loaded().kernel_add(work.data_ptr(), end.data_ptr(), begin.data_ptr(), work.numel(), TAKEN_OFF)
+    status = loaded().kernel_add(work.data_ptr(), end.data_ptr(), begin.data_ptr(), work.numel(), TAKEN_OFF)
     return None if status < 0 else status == 0
 
 
@@ -260,7 +261,7 @@ def take_in(
     Indices are int32, ascending, and count from first; values are fp32.
     """
     parts = [tensor for pair in (*lists, own) for tensor in pair]
-    if not (all(map(_plain, (base, parameter, *parts[1::2]))) and all(_plain(p, torch.int32) for p in parts[::2])):
+    if not (all(map(plain, (base, parameter, *parts[1::2]))) and all(plain(p, torch.int32) for p in parts[::2])):
         return False
     if base.numel() != parameter.numel() or any(pair[0].numel() != pair[1].numel() for pair in (*lists, own)):
         return False
@@ -268,9 +269,9 @@ def take_in(
     indices, values = (np.array([pair[i].data_ptr() for pair in lists], dtype=np.uintp) for i in (0, 1))
     counts = np.array([pair[0].numel() for pair in lists], dtype=np.int64)
     at = np.empty(count, dtype=np.int64)
-    return not _loaded().kernel_take_in(
-        base.data_ptr(), parameter.data_ptr(), base.numel(), first, _address(indices), _address(values),
-        _address(counts), _address(at), count, scale, own[0].data_ptr(), own[1].data_ptr(), own[0].numel(),
+    return not loaded().kernel_take_in(
+        base.data_ptr(), parameter.data_ptr(), base.numel(), first, address(indices), address(values),
+        address(counts), address(at), count, scale, own[0].data_ptr(), own[1].data_ptr(), own[0].numel(),
     )  # fmt: skip
 
 
@@ -284,9 +285,9 @@ def commit(work: Tensor, indices: Tensor, sent: Tensor) -> bool:
     count = indices.numel()
     if count < SCATTERED or not work.dim() == indices.dim() == sent.dim() == 1 or sent.numel() != count:
         return False
-    if not (_plain(work) and _plain(indices, torch.int32) and _plain(sent)):
+    if not (plain(work) and plain(indices, torch.int32) and plain(sent)):
         return False
-    if _loaded().kernel_commit(work.data_ptr(), work.numel(), indices.data_ptr(), sent.data_ptr(), count):
+    if loaded().kernel_commit(work.data_ptr(), work.numel(), indices.data_ptr(), sent.data_ptr(), count):
         raise IndexError(f"an index to commit is outside [0, {work.numel()})")
     return True
 
@@ -296,9 +297,9 @@ def blocks_encode(indices: Tensor, count: int, capacity: int, low: int, last: in
 
     capacity: slots of the message; low: bits of an index inside its block; last: number of the last block.
     """
-    if not (0 <= count <= min(indices.numel(), capacity) and _plain(indices, torch.int32) and _plain(out, torch.uint8)):
+    if not (0 <= count <= min(indices.numel(), capacity) and plain(indices, torch.int32) and plain(out, torch.uint8)):
         return False
-    return not _loaded().kernel_blocks_encode(indices.data_ptr(), count, capacity, low, last, out.data_ptr())
+    return not loaded().kernel_blocks_encode(indices.data_ptr(), count, capacity, low, last, out.data_ptr())
 
 
 def blocks_decode(data: Tensor, count: int, capacity: int, low: int, last: int) -> tuple[Tensor, bool] | None:
@@ -306,10 +307,10 @@ def blocks_decode(data: Tensor, count: int, capacity: int, low: int, last: int) 
 
     None if Blocks must read them itself. For the arguments see `blocks_encode`.
     """
-    if not (0 <= count <= capacity and _plain(data, torch.uint8)):
+    if not (0 <= count <= capacity and plain(data, torch.uint8)):
         return None
     indices = torch.empty(count, dtype=torch.int32)
-    good = _loaded().kernel_blocks_decode(data.data_ptr(), count, capacity, low, last, indices.data_ptr())
+    good = loaded().kernel_blocks_decode(data.data_ptr(), count, capacity, low, last, indices.data_ptr())
     return indices, bool(good)
 
 
@@ -321,14 +322,14 @@ def scatter(total: Tensor, indices: Tensor, values: Tensor, scale: float) -> boo
     IndexError, with nothing done, for an index outside [0, len(total)).
     """
     count = indices.numel()
-    if values.numel() != count or not (_plain(total) and _plain(indices, torch.int32) and _plain(values)):
+    if values.numel() != count or not (plain(total) and plain(indices, torch.int32) and plain(values)):
         return False
-    if _loaded().kernel_scatter(total.data_ptr(), total.numel(), indices.data_ptr(), values.data_ptr(), count, scale):
+    if loaded().kernel_scatter(total.data_ptr(), total.numel(), indices.data_ptr(), values.data_ptr(), count, scale):
         raise IndexError(f"an index to add at is outside [0, {total.numel()})")
     return True
 
 
-def _plain(tensor: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+def plain(tensor: Tensor, dtype: torch.dtype = torch.float32) -> bool:
     """Tell whether the loops can read this tensor: of that dtype, contiguous and in CPU memory."""
     return (
         library is not None
@@ -340,10 +341,12 @@ def _plain(tensor: Tensor, dtype: torch.dtype = torch.float32) -> bool:
     )
 
 
-def _loaded() -> ctypes.CDLL:
+def loaded() -> ctypes.CDLL:
+    """Return the library, which there must be."""
     assert library is not None, "ask available(), reads() or the result first"
     return library
 
 
-def _address(array: NDArray[Any]) -> int:
+def address(array: NDArray[Any]) -> int:
+    """Return where the elements of an array begin."""
     return array.ctypes.data

@@ -17,6 +17,23 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from agmerge.exchanges.low_rank.orthonormal import orthonormalize
+from sparsifiers import kernel_low_rank
+
+__all__ = [
+    "LEFT",
+    "RIGHT",
+    "initial_basis",
+    "matrix_shape",
+    "orthonormalize",
+    "product",
+    "project_on_left",
+    "project_on_right",
+    "rank_of",
+    "saves",
+    "take_off",
+]
+
 LEFT, RIGHT = "left", "right"
 
 
@@ -48,29 +65,33 @@ def initial_basis(seed: int, name: str, length: int, rank: int) -> torch.Tensor:
 
 def project_on_right(matrix: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
     """Write the left factor, ``out`` (r, n), of ``matrix`` (n, m) for a basis ``right`` (r, m)."""
-    torch.mm(right, matrix.t(), out=out)
+    if not kernel_low_rank.project_on_right(matrix, right, out):
+        torch.mm(right, matrix.t(), out=out)
 
 
 def project_on_left(matrix: torch.Tensor, left: torch.Tensor, out: torch.Tensor) -> None:
     """Write the right factor, ``out`` (r, m), of ``matrix`` (n, m) for a basis ``left`` (r, n)."""
-    torch.mm(left, matrix, out=out)
+    if not kernel_low_rank.project_on_left(matrix, left, out):
+        torch.mm(left, matrix, out=out)
 
 
 def take_off(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """Subtract what two factors stand for: ``matrix -= left^T right``, in place."""
-    matrix.addmm_(left.t(), right, alpha=-1)
+    if not kernel_low_rank.take_off(matrix, left, right):
+        matrix.addmm_(left.t(), right, alpha=-1)
 
 
 def product(left: torch.Tensor, right: torch.Tensor, scale: float, out: torch.Tensor) -> None:
-    """Write ``out = scale * left^T right``, (n, m)."""
-    torch.mm(left.t(), right, out=out).mul_(scale)
+    """Write ``out = scale * left^T right``, (n, m), added up in one order, each product rounded by itself.
 
-
-def orthonormalize(factors: Sequence[torch.Tensor]) -> None:
-    """Make the rows of each factor, (r, length) with r <= length, orthonormal, in place."""
-    for factor in factors:
-        q, _ = torch.linalg.qr(factor.t())
-        factor.copy_(q.t())
+    Where a library chooses the order, as in a product of matrices, ranks on unlike processors drift apart.
+    """
+    if kernel_low_rank.product(left, right, scale, out):
+        return
+    torch.mul(left[0].unsqueeze(1), right[0], out=out)
+    for column, row in zip(left[1:], right[1:], strict=True):
+        out += column.unsqueeze(1) * row
+    out *= scale
 
 
 class Product(NamedTuple):
