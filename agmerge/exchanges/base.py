@@ -100,6 +100,15 @@ class Exchange(ABC):
         """
         return
 
+    def add_and_prepare(
+        self, slot: Slot, work: torch.Tensor, update: torch.Tensor, residual: torch.Tensor, gradient: torch.Tensor
+    ) -> bool | None:
+        """Write ``work = residual + gradient`` of one tensor, and :meth:`prepare` it, in one pass over memory.
+
+        Returns whether the sum is finite; None, with nothing done, where that takes two passes.
+        """
+        return None
+
     @abstractmethod
     def start(
         self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader

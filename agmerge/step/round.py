@@ -17,6 +17,7 @@ from agmerge.exchanges.routing import Message
 from agmerge.metrics.step_times import StepRecorder
 from agmerge.metrics.totals import Totals
 from agmerge.step.merge_buffers import MergeBuffers
+from agmerge.tensors.arena import Add
 from agmerge.tensors.difference import Difference
 from agmerge.tensors.layout import Lane, Segment, Slot
 from agmerge.tensors.nonfinite import NonFiniteGuard, is_finite
@@ -61,6 +62,7 @@ class Round:
         self._added: dict[int, bool] = {}  # by slot: whether there was a gradient
         self._batches: dict[int, list[tuple[Slot, torch.Tensor]]] = {}  # by merge buffer: not yet in `work`
         self._offers: dict[int, Selection] = {}  # by slot, of tensors that are sparsified ahead
+        self._is_prepared: set[int] = set()  # slots that were prepared when their gradient was added up
         self._in_flight: list[list[tuple[Message, InFlight]]] = []  # per merge buffer that was sent
         self._counted: dict[int, tuple[int, int]] = {}  # bytes and elements of each message that are in the totals
         self._arrived = 0  # merge buffers whose messages are known to be here
@@ -133,13 +135,29 @@ class Round:
             self._batches.setdefault(self.buffers.buffer_of[slot.index], []).append((slot, gradient))
             return
         arena = self.buffers.arena_of[slot.index]
-        finite = arena.accumulate(slot, gradient)
+        finite = arena.accumulate(slot, gradient, self._add_and_prepare(slot))
         if gradient is None:
             return
         if not finite and self.guard.inspect(slot, arena.work_of(slot), finite):
             arena.accumulate(slot, None)
         elif self.buffers.energy is not None and slot.lane.sparse:
             self.buffers.energy.add(slot, gradient.tensor() if isinstance(gradient, Difference) else gradient)
+
+    def _add_and_prepare(self, slot: Slot) -> Add | None:
+        """Return what adds a tensor's gradient up and prepares it in the same pass; None: nothing does."""
+        exchange = self.buffers.prepared.get(slot.index)
+        if exchange is None:
+            return None
+
+        def add(
+            work: torch.Tensor, update: torch.Tensor, residual: torch.Tensor, gradient: torch.Tensor
+        ) -> bool | None:
+            finite = exchange.add_and_prepare(slot, work, update, residual, gradient)
+            if finite:
+                self._is_prepared.add(slot.index)
+            return finite
+
+        return add
 
     def _copy_batch(self, buffer: int) -> None:
         """Put all small tensors of a merge buffer that are sent whole into their arenas: one call, one look at all."""
@@ -175,7 +193,7 @@ class Round:
         if segment is not None:
             self._offers[slot.index] = self._select(segment)
         exchange = self.buffers.prepared.get(slot.index)
-        if exchange is not None and not self.dirty:
+        if exchange is not None and not self.dirty and slot.index not in self._is_prepared:
             arena = self.buffers.arena_of[slot.index]
             exchange.prepare(slot, arena.work_of(slot), arena.gradients[slot.index])
 

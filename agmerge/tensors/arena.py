@@ -19,6 +19,7 @@ import torch
 from agmerge.tensors.difference import Difference
 from agmerge.tensors.layout import Lane, Segment, Slot
 from sparsifiers import Memory, Momentum, Rate, kernel
+from sparsifiers.memories import Residual
 
 LINE = 64  # bytes
 
@@ -84,6 +85,11 @@ def move_to_update(home: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     return home.copy_(gradient)
 
 
+# add(work, update, residual, gradient) writes work = residual + gradient, and returns whether that is finite; or None,
+# with nothing done. `update`: where the tensor's update will be.
+Add = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], "bool | None"]
+
+
 class Arena:
     """Hold the flat storage of one lane: tensors of ``length`` elements each, 1-D.
 
@@ -116,6 +122,7 @@ class Arena:
         self._views = [{slot.index: view(flat, slot) for slot in slots} for flat in self._slabs]
         self._momentum_views = [{slot.index: view(flat, slot) for slot in slots} for flat in self._momenta]
         # The momentum of what is sent whole takes the average: see `apply_momentum`.
+        self._adds_up = type(memory)._compensate is Residual._compensate  # work is residual + gradient, and that is all
         self._momentum_of_gradients = memory.has_momentum and memory.has_residual
         self.in_place = not memory.has_residual and lane.dtype == lane.storage
         self.update = first if self.in_place else zeros(length, lane.dtype, lane.device)
@@ -162,10 +169,11 @@ class Arena:
         for tensor in kept:
             torch.nan_to_num_(tensor, 0.0, 0.0, 0.0)
 
-    def accumulate(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> bool | None:
+    def accumulate(self, slot: Slot, gradient: torch.Tensor | Difference | None, add: Add | None = None) -> bool | None:
         """Write the tensor's part of ``work`` from its residual and ``gradient`` (None: it has none).
 
-        Returns whether all of it is finite, if that is known, else None.
+        Returns whether all of it is finite, if that is known, else None. ``add``: is asked first where that is a plain
+        sum; it may do something else with it in the same pass.
         """
         index = slot.index
         if isinstance(gradient, Difference):
@@ -175,6 +183,10 @@ class Arena:
             gradient = self.gradients[index]
         momentum = self._momentum_of(slot) if self._momentum_of_gradients else None
         residual = self._views[1 - self._turn][index] if self.memory.has_residual else None
+        if add is not None and self._adds_up and residual is not None and gradient is not None:
+            finite = add(self._views[self._turn][index], self.gradients[index], residual, gradient)
+            if finite is not None:
+                return finite
         return self.memory.compensate(self._views[self._turn][index], residual, gradient, momentum, self._size)
 
     def move_to_update(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from agmerge.exchanges.base import ExchangeContext, InFlight, SegmentBuffers
 from agmerge.exchanges.dense import decode, largest_summand, tail_of
 from agmerge.exchanges.low_rank import factors
 from agmerge.exchanges.low_rank.bases import Bases, Basis
-from agmerge.exchanges.low_rank.factors import LEFT, Product
+from agmerge.exchanges.low_rank.factors import LEFT, RIGHT, Product
 from agmerge.exchanges.message.format import Flag, RoundHeader
 from agmerge.exchanges.multi_round import MultiRoundExchange, Phases, State
 from agmerge.tensors.layout import Segment, Slot
@@ -76,28 +76,55 @@ class LowRankExchange(MultiRoundExchange):
     # -- 1. factors leave -----------------------------------------------------------------------------------------
 
     def prepare(self, slot: Slot, work: torch.Tensor, update: torch.Tensor) -> None:
-        """Project one tensor of a message to come on its basis. ``work``, ``update``: in its shape, views."""
+        """Project one tensor of a message to come on its basis, and commit that if it is all that is sent."""
+        matrix = self._matrix(slot, work, update)
+        factors.project(matrix.work, matrix.basis.side, matrix.basis.rows, matrix.factor)
+        self._prepared(matrix, taken_off=False)
+
+    def add_and_prepare(
+        self, slot: Slot, work: torch.Tensor, update: torch.Tensor, residual: torch.Tensor, gradient: torch.Tensor
+    ) -> bool | None:
+        """Add up, project, and, where a factor is a number a row that nothing else rounds, commit: in one pass."""
+        if not gradient.is_contiguous():
+            return None
+        matrix = self._matrix(slot, work, update)
+        shape, basis = matrix.work.shape, matrix.basis
+        off = not matrix.both and basis.side == RIGHT and self.wire_of(slot) == work.dtype
+        finite = factors.add_and_project(
+            matrix.work, residual.view(shape), gradient.view(shape), basis.side, basis.rows, matrix.factor, off=off
+        )
+        if finite:
+            self._prepared(matrix, taken_off=off)
+        return finite
+
+    def _matrix(self, slot: Slot, work: torch.Tensor, update: torch.Tensor) -> _Matrix:
+        """Return what is known of a tensor of which nothing is done yet. ``work``, ``update``: in its shape."""
         segment = self._alone.get(slot)
         if segment is None:
             segment = self._alone[slot] = Segment(slot.lane, (slot,))
-        shape, basis, both = factors.matrix_shape(slot.shape), self.bases.of(slot), self.bases.sends_both(slot)
+        shape, basis = factors.matrix_shape(slot.shape), self.bases.of(slot)
         work, update = work.view(shape), update.view(shape)
-        self._projected[slot.name] = _Matrix(segment, work, update, basis, both, self._project(slot, work, basis))
+        return _Matrix(segment, work, update, basis, self.bases.sends_both(slot), self._factor(slot, work, basis))
 
-    def _project(self, slot: Slot, work: torch.Tensor, basis: Basis) -> torch.Tensor:
-        """Return the factor of ``work`` for a basis, as receivers will read it, in the dtype of the work."""
-        n, m = work.shape
-        rank, length = len(basis.rows), n if basis.other_side == LEFT else m
-        factor = self.keep(("factor", slot.name, basis.side), rank * length, work.dtype, work.device).view(rank, length)
-        if basis.other_side == LEFT:
-            factors.project_on_right(work, basis.rows, factor)
-        else:
-            factors.project_on_left(work, basis.rows, factor)
-        wire = self.wire_of(slot)
-        if wire != work.dtype:
+    def _prepared(self, matrix: _Matrix, taken_off: bool) -> None:
+        """Keep a tensor's projection for its message; commit it if it is all that is sent. ``taken_off``: it was."""
+        self._round(matrix)
+        if not matrix.both and not taken_off:
+            self._commit(matrix)
+        self._projected[matrix.segment.slots[0].name] = matrix
+
+    def _factor(self, slot: Slot, work: torch.Tensor, basis: Basis) -> torch.Tensor:
+        """Return room for the factor of ``work`` that a basis gives, (r, length)."""
+        rank, length = len(basis.rows), work.shape[0 if basis.other_side == LEFT else 1]
+        key = ("factor", slot.name, basis.side)
+        return self.keep(key, rank * length, work.dtype, work.device).view(rank, length)
+
+    def _round(self, matrix: _Matrix) -> None:
+        """Make the factor of a matrix what receivers will read, still in the dtype of the work."""
+        wire = self.wire_of(matrix.segment.slots[0])
+        if wire != matrix.factor.dtype:
             limit = largest_summand(wire, self.comm.size)
-            factor.copy_(factor.clamp_(-limit, limit).to(wire))
-        return factor
+            matrix.factor.copy_(matrix.factor.clamp_(-limit, limit).to(wire))
 
     def wire_of(self, slot: Slot) -> torch.dtype:
         """Return the dtype in which the tensor's factors travel."""
@@ -106,7 +133,7 @@ class LowRankExchange(MultiRoundExchange):
     def start(
         self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
     ) -> InFlight:
-        """Collective. Send the factors of the first round, and commit those that are the only ones."""
+        """Collective. Send the factors of the first round, and what rides along."""
         state = _State()
         for load in loads:
             if load.segment.lane.kind is Kind.LOW_RANK:
@@ -114,9 +141,6 @@ class LowRankExchange(MultiRoundExchange):
                     if slot.name not in self._projected:
                         self.prepare(slot, _part(load.work, load, slot), _part(load.update, load, slot))
                     state.matrices.append(self._projected.pop(slot.name))
-        for matrix in state.matrices:
-            if not matrix.both:
-                self._commit(matrix)
         riding = [load for load in loads if load.segment.lane.kind is not Kind.LOW_RANK]
         for load in riding if self.keeps else ():
             self.commit(load.segment, None, load.work.to(load.segment.lane.dtype))
@@ -191,7 +215,9 @@ class LowRankExchange(MultiRoundExchange):
         for matrix in matrices:
             assert matrix.middle is not None
             middle = Basis(matrix.basis.other_side, matrix.middle)
-            matrix.factor = self._project(matrix.segment.slots[0], matrix.work, middle)
+            matrix.factor = self._factor(matrix.segment.slots[0], matrix.work, middle)
+            factors.project(matrix.work, middle.side, middle.rows, matrix.factor)
+            self._round(matrix)
             self._commit(matrix)
         dtype = pending.message.dtype
         total, views = self._send(f"{pending.name}/second", [matrix.factor.view(-1) for matrix in matrices], dtype)

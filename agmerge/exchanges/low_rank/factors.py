@@ -23,12 +23,13 @@ from sparsifiers import kernel_low_rank
 __all__ = [
     "LEFT",
     "RIGHT",
+    "Product",
+    "add_and_project",
     "initial_basis",
     "matrix_shape",
     "orthonormalize",
     "product",
-    "project_on_left",
-    "project_on_right",
+    "project",
     "rank_of",
     "saves",
     "take_off",
@@ -63,16 +64,35 @@ def initial_basis(seed: int, name: str, length: int, rank: int) -> torch.Tensor:
     return basis
 
 
-def project_on_right(matrix: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the left factor, ``out`` (r, n), of ``matrix`` (n, m) for a basis ``right`` (r, m)."""
-    if not kernel_low_rank.project_on_right(matrix, right, out):
-        torch.mm(right, matrix.t(), out=out)
+def project(matrix: torch.Tensor, side: str, basis: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the factor of ``matrix``, (n, m), for a basis of one side; it is of the other side.
+
+    For a ``basis`` of the RIGHT, (r, m), ``out = basis matrix^T``, (r, n); of the LEFT, (r, n), ``basis matrix``, (r, m).
+    """
+    if side == RIGHT and not kernel_low_rank.project_on_right(matrix, basis, out):
+        torch.mm(basis, matrix.t(), out=out)
+    if side == LEFT and not kernel_low_rank.project_on_left(matrix, basis, out):
+        torch.mm(basis, matrix, out=out)
 
 
-def project_on_left(matrix: torch.Tensor, left: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the right factor, ``out`` (r, m), of ``matrix`` (n, m) for a basis ``left`` (r, n)."""
-    if not kernel_low_rank.project_on_left(matrix, left, out):
-        torch.mm(left, matrix, out=out)
+def add_and_project(
+    matrix: torch.Tensor,
+    residual: torch.Tensor,
+    gradient: torch.Tensor,
+    side: str,
+    basis: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    off: bool = False,
+) -> bool | None:
+    """Write ``matrix = residual + gradient`` and its factor, as :func:`project` does, in one pass over memory.
+
+    Returns whether all of the sum is finite; None, with nothing done, where that takes two passes. ``off``: take off in
+    the same pass what basis and factor stand for; with a basis of the RIGHT.
+    """
+    if side == RIGHT:
+        return kernel_low_rank.add_and_project_on_right(matrix, residual, gradient, basis, out, off=off)
+    return kernel_low_rank.add_and_project_on_left(matrix, residual, gradient, basis, out)
 
 
 def take_off(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
