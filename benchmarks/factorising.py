@@ -48,9 +48,9 @@ def measure(n: int, m: int, rank: int, repeats: int) -> dict[str, float]:
     spare, other = torch.empty_like(left), torch.empty_like(right)
     parts: dict[str, Callable[[], object]] = {
         FLOOR: lambda: matrix.add_(gradient),
-        "right": lambda: factors.project_on_right(matrix, right, spare),
+        "right": lambda: factors.project(matrix, factors.RIGHT, right, spare),
         "left basis": lambda: factors.orthonormalize([spare]),
-        "left": lambda: factors.project_on_left(matrix, left, other),
+        "left": lambda: factors.project(matrix, factors.LEFT, left, other),
         "right basis": lambda: factors.orthonormalize([other]),
         "take off": lambda: factors.take_off(matrix, left, right),
         "product": lambda: factors.product(left, right, 0.5, update),
