@@ -67,7 +67,7 @@ def initial_basis(seed: int, name: str, length: int, rank: int) -> torch.Tensor:
 def project(matrix: torch.Tensor, side: str, basis: torch.Tensor, out: torch.Tensor) -> None:
     """Write the factor of ``matrix``, (n, m), for a basis of one side; it is of the other side.
 
-    For a ``basis`` of the RIGHT, (r, m), it is ``basis matrix^T``, (r, n); of the LEFT, (r, n), ``basis matrix``, (r, m).
+    With a ``basis`` of the RIGHT, (r, m), it is ``basis matrix^T``, (r, n); with one of the LEFT ``basis matrix``.
     """
     if side == RIGHT and not kernel_low_rank.project_on_right(matrix, basis, out):
         torch.mm(basis, matrix.t(), out=out)
