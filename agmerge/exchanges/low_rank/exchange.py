@@ -218,10 +218,10 @@ class LowRankExchange(MultiRoundExchange):
             matrix.factor = self._factor(matrix.segment.slots[0], matrix.work, middle)
             factors.project(matrix.work, middle.side, middle.rows, matrix.factor)
             self._round(matrix)
-            self._commit(matrix)
         dtype = pending.message.dtype
         total, views = self._send(f"{pending.name}/second", [matrix.factor.view(-1) for matrix in matrices], dtype)
         for matrix, view in zip(matrices, views, strict=True):
+            self._commit(matrix)  # while it travels: it is the message that is summed in place, not the factor
             matrix.factor = view.view_as(matrix.factor)
         pending.bytes += total.bytes
         pending.elements += sum(view.numel() for view in views)
