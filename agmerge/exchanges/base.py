@@ -76,6 +76,7 @@ class InFlight:
     extra: Any = None  # what else the exchange that made it knows of it: each has a type of its own
     # `bytes` by what they are, see Format.by_codec; empty where they are elements sent whole
     codecs: Mapping[str, int] = field(default_factory=dict)
+    overflows: Sequence[str] = ()  # names of tensors that are finite, when what is sent of them is not: it says so
 
 
 class Exchange(ABC):

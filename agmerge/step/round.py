@@ -220,6 +220,7 @@ class Round:
         header = self._header(message.buffer, used, loads[0].work.device)
         in_flight = message.exchange.start(message.name, loads, offers, header)
         self._count_bytes(in_flight)
+        self.guard.report(in_flight.overflows)
         return in_flight
 
     def _load(self, segment: Segment) -> SegmentBuffers:

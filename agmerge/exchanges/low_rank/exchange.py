@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -16,6 +16,7 @@ from agmerge.exchanges.low_rank.factors import LEFT, RIGHT, Product
 from agmerge.exchanges.message.format import Flag, RoundHeader
 from agmerge.exchanges.multi_round import MultiRoundExchange, Phases, State
 from agmerge.tensors.layout import Segment, Slot
+from agmerge.tensors.nonfinite import is_finite
 from sparsifiers import Kind, Selection
 
 WIRES = {"auto": None, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -145,6 +146,7 @@ class LowRankExchange(MultiRoundExchange):
         for load in riding if self.keeps else ():
             self.commit(load.segment, None, load.work.to(load.segment.lane.dtype))
         dtype, device = self.wire_of(loads[0].segment.slots[0]), loads[0].work.device
+        control, overflows = _with_overflows(control, state.matrices)
         tail = tail_of(control, dtype, device)
         parts = [*(matrix.factor.view(-1) for matrix in state.matrices), *(load.work for load in riding), tail]
         state.first, views = self._send(name, parts, dtype)
@@ -154,7 +156,10 @@ class LowRankExchange(MultiRoundExchange):
         state.tail = views[-1]
         sent = sum(matrix.factor.numel() for matrix in state.matrices) + sum(load.segment.numel for load in riding)
         message = state.first.message
-        pending = InFlight(name, loads, control, state.first.handle, state.first.bytes, sent, message, message, state)
+        pending = InFlight(
+            name, loads, control, state.first.handle, state.first.bytes, sent, message, message, state,
+            overflows=overflows,
+        )  # fmt: skip
         return self.schedule(pending) if any(matrix.both for matrix in state.matrices) else pending
 
     def _send(
@@ -267,6 +272,18 @@ class LowRankExchange(MultiRoundExchange):
             self.bases.stage(slot, side, rows)
             staged.append(rows)
         factors.orthonormalize(staged)
+
+
+def _with_overflows(control: RoundHeader, matrices: Sequence[_Matrix]) -> tuple[RoundHeader, list[str]]:
+    """Return ``control``, which says so where a factor is not finite, and of which tensors that is.
+
+    A device is not waited for: there the alarm says it, and no names are known.
+    """
+    if matrices[0].factor.device.type != "cpu":
+        bad = ~torch.stack([torch.linalg.vector_norm(matrix.factor, torch.inf) for matrix in matrices]).isfinite().all()
+        return replace(control, alarm=bad if control.alarm is None else control.alarm | bad), []
+    names = [matrix.segment.slots[0].name for matrix in matrices if not is_finite(matrix.factor)]
+    return replace(control, flags=control.flags | Flag.NONFINITE) if names else control, names
 
 
 def _part(flat: torch.Tensor, load: SegmentBuffers, slot: Slot) -> torch.Tensor:
