@@ -41,6 +41,10 @@ RATES = {"1 Gbit": (50e-6, 1e9), "10 Gbit": (30e-6, 10e9), "25 Gbit": (20e-6, 25
 SPEED = 40e12  # operations a second: a training GPU at a good half of its half-precision peak
 MEMORY = 600e9  # bytes a second
 LAUNCH = 4e-5  # seconds to select from one vector: a handful of kernels
+FACTORISING = {1: 22, 2: 28}
+"""Bytes of memory an element, by rounds, in the passes of the compiled loops: adding the residual and projecting is
+one, which for ACP-SGD takes off, too, where the basis is of the right side. Selection has 20. One core takes 1.1 and 1.4
+times as long at rank 4 (factorising.py), and with selection 1.4 times (selection.py)."""
 BASES = 2e-4  # seconds to orthonormalize the factors of one side of a merge buffer, in batches of one shape
 NODE = 8  # workers a node, for two-level; inside, ten times the port's rate
 WORKERS = tuple(2**power for power in range(1, 13))
@@ -162,15 +166,13 @@ def profile(model: str) -> tuple[float, merging.Profile, shapes.Shapes]:
 def factorised(strategy: Strategy, tensors: merging.Profile, dimensions: shapes.Shapes) -> merging.Profile:
     """Return the tensors with ``work`` in bytes of memory, to find factors, and those factors' elements as ``load``.
 
-    Compensation, one projection or two, the residual, the update: four reads and three writes, or five and three. One
-    core takes 1.5 times so long (factorising.py), and 1.4 times what is assumed of selection (selection.py), at rank 4.
     Products of a tensor take a launch, here as bytes. What factors do not make smaller is sent whole.
     """
     work, load = [], []
     for shape in dimensions:
         elements = math.prod(shape)
         if saves(shape, strategy.rank):
-            work.append(4 * (6 + strategy.rounds) * elements + round(LAUNCH * MEMORY))
+            work.append(FACTORISING[strategy.rounds] * elements + round(LAUNCH * MEMORY))
             load.append(rank_of(shape, strategy.rank) * sum(matrix_shape(shape)) * strategy.rounds // 2)
         else:
             work.append(0)
