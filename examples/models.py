@@ -106,10 +106,10 @@ def pretraining_loss(logits: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
 
 
 def _bert(width: int, layers: int) -> nn.Module:
-    """BERT (Devlin et al., NAACL 2019) with both of its pretraining heads, the words' embeddings shared with the output.
+    """BERT (Devlin et al., NAACL 2019) with both of its pretraining heads, the embeddings shared with the output.
 
     That is transformers' ``BertForPreTraining``, which the benchmark of the ACP-SGD project trains, with the same
-    configuration: 110,111,042 parameters in 206 tensors of width 768 and 12 layers, 336,232,258 in 398 of 1024 and 24.
+    configuration: of width 768 and 12 layers 110,111,042 parameters in 206 tensors, of 1024 and 24 336,232,258 in 398.
     """
     _need_transformers("BERT")
     from transformers import BertConfig, BertForPreTraining

@@ -12,7 +12,6 @@ from options import CASTS
 import sparsifiers
 
 PUBLISHED = {"s-sgd": "none", "ssgd": "none"}  # the ACP-SGD project's names for what all elements are sent by
-HEADS = ("bytes/step", "fewer bytes")
 
 
 def names(texts: Iterable[str]) -> list[str]:
@@ -49,7 +48,7 @@ def table(runs: Sequence[tuple[str, dict[str, Any]]]) -> str:
     runs: names, and the figures of the benchmark: "mean" and "interval", "unit" a second, and "bytes_sent" in "steps".
     """
     first = runs[0][1]
-    heads = ("compressor", f"{first['unit']} per worker", f"x {runs[0][0]}", *HEADS)
+    heads = ("compressor", f"{first['unit']} per worker", f"x {runs[0][0]}", "bytes/step", "fewer bytes")
     rows = [heads]
     for name, figures in runs:
         sent = sent_per_step(figures)
@@ -57,10 +56,8 @@ def table(runs: Sequence[tuple[str, dict[str, Any]]]) -> str:
         ratio = figures["mean"] / first["mean"]
         rows.append((name, rate, f"{ratio:.2f}", f"{sent:.0f}", f"{sent_per_step(first) / max(sent, 1):.1f}x"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *(text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    )
+    lines = [[text.rjust(width) for text, width in zip(row, widths, strict=True)] for row in rows]
+    return "\n".join("  ".join([row[0].ljust(widths[0]), *line[1:]]) for row, line in zip(rows, lines, strict=True))
 
 
 def sent_per_step(figures: dict[str, Any]) -> float:

@@ -61,6 +61,8 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
         parser.error(f"--fp16-allreduce and --compression {args.compression} contradict each other; give one")
     if args.each and (args.fp16_allreduce or args.compression):
         parser.error("--each names compressors, and so does --compression or --fp16-allreduce; give one")
+    if args.each and not sweep.names(args.each):
+        parser.error("--each: no name")
     args.compression = "fp16" if args.fp16_allreduce else args.compression or "none"
     if args.threshold is None:
         args.merging = args.merging or "threshold"  # a plan that no measurement changes
@@ -168,7 +170,7 @@ def report(figures: dict[str, Any]) -> None:
 
 
 def run(args: Namespace, device: torch.device) -> dict[str, Any]:
-    """Collective. Train with one compressor, show and return its figures. What does not go together ends the program."""
+    """Collective. Train with one compressor; show its figures, and return them. Exits where options contradict."""
     torch.manual_seed(hvd.rank())  # the same model and the same batches for every compressor
     try:
         work = build(args.model, args.batch_size, args.image_size, args.sentence_len).to(device)
