@@ -20,13 +20,14 @@ BERTS = {"bert_base": (768, 12), "bert_large": (1024, 24)}  # width and layers; 
 
 @dataclass
 class Workload:
-    """A model and a batch for it. ``unit``: what a batch is a number of."""
+    """Hold a model and a batch for it."""
 
     model: nn.Module
     x: Tensor
     y: Tensor
-    unit: str
+    unit: str  # what a batch is a number of
     criterion: Callable[[Any, Tensor], Tensor] = F.cross_entropy  # of what the model returns, and ``y``
+    rate: float = 0.01  # a learning rate for one worker
 
     def to(self, device: torch.device) -> Workload:
         """The same on ``device``."""
@@ -48,7 +49,7 @@ def build(name: str, batch_size: int, image_size: int = 224, sentence_len: int =
     if name in BERTS:
         x, words = (torch.randint(BERT_VOCABULARY, (batch_size, sentence_len)) for _ in range(2))
         y = torch.cat([torch.randint(2, (batch_size, 1)), words], 1)
-        return Workload(_bert(*BERTS[name]), x, y, "sentences", pretraining_loss)
+        return Workload(_bert(*BERTS[name]), x, y, "sentences", pretraining_loss, rate=2e-5)
     x, y = torch.randn(batch_size, 3, image_size, image_size), torch.randint(CLASSES, (batch_size,))
     if name in _OURS:
         return Workload(_OURS[name](), x, y, "img")

@@ -85,7 +85,7 @@ def log(line: str) -> None:
 def wrapped(args: Namespace, work: Workload) -> Any:
     """Plain SGD, distributed; all workers start from worker 0's parameters."""
     scale = hvd.size() * args.backward_passes_per_step
-    optimizer = torch.optim.SGD(work.model.parameters(), lr=0.01 * scale)
+    optimizer = torch.optim.SGD(work.model.parameters(), lr=work.rate * scale)
     options = given(args, work.model)
     if args.fp16_allreduce:
         options["compression"] = hvd.Compression.fp16
