@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from options import CASTS
-
-import sparsifiers
-
-PUBLISHED = {"s-sgd": "none", "ssgd": "none"}  # the ACP-SGD project's names for what all elements are sent by
+DENSE = {"s-sgd": "none", "ssgd": "none"}  # as the ACP-SGD project calls a training that sends all elements
 
 
 def names(texts: Iterable[str]) -> list[str]:
@@ -20,26 +14,9 @@ def names(texts: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def settings_for(args: Namespace, name: str) -> Namespace:
-    """Return the command line of one compressor: of the flags for compressors, those that mean something to it."""
-    compression = PUBLISHED.get(name.casefold(), name)
-    given = {**vars(args), "compression": compression}
-    selects = compression not in CASTS and is_sparsifier(compression)
-    if not selects:
-        given["density"] = None
-    if selects or compression in CASTS:
-        given["rank"] = None
-    if compression in CASTS:
-        given["exchange"] = None
-    return argparse.Namespace(**given)
-
-
-def is_sparsifier(name: str) -> bool:
-    """Tell whether a sparsifier is called ``name``."""
-    try:
-        return sparsifiers.get(name).selects
-    except ValueError:
-        return False  # low rank, or a name that the library refuses with the list of those that there are
+def compression(name: str) -> str:
+    """Return what ``compression=`` is for one of the names."""
+    return DENSE.get(name.casefold(), name)
 
 
 def table(runs: Sequence[tuple[str, dict[str, Any]]]) -> str:

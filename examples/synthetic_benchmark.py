@@ -195,7 +195,7 @@ def compare(args: Namespace, device: torch.device) -> list[dict[str, Any]]:
     runs = []
     for name in sweep.names(args.each):
         log(f"--- {name}")
-        runs.append((name, run(sweep.settings_for(args, name), device)))
+        runs.append((name, run(Namespace(**{**vars(args), "compression": sweep.compression(name)}), device)))
     log(f"--- {args.model}, {hvd.size()} workers\n{sweep.table(runs)}")
     return [figures for _, figures in runs]
 
