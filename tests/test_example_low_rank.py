@@ -16,9 +16,13 @@ import synthetic_benchmark
 import torch
 import torch.distributed as dist
 import train_digits
+from digits import DigitsCNN
 from torch import Size
 
+import agmerge
 import merging
+import sparsifiers
+from agmerge.testing import run
 
 MB = 2**20
 SMALL = "benchmark --no-cuda --model cnn --image-size 8 --batch-size 2 --num-warmup-batches 1 --num-batches-per-iter 2"
@@ -208,3 +212,55 @@ def test_the_published_sweep_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert list(sent) == ["s-sgd", "powersgd", "acpsgd"]
     assert "Compression: powersgd, rank 2, " in printed and "Compression: acpsgd, rank 2, " in printed
     assert sent["acpsgd"] < sent["powersgd"] < sent["s-sgd"] / 10
+
+
+# -- docs/low_rank.md: its recipe, and names others use --------------------------------------------------------
+
+
+def trained(model: torch.nn.Module, optimizer: agmerge.DistributedOptimizer, rank: int, steps: int = 3) -> torch.Tensor:
+    """All parameters after some steps on batches of this rank's own."""
+    source = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(5, 1, 8, 8, generator=source)).square().mean().backward()
+        optimizer.step()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def test_the_recipe_for_a_script_of_acpsgd_keeps_replicas_equal() -> None:
+    def body(rank: int) -> tuple[torch.Tensor, dict[str, str]]:
+        agmerge.init()
+        model = DigitsCNN()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        agmerge.broadcast_parameters(model.state_dict(), root_rank=0)
+        threshold = merging.get("threshold", bytes=25 * 2**20)
+        options = {"compression": "acpsgd", "rank": 4, "exchange": "sparse", "merging": threshold}
+        optimizer = agmerge.DistributedOptimizer(optimizer, model.named_parameters(), **options)
+        return trained(model, optimizer, rank), optimizer.settings
+
+    (first, settings), (second, _) = run(2, body)
+    assert torch.equal(first, second)
+    assert (settings["compression"], settings["rank"], settings["exchange"]) == ("acpsgd", "4", "sparse")
+
+
+def test_a_dense_start_and_other_names_are_as_the_table_says() -> None:
+    def body(rank: int) -> list[float]:
+        model = DigitsCNN()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        agmerge.broadcast_parameters(model.state_dict(), root_rank=0)
+        threshold = merging.get("threshold")
+        options = {"compression": "Power-SGD", "rank": 1, "exchange": "sparse", "memory": "none", "merging": threshold}
+        optimizer = agmerge.DistributedOptimizer(optimizer, model.named_parameters(), **options)
+        optimizer.set_compressor("none")
+        sent = []
+        for name in ("none", "powersgd", "HalfRankKReducer", sparsifiers.PowerSGD(rank=4, seed=1)):
+            optimizer.set_compressor(name)
+            trained(model, optimizer, rank, steps=1)  # in which ranks agree anew
+            before = optimizer.stats()["bytes_sent"]
+            trained(model, optimizer, rank, steps=2)
+            sent.append(optimizer.stats()["bytes_sent"] - before)
+        return sent
+
+    dense, both, one, more = run(2, body)[0]
+    assert dense > 2 * 4 * 151_306 > 20 * both
+    assert one < both < more < 4 * both
