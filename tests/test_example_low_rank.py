@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -78,6 +79,7 @@ SIZES = {  # model: tensors, elements
 }
 
 
+@functools.cache
 def shapes(name: str) -> list[Size]:
     """The shapes of a model's parameters, the last one first, as backward makes them ready. Takes no memory."""
     if name in models.BERTS:
@@ -144,10 +146,19 @@ def published(name: str, rank: int, side: int, megabytes: float) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("name, messages", [("resnet50", 4), ("bert_base", 13), ("bert_large", 37)])
-def test_a_threshold_gives_as_many_messages_as_ddp(name: str, messages: int) -> None:
+@pytest.mark.parametrize(
+    "name, rank, messages, theirs",
+    [
+        ("resnet50", 4, 4, [4, 4]),
+        ("resnet152", 4, 9, [10, 10]),
+        ("bert_base", 32, 13, [15, 25]),
+        ("bert_large", 32, 37, [73, 73]),
+    ],
+)
+def test_a_threshold_gives_ddps_buckets(name: str, rank: int, messages: int, theirs: list[int]) -> None:
     assert ours(name, 25) == of_ddp(name, 25)
     assert len(ours(name, 25)) == messages
+    assert [len(published(name, rank, side, 25)) for side in (0, 1)] == theirs
 
 
 def test_a_threshold_gives_as_many_messages_of_resnet_50_as_the_published_rule() -> None:
