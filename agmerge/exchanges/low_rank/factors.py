@@ -22,6 +22,9 @@ from sparsifiers import kernel_low_rank
 __all__ = [
     "LEFT",
     "RIGHT",
+    "add_and_project_on_left",
+    "add_and_project_on_right",
+    "add_project_on_right_and_take_off",
     "initial_basis",
     "matrix_shape",
     "orthonormalize",
@@ -78,6 +81,52 @@ def take_off(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> N
     """Subtract what two factors stand for: ``matrix -= left^T right``, in place."""
     if not kernel_low_rank.take_off(matrix, left, right):
         matrix.addmm_(left.t(), right, alpha=-1)
+
+
+def add_and_project_on_right(
+    matrix: torch.Tensor, residual: torch.Tensor, gradient: torch.Tensor, right: torch.Tensor, out: torch.Tensor
+) -> bool | None:
+    """Write ``matrix = residual + gradient`` and project it on the right, in one pass where the loops can.
+
+    Return whether all of the sum is finite; None: not known. All but ``right`` and ``out`` are (n, m), see
+    :func:`project_on_right`.
+    """
+    finite = kernel_low_rank.add_and_project_on_right(matrix, residual, gradient, right, out)
+    if finite is None:
+        torch.add(residual, gradient, out=matrix)
+        project_on_right(matrix, right, out)
+    return finite
+
+
+def add_and_project_on_left(
+    matrix: torch.Tensor, residual: torch.Tensor, gradient: torch.Tensor, left: torch.Tensor, out: torch.Tensor
+) -> bool | None:
+    """Write ``matrix = residual + gradient`` and project it on the left, in one pass where the loops can.
+
+    Return whether all of the sum is finite; None: not known. All but ``left`` and ``out`` are (n, m), see
+    :func:`project_on_left`.
+    """
+    finite = kernel_low_rank.add_and_project_on_left(matrix, residual, gradient, left, out)
+    if finite is None:
+        torch.add(residual, gradient, out=matrix)
+        project_on_left(matrix, left, out)
+    return finite
+
+
+def add_project_on_right_and_take_off(
+    matrix: torch.Tensor, residual: torch.Tensor, gradient: torch.Tensor, right: torch.Tensor, out: torch.Tensor
+) -> bool | None:
+    """Write the left factor ``out`` (r, n) of ``residual + gradient``, and in ``matrix`` what it leaves of that sum.
+
+    That is ``matrix = residual + gradient - out^T right``, in one pass where the loops can. Return whether all of the
+    sum is finite; None: not known.
+    """
+    finite = kernel_low_rank.add_project_on_right_and_take_off(matrix, residual, gradient, right, out)
+    if finite is None:
+        torch.add(residual, gradient, out=matrix)
+        project_on_right(matrix, right, out)
+        take_off(matrix, out, right)
+    return finite
 
 
 def product(left: torch.Tensor, right: torch.Tensor, scale: float, out: torch.Tensor) -> None:
