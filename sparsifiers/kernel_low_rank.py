@@ -81,10 +81,9 @@ def take_off(matrix: Tensor, left: Tensor, right: Tensor) -> bool:
 def add_and_project_on_right(
     matrix: Tensor, residual: Tensor, gradient: Tensor, right: Tensor, out: Tensor
 ) -> bool | None:
-    """Write matrix = residual + gradient, past the caches, and out = right matrix^T; return whether all of it is finite.
+    """Write matrix = residual + gradient, past the caches, and out = right matrix^T; return whether it is finite.
 
-    The matrix has the bits of torch.add. gradient: float32, bfloat16 or float16. None, with nothing done: torch must do
-    it.
+    It has the bits of torch.add. gradient: float32, bfloat16 or float16. None, with nothing done: torch must do it.
     """
     return _sum_on_right(matrix, residual, gradient, right, out, False)
 
@@ -103,10 +102,9 @@ def add_project_on_right_and_take_off(
 def add_and_project_on_left(
     matrix: Tensor, residual: Tensor, gradient: Tensor, left: Tensor, out: Tensor
 ) -> bool | None:
-    """Write matrix = residual + gradient, past the caches, and out = left matrix; return whether the matrix is finite.
+    """Write matrix = residual + gradient, past the caches, and out = left matrix; return whether it is finite.
 
-    The matrix has the bits of torch.add. gradient: float32, bfloat16 or float16. None, with nothing done: torch must do
-    it.
+    It has the bits of torch.add. gradient: float32, bfloat16 or float16. None, with nothing done: torch must do it.
     """
     if not _adds(matrix, residual, gradient, left, out):
         return None
