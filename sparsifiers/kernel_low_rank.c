@@ -15,6 +15,8 @@
 enum { MOST = 128 };       /* rows of a factor */
 enum { REGISTERS = 8 };    /* that hold elements of the matrix */
 enum { GROUP = 4 };        /* rows of the matrix that are projected on the left together */
+enum { AHEAD = 512 };      /* elements that a row is fetched ahead: the hardware stops at the end of a page */
+enum { SHORT = 768 };      /* elements of a row up to which the first-level cache holds a group of them, and the next */
 enum { PANEL = 8192 };     /* elements of the right factor for which a product is made: the first-level cache holds them */
 enum { STREAMED = 65536 }; /* elements of a matrix from which on it is written past the caches */
 
@@ -57,6 +59,16 @@ static float added_one(const struct sum *of, int64_t i, int kind)
     return kind == ALONE ? of->residual[i] : of->residual[i] + other_one(of->gradient, i, kind);
 }
 
+/* Of a gradient of 16 bits, half the lines are fetched twice. */
+INLINE void fetch(const struct sum *of, int64_t i, int kind)
+{
+    PREFETCH(of->residual + i);
+    if (kind == FLOAT32)
+        PREFETCH((const float *)of->gradient + i);
+    else if (kind != ALONE)
+        PREFETCH((const uint16_t *)of->gradient + i);
+}
+
 /* -- the loops, for any machine ---------------------------------------------------------------------------- */
 
 #if defined(__GNUC__)
@@ -89,13 +101,24 @@ static vec_any other_any(const void *gradient, int64_t i, int kind)
     return LOAD(values);
 }
 
+static float total_any(vec_any values)
+{
+    float lanes[WIDTH], total = 0;
+    STORE(lanes, values);
+    for (int lane = 0; lane < WIDTH; lane++)
+        total += lanes[lane];
+    return total;
+}
+
 #define TARGET
+#define TOTAL total_any
 #define AT(name) name##_any
 #define vec vec_any
 #define MULTIPLY_ADD(a, b, c) ((a) * (b) + (c))
 #define OTHER other_any
 #include "kernel_low_rank_loops.h"
 #undef TARGET
+#undef TOTAL
 #undef AT
 #undef vec
 #undef WIDTH
@@ -119,6 +142,14 @@ static vec_any other_any(const void *gradient, int64_t i, int kind)
 #define SPLAT(value) _mm256_set1_ps(value)
 #define MULTIPLY_ADD(a, b, c) _mm256_fmadd_ps(a, b, c)
 #define OTHER other_avx2
+#define TOTAL total_avx2
+
+TARGET static inline float total_avx2(__m256 values)
+{
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(values), _mm256_extractf128_ps(values, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
 
 TARGET static inline __m256 other_avx2(const void *gradient, int64_t i, int kind)
 {
@@ -132,6 +163,7 @@ TARGET static inline __m256 other_avx2(const void *gradient, int64_t i, int kind
 
 #include "kernel_low_rank_loops.h"
 #undef TARGET
+#undef TOTAL
 #undef AT
 #undef vec
 #undef WIDTH
@@ -154,6 +186,7 @@ TARGET static inline __m256 other_avx2(const void *gradient, int64_t i, int kind
 #define SPLAT(value) _mm512_set1_ps(value)
 #define MULTIPLY_ADD(a, b, c) _mm512_fmadd_ps(a, b, c)
 #define OTHER other_avx512
+#define TOTAL _mm512_reduce_add_ps
 
 TARGET static inline __m512 other_avx512(const void *gradient, int64_t i, int kind)
 {

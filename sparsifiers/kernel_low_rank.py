@@ -79,29 +79,32 @@ def take_off(matrix: Tensor, left: Tensor, right: Tensor) -> bool:
 
 
 def add_and_project_on_right(
-    matrix: Tensor, residual: Tensor, gradient: Tensor, right: Tensor, out: Tensor, *, off: bool = False
+    matrix: Tensor, residual: Tensor, gradient: Tensor, right: Tensor, out: Tensor
 ) -> bool | None:
-    """Write matrix = residual + gradient, past the caches, and out = right matrix^T; return whether all is finite.
+    """Write matrix = residual + gradient, past the caches, and out = right matrix^T; return whether it is finite.
 
-    With ``off`` what the factors stand for is taken off in the same pass: matrix -= out^T right. The sum has the bits
-    of torch.add. gradient: float32, bfloat16 or float16. None, with nothing done, if torch must do it.
+    It has the bits of torch.add. gradient: float32, bfloat16 or float16. None, with nothing done: torch must do it.
     """
-    if not _adds(matrix, residual, gradient, out, right):
-        return None
-    (r, n), m = out.shape, right.shape[1]
-    return not loaded().kernel_project_on_right(
-        matrix.data_ptr(), residual.data_ptr(), gradient.data_ptr(), KINDS[gradient.dtype], n, m, right.data_ptr(), r,
-        out.data_ptr(), off,
-    )  # fmt: skip
+    return _sum_on_right(matrix, residual, gradient, right, out, False)
+
+
+def add_project_on_right_and_take_off(
+    matrix: Tensor, residual: Tensor, gradient: Tensor, right: Tensor, out: Tensor
+) -> bool | None:
+    """Write out = right sum^T and matrix = sum - out^T right of sum = residual + gradient, which is read once.
+
+    Return whether all of the sum is finite; what is not makes its row not finite, and no other. gradient: float32,
+    bfloat16 or float16. None, with nothing done: torch must do it.
+    """
+    return _sum_on_right(matrix, residual, gradient, right, out, True)
 
 
 def add_and_project_on_left(
     matrix: Tensor, residual: Tensor, gradient: Tensor, left: Tensor, out: Tensor
 ) -> bool | None:
-    """Write matrix = residual + gradient, past the caches, and out = left matrix; return whether the matrix is finite.
+    """Write matrix = residual + gradient, past the caches, and out = left matrix; return whether it is finite.
 
-    The matrix has the bits of torch.add. gradient: float32, bfloat16 or float16. None, with nothing done, if torch must
-    do it.
+    It has the bits of torch.add. gradient: float32, bfloat16 or float16. None, with nothing done: torch must do it.
     """
     if not _adds(matrix, residual, gradient, left, out):
         return None
@@ -109,6 +112,18 @@ def add_and_project_on_left(
     return not loaded().kernel_project_on_left(
         matrix.data_ptr(), residual.data_ptr(), gradient.data_ptr(), KINDS[gradient.dtype], n, m, left.data_ptr(), r,
         out.data_ptr(),
+    )  # fmt: skip
+
+
+def _sum_on_right(
+    matrix: Tensor, residual: Tensor, gradient: Tensor, right: Tensor, out: Tensor, off: bool
+) -> bool | None:
+    if not _adds(matrix, residual, gradient, out, right):
+        return None
+    (r, n), m = out.shape, right.shape[1]
+    return not loaded().kernel_project_on_right(
+        matrix.data_ptr(), residual.data_ptr(), gradient.data_ptr(), KINDS[gradient.dtype], n, m, right.data_ptr(), r,
+        out.data_ptr(), off,
     )  # fmt: skip
 
 

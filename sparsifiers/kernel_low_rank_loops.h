@@ -18,16 +18,6 @@ TARGET INLINE void AT(write)(float *out, vec values, int streamed)
         STORE(out, values);
 }
 
-TARGET INLINE float AT(total)(vec values)
-{
-    float lanes[WIDTH];
-    STORE(lanes, values);
-    for (int half = WIDTH / 2; half; half /= 2)
-        for (int lane = 0; lane < half; lane++)
-            lanes[lane] += lanes[lane + half];
-    return lanes[0];
-}
-
 /* -- scale * left^T right --------------------------------------------------------------------------------- */
 
 TARGET INLINE void AT(product_part)(const float *scales, const float *right, int64_t m, int64_t r, float scale,
@@ -68,6 +58,7 @@ TARGET INLINE void AT(dots_part)(const struct sum *of, int64_t i, int kind, cons
 {
     vec values[REGISTERS];
     for (int q = 0; q < count; q++) {
+        fetch(of, i + q * WIDTH + AHEAD, kind);
         values[q] = AT(added)(of, i + q * WIDTH, kind);
         *check = MULTIPLY_ADD(values[q], SPLAT(0), *check);
         if (out)
@@ -96,8 +87,8 @@ TARGET INLINE int AT(dots_of)(const struct sum *of, int64_t i, int kind, const f
     for (; j + WIDTH <= m; j += WIDTH)
         AT(dots_part)(of, i + j, kind, right + j, m, r, parts, &check, out, streamed, 1);
     for (int64_t k = 0; k < r; k++)
-        sums[k] = AT(total)(parts[k]);
-    float zero = AT(total)(check);
+        sums[k] = TOTAL(parts[k]);
+    float zero = TOTAL(check);
     for (; j < m; j++) {
         float value = added_one(of, i + j, kind);
         zero += value * 0;
@@ -114,6 +105,8 @@ TARGET static int AT(dots)(const struct sum *of, int64_t i, int kind, const floa
 {
     if (kind == ALONE)
         return AT(dots_of)(of, i, ALONE, right, m, r, NULL, 0, sums);
+    if (kind == FLOAT32 && r == 4)
+        return AT(dots_of)(of, i, FLOAT32, right, m, 4, out, streamed, sums);
     if (kind == FLOAT32)
         return AT(dots_of)(of, i, FLOAT32, right, m, r, out, streamed, sums);
     return AT(dots_of)(of, i, kind, right, m, r, out, streamed, sums);
@@ -125,8 +118,11 @@ TARGET INLINE void AT(rows_part)(const struct sum *of, int64_t i, int kind, cons
                                  int64_t m, int64_t r, float *out, int streamed, int count)
 {
     vec values[REGISTERS];
-    for (int q = 0; q < count; q++)
+    for (int q = 0; q < count; q++) {
+        if (kind == ALONE)
+            fetch(of, i + q * WIDTH + AHEAD, ALONE); /* a sum was read before, for its dot products */
         values[q] = AT(added)(of, i + q * WIDTH, kind);
+    }
     for (int64_t k = 0; k < r; k++)
         for (int q = 0; q < count; q++)
             values[q] = MULTIPLY_ADD(SPLAT(scales[k]), LOAD(right + k * m + q * WIDTH), values[q]);
@@ -154,14 +150,15 @@ TARGET static void AT(rows)(const struct sum *of, int64_t i, int kind, const flo
 
 /* -- left . matrix ---------------------------------------------------------------------------------------- */
 
-TARGET INLINE void AT(columns_part)(const struct sum *of, int64_t i, int kind, int64_t m, int64_t rows,
+TARGET INLINE void AT(columns_part)(const struct sum *of, int64_t i, int64_t j, int kind, int64_t m, int64_t rows,
                                     const float *scales, int64_t r, float *right, vec *check, float *out, int streamed,
                                     int count)
 {
     vec values[GROUP][REGISTERS / GROUP];
     for (int64_t row = 0; row < rows; row++)
         for (int q = 0; q < count; q++) {
-            int64_t at = i + row * m + q * WIDTH;
+            int64_t at = i + j + row * m + q * WIDTH;
+            fetch(of, GROUP * m + (m > SHORT ? at : i + j * rows + (row * count + q) * WIDTH), kind);
             values[row][q] = AT(added)(of, at, kind);
             *check = MULTIPLY_ADD(values[row][q], SPLAT(0), *check);
             if (out)
@@ -186,10 +183,10 @@ TARGET INLINE int AT(columns_of)(const struct sum *of, int64_t i, int kind, int6
     int64_t j = 0;
     streamed = streamed && ((uintptr_t)(out + i) | (uintptr_t)m * sizeof(float)) % (WIDTH * sizeof(float)) == 0;
     for (; j + STEP * WIDTH <= m; j += STEP * WIDTH)
-        AT(columns_part)(of, i + j, kind, m, rows, scales, r, right + j, &check, out, streamed, STEP);
+        AT(columns_part)(of, i, j, kind, m, rows, scales, r, right + j, &check, out, streamed, STEP);
     for (; j + WIDTH <= m; j += WIDTH)
-        AT(columns_part)(of, i + j, kind, m, rows, scales, r, right + j, &check, out, streamed, 1);
-    float zero = AT(total)(check);
+        AT(columns_part)(of, i, j, kind, m, rows, scales, r, right + j, &check, out, streamed, 1);
+    float zero = TOTAL(check);
     for (; j < m; j++)
         for (int64_t row = 0; row < rows; row++) {
             float value = added_one(of, i + row * m + j, kind);

@@ -90,9 +90,11 @@ def add_and_project(
     Returns whether all of the sum is finite; None, with nothing done, where that takes two passes. ``off``: take off in
     the same pass what basis and factor stand for; with a basis of the RIGHT.
     """
-    if side == RIGHT:
-        return kernel_low_rank.add_and_project_on_right(matrix, residual, gradient, basis, out, off=off)
-    return kernel_low_rank.add_and_project_on_left(matrix, residual, gradient, basis, out)
+    if side == LEFT:
+        return kernel_low_rank.add_and_project_on_left(matrix, residual, gradient, basis, out)
+    if off:
+        return kernel_low_rank.add_project_on_right_and_take_off(matrix, residual, gradient, basis, out)
+    return kernel_low_rank.add_and_project_on_right(matrix, residual, gradient, basis, out)
 
 
 def take_off(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
