@@ -43,8 +43,8 @@ MEMORY = 600e9  # bytes a second
 LAUNCH = 4e-5  # seconds to select from one vector: a handful of kernels
 FACTORISING = {1: 22, 2: 28}
 """Bytes of memory an element, by rounds, in the passes of the compiled loops: adding the residual and projecting is
-one, which for ACP-SGD takes off, too, where the basis is of the right side. Selection has 20. One core takes 1.1 and 1.4
-times as long at rank 4 (factorising.py), and with selection 1.4 times (selection.py)."""
+one, which for ACP-SGD takes off, too, where the basis is of the right side. Selection has 20. One core takes 1.1 and
+1.4 times as long at rank 4 (factorising.py), and with selection 1.4 times (selection.py)."""
 BASES = 2e-4  # seconds to orthonormalize the factors of one side of a merge buffer, in batches of one shape
 NODE = 8  # workers a node, for two-level; inside, ten times the port's rate
 WORKERS = tuple(2**power for power in range(1, 13))
