@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 import sparsifiers
 from agmerge.ops import Compression
 from agmerge.options import momentum
-from agmerge.options.density_policy import DENSITY
+from agmerge.options.arguments import Options
+from agmerge.options.density_policy import DENSITY, IMPORTANCE
 from agmerge.options.updates import GRADIENTS, UPDATES
 from agmerge.runtime import horovod_names, workers
 from sparsifiers.registry import spelling
@@ -98,7 +100,7 @@ def check_meaning(compression: Any, given: Mapping[str, Any]) -> None:
             about = _COMPRESSION[name][1]
         elif not selects and name in _SELECTION:
             about = _SELECTION[name][1]
-        elif not selects and name == "density" and (isinstance(value, dict) or value == "importance"):
+        elif not selects and name == "density" and (isinstance(value, dict) or value == IMPORTANCE):
             about = "how much a sparsifier selects of which parameter"
         elif not selects and name == "exchange" and value in _SELECTING:
             about = "how ranks combine what a sparsifier selects"
@@ -189,11 +191,39 @@ def compressor_of(compression: Any, density: Any, rank: Any = None) -> sparsifie
         raise ValueError(f"{text}; besides these: {_others()}{hint}") from None
 
 
-def with_options(name: Any, density: Any, rank: Any, options: Mapping[str, Any]) -> sparsifiers.Compressor:
+def swapped(
+    options: Options,
+    optimizer: torch.optim.Optimizer,
+    compression: Any,
+    given: Mapping[str, Any],
+    own: Mapping[str, Any],
+) -> Options:
+    """Return the options of a wrapper that compresses otherwise from now on.
+
+    Args:
+        options: those in use.
+        optimizer: which ``compression="auto"`` goes by.
+        compression: as the constructor takes it.
+        given: ``density``, ``rank``, ``memory`` and ``warmup``; a density or rank that is None is the one in use.
+        own: options of the compressor, by name.
+    """
+    compression = resolve_auto(compression, optimizer, given["memory"], options.sync)
+    check_meaning(compression, {name: given[name] for name in ("density", "rank", "warmup")})
+    density = options.density if given["density"] is None else given["density"]
+    rank = options.rank if given["rank"] is None else given["rank"]
+    if own:
+        compression = _with_options(compression, density, rank, own)
+    if isinstance(compression, sparsifiers.Sparsifier) and density != IMPORTANCE:
+        density = compression.density
+    rank = None if isinstance(compression, sparsifiers.LowRank) else rank
+    return replace(options, **{**given, "compression": compression, "density": density, "rank": rank})
+
+
+def _with_options(name: Any, density: Any, rank: Any, options: Mapping[str, Any]) -> sparsifiers.Compressor:
     """Return the compressor of this name, with options of its own. TypeError for one that it does not have."""
     if sparsifiers.is_low_rank(name):
         return sparsifiers.low_rank(name, **({} if rank is None else {"rank": rank}), **options)
-    return sparsifiers.get(name, DENSITY if density == "importance" else density, **options)
+    return sparsifiers.get(name, DENSITY if density == IMPORTANCE else density, **options)
 
 
 def _names() -> str:

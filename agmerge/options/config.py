@@ -29,7 +29,6 @@ from agmerge.tensors.parameters import ParameterInfo
 from sparsifiers import ByName, Kind, LowRank
 
 MERGING = "agmerge"  # the default planner
-IMPORTANCE = "importance"
 AUTO = "auto"
 TWO_LEVEL = topology.EXCHANGE
 SMALL = 1024  # elements; a smaller tensor costs more to select from than to send

@@ -24,8 +24,8 @@ from agmerge.ops import Average, ReduceOp
 from agmerge.options import dense_cutoff, density_schedule
 from agmerge.options.arguments import Options
 from agmerge.options.compressors import compressor_of, densities_of, memory_for
-from agmerge.options.config import AUTO, IMPORTANCE, MERGING, TWO_LEVEL, WIRES, Config, DenseRule, is_small
-from agmerge.options.density_policy import DENSITY, DensityPolicy
+from agmerge.options.config import AUTO, MERGING, TWO_LEVEL, WIRES, Config, DenseRule, is_small
+from agmerge.options.density_policy import DENSITY, IMPORTANCE, DensityPolicy
 from agmerge.options.groups import parse_groups
 from agmerge.options.updates import WITHOUT_CODECS, Updates, default_density, density_of, parse_updates, wire_of
 from agmerge.runtime import horovod_names, process_sets
