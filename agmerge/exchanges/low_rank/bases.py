@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -119,17 +119,18 @@ class Bases:
             self._kept[slot.name] = Basis(side, rows)
 
 
-def _left_first(slots: Iterable[Slot], rank: Callable[[Slot], int]) -> set[str]:
+def _left_first(slots: Sequence[Slot], rank: Callable[[Slot], int]) -> set[str]:
     """Return the names of tensors whose left factors lead, where the right ones of the others do.
 
-    Those that lead are then about as long as those that follow, in any run of tensors.
+    The factors that lead have then about as many elements as those that follow: of the tensors whose two factors
+    differ most, in turn, those lead that make up for what others are longer or shorter.
     """
+    more = {slot.name: rank(slot) * (shape[0] - shape[1]) for slot in slots for shape in [matrix_shape(slot.shape)]}
     names, surplus = set(), 0  # elements by which the factors that lead are longer so far
-    for slot in slots:
-        n, m = matrix_shape(slot.shape)
-        more = rank(slot) * (n - m)
-        if abs(surplus - more) < abs(surplus + more):
-            names.add(slot.name)
-            more = -more
-        surplus += more
+    for name in sorted(more, key=lambda name: (-abs(more[name]), name)):
+        leads = more[name]
+        if abs(surplus - leads) < abs(surplus + leads):
+            names.add(name)
+            leads = -leads
+        surplus += leads
     return names
