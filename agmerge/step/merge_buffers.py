@@ -215,7 +215,7 @@ class MergeBuffers:
             if isinstance(sent, torch.Tensor):
                 sent = sent.to(arena.work.dtype, copy=True)
             elif sent is not None:
-                sent = sent.tensor()
+                sent = sent.tensor().view(-1)
             self.sent.append((segment, indices, sent))
         else:
             arena.commit(segment, indices, sent)

@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 LEFT, RIGHT = "left", "right"
+CACHED = 1 << 15  # elements of a product that are written together: the caches hold them, and what is added to them
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -104,16 +105,20 @@ def take_off(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> N
 
 
 def product(left: torch.Tensor, right: torch.Tensor, scale: float, out: torch.Tensor) -> None:
-    """Write ``out = scale * left^T right``, (n, m), added up in one order, each product rounded by itself.
+    """Write ``out = scale * left^T right``, (n, m), on the host added up in one order, each product rounded by itself.
 
-    Where a library chooses the order, as in a product of matrices, ranks on unlike processors drift apart.
+    Where a library chooses the order, as in a product of matrices, ranks on unlike processors drift apart. Devices do
+    that: ranks have the same ones.
     """
-    if kernel_low_rank.product(left, right, scale, out):
-        return
-    torch.mul(left[0].unsqueeze(1), right[0], out=out)
-    for column, row in zip(left[1:], right[1:], strict=True):
-        out += column.unsqueeze(1) * row
-    out *= scale
+    if out.device.type != "cpu":
+        torch.mm(left.t(), right, out=out).mul_(scale)
+    elif not kernel_low_rank.product(left, right, scale, out):
+        height = max(1, CACHED // right.shape[1])
+        for columns, rows in zip(left.split(height, dim=1), out.split(height), strict=True):
+            torch.mul(columns[0].unsqueeze(1), right[0], out=rows)
+            for column, row in zip(columns[1:], right[1:], strict=True):
+                rows += column.unsqueeze(1) * row
+            rows *= scale
 
 
 class Product(NamedTuple):
