@@ -114,7 +114,7 @@ def product(left: torch.Tensor, right: torch.Tensor, scale: float, out: torch.Te
         torch.mm(left.t(), right, out=out).mul_(scale)
     elif not kernel_low_rank.product(left, right, scale, out):
         height = max(1, CACHED // right.shape[1])
-        for columns, rows in zip(left.split(height, dim=1), out.split(height), strict=True):
+        for columns, rows in zip(torch.split(left, height, dim=1), torch.split(out, height), strict=True):
             torch.mul(columns[0].unsqueeze(1), right[0], out=rows)
             for column, row in zip(columns[1:], right[1:], strict=True):
                 rows += column.unsqueeze(1) * row
