@@ -17,8 +17,9 @@ enum { REGISTERS = 8 };    /* that hold elements of the matrix */
 enum { GROUP = 4 };        /* rows of the matrix that are projected on the left together */
 enum { AHEAD = 512 };      /* elements that a row is fetched ahead: the hardware stops at the end of a page */
 enum { SHORT = 768 };      /* elements of a row up to which the first-level cache holds a group of them, and the next */
-enum { PANEL = 8192 };     /* elements of the right factor that are used together: the first-level cache holds them */
-enum { ROWS = 16 };        /* rows of the matrix for which they are */
+enum { WHOLE = 8192 };     /* elements of the right factor up to which the first-level cache holds all of it */
+enum { PANEL = 4096 };     /* and how many are used at a time, for ROWS rows of the matrix, if there are more */
+enum { ROWS = 8 };
 enum { STREAMED = 65536 }; /* elements of a matrix from which on it is written past the caches */
 
 /* What is added to a residual: nothing, or a gradient of float, bfloat16 or float16, by the numbers of kernel.py. */
@@ -217,9 +218,9 @@ DISPATCH(void, rows,
           int64_t m, int64_t r, float *out, int streamed),
          (of, i, n, kind, next, scales, right, m, r, out, streamed))
 DISPATCH(int, columns,
-         (const struct sum *of, int64_t i, int64_t n, int kind, int64_t m, int64_t count, const float *scales,
-          int64_t r, float *right, float *out, int streamed),
-         (of, i, n, kind, m, count, scales, r, right, out, streamed))
+         (const struct sum *of, int64_t i, int kind, int64_t m, int64_t count, const float *scales, int64_t r,
+          float *right, float *out, int streamed),
+         (of, i, kind, m, count, scales, r, right, out, streamed))
 
 static void fence(void)
 {
@@ -228,11 +229,10 @@ static void fence(void)
 #endif
 }
 
-/* How many columns of a right factor are used together. */
+/* How many columns of a right factor are used at a time. */
 static int64_t width(int64_t m, int64_t r)
 {
-    int64_t columns = PANEL / r < 256 ? 256 : PANEL / r / 128 * 128;
-    return m <= columns ? m : columns;
+    return r * m <= WHOLE ? m : PANEL / r < 512 ? 512 : PANEL / r / 128 * 128;
 }
 
 /* -- what is exported; r <= MOST --------------------------------------------------------------------------- */
@@ -288,20 +288,16 @@ EXPORT int kernel_project_on_right(float *matrix, const float *residual, const v
 EXPORT int kernel_project_on_left(float *matrix, const float *residual, const void *gradient, int kind, int64_t n,
                                   int64_t m, const float *left, int64_t r, float *right)
 {
-    float scales[ROWS / GROUP][MOST * GROUP];
+    float scales[MOST * GROUP];
     struct sum of = {residual, gradient};
     int endless = 0;
-    int64_t step = width(m, r), block = step < m ? ROWS : GROUP;
     memset(right, 0, (size_t)(r * m) * sizeof(float));
-    for (int64_t first = 0; first < n; first += block) {
-        int64_t end = least(n, first + block);
-        for (int64_t i = first; i < end; i++)
-            for (int64_t k = 0; k < r; k++)
-                scales[(i - first) / GROUP][k * GROUP + (i - first) % GROUP] = left[k * n + i];
-        for (int64_t j = 0; j < m; j += step)
-            for (int64_t i = first; i < end; i += GROUP)
-                endless |= columns(&of, i * m + j, least(step, m - j), kind, m, least(GROUP, end - i),
-                                   scales[(i - first) / GROUP], r, right + j, matrix, n * m >= STREAMED);
+    for (int64_t i = 0; i < n; i += GROUP) {
+        int64_t count = least(GROUP, n - i);
+        for (int64_t k = 0; k < r; k++)
+            for (int64_t row = 0; row < count; row++)
+                scales[k * GROUP + row] = left[k * n + i + row];
+        endless |= columns(&of, i * m, kind, m, count, scales, r, right, matrix, n * m >= STREAMED);
     }
     fence();
     return endless;

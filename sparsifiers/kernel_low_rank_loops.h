@@ -150,15 +150,15 @@ TARGET static void AT(rows)(const struct sum *of, int64_t i, int64_t n, int kind
 
 /* -- left . matrix ---------------------------------------------------------------------------------------- */
 
-TARGET INLINE void AT(columns_part)(const struct sum *of, int64_t i, int64_t j, int kind, int whole, int64_t m,
-                                    int64_t rows, const float *scales, int64_t r, float *right, vec *check, float *out, int streamed,
+TARGET INLINE void AT(columns_part)(const struct sum *of, int64_t i, int64_t j, int kind, int64_t m, int64_t rows,
+                                    const float *scales, int64_t r, float *right, vec *check, float *out, int streamed,
                                     int count)
 {
     vec values[GROUP][REGISTERS / GROUP];
     for (int64_t row = 0; row < rows; row++)
         for (int q = 0; q < count; q++) {
             int64_t at = i + j + row * m + q * WIDTH;
-            fetch(of, GROUP * m + (whole ? i + j * rows + (row * count + q) * WIDTH : at), kind);
+            fetch(of, GROUP * m + (m > SHORT ? at : i + j * rows + (row * count + q) * WIDTH), kind);
             values[row][q] = AT(added)(of, at, kind);
             *check = MULTIPLY_ADD(values[row][q], SPLAT(0), *check);
             if (out)
@@ -173,23 +173,21 @@ TARGET INLINE void AT(columns_part)(const struct sum *of, int64_t i, int64_t j, 
         }
 }
 
-/* right[k] += n elements of each of `rows` rows of the matrix, the first from i on, times scales[k * GROUP], ... They
-   are written to `out` unless it is NULL. Returns whether one of them is not finite. Rows are m apart, and whole if n is
-   m and small: then what comes after them is fetched in its own order. */
-TARGET INLINE int AT(columns_of)(const struct sum *of, int64_t i, int64_t n, int kind, int64_t m, int64_t rows,
+/* right[k] += the rows of the matrix from element i on, `rows` of them, times scales[k * GROUP], ... They are written to
+   `out` unless it is NULL. Returns whether one of them is not finite. */
+TARGET INLINE int AT(columns_of)(const struct sum *of, int64_t i, int kind, int64_t m, int64_t rows,
                                  const float *scales, int64_t r, float *right, float *out, int streamed)
 {
     enum { STEP = REGISTERS / GROUP };
     vec check = SPLAT(0);
     int64_t j = 0;
-    int whole = n == m && m <= SHORT;
     streamed = streamed && ((uintptr_t)(out + i) | (uintptr_t)m * sizeof(float)) % (WIDTH * sizeof(float)) == 0;
-    for (; j + STEP * WIDTH <= n; j += STEP * WIDTH)
-        AT(columns_part)(of, i, j, kind, whole, m, rows, scales, r, right + j, &check, out, streamed, STEP);
-    for (; j + WIDTH <= n; j += WIDTH)
-        AT(columns_part)(of, i, j, kind, whole, m, rows, scales, r, right + j, &check, out, streamed, 1);
+    for (; j + STEP * WIDTH <= m; j += STEP * WIDTH)
+        AT(columns_part)(of, i, j, kind, m, rows, scales, r, right + j, &check, out, streamed, STEP);
+    for (; j + WIDTH <= m; j += WIDTH)
+        AT(columns_part)(of, i, j, kind, m, rows, scales, r, right + j, &check, out, streamed, 1);
     float zero = TOTAL(check);
-    for (; j < n; j++)
+    for (; j < m; j++)
         for (int64_t row = 0; row < rows; row++) {
             float value = added_one(of, i + row * m + j, kind);
             zero += value * 0;
@@ -201,17 +199,17 @@ TARGET INLINE int AT(columns_of)(const struct sum *of, int64_t i, int64_t n, int
     return zero != 0;
 }
 
-TARGET static int AT(columns)(const struct sum *of, int64_t i, int64_t n, int kind, int64_t m, int64_t rows, const float *scales,
+TARGET static int AT(columns)(const struct sum *of, int64_t i, int kind, int64_t m, int64_t rows, const float *scales,
                               int64_t r, float *right, float *out, int streamed)
 {
     if (rows == GROUP && kind == ALONE)
-        return AT(columns_of)(of, i, n, ALONE, m, GROUP, scales, r, right, NULL, 0);
+        return AT(columns_of)(of, i, ALONE, m, GROUP, scales, r, right, NULL, 0);
     if (rows == GROUP && kind == FLOAT32)
-        return AT(columns_of)(of, i, n, FLOAT32, m, GROUP, scales, r, right, out, streamed);
+        return AT(columns_of)(of, i, FLOAT32, m, GROUP, scales, r, right, out, streamed);
     if (rows == GROUP)
-        return AT(columns_of)(of, i, n, kind, m, GROUP, scales, r, right, out, streamed);
+        return AT(columns_of)(of, i, kind, m, GROUP, scales, r, right, out, streamed);
     int endless = 0;
     for (int64_t row = 0; row < rows; row++)
-        endless |= AT(columns_of)(of, i + row * m, n, kind, m, 1, scales + row, r, right, out, streamed);
+        endless |= AT(columns_of)(of, i + row * m, kind, m, 1, scales + row, r, right, out, streamed);
     return endless;
 }
