@@ -17,7 +17,9 @@ enum { REGISTERS = 8 };    /* that hold elements of the matrix */
 enum { GROUP = 4 };        /* rows of the matrix that are projected on the left together */
 enum { AHEAD = 512 };      /* elements that a row is fetched ahead: the hardware stops at the end of a page */
 enum { SHORT = 768 };      /* elements of a row up to which the first-level cache holds a group of them, and the next */
-enum { PANEL = 8192 };     /* elements of the right factor for which a product is made: the first-level cache holds them */
+enum { WHOLE = 8192 };     /* elements of the right factor up to which the first-level cache holds all of it */
+enum { PANEL = 4096 };     /* and how many are used at a time, for ROWS rows of the matrix, if there are more */
+enum { ROWS = 8 };
 enum { STREAMED = 65536 }; /* elements of a matrix from which on it is written past the caches */
 
 /* What is added to a residual: nothing, or a gradient of float, bfloat16 or float16, by the numbers of kernel.py. */
@@ -208,13 +210,13 @@ DISPATCH(void, product,
           int64_t n),
          (scales, right, m, r, scale, out, streamed, n))
 DISPATCH(int, dots,
-         (const struct sum *of, int64_t i, int kind, const float *right, int64_t m, int64_t r, float *out,
-          int streamed, float *sums),
-         (of, i, kind, right, m, r, out, streamed, sums))
+         (const struct sum *of, int64_t i, int64_t n, int kind, int64_t next, const float *right, int64_t m, int64_t r,
+          float *out, int streamed, float *sums),
+         (of, i, n, kind, next, right, m, r, out, streamed, sums))
 DISPATCH(void, rows,
-         (const struct sum *of, int64_t i, int kind, const float *scales, const float *right, int64_t m, int64_t r,
-          float *out, int streamed),
-         (of, i, kind, scales, right, m, r, out, streamed))
+         (const struct sum *of, int64_t i, int64_t n, int kind, int64_t next, const float *scales, const float *right,
+          int64_t m, int64_t r, float *out, int streamed),
+         (of, i, n, kind, next, scales, right, m, r, out, streamed))
 DISPATCH(int, columns,
          (const struct sum *of, int64_t i, int kind, int64_t m, int64_t count, const float *scales, int64_t r,
           float *right, float *out, int streamed),
@@ -227,6 +229,12 @@ static void fence(void)
 #endif
 }
 
+/* How many columns of a right factor are used at a time. */
+static int64_t width(int64_t m, int64_t r)
+{
+    return r * m <= WHOLE ? m : PANEL / r < 512 ? 512 : PANEL / r / 128 * 128;
+}
+
 /* -- what is exported; r <= MOST --------------------------------------------------------------------------- */
 
 /* out = scale * left^T right: ((left[0, i] * right[0, j] + left[1, i] * right[1, j]) + ...) * scale. */
@@ -234,12 +242,12 @@ EXPORT void kernel_product(const float *left, int64_t n, const float *right, int
                            float *out)
 {
     float scales[MOST];
-    int64_t width = PANEL / r < 256 ? 256 : PANEL / r / 128 * 128;
-    for (int64_t start = 0; start < m; start += width)
+    int64_t step = width(m, r);
+    for (int64_t j = 0; j < m; j += step)
         for (int64_t i = 0; i < n; i++) {
             for (int64_t k = 0; k < r; k++)
                 scales[k] = left[k * n + i];
-            product(scales, right + start, m, r, scale, out + i * m + start, n * m >= STREAMED, least(width, m - start));
+            product(scales, right + j, m, r, scale, out + i * m + j, n * m >= STREAMED, least(step, m - j));
         }
     fence();
 }
@@ -249,17 +257,27 @@ EXPORT void kernel_product(const float *left, int64_t n, const float *right, int
 EXPORT int kernel_project_on_right(float *matrix, const float *residual, const void *gradient, int kind, int64_t n,
                                    int64_t m, const float *right, int64_t r, float *left, int off)
 {
-    float sums[MOST];
+    float sums[ROWS][MOST];
     struct sum of = {residual, gradient};
     int endless = 0, streamed = n * m >= STREAMED;
-    for (int64_t i = 0; i < n; i++) {
-        endless |= dots(&of, i * m, kind, right, m, r, off ? NULL : matrix, streamed, sums);
-        for (int64_t k = 0; k < r; k++) {
-            left[k * n + i] = sums[k];
-            sums[k] = -sums[k];
-        }
-        if (off)
-            rows(&of, i * m, kind, sums, right, m, r, matrix, streamed);
+    int64_t step = width(m, r), block = step < m ? ROWS : 1, next = step < m ? m : AHEAD;
+    for (int64_t first = 0; first < n; first += block) {
+        int64_t count = least(block, n - first);
+        for (int64_t i = 0; i < count; i++)
+            memset(sums[i], 0, (size_t)r * sizeof(float));
+        for (int64_t j = 0; j < m; j += step)
+            for (int64_t i = 0; i < count; i++)
+                endless |= dots(&of, (first + i) * m + j, least(step, m - j), kind, next, right + j, m, r,
+                                off ? NULL : matrix, streamed, sums[i]);
+        for (int64_t i = 0; i < count; i++)
+            for (int64_t k = 0; k < r; k++) {
+                left[k * n + first + i] = sums[i][k];
+                sums[i][k] = -sums[i][k];
+            }
+        for (int64_t j = 0; off && j < m; j += step)
+            for (int64_t i = 0; i < count; i++)
+                rows(&of, (first + i) * m + j, least(step, m - j), kind, next, sums[i], right + j, m, r, matrix,
+                     streamed);
     }
     fence();
     return endless;
@@ -288,11 +306,16 @@ EXPORT int kernel_project_on_left(float *matrix, const float *residual, const vo
 /* matrix -= left^T right. */
 EXPORT void kernel_take_off(float *matrix, int64_t n, int64_t m, const float *left, const float *right, int64_t r)
 {
-    float scales[MOST];
+    float scales[ROWS][MOST];
     struct sum of = {matrix, NULL};
-    for (int64_t i = 0; i < n; i++) {
-        for (int64_t k = 0; k < r; k++)
-            scales[k] = -left[k * n + i];
-        rows(&of, i * m, ALONE, scales, right, m, r, matrix, 0);
+    int64_t step = width(m, r), block = step < m ? ROWS : 1, next = step < m ? m : AHEAD;
+    for (int64_t first = 0; first < n; first += block) {
+        int64_t count = least(block, n - first);
+        for (int64_t i = 0; i < count; i++)
+            for (int64_t k = 0; k < r; k++)
+                scales[i][k] = -left[k * n + first + i];
+        for (int64_t j = 0; j < m; j += step)
+            for (int64_t i = 0; i < count; i++)
+                rows(&of, (first + i) * m + j, least(step, m - j), ALONE, next, scales[i], right + j, m, r, matrix, 0);
     }
 }

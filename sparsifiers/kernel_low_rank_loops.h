@@ -53,12 +53,12 @@ TARGET static void AT(product)(const float *scales, const float *right, int64_t 
 
 /* -- right . row of the matrix ---------------------------------------------------------------------------- */
 
-TARGET INLINE void AT(dots_part)(const struct sum *of, int64_t i, int kind, const float *right, int64_t m, int64_t r,
-                                 vec *sums, vec *check, float *out, int streamed, int count)
+TARGET INLINE void AT(dots_part)(const struct sum *of, int64_t i, int kind, int64_t next, const float *right, int64_t m,
+                                 int64_t r, vec *sums, vec *check, float *out, int streamed, int count)
 {
     vec values[REGISTERS];
     for (int q = 0; q < count; q++) {
-        fetch(of, i + q * WIDTH + AHEAD, kind);
+        fetch(of, i + q * WIDTH + next, kind);
         values[q] = AT(added)(of, i + q * WIDTH, kind);
         *check = MULTIPLY_ADD(values[q], SPLAT(0), *check);
         if (out)
@@ -72,24 +72,24 @@ TARGET INLINE void AT(dots_part)(const struct sum *of, int64_t i, int kind, cons
     }
 }
 
-/* sums[k] = right[k] . elements [i, i + m) of the matrix, which are written to `out` unless it is NULL; whether one of
-   them is not finite. */
-TARGET INLINE int AT(dots_of)(const struct sum *of, int64_t i, int kind, const float *right, int64_t m, int64_t r,
-                              float *out, int streamed, float *sums)
+/* sums[k] += right[k] . elements [i, i + n) of the matrix, which are written to `out` unless it is NULL; whether one of
+   them is not finite. Rows of right are m apart. next: how far ahead the matrix is fetched. */
+TARGET INLINE int AT(dots_of)(const struct sum *of, int64_t i, int64_t n, int kind, int64_t next, const float *right,
+                              int64_t m, int64_t r, float *out, int streamed, float *sums)
 {
     vec parts[MOST], check = SPLAT(0);
     int64_t j = 0;
     for (int64_t k = 0; k < r; k++)
         parts[k] = SPLAT(0);
     streamed = streamed && (uintptr_t)(out + i) % (WIDTH * sizeof(float)) == 0;
-    for (; j + REGISTERS * WIDTH <= m; j += REGISTERS * WIDTH)
-        AT(dots_part)(of, i + j, kind, right + j, m, r, parts, &check, out, streamed, REGISTERS);
-    for (; j + WIDTH <= m; j += WIDTH)
-        AT(dots_part)(of, i + j, kind, right + j, m, r, parts, &check, out, streamed, 1);
+    for (; j + REGISTERS * WIDTH <= n; j += REGISTERS * WIDTH)
+        AT(dots_part)(of, i + j, kind, next, right + j, m, r, parts, &check, out, streamed, REGISTERS);
+    for (; j + WIDTH <= n; j += WIDTH)
+        AT(dots_part)(of, i + j, kind, next, right + j, m, r, parts, &check, out, streamed, 1);
     for (int64_t k = 0; k < r; k++)
-        sums[k] = TOTAL(parts[k]);
+        sums[k] += TOTAL(parts[k]);
     float zero = TOTAL(check);
-    for (; j < m; j++) {
+    for (; j < n; j++) {
         float value = added_one(of, i + j, kind);
         zero += value * 0;
         for (int64_t k = 0; k < r; k++)
@@ -100,27 +100,27 @@ TARGET INLINE int AT(dots_of)(const struct sum *of, int64_t i, int kind, const f
     return zero != 0;
 }
 
-TARGET static int AT(dots)(const struct sum *of, int64_t i, int kind, const float *right, int64_t m, int64_t r,
-                           float *out, int streamed, float *sums)
+TARGET static int AT(dots)(const struct sum *of, int64_t i, int64_t n, int kind, int64_t next, const float *right,
+                           int64_t m, int64_t r, float *out, int streamed, float *sums)
 {
     if (kind == ALONE)
-        return AT(dots_of)(of, i, ALONE, right, m, r, NULL, 0, sums);
+        return AT(dots_of)(of, i, n, ALONE, next, right, m, r, NULL, 0, sums);
     if (kind == FLOAT32 && r == 4)
-        return AT(dots_of)(of, i, FLOAT32, right, m, 4, out, streamed, sums);
+        return AT(dots_of)(of, i, n, FLOAT32, next, right, m, 4, out, streamed, sums);
     if (kind == FLOAT32)
-        return AT(dots_of)(of, i, FLOAT32, right, m, r, out, streamed, sums);
-    return AT(dots_of)(of, i, kind, right, m, r, out, streamed, sums);
+        return AT(dots_of)(of, i, n, FLOAT32, next, right, m, r, out, streamed, sums);
+    return AT(dots_of)(of, i, n, kind, next, right, m, r, out, streamed, sums);
 }
 
 /* -- row of the matrix + scales . right ------------------------------------------------------------------- */
 
-TARGET INLINE void AT(rows_part)(const struct sum *of, int64_t i, int kind, const float *scales, const float *right,
-                                 int64_t m, int64_t r, float *out, int streamed, int count)
+TARGET INLINE void AT(rows_part)(const struct sum *of, int64_t i, int kind, int64_t next, const float *scales,
+                                 const float *right, int64_t m, int64_t r, float *out, int streamed, int count)
 {
     vec values[REGISTERS];
     for (int q = 0; q < count; q++) {
         if (kind == ALONE)
-            fetch(of, i + q * WIDTH + AHEAD, ALONE); /* a sum was read before, for its dot products */
+            fetch(of, i + q * WIDTH + next, ALONE); /* a sum was read before, for its dot products */
         values[q] = AT(added)(of, i + q * WIDTH, kind);
     }
     for (int64_t k = 0; k < r; k++)
@@ -130,17 +130,17 @@ TARGET INLINE void AT(rows_part)(const struct sum *of, int64_t i, int kind, cons
         AT(write)(out + i + q * WIDTH, values[q], streamed);
 }
 
-/* Write elements [i, i + m) of the matrix, plus scales . right, to those of `out`. */
-TARGET static void AT(rows)(const struct sum *of, int64_t i, int kind, const float *scales, const float *right,
-                            int64_t m, int64_t r, float *out, int streamed)
+/* Write elements [i, i + n) of the matrix, plus scales . right, to those of `out`; see dots_of. */
+TARGET static void AT(rows)(const struct sum *of, int64_t i, int64_t n, int kind, int64_t next, const float *scales,
+                            const float *right, int64_t m, int64_t r, float *out, int streamed)
 {
     int64_t j = 0;
     streamed = streamed && (uintptr_t)(out + i) % (WIDTH * sizeof(float)) == 0;
-    for (; j + REGISTERS * WIDTH <= m; j += REGISTERS * WIDTH)
-        AT(rows_part)(of, i + j, kind, scales, right + j, m, r, out, streamed, REGISTERS);
-    for (; j + WIDTH <= m; j += WIDTH)
-        AT(rows_part)(of, i + j, kind, scales, right + j, m, r, out, streamed, 1);
-    for (; j < m; j++) {
+    for (; j + REGISTERS * WIDTH <= n; j += REGISTERS * WIDTH)
+        AT(rows_part)(of, i + j, kind, next, scales, right + j, m, r, out, streamed, REGISTERS);
+    for (; j + WIDTH <= n; j += WIDTH)
+        AT(rows_part)(of, i + j, kind, next, scales, right + j, m, r, out, streamed, 1);
+    for (; j < n; j++) {
         float value = added_one(of, i + j, kind);
         for (int64_t k = 0; k < r; k++)
             value += scales[k] * right[k * m + j];
