@@ -41,7 +41,7 @@ class Bases:
         self.compressor = compressor
         self._slots = tuple(slots)
         self._kept: dict[str, Basis] = {}  # by name
-        self._staged: dict[str, Basis] = {}
+        self._staged: dict[str, Basis | None] = {}  # None: to be dropped
         self._drawn: dict[str, Basis] = {}  # of tensors of which nothing is kept yet
         self._left_first = _left_first(self._slots, self.rank_of) if compressor.alternates else set()
 
@@ -75,11 +75,21 @@ class Bases:
         """Remember the tensor's basis from the next commit on. ``rows``: orthonormal, not written again."""
         self._staged[slot.name] = Basis(side, rows)
 
+    def drop(self, slot: Slot) -> None:
+        """Begin anew with the tensor from the next commit on: nothing of it lies in the space of its basis.
+
+        From a basis that is zero wherever the matrix is not, no later step would find what the matrix has.
+        """
+        self._staged[slot.name] = None
+
     def commit(self) -> None:
         """Keep what was staged: the step counts."""
-        self._kept |= self._staged
-        for name in self._staged:
-            self._drawn.pop(name, None)
+        for name, basis in self._staged.items():
+            if basis is None:
+                self._kept.pop(name, None)
+            else:
+                self._kept[name] = basis
+                self._drawn.pop(name, None)
         self._staged.clear()
 
     def forget(self) -> None:

@@ -254,13 +254,17 @@ class LowRankExchange(MultiRoundExchange):
         self._stage(state.matrices)
 
     def _stage(self, matrices: Sequence[_Matrix]) -> None:
-        """Stage the bases of the next step; where the sum was nothing, or overflowed, the one that there is stays."""
+        """Stage the bases of the next step. Where the sum was nothing, none: what is to come may lie beside the old one.
+
+        Where it overflowed, the one that there is stays.
+        """
         largest = [torch.linalg.vector_norm(matrix.factor, torch.inf) for matrix in matrices]
-        moving = [
-            matrix
-            for matrix, most in zip(matrices, torch.stack(largest).tolist(), strict=True)
-            if 0.0 < most < torch.inf
-        ]
+        moving = []
+        for matrix, most in zip(matrices, torch.stack(largest).tolist(), strict=True):
+            if most == 0.0:
+                self.bases.drop(matrix.segment.slots[0])
+            elif most < torch.inf:
+                moving.append(matrix)
         staged = []
         for matrix in moving:
             slot, middle = matrix.segment.slots[0], matrix.middle
