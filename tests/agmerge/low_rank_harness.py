@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import agmerge
 
 LOW_RANK = ["powersgd", "acpsgd"]
-# Relative to the norm of all gradients: a few hundred roundings of float32, where a factor that is lost is 1e-2 or more.
+# Relative to the norm of all gradients: some hundred roundings of float32. A factor that is lost is 1e-2 or more.
 ROUNDED = 2e-5
 Loss = Callable[[Any, int, int], Tensor]
 

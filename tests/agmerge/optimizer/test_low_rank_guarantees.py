@@ -18,13 +18,11 @@ from support import (
     awkward_batch,
     awkward_groups,
     digest,
-    gradients,
     loss_of,
     mlp,
     on_ranks,
     residuals,
     seeded,
-    sgd,
     wrap,
 )
 from torch import nn
