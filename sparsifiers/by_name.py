@@ -35,7 +35,8 @@ class ByName(Compressor):
             raise ValueError("compression by pattern: nothing compresses; name a sparsifier or a low-rank compressor")
         self._by_kind = by_kind
         sparse = by_kind.get(Kind.SPARSE)
-        self.memory = next(part.memory for kind, part in by_kind.items() if kind is not Kind.DENSE)
+        memories = [part.memory for kind, part in by_kind.items() if kind is not Kind.DENSE]
+        self.memory = next((memory for memory in memories if memory != "residual"), "residual")
         self.same_on_all_ranks = sparse is not None and sparse.same_on_all_ranks
         self.density = 1.0 if sparse is None else sparse.density
 

@@ -95,7 +95,7 @@ def check_meaning(compression: Any, given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if value is None or isinstance(value, str) and value == "auto":
             continue
-        about = ""
+        about, instead = "", "a sparsifier's name"
         if not compresses and name in _COMPRESSION and not (name == "dense" and _is_partial(value)):
             about = _COMPRESSION[name][1]
         elif not selects and name in _SELECTION:
@@ -106,12 +106,13 @@ def check_meaning(compression: Any, given: Mapping[str, Any]) -> None:
             about = "how ranks combine what a sparsifier selects"
         elif not factorises and name == "rank" and isinstance(value, dict):
             about, sends = "the factors of a low-rank compressor", "no factors"
+            instead = "'powersgd' or 'acpsgd'"
         elif not compresses and name == "decay" and value != 1.0:
             about = "what a compressor leaves behind"
         if about:
             raise ValueError(
                 f"{name}={value!r} is about {about}, and compression={compression!r} sends {sends}: leave {name} "
-                "out, or give a sparsifier's name as compression (to send everything at first: a sparsifier, and then "
+                f"out, or give {instead} as compression (to send everything at first: a sparsifier, and then "
                 "set_compressor())"
             )
 
@@ -151,6 +152,12 @@ def compressor_of(compression: Any, density: Any, rank: Any = None) -> sparsifie
         if not compression:
             raise ValueError("compression={}: give at least one pattern for whole names, or a name")
         parts = [(pattern, compressor_of(part, density, rank)) for pattern, part in compression.items()]
+        for pattern, part in parts:
+            if isinstance(part, Cast) and part.dtype is not None:
+                raise ValueError(
+                    f"compression={{{pattern!r}: {part.name!r}}}: what is sent whole beside what is compressed keeps "
+                    "its dtype; give 'none', or wire= for what is compressed"
+                )
         return sparsifiers.ByName(parts)
     try:
         sparsifiers.budget(density, 1)  # checked also where it is not needed
@@ -240,13 +247,15 @@ def memory_for(memory: Any, compressor: sparsifiers.Compressor) -> sparsifiers.M
 
     Raises ``ValueError`` or ``TypeError`` for one that does not fit.
     """
-    if memory is None:
-        return sparsifiers.memory(compressor.memory)
+    memory = compressor.memory if memory is None else memory
     given = sparsifiers.memory(memory) if isinstance(memory, str) else memory
     if not isinstance(given, sparsifiers.Memory):
         raise TypeError(f"memory={memory!r}: give a name or a sparsifiers.Memory")
     if given.has_momentum and compressor.kinds != {sparsifiers.Kind.SPARSE}:
-        raise ValueError(f"memory={memory!r} has momentum for what a sparsifier selects; give it to a sparsifier")
+        text = f"memory={memory!r} has momentum for what a sparsifier selects; give it to a sparsifier"
+        if compressor.selects:
+            text += " alone: beside factors, that is in compression={pattern: name}, pass memory='residual'"
+        raise ValueError(text)
     if isinstance(compressor, Cast) and compressor.dtype is None and given.has_residual:
         raise ValueError(f"memory={memory!r} keeps what a compressor drops, and compression='none' drops nothing")
     return given

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -205,13 +205,13 @@ class LowRankExchange(MultiRoundExchange):
         """Collective. Wait for the sums of the first round, and return what all ranks say together."""
         assert state.first is not None and state.tail is not None
         all_reduce.wait(self.comm, state.first, self.timeout)
-        return decode(state.tail.tolist(), pending.control, pending.name)
+        state.control = decode(state.tail.tolist(), pending.control, pending.name)
+        return state.control
 
     def phases(self, pending: InFlight) -> Phases[None]:
         """Collective. Send the second factors, projected on the first ones; nothing, if the round will be repeated."""
         state: _State = pending.extra
-        state.control = self._wait_for_first(pending, state)
-        if state.control.flags & (Flag.REPLAN | Flag.NONFINITE):
+        if self._wait_for_first(pending, state).flags & (Flag.REPLAN | Flag.NONFINITE):
             return
         matrices = [matrix for matrix in state.matrices if matrix.both]
         for matrix in matrices:
@@ -251,20 +251,22 @@ class LowRankExchange(MultiRoundExchange):
                 wide = self.keep(("product",), matrix.update.numel(), matrix.work.dtype, matrix.work.device)
                 factors.product(*pair, self.scale, wide.view_as(matrix.work))
                 matrix.update.copy_(wide.view_as(matrix.work))
-        self._stage(state.matrices)
+        assert state.control is not None
+        slots = [slot for load in pending.loads for slot in load.segment.slots]
+        self._stage(state.matrices, {slot for slot, used in zip(slots, state.control.used, strict=True) if used})
 
-    def _stage(self, matrices: Sequence[_Matrix]) -> None:
-        """Stage the bases of the next step. Where the sum was nothing, none: what is to come may lie beside the old one.
+    def _stage(self, matrices: Sequence[_Matrix], used: Collection[Slot]) -> None:
+        """Stage the bases of the next step. Where the sum was nothing, what is to come may lie beside the old one.
 
-        Where it overflowed, the one that there is stays.
+        Where it overflowed, and where nothing was because no rank ``used`` the tensor, the one that there is stays.
         """
         largest = [torch.linalg.vector_norm(matrix.factor, torch.inf) for matrix in matrices]
         moving = []
         for matrix, most in zip(matrices, torch.stack(largest).tolist(), strict=True):
-            if most == 0.0:
-                self.bases.drop(matrix.segment.slots[0])
-            elif most < torch.inf:
+            if 0.0 < most < torch.inf:
                 moving.append(matrix)
+            elif most == 0.0 and matrix.segment.slots[0] in used:
+                self.bases.restart(matrix.segment.slots[0])
         staged = []
         for matrix in moving:
             slot, middle = matrix.segment.slots[0], matrix.middle

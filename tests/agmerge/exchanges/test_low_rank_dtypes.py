@@ -160,7 +160,9 @@ def test_strides_of_a_parameter_change_no_bit(name: str) -> None:
 
 @both
 def test_dtypes_side_by_side_change_nothing_of_each_other(name: str) -> None:
-    dtypes = dict(zip(SHAPES, (torch.float64, torch.bfloat16, torch.float32, torch.float32, torch.float64), strict=True))
+    dtypes = dict(
+        zip(SHAPES, (torch.float64, torch.bfloat16, torch.float32, torch.float32, torch.float64), strict=True)
+    )
 
     def mixed(rank: int, step: int) -> dict[str, Tensor]:
         return {tensor: gradient.to(dtypes[tensor]) for tensor, gradient in drawn(rank, step).items()}

@@ -175,7 +175,10 @@ def test_two_trainings_differ_in_their_seeds_alone(name: str) -> None:
 
     def digests(before: int, compression: object) -> list[str]:
         torch.manual_seed(before)
-        return [digest([of.update(tensor) for tensor in SHAPES]) for of in steps_of(2, single, 3, compression=compression)[0]]
+        return [
+            digest([of.update(tensor) for tensor in SHAPES])
+            for of in steps_of(2, single, 3, compression=compression)[0]
+        ]
 
     assert digests(0, name) == digests(1, name) == digests(2, low_rank(name, 4, seed=0))
     assert digests(0, name)[0] != digests(0, low_rank(name, 4, seed=1))[0]

@@ -59,7 +59,9 @@ def test_powersgd_sends_both_factors_and_what_is_no_matrix(rank: int, wire: str,
         control_bytes = (control + 1) * 4
         assert [len(of_step) for of_step in calls] == [2] * 4
     else:  # what is sent whole is not cast, and has a message of its own, padded to whole shards
-        control_bytes = control * itemsize + sum(size for kind, name, size in calls[0] if name == "buffer 0.1") - sent[0]
+        control_bytes = (
+            control * itemsize + sum(size for kind, name, size in calls[0] if name == "buffer 0.1") - sent[0]
+        )
         assert control_bytes <= control * itemsize + (CONTROL + 3) * 4
         assert [len(of_step) for of_step in calls] == [3] * 4
     for step, of_step in enumerate(calls):

@@ -42,9 +42,7 @@ def compare(seen: list[list[Step]], references: dict[str, Reference], tolerance:
 @pytest.mark.parametrize("rank", [1, 2, 4])
 def test_powersgd_is_the_papers(rank: int) -> None:
     seen = steps_of(RANKS, drawn, STEPS, compression="powersgd", rank=rank)
-    compare(
-        seen, {name: Reference(RANKS, False, first_basis(name, SHAPES[name], rank)) for name in MATRICES}, 1e-10
-    )
+    compare(seen, {name: Reference(RANKS, False, first_basis(name, SHAPES[name], rank)) for name in MATRICES}, 1e-10)
 
 
 @pytest.mark.parametrize("rank", [1, 2, 4])
