@@ -75,9 +75,9 @@ class Bases:
         """Tell which basis to stage after a step with both factors: of the first one, or else of the second one."""
         return slot.name in self._left_first
 
-    def stage(self, slot: Slot, side: str, rows: torch.Tensor) -> None:
-        """Remember the tensor's basis from the next commit on. ``rows``: orthonormal, not written again."""
-        self._staged[slot.name] = Basis(side, rows)
+    def stage(self, slot: Slot, basis: Basis) -> None:
+        """Remember the tensor's basis from the next commit on; until then its rows may still be written."""
+        self._staged[slot.name] = basis
 
     def restart(self, slot: Slot) -> None:
         """Go on with the drawn basis from the next commit on: nothing of the tensor lies in the space of its own.

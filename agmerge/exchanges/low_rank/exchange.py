@@ -9,10 +9,11 @@ import torch
 
 from agmerge.exchanges import all_reduce
 from agmerge.exchanges.base import ExchangeContext, InFlight, SegmentBuffers
-from agmerge.exchanges.dense import decode, largest_summand, tail_of
+from agmerge.exchanges.dense import decode, tail_of
 from agmerge.exchanges.low_rank import factors
 from agmerge.exchanges.low_rank.bases import Bases, Basis
-from agmerge.exchanges.low_rank.factors import LEFT, RIGHT, Product
+from agmerge.exchanges.low_rank.factors import LEFT
+from agmerge.exchanges.low_rank.matrix import Matrix
 from agmerge.exchanges.message.format import Flag, RoundHeader
 from agmerge.exchanges.multi_round import MultiRoundExchange, Phases, State
 from agmerge.tensors.layout import Segment, Slot
@@ -23,23 +24,10 @@ WIRES = {"auto": None, "fp32": torch.float32, "fp16": torch.float16, "bf16": tor
 
 
 @dataclass
-class _Matrix:
-    """Hold what is known of one tensor of a message under way."""
-
-    segment: Segment  # of this tensor alone
-    work: torch.Tensor  # (n, m): what goes out, less what was sent; a view
-    update: torch.Tensor  # (n, m): is written; a view
-    basis: Basis  # as of the last step
-    both: bool  # the factor of the second round is sent, too
-    factor: torch.Tensor  # (r, length): this rank's projection of `work`, as receivers read it; then the sum of all
-    middle: torch.Tensor | None = None  # orthonormal rows of the first round's sum, where there is a second one
-
-
-@dataclass
 class _State(State):
     """Hold what is known of a message under way."""
 
-    matrices: list[_Matrix] = field(default_factory=list)
+    matrices: list[Matrix] = field(default_factory=list)
     riding: list[tuple[SegmentBuffers, torch.Tensor]] = field(default_factory=list)  # dense ones, with their sums
     tail: torch.Tensor | None = None  # what all ranks say together, behind the first round's numbers
     first: all_reduce.Sum | None = None  # of the first round
@@ -71,7 +59,7 @@ class LowRankExchange(MultiRoundExchange):
         self.ordered, self.keeps = context.ordered, context.keeps
         self.wire = WIRES[context.wire]
         self.carries_dense = self.wire is None and context.predivide == 1.0
-        self._projected: dict[str, _Matrix] = {}  # by name, of tensors whose messages have not started
+        self._projected: dict[str, Matrix] = {}  # by name, of tensors whose messages have not started
         self._alone: dict[Slot, Segment] = {}  # the segment of one tensor
 
     # -- 1. factors leave -----------------------------------------------------------------------------------------
@@ -79,53 +67,42 @@ class LowRankExchange(MultiRoundExchange):
     def prepare(self, slot: Slot, work: torch.Tensor, update: torch.Tensor) -> None:
         """Project one tensor of a message to come on its basis, and commit that if it is all that is sent."""
         matrix = self._matrix(slot, work, update)
-        factors.project(matrix.work, matrix.basis.side, matrix.basis.rows, matrix.factor)
-        self._prepared(matrix, taken_off=False)
+        matrix.project()
+        self._keep_projected(matrix, taken_off=False)
 
     def add_and_prepare(
         self, slot: Slot, work: torch.Tensor, update: torch.Tensor, residual: torch.Tensor, gradient: torch.Tensor
     ) -> bool | None:
-        """Add up, project, and, where a factor is a number a row that nothing else rounds, commit: in one pass."""
+        """Add up and project in one pass over memory, and commit in it where that is possible."""
         if not gradient.is_contiguous():
             return None
         matrix = self._matrix(slot, work, update)
-        shape, basis = matrix.work.shape, matrix.basis
-        off = not matrix.both and basis.side == RIGHT and self.wire_of(slot) == work.dtype
-        finite = factors.add_and_project(
-            matrix.work, residual.view(shape), gradient.view(shape), basis.side, basis.rows, matrix.factor, off=off
-        )
+        finite = matrix.add_and_project(residual, gradient)
         if finite:
-            self._prepared(matrix, taken_off=off)
+            self._keep_projected(matrix, taken_off=matrix.is_taken_off)
         return finite
 
-    def _matrix(self, slot: Slot, work: torch.Tensor, update: torch.Tensor) -> _Matrix:
-        """Return what is known of a tensor of which nothing is done yet. ``work``, ``update``: in its shape."""
+    def _matrix(self, slot: Slot, work: torch.Tensor, update: torch.Tensor) -> Matrix:
+        """Return a tensor of which nothing is done yet. ``work``, ``update``: in its shape."""
         segment = self._alone.get(slot)
         if segment is None:
             segment = self._alone[slot] = Segment(slot.lane, (slot,))
         shape, basis = factors.matrix_shape(slot.shape), self.bases.of(slot)
-        work, update = work.view(shape), update.view(shape)
-        return _Matrix(segment, work, update, basis, self.bases.sends_both(slot), self._factor(slot, work, basis))
+        room, both = self._room(slot, shape, basis), self.bases.sends_both(slot)
+        return Matrix(segment, work.view(shape), update.view(shape), basis, room, self.wire_of(slot), both)
 
-    def _prepared(self, matrix: _Matrix, taken_off: bool) -> None:
-        """Keep a tensor's projection for its message; commit it if it is all that is sent. ``taken_off``: it was."""
-        self._round(matrix)
-        if not matrix.both and not taken_off:
-            self._commit(matrix)
-        self._projected[matrix.segment.slots[0].name] = matrix
-
-    def _factor(self, slot: Slot, work: torch.Tensor, basis: Basis) -> torch.Tensor:
-        """Return room for the factor of ``work`` that a basis gives, (r, length)."""
-        rank, length = len(basis.rows), work.shape[0 if basis.other_side == LEFT else 1]
+    def _room(self, slot: Slot, shape: Sequence[int], basis: Basis) -> torch.Tensor:
+        """Return room for the factor, (r, length), of a matrix of ``shape`` that a basis gives."""
+        rank, length = len(basis.rows), shape[0 if basis.other_side == LEFT else 1]
         key = ("factor", slot.name, basis.side)
-        return self.keep(key, rank * length, work.dtype, work.device).view(rank, length)
+        return self.keep(key, rank * length, basis.rows.dtype, basis.rows.device).view(rank, length)
 
-    def _round(self, matrix: _Matrix) -> None:
-        """Make the factor of a matrix what receivers will read, still in the dtype of the work."""
-        wire = self.wire_of(matrix.segment.slots[0])
-        if wire != matrix.factor.dtype:
-            limit = largest_summand(wire, self.comm.size)
-            matrix.factor.copy_(matrix.factor.clamp_(-limit, limit).to(wire))
+    def _keep_projected(self, matrix: Matrix, taken_off: bool) -> None:
+        """Keep a projected tensor for its message; commit it if it is all that is sent. ``taken_off``: it was."""
+        matrix.round_factor(self.comm.size)
+        if not matrix.both and not taken_off:
+            self.commit(matrix.segment, None, matrix.product())
+        self._projected[matrix.slot.name] = matrix
 
     def wire_of(self, slot: Slot) -> torch.dtype:
         """Return the dtype in which the tensor's factors travel."""
@@ -175,14 +152,6 @@ class LowRankExchange(MultiRoundExchange):
         views = torch.split(message[:used], lengths)
         return all_reduce.start(self.comm, message, received, name), views
 
-    def _commit(self, matrix: _Matrix) -> None:
-        """Take off a matrix what this rank sends of it: its own last factor, times the basis of that."""
-        if matrix.middle is None:
-            pair = _pair(matrix.basis, matrix.basis.rows, matrix.factor)
-        else:
-            pair = _pair(matrix.basis, matrix.factor, matrix.middle)
-        self.commit(matrix.segment, None, Product(*pair))
-
     @property
     def can_poll(self) -> bool:
         return self.bases.compressor.alternates and not self.ordered  # else something is sent after the first handle
@@ -214,19 +183,18 @@ class LowRankExchange(MultiRoundExchange):
         if self._wait_for_first(pending, state).flags & (Flag.REPLAN | Flag.NONFINITE):
             return
         matrices = [matrix for matrix in state.matrices if matrix.both]
-        for matrix in matrices:
-            matrix.middle = matrix.factor.to(matrix.work.dtype, copy=True)
-        factors.orthonormalize([matrix.middle for matrix in matrices if matrix.middle is not None])
-        for matrix in matrices:
-            assert matrix.middle is not None
-            middle = Basis(matrix.basis.other_side, matrix.middle)
-            matrix.factor = self._factor(matrix.segment.slots[0], matrix.work, middle)
-            factors.project(matrix.work, middle.side, middle.rows, matrix.factor)
-            self._round(matrix)
+        firsts = [matrix.factor.to(matrix.work.dtype, copy=True) for matrix in matrices]
+        factors.orthonormalize(firsts)
+        for matrix, rows in zip(matrices, firsts, strict=True):
+            matrix.basis = Basis(matrix.basis.other_side, rows)
+            matrix.factor = self._room(matrix.slot, matrix.work.shape, matrix.basis)
+            matrix.project()
+            matrix.round_factor(self.comm.size)
         dtype = pending.message.dtype
         total, views = self._send(f"{pending.name}/second", [matrix.factor.view(-1) for matrix in matrices], dtype)
         for matrix, view in zip(matrices, views, strict=True):
-            self._commit(matrix)  # while it travels: it is the message that is summed in place, not the factor
+            # While it travels: the message is summed in place, not the factor.
+            self.commit(matrix.segment, None, matrix.product())
             matrix.factor = view.view_as(matrix.factor)
         pending.bytes += total.bytes
         pending.elements += sum(view.numel() for view in views)
@@ -240,47 +208,34 @@ class LowRankExchange(MultiRoundExchange):
         for load, total in state.riding:
             torch.mul(total, self.scale, out=load.update)
         for matrix in state.matrices:
-            sums = matrix.factor.to(matrix.work.dtype)
-            if matrix.middle is None:
-                pair = _pair(matrix.basis, matrix.basis.rows, sums)
-            else:
-                pair = _pair(matrix.basis, sums, matrix.middle)
-            if matrix.update.dtype == matrix.work.dtype:
-                factors.product(*pair, self.scale, matrix.update)
-            else:
-                wide = self.keep(("product",), matrix.update.numel(), matrix.work.dtype, matrix.work.device)
-                factors.product(*pair, self.scale, wide.view_as(matrix.work))
-                matrix.update.copy_(wide.view_as(matrix.work))
+            scratch = None
+            if matrix.update.dtype != matrix.work.dtype:
+                scratch = self.keep(("product",), matrix.work.numel(), matrix.work.dtype, matrix.work.device)
+                scratch = scratch.view_as(matrix.work)
+            matrix.write_update(self.scale, scratch)
         assert state.control is not None
         slots = [slot for load in pending.loads for slot in load.segment.slots]
         self._stage(state.matrices, {slot for slot, used in zip(slots, state.control.used, strict=True) if used})
 
-    def _stage(self, matrices: Sequence[_Matrix], used: Collection[Slot]) -> None:
+    def _stage(self, matrices: Sequence[Matrix], used: Collection[Slot]) -> None:
         """Stage the bases of the next step. Where the sum was nothing, what is to come may lie beside the old one.
 
         Where it overflowed, and where nothing was because no rank ``used`` the tensor, the one that there is stays.
         """
-        largest = [torch.linalg.vector_norm(matrix.factor, torch.inf) for matrix in matrices]
-        moving = []
-        for matrix, most in zip(matrices, torch.stack(largest).tolist(), strict=True):
-            if 0.0 < most < torch.inf:
-                moving.append(matrix)
-            elif most == 0.0 and matrix.segment.slots[0] in used:
-                self.bases.restart(matrix.segment.slots[0])
+        largest = torch.stack([torch.linalg.vector_norm(matrix.factor, torch.inf) for matrix in matrices]).tolist()
         staged = []
-        for matrix in moving:
-            slot, middle = matrix.segment.slots[0], matrix.middle
-            side = matrix.basis.other_side if middle is None else matrix.basis.side
-            if middle is not None and self.bases.keeps_first(slot):
-                self.bases.stage(slot, matrix.basis.other_side, middle)
-                continue
-            rows = matrix.factor.to(matrix.work.dtype, copy=True)
-            self.bases.stage(slot, side, rows)
-            staged.append(rows)
+        for matrix, most in zip(matrices, largest, strict=True):
+            if most == 0.0 and matrix.slot in used:
+                self.bases.restart(matrix.slot)
+            elif 0.0 < most < torch.inf and matrix.both and self.bases.keeps_first(matrix.slot):
+                self.bases.stage(matrix.slot, matrix.basis)
+            elif 0.0 < most < torch.inf:
+                staged.append(matrix.factor.to(matrix.work.dtype, copy=True))
+                self.bases.stage(matrix.slot, Basis(matrix.basis.other_side, staged[-1]))
         factors.orthonormalize(staged)
 
 
-def _with_overflows(control: RoundHeader, matrices: Sequence[_Matrix]) -> tuple[RoundHeader, list[str]]:
+def _with_overflows(control: RoundHeader, matrices: Sequence[Matrix]) -> tuple[RoundHeader, list[str]]:
     """Return ``control``, which says so where a factor is not finite, and of which tensors that is.
 
     A device is not waited for: there the alarm says it, and no names are known.
@@ -288,7 +243,7 @@ def _with_overflows(control: RoundHeader, matrices: Sequence[_Matrix]) -> tuple[
     if matrices[0].factor.device.type != "cpu":
         bad = ~torch.stack([torch.linalg.vector_norm(matrix.factor, torch.inf) for matrix in matrices]).isfinite().all()
         return replace(control, alarm=bad if control.alarm is None else control.alarm | bad), []
-    names = [matrix.segment.slots[0].name for matrix in matrices if not is_finite(matrix.factor)]
+    names = [matrix.slot.name for matrix in matrices if not is_finite(matrix.factor)]
     return replace(control, flags=control.flags | Flag.NONFINITE) if names else control, names
 
 
@@ -296,8 +251,3 @@ def _part(flat: torch.Tensor, load: SegmentBuffers, slot: Slot) -> torch.Tensor:
     """Return one tensor's part of what a segment has, 1-D: a view."""
     start = slot.offset - load.segment.start
     return flat[start : start + slot.numel]
-
-
-def _pair(basis: Basis, same: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the left and the right one of two factors: ``same``, of the basis's side, and the ``other`` one."""
-    return (same, other) if basis.side == LEFT else (other, same)
