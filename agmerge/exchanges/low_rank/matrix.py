@@ -61,7 +61,7 @@ class Matrix:
         return Product(rows, factor) if self.basis.side == LEFT else Product(factor, rows)
 
     def write_update(self, scale: float, scratch: torch.Tensor | None) -> None:
-        """Write ``update = scale * product``. ``scratch``: (n, m), of the dtype of the work, if the update's differs."""
+        """Write ``update = scale * product``. ``scratch``: (n, m), in the work's dtype, if the update's differs."""
         out = self.update if scratch is None else scratch
         factors.product(*self.product(), scale, out)
         if scratch is not None:
