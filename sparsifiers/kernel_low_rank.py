@@ -19,6 +19,7 @@ from sparsifiers.kernel import KINDS, address, loaded, plain
 
 MOST = 128  # rows of a factor, as in kernel_low_rank.c
 FEW = 16  # rows up to which a pass over a matrix is faster than torch's (measured)
+NEAR = 1 << 15  # elements of a right factor up to which to take it off is faster than torch's (measured)
 ALONE = -1  # the number there of no gradient
 
 
@@ -71,7 +72,7 @@ def project_on_left(matrix: Tensor, left: Tensor, out: Tensor) -> bool:
 
 def take_off(matrix: Tensor, left: Tensor, right: Tensor) -> bool:
     """Subtract in place: matrix -= left^T right; False, with nothing done, if torch must do it."""
-    if not (_fit(matrix, left, right, FEW) and _alone(matrix, left, right)):
+    if right.numel() > NEAR or not (_fit(matrix, left, right, FEW) and _alone(matrix, left, right)):
         return False
     (r, n), m = left.shape, right.shape[1]
     loaded().kernel_take_off(matrix.data_ptr(), n, m, left.data_ptr(), right.data_ptr(), r)

@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 LEFT, RIGHT = "left", "right"
+CACHED = 1 << 17  # elements that torch goes over again and again while they are in the caches
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -136,7 +137,11 @@ def product(left: torch.Tensor, right: torch.Tensor, scale: float, out: torch.Te
     """
     if kernel_low_rank.product(left, right, scale, out):
         return
-    torch.mul(left[0].unsqueeze(1), right[0], out=out)
-    for column, row in zip(left[1:], right[1:], strict=True):
-        out += column.unsqueeze(1) * row
-    out *= scale
+    n, m = out.shape
+    rows = max(1, CACHED // m) if out.device.type == "cpu" else n
+    for first in range(0, n, rows):
+        part, columns = out[first : first + rows], left[:, first : first + rows].unsqueeze(2)
+        torch.mul(columns[0], right[0], out=part)
+        for column, row in zip(columns[1:], right[1:], strict=True):
+            part += column * row
+        part *= scale
