@@ -1,7 +1,8 @@
 """Call the compiled loops of kernel_low_rank.c and kernel_orthonormal.c: products of thin factors, in one pass each.
 
 A matrix is (n, m); its factors are left (r, n) and right (r, m). All are float32, contiguous and in CPU memory, and
-none shares storage with another; for others each function returns that it has done nothing, and torch must do it.
+none shares storage with another; for others, and for factors of many rows, each function returns that it has done
+nothing, and torch must do it.
 `product` and `orthonormalize` give the same bits at every level, and with several of torch's threads, as agmerge's
 own loops do; the others are left to torch where several of its threads are faster.
 """
@@ -17,6 +18,8 @@ from torch import Tensor
 from sparsifiers.kernel import KINDS, address, loaded, plain
 
 MOST = 128  # rows of a factor, as in kernel_low_rank.c
+FEW = 16  # rows up to which a pass over a matrix is faster than torch's (measured)
+NEAR = 1 << 15  # elements of a right factor up to which to take it off is faster than torch's (measured)
 ALONE = -1  # the number there of no gradient
 
 
@@ -25,7 +28,7 @@ def product(left: Tensor, right: Tensor, scale: float, out: Tensor) -> bool:
 
     False, with nothing done, if torch must do it.
     """
-    if not (_fit(out, left, right) and all(map(plain, (left, right, out)))):
+    if not (_fit(out, left, right, MOST) and all(map(plain, (left, right, out)))):
         return False
     (r, n), m = left.shape, right.shape[1]
     loaded().kernel_product(left.data_ptr(), n, right.data_ptr(), m, r, scale, out.data_ptr())
@@ -38,22 +41,20 @@ def orthonormalize(factors: Sequence[Tensor]) -> bool:
     Sums are of double precision. A row that is zero, not finite, or dependent on those before it becomes the unit
     vector of which these have least, without what they have of it. False, with nothing done, if torch must do it.
     """
-    if not all(plain(factor) and factor.dim() == 2 and factor.shape[0] <= factor.shape[1] for factor in factors):
+    shapes = [tuple(factor.shape) for factor in factors]
+    if not (all(map(plain, factors)) and all(len(shape) == 2 and shape[0] <= shape[1] for shape in shapes)):
         return False
     if factors:
         pointers = np.array([factor.data_ptr() for factor in factors], dtype=np.uintp)
-        shapes = np.array([factor.shape for factor in factors], dtype=np.int64)
-        rows, lengths = shapes[:, 0].copy(), shapes[:, 1].copy()
-        scratch = np.empty(int(shapes.sum(axis=1).max()), dtype=np.float64)
-        loaded().kernel_orthonormalize(
-            address(pointers), address(rows), address(lengths), len(factors), address(scratch)
-        )
+        sizes = np.array(shapes, dtype=np.int64)
+        scratch = np.empty(max(map(sum, shapes)), dtype=np.float64)
+        loaded().kernel_orthonormalize(address(pointers), address(sizes), len(factors), address(scratch))
     return True
 
 
 def project_on_right(matrix: Tensor, right: Tensor, out: Tensor) -> bool:
     """Write the left factor out = right matrix^T, (r, n); False, with nothing done, if torch must do it."""
-    if not (_fit(matrix, out, right) and _alone(matrix, right, out)):
+    if not (_fit(matrix, out, right, FEW) and _alone(matrix, right, out)):
         return False
     (r, n), m = out.shape, right.shape[1]
     loaded().kernel_project_on_right(0, matrix.data_ptr(), 0, ALONE, n, m, right.data_ptr(), r, out.data_ptr(), 0)
@@ -62,7 +63,7 @@ def project_on_right(matrix: Tensor, right: Tensor, out: Tensor) -> bool:
 
 def project_on_left(matrix: Tensor, left: Tensor, out: Tensor) -> bool:
     """Write the right factor out = left matrix, (r, m); False, with nothing done, if torch must do it."""
-    if not (_fit(matrix, left, out) and _alone(matrix, left, out)):
+    if not (_fit(matrix, left, out, FEW) and _alone(matrix, left, out)):
         return False
     (r, n), m = left.shape, out.shape[1]
     loaded().kernel_project_on_left(0, matrix.data_ptr(), 0, ALONE, n, m, left.data_ptr(), r, out.data_ptr())
@@ -71,7 +72,7 @@ def project_on_left(matrix: Tensor, left: Tensor, out: Tensor) -> bool:
 
 def take_off(matrix: Tensor, left: Tensor, right: Tensor) -> bool:
     """Subtract in place: matrix -= left^T right; False, with nothing done, if torch must do it."""
-    if not (_fit(matrix, left, right) and _alone(matrix, left, right)):
+    if right.numel() > NEAR or not (_fit(matrix, left, right, FEW) and _alone(matrix, left, right)):
         return False
     (r, n), m = left.shape, right.shape[1]
     loaded().kernel_take_off(matrix.data_ptr(), n, m, left.data_ptr(), right.data_ptr(), r)
@@ -131,18 +132,18 @@ def _adds(matrix: Tensor, residual: Tensor, gradient: Tensor, left: Tensor, righ
     return (
         matrix.shape == residual.shape == gradient.shape
         and gradient.dtype in KINDS
-        and _fit(matrix, left, right)
+        and _fit(matrix, left, right, FEW)
         and _alone(matrix, residual, left, right)
         and plain(gradient, gradient.dtype)
     )
 
 
-def _fit(matrix: Tensor, left: Tensor, right: Tensor) -> bool:
+def _fit(matrix: Tensor, left: Tensor, right: Tensor, most: int) -> bool:
     # Nothing is looked at that would raise an error: this is left to torch.
     if not left.dim() == right.dim() == matrix.dim() == 2:
         return False
     (r, n), (rows, m) = left.shape, right.shape
-    return 0 < r == rows <= MOST and matrix.shape == (n, m)
+    return 0 < r == rows <= most and matrix.shape == (n, m)
 
 
 def _alone(*tensors: Tensor) -> bool:

@@ -107,16 +107,15 @@ static void choose_unit(double *vector, const float *rows, int64_t count, int64_
         vector[i] = i == place;
 }
 
-/* Make the rows of each of `count` factors orthonormal; factor f has rows[f] <= lengths[f] of them. scratch: as many
-   doubles as the largest sum of both. A row that is zero, not finite, or dependent on those before it becomes a unit
-   vector without what these have of it. */
-EXPORT void kernel_orthonormalize(float *const *factors, const int64_t *rows, const int64_t *lengths, int64_t count,
-                                  double *scratch)
+/* Make the rows of each of `count` factors orthonormal; sizes: of each how many rows it has, and how long they are, which
+   is no less. scratch: as many doubles as the largest sum of both. A row that is zero, not finite, or dependent on those
+   before it becomes a unit vector without what these have of it. */
+EXPORT void kernel_orthonormalize(float *const *factors, const int64_t (*sizes)[2], int64_t count, double *scratch)
 {
     for (int64_t f = 0; f < count; f++) {
-        int64_t n = lengths[f];
-        double *vector = scratch + rows[f];
-        for (int64_t j = 0; j < rows[f]; j++) {
+        int64_t rows = sizes[f][0], n = sizes[f][1];
+        double *vector = scratch + rows;
+        for (int64_t j = 0; j < rows; j++) {
             float *row = factors[f] + j * n;
             widen(vector, row, n);
             double before = square(vector, n), left = project_out(vector, factors[f], j, n, scratch);

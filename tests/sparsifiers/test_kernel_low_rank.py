@@ -43,6 +43,13 @@ def level(request: pytest.FixtureRequest) -> Iterator[int]:
     kernel.set_level(before)
 
 
+@pytest.fixture(autouse=True)
+def many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops for factors of so many rows that they are left to torch otherwise."""
+    monkeypatch.setattr(loops, "FEW", loops.MOST)
+    monkeypatch.setattr(loops, "NEAR", 1 << 20)
+
+
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
 

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 LEFT, RIGHT = "left", "right"
-CACHED = 1 << 15  # elements of a product that are written together: the caches hold them, and what is added to them
+CACHED = 1 << 17  # elements that torch goes over again and again while they are in the caches
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:

@@ -178,7 +178,7 @@ def test_an_initial_basis_depends_on_seed_and_name_alone(by: str) -> None:
 
 @pytest.mark.parametrize("r", [1, 4, 5])
 def test_a_product_has_the_same_bits_by_all_loops(by: str, r: int) -> None:
-    for n, m in ((1, 1), (7, 33), (300, 384)):
+    for n, m in ((1, 1), (7, 33), (400, 384), (2, 140_000)):
         left, right, out = _draw(r, n) * 1e-20, _draw(r, m) * 1e-22, torch.empty(n, m)
         factors.product(left, right, 1 / 3, out)
         expected = left[0].unsqueeze(1) * right[0]
