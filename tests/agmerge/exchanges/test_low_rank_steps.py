@@ -1,4 +1,4 @@
-"""Steps that are skipped, discarded, repeated, accumulated or resumed leave of low rank what they should: to the bit."""
+"""Steps that are skipped, discarded, repeated, accumulated or resumed leave what they should: to the bit."""
 
 from __future__ import annotations
 
@@ -93,7 +93,9 @@ def test_a_discarded_round_changes_no_bit_of_what_is_kept(name: str, when: str) 
         for step in range(4):
             if step and discards:
                 before = kept_bits(exchange)
-                for tensor, gradient in list(single(rank, 50 + step).items())[: 2 if when == "some are ready" else None]:
+                for tensor, gradient in list(single(rank, 50 + step).items())[
+                    : 2 if when == "some are ready" else None
+                ]:
                     exchange.ready(tensor, gradient)
                 if when == "finished":
                     exchange.finish()
@@ -257,8 +259,13 @@ def test_a_tensor_is_not_stuck_with_a_basis_beside_its_gradient(name: str) -> No
 
     seen = steps_of(2, elsewhere, 10, compression=name)
     for step in range(5, 10):
-        assert distance(seen[0][step].update("a") + mean([of_rank[step].residuals["a"] for of_rank in seen]),
-                        mean([accumulated(of_rank, step, "a") for of_rank in seen])) < 1e-6
+        assert (
+            distance(
+                seen[0][step].update("a") + mean([of_rank[step].residuals["a"] for of_rank in seen]),
+                mean([accumulated(of_rank, step, "a") for of_rank in seen]),
+            )
+            < 1e-6
+        )
     total = sum(one.update("a").double() for one in seen[0])
     exact = sum(mean([of_rank[step].gradients["a"] for of_rank in seen]) for step in range(10))
     assert distance(total, exact) < 1e-6
@@ -274,7 +281,10 @@ def test_several_passes_are_one_step_of_their_sum(name: str, counted: bool) -> N
         return loss_of(model, rank, 3 * step) + loss_of(model, rank, 3 * step + 1) + loss_of(model, rank, 3 * step + 2)
 
     def body(rank: int, model: nn.Module, accumulates: bool) -> list[tuple[Tensor, ...]]:
-        optimizer, seen = wrap(model, compression=name, backward_passes_per_step=3 if accumulates and counted else 1), []
+        optimizer, seen = (
+            wrap(model, compression=name, backward_passes_per_step=3 if accumulates and counted else 1),
+            [],
+        )
         for step in range(4):
             optimizer.zero_grad()
             if not accumulates:
@@ -389,7 +399,9 @@ def test_another_compressor_goes_on_with_what_is_left(name: str, other: str) -> 
     model = seeded(mlp).double()
 
     def body(rank: int, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-        optimizer = wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), compression=name, rank=2, dense_sum="ordered")
+        optimizer = wrap(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), compression=name, rank=2, dense_sum="ordered"
+        )
         updates = {key: torch.zeros_like(p) for key, p in model.named_parameters()}
         own = {key: torch.zeros_like(p) for key, p in model.named_parameters()}
         for step in range(9):
