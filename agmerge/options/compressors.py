@@ -133,6 +133,12 @@ def _abilities(compression: Any) -> tuple[bool, bool, bool]:
     return not low_rank, low_rank, True
 
 
+def has_codecs(compression: Any) -> bool:
+    """Tell whether what compresses sends values that codecs can make smaller: sparsifiers do, factors are added up."""
+    selects, factorises, _ = _abilities(compression)
+    return selects and not factorises
+
+
 def _is_partial(dense: Any) -> bool:
     """Tell whether this is ``dense="partial"``, which has its own words for what it does not go with."""
     return isinstance(dense, str) and dense == "partial"
