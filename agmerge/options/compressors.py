@@ -133,6 +133,12 @@ def _abilities(compression: Any) -> tuple[bool, bool, bool]:
     return not low_rank, low_rank, True
 
 
+def has_codecs(compression: Any) -> bool:
+    """Tell whether what compresses sends values that codecs can make smaller: sparsifiers do, factors are added up."""
+    selects, factorises, _ = _abilities(compression)
+    return selects and not factorises
+
+
 def _is_partial(dense: Any) -> bool:
     """Tell whether this is ``dense="partial"``, which has its own words for what it does not go with."""
     return isinstance(dense, str) and dense == "partial"
@@ -146,8 +152,7 @@ def compressor_of(compression: Any, density: Any, rank: Any = None) -> sparsifie
         density: the one number that a sparsifier given by name gets; one that is an object must have it already.
         rank: likewise, of a low-rank compressor: a number, {pattern: number}, or None, its own.
     """
-    if rank is not None:
-        sparsifiers.low_rank("powersgd", rank)  # checked also where it is not needed
+    asked = None if rank is None else sparsifiers.low_rank("powersgd", rank).rank  # checked also where not needed
     if isinstance(compression, Mapping):
         if not compression:
             raise ValueError("compression={}: give at least one pattern for whole names, or a name")
@@ -173,7 +178,7 @@ def compressor_of(compression: Any, density: Any, rank: Any = None) -> sparsifie
             raise ValueError(
                 f"density={density!r} and compression={compression!r} disagree: give the density to the compressor only"
             )
-        if isinstance(compression, sparsifiers.LowRank) and rank is not None and rank != compression.rank:
+        if isinstance(compression, sparsifiers.LowRank) and asked not in (None, compression.rank):
             raise ValueError(f"rank={rank!r} and compression={compression!r} disagree: give the rank to one of them")
         return compression
     if not isinstance(compression, str):
@@ -222,7 +227,8 @@ def swapped(
         compression = _with_options(compression, density, rank, own)
     if isinstance(compression, sparsifiers.Sparsifier) and density != IMPORTANCE:
         density = compression.density
-    rank = None if isinstance(compression, sparsifiers.LowRank) else rank
+    if isinstance(compression, sparsifiers.LowRank) and (own or given["rank"] is None):
+        rank = compression.rank
     return replace(options, **{**given, "compression": compression, "density": density, "rank": rank})
 
 

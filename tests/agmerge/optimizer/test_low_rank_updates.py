@@ -88,13 +88,13 @@ def test_local_steps_with_low_rank_learn(compression: str) -> None:
         optimizer = agmerge.LocalOptimizer(
             torch.optim.AdamW(model.parameters(), lr=0.02), model.named_parameters(), every=4, compression=compression
         )
-        before = sum(float(loss_of(model, rank, step % 4)) for step in range(4))
+        before = sum(loss_of(model, rank, step % 4).item() for step in range(4))
         for step in range(40):
             optimizer.zero_grad()
             backward(model, rank, step % 4)
             optimizer.step()
         optimizer.consolidate()
-        return digest(model), before, sum(float(loss_of(model, rank, step % 4)) for step in range(4))
+        return digest(model), before, sum(loss_of(model, rank, step % 4).item() for step in range(4))
 
     found = on_ranks(2, MODEL, body)
     agreed([bits for bits, *_ in found])
@@ -121,24 +121,21 @@ def test_a_rank_that_skips_its_step_exchanges_all_the_same(compression: str, car
     assert [skipped for _, skipped in found] == [1, 2]
 
 
-@pytest.mark.parametrize("name", ["topk", "none", "int4"])
+@pytest.mark.parametrize("name", ["topk", "none"])
 @pytest.mark.parametrize("compression", LOW_RANK)
 def test_compressors_may_follow_each_other_with_updates(compression: str, name: str) -> None:
-    """What one has not sent the next one sends: nothing is left once all is sent whole."""
+    """What one has not sent the next one sends."""
 
-    def body(rank: int, model: nn.Module) -> str:
-        if name == "int4":
-            optimizer = wrap(model, sync="updates", compression="topk")
-        else:
-            optimizer = wrap(model, sync="updates", compression=name, exchange="sparse")
+    def body(rank: int, model: nn.Module) -> Any:
+        optimizer = wrap(model, sync="updates", compression=name, exchange="sparse")
         seen = []
         for number, other in enumerate((compression, "topk", compression, "acpsgd", "powersgd")):
             seen += watched(rank, model, optimizer, range(4 * number, 4 * number + 4))
             optimizer.set_compressor(other)
         train(model, optimizer, rank, range(20, 23))
         assert_common(optimizer)
-        return seen, digest(model)  # type: ignore[return-value]
+        return seen, digest(model)
 
     found = on_ranks(2, MODEL, body)
-    agreed([one[1] for one in found])
-    assert_kept([one[0] for one in found], roundings=16)  # type: ignore[misc]
+    agreed([bits for _, bits in found])
+    assert_kept([seen for seen, _ in found], roundings=16)
