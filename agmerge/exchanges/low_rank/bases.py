@@ -41,7 +41,7 @@ class Bases:
         self.compressor = compressor
         self._slots = tuple(slots)
         self._kept: dict[str, Basis] = {}  # by name
-        self._staged: dict[str, Basis] = {}
+        self._staged: dict[str, Basis | None] = {}  # None: to be dropped
         self._drawn: dict[str, Basis] = {}  # of tensors of which nothing is kept yet
         self._left_first = _left_first(self._slots, self.rank_of) if compressor.alternates else set()
 
@@ -53,14 +53,10 @@ class Bases:
         """Return the tensor's basis as of the last step."""
         basis = self._kept.get(slot.name) or self._drawn.get(slot.name)
         if basis is None:
-            basis = self._drawn[slot.name] = self._draw(slot)
+            _, m = matrix_shape(slot.shape)
+            rows = initial_basis(self.compressor.seed, slot.name, m, self.rank_of(slot))
+            basis = self._drawn[slot.name] = Basis(RIGHT, rows.to(slot.lane.device, slot.lane.storage))
         return basis
-
-    def _draw(self, slot: Slot) -> Basis:
-        """Return the basis of the seed and the tensor's name."""
-        _, m = matrix_shape(slot.shape)
-        rows = initial_basis(self.compressor.seed, slot.name, m, self.rank_of(slot))
-        return Basis(RIGHT, rows.to(slot.lane.device, slot.lane.storage))
 
     def elements(self, slot: Slot) -> int:
         """Return how many elements of factors a step sends of the tensor, on an average."""
@@ -79,18 +75,21 @@ class Bases:
         """Remember the tensor's basis from the next commit on; until then its rows may still be written."""
         self._staged[slot.name] = basis
 
-    def restart(self, slot: Slot) -> None:
-        """Go on with the drawn basis from the next commit on: nothing of the tensor lies in the space of its own.
+    def drop(self, slot: Slot) -> None:
+        """Begin anew with the tensor from the next commit on: nothing of it lies in the space of its basis.
 
         From a basis that is zero wherever the matrix is not, no later step would find what the matrix has.
         """
-        self._staged[slot.name] = self._draw(slot)
+        self._staged[slot.name] = None
 
     def commit(self) -> None:
         """Keep what was staged: the step counts."""
-        self._kept |= self._staged
-        for name in self._staged:
-            self._drawn.pop(name, None)
+        for name, basis in self._staged.items():
+            if basis is None:
+                self._kept.pop(name, None)
+            else:
+                self._kept[name] = basis
+                self._drawn.pop(name, None)
         self._staged.clear()
 
     def forget(self) -> None:

@@ -226,7 +226,7 @@ class LowRankExchange(MultiRoundExchange):
         staged = []
         for matrix, most in zip(matrices, largest, strict=True):
             if most == 0.0 and matrix.slot in used:
-                self.bases.restart(matrix.slot)
+                self.bases.drop(matrix.slot)
             elif 0.0 < most < torch.inf and matrix.both and self.bases.keeps_first(matrix.slot):
                 self.bases.stage(matrix.slot, matrix.basis)
             elif 0.0 < most < torch.inf:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from low_rank_harness import LOW_RANK, Books, assert_bases_are_orthonormal, assert_nothing_is_lost, bases
+from low_rank_books import LOW_RANK, Books, assert_bases_are_orthonormal, assert_nothing_is_lost, bases
 from support import agreed, digest, loss_of, mlp, on_ranks, residuals, seeded, sgd, through_a_file, train, wrap
 from torch import nn
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from low_rank_harness import LOW_RANK, ROUNDED, Books, assert_bases_are_orthonormal, assert_nothing_is_lost, bases
+from low_rank_books import LOW_RANK, ROUNDED, Books, assert_bases_are_orthonormal, assert_nothing_is_lost, bases
 from support import agreed, digest, loss_of, mlp, on_ranks, residuals, seeded, sgd, train, wrap
 from torch import nn
 
