@@ -1,7 +1,7 @@
 /* The loops of kernel_low_rank.c, which includes this once for each level. There TARGET is the instruction set,
    AT(name) a name of that level, vec a register of WIDTH floats, and LOAD, STORE, STREAM, SPLAT, MULTIPLY_ADD, TOTAL
-   and OTHER (of a gradient) what can be done with it. Several registers are filled with elements of the matrix; then all
-   rows of a factor go over them. Elements that do not fill a register come last, one by one. */
+   and OTHER (of a gradient) what can be done with it. Several registers are filled with elements of the matrix; then
+   all rows of a factor go over them. Elements that do not fill a register come last, one by one. */
 
 /* Elements i, i + 1, ... of residual + gradient. */
 TARGET INLINE vec AT(added)(const struct sum *of, int64_t i, int kind)
