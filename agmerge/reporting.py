@@ -19,6 +19,7 @@ from agmerge.planning.plan_choice import mode_of
 from agmerge.planning.replanner import FIRST
 from agmerge.step.gradient_exchange import GradientExchange
 from agmerge.step.merge_buffers import MergeBuffers
+from sparsifiers import Kind
 from sparsifiers.observed import Observed
 
 
@@ -61,6 +62,7 @@ class ReportingMixin:
         """
         exchange = self._reducer.exchange
         totals, compressor = exchange.totals, exchange.config.compressor
+        sparsifier = compressor.part(Kind.SPARSE)
         exchange.times.settle()
         norms = [float(torch.linalg.vector_norm(r.double())) for r in self._reducer.unsent().values()]
         return {
@@ -76,7 +78,7 @@ class ReportingMixin:
             "density": totals.density,
             "exposed_seconds": exchange.times.exposed,
             "residual_norm": sum(norm**2 for norm in norms) ** 0.5,
-            **({"selection": compressor.figures()} if isinstance(compressor, Observed) else {}),
+            **({"selection": sparsifier.figures()} if isinstance(sparsifier, Observed) else {}),
         }
 
     def measure_selection(self, on: bool = True) -> None:
@@ -135,7 +137,7 @@ def compression_table(buffers: MergeBuffers, config: Config, step: int) -> str:
         step: the one to come; densities may change with it.
     """
     rows = [("buffer", "tensor", "shape", "lane", "density", "elements")]
-    sparse = 0
+    sparse = factored = 0
     for slot in buffers.tensors.slots:
         density = "1"
         if slot.lane.sparse:
@@ -143,12 +145,20 @@ def compression_table(buffers: MergeBuffers, config: Config, step: int) -> str:
             if buffers.budgets is not None:
                 sent = buffers.tensor_budget(slot, step) / slot.numel
             density, sparse = f"{sent:.3g}", sparse + slot.numel
+        elif slot.lane.kind is Kind.LOW_RANK and buffers.bases is not None:
+            density, factored = f"{buffers.bases.elements(slot) / slot.numel:.3g}", factored + slot.numel
         shape = "x".join(map(str, slot.shape)) or "scalar"
         lane = slot.lane.kind.value
         rows.append((str(buffers.buffer_of[slot.index]), slot.name, shape, lane, density, str(slot.numel)))
     lines = _aligned(rows)
     total = buffers.tensors.numel
-    lines.append(f"{config.compressor}: {sparse} of {total} elements ({sparse / max(total, 1):.1%}) are selected from")
+    counts: tuple[tuple[int, str], ...] = ((sparse, "selected from"), (factored, "factorised"))
+    if Kind.LOW_RANK not in config.compressor.kinds:
+        counts = counts[:1]
+    elif not sparse:
+        counts = counts[1:]
+    parts = [f"{count} of {total} elements ({count / max(total, 1):.1%}) are {what}" for count, what in counts]
+    lines.append(f"{config.compressor}: {', '.join(parts)}")
     return "\n".join(lines)
 
 

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 MOMENTUM = 0.9
+RANK = 4  # of all that send factors
 FOR_EVER = datetime.timedelta(days=1)  # a frozen job must not time out
 Step = Callable[[], None]
 Figures = Callable[[], Mapping[str, Any]]
@@ -52,13 +53,15 @@ CONTENDERS: dict[str, Contender] = {
     "agmerge topk fp16": ours(compression="topk", exchange="sparse", wire="fp16"),
     "agmerge dgc int8": ours(compression="dgc", exchange="sparse", wire="int8"),
     "agmerge topk on Horovod": ours(compression="topk", exchange="sparse", horovod=True),
+    "agmerge powersgd": ours(compression="powersgd", rank=RANK, exchange="sparse"),
+    "agmerge acpsgd": ours(compression="acpsgd", rank=RANK, exchange="sparse"),
     "agmerge updates": ours(exchange="sparse", sync="updates"),
     "agmerge updates, overlap": ours(exchange="sparse", sync="updates", overlap=1),
     "agmerge dense": ours(compression="none", merging="threshold", warm=4),
     "Horovod": Contender("horovod", horovod=True),
     "Horovod fp16": Contender("horovod", (("fp16", True),), horovod=True),
     "DDP": Contender("ddp"),
-    "DDP PowerSGD": Contender("ddp", (("rank", 4),), warm=6),
+    "DDP PowerSGD": Contender("ddp", (("rank", RANK),), warm=6),
 }
 
 
@@ -69,6 +72,8 @@ PLANNED = {f"topk, {name}": ours(compression="topk", exchange="sparse", merging=
 SELECTED = {f"{name}, agmerge": ours(compression=name, exchange="sparse") for name in SPARSIFIERS}
 # Before tensors are merged, or of the whole merge buffer: docs/measurements.md.
 ORDERED = {f"topk, {mode}": ours(compression="topk", exchange="sparse", sparsify=mode) for mode in ("ahead", "behind")}
+# Dense or low rank, by measured times.
+CHOSEN = {f"agmerge {name}, auto": ours(warm=60, compression=name, rank=RANK) for name in ("powersgd", "acpsgd")}
 # For converge.py: training with AdamW.
 ADAPTIVE = {
     f"{name}, AdamW": replace(one, optimizer="adamw")
@@ -78,6 +83,8 @@ ADAPTIVE = {
         "DDP": CONTENDERS["DDP"],
         "DDP PowerSGD": CONTENDERS["DDP PowerSGD"],
         "gradients": CONTENDERS["agmerge topk"],
+        "powersgd": CONTENDERS["agmerge powersgd"],
+        "acpsgd": CONTENDERS["agmerge acpsgd"],
         "updates": CONTENDERS["agmerge updates"],
         "updates overlap": CONTENDERS["agmerge updates, overlap"],
         "LocalOptimizer": replace(
@@ -85,7 +92,7 @@ ADAPTIVE = {
         ),
     }.items()
 }
-KNOWN = {**CONTENDERS, **PLANNED, **SELECTED, **ORDERED, **ADAPTIVE}
+KNOWN = {**CONTENDERS, **PLANNED, **SELECTED, **ORDERED, **CHOSEN, **ADAPTIVE}
 OPTIMIZERS = ("sgd", "adamw")
 
 

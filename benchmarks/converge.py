@@ -204,7 +204,7 @@ def timed(args: argparse.Namespace) -> dict[str, Any]:
     file = args.out / "times.json"
     known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     known = {key if "," in key else named(key, "shared"): here for key, here in known.items()}  # before links had names
-    more = argparse.Namespace(blocks=args.blocks, steps=3, seconds=10.0, width=1.0)
+    more = argparse.Namespace(blocks=args.blocks, steps=3, seconds=10.0, width=1.0, against="")
     for rate in args.rates if not args.report else []:
         here = known.setdefault(named(rate, args.link), {})
         missing = [name for name in args.timed if name not in here]

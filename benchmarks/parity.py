@@ -27,6 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import parity_low_rank  # noqa: E402
 import parity_report  # noqa: E402
 import parity_tasks  # noqa: E402
 import parity_updates  # noqa: E402
@@ -36,6 +37,7 @@ import sparsifiers  # noqa: E402
 
 CORE = ("topk", "dgc", "adtopk", "sidco-gp")
 SECONDS = {"digits": 2.6, "lm": 29.0}  # of one core, for a worker; until there are results to estimate from
+CASES = ("sparsifiers", "updates", "lowrank")
 WIDEST = {"digits": 1.0, "lm": 2.0}  # points and percent; a wider interval at density 0.01 gets more seeds
 
 Records = dict[Case, dict[str, Any]]
@@ -45,7 +47,7 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="training parity: compressors against a dense exchange, in pairs")
     add = parser.add_argument
-    add("--cases", choices=("sparsifiers", "updates"), default="sparsifiers", help="the latter: sync='updates'")
+    add("--cases", choices=CASES, default="sparsifiers", help="updates: sync='updates'; lowrank: factors of matrices")
     add("--jobs", type=int, default=2, help="runs at the same time")
     add("--seeds", type=int, default=3, help="repetitions; each has its own weights and batches, and folds")
     add("--max-seeds", type=int, default=6, help="where an interval at density 0.01 is too wide")
@@ -92,10 +94,17 @@ def repeated(case: Case, seeds: Sequence[int]) -> list[Case]:
     return [replace(case, fold=fold, seed=seed) for seed in seeds for fold in folds]
 
 
+def staged(args: Namespace) -> Iterator[tuple[list[Case], Sequence[int]]]:
+    """Yield the stages of ``--cases``."""
+    if args.cases == "updates":
+        return parity_updates.stages()
+    return parity_low_rank.stages(args.seeds) if args.cases == "lowrank" else stages(args.seeds)
+
+
 def matrix(args: Namespace) -> list[Case]:
     """All cases, the most important ones first."""
     cases: list[Case] = []
-    for stage, seeds in parity_updates.stages() if args.cases == "updates" else stages(args.seeds):
+    for stage, seeds in staged(args):
         every = [one for case in stage for one in repeated(case, seeds)]
         cases += sorted(every, key=lambda case: case.seed)  # a stage cut short has whole seeds
     return [case for case in cases if all(word in line(case) for word in args.only.split())]
@@ -116,7 +125,8 @@ def more(args: Namespace, records: Records) -> list[Case]:
 
 def line(case: Case) -> str:
     """A case in one line."""
-    memory = "" if case.compressor == "none" else f" density={case.density} memory={case.memory}"
+    share = f"rank={case.rank}" if case.rank else f"density={case.density}"
+    memory = "" if case.compressor == "none" else f" {share} memory={case.memory}"
     place = f"{f'fold={case.fold} ' if case.task == 'digits' else ''}seed={case.seed}"
     remedy = f" remedy={case.remedy}" if case.remedy else ""
     return (
@@ -126,13 +136,11 @@ def line(case: Case) -> str:
 
 
 def sync(case: Case) -> str:
-    """Return what of the updates is exchanged in words, nothing where gradients are."""
-    if case.sync == "gradients":
-        return ""
+    """Return in words what of the updates is exchanged, and what is not usual of it or of gradients."""
     usual = Case(task=case.task)
     names = ("wire", "every", "fragments", "overlap")
     more = [f" {name}={getattr(case, name)}" for name in names if getattr(case, name) != getattr(usual, name)]
-    return f" sync=updates carry={case.carry}{''.join(more)}"
+    return f"{'' if case.sync == 'gradients' else f' sync=updates carry={case.carry}'}{''.join(more)}"
 
 
 def read(args: Namespace) -> Records:
@@ -226,6 +234,8 @@ def main() -> None:
         cases = more(args, records) if args.cases == "sparsifiers" else []
     if args.report and args.cases == "updates":
         print("\n".join(parity_updates.tables(records)))
+    elif args.report and args.cases == "lowrank":
+        print("\n".join(parity_updates.tables({case: records[case] for case in matrix(args) if case in records})))
     elif args.report:
         parity_report.write(records, args.docs)
     if failed:

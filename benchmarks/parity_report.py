@@ -119,7 +119,8 @@ def table(records: Records) -> str:
     ]
     for row in rows(records):
         case, form = row["case"], (lambda value: f"{value:.2%}") if percent else (lambda value: f"{value:.4f}")
-        name = case.compressor + (f", remedy `{case.remedy}`" if case.remedy else "")
+        name = case.compressor + (f" of rank {case.rank}" if case.rank else "")
+        name += f", remedy `{case.remedy}`" if case.remedy else ""
         start = [name, f"{case.density:g}", case.memory, form(row["mean"]), form(row["worst"])]
         if row["pairs"]:
             bounds = f"{row['low']:+.2f} to {row['high']:+.2f}"

@@ -66,6 +66,7 @@ class Case:
     workers: int = 2  # that share a batch
     compressor: str = "none"
     density: float = 1.0
+    rank: int = 0  # of "powersgd" and "acpsgd", which have no density
     memory: str = "none"  # or "residual" or "dgc"
     remedy: str = ""  # of REMEDIES
     sync: str = "gradients"  # or "updates"; what follows is about these
@@ -243,7 +244,7 @@ def wrapped(case: Case, model: nn.Module) -> agmerge.DistributedOptimizer:
         inner_optimizer(case, model),
         named_parameters=model.named_parameters(),
         compression=case.compressor,
-        density=case.density,
+        **({"rank": case.rank} if case.rank else {"density": case.density}),
         memory=case.memory,
         wire=case.wire,
         exchange="sparse",

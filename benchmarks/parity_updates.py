@@ -71,7 +71,7 @@ def tables(records: Records) -> Iterator[str]:
 
 def place(case: Case) -> tuple[object, ...]:
     """Return what the rows of a table are sorted by: dense first, then gradients, hold and apply."""
-    return case.compressor != "none", case.sync, case.carry != "hold", case.every, case.density, case.overlap
+    return case.compressor != "none", case.sync, case.carry != "hold", case.every, case.density, case.overlap, case.rank
 
 
 def named(case: Case) -> str:
@@ -86,6 +86,8 @@ def named(case: Case) -> str:
         if getattr(case, name) > (name == "fragments")
     )
     share = "everything" if case.density == 1.0 else f"{100 * case.density:g} %"
+    if case.rank:
+        share = f"{case.compressor} of rank {case.rank}"
     return f"{case.carry or 'gradients'}{turns}, {share} {wire}{more}"
 
 
@@ -99,9 +101,10 @@ def row(records: Records, group: Sequence[Case]) -> str:
         cells += ["", "", "", f"{len(runs)} runs", "1", "1"]
     else:
         cells += compared(pairs)
-        sent, plain = sum(run["bytes_sent"] for run in runs), sum(run["wire"]["plain"] for run in runs)
-        dense = sum(run["bytes_dense"] for run in runs)
-        cells += [f"{runs[0]['sparse_share'] * dense / (sent - plain):.0f}", f"{dense / sent:.0f}"]
+        sent, dense = sum(run["bytes_sent"] for run in runs), sum(run["bytes_dense"] for run in runs)
+        share = runs[0]["sparse_share"]
+        whole = (1 - share) * dense if group[0].rank else sum(run["wire"]["plain"] for run in runs)
+        cells += [f"{share * dense / (sent - whole):.0f}", f"{dense / sent:.0f}"]
     return f"| {' | '.join(cells)} |"
 
 

@@ -6,7 +6,10 @@
 Every strategy is planned by ``agmerge`` (greedy) for its own costs, and its step is forward and the predicted finish of
 the last exchange. Collectives cost alpha-beta, the cheaper of a ring and a tree (Thakur et al., 2005; Sanders et al.,
 2009); see :data:`RATES`. Compute is 2 (forward) and 4 (backward) operations a weight and position at :data:`SPEED`;
-selection reads and writes memory at :data:`MEMORY`. Bytes of a selected element are those of this library's wire.
+selection reads and writes memory at :data:`MEMORY`, and so do projections on bases of low rank. Bytes of a selected
+element are those of this library's wire, those of factors follow from the shapes: "powersgd 4" is PowerSGD at rank 4,
+two all-reduces of which the second one needs what the first one gave; "acpsgd 4" is ACP-SGD, one factor a step. Nothing
+here says what a strategy costs in loss at equal steps: docs/parity.md does.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +34,18 @@ import step_time
 from network import named
 
 import merging
+from agmerge.exchanges.low_rank.factors import matrix_shape, rank_of, saves
 
 RATES = {"1 Gbit": (50e-6, 1e9), "10 Gbit": (30e-6, 10e9), "25 Gbit": (20e-6, 25e9), "100 Gbit": (15e-6, 100e9)}
 """Seconds a hop, and bits a second of a worker's port. Assumptions: TCP at the slow end, RDMA at the fast."""
 SPEED = 40e12  # operations a second: a training GPU at a good half of its half-precision peak
 MEMORY = 600e9  # bytes a second
 LAUNCH = 4e-5  # seconds to select from one vector: a handful of kernels
+FACTORISING = {1: 22, 2: 28}
+"""Bytes of memory an element, by rounds, in the passes of the compiled loops: adding the residual and projecting is
+one, which for ACP-SGD takes off, too, where the basis is of the right side. Selection has 20. One core takes 1.1 and
+1.4 times as long at rank 4 (factorising.py), and with selection 1.4 times (selection.py)."""
+BASES = 2e-4  # seconds to orthonormalize the factors of one side of a merge buffer, in batches of one shape
 NODE = 8  # workers a node, for two-level; inside, ten times the port's rate
 WORKERS = tuple(2**power for power in range(1, 13))
 POSITIONS = {
@@ -74,11 +84,13 @@ class Network:
 
 @dataclass(frozen=True)
 class Strategy:
-    """What one buffer of n elements costs. ``select``: whether elements are selected; ``sent``: bytes a worker."""
+    """Say what one buffer of n elements costs, or one of n elements of factors."""
 
-    select: bool
-    exchange: Callable[[Network, Any], Any]
-    sent: Callable[[Network, Any], Any]
+    select: bool  # whether elements are selected
+    exchange: Callable[[Network, Any], Any]  # seconds
+    sent: Callable[[Network, Any], Any]  # bytes a worker
+    rank: int = 0  # of factors, if it is they that are sent
+    rounds: int = 1  # one factor a step, or both one after the other
 
 
 def two_level(network: Network, elements: Any, each: float) -> Any:
@@ -96,6 +108,17 @@ def sparse(density: float, each: float) -> Strategy:
         True,
         lambda net, n: net.gather(each * density * n),
         lambda net, n: (net.workers - 1) * each * density * n,
+    )
+
+
+def low_rank(rank: int, rounds: int) -> Strategy:
+    """Return PowerSGD (two rounds) or ACP-SGD (one). Bytes do not grow with the number of workers."""
+    return Strategy(
+        False,
+        lambda net, n: rounds * net.reduce(4 * n / rounds),
+        lambda net, n: 2 * (net.workers - 1) / net.workers * 4 * n,
+        rank,
+        rounds,
     )
 
 
@@ -123,19 +146,38 @@ STRATEGIES: dict[str, Strategy] = {
         lambda net, n: two_level(net, n, 0.01 * 5.1),
         lambda net, n: max(1, net.workers // NODE - 1) * 0.01 * 5.1 / NODE * n,
     ),
+    **{f"powersgd {rank}": low_rank(rank, 2) for rank in (4, 32)},
+    **{f"acpsgd {rank}": low_rank(rank, 1) for rank in (4, 32)},
 }
 
 
-COMPARED = ("dense", "fp16", "sparse 1 %", "oktopk 1 %", "two-level 1 %")
+COMPARED = ("dense", "fp16", "sparse 1 %", "oktopk 1 %", "two-level 1 %", "powersgd 4", "acpsgd 4")
 """Of the tables. At 0.1 % training loses more, with a mask drawn at random (masked) far more: docs/parity.md."""
 
 
-def profile(model: str) -> tuple[float, merging.Profile]:
-    """Seconds of forward, and the tensors with their times."""
+def profile(model: str) -> tuple[float, merging.Profile, shapes.Shapes]:
+    """Return seconds of forward, the tensors with their times, and their shapes."""
     sizes = shapes.sizes(model)
     work = np.array(sizes, dtype=np.float64) * POSITIONS[model]
     names = [f"t{i}" for i in range(len(sizes))]
-    return float(2 * work.sum() / SPEED), merging.Profile(names, sizes, 4 * work / SPEED + 5e-6)
+    return float(2 * work.sum() / SPEED), merging.Profile(names, sizes, 4 * work / SPEED + 5e-6), shapes.shapes(model)
+
+
+def factorised(strategy: Strategy, tensors: merging.Profile, dimensions: shapes.Shapes) -> merging.Profile:
+    """Return the tensors with ``work`` in bytes of memory, to find factors, and those factors' elements as ``load``.
+
+    Products of a tensor take a launch, here as bytes. What factors do not make smaller is sent whole.
+    """
+    work, load = [], []
+    for shape in dimensions:
+        elements = math.prod(shape)
+        if saves(shape, strategy.rank):
+            work.append(FACTORISING[strategy.rounds] * elements + round(LAUNCH * MEMORY))
+            load.append(rank_of(shape, strategy.rank) * sum(matrix_shape(shape)) * strategy.rounds // 2)
+        else:
+            work.append(0)
+            load.append(elements)
+    return merging.Profile(tensors.names, tensors.numel, tensors.backward, work=work, load=load)
 
 
 def select(elements: Any) -> Any:
@@ -144,27 +186,42 @@ def select(elements: Any) -> Any:
     return np.where(x > 0, LAUNCH + 5 * 4 * x / MEMORY, 0.0)
 
 
-def step(strategy: Strategy, network: Network, forward: float, tensors: merging.Profile) -> float:
-    """Predicted seconds of a step."""
-    costs = merging.Costs(
-        select if strategy.select else (lambda x: 0.0 * x), lambda x: strategy.exchange(network, np.asarray(x, float))
-    )
-    mode = "behind" if strategy.select else "dense"
+def project(strategy: Strategy, size: Any) -> Any:
+    """Return the seconds in which a merge buffer is factorised, for which so many bytes are read and written."""
+    x = np.asarray(size)
+    return np.where(x > 0, strategy.rounds * BASES + x / MEMORY, 0.0)
+
+
+def step(
+    strategy: Strategy, network: Network, forward: float, tensors: merging.Profile, dimensions: shapes.Shapes
+) -> float:
+    """Return the predicted seconds of a step."""
+    compute: Callable[[Any], Any] = select if strategy.select else lambda x: 0.0 * x
+    if strategy.rank:
+        tensors, compute = factorised(strategy, tensors, dimensions), partial(project, strategy)
+    costs = merging.Costs(compute, lambda x: strategy.exchange(network, np.asarray(x, float)))
+    mode = "behind" if strategy.select or strategy.rank else "dense"
     plan = merging.get("agmerge", solver="greedy").plan(tensors, costs, mode)
     return forward + merging.predict(plan, tensors, costs, mode).finish
 
 
+def loaded(strategy: Strategy, tensors: merging.Profile, dimensions: shapes.Shapes) -> float:
+    """Return the elements that the strategy's bytes are counted of."""
+    counted = factorised(strategy, tensors, dimensions) if strategy.rank else tensors
+    return float(counted.load.sum())
+
+
 def simulate() -> list[dict[str, Any]]:
-    """Every model, rate, number of workers and strategy."""
+    """Return every model, rate, number of workers and strategy."""
     rows = []
     for model in POSITIONS:
-        forward, tensors = profile(model)
-        elements = float(tensors.numel.sum())
+        forward, tensors, dimensions = profile(model)
+        elements = {name: loaded(one, tensors, dimensions) for name, one in STRATEGIES.items()}
         for rate, (alpha, bits) in RATES.items():
             for workers in WORKERS:
                 network = Network(workers, alpha, 8 / bits)
-                steps = {name: step(one, network, forward, tensors) for name, one in STRATEGIES.items()}
-                sent = {name: float(one.sent(network, elements)) for name, one in STRATEGIES.items()}
+                steps = {name: step(one, network, forward, tensors, dimensions) for name, one in STRATEGIES.items()}
+                sent = {name: float(one.sent(network, elements[name])) for name, one in STRATEGIES.items()}
                 alone = forward + float(tensors.backward.sum())
                 rows.append(
                     {"model": model, "rate": rate, "workers": workers, "alone": alone, "steps": steps, "bytes": sent}
@@ -219,12 +276,14 @@ def check(path: Path) -> str:
     """The model with this machine's compute, beside what ``step_time.py`` measured."""
     lines = ["| model | link | workers | strategy | predicted, ms | measured, ms | |", "|---|---|---|---|---|---|---|"]
     strategies = {"agmerge dense": "dense", "Horovod": "dense", "Horovod fp16": "fp16", "agmerge topk": "sparse 1 %"}
+    strategies |= {"agmerge powersgd": "powersgd 4", "agmerge acpsgd": "acpsgd 4"}
     for cell in step_time.cells_of(path):
         found, rate = cell["found"], cell["rate"]
         if rate == "none" or cell["model"] not in shapes.MEASURED:
             continue
         bits = float(rate.removesuffix("mbit").removesuffix("gbit")) * (1e6 if rate.endswith("mbit") else 1e9)
-        sizes = shapes.MEASURED[cell["model"]]()[::-1]
+        dimensions = shapes.MEASURED[cell["model"]]()[::-1]
+        sizes = [math.prod(shape) for shape in dimensions]
         alone = statistics.median(found["floor"]["seconds"])
         share = np.array(sizes) / sum(sizes) * alone
         tensors = merging.Profile([f"t{i}" for i in range(len(sizes))], sizes, share * 2 / 3)
@@ -232,7 +291,7 @@ def check(path: Path) -> str:
         network = Network(cell["workers"], 5e-4, 8 / bits * sharing)
         for name, strategy in strategies.items():
             if name in found and found[name]["seconds"]:
-                predicted = step(STRATEGIES[strategy], network, alone / 3, tensors)
+                predicted = step(STRATEGIES[strategy], network, alone / 3, tensors, dimensions)
                 measured = statistics.median(found[name]["seconds"])
                 error = f"{100 * (predicted / measured - 1):+.0f} %"
                 link = named(rate, cell["link"])

@@ -3,6 +3,7 @@
     make bench                                                   # all cells, an hour at most; finished ones are kept
     python benchmarks/step_time.py --models gpt2 --rates 200mbit --workers 2
     python benchmarks/step_time.py --link shared                 # both directions of all workers share the rate
+    python benchmarks/step_time.py --contenders DDP "DDP PowerSGD" "agmerge acpsgd" --against "DDP PowerSGD"
     python benchmarks/step_time.py --peer grace=grace_peer.py    # a library that is brought along, see contenders.py
     python benchmarks/step_time.py --report                      # only read what has been measured
 
@@ -11,10 +12,12 @@ of its own, and take blocks of steps in turn, every round in another order, whil
 at most twice as long as the floor takes ``--blocks`` of them, and up to twice as many until its interval is ``--width``
 wide; a slower one as many as fit into ``--seconds``. ``/ floor`` is the ratio of medians in the same round to a job
 that trains alone and gathers eight bytes a step, with its bootstrap interval over rounds; "floor again" is a second
-such job, the A/A. Where all would be more processes than memory holds, they come in groups, each beside a floor of its
-own. Bytes are what left the network interfaces, per step and worker. Peers take part where all contenders do. ``--link
-duplex``: every worker is at a full-duplex port with the rate, as at a switch; ``shared``: on one medium, see
-network.py. Where there can be no namespaces, only unshaped cells are run, on the machine as it is.
+such job, the A/A. ``--against`` adds the ratio to another contender, which says more where both are far from the floor.
+Where all would be more processes than memory holds (``--together``), they come in groups, each beside a floor of its
+own; between two groups there are no ratios. Bytes are what left the network interfaces, per step and worker. Peers take
+part where all contenders do. ``--link duplex``: every worker is at a full-duplex port with the rate, as at a switch;
+``shared``: on one medium, see network.py. Where there can be no namespaces, only unshaped cells are run, on the machine
+as it is.
 """
 
 from __future__ import annotations
@@ -44,8 +47,8 @@ CELLS = [
     *[("gpt2", rate, 4) for rate in ("200mbit", "1gbit", "none")],
 ]
 # Where not all contenders take part.
-LIGHT = ("no exchange", FLOOR, "agmerge", "agmerge topk", "agmerge topk fp16", "Horovod", "Horovod fp16", "DDP",
-         "DDP PowerSGD", f"{FLOOR} again")  # fmt: skip
+LIGHT = ("no exchange", FLOOR, "agmerge", "agmerge topk", "agmerge topk fp16", "agmerge powersgd", "agmerge acpsgd",
+         "Horovod", "Horovod fp16", "DDP", "DDP PowerSGD", f"{FLOOR} again")  # fmt: skip
 WHOLE = [("gpt2", rate, 2) for rate in ("200mbit", "1gbit")]
 MOST = 0.25  # of the seconds of a slow contender, that one block may take: it takes fewer steps a block
 NEAR = 2.0  # times the floor
@@ -65,6 +68,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="of a block")
     parser.add_argument("--seconds", type=float, default=10.0, help="for the blocks of one that is slow")
     parser.add_argument("--width", type=float, default=0.10, help="of the interval of one that is near the floor")
+    parser.add_argument("--together", type=int, default=TOGETHER, metavar="PROCESSES", help="that memory holds")
+    parser.add_argument("--against", default="", metavar="NAME", help="a contender to hold all others against, too")
     parser.add_argument("--out", type=Path, default=Path("runs/step_time.jsonl"), help="one line a cell")
     parser.add_argument("--report", action="store_true", help="measure nothing")
     return parser.parse_args()
@@ -86,9 +91,9 @@ def command(stage: Stage, name: str, model: str, peers: dict[str, str]) -> Job:
     return stage.start(name, line, **rendezvous.variables(network.address, int(port), network.interface))
 
 
-def groups(names: list[str], workers: int) -> list[list[str]]:
-    """The contenders that are started together, each time with the floor."""
-    others, size = [name for name in names if name != FLOOR], max(1, TOGETHER // workers - 1)
+def groups(names: list[str], workers: int, together: int = TOGETHER) -> list[list[str]]:
+    """Return the contenders that are started together, each time with the floor: at most ``together`` processes."""
+    others, size = [name for name in names if name != FLOOR], max(1, together // workers - 1)
     count = -(-len(others) // size)
     return [[FLOOR, *others[number::count]] for number in range(count)] or [[FLOOR]]
 
@@ -123,8 +128,9 @@ def measure(stage: Stage, names: list[str], model: str, peers: dict[str, str], a
         near = [name for name, took in typical.items() if took <= NEAR * typical.get(FLOOR, 0.0)]
         turns = list(jobs)
         if number >= args.blocks:
-            wide = [name for name in near if high_less_low(found, name) > args.width]
-            turns = [FLOOR, *wide] if wide else []
+            others = [name for name in (FLOOR, args.against) if name in jobs]
+            wide = [name for name in near if any(high_less_low(found, name, to) > args.width for to in others)]
+            turns = list(dict.fromkeys([*others, *wide])) if wide else []
         for name in random.Random(number).sample(turns, len(turns)):
             job, expected, steps = jobs[name], typical.get(name, 0.0), args.steps if name in near else 1
             if name not in near:
@@ -145,16 +151,22 @@ def measure(stage: Stage, names: list[str], model: str, peers: dict[str, str], a
     return found
 
 
-def ratios(found: dict[str, Any], name: str) -> list[float]:
-    """A contender's blocks over the floor's in the same rounds."""
-    floor = dict(zip(found[FLOOR]["rounds"], found[FLOOR]["seconds"], strict=True)) if FLOOR in found else {}
+def ratios(found: dict[str, Any], name: str, to: str = FLOOR) -> list[float]:
+    """Return a contender's blocks over those of another one, the floor if not said, in the same rounds."""
+    other = dict(zip(found[to]["rounds"], found[to]["seconds"], strict=True)) if to in found else {}
     pairs = zip(found[name]["rounds"], found[name]["seconds"], strict=True)
-    return [seconds / floor[number] for number, seconds in pairs if number in floor]
+    return [seconds / other[number] for number, seconds in pairs if number in other]
 
 
-def high_less_low(found: dict[str, Any], name: str) -> float:
-    """How wide the interval of the ratio is; 0 where there is none."""
-    here = ratios(found, name)
+def ratio_text(values: list[float]) -> str:
+    """Return the middle of ratios and its interval, as a cell of a table."""
+    middle, low, high = interval(values) if values else (float("nan"),) * 3
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+
+def high_less_low(found: dict[str, Any], name: str, to: str) -> float:
+    """Return how wide the interval of the ratio to ``to`` is; 0 where there is none."""
+    here = ratios(found, name, to)
     if not here:
         return 0.0
     _, low, high = interval(here)
@@ -172,22 +184,23 @@ def titled(cell: dict[str, Any]) -> str:
     return f"{cell['model']}, {cell['workers']} workers, {named(cell['rate'], cell['link'])}"
 
 
-def table(cell: dict[str, Any]) -> str:
-    """One cell, as text."""
+def table(cell: dict[str, Any], against: str = "") -> str:
+    """Return one cell, as text; with ``against``, a contender, all others are held against it, too."""
     found = cell["found"]
     alone = statistics.median(found["no exchange"]["seconds"]) if "no exchange" in found else None
     lines = [f"**{titled(cell)}** ({cell['date']})", ""]
-    lines += ["| | ms a step | / floor | communication, ms | MB a step | blocks |", "|---|---|---|---|---|---|"]
+    more = [f"/ {against}"] if against else []
+    head = ["ms a step", "/ floor", *more, "communication, ms", "MB a step", "blocks"]
+    lines += [f"| | {' | '.join(head)} |", "|---" * (1 + len(head)) + "|"]
     for name, one in found.items():
         if not one["seconds"]:
             continue
         typical = statistics.median(one["seconds"])
         here = ratios(found, name)
-        middle, low, high = interval(here) if here else (float("nan"),) * 3
+        compared = [ratio_text(here), *(ratio_text(ratios(found, name, against)) for _ in more)]
         waits = "" if alone is None else f"{1e3 * (typical - alone):.0f}"
         size = f"{statistics.median(one['bytes']) / 1e6:.2f}"
-        ratio = f"{middle:.2f} ({low:.2f} to {high:.2f})"
-        lines.append(f"| {name} | {1e3 * typical:.0f} | {ratio} | {waits} | {size} | {len(here)} |")
+        lines.append(f"| {name} | {1e3 * typical:.0f} | {' | '.join(compared)} | {waits} | {size} | {len(here)} |")
     return "\n".join([*lines, ""])
 
 
@@ -216,7 +229,7 @@ def main() -> None:
         whole = [*CONTENDERS, f"{FLOOR} again", *peers] if (model, rate, workers) in WHOLE else LIGHT
         names = args.contenders or list(whole)
         parts = []
-        for group in groups(names, workers):
+        for group in groups(names, workers, args.together):
             with kind(workers, None if rate == "none" else rate) as network, Stage(network) as stage:
                 parts.append(measure(stage, group, model, peers, args))
         found = joined(parts, names)
@@ -226,10 +239,10 @@ def main() -> None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         with args.out.open("a", encoding="utf-8") as out:
             out.write(json.dumps(cells[-1]) + "\n")
-        print(table(cells[-1]), flush=True)
+        print(table(cells[-1], args.against), flush=True)
     if args.report:
         for cell in cells:
-            print(table(cell))
+            print(table(cell, args.against))
 
 
 if __name__ == "__main__":

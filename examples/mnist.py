@@ -1,8 +1,9 @@
 """Horovod's MNIST example with one line changed: its flags, its structure and its lines of output.
 
-``--compression topk --density 0.01`` is what this library adds. Nothing is downloaded: ``--data-dir`` is a folder with
-MNIST's four files as they are published (``train-images-idx3-ubyte.gz`` and so on, gzipped or not); without it the
-images are the 1797 of 8 x 8 pixels that come with scikit-learn.
+``--compression topk --density 0.01`` is what this library adds, and ``--compression acpsgd --rank 4`` is the example of
+the ACP-SGD project. Nothing is downloaded: ``--data-dir`` is a folder with MNIST's four files as they are published
+(``train-images-idx3-ubyte.gz`` and so on, gzipped or not); without it the images are the 1797 of 8 x 8 pixels that come
+with scikit-learn.
 
     horovodrun -np 2 python examples/mnist.py --compression topk --data-dir ~/mnist
     python -m torch.distributed.run --standalone --nproc_per_node=2 examples/mnist.py
@@ -19,6 +20,7 @@ from pathlib import Path
 import idx
 import torch
 from digits import Data, DigitsCNN, load
+from options import add_options, given
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -46,13 +48,13 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     add("--use-mixed-precision", action="store_true", help="compute in 16 bits, with a GradScaler")
     add("--use-adasum", action="store_true", help="refused")
     add("--gradient-predivide-factor", type=float, default=1.0, help="divide by it before the sum, multiply after it")
-    add("--compression", help="a sparsifier's name, fp16, bf16, or none (the default, as in Horovod's script)")
-    add("--density", type=float, help="elements sent / elements, for a sparsifier; without it the library's, 0.01")
+    add_options(parser, "none, as in Horovod's script")
     args = parser.parse_args(argv)
     if args.use_adasum:
         parser.error("--use-adasum: agmerge does not combine gradients by Adasum; leave it out to average them")
     if args.fp16_allreduce and args.compression not in (None, "fp16"):
         parser.error(f"--fp16-allreduce and --compression {args.compression} contradict each other; give one")
+    args.compression = "fp16" if args.fp16_allreduce else args.compression or "none"
     if args.batch_size is None:
         # A quarter of Horovod's: there are 40 times fewer images, and ten epochs should be enough steps.
         args.batch_size = 64 if args.data_dir else 16
@@ -161,11 +163,10 @@ def main() -> None:
     optimizer = hvd.DistributedOptimizer(
         optimizer,
         named_parameters=model.named_parameters(),
-        compression=hvd.Compression.fp16 if args.fp16_allreduce else args.compression or hvd.Compression.none,
         op=hvd.Average,
         gradient_predivide_factor=args.gradient_predivide_factor,
         scaler=scaler,
-        **({} if args.density is None else {"density": args.density}),
+        **given(args, model),
     )
     for epoch in range(1, args.epochs + 1):
         train(epoch, args, model, optimizer, train_loader, device, scaler)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,37 +14,48 @@ from torch.nn import functional as F
 
 CLASSES = 1000
 VOCABULARY, POSITIONS = 8192, 128
+BERT_VOCABULARY = 30_528  # the published 30,522, padded to a multiple of 8 as the ACP-SGD project's benchmark does
+BERTS = {"bert_base": (768, 12), "bert_large": (1024, 24)}  # width and layers; a head has 64 of the width
 
 
 @dataclass
 class Workload:
-    """A model and a batch for it. ``unit``: what a batch is a number of."""
+    """Hold a model and a batch for it."""
 
     model: nn.Module
     x: Tensor
     y: Tensor
-    unit: str
+    unit: str  # what a batch is a number of
+    criterion: Callable[[Any, Tensor], Tensor] = F.cross_entropy  # of what the model returns, and ``y``
+    rate: float = 0.01  # a learning rate for one worker
 
     def to(self, device: torch.device) -> Workload:
         """The same on ``device``."""
-        return Workload(self.model.to(device), self.x.to(device), self.y.to(device), self.unit)
+        return replace(self, model=self.model.to(device), x=self.x.to(device), y=self.y.to(device))
 
     def loss(self) -> Tensor:
-        """The cross entropy of the batch."""
-        return F.cross_entropy(self.model(self.x), self.y)
+        """The loss of the batch: its cross entropy, unless the workload has a criterion of its own."""
+        return self.criterion(self.model(self.x), self.y)
 
 
-def build(name: str, batch_size: int, image_size: int = 224) -> Workload:
-    """The workload called ``name``. Raises ``ValueError`` that lists the names, or says what is not installed."""
+def build(name: str, batch_size: int, image_size: int = 224, sentence_len: int = 64) -> Workload:
+    """The workload called ``name``. Raises ``ValueError`` that lists the names, or says what is not installed.
+
+    image_size: pixels, both ways, of classifiers' images. sentence_len: tokens a sentence, of bert_base and bert_large.
+    """
     if name == "gpt2":
         x, y = (torch.randint(VOCABULARY, (batch_size, POSITIONS)) for _ in range(2))
         return Workload(_gpt2(), x, y, "sequences")
+    if name in BERTS:
+        x, words = (torch.randint(BERT_VOCABULARY, (batch_size, sentence_len)) for _ in range(2))
+        y = torch.cat([torch.randint(2, (batch_size, 1)), words], 1)
+        return Workload(_bert(*BERTS[name]), x, y, "sentences", pretraining_loss, rate=2e-5)
     x, y = torch.randn(batch_size, 3, image_size, image_size), torch.randint(CLASSES, (batch_size,))
     if name in _OURS:
         return Workload(_OURS[name](), x, y, "img")
     if name in _torchvision():
         return Workload(_torchvision()[name](), x, y, "img")
-    known = sorted({*_OURS, "gpt2", *_torchvision()})
+    known = sorted({*_OURS, *BERTS, "gpt2", *_torchvision()})
     more = "" if _torchvision() else "; torchvision, which brings more, is not installed"
     raise ValueError(f"unknown model {name!r}; models: {', '.join(known)}{more}")
 
@@ -61,8 +73,7 @@ class NextToken(nn.Module):
 
 def _gpt2() -> nn.Module:
     """Six layers of width 384; 13.8 million parameters, the word embeddings shared with the output."""
-    if importlib.util.find_spec("transformers") is None:
-        raise ValueError("gpt2 needs transformers: pip install transformers")
+    _need_transformers("gpt2")
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -75,6 +86,49 @@ def _gpt2() -> nn.Module:
         eos_token_id=None,
     )
     return NextToken(GPT2LMHeadModel(config))
+
+
+class Pretraining(nn.Module):
+    """A BERT that returns the logits of words [batch, length, words] and of "is the next sentence" [batch, 2]."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        output = self.inner(x)
+        return output.prediction_logits, output.seq_relationship_logits
+
+
+def pretraining_loss(logits: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
+    """The sum of both cross entropies; ``y`` [batch, 1 + length] has the next sentence's class, then the words."""
+    words, follows = logits
+    return F.cross_entropy(words.flatten(0, 1), y[:, 1:].flatten()) + F.cross_entropy(follows, y[:, 0])
+
+
+def _bert(width: int, layers: int) -> nn.Module:
+    """BERT (Devlin et al., NAACL 2019) with both of its pretraining heads, the embeddings shared with the output.
+
+    That is transformers' ``BertForPreTraining``, which the benchmark of the ACP-SGD project trains, with the same
+    configuration: of width 768 and 12 layers 110,111,042 parameters in 206 tensors, of 1024 and 24 336,232,258 in 398.
+    """
+    _need_transformers("BERT")
+    from transformers import BertConfig, BertForPreTraining
+
+    config = BertConfig(
+        vocab_size=BERT_VOCABULARY,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        intermediate_size=4 * width,
+    )
+    return Pretraining(BertForPreTraining(config))
+
+
+def _need_transformers(model: str) -> None:
+    """Raise ``ValueError`` unless transformers is installed, which ``model`` is taken from."""
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError(f"{model} needs transformers: pip install transformers")
 
 
 def _norm_conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> list[nn.Module]:
@@ -104,11 +158,14 @@ class _Bottleneck(nn.Module):
         return F.relu(self.body(x) + self.shortcut(x), inplace=True)
 
 
-def _resnet50() -> nn.Module:
-    """ResNet-50 (He et al., CVPR 2016): 25,557,032 parameters."""
+def _resnet(depths: tuple[int, ...]) -> nn.Module:
+    """ResNet-50 or -152 (He et al., CVPR 2016), by the number of blocks in each stage.
+
+    They have 25,557,032 parameters in 161 tensors, and 60,192,808 in 467.
+    """
     layers: list[nn.Module] = [*_norm_conv(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, padding=1)]
     inputs = 64
-    for stage, blocks in enumerate((3, 4, 6, 3)):
+    for stage, blocks in enumerate(depths):
         width = 64 * 2**stage
         for block in range(blocks):
             layers.append(_Bottleneck(inputs, width, stride=2 if stage and not block else 1))
@@ -124,7 +181,11 @@ def _cnn() -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(128 * 4, CLASSES))
 
 
-_OURS: dict[str, Callable[[], nn.Module]] = {"cnn": _cnn, "resnet50": _resnet50}
+_OURS: dict[str, Callable[[], nn.Module]] = {
+    "cnn": _cnn,
+    "resnet50": partial(_resnet, (3, 4, 6, 3)),
+    "resnet152": partial(_resnet, (3, 8, 36, 3)),
+}
 
 
 def _torchvision() -> dict[str, Callable[[], Any]]:

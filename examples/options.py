@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+import math
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from typing import Any
 
 from torch import nn
 
+import merging
+
 CASTS = ("none", "fp16", "bf16")  # these send every element; density and exchange are for sparsifiers
 DEAR = "dear"  # the planner whose updates are applied in the model's next forward
-NAMES = ("compression", "density", "exchange", "merging")
+NAMES = ("compression", "density", "rank", "exchange", "merging")
 OF_UPDATES = ("sync", "wire", "carry", "every", "overlap", "fragments")
 
 
@@ -18,8 +21,19 @@ def add_options(parser: ArgumentParser, compression: str = "the library's defaul
     add = parser.add_argument
     add("--compression", help=f"a sparsifier's name, or one of {', '.join(CASTS)}; without it: {compression}")
     add("--density", type=float, help="elements sent / elements, for a sparsifier; without it the library's")
-    add("--exchange", help="how messages are combined, for a sparsifier; without it sparse: always compressed")
+    add("--rank", type=int, help="columns of a factor, for powersgd and acpsgd; without it the library's")
+    add("--exchange", help="how messages are combined, for a compressor; without it sparse: always compressed")
+    add = parser.add_mutually_exclusive_group().add_argument
     add("--merging", help="which gradients share a message: a planner's name, or a saved plan. dear sends all elements")
+    add("--threshold", type=megabytes, metavar="MB", help="--merging threshold of so many MB (2^20 bytes) of gradients")
+
+
+def megabytes(text: str) -> float:
+    """Read a number of MB; argparse's error for one that is negative or not finite."""
+    value = float(text)
+    if not math.isfinite(value) or value < 0:
+        raise ArgumentTypeError(f"{text} is no number of MB; for one message in all: --merging single")
+    return value
 
 
 def add_update_options(parser: ArgumentParser) -> None:
@@ -36,11 +50,13 @@ def add_update_options(parser: ArgumentParser) -> None:
 def given(args: Namespace, model: nn.Module) -> dict[str, Any]:
     """Return what the command line says, as arguments for the optimizer of ``model``.
 
-    Three things follow from others. The exchange is named for a sparsifier, because the library's default sends dense
+    Four things follow from others. The exchange is named for what compresses, because the library's default sends dense
     where the network is fast, as it is on one machine. ``--merging dear`` takes the model; it halves an all-reduce, so
-    without ``--compression`` everything is sent.
+    without ``--compression`` everything is sent. ``--threshold`` is a planner and its size.
     """
     found = {name: value for name in (*NAMES, *OF_UPDATES) if (value := getattr(args, name, None)) is not None}
+    if args.threshold is not None:
+        found["merging"] = merging.get("threshold", bytes=round(args.threshold * 2**20))
     if found.get("merging") == DEAR:
         found["model"] = model
         found.setdefault("compression", "none")
@@ -55,7 +71,8 @@ def described(settings: dict[str, str]) -> str:
     if name in CASTS:
         return name
     memory = settings["memory"].partition("(")[0]
-    return f"{name}, density {float(settings['density']):.4g}, {settings['exchange']} exchange, memory {memory}"
+    size = f"rank {settings['rank']}" if "rank" in settings else f"density {float(settings['density']):.4g}"
+    return f"{name}, {size}, {settings['exchange']} exchange, memory {memory}"
 
 
 def planned(settings: dict[str, str], buffers: int) -> str:

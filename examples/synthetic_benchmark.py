@@ -6,6 +6,11 @@ Gradients are exchanged as there, too, unless ``--compression`` says otherwise.
     horovodrun -np 2 python examples/synthetic_benchmark.py --compression topk --density 0.01
     python -m torch.distributed.run --standalone --nproc_per_node=2 examples/synthetic_benchmark.py \\
         --model cnn --image-size 32 --compression topk --json figures.json
+
+The flags of the ACP-SGD project's two benchmarks are here, too, and ``--each`` compares compressors in one run:
+
+    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/synthetic_benchmark.py \\
+        --model bert_base --sentence-len 64 --batch-size 32 --rank 32 --threshold 25 --each s-sgd powersgd acpsgd
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import sweep
 import torch
 from launchers import launcher
 from models import Workload, build
@@ -34,7 +40,8 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     parser = argparse.ArgumentParser(description="agmerge's synthetic benchmark")
     add = parser.add_argument
     add("--fp16-allreduce", action="store_true", help="exchange gradients in 16 bits; the same as --compression fp16")
-    add("--model", default="resnet50", help="resnet50, cnn, gpt2, or a classifier's name in torchvision")
+    models = "resnet50, resnet152, cnn, gpt2, bert_base, bert_large, or a classifier's name in torchvision"
+    add("--model", default="resnet50", help=models)
     add("--batch-size", type=_count, default=32, help="items per worker and backward pass")
     add("--num-warmup-batches", type=int, default=10, help="batches that are not measured")
     add("--num-batches-per-iter", type=_count, default=10, help="batches per measurement")
@@ -42,7 +49,9 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     add("--no-cuda", action="store_true", help="train on the CPU")
     add("--use-adasum", action="store_true", help="refused")
     add("--image-size", type=_count, default=224, help="pixels, both ways")
+    add("--sentence-len", type=_count, default=64, help="tokens a sentence, of bert_base and bert_large")
     add_options(parser, "none, as in Horovod's script")
+    add("--each", nargs="+", metavar="NAME", help="train with each of these in turn (s-sgd: none), and compare them")
     add("--backward-passes-per-step", type=_count, default=1, help="batches per exchange (rounds up)")
     add("--json", type=Path, metavar="PATH", help="write all figures there, too")
     args = parser.parse_args(argv)
@@ -50,8 +59,13 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
         parser.error("--use-adasum: agmerge does not combine gradients by Adasum; leave it out to average them")
     if args.fp16_allreduce and args.compression not in (None, "fp16"):
         parser.error(f"--fp16-allreduce and --compression {args.compression} contradict each other; give one")
+    if args.each and (args.fp16_allreduce or args.compression):
+        parser.error("--each names compressors, and so does --compression or --fp16-allreduce; give one")
+    if args.each and not sweep.names(args.each):
+        parser.error("--each: no name")
     args.compression = "fp16" if args.fp16_allreduce else args.compression or "none"
-    args.merging = args.merging or "threshold"  # a plan that no measurement changes
+    if args.threshold is None:
+        args.merging = args.merging or "threshold"  # a plan that no measurement changes
     return args
 
 
@@ -71,7 +85,7 @@ def log(line: str) -> None:
 def wrapped(args: Namespace, work: Workload) -> Any:
     """Plain SGD, distributed; all workers start from worker 0's parameters."""
     scale = hvd.size() * args.backward_passes_per_step
-    optimizer = torch.optim.SGD(work.model.parameters(), lr=0.01 * scale)
+    optimizer = torch.optim.SGD(work.model.parameters(), lr=work.rate * scale)
     options = given(args, work.model)
     if args.fp16_allreduce:
         options["compression"] = hvd.Compression.fp16
@@ -123,7 +137,7 @@ def benchmark(args: Namespace, work: Workload, optimizer: Any, device: str) -> d
 
     told = {**given(args, work.model), **{key: value for key, value in vars(args).items() if value is not None}}
     return {
-        "settings": {key: str(value) if key == "json" else value for key, value in told.items()},
+        "settings": told,
         "agreed": optimizer.settings,
         "launcher": launcher(),
         "backend": hvd.backend_name(),
@@ -155,20 +169,14 @@ def report(figures: dict[str, Any]) -> None:
     log(f"Backend: {f['backend']}, launcher: {f['launcher']}")
 
 
-def main() -> None:
-    """Set up, measure, and show the figures."""
-    args = arguments()
-    hvd.init()
-    cuda = not args.no_cuda and torch.cuda.is_available()
-    device = torch.device("cuda", hvd.local_rank()) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-        torch.backends.cudnn.benchmark = True
+def run(args: Namespace, device: torch.device) -> dict[str, Any]:
+    """Collective. Train with one compressor; show its figures, and return them. Exits where options contradict."""
+    torch.manual_seed(hvd.rank())  # the same model and the same batches for every compressor
     try:
-        work = build(args.model, args.batch_size, args.image_size).to(device)
+        work = build(args.model, args.batch_size, args.image_size, args.sentence_len).to(device)
     except ValueError as error:
         raise SystemExit(f"--model: {error}") from None
-    kind = "GPU" if cuda else "CPU"
+    kind = "GPU" if work.x.is_cuda else "CPU"
     try:
         optimizer = wrapped(args, work)
     except (TypeError, ValueError) as error:  # options that do not go together
@@ -178,8 +186,32 @@ def main() -> None:
     log(f"Number of {kind}s: {hvd.size()}")
     figures = benchmark(args, work, optimizer, kind)
     report(figures)
+    optimizer.close()
+    return figures
+
+
+def compare(args: Namespace, device: torch.device) -> list[dict[str, Any]]:
+    """Collective. Train with each compressor in turn; show a table, and return the figures of each."""
+    runs = []
+    for name in sweep.names(args.each):
+        log(f"--- {name}")
+        runs.append((name, run(Namespace(**{**vars(args), "compression": sweep.compression(name)}), device)))
+    log(f"--- {args.model}, {hvd.size()} workers\n{sweep.table(runs)}")
+    return [figures for _, figures in runs]
+
+
+def main() -> None:
+    """Set up, measure, and show the figures."""
+    args = arguments()
+    hvd.init()
+    cuda = not args.no_cuda and torch.cuda.is_available()
+    device = torch.device("cuda", hvd.local_rank()) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+        torch.backends.cudnn.benchmark = True
+    figures = compare(args, device) if args.each else run(args, device)
     if args.json is not None and hvd.rank() == 0:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps(figures, indent=2, default=str) + "\n", encoding="utf-8")
     hvd.shutdown()
 
 

@@ -15,21 +15,30 @@ from __future__ import annotations
 
 from sparsifiers.arguments import Request, budget
 from sparsifiers.base import Selection, Sparsifier
-from sparsifiers.catalogue import get, memory, names, register
+from sparsifiers.by_name import ByName
+from sparsifiers.catalogue import get, is_low_rank, low_rank, low_rank_names, memory, names, register
 from sparsifiers.compressor import Compressor, Kind
+from sparsifiers.low_rank import ACPSGD, LowRank, PowerSGD
 from sparsifiers.memories import Memory, Momentum, Rate
 
 __all__ = [
+    "ACPSGD",
+    "ByName",
     "Compressor",
     "Kind",
+    "LowRank",
     "Memory",
     "Momentum",
+    "PowerSGD",
     "Rate",
     "Request",
     "Selection",
     "Sparsifier",
     "budget",
     "get",
+    "is_low_rank",
+    "low_rank",
+    "low_rank_names",
     "memory",
     "names",
     "register",

@@ -1,4 +1,4 @@
-"""List the sparsifiers and memories by name. A new one is a file of its own, and an import and a line here."""
+"""List the compressors and memories by name. A new one is a file of its own, and an import and a line here."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from sparsifiers.base import Sparsifier
 from sparsifiers.dgc import DGC
 from sparsifiers.dgc_memory import DGCMemory
 from sparsifiers.gaussiank import GaussianK
+from sparsifiers.low_rank import ACPSGD, RANK, LowRank, PowerSGD, Ranks
 from sparsifiers.memories import Memory, NoMemory, Residual, ResidualGTopK
 from sparsifiers.randomk import RandomK
 from sparsifiers.redsync import RedSync, RedSyncTrim
@@ -49,6 +50,20 @@ _sparsifiers.register("adtopk", AdTopK)
 _sparsifiers.register("adtopk-row", AdTopKRow)
 _sparsifiers.register("adtopk-fill", AdTopKFill)
 
+_low_rank: Registry[LowRank] = Registry(
+    "low-rank compressor",
+    LowRank,
+    aliases={
+        "powersgdhook": "powersgd",
+        "rankk": "powersgd",
+        "rankkreducer": "powersgd",
+        "acp": "acpsgd",
+        "halfrankkreducer": "acpsgd",
+    },
+)
+_low_rank.register("powersgd", PowerSGD)
+_low_rank.register("acpsgd", ACPSGD)
+
 _memories: Registry[Memory] = Registry("memory", Memory)
 _memories.register("none", NoMemory)
 _memories.register("residual", Residual)
@@ -73,6 +88,25 @@ def get(name: str, density: float = 0.01, **options: object) -> Sparsifier:
 def register(name: str, factory: Callable[..., Sparsifier]) -> None:
     """Let `get(name, density, **options)` return `factory(density, **options)`. ValueError for a taken name."""
     _sparsifiers.register(name, factory)
+
+
+def low_rank_names() -> tuple[str, ...]:
+    """Return the canonical names of the low-rank compressors."""
+    return _low_rank.names()
+
+
+def is_low_rank(name: str) -> bool:
+    """Tell whether this is the name of a low-rank compressor, or an alias, in any spelling."""
+    return name in _low_rank
+
+
+def low_rank(name: str, rank: Ranks = RANK, **options: object) -> LowRank:
+    """Make a low-rank compressor by canonical name or alias, in any case, with or without hyphens and underscores.
+
+    rank: rows of each factor, or {pattern: rank} by whole name. options: `seed`. ValueError for an unknown name or a
+    rank that is no whole number above 0; TypeError for an option that it does not have.
+    """
+    return _low_rank.create(name, rank, **options)
 
 
 def memory(name: str, **options: object) -> Memory:

@@ -18,7 +18,7 @@ class Kind(enum.Enum):
 
     DENSE = "dense"  # every element, perhaps in fewer bits: an all-reduce
     SPARSE = "sparse"  # some elements and where they stand: an exchange of indices and values
-    # LOW_RANK is to come: two thin factors of a matrix, each combined by an all-reduce
+    LOW_RANK = "low-rank"  # two thin factors of a matrix, each combined by an all-reduce
 
 
 class Compressor(ABC):
@@ -37,9 +37,27 @@ class Compressor(ABC):
     density: float = 1.0  # elements sent / elements, in (0, 1]
 
     @property
+    def kinds(self) -> frozenset[Kind]:
+        """Return its kind; several, where it compresses some tensors otherwise than others."""
+        return frozenset((self.kind,))
+
+    def of_tensor(self, name: str) -> Compressor:
+        """Return what compresses the tensor of this name: itself, or one of those that it consists of."""
+        return self
+
+    def part(self, kind: Kind) -> Compressor | None:
+        """Return what it has of a kind: itself, one of those that it consists of, or None."""
+        return self if kind in self.kinds else None
+
+    @property
     def selects(self) -> bool:
-        """Tell whether only some elements are sent, which a sparsifier chooses."""
-        return self.kind is Kind.SPARSE
+        """Tell whether only some elements are sent of some tensors, which a sparsifier chooses."""
+        return Kind.SPARSE in self.kinds
+
+    @property
+    def compresses(self) -> bool:
+        """Tell whether it sends less than all elements of some tensors, however many bits these have."""
+        return self.kinds != {Kind.DENSE}
 
     def options(self) -> dict[str, object]:
         """Return the hyper-parameters, `density` aside, as plain values: the same ones make this compressor again."""

@@ -35,6 +35,9 @@ class Registry(Generic[Made]):
         """Return the canonical names, in the order in which they were registered."""
         return tuple(self._factories)
 
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self._canonical(name) is not None
+
     def register(self, name: str, factory: Callable[..., Made]) -> None:
         """Add a factory. ValueError for a taken name, TypeError for what is no name or no factory."""
         if not isinstance(name, str) or not name:

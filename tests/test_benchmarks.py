@@ -9,6 +9,7 @@ import adaptive_picture
 import converge
 import pytest
 import rendezvous
+import scale
 import step_time
 from contenders import ADAPTIVE, KNOWN
 from network import LINKS, Loopback, Network, named
@@ -37,6 +38,35 @@ def test_a_link_is_full_duplex_unless_it_is_asked_for_otherwise(monkeypatch: pyt
     monkeypatch.setattr("sys.argv", ["step_time.py"])
     assert LINKS[step_time.arguments().link] is Network and LINKS["shared"] is Loopback
     assert named("none", "duplex") == "unshaped, a port each"
+
+
+def test_contenders_are_held_against_another_one_in_the_same_rounds() -> None:
+    ours, hook = {"seconds": [0.2, 0.3], "rounds": [0, 2]}, {"seconds": [0.4, 0.5, 0.4], "rounds": [0, 1, 2]}
+    found = {"floor": FOUND["floor"], "ours": {**ours, "bytes": [0, 0]}, "hook": {**hook, "bytes": [0, 0, 0]}}
+    assert step_time.ratios(found, "ours", "hook") == pytest.approx([0.5, 0.75])
+    shown = step_time.table({**CELL, "link": "duplex", "found": found}, "hook").splitlines()
+    assert "| | ms a step | / floor | / hook |" in shown[2]
+    assert next(line for line in shown if line.startswith("| ours")).split(" | ")[3].startswith("0.62 (0.50")
+
+
+def test_as_many_processes_as_memory_holds_are_started_together() -> None:
+    names = ["floor", *(f"other {number}" for number in range(5))]
+    assert [len(group) for group in step_time.groups(names, 4)] == [4, 3]
+    assert step_time.groups(names, 4, together=24) == [names]
+
+
+# -- more workers ----------------------------------------------------------------------------------------------
+
+
+def test_bytes_of_factors_do_not_grow_with_workers() -> None:
+    _, tensors, dimensions = scale.profile("bert-large")
+    names = {"powersgd 4": 2_230_000, "acpsgd 4": 1_270_000}  # elements, about: of both factors or one, and vectors
+    for name, elements in names.items():
+        strategy = scale.STRATEGIES[name]
+        sent = scale.loaded(strategy, tensors, dimensions)
+        assert sent == pytest.approx(elements, rel=0.01)
+        few, many = (strategy.sent(scale.Network(workers, 1e-5, 1e-9), sent) for workers in (8, 4096))
+        assert many == pytest.approx(4096 / 4095 * few, rel=0.15) and many < 8 * sent
 
 
 def test_horovods_workers_get_the_variables_that_horovodrun_gives() -> None:

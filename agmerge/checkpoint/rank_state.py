@@ -13,6 +13,7 @@ import merging
 import sparsifiers
 from agmerge.checkpoint.redistribute import displacements, redistribute
 from agmerge.engine.synchronizer import Synchronizer
+from agmerge.exchanges.low_rank import bases
 from agmerge.exchanges.node_shards import shard_shape
 from agmerge.options import dense_cutoff
 from agmerge.options.config import Config
@@ -25,7 +26,8 @@ SECTION = "agmerge"
 VERSION, READABLE = 2, (1, 2)  # 2 has "updates"
 RANKS = "ranks"  # of a consolidated checkpoint: every rank's section, rank by rank
 INNER = "inner"  # in each of these, where they differ: what the rank's own optimizer keeps
-KINDS = {"residual": "residuals", "momentum": "momenta"}
+LEFT_BASIS, RIGHT_BASIS = BASES = tuple(bases.KINDS.values())
+KINDS = {"residual": "residuals", "momentum": "momenta", LEFT_BASIS: "left_bases", RIGHT_BASIS: "right_bases"}
 
 
 OTHER_SYNC = (
@@ -188,12 +190,15 @@ def _restore_compressor(exchange: GradientExchange, section: Mapping[str, Any]) 
 
 
 def _check_shapes(reducer: Synchronizer, state: State, shard: tuple[int, int] | None) -> None:
-    """Raise ``ValueError`` for a tensor of another shape than its parameter, or this rank's shard of it."""
+    """Raise ``ValueError`` for a tensor of another shape than its parameter, or this rank's shard of it.
+
+    Bases that do not fit are no error: new ones are drawn, as after a change of rank.
+    """
     shapes = {member.name: member.shape for member in reducer.members.active()}
     if shard is not None:
         shapes = {name: shard_shape(shape, shard[1]) for name, shape in shapes.items()}
     for (kind, name), tensor in state.items():
-        if name in shapes and tuple(tensor.shape) != shapes[name]:
+        if kind not in BASES and name in shapes and tuple(tensor.shape) != shapes[name]:
             raise ValueError(
                 f"the {kind} of parameter {name!r} has shape {list(tensor.shape)} in the checkpoint, the "
                 f"parameter has {list(shapes[name])}: load a checkpoint of the same model"

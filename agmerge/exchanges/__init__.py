@@ -1,7 +1,8 @@
 """Combine the messages of all ranks: one exchange a file, by name in ``table``.
 
 ``base``: what an exchange is; ``multi_round``: one of several rounds. ``dense``, ``sparse``, ``masked`` (with
-``mask_votes``), ``oktopk/`` and ``reduce_scatter`` are the exchanges; ``all_reduce``: sums that several need.
+``mask_votes``), ``oktopk/``, ``low_rank/`` and ``reduce_scatter`` are the exchanges; ``all_reduce``: sums that
+several need.
 ``node_shards``: the stage inside a node. ``message/``: what a message looks like. ``routing`` and ``splitting``: which
 segments of a merge buffer share one.
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from agmerge.exchanges.base import Commit, Exchange, ExchangeContext, InFlight, SegmentBuffers
 from agmerge.exchanges.dense import DenseExchange
+from agmerge.exchanges.low_rank.exchange import LowRankExchange
 from agmerge.exchanges.masked import MaskedExchange
 from agmerge.exchanges.oktopk.exchange import OkTopkExchange
 from agmerge.exchanges.sparse import SparseExchange
@@ -22,6 +24,7 @@ __all__ = [
     "Exchange",
     "ExchangeContext",
     "SegmentBuffers",
+    "LowRankExchange",
     "MaskedExchange",
     "OkTopkExchange",
     "InFlight",

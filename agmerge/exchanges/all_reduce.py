@@ -8,6 +8,8 @@ import torch
 
 from agmerge.backends import Backend, Handle
 
+LARGE = 1 << 18  # elements from which on a segment is not copied: the all-reduce of 1 MB takes longer than one more
+
 
 @dataclass
 class Sum:

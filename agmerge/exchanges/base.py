@@ -16,14 +16,16 @@ from typing import Any, ClassVar
 import torch
 
 from agmerge.backends import Backend, Handle
+from agmerge.exchanges.low_rank.bases import Bases
 from agmerge.exchanges.message.format import Format, RoundHeader
 from agmerge.ops import ReduceOp
-from agmerge.tensors.layout import Segment
+from agmerge.tensors.arena import Unwritten
+from agmerge.tensors.layout import Segment, Slot
 from sparsifiers import Selection
 
 # commit(segment, indices, sent) takes this rank's part of the update off the segment's work: work[indices] -= sent.
 # indices: int32 or int64, (n,), or None: of all its elements. sent: (n,), or None: all there is, as it is.
-Commit = Callable[[Segment, "torch.Tensor | None", "torch.Tensor | None"], None]
+Commit = Callable[[Segment, "torch.Tensor | None", "torch.Tensor | Unwritten | None"], None]
 
 
 # What all ranks have sent of a segment, (indices, values) by rank, and the factor of these values. Returns whether that
@@ -46,6 +48,7 @@ class ExchangeContext:
     cast: torch.dtype | None = None  # dtype of dense segments on the wire; None: the gradient's own
     keeps: bool = False  # `work` of dense segments holds a residual, so that what is sent has to be committed
     receive: Receive = lambda segment, parts, scale: False  # asked where ranks' selections are at hand, one by one
+    bases: Bases | None = None  # of low-rank lanes; None: there are none
     workers: int | None = None  # whose gradients a sum has; None: one of each rank of `comm`
 
 
@@ -73,13 +76,15 @@ class InFlight:
     extra: Any = None  # what else the exchange that made it knows of it: each has a type of its own
     # `bytes` by what they are, see Format.by_codec; empty where they are elements sent whole
     codecs: Mapping[str, int] = field(default_factory=dict)
+    overflows: Sequence[str] = ()  # names of tensors that are finite, when what is sent of them is not: it says so
 
 
 class Exchange(ABC):
     """Combine the messages of all ranks. Buffers and formats are kept from step to step."""
 
     sparse: ClassVar[bool] = True  # sends what a sparsifier offers of sparse segments; else all of them
-    carries_dense: ClassVar[bool] = True  # dense segments may come along, whole
+    factorises: ClassVar[bool] = False  # sends factors of low-rank segments
+    carries_dense: bool = True  # dense segments may come along, whole
     mixes_lanes: ClassVar[bool] = True  # a message may have segments of several lanes
     pipelines_parts: ClassVar[bool] = False  # a merge buffer in several messages overlaps their ways
 
@@ -88,6 +93,22 @@ class Exchange(ABC):
         self.scale = context.op.scale(context.workers or context.comm.size)  # factor of sums over ranks
         self._kept: dict[tuple[object, ...], torch.Tensor] = {}  # buffers, by key, dtype and device
         self._formats: dict[str, Format] = {}  # by message, as it was last
+
+    def prepare(self, slot: Slot, work: torch.Tensor, update: torch.Tensor) -> None:
+        """Take one tensor of a message to come, as soon as it is complete: do what needs none of the others.
+
+        ``work``, ``update``: as in :class:`SegmentBuffers`, in the tensor's shape. An exchange need not do anything.
+        """
+        return
+
+    def add_and_prepare(
+        self, slot: Slot, work: torch.Tensor, update: torch.Tensor, residual: torch.Tensor, gradient: torch.Tensor
+    ) -> bool | None:
+        """Write ``work = residual + gradient`` of one tensor, and :meth:`prepare` it, in one pass over memory.
+
+        Returns whether the sum is finite; None, with nothing done, where that takes two passes.
+        """
+        return None
 
     @abstractmethod
     def start(

@@ -15,11 +15,11 @@ import torch
 
 from agmerge.errors import MessageError
 from agmerge.exchanges import all_reduce
+from agmerge.exchanges.all_reduce import LARGE
 from agmerge.exchanges.base import Exchange, ExchangeContext, InFlight, SegmentBuffers
 from agmerge.exchanges.message.format import Flag, RoundHeader
 from sparsifiers import Selection
 
-LARGE = 1 << 18  # elements from which on a segment is not copied: the all-reduce of 1 MB takes longer than one more
 _HOT = 8  # positions of a one-hot number
 _FLAGS = 8
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from agmerge.exchanges import Exchange
+from agmerge.exchanges.all_reduce import LARGE
 from agmerge.tensors.layout import Lane, Layout, Segment, Slot
 from sparsifiers import Kind
 
@@ -48,21 +49,30 @@ def segments(layout: Layout, start: int, stop: int, ahead: bool) -> list[Segment
     ]
 
 
-def group_into_messages(segments: Sequence[Segment], size: int, *, ride: bool = True) -> list[list[Segment]]:
+def group_into_messages(
+    segments: Sequence[Segment], size: int, ride: Collection[Kind] = (Kind.SPARSE,)
+) -> list[list[Segment]]:
     """Decide which segments of a merge buffer share a message, between ``size`` ranks.
 
-    Per device, sparse segments share one, and, with ``ride``, the dense ones come along while an all-gather of them
-    is not much dearer than an all-reduce: it receives ``(W-1) m`` bytes instead of ``2 (W-1)/W m``. Every other segment
-    has a message of its own.
+    Per device, sparse segments share one. A low-rank segment has its own. Dense ones come along with a kind of
+    ``ride``: with factors, which are all-reduced like them, if they have its dtype and are not so large that they
+    would better be summed where they lie; else with sparse ones while an all-gather is not much dearer than an
+    all-reduce: it receives ``(W-1) m`` bytes instead of ``2 (W-1)/W m``. Every other segment has a message of its own.
     """
     messages: list[list[Segment]] = []
     for device in dict.fromkeys(segment.lane.device for segment in segments):
         on_device = [segment for segment in segments if segment.lane.device == device]
         sparse = [segment for segment in on_device if segment.lane.sparse]
         dense = [segment for segment in on_device if segment.lane.kind is Kind.DENSE]
-        messages += [[segment] for segment in on_device if segment not in sparse and segment not in dense]
+        for segment in on_device:
+            if segment.lane.kind is Kind.LOW_RANK:
+                along = []
+                if Kind.LOW_RANK in ride:
+                    along = [d for d in dense if d.lane.dtype == segment.lane.dtype and d.length < LARGE]
+                messages.append([segment, *along])
+                dense = [other for other in dense if other not in along]
         riding = sum(segment.length * segment.lane.dtype.itemsize for segment in dense)
-        if ride and sparse and riding * (size - 1) * (1 - 2 / size) <= RIDE:
+        if Kind.SPARSE in ride and sparse and riding * (size - 1) * (1 - 2 / size) <= RIDE:
             messages.append(sparse + dense)
         else:
             messages += [sparse] if sparse else []

@@ -1,4 +1,4 @@
-"""List the exchanges of what a sparsifier selects, by the names that ``exchange=`` takes; the rest goes by `DENSE`.
+"""List the exchanges of what a sparsifier selects, by the names that ``exchange=`` takes, and those of the rest.
 
 To add one, write a class that is made from one :class:`ExchangeContext`, and a line here.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from agmerge.exchanges.base import Exchange, ExchangeContext
 from agmerge.exchanges.dense import DenseExchange
+from agmerge.exchanges.low_rank.exchange import LowRankExchange
 from agmerge.exchanges.masked import MaskedExchange
 from agmerge.exchanges.oktopk.exchange import OkTopkExchange
 from agmerge.exchanges.sparse import SparseExchange
@@ -26,4 +27,6 @@ EXCHANGES: dict[str, type[Exchange]] = {
 
 def exchange_of(kind: Kind, name: str) -> type[Exchange]:
     """Return what carries lanes of a kind. ``name``: what ``exchange=`` says; it is about what a sparsifier selects."""
+    if kind is Kind.LOW_RANK:
+        return LowRankExchange
     return EXCHANGES[name] if kind is Kind.SPARSE else DENSE

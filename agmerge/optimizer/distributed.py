@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-import sparsifiers
 from agmerge.checkpoint import horovod_elastic, rank_state
 from agmerge.engine import grad_scaler, join
 from agmerge.engine.optimizer_wrapper import OptimizerWrapper, check_optimizer
@@ -18,8 +17,7 @@ from agmerge.errors import AGMergeError
 from agmerge.ops import Average, ReduceOp
 from agmerge.options import compressors, notices
 from agmerge.options.arguments import Options
-from agmerge.options.config import IMPORTANCE, with_momentum_of
-from agmerge.options.density_policy import DENSITY
+from agmerge.options.config import with_momentum_of
 from agmerge.options.resolve import check_passes, resolve
 from agmerge.options.updates import density_of
 from agmerge.reporting import ReportingMixin
@@ -43,11 +41,11 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
 
     * ``optimizer``: The one to wrap: any ``torch.optim.Optimizer`` whose ``step`` needs no closure (LBFGS is refused).
     * ``named_parameters``: Pass ``model.named_parameters()``. The names travel in errors and checkpoints.
-    * ``compression``: Give a sparsifier's name or object, ``"none" | "fp16" | "bf16"``, ``Compression.*``, or
-      ``"auto"``. The last is ``"dgc"`` where an SGD has momentum and no weight decay, else ``"topk"``;
-      ``stats()["compressor"]`` says which. ``"none" | "fp16" | "bf16"`` send every element, and arguments about what a
-      sparsifier selects are refused with them. Only a number as ``density`` and ``exchange="sparse"`` may stay in a
-      script that swaps its compressor by name; they say nothing then.
+    * ``compression``: Give a sparsifier's name or object, ``"powersgd" | "acpsgd"`` (docs/low_rank.md), ``"none" |
+      "fp16" | "bf16"``, ``Compression.*``, ``{pattern: one of these}`` by whole name, or ``"auto"``. The last is
+      ``"dgc"`` where an SGD has momentum and no weight decay, else ``"topk"``; ``stats()["compressor"]`` says which.
+      Arguments about what a compressor does not do are refused with it. Only a number as ``density`` or ``rank``, and
+      ``exchange="sparse"``, may stay in a script that swaps its compressor by name; they say nothing then.
     * ``backward_passes_per_step``: The gradients of so many passes are summed locally, not averaged.
     * ``op``: Updates are the ``Average`` or the ``Sum`` over ranks.
     * ``gradient_predivide_factor``: Dense sums are of ``g / f`` and multiplied by this factor f afterwards, against
@@ -61,6 +59,7 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
     * ``density``: Give one number, elements sent / elements, 0.01 by default; or ``{pattern: density}`` by whole name,
       where the first match counts and the default where none does; or ``"importance"``, which goes around the
       compressor's own density by the energy per element of each tensor's gradients in the first steps.
+    * ``rank``: ``"powersgd"`` and ``"acpsgd"`` send factors of so many rows, 4 by default; or ``{pattern: rank}``.
     * ``warmup``: Other densities in the first steps are ``"dgc"`` (the ladder of its paper, 200 steps a rung), a number
       of steps (geometric, from 25 %), or ``callable(step) -> density``. :func:`agmerge.ladder` is the paper's with a
       number of steps of yours.
@@ -118,6 +117,7 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
         process_set: Any = None,
         *,
         density: Any = None,
+        rank: Any = None,
         warmup: Any = None,
         memory: Any = None,
         dense: Any = None,
@@ -263,23 +263,24 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
         self._reducer.set_passes(passes)
 
     def set_compressor(
-        self, compression: Any, *, density: Any = None, memory: Any = None, warmup: Any = None, **options: Any
+        self,
+        compression: Any,
+        *,
+        density: Any = None,
+        rank: Any = None,
+        memory: Any = None,
+        warmup: Any = None,
+        **options: Any,
     ) -> None:
         """Collective. Compress otherwise from the next step on. Between steps; residuals and plan stay.
 
-        Arguments are those of the constructor; ``density`` None is the one in use, ``options`` are the sparsifier's.
-        What was not sent is sent by the new compressor; with one that drops nothing, all of it in the next step. A
-        momentum that the new memory does not have is kept, and saved, until one takes it up; an SGD's own then begins
-        at zero.
+        Arguments are those of the constructor; ``density`` and ``rank`` None are those in use, ``options`` are the
+        compressor's. What was not sent is sent by the new compressor; with one that drops nothing, all of it in the
+        next step. A momentum that the new memory does not have, and bases that the new compressor does not have, are
+        kept, and saved, until one takes them up; an SGD's own momentum then begins at zero.
         """
-        compression = compressors.resolve_auto(compression, self.optimizer, memory, self._options.sync)
-        compressors.check_meaning(compression, {"density": density, "warmup": warmup})
-        density = self._options.density if density is None else density
-        if options:
-            compression = sparsifiers.get(compression, DENSITY if density == IMPORTANCE else density, **options)
-        if isinstance(compression, sparsifiers.Sparsifier) and density != IMPORTANCE:
-            density = compression.density
-        changed = replace(self._options, compression=compression, density=density, memory=memory, warmup=warmup)
+        chosen = {"density": density, "rank": rank, "memory": memory, "warmup": warmup}
+        changed = compressors.swapped(self._options, self.optimizer, compression, chosen, options)
         config, before = with_momentum_of(resolve(changed), self.optimizer), self._reducer.config
         config = rank_state.with_memory_for_unsent(self._reducer.exchange, config, memory)
         self._reducer.reconfigure(config, "set_compressor()", "Give every rank the same compressor, at the same step.")

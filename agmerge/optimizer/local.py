@@ -164,10 +164,10 @@ class SameKind:
 
 
 def _settings(every: int, compression: Any, density: Any, wire: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of :class:`DistributedOptimizer`. What sends every element has no codec by default."""
+    """Return the arguments of :class:`DistributedOptimizer`. What sends every element, or factors, has no codec."""
     if "sync" in options:
         raise TypeError("sync is not an argument here: local steps exchange updates")
     if wire is None:
-        whole = compressors.cast_name(compression) is not None
-        wire = "auto" if whole or options.get("exchange") in WITHOUT_CODECS else WIRE
+        codecs = compressors.has_codecs(compression) and options.get("exchange") not in WITHOUT_CODECS
+        wire = WIRE if codecs else "auto"
     return {**options, "every": every, "compression": compression, "density": density, "wire": wire, "sync": UPDATES}

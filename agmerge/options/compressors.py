@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 import sparsifiers
 from agmerge.ops import Compression
 from agmerge.options import momentum
-from agmerge.options.density_policy import DENSITY
+from agmerge.options.arguments import Options
+from agmerge.options.density_policy import DENSITY, IMPORTANCE
 from agmerge.options.updates import GRADIENTS, UPDATES
 from agmerge.runtime import horovod_names, workers
 from sparsifiers.registry import spelling
@@ -30,10 +32,12 @@ _MEANT = {  # by others' names
     "bfloat16": "bf16",
 }
 
-# What is about selection alone: the value that says nothing, and what the argument is about.
+# What is about compression alone, and of that about selection: the value that says nothing, and what it is about.
+_COMPRESSION: dict[str, tuple[Any, str]] = {
+    "wire": ("auto", "the values that a compressor sends"),
+    "dense": (None, "which parameters a compressor leaves whole"),
+}
 _SELECTION: dict[str, tuple[Any, str]] = {
-    "wire": ("auto", "the values that a sparsifier selects"),
-    "dense": (None, "which parameters a sparsifier leaves whole"),
     "sparsify": ("auto", "when a sparsifier selects"),
     "warmup": (None, "how much a sparsifier selects"),
 }
@@ -81,36 +85,85 @@ def cast_name(compression: Any) -> str | None:
 
 
 def check_meaning(compression: Any, given: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` if an argument of ``given`` is about selection, and ``compression`` selects nothing.
+    """Raise ``ValueError`` if an argument of ``given`` is about what ``compression`` does not do.
 
-    A number as ``density``, and ``exchange="sparse"``, say how a sparsifier is to go about it, so they may stay in a
-    script that swaps its compressor by name.
+    A number as ``density`` or ``rank``, and ``exchange="sparse"``, say how a compressor is to go about it, so they may
+    stay in a script that swaps its compressor by name.
     """
-    sends_all = isinstance(compression, sparsifiers.Compressor) and not compression.selects
-    if cast_name(compression) is None and not sends_all:
-        return
+    selects, factorises, compresses = _abilities(compression)
+    sends = "every element" if not compresses else "factors, and selects nothing"
     for name, value in given.items():
-        usual, about = _SELECTION.get(name, (value, ""))
-        if name == "density" and (isinstance(value, dict) or value == "importance"):
-            about = "how much a sparsifier selects of which parameter"
-        elif name == "exchange" and value in _SELECTING:
-            about = "how ranks combine what a sparsifier selects"
-        elif name == "decay" and value != 1.0:
-            about = "what a sparsifier leaves behind"
-        elif value is usual or (isinstance(value, str) and value in (usual, "partial")):  # that has its own words
+        if value is None or isinstance(value, str) and value == "auto":
             continue
-        raise ValueError(
-            f"{name}={value!r} is about {about}, and compression={compression!r} sends every element: leave {name} "
-            "out, or give a sparsifier's name as compression (to send everything at first: a sparsifier, and then "
-            "set_compressor())"
-        )
+        about, instead = "", "a sparsifier's name"
+        if not compresses and name in _COMPRESSION and not (name == "dense" and _is_partial(value)):
+            about = _COMPRESSION[name][1]
+        elif not selects and name in _SELECTION:
+            about = _SELECTION[name][1]
+        elif not selects and name == "density" and (isinstance(value, dict) or value == IMPORTANCE):
+            about = "how much a sparsifier selects of which parameter"
+        elif not selects and name == "exchange" and value in _SELECTING:
+            about = "how ranks combine what a sparsifier selects"
+        elif not factorises and name == "rank" and isinstance(value, dict):
+            about, sends = "the factors of a low-rank compressor", "no factors"
+            instead = "'powersgd' or 'acpsgd'"
+        elif not compresses and name == "decay" and value != 1.0:
+            about = "what a compressor leaves behind"
+        if about:
+            raise ValueError(
+                f"{name}={value!r} is about {about}, and compression={compression!r} sends {sends}: leave {name} "
+                f"out, or give {instead} as compression (to send everything at first: a sparsifier, and then "
+                "set_compressor())"
+            )
 
 
-def compressor_of(compression: Any, density: Any) -> sparsifiers.Compressor:
-    """Return the compressor that is meant: by a name, or an object that is one. Raises ``ValueError`` or ``TypeError``.
+def _abilities(compression: Any) -> tuple[bool, bool, bool]:
+    """Tell whether what is asked for selects, whether it factorises, and whether it compresses at all, before casts.
 
-    ``density``: the one number that a sparsifier given by name gets; one that is an object must have it already.
+    What nobody knows counts as a sparsifier: the error about its name comes later.
     """
+    if cast_name(compression) is not None:
+        return False, False, False
+    if isinstance(compression, sparsifiers.Compressor):
+        return compression.selects, sparsifiers.Kind.LOW_RANK in compression.kinds, compression.compresses
+    if isinstance(compression, Mapping):
+        each = [_abilities(part) for part in compression.values()]
+        return any(s for s, _, _ in each), any(f for _, f, _ in each), any(c for _, _, c in each)
+    low_rank = sparsifiers.is_low_rank(compression)
+    return not low_rank, low_rank, True
+
+
+def has_codecs(compression: Any) -> bool:
+    """Tell whether what compresses sends values that codecs can make smaller: sparsifiers do, factors are added up."""
+    selects, factorises, _ = _abilities(compression)
+    return selects and not factorises
+
+
+def _is_partial(dense: Any) -> bool:
+    """Tell whether this is ``dense="partial"``, which has its own words for what it does not go with."""
+    return isinstance(dense, str) and dense == "partial"
+
+
+def compressor_of(compression: Any, density: Any, rank: Any = None) -> sparsifiers.Compressor:
+    """Return the compressor that is meant. Raises ``ValueError`` or ``TypeError``.
+
+    Args:
+        compression: a name, an object that is a compressor, or {pattern: one of these}.
+        density: the one number that a sparsifier given by name gets; one that is an object must have it already.
+        rank: likewise, of a low-rank compressor: a number, {pattern: number}, or None, its own.
+    """
+    asked = None if rank is None else sparsifiers.low_rank("powersgd", rank).rank  # checked also where not needed
+    if isinstance(compression, Mapping):
+        if not compression:
+            raise ValueError("compression={}: give at least one pattern for whole names, or a name")
+        parts = [(pattern, compressor_of(part, density, rank)) for pattern, part in compression.items()]
+        for pattern, part in parts:
+            if isinstance(part, Cast) and part.dtype is not None:
+                raise ValueError(
+                    f"compression={{{pattern!r}: {part.name!r}}}: what is sent whole beside what is compressed keeps "
+                    "its dtype; give 'none', or wire= for what is compressed"
+                )
+        return sparsifiers.ByName(parts)
     try:
         sparsifiers.budget(density, 1)  # checked also where it is not needed
     except ValueError as error:
@@ -125,6 +178,8 @@ def compressor_of(compression: Any, density: Any) -> sparsifiers.Compressor:
             raise ValueError(
                 f"density={density!r} and compression={compression!r} disagree: give the density to the compressor only"
             )
+        if isinstance(compression, sparsifiers.LowRank) and asked not in (None, compression.rank):
+            raise ValueError(f"rank={rank!r} and compression={compression!r} disagree: give the rank to one of them")
         return compression
     if not isinstance(compression, str):
         if hasattr(compression, "compress") and hasattr(compression, "decompress"):
@@ -133,21 +188,64 @@ def compressor_of(compression: Any, density: Any) -> sparsifiers.Compressor:
                 "is a sparsifiers.Sparsifier here"
             )
         raise TypeError(
-            f"compression={compression!r}: give a name ({_names()}), a sparsifiers.Sparsifier, "
-            "or agmerge.Compression.none | .fp16 | .bf16"
+            f"compression={compression!r}: give a name ({_names()}), {{pattern: name}}, a "
+            "sparsifiers.Compressor, or agmerge.Compression.none | .fp16 | .bf16"
         )
+    if sparsifiers.is_low_rank(compression):
+        return sparsifiers.low_rank(compression) if rank is None else sparsifiers.low_rank(compression, rank)
     try:
         return sparsifiers.get(compression, density=density)
     except ValueError as error:
         text = f"compression={compression!r}, density={density!r}: {error}"
-        near = get_close_matches(compression.casefold(), [AUTO, *CASTS], n=1)
+        near = get_close_matches(compression.casefold(), [AUTO, *CASTS, *sparsifiers.low_rank_names()], n=1)
         meant = _MEANT.get(spelling(compression)) or next(iter(near), "")
         hint = f"; did you mean {meant!r}?" if meant and "did you mean" not in text else ""
-        raise ValueError(f"{text}; besides these: {AUTO}, {', '.join(CASTS)}{hint}") from None
+        raise ValueError(f"{text}; besides these: {_others()}{hint}") from None
+
+
+def swapped(
+    options: Options,
+    optimizer: torch.optim.Optimizer,
+    compression: Any,
+    given: Mapping[str, Any],
+    own: Mapping[str, Any],
+) -> Options:
+    """Return the options of a wrapper that compresses otherwise from now on.
+
+    Args:
+        options: those in use.
+        optimizer: which ``compression="auto"`` goes by.
+        compression: as the constructor takes it.
+        given: ``density``, ``rank``, ``memory`` and ``warmup``; a density or rank that is None is the one in use.
+        own: options of the compressor, by name.
+    """
+    compression = resolve_auto(compression, optimizer, given["memory"], options.sync)
+    check_meaning(compression, {name: given[name] for name in ("density", "rank", "warmup")})
+    density = options.density if given["density"] is None else given["density"]
+    rank = options.rank if given["rank"] is None else given["rank"]
+    if own:
+        compression = _with_options(compression, density, rank, own)
+    if isinstance(compression, sparsifiers.Sparsifier) and density != IMPORTANCE:
+        density = compression.density
+    if isinstance(compression, sparsifiers.LowRank) and (own or given["rank"] is None):
+        rank = compression.rank
+    return replace(options, **{**given, "compression": compression, "density": density, "rank": rank})
+
+
+def _with_options(name: Any, density: Any, rank: Any, options: Mapping[str, Any]) -> sparsifiers.Compressor:
+    """Return the compressor of this name, with options of its own. TypeError for one that it does not have."""
+    if sparsifiers.is_low_rank(name):
+        return sparsifiers.low_rank(name, **({} if rank is None else {"rank": rank}), **options)
+    return sparsifiers.get(name, DENSITY if density == IMPORTANCE else density, **options)
 
 
 def _names() -> str:
-    return ", ".join((AUTO, *sparsifiers.names(), *CASTS))
+    return f"{', '.join(sparsifiers.names())}, {_others()}"
+
+
+def _others() -> str:
+    """Return the names of what is no sparsifier."""
+    return ", ".join((AUTO, *sparsifiers.low_rank_names(), *CASTS))
 
 
 def memory_for(memory: Any, compressor: sparsifiers.Compressor) -> sparsifiers.Memory:
@@ -155,13 +253,15 @@ def memory_for(memory: Any, compressor: sparsifiers.Compressor) -> sparsifiers.M
 
     Raises ``ValueError`` or ``TypeError`` for one that does not fit.
     """
-    if memory is None:
-        return sparsifiers.memory(compressor.memory)
+    memory = compressor.memory if memory is None else memory
     given = sparsifiers.memory(memory) if isinstance(memory, str) else memory
     if not isinstance(given, sparsifiers.Memory):
         raise TypeError(f"memory={memory!r}: give a name or a sparsifiers.Memory")
-    if given.has_momentum and not compressor.selects:
-        raise ValueError(f"memory={memory!r} has momentum for what a sparsifier selects; give it to a sparsifier")
+    if given.has_momentum and compressor.kinds != {sparsifiers.Kind.SPARSE}:
+        text = f"memory={memory!r} has momentum for what a sparsifier selects; give it to a sparsifier"
+        if compressor.selects:
+            text += " alone: beside factors, that is in compression={pattern: name}, pass memory='residual'"
+        raise ValueError(text)
     if isinstance(compressor, Cast) and compressor.dtype is None and given.has_residual:
         raise ValueError(f"memory={memory!r} keeps what a compressor drops, and compression='none' drops nothing")
     return given

@@ -16,6 +16,7 @@ import merging
 import sparsifiers
 from agmerge.backends import topology
 from agmerge.backends.handshake import Fact
+from agmerge.exchanges.low_rank.factors import saves
 from agmerge.exchanges.message import VALUES
 from agmerge.ops import ReduceOp
 from agmerge.options import dense_cutoff, momentum
@@ -25,10 +26,9 @@ from agmerge.options.groups import Groups
 from agmerge.options.updates import GRADIENTS, UPDATES, Updates
 from agmerge.runtime import process_sets
 from agmerge.tensors.parameters import ParameterInfo
-from sparsifiers import Kind
+from sparsifiers import ByName, Kind, LowRank
 
 MERGING = "agmerge"  # the default planner
-IMPORTANCE = "importance"
 AUTO = "auto"
 TWO_LEVEL = topology.EXCHANGE
 SMALL = 1024  # elements; a smaller tensor costs more to select from than to send
@@ -75,12 +75,19 @@ class Config:
             return dense_cutoff.assign_lanes(members, self.partial, self.density.target, self.dense)
         placed = []
         for member in members:
-            if self.compressor.kind is Kind.DENSE or self.dense(member.name, member.parameter):
-                placed.append(replace(member, kind=Kind.DENSE, density=None))
-            else:
-                density = self.density.of_parameter(member.name)
-                placed.append(replace(member, kind=self.compressor.kind, density=density))
+            kind = self._kind_of(member)
+            density = self.density.of_parameter(member.name) if kind is Kind.SPARSE else None
+            placed.append(replace(member, kind=kind, density=density))
         return placed
+
+    def _kind_of(self, member: ParameterInfo) -> Kind:
+        """Return how a parameter's gradient is sent."""
+        compressor = self.compressor.of_tensor(member.name)
+        if compressor.kind is Kind.DENSE or self.dense(member.name, member.parameter):
+            return Kind.DENSE
+        if isinstance(compressor, LowRank) and not saves(member.shape, compressor.rank_of(member.name)):
+            return Kind.DENSE
+        return compressor.kind
 
     def with_cutoff_for(self, members: Sequence[ParameterInfo], *, warns: bool) -> Config:
         """Return this, with the cutoff of dense="partial" for these members. ``warns``: this rank does, if need be."""
@@ -102,14 +109,22 @@ class Config:
     def check_patterns(self, names: Iterable[str]) -> None:
         """Raise ``ValueError`` for a pattern that matches none of ``names``: a slip is not ignored."""
         known = list(names)
-        given = {"dense": self.patterns, "density": [pattern for pattern, _ in self.density.patterns]}
+        given: dict[str, Iterable[re.Pattern[str]]] = {
+            "dense": self.patterns,
+            "density": [pattern for pattern, _ in self.density.patterns],
+        }
+        low_rank = self.compressor.part(Kind.LOW_RANK)
+        if isinstance(low_rank, LowRank):
+            given["rank"] = [pattern for pattern, _ in low_rank.patterns]
+        if isinstance(self.compressor, ByName):
+            given["compression"] = self.compressor.patterns
         for what, pattern in ((what, pattern) for what, patterns in given.items() for pattern in patterns):
             if not any(pattern.fullmatch(name) for name in known):
                 raise ValueError(f"{what}: {pattern.pattern!r} matches no whole name; parameters: {', '.join(known)}")
 
     def memory_of(self, kind: Kind) -> sparsifiers.Memory:
         """Return the memory of a lane. What is sent whole beside what is compressed leaves nothing to remember."""
-        return self.memory if kind is self.compressor.kind else self.memory.for_dense_lane()
+        return self.memory if kind in self.compressor.kinds else self.memory.for_dense_lane()
 
     @property
     def cast(self) -> torch.dtype | None:
@@ -120,10 +135,13 @@ class Config:
     def modes(self) -> tuple[str, ...]:
         """Return the modes in which planners may predict; the first one counts until times are measured.
 
-        They say where selection is: "behind" or "ahead" of merging, or "dense" where there is none.
+        They say where selection is: "behind" or "ahead" of merging, or "dense" where there is none. Matrices are
+        projected as soon as they are ready, so that is ahead.
         """
-        if not self.compressor.selects:
+        if not self.compressor.compresses:
             return ("dense",)
+        if not self.compressor.selects:
+            return ("ahead",)
         return ("behind", "ahead") if self.sparsify == "auto" else (self.sparsify,)
 
     @property
@@ -145,12 +163,14 @@ class Config:
 
         ``backward_passes_per_step`` too: it decides what a step is.
         """
-        lossless = not self.compressor.selects and self.cast is None
+        lossless = not self.compressor.compresses and self.cast is None
+        low_rank = self.compressor.part(Kind.LOW_RANK)
         return [
             ("sync", GRADIENTS if self.updates is None else UPDATES),  # first: defaults of others hang on it
             *(() if self.updates is None else self.updates.facts()),
             ("compression", self.compressor.name),
             *self.density.facts(),
+            *((("rank", str(low_rank.rank)),) if isinstance(low_rank, LowRank) else ()),
             ("dense='partial'", str(self.partial)),
             ("options", repr(self.compressor)),
             # "none" has a memory on those ranks that have loaded what is still to be sent; messages are the same.

@@ -54,9 +54,10 @@ def parse_dense_cutoff(
     """
     if not (isinstance(dense, str) and dense == NAME):
         return None
-    if not compressor.selects:
+    if compressor.kinds != {Kind.SPARSE}:
+        how = "factors are sent" if compressor.compresses else "everything is sent whole"
         raise ValueError(
-            f"dense='partial' and compression={compression!r}: everything is sent whole, there is nothing to choose; "
+            f"dense='partial' and compression={compression!r}: {how}, there is nothing to choose; "
             "leave dense out, or compress with a sparsifier"
         )
     if isinstance(density, (dict, str)):

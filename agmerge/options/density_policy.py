@@ -12,6 +12,7 @@ from agmerge.backends.handshake import Fact
 from agmerge.options.density_schedule import Schedule
 
 DENSITY = 0.01  # the default
+IMPORTANCE = "importance"  # density=, by the energy of gradients
 
 
 @dataclass(frozen=True)

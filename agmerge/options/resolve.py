@@ -16,6 +16,7 @@ import torch
 import merging
 import sparsifiers
 from agmerge.backends import timeouts
+from agmerge.exchanges.low_rank.exchange import WIRES as LOW_RANK_WIRES
 from agmerge.exchanges.routing import AHEAD
 from agmerge.exchanges.splitting import why_parts_impossible
 from agmerge.exchanges.table import EXCHANGES
@@ -23,13 +24,14 @@ from agmerge.ops import Average, ReduceOp
 from agmerge.options import dense_cutoff, density_schedule
 from agmerge.options.arguments import Options
 from agmerge.options.compressors import compressor_of, densities_of, memory_for
-from agmerge.options.config import AUTO, IMPORTANCE, MERGING, WIRES, Config, DenseRule, is_small
-from agmerge.options.density_policy import DENSITY, DensityPolicy
+from agmerge.options.config import AUTO, MERGING, TWO_LEVEL, WIRES, Config, DenseRule, is_small
+from agmerge.options.density_policy import DENSITY, IMPORTANCE, DensityPolicy
 from agmerge.options.groups import parse_groups
 from agmerge.options.updates import WITHOUT_CODECS, Updates, default_density, density_of, parse_updates, wire_of
 from agmerge.runtime import horovod_names, process_sets
 from agmerge.tensors.nonfinite import POLICIES, RAISE, SKIP
 from merging.planners.dear import DeAR
+from sparsifiers import Kind
 
 
 def resolve(options: Options) -> Config:
@@ -97,7 +99,8 @@ def _compression(options: Options, updates: Updates | None) -> dict[str, Any]:
     by_importance = density == IMPORTANCE
     patterns = densities_of(density)
     default = DENSITY if isinstance(compression, sparsifiers.Compressor) else default_density(options)
-    compressor = compressor_of(compression, default if patterns or by_importance else density)
+    compressor = compressor_of(compression, default if patterns or by_importance else density, options.rank)
+    _check_low_rank(options, compressor)
     if patterns and isinstance(compression, sparsifiers.Sparsifier):
         raise ValueError(f"density={density!r} and compression={compression!r}: give a name, or one density")
     if wire != "auto" and options.exchange in WITHOUT_CODECS:
@@ -134,6 +137,22 @@ def _plan(options: Options) -> dict[str, Any]:
         "groups": groups,
         "model": options.model,
     }
+
+
+def _check_low_rank(options: Options, compressor: sparsifiers.Compressor) -> None:
+    """Raise ``ValueError`` for what factors cannot do, where some tensors are factorised."""
+    if Kind.LOW_RANK not in compressor.kinds:
+        return
+    if options.wire not in LOW_RANK_WIRES:
+        raise ValueError(
+            f"wire={options.wire!r}: factors are added up on their way, so they travel as numbers that add up; choose "
+            f"from: {', '.join(map(repr, LOW_RANK_WIRES))}"
+        )
+    if options.exchange == TWO_LEVEL:
+        raise ValueError(
+            f"exchange='two-level' and compression={options.compression!r}: a rank of a node has a shard of each "
+            "matrix, and factors of shards are not built yet; pass exchange='sparse' or 'auto'"
+        )
 
 
 _DENSE_HINT = {"dense": "a dense exchange sends every element; ask for it with compression='none'"}
@@ -214,9 +233,10 @@ def _check_dear(config: Config) -> None:
             "merging='dear' has its updates in the next forward only, where scaler.step() cannot see them: train "
             "in bfloat16, without scaler=, or use another merging"
         )
-    if dear and config.compressor.selects:
+    if dear and config.compressor.compresses:
+        how = "what {} selects travels by all-gather" if config.compressor.selects else "{} sends factors of matrices"
         raise ValueError(
-            f"merging='dear' halves an all-reduce, and what {config.compressor!r} selects travels by all-gather: pass "
+            f"merging='dear' halves an all-reduce, and {how.format(repr(config.compressor))}: pass "
             "compression='none', 'fp16' or 'bf16', or use another merging"
         )
 

@@ -92,7 +92,7 @@ def default_density(options: Options) -> float:
 
 def wire_of(options: Options, compressor: sparsifiers.Compressor) -> str:
     """Return the value codec that is asked for, or the default one: of updates where an exchange has codecs signs."""
-    codecs = compressor.selects and options.exchange not in WITHOUT_CODECS
+    codecs = compressor.kinds == {sparsifiers.Kind.SPARSE} and options.exchange not in WITHOUT_CODECS
     return WIRE_OF_UPDATES if options.sync == UPDATES and options.wire == "auto" and codecs else options.wire
 
 

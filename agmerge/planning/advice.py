@@ -48,7 +48,7 @@ class Row:
 
 def predicted_step(plan: merging.Plan, measured: Measurements, rest: float) -> float:
     """Return the seconds of a step under ``plan``; ``rest``: those of its seconds that are not the exchange's."""
-    mode = AHEAD if AHEAD in plan.labels else next(mode for mode in measured.modes if mode != AHEAD)
+    mode = AHEAD if AHEAD in plan.labels else next((mode for mode in measured.modes if mode != AHEAD), AHEAD)
     return rest + step_end(plan, measured, mode)
 
 

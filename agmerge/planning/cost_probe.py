@@ -13,7 +13,7 @@ from agmerge.exchanges import Exchange
 from agmerge.options.config import AUTO
 from agmerge.planning.message_timing import BURST, MessageTimer, unobserved
 from agmerge.step.merge_buffers import MergeBuffers
-from agmerge.tensors.layout import Layout, Segment
+from agmerge.tensors.layout import Lane, Layout, Segment
 from merging import Curve
 from sparsifiers import Kind
 
@@ -33,7 +33,7 @@ Samples = dict[int, list[float]]  # seconds by elements, the maximum over ranks
 class MeasuredCosts(NamedTuple):
     """Hold the curves that plans are made from: seconds over elements, the same on every rank."""
 
-    sparsify: Curve | None  # of selection, over elements that are selected from; None: nothing is selected
+    sparsify: Curve | None  # of selection, over elements that are selected from; None: nothing is compressed
     exchange: Curve  # over elements of a message
     dense: Curve | None  # of a dense exchange, over elements; None: no merge buffer has the choice
     message: Curve | None = None  # what a message takes of the processor, over its elements; None: not known
@@ -50,9 +50,10 @@ class SampledTimes(NamedTuple):
 def probe(buffers: MergeBuffers, step: int, backward: float, finish: float = 0.0) -> MeasuredCosts:
     """Collective. Measure what selection and exchanges cost, between steps.
 
-    Runs of tensors of the largest lane, of sizes that double, are selected from and exchanged as in a step;
-    nothing of it is written to a residual or an update. Selection and packing are means of several calls with one
-    key, since thresholds may be reused; an exchange is the median from the moment its message is packed. All are the
+    Runs of tensors of one lane, see :func:`measured_lane`, of sizes that double, are selected from, or projected, and
+    exchanged as in a step; nothing of it is written to a residual or an update. Selection, which projecting counts as,
+    and packing are means of several calls with one key, since thresholds may be reused; an exchange is the median from
+    the moment its message is packed. All are the
     maximum over ranks. When sizes become too dear, the rest follows the slope. What small messages take of the
     processor beside that, its share of the network's threads for one, is part of ``message``.
 
@@ -64,19 +65,21 @@ def probe(buffers: MergeBuffers, step: int, backward: float, finish: float = 0.0
     """
     config, spend = buffers.config, max(SPEND, WORTH * finish)
     exchanges = buffers.exchanges()
-    compressed, dense = exchanges[config.compressor.kind], exchanges[Kind.DENSE]
     segments = sizes(buffers.layout)
-    if not segments[0].lane.sparse:
+    lane, dense = segments[0].lane, exchanges[Kind.DENSE]
+    compressed = exchanges[lane.kind]
+    if lane.kind is Kind.DENSE:
         times = _sample(buffers, segments, dense, step, backward, spend)
         overhead = _cpu_overhead_of_message(MessageTimer(buffers, segments[0], dense, step, backward), times)
         return MeasuredCosts(None, Curve.fit(times.exchange), None, Curve((0,), (overhead,)))
     times = _sample(buffers, segments, compressed, step, backward, spend)
     overhead = _cpu_overhead_of_message(MessageTimer(buffers, segments[0], compressed, step, backward), times)
-    per_vector = _overhead_per_extra_vector(buffers, segments[-1], compressed, step)
+    per_vector = _overhead_per_extra_vector(buffers, segments[-1], compressed, step) if lane.sparse else 0.0
     choice: Curve | None = None
     if config.exchange == AUTO:  # the last one: it leaves nothing to select from
         choice = Curve.fit(_sample(buffers, segments, dense, step, backward, spend).exchange)
-    unobserved(config.compressor).retain(buffers.keys())
+    for part in map(config.compressor.part, config.compressor.kinds):
+        unobserved(part).retain(buffers.keys())
     return MeasuredCosts(
         Curve.fit(_plus(per_vector, times.selection), zero=True),
         Curve.fit(times.exchange),
@@ -85,12 +88,17 @@ def probe(buffers: MergeBuffers, step: int, backward: float, finish: float = 0.0
     )
 
 
+def measured_lane(layout: Layout) -> Lane:
+    """Return the lane whose messages are timed: the largest that is compressed, if one is, else the largest."""
+    return max(layout.lengths, key=lambda lane: (lane.kind is not Kind.DENSE, layout.lengths[lane]))
+
+
 def sizes(layout: Layout) -> list[Segment]:
-    """Return runs of tensors of the largest lane, sparse if there is one: from its smallest tensor to all of them.
+    """Return runs of tensors of the measured lane: from its smallest tensor to all of them.
 
     Each is at least ``GROWTH`` times as large as the one before, but for the last one, which is the whole lane.
     """
-    lane = max(layout.lengths, key=lambda lane: (lane.sparse, layout.lengths[lane]))
+    lane = measured_lane(layout)
     slots = [slot for slot in layout.slots if slot.lane == lane]
     runs = [Segment(lane, (slot,)) for slot in slots] + [Segment(lane, tuple(slots[:i])) for i in range(2, len(slots))]
     whole = Segment(lane, tuple(slots))
@@ -119,7 +127,9 @@ def _sample(
         runs = int(min(max(spend / SHARE / expected, RUNS[0]), RUNS[1])) if expected else RUNS[1]
         timer = MessageTimer(buffers, segment, exchange, step, backward)
         selecting, packing, travel = _max_over_ranks(buffers, *timer.time_selection(runs), timer.time_exchange(runs))
-        elements = timer.capacity if exchange.sparse else segment.numel
+        if timer.factorises:  # what takes the processor is not packing, but the passes over the matrices
+            selecting, packing = selecting + packing, 0.0
+        elements = timer.capacity
         times.exchange.setdefault(elements, []).append(travel)
         times.packing.setdefault(elements, []).append(packing)
         times.selection.setdefault(segment.numel, []).append(selecting)

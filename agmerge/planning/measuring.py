@@ -9,12 +9,15 @@ import torch
 
 import merging
 from agmerge.backends.handshake import gather_bytes
+from agmerge.exchanges.low_rank.exchange import WIRES
 from agmerge.exchanges.message.format import slot_bytes
 from agmerge.metrics.step_times import Seconds
-from agmerge.planning.cost_probe import MeasuredCosts
+from agmerge.planning.cost_probe import MeasuredCosts, measured_lane
 from agmerge.step.importance import Energies
 from agmerge.step.merge_buffers import MergeBuffers
+from agmerge.tensors.layout import Lane, Slot
 from merging import Measurements
+from sparsifiers import Kind
 
 
 def gather_seconds(buffers: MergeBuffers, *columns: Seconds) -> list[Seconds]:
@@ -56,7 +59,7 @@ def residual_energy(buffers: MergeBuffers) -> Energies | None:
     None where nothing is kept, or a residual is not finite.
     """
     residuals: dict[str, torch.Tensor] = {}
-    if buffers.config.compressor.selects:
+    if buffers.config.compressor.compresses:
         residuals = {name: tensor for (kind, name), tensor in buffers.state().items() if kind == "residual"}
     norms = [
         float(torch.linalg.vector_norm(residuals[slot.name])) if slot.name in residuals else 0.0
@@ -69,8 +72,8 @@ def residual_energy(buffers: MergeBuffers) -> Energies | None:
 def profile(buffers: MergeBuffers, ready: Seconds, step: int, noise: Energies | None = None) -> merging.Profile:
     """Return the tensors that take part as planners see them.
 
-    A load is in selected elements, index and value as they are sent; an element that is sent whole has no index, and
-    counts by its bytes.
+    A load is in elements of the lane whose messages are timed: selected ones, index and value as they are sent, or
+    those of factors. What is sent otherwise counts by its bytes.
 
     Args:
         ready: when each tensor is ready, in seconds since the first, never falling; (n,).
@@ -78,22 +81,33 @@ def profile(buffers: MergeBuffers, ready: Seconds, step: int, noise: Energies | 
         noise: energy that selection leaves behind, (n,); None: not known.
     """
     names, numel, work, load = [], [], [], []
-    selects = any(lane.sparse for lane in buffers.arenas)
-    unit = _bytes_of_selected_element(buffers, step) if selects else 0.0
+    timed = measured_lane(buffers.layout)
+    unit = _bytes_of_element(buffers, timed, step) if timed.kind is not Kind.DENSE else 0.0
     for slot in buffers.layout.slots:
-        sparse = slot.lane.sparse and selects
         names.append(slot.name)
         numel.append(slot.numel)
-        work.append(slot.numel if sparse else 0)
-        whole = math.ceil(slot.numel * slot.lane.dtype.itemsize / unit) if selects else slot.numel
-        load.append(min(buffers.tensor_budget(slot, step), slot.numel) if sparse else whole)
+        work.append(slot.numel if slot.lane.kind is not Kind.DENSE else 0)
+        sent = _elements_sent(buffers, slot, step)
+        same = not unit or (slot.lane.kind is timed.kind and slot.lane.dtype == timed.dtype)
+        load.append(sent if same else math.ceil(sent * _bytes_of_element(buffers, slot.lane, step) / unit))
     return merging.Profile(names, numel, np.diff(ready, prepend=0.0), work=work, load=load, noise=noise)
 
 
-def _bytes_of_selected_element(buffers: MergeBuffers, step: int) -> float:
-    """Return what a selected element of the largest sparse lane takes in a message, index and value, about."""
-    lane, length = max(
-        ((lane, length) for lane, length in buffers.layout.lengths.items() if lane.sparse), key=lambda pair: pair[1]
-    )
+def _elements_sent(buffers: MergeBuffers, slot: Slot, step: int) -> int:
+    """Return how many elements a step sends of a tensor: selected ones, those of its factors, or all of them."""
+    if slot.lane.sparse:
+        return min(buffers.tensor_budget(slot, step), slot.numel)
+    if slot.lane.kind is Kind.LOW_RANK and buffers.bases is not None:
+        return buffers.bases.elements(slot)
+    return slot.numel
+
+
+def _bytes_of_element(buffers: MergeBuffers, lane: Lane, step: int) -> float:
+    """Return what an element that is sent takes in a message, about: with its index, where it was selected."""
+    wire = buffers.config.wire
+    if not lane.sparse:
+        dtype = WIRES.get(wire) if lane.kind is Kind.LOW_RANK else None
+        return (dtype or lane.dtype).itemsize
+    length = buffers.layout.lengths[lane]
     count = sum(buffers.tensor_budget(slot, step) for slot in buffers.layout.slots if slot.lane == lane)
-    return slot_bytes(length, min(count, length), lane.dtype, buffers.config.wire)
+    return slot_bytes(length, min(count, length), lane.dtype, wire)

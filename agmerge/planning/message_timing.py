@@ -12,7 +12,7 @@ from agmerge.exchanges import Exchange, InFlight, SegmentBuffers
 from agmerge.exchanges.message.format import RoundHeader
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.layout import Segment
-from sparsifiers import Compressor, Selection, Sparsifier
+from sparsifiers import Compressor, Kind, Selection, Sparsifier
 from sparsifiers.observed import Observed
 
 PIECE_OF_WORK = torch.ones(128, 128)  # its product with itself takes a tenth of a millisecond, more or less
@@ -41,7 +41,8 @@ class MessageTimer:
         self.on_host = segment.lane.device.type == "cpu"
         self._shares_cores = self.on_host and exchange.can_poll  # backward and the network's threads
         self.selection = self._select()  # the last one; None: the segment is sent whole
-        self.capacity = 0 if self.selection is None else self.selection.indices.numel()  # elements of a message
+        self.factorises = exchange.factorises  # segments are matrices, and factors of these are sent
+        self.capacity = self._elements()  # of a message
 
     def start(
         self, name: str, segment_buffers: list[SegmentBuffers], selections: list[Selection | None], tensors: int
@@ -69,13 +70,13 @@ class MessageTimer:
     def time_exchange(self, runs: int) -> float:
         """Collective. Return the seconds from the packed message to its arrival, the median of ``runs`` messages.
 
-        Where nothing is selected, packing counts too.
+        Where all is sent, packing counts too.
         """
         seconds = []
         for _ in range(runs):
             begin = self.now()
             wait = self._send()
-            begin = self.now() if self.selection is not None else begin
+            begin = self.now() if self.selection is not None or self.factorises else begin
             wait()
             seconds.append(self.now() - begin)
         return statistics.median(seconds)
@@ -112,11 +113,17 @@ class MessageTimer:
             torch.accelerator.synchronize(device)  # between steps: nothing else runs
         return time.perf_counter()
 
+    def _elements(self) -> int:
+        """Return the elements of a message."""
+        if self.factorises and self.buffers.bases is not None:
+            return sum(map(self.buffers.bases.elements, self.segment.slots))
+        return self.segment.numel if self.selection is None else self.selection.indices.numel()
+
     def _select(self) -> Selection | None:
         """Select from the segment under a key of its own; return None where it is sent whole."""
         if not self._exchange.sparse or not self.segment.lane.sparse:
             return None
-        sparsifier = unobserved(self.buffers.config.compressor)
+        sparsifier = unobserved(self.buffers.config.compressor.part(Kind.SPARSE))
         assert isinstance(sparsifier, Sparsifier)  # the lane is a sparse one
         work, k, shapes = self.buffers.vector(self.segment, self.step)
         return sparsifier.select(work, k=k, key=f"probe of {self.segment.numel}", step=self.step, shapes=shapes)
@@ -147,6 +154,7 @@ def _zeros(segment_buffers: SegmentBuffers) -> SegmentBuffers:
     return SegmentBuffers(segment_buffers.segment, work, segment_buffers.update)
 
 
-def unobserved(compressor: Compressor) -> Compressor:
+def unobserved(compressor: Compressor | None) -> Compressor:
     """Return the compressor without the one that watches it: figures are of training, and not of probes."""
+    assert compressor is not None
     return compressor.wrapped if isinstance(compressor, Observed) else compressor

@@ -54,7 +54,7 @@ def best_plan_or_current(planner: merging.Planner, buffers: MergeBuffers, measur
 
 def mode_of(plan: merging.Plan, measured: Measurements) -> str:
     """Return the mode in which ``plan`` is to be predicted: "ahead" where it says so, else the other one allowed."""
-    return AHEAD if plan.labels[0] == AHEAD else next(mode for mode in measured.modes if mode != AHEAD)
+    return AHEAD if plan.labels[0] == AHEAD else next((mode for mode in measured.modes if mode != AHEAD), AHEAD)
 
 
 def predicted_finish(plan: merging.Plan, measured: Measurements) -> float:

@@ -40,7 +40,8 @@ def all_dense(planner: merging.Planner, measured: Measurements) -> merging.Plan:
     """Return the planner's plan if everything went dense."""
     whole = sent_whole(measured)
     plan = planner.plan(whole.profile, whole.costs, "dense")
-    return replace(with_mode(plan, "behind"), dense=(True,) * len(plan.counts))
+    mode = "behind" if "behind" in measured.modes else measured.modes[0]  # as a plan with a choice has it
+    return replace(with_mode(plan, mode), dense=(True,) * len(plan.counts))
 
 
 class PlanTrial:

@@ -78,7 +78,7 @@ class Replanner:
     def _chooses_dense(self) -> bool:
         """Tell whether merge buffers go dense or sparse by what that costs."""
         config = self.buffers.config
-        return config.exchange == AUTO and config.compressor.selects
+        return config.exchange == AUTO and config.compressor.compresses
 
     # -- when it plans --------------------------------------------------------------------------------------
 
@@ -117,8 +117,9 @@ class Replanner:
         seconds = gather_seconds(self.buffers, np.array(trial.seconds()))[0].max(axis=0)
         fastest = trial.plans[self._number_of_rank_0(int(seconds.argmin()))]
         if all(fastest.dense):
-            compressed = min(took for took, plan in zip(seconds, trial.plans, strict=True) if not all(plan.dense))
-            self._warn_dense_once(f"{1e3 * seconds.min():.3g} ms a step, compressed {1e3 * compressed:.3g} ms")
+            times = [took for took, plan in zip(seconds, trial.plans, strict=True) if not all(plan.dense)]
+            compressed = f"{1e3 * min(times):.3g} ms" if times else "is predicted to take much longer"
+            self._warn_dense_once(f"{1e3 * seconds.min():.3g} ms a step, compressed {compressed}")
         self.times.restart()
         self._steps = FIRST
         return self._changed_to(fastest)

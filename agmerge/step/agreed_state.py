@@ -20,8 +20,10 @@ from agmerge.options.dense_cutoff import DenseCutoff
 from agmerge.step.agreement import open_merge_buffers
 from agmerge.step.merge_buffers import MergeBuffers, State, model_facts
 from agmerge.tensors.parameters import ParameterInfo
-from sparsifiers import Sparsifier
+from sparsifiers import ByName, Kind, Sparsifier
 from sparsifiers.observed import Observed
+
+OF_GRADIENTS = ("residual", "momentum")  # kinds of what is kept that are linear in gradients
 
 
 class TensorTable(Protocol):
@@ -203,7 +205,7 @@ class AgreedState:
 
         ``what``, ``advice``: for the error where ranks give different ones.
         """
-        before, self.config = self.config, observing(config, isinstance(self.config.compressor, Observed))
+        before, self.config = self.config, observing(config, self.is_observed)
         try:
             facts = self.facts()
             if self.comm is not None:
@@ -218,6 +220,11 @@ class AgreedState:
         self.adopt(observing(self.config, on))
         if self.buffers is not None:
             self.buffers.adopt(replace(self.buffers.config, compressor=self.config.compressor))
+
+    @property
+    def is_observed(self) -> bool:
+        """Tell whether figures of selections are kept."""
+        return isinstance(self.config.compressor.part(Kind.SPARSE), Observed)
 
     def adopt(self, config: Config) -> None:
         """Use ``config`` from the next agreement on. Of what ranks compare nothing may differ."""
@@ -296,10 +303,12 @@ class AgreedState:
 
 def observing(config: Config, on: bool) -> Config:
     """Return ``config`` with a sparsifier that keeps figures of its selections, or that does not. Nothing else."""
-    compressor = config.compressor.wrapped if isinstance(config.compressor, Observed) else config.compressor
-    if on and isinstance(compressor, Sparsifier):
-        compressor = Observed(compressor)
-    return replace(config, compressor=compressor)
+    compressor, sparsifier = config.compressor, config.compressor.part(Kind.SPARSE)
+    if not isinstance(sparsifier, Sparsifier):
+        return config
+    sparsifier = sparsifier.wrapped if isinstance(sparsifier, Observed) else sparsifier
+    sparsifier = Observed(sparsifier) if on else sparsifier
+    return replace(config, compressor=compressor.replaced(sparsifier) if isinstance(compressor, ByName) else sparsifier)
 
 
 def weight_factor(op: ReduceOp, before: int, now: int) -> float:
@@ -315,9 +324,12 @@ def rescaled(state: State, factor: float) -> State:
     """Return what one rank keeps, as a member of another number of workers: its own residuals times ``factor``.
 
     A momentum that each rank has of its own gradients is linear in them, and is treated likewise. A momentum of
-    averages, which every rank has alike, stays as it is.
+    averages, which every rank has alike, stays as it is, and so do bases, which have no scale.
     """
     if factor == 1.0:
         return state
     own = {name for kind, name in state if kind == "residual"}
-    return {(kind, name): tensor * factor if name in own else tensor for (kind, name), tensor in state.items()}
+    return {
+        (kind, name): tensor * factor if name in own and kind in OF_GRADIENTS else tensor
+        for (kind, name), tensor in state.items()
+    }

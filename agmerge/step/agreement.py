@@ -124,7 +124,7 @@ def _make_plan(
         if config.exchange != AUTO:
             recorded = replace(recorded, dense=(False,) * len(recorded.counts))
         ahead = AHEAD in recorded.labels
-        if (AHEAD if ahead else "behind") in config.modes or not config.compressor.selects:
+        if (AHEAD if ahead else "behind") in config.modes or not config.compressor.compresses:
             return recorded
         return with_mode(recorded, config.modes[0])  # the script asks for the other way now
     # Reversed registration stands in for tensors that no backward pass has reached yet.

@@ -22,6 +22,7 @@ from agmerge.exchanges import (
     SegmentBuffers,
     routing,
 )
+from agmerge.exchanges.low_rank.bases import Bases
 from agmerge.exchanges.node_shards import NodeShards, sharded
 from agmerge.exchanges.reduce_scatter import ScatterExchange
 from agmerge.exchanges.routing import AHEAD, Message, group_by, group_by_dtype, group_into_messages, message_name
@@ -31,10 +32,10 @@ from agmerge.metrics.step_times import clock_for
 from agmerge.options.config import Config
 from agmerge.step.importance import GradientEnergy
 from agmerge.step.update_home import InArenas
-from agmerge.tensors.arena import Arena, trim
+from agmerge.tensors.arena import Arena, Unwritten, trim
 from agmerge.tensors.layout import Lane, Layout, Segment, Slot
 from agmerge.tensors.parameters import ParameterInfo
-from sparsifiers import Kind, kernel
+from sparsifiers import Kind, LowRank, kernel
 from sparsifiers.memories import NoMemory
 
 BATCH_COPY_LIMIT = 1 << 14  # elements up to which a tensor that is sent whole waits for its merge buffer
@@ -89,9 +90,12 @@ class MergeBuffers:
         self.batched_dense = {
             slot.index
             for slot in self.layout.slots
-            if not slot.lane.sparse and slot.numel <= BATCH_COPY_LIMIT and slot.lane.device.type == "cpu"
+            if slot.lane.kind is Kind.DENSE and slot.numel <= BATCH_COPY_LIMIT and slot.lane.device.type == "cpu"
             if isinstance(self.arenas[slot.lane].memory, NoMemory)
         }
+        factored = [slot for slot in self.layout.slots if slot.lane.kind is Kind.LOW_RANK]
+        low_rank = config.compressor.part(Kind.LOW_RANK)
+        self.bases = Bases(low_rank, factored) if isinstance(low_rank, LowRank) and factored else None
         self.clock = clock_for(lane.device for lane in self.arenas)
         self.budgets: tuple[int, ...] | None = None  # by slot: elements to send, by importance, once that is known
         self.energy = GradientEnergy() if config.density.by_importance and config.compressor.selects else None
@@ -115,24 +119,24 @@ class MergeBuffers:
         if self.config.model is not None:  # merging="dear": each all-reduce in two halves
             exchanges[Kind.DENSE] = ScatterExchange(self.exchange_context())
         self.dense, self.plan = exchanges[Kind.DENSE], plan
-        compressed = exchanges[self.config.compressor.kind]
         self._fixed_budgets = {}
         self.updates.rebuild(plan.bounds)
         self.fingerprint = zlib.crc32(plan.dumps().encode()) & 0x7FFFFFFF
-        ride = compressed.carries_dense and not self.config.ordered
+        ride = [kind for kind, each in exchanges.items() if each.carries_dense and not self.config.ordered]
+        mixes_lanes = all(each.mixes_lanes for each in exchanges.values())
         self.messages: list[list[Message]] = []  # of each merge buffer
         kinds = zip(plan.bounds, plan.labels, plan.dense, plan.parts, strict=True)
         for index, (bounds, label, goes_dense, parts) in enumerate(kinds):
             segments = routing.segments(self.layout, *bounds, label == AHEAD and not goes_dense)
             if goes_dense:
                 groups = group_by_dtype(segments)
-            elif compressed.mixes_lanes:
-                groups = group_into_messages(segments, self.across.size, ride=ride)
+            elif mixes_lanes:
+                groups = group_into_messages(segments, self.across.size, ride)
             else:
                 groups = group_by(segments, lambda lane: lane)
             if parts > 1:
                 groups = [message for group in groups for message in split(group, parts)]
-            messages = []
+            messages: list[Message] = []
             for number, group in enumerate(groups):
                 exchange = exchanges[Kind.DENSE if goes_dense else group[0].lane.kind]
                 messages.append(Message(message_name(index, number), index, exchange, tuple(group)))
@@ -147,6 +151,15 @@ class MergeBuffers:
             if part.lane.sparse and message.exchange.sparse and plan.labels[message.buffer] == AHEAD
             if plan.parts[message.buffer] == 1
         }
+        # By slot: who can do something of a message as soon as the tensor is there.
+        self.prepared = {
+            slot.index: message.exchange
+            for messages in self.messages
+            for message in messages
+            for part in message.segments
+            for slot in part.slots
+            if part.lane.kind is Kind.LOW_RANK and not plan.dense[message.buffer]
+        }
 
     def adopt(self, config: Config) -> None:
         """Use ``config`` from now on. Nothing may differ but what a sparsifier tells of itself."""
@@ -159,8 +172,8 @@ class MergeBuffers:
         return Arena(lane, length, slots, self.config.memory_of(lane.kind), self.comm.size, rate)
 
     def exchanges(self, *, exact: bool = False) -> dict[Kind, Exchange]:
-        """Return new exchanges, one for each kind of lane that there may be. ``exact``: without a cast."""
-        context, kinds = self.exchange_context(), {Kind.DENSE, self.config.compressor.kind}
+        """Return new exchanges, one for each kind of lane that there is. ``exact``: without a cast."""
+        context, kinds = self.exchange_context(), {lane.kind for lane in self.arenas} | {Kind.DENSE}
         context = replace(context, cast=None) if exact else context
         return {kind: exchange_of(kind, self.config.exchange)(context) for kind in kinds}
 
@@ -179,6 +192,7 @@ class MergeBuffers:
             cast=config.cast,
             keeps=any(config.memory_of(kind).has_residual or config.memory_of(kind).hands_back for kind in Kind),
             receive=self._receive,
+            bases=self.bases,
             workers=self.comm.size,  # a node's sum counts for all of its ranks
         )
 
@@ -192,21 +206,26 @@ class MergeBuffers:
         self.received.append((segment, parts, scale))
         return True
 
-    def commit(self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor | None) -> None:
+    def commit(self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor | Unwritten | None) -> None:
         """Take what was sent of a segment off what is kept: see :meth:`Arena.commit`. Or remember it, to hand back."""
         arena = self.arenas[segment.lane]
         if arena.memory.hands_back:  # copies: the buffers of a message are written again
             if indices is not None:
                 indices = indices.clone() if indices.numel() < segment.length else None
-            sent = None if sent is None else sent.to(arena.work.dtype, copy=True)
+            if isinstance(sent, torch.Tensor):
+                sent = sent.to(arena.work.dtype, copy=True)
+            elif sent is not None:
+                sent = sent.tensor().view(-1)
             self.sent.append((segment, indices, sent))
         else:
             arena.commit(segment, indices, sent)
 
     def forget_round(self) -> None:
-        """Forget what was sent and received in a round: it has been applied, or comes to nothing."""
+        """Forget what a round has sent, received and staged: it has been applied, or comes to nothing."""
         self.sent.clear()
         self.received.clear()
+        if self.bases is not None:
+            self.bases.forget()
 
     # -- what is sent ---------------------------------------------------------------------------------------------
 
@@ -252,8 +271,8 @@ class MergeBuffers:
         return {part.key for part in segments}
 
     def goes_whole(self, slot: Slot) -> bool:
-        """Tell whether all of a tensor is sent in a round, rather than what is selected of it."""
-        return not slot.lane.sparse or self.plan.dense[self.buffer_of[slot.index]]
+        """Tell whether all of a tensor is sent in a round, rather than what is selected of it, or its factors."""
+        return slot.lane.kind is Kind.DENSE or self.plan.dense[self.buffer_of[slot.index]]
 
     # -- gradients and updates ------------------------------------------------------------------------------------
 
@@ -299,6 +318,8 @@ class MergeBuffers:
             self.arena_of[slot.index].accumulate(slot, None)
         for arena in self.arenas.values():
             arena.swap()
+        if self.bases is not None:
+            self.bases.commit()
         if self._untrimmed:  # in the first step all gradients are there before any can be let go; the second one's
             self._untrimmed -= 1  # go one by one, but out of what the first has left in pieces
             trim()
@@ -307,16 +328,18 @@ class MergeBuffers:
 
     def state(self) -> State:
         """Return what is kept from step to step: views."""
-        return {
+        state = {
             (kind, slot.name): tensor
             for slot in self.layout.slots
             for kind, tensor in self.arenas[slot.lane].state_of(slot).items()
         }
+        return state if self.bases is None else state | self.bases.state()
 
     def restore_state(self, carried: State) -> None:
         """Collective. Move state in; what has no place here stays in ``carried``.
 
-        The momentum of averages is the same on every rank, and rank 0's counts: others may not have loaded it.
+        The momentum of averages is the same on every rank, and so are bases. Rank 0's count: others may not have loaded
+        them.
         """
         for key, tensor in self.state().items():
             if key in carried:
@@ -324,6 +347,9 @@ class MergeBuffers:
         for number, arena in enumerate(self.arenas.values()):
             if arena.memory.has_momentum and not arena.memory.has_residual:
                 self.across.broadcast(arena.momentum, 0, f"momentum {number}").wait(self.config.timeout)
+        if self.bases is not None:
+            self.bases.restore(carried)
+            self.bases.share(self.across, self.config.timeout)
 
     def restore_budgets(self, budgets: dict[str, int]) -> None:
         """Take budgets by importance as they were, by name, if they are of all the tensors here."""

@@ -17,10 +17,11 @@ from agmerge.exchanges.routing import Message
 from agmerge.metrics.step_times import StepRecorder
 from agmerge.metrics.totals import Totals
 from agmerge.step.merge_buffers import MergeBuffers
+from agmerge.tensors.arena import Add
 from agmerge.tensors.difference import Difference
 from agmerge.tensors.layout import Lane, Segment, Slot
 from agmerge.tensors.nonfinite import NonFiniteGuard, is_finite
-from sparsifiers import Selection, Sparsifier
+from sparsifiers import Kind, Selection, Sparsifier
 
 # Asked for a tensor that nobody has handed over, by name.
 GradientOf = Callable[[str], "torch.Tensor | Difference | None"]
@@ -61,6 +62,7 @@ class Round:
         self._added: dict[int, bool] = {}  # by slot: whether there was a gradient
         self._batches: dict[int, list[tuple[Slot, torch.Tensor]]] = {}  # by merge buffer: not yet in `work`
         self._offers: dict[int, Selection] = {}  # by slot, of tensors that are sparsified ahead
+        self._is_prepared: set[int] = set()  # slots that were prepared when their gradient was added up
         self._in_flight: list[list[tuple[Message, InFlight]]] = []  # per merge buffer that was sent
         self._counted: dict[int, tuple[int, int]] = {}  # bytes and elements of each message that are in the totals
         self._arrived = 0  # merge buffers whose messages are known to be here
@@ -133,13 +135,29 @@ class Round:
             self._batches.setdefault(self.buffers.buffer_of[slot.index], []).append((slot, gradient))
             return
         arena = self.buffers.arena_of[slot.index]
-        finite = arena.accumulate(slot, gradient)
+        finite = arena.accumulate(slot, gradient, self._add_and_prepare(slot))
         if gradient is None:
             return
         if not finite and self.guard.inspect(slot, arena.work_of(slot), finite):
             arena.accumulate(slot, None)
         elif self.buffers.energy is not None and slot.lane.sparse:
             self.buffers.energy.add(slot, gradient.tensor() if isinstance(gradient, Difference) else gradient)
+
+    def _add_and_prepare(self, slot: Slot) -> Add | None:
+        """Return what adds a tensor's gradient up and prepares it in the same pass; None: nothing does."""
+        exchange = self.buffers.prepared.get(slot.index)
+        if exchange is None:
+            return None
+
+        def add(
+            work: torch.Tensor, update: torch.Tensor, residual: torch.Tensor, gradient: torch.Tensor
+        ) -> bool | None:
+            finite = exchange.add_and_prepare(slot, work, update, residual, gradient)
+            if finite:
+                self._is_prepared.add(slot.index)
+            return finite
+
+        return add
 
     def _copy_batch(self, buffer: int) -> None:
         """Put all small tensors of a merge buffer that are sent whole into their arenas: one call, one look at all."""
@@ -161,7 +179,7 @@ class Round:
 
     def _send_complete(self, slot: Slot) -> None:
         """Send what is complete, now that ``slot`` has come."""
-        self._presparsify(slot)
+        self._prepare(slot)
         while (buffer := len(self._in_flight)) < len(self._missing) and self._missing[buffer] == 0:
             self.recorder.mark(buffer)
             self._send(buffer)
@@ -169,10 +187,15 @@ class Round:
     def _drain(self) -> None:
         """Leave no message that has not been started: every tensor has come."""
 
-    def _presparsify(self, slot: Slot) -> None:
+    def _prepare(self, slot: Slot) -> None:
+        """Do what can be done of a tensor's message before the others of its merge buffer are there."""
         segment = self.buffers.presparsified.get(slot.index)
         if segment is not None:
             self._offers[slot.index] = self._select(segment)
+        exchange = self.buffers.prepared.get(slot.index)
+        if exchange is not None and not self.dirty and slot.index not in self._is_prepared:
+            arena = self.buffers.arena_of[slot.index]
+            exchange.prepare(slot, arena.work_of(slot), arena.gradients[slot.index])
 
     def _send(self, buffer: int) -> None:
         """Start one message after the other: the next is selected and encoded while the one before travels."""
@@ -197,6 +220,7 @@ class Round:
         header = self._header(message.buffer, used, loads[0].work.device)
         in_flight = message.exchange.start(message.name, loads, offers, header)
         self._count_bytes(in_flight)
+        self.guard.report(in_flight.overflows)
         return in_flight
 
     def _load(self, segment: Segment) -> SegmentBuffers:
@@ -217,7 +241,7 @@ class Round:
         return self._offers.pop(first) if first in self.buffers.presparsified else self._select(segment)
 
     def _select(self, segment: Segment) -> Selection:
-        sparsifier = self.buffers.config.compressor
+        sparsifier = self.buffers.config.compressor.part(Kind.SPARSE)
         assert isinstance(sparsifier, Sparsifier)  # the lane is a sparse one
         work, k, shapes = self.buffers.vector(segment, self.step)
         if self.dirty:

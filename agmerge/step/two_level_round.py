@@ -82,7 +82,7 @@ class TwoLevelRound(Round):
         for slot, used in zip(self._slots(buffer), header.used, strict=True):
             self._added[slot.index] = used
             self._accumulate(slot, self._shards.shard(slot) if used else None)
-            self._presparsify(slot)
+            self._prepare(slot)
         self._send(buffer)
 
     def receive(self, gradient_of: GradientOf) -> bool:

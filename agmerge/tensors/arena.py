@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,8 +19,19 @@ import torch
 from agmerge.tensors.difference import Difference
 from agmerge.tensors.layout import Lane, Segment, Slot
 from sparsifiers import Memory, Momentum, Rate, kernel
+from sparsifiers.memories import Residual
 
 LINE = 64  # bytes
+
+
+class Unwritten(Protocol):
+    """Stand for what was sent of all elements of a segment, without writing it out."""
+
+    def take_off(self, work: torch.Tensor) -> None:
+        """Subtract it from ``work``, 1-D, in place; padding behind it stays as it is."""
+
+    def tensor(self) -> torch.Tensor:
+        """Return it as a tensor of its own, in any shape, without padding."""
 
 
 def commit(work: torch.Tensor, indices: torch.Tensor | None, sent: torch.Tensor) -> None:
@@ -73,6 +85,11 @@ def move_to_update(home: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     return home.copy_(gradient)
 
 
+# add(work, update, residual, gradient) writes work = residual + gradient, and returns whether that is finite; or None,
+# with nothing done. `update`: where the tensor's update will be.
+Add = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], "bool | None"]
+
+
 class Arena:
     """Hold the flat storage of one lane: tensors of ``length`` elements each, 1-D.
 
@@ -105,6 +122,7 @@ class Arena:
         self._views = [{slot.index: view(flat, slot) for slot in slots} for flat in self._slabs]
         self._momentum_views = [{slot.index: view(flat, slot) for slot in slots} for flat in self._momenta]
         # The momentum of what is sent whole takes the average: see `apply_momentum`.
+        self._adds_up = type(memory)._compensate is Residual._compensate  # work is residual + gradient, and that is all
         self._momentum_of_gradients = memory.has_momentum and memory.has_residual
         self.in_place = not memory.has_residual and lane.dtype == lane.storage
         self.update = first if self.in_place else zeros(length, lane.dtype, lane.device)
@@ -151,10 +169,11 @@ class Arena:
         for tensor in kept:
             torch.nan_to_num_(tensor, 0.0, 0.0, 0.0)
 
-    def accumulate(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> bool | None:
+    def accumulate(self, slot: Slot, gradient: torch.Tensor | Difference | None, add: Add | None = None) -> bool | None:
         """Write the tensor's part of ``work`` from its residual and ``gradient`` (None: it has none).
 
-        Returns whether all of it is finite, if that is known, else None.
+        Returns whether all of it is finite, if that is known, else None. ``add``: is asked first where that is a plain
+        sum; it may do something else with it in the same pass.
         """
         index = slot.index
         if isinstance(gradient, Difference):
@@ -164,6 +183,10 @@ class Arena:
             gradient = self.gradients[index]
         momentum = self._momentum_of(slot) if self._momentum_of_gradients else None
         residual = self._views[1 - self._turn][index] if self.memory.has_residual else None
+        if add is not None and self._adds_up and residual is not None and gradient is not None:
+            finite = add(self._views[self._turn][index], self.gradients[index], residual, gradient)
+            if finite is not None:
+                return finite
         return self.memory.compensate(self._views[self._turn][index], residual, gradient, momentum, self._size)
 
     def move_to_update(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
@@ -174,16 +197,20 @@ class Arena:
         # One that was accumulated into the last update: the sum over the ranks is about to be written there.
         return gradient.clone() if gradient.data_ptr() == home.data_ptr() else gradient
 
-    def commit(self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor | None) -> None:
+    def commit(self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor | Unwritten | None) -> None:
         """Take what was sent of ``segment`` off ``work``. Does nothing for a memory that keeps nothing.
 
         ``indices``: int32 or int64 within the segment; None: all of it. ``sent``: the values; None: all there is.
+        Where it is not written out, it is of all of the segment.
         """
         if not self.memory.has_residual:
             return
         part = slice(segment.start, segment.stop)
         if sent is None:
             self.work[part].zero_()
+        elif not isinstance(sent, torch.Tensor):
+            sent.take_off(self.work[part])
+            return
         else:
             commit(self.work[part], indices, sent)
         if self.memory.has_momentum and indices is not None and sent is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,15 +23,13 @@ from sparsifiers import kernel_low_rank
 __all__ = [
     "LEFT",
     "RIGHT",
-    "add_and_project_on_left",
-    "add_and_project_on_right",
-    "add_project_on_right_and_take_off",
+    "Product",
+    "add_and_project",
     "initial_basis",
     "matrix_shape",
     "orthonormalize",
     "product",
-    "project_on_left",
-    "project_on_right",
+    "project",
     "rank_of",
     "saves",
     "take_off",
@@ -66,16 +65,37 @@ def initial_basis(seed: int, name: str, length: int, rank: int) -> torch.Tensor:
     return basis
 
 
-def project_on_right(matrix: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the left factor, ``out`` (r, n), of ``matrix`` (n, m) for a basis ``right`` (r, m)."""
-    if not kernel_low_rank.project_on_right(matrix, right, out):
-        torch.mm(right, matrix.t(), out=out)
+def project(matrix: torch.Tensor, side: str, basis: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the factor of ``matrix``, (n, m), for a basis of one side; it is of the other side.
+
+    With a ``basis`` of the RIGHT, (r, m), it is ``basis matrix^T``, (r, n); with one of the LEFT ``basis matrix``.
+    """
+    if side == RIGHT and not kernel_low_rank.project_on_right(matrix, basis, out):
+        torch.mm(basis, matrix.t(), out=out)
+    if side == LEFT and not kernel_low_rank.project_on_left(matrix, basis, out):
+        torch.mm(basis, matrix, out=out)
 
 
-def project_on_left(matrix: torch.Tensor, left: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the right factor, ``out`` (r, m), of ``matrix`` (n, m) for a basis ``left`` (r, n)."""
-    if not kernel_low_rank.project_on_left(matrix, left, out):
-        torch.mm(left, matrix, out=out)
+def add_and_project(
+    matrix: torch.Tensor,
+    residual: torch.Tensor,
+    gradient: torch.Tensor,
+    side: str,
+    basis: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    off: bool = False,
+) -> bool | None:
+    """Write ``matrix = residual + gradient`` and its factor, as :func:`project` does, in one pass over memory.
+
+    Returns whether all of the sum is finite; None, with nothing done, where that takes two passes. ``off``: take off in
+    the same pass what basis and factor stand for; with a basis of the RIGHT.
+    """
+    if side == LEFT:
+        return kernel_low_rank.add_and_project_on_left(matrix, residual, gradient, basis, out)
+    if off:
+        return kernel_low_rank.add_project_on_right_and_take_off(matrix, residual, gradient, basis, out)
+    return kernel_low_rank.add_and_project_on_right(matrix, residual, gradient, basis, out)
 
 
 def take_off(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -84,64 +104,36 @@ def take_off(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> N
         matrix.addmm_(left.t(), right, alpha=-1)
 
 
-def add_and_project_on_right(
-    matrix: torch.Tensor, residual: torch.Tensor, gradient: torch.Tensor, right: torch.Tensor, out: torch.Tensor
-) -> bool | None:
-    """Write ``matrix = residual + gradient`` and project it on the right, in one pass where the loops can.
-
-    Return whether all of the sum is finite; None: not known. All but ``right`` and ``out`` are (n, m), see
-    :func:`project_on_right`.
-    """
-    finite = kernel_low_rank.add_and_project_on_right(matrix, residual, gradient, right, out)
-    if finite is None:
-        torch.add(residual, gradient, out=matrix)
-        project_on_right(matrix, right, out)
-    return finite
-
-
-def add_and_project_on_left(
-    matrix: torch.Tensor, residual: torch.Tensor, gradient: torch.Tensor, left: torch.Tensor, out: torch.Tensor
-) -> bool | None:
-    """Write ``matrix = residual + gradient`` and project it on the left, in one pass where the loops can.
-
-    Return whether all of the sum is finite; None: not known. All but ``left`` and ``out`` are (n, m), see
-    :func:`project_on_left`.
-    """
-    finite = kernel_low_rank.add_and_project_on_left(matrix, residual, gradient, left, out)
-    if finite is None:
-        torch.add(residual, gradient, out=matrix)
-        project_on_left(matrix, left, out)
-    return finite
-
-
-def add_project_on_right_and_take_off(
-    matrix: torch.Tensor, residual: torch.Tensor, gradient: torch.Tensor, right: torch.Tensor, out: torch.Tensor
-) -> bool | None:
-    """Write the left factor ``out`` (r, n) of ``residual + gradient``, and in ``matrix`` what it leaves of that sum.
-
-    That is ``matrix = residual + gradient - out^T right``, in one pass where the loops can. Return whether all of the
-    sum is finite; None: not known.
-    """
-    finite = kernel_low_rank.add_project_on_right_and_take_off(matrix, residual, gradient, right, out)
-    if finite is None:
-        torch.add(residual, gradient, out=matrix)
-        project_on_right(matrix, right, out)
-        take_off(matrix, out, right)
-    return finite
-
-
 def product(left: torch.Tensor, right: torch.Tensor, scale: float, out: torch.Tensor) -> None:
-    """Write ``out = scale * left^T right``, (n, m), added up in one order, each product rounded by itself.
+    """Write ``out = scale * left^T right``, (n, m), on the host added up in one order, each product rounded by itself.
 
-    Where a library chooses the order, as in a product of matrices, ranks on unlike processors drift apart.
+    Where a library chooses the order, as in a product of matrices, ranks on unlike processors drift apart. Devices do
+    that: ranks have the same ones.
     """
-    if kernel_low_rank.product(left, right, scale, out):
-        return
-    n, m = out.shape
-    rows = max(1, CACHED // m) if out.device.type == "cpu" else n
-    for first in range(0, n, rows):
-        part, columns = out[first : first + rows], left[:, first : first + rows].unsqueeze(2)
-        torch.mul(columns[0], right[0], out=part)
-        for column, row in zip(columns[1:], right[1:], strict=True):
-            part += column * row
-        part *= scale
+    if out.device.type != "cpu":
+        torch.mm(left.t(), right, out=out).mul_(scale)
+    elif not kernel_low_rank.product(left, right, scale, out):
+        height = max(1, CACHED // right.shape[1])
+        for columns, rows in zip(torch.split(left, height, dim=1), torch.split(out, height), strict=True):
+            torch.mul(columns[0].unsqueeze(1), right[0], out=rows)
+            for column, row in zip(columns[1:], right[1:], strict=True):
+                rows += column.unsqueeze(1) * row
+            rows *= scale
+
+
+class Product(NamedTuple):
+    """Stand for what two factors make, without writing it out."""
+
+    left: torch.Tensor  # (r, n)
+    right: torch.Tensor  # (r, m)
+
+    def take_off(self, work: torch.Tensor) -> None:
+        """Subtract it from ``work``, 1-D in C order, in place; what lies behind it, padding, stays as it is."""
+        n, m = self.left.shape[1], self.right.shape[1]
+        take_off(work[: n * m].view(n, m), self.left, self.right)
+
+    def tensor(self) -> torch.Tensor:
+        """Return it as a tensor of its own, (n, m)."""
+        out = self.left.new_empty(self.left.shape[1], self.right.shape[1])
+        product(self.left, self.right, 1.0, out)
+        return out

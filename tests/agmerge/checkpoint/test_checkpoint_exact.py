@@ -25,6 +25,9 @@ CELLS: dict[str, dict[str, Any]] = {
     **{f"{name}, dgc": {"compression": name, "memory": DGC} for name in ("dgc", "adtopk", "redsync")},
     "dgc, nesterov": {"compression": "dgc", "memory": sparsifiers.memory("dgc", momentum=0.8, nesterov=True)},
     **{one: {"compression": one} for one in ("none", "fp16", "bf16")},
+    **{name: {"compression": name} for name in sparsifiers.low_rank_names()},
+    **{f"{name}, no memory": {"compression": name, "memory": "none"} for name in sparsifiers.low_rank_names()},
+    "hybrid": {"compression": {"0.weight": "topk", ".*": "acpsgd"}, "rank": {".*": 2}},
     "oktopk": {"compression": "topk", "exchange": "oktopk"},
     "masked": {"compression": "topk", "exchange": "masked"},
     "ahead": {"compression": "adtopk", "sparsify": "ahead"},
@@ -34,6 +37,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "by pattern": {"compression": "topk", "density": {"0.weight": 0.1}},
     "accumulation": {"compression": "topk", "backward_passes_per_step": 2},
     "accumulation, dgc": {"compression": "dgc", "memory": DGC, "backward_passes_per_step": 2},
+    "accumulation, acpsgd": {"compression": "acpsgd", "backward_passes_per_step": 2},
     "accumulation, dense": {"compression": "none", "backward_passes_per_step": 2},
 }
 STEPS = 24
@@ -191,7 +195,7 @@ def test_only_one_rank_brings_something_to_a_compressor_that_drops_nothing() -> 
     agreed(on_ranks(2, MODEL, body))
 
 
-@pytest.mark.parametrize("compression", ["adtopk", "dgc", "none"])
+@pytest.mark.parametrize("compression", ["adtopk", "dgc", "none", "powersgd", "acpsgd"])
 def test_after_a_plan_of_measured_times_that_was_recorded(compression: str) -> None:
     """The script's planner goes by times; the restarted one replays the plan that was in use."""
 

@@ -31,7 +31,7 @@ import agmerge
 import merging
 
 MODEL = seeded(mlp)
-COMPRESSIONS = ["none", "topk", "fp16", "bf16"]
+COMPRESSIONS = ["none", "topk", "fp16", "bf16", "powersgd", "acpsgd"]
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)

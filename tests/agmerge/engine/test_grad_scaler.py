@@ -27,6 +27,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"compression": "topk", "exchange": "two-level"},
     {"compression": "none"},
     {"compression": "dgc"},
+    {"compression": "powersgd"},
+    {"compression": "acpsgd"},
 ]
 
 

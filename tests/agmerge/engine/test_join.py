@@ -27,6 +27,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "two-level": {"compression": "topk", "exchange": "two-level"},
     "importance": {"compression": "topk", "density": "importance"},
     "ahead": {"compression": "topk", "sparsify": "ahead", "merging": "layerwise"},
+    "powersgd": {"compression": "powersgd"},
+    "acpsgd": {"compression": "acpsgd"},
+    "hybrid": {"compression": {"0.weight": "topk", ".*": "acpsgd"}},
 }
 SMALL = {"merging": merging.get("threshold", bytes=4096)}
 

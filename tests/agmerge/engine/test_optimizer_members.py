@@ -28,7 +28,8 @@ from agmerge import testing
 
 Residuals = dict[str, Tensor]
 MODEL = seeded(mlp)
-COMPRESSIONS = ["none", "topk"]
+WHOLE = ["none", "topk"]  # with density 1 they send all there is
+COMPRESSIONS = [*WHOLE, "powersgd", "acpsgd"]
 PARTS = seeded(Parts)
 
 
@@ -86,7 +87,7 @@ def test_a_residual_that_was_kept_over_a_freeze_is_not_lost() -> None:
     torch.testing.assert_close(found[0][1], gone)
 
 
-@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("compression", WHOLE)
 @pytest.mark.parametrize("how", ["wrapper", "inner", "thaw"])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_parameters_that_join_later_are_exchanged_from_then_on(size: int, how: str, compression: str) -> None:

@@ -73,7 +73,7 @@ def test_ahead_every_sparse_tensor_is_alone_and_nothing_else_differs(layout: Lay
 @given(layouts, st.integers(2, 9), st.booleans(), st.booleans())
 def test_messages_are_a_partition_and_keep_to_one_device(layout: Layout, size: int, ahead: bool, ride: bool) -> None:
     parts = segments(layout, 0, len(layout.slots), ahead)
-    messages = group_into_messages(parts, size, ride=ride)
+    messages = group_into_messages(parts, size, (Kind.SPARSE,) if ride else ())
     assert sorted(indices([part for message in messages for part in message])) == list(range(len(layout.slots)))
     for message in messages:
         assert len({part.lane.device for part in message}) == 1
@@ -87,7 +87,7 @@ def test_messages_are_a_partition_and_keep_to_one_device(layout: Layout, size: i
 @settings(deadline=None)
 @given(layouts, st.integers(1, 9), st.booleans())
 def test_without_a_ride_dense_segments_go_by_themselves(layout: Layout, size: int, ahead: bool) -> None:
-    for message in group_into_messages(segments(layout, 0, len(layout.slots), ahead), size, ride=False):
+    for message in group_into_messages(segments(layout, 0, len(layout.slots), ahead), size, ()):
         assert all(part.lane.sparse for part in message) or len(message) == 1
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import agmerge
 
-COMPRESSIONS = ["none", "topk", "fp16", "bf16"]
+COMPRESSIONS = ["none", "topk", "fp16", "bf16", "powersgd", "acpsgd"]
 DTYPES = [torch.float16, torch.bfloat16, torch.float64]
 
 

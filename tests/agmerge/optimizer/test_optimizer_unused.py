@@ -18,7 +18,8 @@ from support import (
     wrap,
 )
 
-COMPRESSIONS = ["none", "topk"]
+WHOLE = ["none", "topk"]  # with density 1 they send all there is
+COMPRESSIONS = [*WHOLE, "powersgd", "acpsgd"]
 PARTS = seeded(Parts)
 
 
@@ -45,7 +46,7 @@ def test_unused_parameters_never_divide_replicas(use: tuple[str, str], compressi
 
 
 @pytest.mark.thin
-@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("compression", WHOLE)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_density_one_equals_a_dense_reference_with_rank_dependent_layers(size: int, compression: str) -> None:
     """A step moves what some rank has used in it, and nothing else."""

@@ -33,6 +33,7 @@ class HorovodStyle:
 
 
 # Arguments, the error, and words that it must have.
+POWERSGD = sparsifiers.low_rank("powersgd")
 REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     # not built yet
     ({"model": MODEL}, ValueError, ["model=", "not built yet"]),
@@ -43,9 +44,10 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"compression": "tokp"}, ValueError, ["tokp", "did you mean 'topk'", "auto", "none", "fp16", "bf16"]),
     ({"compression": "fp32"}, ValueError, ["fp32", "did you mean 'none'"]),
     ({"compression": "float16"}, ValueError, ["float16", "did you mean 'fp16'"]),
-    ({"compression": "powersgd"}, ValueError, ["powersgd", "topk", "auto", "none"]),
+    ({"compression": "powersdg"}, ValueError, ["powersdg", "topk", "did you mean 'powersgd'"]),
+    ({"compression": "acpsdg"}, ValueError, ["acpsdg", "did you mean 'acpsgd'"]),
     ({"compression": None}, TypeError, ["compression=None", "topk", "Compression.none"]),
-    ({"compression": torch.optim.SGD}, TypeError, ["compression=", "sparsifiers.Sparsifier"]),
+    ({"compression": torch.optim.SGD}, TypeError, ["compression=", "sparsifiers.Compressor"]),
     ({"exchange": "spares"}, ValueError, ["exchange='spares'", "unknown", "'sparse'"]),
     ({"sparsify": "before"}, ValueError, ["sparsify='before'", "unknown", "'auto', 'ahead', 'behind'"]),
     ({"sparsify": True}, ValueError, ["sparsify=True", "unknown"]),
@@ -112,7 +114,58 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"density": {"0.*": "much"}}, ValueError, ["'0.*'", "'much'"]),
     ({"density": {"(": 0.1}}, ValueError, ["'('"]),
     ({"density": {"weight": 0.1}}, ValueError, ["density: 'weight' matches no whole name", "0.weight"]),
+    ({"rank": 0}, ValueError, ["rank=0", "a whole number > 0", "{pattern: number}"]),
+    ({"rank": 1.5, "compression": "topk"}, ValueError, ["rank=1.5", "a whole number > 0"]),
+    ({"rank": True, "compression": "powersgd"}, ValueError, ["rank=True", "a whole number > 0"]),
+    ({"rank": "4", "compression": "acpsgd"}, ValueError, ["rank='4'", "a whole number > 0"]),
+    ({"rank": {}, "compression": "powersgd"}, ValueError, ["rank={}", "at least one pattern"]),
+    ({"rank": {"(": 4}, "compression": "powersgd"}, ValueError, ["rank={'(': 4}"]),
+    ({"rank": {".*": 0}, "compression": "powersgd"}, ValueError, ["rank=0", "a whole number > 0"]),
+    ({"rank": {"weight": 4}, "compression": "powersgd"}, ValueError, ["rank: 'weight' matches no whole name"]),
     # without meaning
+    *(
+        ({"rank": {".*": 4}, "compression": name}, ValueError, ["rank={", "sends no factors", "give 'powersgd' or"])
+        for name in ("topk", "none", "auto")
+    ),
+    ({"rank": 2, "compression": POWERSGD}, ValueError, ["rank=2", "rank=4", "disagree", "one of them"]),
+    *(
+        ({"compression": name, "wire": wire}, ValueError, [f"wire={wire!r}", "add up", "'fp32', 'fp16', 'bf16'"])
+        for name in ("powersgd", {"0.weight": "topk", ".*": "acpsgd"})
+        for wire in ("int8", "int4", "2bit", "sign")
+    ),
+    *(
+        ({"compression": name, "exchange": "two-level"}, ValueError, ["'two-level'", "a shard", "'sparse' or 'auto'"])
+        for name in ("acpsgd", {"0.weight": "topk", ".*": "powersgd"})
+    ),
+    *(
+        ({name: value, "compression": compression}, ValueError, [f"{name}=", "about", "sends factors", "sparsifier"])
+        for compression in ("powersgd", POWERSGD)
+        for name, value in {
+            "exchange": "oktopk",
+            "sparsify": "behind",
+            "warmup": "dgc",
+            "density": {".*": 0.1},
+        }.items()
+    ),
+    ({"compression": "powersgd", "memory": "dgc"}, ValueError, ["memory='dgc'", "give it to a sparsifier"]),
+    ({"compression": "powersgd", "dense": "partial"}, ValueError, ["dense='partial'", "factors are sent"]),
+    (
+        {"compression": "acpsgd", "merging": "dear", "model": MODEL},
+        ValueError,
+        ["merging='dear'", "acpsgd", "sends factors", "another merging"],
+    ),
+    # a compressor for each of some patterns
+    ({"compression": {}}, ValueError, ["compression={}", "at least one pattern"]),
+    ({"compression": {"(": "topk"}}, ValueError, ["compression by pattern"]),
+    ({"compression": {".*": "none"}}, ValueError, ["nothing compresses", "a sparsifier or a low-rank compressor"]),
+    ({"compression": {"x": "topk", ".*": "powersgd"}}, ValueError, ["compression: 'x' matches no whole name"]),
+    ({"compression": {"0.*": "topk", ".*": "adtopk"}}, ValueError, ["topk", "adtopk", "of one kind, sparse"]),
+    ({"compression": {"0.*": "acpsgd", ".*": "powersgd"}}, ValueError, ["acpsgd", "of one kind, low-rank"]),
+    ({"compression": {"0.*": "bf16", ".*": "powersgd"}}, ValueError, ["{'0.*': 'bf16'}", "give 'none', or wire="]),
+    *(
+        ({"compression": by_name}, ValueError, ["memory='dgc'", "beside factors", "pass memory='residual'"])
+        for by_name in ({"0.*": "dgc", ".*": "powersgd"}, {"0.*": "powersgd", ".*": "dgc"})
+    ),
     ({"density": {".*": 0.1}, "compression": sparsifiers.get("topk")}, ValueError, ["give a name, or one density"]),
     ({"density": {".*": 0.1}, "warmup": lambda step: 0.1}, ValueError, ["warmup", "one by pattern"]),
     (
@@ -196,7 +249,7 @@ def test_every_argument_has_an_effect_or_is_refused() -> None:
         "gradient_predivide_factor", "num_groups", "groups", "sparse_as_dense", "process_set", "density", "warmup",
         "memory", "dense", "merging", "sparsify", "exchange", "wire", "dense_sum", "scaler",
         "nonfinite", "timeout", "check_every", "unused", "model", "sync", "carry", "every", "fragments", "overlap",
-        "decay", "outer",
+        "decay", "outer", "rank",
     }  # fmt: skip
     with pytest.raises(TypeError, match="densty"):
         wrap(MODEL, densty=0.1)

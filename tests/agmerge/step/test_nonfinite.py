@@ -18,6 +18,7 @@ import merging
 import sparsifiers
 from agmerge import testing
 from agmerge.backends import topology
+from agmerge.checkpoint import rank_state
 from agmerge.exchanges.message.format import Flag
 from agmerge.step import nonfinite_verdict
 from agmerge.tensors.nonfinite import RAISE, SKIP, NonFiniteGuard, is_finite
@@ -26,7 +27,7 @@ MODEL = seeded(mlp)
 PLACES = {"first": "4.weight", "middle": "2.weight", "middle, dense": "2.bias", "last": "0.weight"}
 VALUES = (torch.nan, torch.inf, -torch.inf)
 CELLS = [(place, value) for place in PLACES.values() for value in VALUES]
-COMPRESSORS = [*sparsifiers.names(), "none", "fp16", "bf16"]
+COMPRESSORS = [*sparsifiers.names(), *sparsifiers.low_rank_names(), "none", "fp16", "bf16"]
 EXCHANGES = ["sparse", "oktopk", "masked", "two-level", "auto"]
 
 
@@ -66,7 +67,8 @@ def everything(model: nn.Module, optimizer: Any) -> list[Any]:
     """All that a step may change, in a form that compares."""
     state = optimizer.state_dict()
     own = state.pop("agmerge")
-    tensors = [*model.parameters(), *own.pop("residuals").values(), *own.pop("momenta").values()]
+    kept = [own.pop(plural) for plural in rank_state.KINDS.values()]
+    tensors = [*model.parameters(), *(tensor for kind in kept for tensor in kind.values())]
     for one in state.pop("state").values():
         tensors += [value for value in one.values() if isinstance(value, torch.Tensor)]
     return [digest(tensors), own, optimizer.stats()["steps"]]

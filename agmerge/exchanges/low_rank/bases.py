@@ -1,0 +1,146 @@
+"""Keep the basis of each tensor from step to step: the same on all ranks, staged in a round, and kept by its commit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from agmerge.backends import Backend
+from agmerge.exchanges.low_rank.factors import LEFT, RIGHT, initial_basis, matrix_shape, rank_of
+from agmerge.tensors.layout import Slot
+from sparsifiers import LowRank
+
+# What a basis is called among all that is kept from step to step, by its side.
+KINDS = {LEFT: "left basis", RIGHT: "right basis"}
+
+
+@dataclass(frozen=True)
+class Basis:
+    """Hold orthonormal rows that span what a matrix is projected on."""
+
+    side: str  # LEFT: rows are as long as a column of the matrix; RIGHT: as long as one of its rows
+    rows: torch.Tensor  # (r, length), in the dtype of the work; never written again
+
+    @property
+    def other_side(self) -> str:
+        """Return the side of the factor that a projection gives."""
+        return LEFT if self.side == RIGHT else RIGHT
+
+
+class Bases:
+    """Keep a basis for each tensor of ``slots``; it warms up the factors of the next step.
+
+    A round stages what it has found; :meth:`commit` keeps that, :meth:`forget` drops it. A tensor of which nothing is
+    kept yet has a basis that is drawn from the compressor's seed and its name. The sides of an alternating compressor
+    are dealt out so that a step sends about as many left as right factors: then all steps are about equally long.
+    """
+
+    def __init__(self, compressor: LowRank, slots: Iterable[Slot]) -> None:
+        self.compressor = compressor
+        self._slots = tuple(slots)
+        self._kept: dict[str, Basis] = {}  # by name
+        self._staged: dict[str, Basis | None] = {}  # None: to be dropped
+        self._drawn: dict[str, Basis] = {}  # of tensors of which nothing is kept yet
+        self._left_first = _left_first(self._slots, self.rank_of) if compressor.alternates else set()
+
+    def rank_of(self, slot: Slot) -> int:
+        """Return the rows of the tensor's factors."""
+        return rank_of(slot.shape, self.compressor.rank_of(slot.name))
+
+    def of(self, slot: Slot) -> Basis:
+        """Return the tensor's basis as of the last step."""
+        basis = self._kept.get(slot.name) or self._drawn.get(slot.name)
+        if basis is None:
+            _, m = matrix_shape(slot.shape)
+            rows = initial_basis(self.compressor.seed, slot.name, m, self.rank_of(slot))
+            basis = self._drawn[slot.name] = Basis(RIGHT, rows.to(slot.lane.device, slot.lane.storage))
+        return basis
+
+    def elements(self, slot: Slot) -> int:
+        """Return how many elements of factors a step sends of the tensor, on an average."""
+        both = self.rank_of(slot) * sum(matrix_shape(slot.shape))
+        return -(-both // 2) if self.compressor.alternates else both
+
+    def sends_both(self, slot: Slot) -> bool:
+        """Tell whether a step sends both factors of the tensor, the second one projected on the first."""
+        return not self.compressor.alternates or slot.name not in self._kept
+
+    def keeps_first(self, slot: Slot) -> bool:
+        """Tell which basis to stage after a step with both factors: of the first one, or else of the second one."""
+        return slot.name in self._left_first
+
+    def stage(self, slot: Slot, basis: Basis) -> None:
+        """Remember the tensor's basis from the next commit on; until then its rows may still be written."""
+        self._staged[slot.name] = basis
+
+    def drop(self, slot: Slot) -> None:
+        """Begin anew with the tensor from the next commit on: nothing of it lies in the space of its basis.
+
+        From a basis that is zero wherever the matrix is not, no later step would find what the matrix has.
+        """
+        self._staged[slot.name] = None
+
+    def commit(self) -> None:
+        """Keep what was staged: the step counts."""
+        for name, basis in self._staged.items():
+            if basis is None:
+                self._kept.pop(name, None)
+            else:
+                self._kept[name] = basis
+                self._drawn.pop(name, None)
+        self._staged.clear()
+
+    def forget(self) -> None:
+        """Drop what was staged: the round comes to nothing."""
+        self._staged.clear()
+
+    # -- what is kept ---------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[tuple[str, str], torch.Tensor]:
+        """Return the bases that are kept, by kind and name: views."""
+        return {(KINDS[basis.side], name): basis.rows for name, basis in self._kept.items()}
+
+    def restore(self, carried: MutableMapping[tuple[str, str], torch.Tensor]) -> None:
+        """Take the bases of these tensors out of ``carried``, by kind and name; those of another shape are dropped."""
+        for slot in self._slots:
+            for side, length in zip((LEFT, RIGHT), matrix_shape(slot.shape), strict=True):
+                rows = carried.pop((KINDS[side], slot.name), None)
+                if rows is not None and tuple(rows.shape) == (self.rank_of(slot), length):
+                    self._kept[slot.name] = Basis(side, rows.to(slot.lane.device, slot.lane.storage, copy=True))
+
+    def share(self, comm: Backend, timeout: float) -> None:
+        """Collective. Take rank 0's bases on all ranks: others may not have loaded them."""
+        sides = torch.zeros(len(self._slots), dtype=torch.int64)
+        for number, slot in enumerate(self._slots):
+            if slot.name in self._kept:
+                sides[number] = 1 + (LEFT, RIGHT).index(self._kept[slot.name].side)
+        comm.broadcast(sides, 0, "sides of bases").wait(timeout)
+        for slot, code in zip(self._slots, sides.tolist(), strict=True):
+            if not code:
+                self._kept.pop(slot.name, None)
+                continue
+            side, length = (LEFT, RIGHT)[code - 1], matrix_shape(slot.shape)[code - 1]
+            rows = torch.empty(self.rank_of(slot), length, dtype=slot.lane.storage, device=slot.lane.device)
+            if comm.rank == 0:
+                rows.copy_(self._kept[slot.name].rows)
+            comm.broadcast(rows.view(-1), 0, f"basis of {slot.name}").wait(timeout)
+            self._kept[slot.name] = Basis(side, rows)
+
+
+def _left_first(slots: Sequence[Slot], rank: Callable[[Slot], int]) -> set[str]:
+    """Return the names of tensors whose left factors lead, where the right ones of the others do.
+
+    The factors that lead have then about as many elements as those that follow: of the tensors whose two factors
+    differ most, in turn, those lead that make up for what others are longer or shorter.
+    """
+    more = {slot.name: rank(slot) * (shape[0] - shape[1]) for slot in slots for shape in [matrix_shape(slot.shape)]}
+    names, surplus = set(), 0  # elements by which the factors that lead are longer so far
+    for name in sorted(more, key=lambda name: (-abs(more[name]), name)):
+        leads = more[name]
+        if abs(surplus - leads) < abs(surplus + leads):
+            names.add(name)
+            leads = -leads
+        surplus += leads
+    return names

@@ -1,0 +1,253 @@
+"""Add up factors of matrices over all ranks: PowerSGD in two rounds, ACP-SGD in one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from agmerge.exchanges import all_reduce
+from agmerge.exchanges.base import ExchangeContext, InFlight, SegmentBuffers
+from agmerge.exchanges.dense import decode, tail_of
+from agmerge.exchanges.low_rank import factors
+from agmerge.exchanges.low_rank.bases import Bases, Basis
+from agmerge.exchanges.low_rank.factors import LEFT
+from agmerge.exchanges.low_rank.matrix import Matrix
+from agmerge.exchanges.message.format import Flag, RoundHeader
+from agmerge.exchanges.multi_round import MultiRoundExchange, Phases, State
+from agmerge.tensors.layout import Segment, Slot
+from agmerge.tensors.nonfinite import is_finite
+from sparsifiers import Kind, Selection
+
+WIRES = {"auto": None, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass
+class _State(State):
+    """Hold what is known of a message under way."""
+
+    matrices: list[Matrix] = field(default_factory=list)
+    riding: list[tuple[SegmentBuffers, torch.Tensor]] = field(default_factory=list)  # dense ones, with their sums
+    tail: torch.Tensor | None = None  # what all ranks say together, behind the first round's numbers
+    first: all_reduce.Sum | None = None  # of the first round
+
+
+class LowRankExchange(MultiRoundExchange):
+    """Send two thin factors of each matrix, or one of them.
+
+    1. Each rank projects its matrices on the bases that all ranks have in common, as soon as they are ready
+       (:meth:`prepare`). One all-reduce adds up these factors, under backward, with control numbers behind them.
+       Dense segments of the same dtype ride along, as they are.
+    2. Where both factors are sent, the rows of the sum are made orthonormal, each rank projects on them what it has,
+       and a second all-reduce adds up these.
+    3. The update is the product of the two factors: of the basis and the sum, or of the two that were sent. The last
+       sum, made orthonormal, is the basis of the next step.
+
+    What is committed is the product of the basis and the factor that this very rank has sent, so that what stays with
+    it is orthogonal to the basis, and does not drift. Factors travel in ``context.wire``: "auto" is the gradient's
+    dtype. Their rounding stays with the rank, too.
+    """
+
+    sparse = False
+    factorises = True
+
+    def __init__(self, context: ExchangeContext) -> None:
+        super().__init__(context)
+        assert context.bases is not None
+        self.bases: Bases = context.bases
+        self.ordered, self.keeps = context.ordered, context.keeps
+        self.wire = WIRES[context.wire]
+        self.carries_dense = self.wire is None and context.predivide == 1.0
+        self._projected: dict[str, Matrix] = {}  # by name, of tensors whose messages have not started
+        self._alone: dict[Slot, Segment] = {}  # the segment of one tensor
+
+    # -- 1. factors leave -----------------------------------------------------------------------------------------
+
+    def prepare(self, slot: Slot, work: torch.Tensor, update: torch.Tensor) -> None:
+        """Project one tensor of a message to come on its basis, and commit that if it is all that is sent."""
+        matrix = self._matrix(slot, work, update)
+        matrix.project()
+        self._keep_projected(matrix, taken_off=False)
+
+    def add_and_prepare(
+        self, slot: Slot, work: torch.Tensor, update: torch.Tensor, residual: torch.Tensor, gradient: torch.Tensor
+    ) -> bool | None:
+        """Add up and project in one pass over memory, and commit in it where that is possible."""
+        if not gradient.is_contiguous():
+            return None
+        matrix = self._matrix(slot, work, update)
+        finite = matrix.add_and_project(residual, gradient)
+        if finite:
+            self._keep_projected(matrix, taken_off=matrix.is_taken_off)
+        return finite
+
+    def _matrix(self, slot: Slot, work: torch.Tensor, update: torch.Tensor) -> Matrix:
+        """Return a tensor of which nothing is done yet. ``work``, ``update``: in its shape."""
+        segment = self._alone.get(slot)
+        if segment is None:
+            segment = self._alone[slot] = Segment(slot.lane, (slot,))
+        shape, basis = factors.matrix_shape(slot.shape), self.bases.of(slot)
+        room, both = self._room(slot, shape, basis), self.bases.sends_both(slot)
+        return Matrix(segment, work.view(shape), update.view(shape), basis, room, self.wire_of(slot), both)
+
+    def _room(self, slot: Slot, shape: Sequence[int], basis: Basis) -> torch.Tensor:
+        """Return room for the factor, (r, length), of a matrix of ``shape`` that a basis gives."""
+        rank, length = len(basis.rows), shape[0 if basis.other_side == LEFT else 1]
+        key = ("factor", slot.name, basis.side)
+        return self.keep(key, rank * length, basis.rows.dtype, basis.rows.device).view(rank, length)
+
+    def _keep_projected(self, matrix: Matrix, taken_off: bool) -> None:
+        """Keep a projected tensor for its message; commit it if it is all that is sent. ``taken_off``: it was."""
+        matrix.round_factor(self.comm.size)
+        if not matrix.both and not taken_off:
+            self.commit(matrix.segment, None, matrix.product())
+        self._projected[matrix.slot.name] = matrix
+
+    def wire_of(self, slot: Slot) -> torch.dtype:
+        """Return the dtype in which the tensor's factors travel."""
+        return self.wire or slot.lane.dtype
+
+    def start(
+        self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
+    ) -> InFlight:
+        """Collective. Send the factors of the first round, and what rides along."""
+        state = _State()
+        for load in loads:
+            if load.segment.lane.kind is Kind.LOW_RANK:
+                for slot in load.segment.slots:
+                    if slot.name not in self._projected:
+                        self.prepare(slot, _part(load.work, load, slot), _part(load.update, load, slot))
+                    state.matrices.append(self._projected.pop(slot.name))
+        riding = [load for load in loads if load.segment.lane.kind is not Kind.LOW_RANK]
+        for load in riding if self.keeps else ():
+            self.commit(load.segment, None, load.work.to(load.segment.lane.dtype))
+        dtype, device = self.wire_of(loads[0].segment.slots[0]), loads[0].work.device
+        control, overflows = _with_overflows(control, state.matrices)
+        tail = tail_of(control, dtype, device)
+        parts = [*(matrix.factor.view(-1) for matrix in state.matrices), *(load.work for load in riding), tail]
+        state.first, views = self._send(name, parts, dtype)
+        for matrix, view in zip(state.matrices, views, strict=False):
+            matrix.factor = view.view_as(matrix.factor)
+        state.riding = list(zip(riding, views[len(state.matrices) : -1], strict=True))
+        state.tail = views[-1]
+        sent = sum(matrix.factor.numel() for matrix in state.matrices) + sum(load.segment.numel for load in riding)
+        message = state.first.message
+        pending = InFlight(
+            name, loads, control, state.first.handle, state.first.bytes, sent, message, message, state,
+            overflows=overflows,
+        )  # fmt: skip
+        return self.schedule(pending) if any(matrix.both for matrix in state.matrices) else pending
+
+    def _send(
+        self, name: str, parts: Sequence[torch.Tensor], dtype: torch.dtype
+    ) -> tuple[all_reduce.Sum, Sequence[torch.Tensor]]:
+        """Collective. Begin to add up ``parts``, 1-D, in one message; return the sum, and where each part lies."""
+        lengths = [part.numel() for part in parts]
+        used = sum(lengths)
+        length = used + (-used % self.comm.size if self.ordered else 0)  # whole shards
+        message = self.keep(("message", name), length, dtype, parts[0].device)
+        torch.cat([part.to(dtype) for part in parts], out=message[:used])
+        received = self.keep(("received", name), length, dtype, message.device) if self.ordered else None
+        views = torch.split(message[:used], lengths)
+        return all_reduce.start(self.comm, message, received, name), views
+
+    @property
+    def can_poll(self) -> bool:
+        return self.bases.compressor.alternates and not self.ordered  # else something is sent after the first handle
+
+    def arrived(self, pending: InFlight) -> bool:
+        if pending.extra.phases is None:
+            return not self.ordered and pending.handle.done()
+        return super().arrived(pending)
+
+    # -- 2. and are added up ----------------------------------------------------------------------------------------
+
+    def wait(self, pending: InFlight) -> RoundHeader:
+        """Collective. Wait for all sums; return what all ranks say together, by the numbers behind the first ones."""
+        state: _State = pending.extra
+        if state.phases is not None:
+            return super().wait(pending)
+        return self._wait_for_first(pending, state)
+
+    def _wait_for_first(self, pending: InFlight, state: _State) -> RoundHeader:
+        """Collective. Wait for the sums of the first round, and return what all ranks say together."""
+        assert state.first is not None and state.tail is not None
+        all_reduce.wait(self.comm, state.first, self.timeout)
+        state.control = decode(state.tail.tolist(), pending.control, pending.name)
+        return state.control
+
+    def phases(self, pending: InFlight) -> Phases[None]:
+        """Collective. Send the second factors, projected on the first ones; nothing, if the round will be repeated."""
+        state: _State = pending.extra
+        if self._wait_for_first(pending, state).flags & (Flag.REPLAN | Flag.NONFINITE):
+            return
+        matrices = [matrix for matrix in state.matrices if matrix.both]
+        firsts = [matrix.factor.to(matrix.work.dtype, copy=True) for matrix in matrices]
+        factors.orthonormalize(firsts)
+        for matrix, rows in zip(matrices, firsts, strict=True):
+            matrix.basis = Basis(matrix.basis.other_side, rows)
+            matrix.factor = self._room(matrix.slot, matrix.work.shape, matrix.basis)
+            matrix.project()
+            matrix.round_factor(self.comm.size)
+        dtype = pending.message.dtype
+        total, views = self._send(f"{pending.name}/second", [matrix.factor.view(-1) for matrix in matrices], dtype)
+        for matrix, view in zip(matrices, views, strict=True):
+            # While it travels: the message is summed in place, not the factor.
+            self.commit(matrix.segment, None, matrix.product())
+            matrix.factor = view.view_as(matrix.factor)
+        pending.bytes += total.bytes
+        pending.elements += sum(view.numel() for view in views)
+        yield total.handle
+        all_reduce.wait(self.comm, total, self.timeout)
+
+    # -- 3. into an update ------------------------------------------------------------------------------------------
+
+    def finish(self, pending: InFlight) -> None:
+        state: _State = pending.extra
+        for load, total in state.riding:
+            torch.mul(total, self.scale, out=load.update)
+        for matrix in state.matrices:
+            scratch = None
+            if matrix.update.dtype != matrix.work.dtype:
+                scratch = self.keep(("product",), matrix.work.numel(), matrix.work.dtype, matrix.work.device)
+                scratch = scratch.view_as(matrix.work)
+            matrix.write_update(self.scale, scratch)
+        assert state.control is not None
+        slots = [slot for load in pending.loads for slot in load.segment.slots]
+        self._stage(state.matrices, {slot for slot, used in zip(slots, state.control.used, strict=True) if used})
+
+    def _stage(self, matrices: Sequence[Matrix], used: Collection[Slot]) -> None:
+        """Stage the bases of the next step. Where the sum was nothing, what is to come may lie beside the old one.
+
+        Where it overflowed, and where nothing was because no rank ``used`` the tensor, the one that there is stays.
+        """
+        largest = torch.stack([torch.linalg.vector_norm(matrix.factor, torch.inf) for matrix in matrices]).tolist()
+        staged = []
+        for matrix, most in zip(matrices, largest, strict=True):
+            if most == 0.0 and matrix.slot in used:
+                self.bases.drop(matrix.slot)
+            elif 0.0 < most < torch.inf and matrix.both and self.bases.keeps_first(matrix.slot):
+                self.bases.stage(matrix.slot, matrix.basis)
+            elif 0.0 < most < torch.inf:
+                staged.append(matrix.factor.to(matrix.work.dtype, copy=True))
+                self.bases.stage(matrix.slot, Basis(matrix.basis.other_side, staged[-1]))
+        factors.orthonormalize(staged)
+
+
+def _with_overflows(control: RoundHeader, matrices: Sequence[Matrix]) -> tuple[RoundHeader, list[str]]:
+    """Return ``control``, which says so where a factor is not finite, and of which tensors that is.
+
+    A device is not waited for: there the alarm says it, and no names are known.
+    """
+    if matrices[0].factor.device.type != "cpu":
+        bad = ~torch.stack([torch.linalg.vector_norm(matrix.factor, torch.inf) for matrix in matrices]).isfinite().all()
+        return replace(control, alarm=bad if control.alarm is None else control.alarm | bad), []
+    names = [matrix.slot.name for matrix in matrices if not is_finite(matrix.factor)]
+    return replace(control, flags=control.flags | Flag.NONFINITE) if names else control, names
+
+
+def _part(flat: torch.Tensor, load: SegmentBuffers, slot: Slot) -> torch.Tensor:
+    """Return one tensor's part of what a segment has, 1-D: a view."""
+    start = slot.offset - load.segment.start
+    return flat[start : start + slot.numel]

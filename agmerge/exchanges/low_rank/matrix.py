@@ -1,0 +1,68 @@
+"""Hold one matrix of a message under way, and do with it what needs no other one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from agmerge.exchanges.dense import largest_summand
+from agmerge.exchanges.low_rank import factors
+from agmerge.exchanges.low_rank.bases import Basis
+from agmerge.exchanges.low_rank.factors import LEFT, RIGHT, Product
+from agmerge.tensors.layout import Segment, Slot
+
+
+@dataclass
+class Matrix:
+    """Hold a tensor as a matrix (n, m), the basis it is projected on, and the factor that comes of it."""
+
+    segment: Segment  # of this tensor alone
+    work: torch.Tensor  # (n, m): what goes out, less what was sent; a view
+    update: torch.Tensor  # (n, m): is written in the end; a view
+    basis: Basis  # of the last step; in the second round the first round's sum, orthonormal
+    factor: torch.Tensor  # (r, length): `work` projected on the basis, as receivers read it; then the sum of all ranks
+    wire: torch.dtype  # in which the factor travels
+    both: bool  # there is a second round
+
+    @property
+    def slot(self) -> Slot:
+        """Return the place of the tensor."""
+        return self.segment.slots[0]
+
+    def project(self) -> None:
+        """Write the factor of ``work``."""
+        factors.project(self.work, self.basis.side, self.basis.rows, self.factor)
+
+    def add_and_project(self, residual: torch.Tensor, gradient: torch.Tensor) -> bool | None:
+        """Write ``work = residual + gradient`` and its factor, in one pass; see :func:`factors.add_and_project`.
+
+        Where :attr:`is_taken_off` says so, what is sent is taken off in the same pass.
+        """
+        residual, gradient, off = residual.view_as(self.work), gradient.view_as(self.work), self.is_taken_off
+        return factors.add_and_project(
+            self.work, residual, gradient, self.basis.side, self.basis.rows, self.factor, off=off
+        )
+
+    @property
+    def is_taken_off(self) -> bool:
+        """Tell whether one pass can take off what is sent: a number of a factor is of one row, and is not rounded."""
+        return not self.both and self.basis.side == RIGHT and self.wire == self.work.dtype
+
+    def round_factor(self, workers: int) -> None:
+        """Make the factor what receivers will read, in the dtype of the work; so many of them add up and are finite."""
+        if self.wire != self.factor.dtype:
+            limit = largest_summand(self.wire, workers)
+            self.factor.copy_(self.factor.clamp_(-limit, limit).to(self.wire))
+
+    def product(self) -> Product:
+        """Return what basis and factor stand for: what this rank sends, or, of the sum, all ranks together."""
+        rows, factor = self.basis.rows, self.factor.to(self.work.dtype)
+        return Product(rows, factor) if self.basis.side == LEFT else Product(factor, rows)
+
+    def write_update(self, scale: float, scratch: torch.Tensor | None) -> None:
+        """Write ``update = scale * product``. ``scratch``: (n, m), in the work's dtype, if the update's differs."""
+        out = self.update if scratch is None else scratch
+        factors.product(*self.product(), scale, out)
+        if scratch is not None:
+            self.update.copy_(scratch)

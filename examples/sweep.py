@@ -1,0 +1,42 @@
+"""Train with several compressors in turn, and compare them: what ``--each`` of the synthetic benchmark does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+DENSE = {"s-sgd": "none", "ssgd": "none"}  # as the ACP-SGD project calls a training that sends all elements
+
+
+def names(texts: Iterable[str]) -> list[str]:
+    """Return the names that ``--each`` was given, separated by blanks or commas, once each and in their order."""
+    found = [name for text in texts for name in text.split(",") if name]
+    return list(dict.fromkeys(found))
+
+
+def compression(name: str) -> str:
+    """Return what ``compression=`` is for one of the names."""
+    return DENSE.get(name.casefold(), name)
+
+
+def table(runs: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    """Return what was measured of each compressor, beside the first, for people.
+
+    runs: names, and the figures of the benchmark: "mean" and "interval", "unit" a second, and "bytes_sent" in "steps".
+    """
+    first = runs[0][1]
+    heads = ("compressor", f"{first['unit']} per worker", f"x {runs[0][0]}", "bytes/step", "fewer bytes")
+    rows = [heads]
+    for name, figures in runs:
+        sent = sent_per_step(figures)
+        rate = f"{figures['mean']:.1f} +-{figures['interval']:.1f}"
+        ratio = figures["mean"] / first["mean"]
+        rows.append((name, rate, f"{ratio:.2f}", f"{sent:.0f}", f"{sent_per_step(first) / max(sent, 1):.1f}x"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [[text.rjust(width) for text, width in zip(row, widths, strict=True)] for row in rows]
+    return "\n".join("  ".join([row[0].ljust(widths[0]), *line[1:]]) for row, line in zip(rows, lines, strict=True))
+
+
+def sent_per_step(figures: dict[str, Any]) -> float:
+    """Return the bytes that worker 0 has sent in a step."""
+    return figures["bytes_sent"] / figures["steps"]

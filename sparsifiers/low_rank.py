@@ -1,0 +1,97 @@
+"""Compress matrices to two thin factors: what PowerSGD and ACP-SGD are told. The mathematics is the exchange's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+
+from sparsifiers.compressor import Compressor, Kind
+
+RANK = 4  # the default
+
+Ranks = int | Mapping[str, int] | Sequence[tuple[str, int]]
+
+
+class LowRank(Compressor):
+    """Send a matrix as two factors of few rows, projected on a basis that all ranks have in common.
+
+    A tensor of two or more dimensions is a matrix: its first dimension by all others. One whose factors would have more
+    elements than it has itself is sent whole. Bases are no part of the compressor: they are equal on all ranks, and
+    kept with what ranks have agreed on.
+    """
+
+    kind = Kind.LOW_RANK
+    memory = "residual"
+    alternates: bool  # a step sends one factor, the left and the right one in turn; else both, one after the other
+
+    def __init__(self, rank: Ranks = RANK, seed: int = 0) -> None:
+        """Check the options.
+
+        rank: rows of each factor; or {pattern: rank} by whole name, where the first match counts, and 4 where none
+        does. seed: of the bases that a training begins with, the same on all ranks.
+
+        ValueError for a rank that is no whole number above 0, for a pattern that is none, and for an empty mapping.
+        """
+        self.rank: int | tuple[tuple[str, int], ...] = _ranks(rank)
+        if not isinstance(seed, Integral) or isinstance(seed, bool) or seed < 0:
+            raise ValueError(f"{self.name}: seed={seed!r}: give a whole number >= 0")
+        self.seed: int = int(seed)
+        patterns = () if isinstance(self.rank, int) else self.rank
+        self.patterns: tuple[tuple[re.Pattern[str], int], ...] = tuple(
+            (re.compile(pattern), value) for pattern, value in patterns
+        )
+
+    def rank_of(self, name: str) -> int:
+        """Return the rank that is asked for of the tensor of this name."""
+        if isinstance(self.rank, int):
+            return self.rank
+        return next((rank for pattern, rank in self.patterns if pattern.fullmatch(name)), RANK)
+
+    def options(self) -> dict[str, object]:
+        return {"rank": self.rank, "seed": self.seed}
+
+
+class PowerSGD(LowRank):
+    """Send both factors in each step, in two rounds.
+
+    Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
+    NeurIPS 2019, Algorithm 1, with a warm start; what is kept is what this rank itself has not sent, not what the
+    average of all ranks lacks.
+    """
+
+    name = "powersgd"
+    alternates = False
+
+
+class ACPSGD(LowRank):
+    """Send one factor in each step, in one round, the left and the right one in turn; both in a tensor's first step.
+
+    Zhang, Li, Li and Chu, "Evaluation and Optimization of Gradient Compression for Distributed Deep Learning", ICDCS
+    2023, Algorithm 1.
+    """
+
+    name = "acpsgd"
+    alternates = True
+
+
+def _ranks(rank: Ranks) -> int | tuple[tuple[str, int], ...]:
+    """Return the rank, or pairs of pattern and rank, checked."""
+    if isinstance(rank, Mapping | Sequence) and not isinstance(rank, str):
+        pairs: tuple[tuple[str, int], ...] = tuple(rank.items() if isinstance(rank, Mapping) else rank)
+        if not pairs:
+            raise ValueError("rank={}: give at least one pattern for whole names, or a number")
+        for pattern, value in pairs:
+            try:
+                re.compile(pattern)
+            except (TypeError, re.error) as error:
+                raise ValueError(f"rank={{{pattern!r}: {value!r}}}: {error}") from None
+        return tuple((pattern, _whole(value)) for pattern, value in pairs)
+    return _whole(rank)
+
+
+def _whole(rank: object) -> int:
+    """Return one rank as an int. ValueError for what is none."""
+    if not isinstance(rank, Integral) or isinstance(rank, bool) or rank < 1:
+        raise ValueError(f"rank={rank!r}: give a whole number > 0, or {{pattern: number}}")
+    return int(rank)

@@ -1,0 +1,242 @@
+"""Low rank as an option, by itself and beside a sparsifier: who compresses which tensor, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from gradient_exchange_harness import drawn as plain
+from low_rank_harness import (
+    MATRICES,
+    NAMES,
+    SHAPES,
+    Step,
+    accumulated,
+    distance,
+    drawn,
+    made,
+    mean,
+    opened,
+    steps_of,
+)
+from support import agreed, digest, mlp, on_ranks, residuals, seeded, sgd, train, wrap
+from torch import Tensor, nn
+
+import agmerge
+import sparsifiers
+from agmerge import testing
+
+both = pytest.mark.parametrize("name", NAMES)
+MODEL = seeded(mlp)  # 0.weight (48, 32), 2.weight (32, 48), 4.weight (10, 32), and biases
+DENSITY = 0.05
+
+
+def hybrid(name: str) -> dict[str, str]:
+    return {"wide|square": "topk", "conv": "none", ".*": name}
+
+
+# -- both lanes -------------------------------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("merging", ["layerwise", "single"])
+def test_a_hybrid_loses_nothing_in_either_lane(name: str, size: int, merging: str) -> None:
+    seen = steps_of(size, drawn, 6, compression=hybrid(name), density=DENSITY, rank=2, merging=merging)
+    for step in range(6):
+        for tensor in SHAPES:
+            before = mean([accumulated(of_rank, step, tensor) for of_rank in seen])
+            after = mean([of_rank[step].residuals.get(tensor, torch.zeros_like(before)) for of_rank in seen])
+            assert distance(seen[0][step].update(tensor) + after, before) < 1e-13, (step, tensor)
+        assert len({digest(of_rank[step].updates.values()) for of_rank in seen}) == 1
+
+
+@both
+def test_each_tensor_is_compressed_as_its_pattern_says(name: str) -> None:
+    seen = steps_of(1, drawn, 3, compression=hybrid(name), density=DENSITY, rank=2, merging="layerwise")[0]
+    for one in seen:
+        assert set(one.bases) == {"tall"}
+        assert torch.equal(one.update("conv"), one.gradients["conv"])  # whole
+        assert torch.equal(one.update("bias"), one.gradients["bias"])  # no matrix
+        for tensor in ("wide", "square"):
+            assert one.update(tensor).count_nonzero() == sparsifiers.budget(DENSITY, one.update(tensor).numel())
+        assert torch.linalg.matrix_rank(one.update("tall")) == 2
+
+
+@both
+def test_a_tensor_does_not_notice_what_compresses_the_others(name: str) -> None:
+    """With PowerSGD to the bit; with ACP-SGD a side may be another, but for the first step."""
+    alone = steps_of(2, drawn, 4, compression=name, rank=2)[0]
+    beside = steps_of(2, drawn, 4, compression=hybrid(name), density=DENSITY, rank=2)[0]
+    for step in range(4 if name == "powersgd" else 1):
+        assert torch.equal(alone[step].update("tall"), beside[step].update("tall"))
+        assert torch.equal(alone[step].residuals["tall"], beside[step].residuals["tall"])
+
+
+@both
+def test_a_hybrid_trains_the_same_on_all_ranks_and_goes_on_after_a_restart(name: str) -> None:
+    options: dict[str, Any] = {"compression": {"0.*": "topk", ".*": name}, "density": 0.1, "rank": 2}
+
+    def whole(rank: int, model: nn.Module) -> list[str]:
+        return train(model, wrap(model, **options), rank, range(6))
+
+    def cut(rank: int, model: nn.Module) -> list[str]:
+        optimizer, inner = wrap(model, **options), sgd(model)
+        seen = train(model, optimizer, rank, range(3))
+        saved = optimizer.state_dict()
+        optimizer.close()
+        resumed = wrap(model, inner, **options)
+        resumed.load_state_dict(saved)
+        return seen + train(model, resumed, rank, range(3, 6))
+
+    assert agreed(on_ranks(2, MODEL, whole)) == agreed(on_ranks(2, MODEL, cut))
+
+
+@both
+def test_a_rank_that_skips_a_tensor_of_either_lane_loses_nothing(name: str) -> None:
+    def body(rank: int) -> list[Step]:
+        tensors = {tensor: torch.zeros(shape) for tensor, shape in SHAPES.items()}
+        exchange = opened(tensors, hybrid(name), density=DENSITY, rank=2)
+        seen = []
+        for step in range(5):
+            given: dict[str, Tensor | None] = dict(drawn(rank, step, torch.float32))
+            given["tall" if step % 2 else "wide"] = None if rank == step % 3 else given["tall" if step % 2 else "wide"]
+            seen.append(made(exchange, given))
+        return seen
+
+    seen = testing.run(3, body)
+    for tensor in ("tall", "wide"):
+        updates = sum(one.update(tensor).double() for one in seen[0])
+        rest = mean([of_rank[-1].residuals[tensor] for of_rank in seen])
+        zero = torch.zeros(SHAPES[tensor])
+        given = sum(mean([of_rank[step].gradients.get(tensor, zero) for of_rank in seen]) for step in range(5))
+        assert distance(updates + rest, given) < 1e-6
+
+
+# -- ranks by pattern -------------------------------------------------------------------------------------------------
+
+
+@both
+def test_ranks_by_pattern_are_those_of_the_factors(name: str) -> None:
+    seen = steps_of(2, drawn, 3, compression=name, rank={"tall": 1, "wide|conv": 3})[0]
+    for one in seen:
+        assert {tensor: len(basis) for tensor, (_, basis) in one.bases.items()} == {
+            "tall": 1, "wide": 3, "conv": 3, "square": 4,
+        }  # fmt: skip
+        for tensor in MATRICES:
+            update = one.update(tensor).reshape(SHAPES[tensor][0], -1)
+            assert torch.linalg.matrix_rank(update) == len(one.bases[tensor][1])
+
+
+@both
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"rank": {"0.wieght": 2}}, r"rank: '0.wieght' matches no whole name; parameters: 0.weight, 0.bias"),
+        ({"rank": {"0.weight": 2, "weight": 3}}, "rank: 'weight' matches no whole name"),
+        ({"rank": 0}, "rank=0: give a whole number > 0"),
+        ({"rank": "4"}, "rank='4': give a whole number > 0"),
+        ({"rank": {}}, "rank={}: give at least one pattern"),
+        ({"density": {".*": 0.1}}, "density=.* sends factors, and selects nothing"),
+        ({"density": "importance"}, "density=.* sends factors, and selects nothing"),
+        ({"warmup": 100}, "warmup=100 is about how much a sparsifier selects"),
+        ({"sparsify": "ahead"}, "sparsify='ahead' is about when a sparsifier selects"),
+        ({"exchange": "oktopk"}, "exchange='oktopk' is about how ranks combine what a sparsifier selects"),
+        ({"exchange": "masked"}, "exchange='masked' is about"),
+        ({"exchange": "two-level"}, "exchange='two-level' .* pass exchange='sparse' or 'auto'"),
+        (
+            {"wire": "int8"},
+            "wire='int8': factors are added up on their way.* choose from: 'auto', 'fp32', 'fp16', 'bf16'",
+        ),
+        ({"memory": "dgc"}, "memory='dgc' has momentum for what a sparsifier selects"),
+        ({"dense": ["nothing"]}, "dense: 'nothing' matches no whole name"),
+    ],
+    ids=str,
+)
+def test_what_has_no_meaning_is_refused_with_what_to_do(name: str, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        wrap(MODEL, compression=name, **options)
+
+
+@pytest.mark.parametrize(
+    ("compression", "options", "text"),
+    [
+        ({"0.weight": "topk", "nothing": "powersgd"}, {}, "compression: 'nothing' matches no whole name"),
+        ({"0.*": "topk", ".*": "randomk"}, {}, "of one kind, sparse; give one of each kind at most"),
+        ({"0.*": "powersgd", ".*": "acpsgd"}, {}, "of one kind, low-rank; give one of each kind at most"),
+        ({".*": "none"}, {}, "nothing compresses"),
+        ({}, {}, "compression={}: give at least one pattern"),
+        ({"(": "topk", ".*": "powersgd"}, {}, "compression by pattern"),
+        ({"0.*": "topk", ".*": "powersdg"}, {}, "did you mean 'powersgd'"),
+        ("topk", {"rank": {".*": 4}}, "rank=.* sends no factors"),
+        (sparsifiers.PowerSGD(2), {"rank": 3}, "disagree: give the rank to one of them"),
+        ({"0.*": "topk", ".*": "powersgd"}, {"memory": "dgc"}, "memory='dgc' has momentum"),
+    ],
+    ids=str,
+)
+def test_so_is_a_hybrid_that_cannot_be(compression: Any, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        wrap(MODEL, compression=compression, **options)
+
+
+@pytest.mark.parametrize("compression", ["topk", "none", "bf16"])
+def test_a_number_as_rank_may_stay_in_a_script_that_swaps_its_compressor(compression: str) -> None:
+    def body(who: int, model: nn.Module, **options: Any) -> list[str]:
+        return train(model, wrap(model, compression=compression, **options), who, range(2))
+
+    assert on_ranks(2, MODEL, lambda r, m: body(r, m, rank=8)) == on_ranks(2, MODEL, body)
+
+
+def test_ranks_that_are_told_other_ranks_do_not_begin() -> None:
+    def body(rank: int) -> None:
+        opened({"a": torch.zeros(40, 30)}, "powersgd", rank=2 + rank)
+
+    errors = testing.run(2, body, return_errors=True)
+    assert all(isinstance(error, agmerge.RankMismatchError) for error in errors)
+    assert "rank" in agreed([str(error) for error in errors])
+
+
+@both
+def test_an_object_is_as_good_as_a_name(name: str) -> None:
+    def body(who: int, model: nn.Module, compression: Any, **options: Any) -> list[str]:
+        return train(model, wrap(model, compression=compression, **options), who, range(3))
+
+    by_name = on_ranks(2, MODEL, lambda rank, model: body(rank, model, name, rank=2))
+    by_object = on_ranks(2, MODEL, lambda rank, model: body(rank, model, sparsifiers.low_rank(name, 2)))
+    by_alias = on_ranks(
+        2, MODEL, lambda rank, model: body(rank, model, {"powersgd": "RankKReducer"}.get(name, "ACP"), rank=2)
+    )
+    assert agreed(by_name) == agreed(by_object) == agreed(by_alias)
+
+
+@both
+def test_small_tensors_and_what_dense_names_go_whole(name: str) -> None:
+    def body(who: int, model: nn.Module, **options: Any) -> set[str]:
+        optimizer = wrap(model, compression=name, **options)
+        train(model, optimizer, who, range(2))
+        return {key for key, tensor in residuals(optimizer).items() if tensor.any()}
+
+    assert agreed(on_ranks(2, MODEL, body)) == {"0.weight", "2.weight"}
+    assert agreed(on_ranks(2, MODEL, lambda rank, model: body(rank, model, dense=[]))) == {
+        "0.weight",
+        "2.weight",
+        "4.weight",
+    }
+    assert agreed(on_ranks(2, MODEL, lambda rank, model: body(rank, model, dense=["0.*"], rank=1))) == {
+        "2.weight",
+        "4.weight",
+    }
+
+
+@both
+def test_gradients_are_handed_over_and_not_touched(name: str) -> None:
+    def body(rank: int) -> None:
+        exchange = opened({tensor: torch.zeros(shape) for tensor, shape in SHAPES.items()}, name)
+        for step in range(3):
+            given = plain(rank, step, SHAPES)
+            before = digest(given.values())
+            made(exchange, given)
+            assert digest(given.values()) == before
+
+    testing.run(2, body)

@@ -1,0 +1,440 @@
+"""Steps that are skipped, discarded, repeated, accumulated or resumed leave what they should: to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gradient_exchange_harness import Table, connected
+from low_rank_harness import (
+    LEFT,
+    MATRICES,
+    NAMES,
+    RIGHT,
+    SHAPES,
+    Step,
+    accumulated,
+    distance,
+    drawn,
+    made,
+    mean,
+    opened,
+    steps_of,
+)
+from support import Parts, agreed, digest, loss_of, mlp, on_ranks, residuals, seeded, sgd, through_a_file, wrap
+from torch import Tensor, nn
+
+import agmerge
+from agmerge import testing
+from agmerge.step.gradient_exchange import GradientExchange
+
+both = pytest.mark.parametrize("name", NAMES)
+MODEL = seeded(mlp)
+
+
+def single(rank: int, step: int) -> dict[str, Tensor]:
+    return drawn(rank, step, torch.float32)
+
+
+def new(name: str, **options: Any) -> GradientExchange:
+    return opened({tensor: torch.zeros(shape) for tensor, shape in SHAPES.items()}, name, **options)
+
+
+def kept_bits(exchange: GradientExchange) -> dict[tuple[str, str], str]:
+    """All that is kept, by kind and name: residuals, bases and their sides."""
+    return {key: digest([tensor]) for key, tensor in exchange.state().items()}
+
+
+def bits(step: Step) -> list[str]:
+    return [
+        digest(update for update in step.updates.values() if update is not None),
+        digest(step.residuals.values()),
+        digest(basis for _, basis in step.bases.values()),
+        *(side for side, _ in step.bases.values()),
+    ]
+
+
+# -- steps that come to nothing -------------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("at", [0, 1, 2, 3], ids="step {}".format)
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+@pytest.mark.thin
+def test_a_skipped_step_changes_no_bit_of_what_is_kept(name: str, at: int, value: float) -> None:
+    """In each phase; one rank has an element that is not finite. Later steps are as if it had not been."""
+
+    def body(rank: int, skips: bool) -> list[list[str]]:
+        exchange, seen = new(name, nonfinite="skip", merging="layerwise"), []
+        exchange.agree()
+        for step in range(5):
+            if step == at and skips:
+                before, gradients = kept_bits(exchange), single(rank, 100)
+                if rank == 1:
+                    gradients["wide"][3, 4] = value
+                for tensor, gradient in gradients.items():
+                    exchange.ready(tensor, gradient)
+                assert exchange.finish().skipped
+                exchange.discard()
+                assert kept_bits(exchange) == before
+            seen.append(bits(made(exchange, single(rank, step))))
+        return seen
+
+    assert testing.run(2, lambda rank: body(rank, True)) == testing.run(2, lambda rank: body(rank, False))
+
+
+@both
+@pytest.mark.parametrize("when", ["some are ready", "all are ready", "finished"])
+def test_a_discarded_round_changes_no_bit_of_what_is_kept(name: str, when: str) -> None:
+    def body(rank: int, discards: bool) -> list[list[str]]:
+        exchange, seen = new(name, merging="single"), []
+        for step in range(4):
+            if step and discards:
+                before = kept_bits(exchange)
+                for tensor, gradient in list(single(rank, 50 + step).items())[
+                    : 2 if when == "some are ready" else None
+                ]:
+                    exchange.ready(tensor, gradient)
+                if when == "finished":
+                    exchange.finish()
+                elif when == "all are ready":
+                    exchange.start(lambda tensor: None)
+                    exchange.finish()
+                exchange.discard()
+                assert kept_bits(exchange) == before
+            seen.append(bits(made(exchange, single(rank, step))))
+        return seen
+
+    assert testing.run(2, lambda rank: body(rank, True)) == testing.run(2, lambda rank: body(rank, False))
+
+
+@both
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_round_that_is_repeated_keeps_bases_and_residuals(name: str, at: int) -> None:
+    """One rank's tensors change between steps: the others hear of it in the middle of a round, which all repeat."""
+
+    def body(rank: int, changes: bool) -> list[tuple[Tensor, ...]]:
+        table = Table({tensor: torch.zeros(shape) for tensor, shape in SHAPES.items()})
+        exchange = connected(table, compression=name, dense=[], merging="threshold")
+        seen = []
+        for step in range(5):
+            gradients = single(rank, step)
+            if changes and step == at:
+                table.tensors["wide"] = torch.zeros_like(table.tensors["wide"])  # another one of the same name
+            for tensor, gradient in gradients.items():
+                if not (changes and step == at and rank == 1):
+                    exchange.ready(tensor, gradient)
+            updates = exchange.finish(gradients.__getitem__).updates
+            seen.append(tuple(update.clone() for update in updates.values() if update is not None))
+            exchange.commit()
+        return [digest(of_step) for of_step in seen]
+
+    assert testing.run(2, lambda rank: body(rank, True)) == testing.run(2, lambda rank: body(rank, False))
+
+
+@both
+def test_a_loss_that_overflows_leaves_nothing_behind_with_a_scaler(name: str) -> None:
+    """GradScaler skips the step, and halves the scale; then everything is as in a training without it."""
+
+    def body(rank: int, model: nn.Module, overflows: bool) -> list[str]:
+        inner, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=1024.0)
+        optimizer = wrap(model, inner, compression=name, scaler=scaler)
+        seen = []
+        for step in range(4):
+            for repeated in [True, False] if overflows and step in (1, 2) else [False]:
+                optimizer.zero_grad()
+                loss = loss_of(model, rank, step)
+                scaler.scale(loss * torch.inf if repeated and rank == 1 else loss).backward()
+                before = digest(residuals(optimizer).values()), digest(model)
+                scaler.step(optimizer)
+                scaler.update()
+                if repeated:
+                    assert before == (digest(residuals(optimizer).values()), digest(model))
+            seen.append(digest(model) + digest(residuals(optimizer).values()))
+        return seen
+
+    assert on_ranks(2, MODEL, lambda rank, model: body(rank, model, True)) == on_ranks(
+        2, MODEL, lambda rank, model: body(rank, model, False)
+    )
+
+
+# -- gradients that are not there -------------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("memory", ["residual", "none"])
+def test_a_gradient_of_zeros_makes_an_update_of_zeros(name: str, memory: str) -> None:
+    def zeros(rank: int, step: int) -> dict[str, Tensor]:
+        given = single(rank, step)
+        return given if step > 2 else {tensor: torch.zeros_like(gradient) for tensor, gradient in given.items()}
+
+    seen = steps_of(2, zeros, 6, compression=name, memory=memory)[0]
+    for step in range(6):
+        for tensor in SHAPES:
+            update = seen[step].update(tensor)
+            assert torch.isfinite(update).all() and bool(update.any()) == (step > 2)
+    plain = steps_of(2, lambda rank, step: single(rank, step + 3), 3, compression=name, memory=memory)[0]
+    assert [bits(of_step) for of_step in plain] == [bits(of_step) for of_step in seen[3:]]  # as if nothing had been
+
+
+@both
+def test_a_tensor_that_no_rank_has_has_no_update(name: str) -> None:
+    """From the first step on; and once it is there it is as a new one's."""
+
+    def late(rank: int, step: int) -> dict[str, Tensor | None]:
+        return {**single(rank, step), "tall": None if step < 3 else single(rank, step)["tall"]}
+
+    def body(rank: int) -> list[Step]:
+        exchange = new(name)
+        return [made(exchange, late(rank, step)) for step in range(6)]
+
+    seen = testing.run(2, body)[0]
+    new_one = steps_of(2, lambda rank, step: single(rank, step + 3), 3, compression=name)[0]
+    for step in range(3):
+        assert seen[step].updates["tall"] is None and not seen[step].residuals["tall"].any()
+    assert torch.equal(seen[3].update("tall"), new_one[0].update("tall"))
+
+
+@both
+def test_what_is_left_of_a_tensor_is_sent_while_no_rank_has_it(name: str) -> None:
+    """Its update is of residuals alone: they shrink, and nothing is lost."""
+
+    def once(rank: int, step: int) -> dict[str, Tensor | None]:
+        return {**single(rank, step), "tall": single(rank, step)["tall"] if step == 0 else None}
+
+    def body(rank: int) -> list[Step]:
+        exchange = new(name)
+        return [made(exchange, once(rank, step)) for step in range(40)]
+
+    seen = testing.run(2, body)
+    whole = mean([of_rank[0].gradients["tall"] for of_rank in seen])
+    updates = sum(one.update("tall").double() for one in seen[0])
+    rest = mean([of_rank[-1].residuals["tall"] for of_rank in seen])
+    assert distance(updates + rest, whole) < 1e-5
+    assert rest.norm() < 0.2 * whole.norm() and all(one.update("tall").any() for one in seen[0])
+
+
+@both
+def test_a_rank_without_a_tensor_counts_as_one_with_zeros(name: str) -> None:
+    def lacking(rank: int, step: int, zeros: bool) -> dict[str, Tensor | None]:
+        given: dict[str, Tensor | None] = dict(single(rank, step))
+        if rank == step % 3:
+            given["wide"] = torch.zeros(SHAPES["wide"]) if zeros else None
+        return given
+
+    def body(rank: int, zeros: bool) -> list[list[str]]:
+        exchange = new(name)
+        return [bits(made(exchange, lacking(rank, step, zeros))) for step in range(4)]
+
+    assert testing.run(3, lambda rank: body(rank, True)) == testing.run(3, lambda rank: body(rank, False))
+
+
+@both
+def test_layers_that_are_used_in_turn_keep_replicas_equal(name: str) -> None:
+    """By one rank, by both, by none."""
+
+    def body(rank: int, model: Parts) -> list[tuple[str, bool, bool]]:
+        optimizer, seen = wrap(model, compression=name), []
+        for step, use in enumerate(["", "a", "ab", "b" if rank else "", "", "ab", "a" if rank else "b", ""]):
+            optimizer.zero_grad()
+            model.loss(rank, step, use).backward()
+            optimizer.step()
+            seen.append((digest(model), model.a.weight.grad is None, model.b.weight.grad is None))
+        return seen
+
+    seen = agreed(on_ranks(2, seeded(Parts), body))
+    assert [a for _, a, _ in seen] == [True, *[False] * 7] and [b for *_, b in seen] == [True, True, *[False] * 6]
+
+
+@both
+def test_a_tensor_is_not_stuck_with_a_basis_beside_its_gradient(name: str) -> None:
+    """Which once had other rows and columns, and nothing else: all products with the old bases are 0."""
+
+    def elsewhere(rank: int, step: int) -> dict[str, Tensor]:
+        gradient = torch.zeros(40, 30)
+        gradient[(0, 0) if step < 4 else (20, 15)] = 1.0 + rank + step
+        return {"a": gradient}
+
+    seen = steps_of(2, elsewhere, 10, compression=name)
+    for step in range(5, 10):
+        assert (
+            distance(
+                seen[0][step].update("a") + mean([of_rank[step].residuals["a"] for of_rank in seen]),
+                mean([accumulated(of_rank, step, "a") for of_rank in seen]),
+            )
+            < 1e-6
+        )
+    total = sum(one.update("a").double() for one in seen[0])
+    exact = sum(mean([of_rank[step].gradients["a"] for of_rank in seen]) for step in range(10))
+    assert distance(total, exact) < 1e-6
+
+
+# -- several passes ---------------------------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("counted", [True, False], ids=["counted", "no_sync"])
+def test_several_passes_are_one_step_of_their_sum(name: str, counted: bool) -> None:
+    def summed(model: nn.Module, rank: int, step: int) -> Tensor:
+        return loss_of(model, rank, 3 * step) + loss_of(model, rank, 3 * step + 1) + loss_of(model, rank, 3 * step + 2)
+
+    def body(rank: int, model: nn.Module, accumulates: bool) -> list[tuple[Tensor, ...]]:
+        optimizer, seen = (
+            wrap(model, compression=name, backward_passes_per_step=3 if accumulates and counted else 1),
+            [],
+        )
+        for step in range(4):
+            optimizer.zero_grad()
+            if not accumulates:
+                summed(model, rank, step).backward()
+            for number in range(3) if accumulates else ():
+                loss = loss_of(model, rank, 3 * step + number)
+                if counted or number == 2:
+                    loss.backward()
+                else:
+                    with optimizer.no_sync():
+                        loss.backward()
+            optimizer.step()
+            seen.append(tuple(p.detach().clone() for p in model.parameters()))
+        return seen
+
+    once = on_ranks(2, MODEL, lambda rank, model: body(rank, model, False))[0]
+    several = on_ranks(2, MODEL, lambda rank, model: body(rank, model, True))
+    assert agreed([[digest(of_step) for of_step in of_rank] for of_rank in several])
+    for step in range(4):
+        for a, b in zip(several[0][step], once[step], strict=True):
+            assert distance(a, b) < 1e-4  # added up in another order
+
+
+# -- restarts ---------------------------------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("at", [0, 1, 2, 3], ids="after step {}".format)
+@pytest.mark.parametrize("options", [{}, {"memory": "none"}, {"wire": "bf16"}], ids=str)
+@pytest.mark.thin
+def test_a_training_goes_on_from_any_phase_to_the_bit(name: str, at: int, options: dict[str, str]) -> None:
+    """Through a file, into new models and optimizers."""
+
+    def go(model: nn.Module, optimizer: Any, rank: int, steps: range) -> list[str]:
+        seen = []
+        for step in steps:
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+            seen.append(digest(model))
+        return seen
+
+    def whole(rank: int, model: nn.Module) -> list[str]:
+        return go(model, wrap(model, compression=name, rank=2, **options), rank, range(7))
+
+    def cut(rank: int, model: nn.Module) -> list[str]:
+        optimizer = wrap(model, compression=name, rank=2, **options)
+        seen = go(model, optimizer, rank, range(at + 1))
+        saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        optimizer.close()
+        other = mlp()  # other numbers
+        other.load_state_dict(saved["model"])
+        resumed = wrap(other, sgd(other), compression=name, rank=2, **options)
+        resumed.load_state_dict(saved["optimizer"])
+        return seen + go(other, resumed, rank, range(at + 1, 7))
+
+    assert agreed(on_ranks(2, MODEL, cut)) == agreed(on_ranks(2, MODEL, whole))
+
+
+@both
+def test_bases_are_taken_from_rank_0_where_others_have_not_loaded_them(name: str) -> None:
+    """Replicas stay equal, whatever a rank has brought along."""
+
+    def body(rank: int) -> list[list[str]]:
+        exchange = new(name)
+        for step in range(3):
+            made(exchange, single(rank, step))
+        if rank == 1:
+            state = {key: tensor for key, tensor in exchange.copy_state().items() if key[0] == "residual"}
+        else:
+            state = exchange.copy_state()
+        again = new(name)
+        again.restore(state, exchange.steps, exchange.plan())
+        seen = [made(again, single(rank, step)) for step in range(3, 6)]
+        return [bits(one)[:1] + bits(one)[2:] for one in seen]
+
+    def undisturbed(rank: int) -> list[list[str]]:
+        exchange = new(name)
+        seen = [made(exchange, single(rank, step)) for step in range(6)]
+        return [bits(one)[:1] + bits(one)[2:] for one in seen[3:]]
+
+    assert agreed(testing.run(2, body)) == agreed(testing.run(2, undisturbed))
+
+
+@both
+def test_bases_of_another_rank_are_drawn_anew_and_residuals_stay(name: str) -> None:
+    def body(rank: int) -> tuple[Step, Step]:
+        before = new(name, rank=4)
+        seen = [made(before, single(rank, step)) for step in range(2)]
+        after = new(name, rank=2)
+        after.restore(before.copy_state(), before.steps, before.plan())
+        return seen[-1], made(after, single(rank, 2))
+
+    seen = testing.run(2, body)
+    for tensor in MATRICES:
+        there_was = mean([old.residuals[tensor] + new_one.gradients[tensor] for old, new_one in seen])
+        rest = mean([new_one.residuals[tensor] for _, new_one in seen])
+        assert distance(seen[0][1].update(tensor) + rest, there_was) < 1e-6
+        assert len(seen[0][1].bases[tensor][1]) == 2
+
+
+# -- other compressors ------------------------------------------------------------------------------------------------
+
+
+Change = Callable[[agmerge.DistributedOptimizer], None]
+
+
+@both
+@pytest.mark.parametrize("other", ["topk", "powersgd", "acpsgd", "none"])
+def test_another_compressor_goes_on_with_what_is_left(name: str, other: str) -> None:
+    """Residuals are carried over, in both directions; in float64 nothing is lost."""
+    model = seeded(mlp).double()
+
+    def body(rank: int, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        optimizer = wrap(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), compression=name, rank=2, dense_sum="ordered"
+        )
+        updates = {key: torch.zeros_like(p) for key, p in model.named_parameters()}
+        own = {key: torch.zeros_like(p) for key, p in model.named_parameters()}
+        for step in range(9):
+            if step in (3, 6):
+                optimizer.set_compressor(other if step == 3 else name)
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            for key, p in model.named_parameters():
+                own[key] += p.grad
+            optimizer.synchronize()
+            for key, p in model.named_parameters():
+                updates[key] += p.grad
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        return own, updates, residuals(optimizer)
+
+    seen = on_ranks(2, model, body)
+    for key, update in seen[0][1].items():
+        zero = torch.zeros_like(update)
+        rest = mean([kept.get(key, zero) for *_, kept in seen])
+        assert distance(update + rest, mean([own[key] for own, *_ in seen])) < 1e-12, key
+
+
+@both
+def test_sides_are_kept_by_kind_and_name(name: str) -> None:
+    """What a checkpoint has of them: one basis a tensor."""
+
+    def body(rank: int) -> dict[tuple[str, str], tuple[int, ...]]:
+        exchange = new(name, rank=2)
+        for step in range(2):
+            made(exchange, single(rank, step))
+        return {key: tuple(tensor.shape) for key, tensor in exchange.state().items() if key[0] != "residual"}
+
+    shapes = agreed(testing.run(2, body))
+    assert {tensor for _, tensor in shapes} == set(MATRICES) and len(shapes) == len(MATRICES)
+    assert {kind for kind, _ in shapes} <= {LEFT, RIGHT}

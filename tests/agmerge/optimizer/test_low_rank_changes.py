@@ -1,0 +1,199 @@
+"""Low rank that comes, changes and goes: compressors that follow each other lose nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from low_rank_books import LOW_RANK, ROUNDED, Books, assert_bases_are_orthonormal, assert_nothing_is_lost, bases
+from support import agreed, digest, loss_of, mlp, on_ranks, residuals, seeded, sgd, train, wrap
+from torch import nn
+
+import agmerge
+import sparsifiers
+
+MODEL = seeded(mlp)
+HYBRID = {"0.*": "topk", ".*": "acpsgd"}
+CHAINS: list[list[Any]] = [
+    ["topk", "powersgd", "acpsgd", "none", "topk"],
+    ["powersgd", "acpsgd", "powersgd", "topk", "acpsgd"],
+    ["adtopk", HYBRID, "powersgd", {"0.*": "powersgd", ".*": "topk"}],
+    ["none", "powersgd", "bf16", "acpsgd"],
+]
+
+
+@pytest.mark.parametrize("switch", ["between steps", "and load"])
+@pytest.mark.parametrize("chain", CHAINS, ids=str)
+def test_compressors_that_follow_each_other_lose_nothing(chain: list[Any], switch: str) -> None:
+    """Seven steps each: an odd number, so that one that alternates is left in either phase."""
+
+    def body(rank: int, model: nn.Module) -> Any:
+        optimizer, books, seen = wrap(model, compression=chain[0]), Books(model), []
+        for number, name in enumerate(chain):
+            if number and switch == "between steps":
+                optimizer.set_compressor(name)
+            elif number:
+                state = optimizer.state_dict()
+                optimizer.close()
+                optimizer = wrap(model, compression=name)
+                if name in ("none", "bf16"):
+                    optimizer.set_compressor(name)
+                optimizer.load_state_dict(state)
+            for step in range(7):
+                optimizer.zero_grad()
+                loss_of(model, rank, 10 * number + step).backward()
+                books.step(optimizer)
+                if name == "none":
+                    assert not any(kept.any() for kept in residuals(optimizer).values())
+            kept = bases(optimizer)
+            assert_bases_are_orthonormal(kept)
+            seen.append((digest(model), digest(kept[key] for key in sorted(kept))))
+        return seen, (books, residuals(optimizer))
+
+    if switch == "and load" and "none" in chain:
+        return  # one that drops nothing has no place for residuals, and says so
+    found = on_ranks(2, MODEL, body)
+    agreed([seen for seen, _ in found])
+    assert_nothing_is_lost([kept for _, kept in found], rounded=2e-3 if "bf16" in chain else ROUNDED)
+
+
+def test_a_lossless_compressor_sends_at_once_what_factors_left() -> None:
+    def body(rank: int, model: nn.Module) -> tuple[float, float]:
+        optimizer = wrap(model, compression="powersgd")
+        train(model, optimizer, rank, range(3))
+        before = optimizer.stats()["residual_norm"]
+        optimizer.set_compressor("none")
+        train(model, optimizer, rank, range(3, 4))
+        return before, optimizer.stats()["residual_norm"]
+
+    for before, after in on_ranks(2, MODEL, body):
+        assert before > 0 and after == 0
+
+
+@pytest.mark.parametrize("compression", LOW_RANK)
+def test_a_rank_that_is_not_given_is_the_one_in_use(compression: str) -> None:
+    def body(rank: int, model: nn.Module) -> None:
+        optimizer = wrap(model, compression=compression, rank=2)
+
+        def rows() -> set[int]:
+            optimizer.zero_grad()
+            loss_of(model, rank, 0).backward()
+            optimizer.step()
+            return {len(basis) for basis in bases(optimizer).values()}
+
+        assert rows() == {2}
+        optimizer.set_compressor("topk", density=0.1)
+        optimizer.set_compressor(compression)
+        assert rows() == {2}
+        optimizer.set_compressor(compression, rank=3)
+        assert rows() == {3}
+        optimizer.set_compressor(compression, seed=5)
+        assert rows() == {3}
+        optimizer.set_compressor(sparsifiers.low_rank(compression, 5))
+        assert rows() == {5}
+        optimizer.set_compressor(compression)
+        assert rows() == {5}
+        optimizer.set_compressor(compression, rank={"0.weight": 1, ".*": 6})
+        assert rows() == {1, 6}
+        optimizer.set_compressor(compression, seed=6, rank={"0.weight": 2, ".*": 6})
+        assert rows() == {2, 6}
+        for given, words in (
+            ({"compression": sparsifiers.low_rank(compression, 5), "rank": 2}, "disagree"),
+            ({"compression": compression, "rank": 0}, "a whole number > 0"),
+            ({"compression": "topk", "rank": {".*": 2}}, "sends no factors"),
+            ({"compression": compression, "warmup": 3}, "selects nothing"),
+            ({"compression": compression, "memory": "dgc"}, "give it to a sparsifier"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                optimizer.set_compressor(**given)
+        assert rows() == {2, 6}
+
+    on_ranks(1, MODEL, body)
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        ({"rank": 3}, r"rank: 4 on rank 0; 3 on rank 1"),
+        ({"compression": "acpsgd"}, r"compression: powersgd on rank 0; acpsgd on rank 1"),
+        ({"compression": sparsifiers.low_rank("powersgd", seed=1)}, r"options: .*seed=0.* on rank 0; .*seed=1"),
+        ({"compression": {"0.*": "none", ".*": "powersgd"}}, r"compression: powersgd on rank 0; by-name on rank 1"),
+    ],
+    ids=str,
+)
+def test_ranks_that_differ_are_told(odd: dict[str, Any], words: str) -> None:
+    def body(rank: int, model: nn.Module) -> tuple[str, str]:
+        with pytest.raises(agmerge.RankMismatchError, match=words) as first:
+            wrap(model, **{"compression": "powersgd", **(odd if rank else {})})
+        optimizer = wrap(model, compression="topk")
+        train(model, optimizer, rank, range(2))
+        with pytest.raises(agmerge.RankMismatchError) as then:
+            optimizer.set_compressor(**{"compression": "powersgd", **(odd if rank else {})})
+        train(model, optimizer, rank, range(2, 4))
+        return str(first.value), str(then.value), digest(model)  # type: ignore[return-value]
+
+    agreed(on_ranks(2, MODEL, body))
+
+
+def spoil_bases(optimizer: Any) -> None:
+    for kept in optimizer._reducer.exchange.buffers.bases._kept.values():
+        kept.rows[0].mul_(0.5)
+
+
+def test_a_replica_whose_bases_differ_is_found() -> None:
+    """With ACP-SGD, where an update is the product of a rank's own basis and the sum of factors."""
+
+    def body(rank: int, model: nn.Module) -> None:
+        optimizer = wrap(model, compression="acpsgd", check_every=1)
+        train(model, optimizer, rank, range(2))
+        if rank == 1:
+            spoil_bases(optimizer)
+        with pytest.raises(agmerge.DivergenceError, match="weight.*on rank 1"):
+            train(model, optimizer, rank, range(2, 5))
+
+    on_ranks(2, MODEL, body)
+
+
+def test_with_both_factors_sent_replicas_stay_equal_whatever_the_bases() -> None:
+    def body(rank: int, model: nn.Module) -> list[str]:
+        optimizer = wrap(model, compression="powersgd", check_every=1)
+        train(model, optimizer, rank, range(2))
+        if rank == 1:
+            spoil_bases(optimizer)
+        return train(model, optimizer, rank, range(2, 5))
+
+    agreed(on_ranks(2, MODEL, body))
+
+
+@pytest.mark.parametrize("compression", LOW_RANK)
+def test_drawn_bases_follow_from_seed_and_name_alone(compression: str) -> None:
+    """Whatever else there is, in whatever order: a tensor's first update is the same."""
+
+    def body(rank: int, model: nn.Module, seed: int, **options: Any) -> str:
+        inner = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer = wrap(model, inner, compression=sparsifiers.low_rank(compression, seed=seed), **options)
+        loss_of(model, rank, 0).backward()
+        optimizer.step()
+        return digest([model.get_parameter("2.weight").grad])
+
+    def update(seed: int, **options: Any) -> str:
+        return agreed(on_ranks(2, MODEL, lambda rank, model: body(rank, model, seed, **options)))
+
+    assert update(0) == update(0, merging="layerwise") == update(0, dense=["0.*"]) == update(0, dense=[])
+    assert update(0) != update(1)
+
+
+def test_hybrids_take_both_their_options() -> None:
+    def body(rank: int, model: nn.Module) -> None:
+        optimizer = wrap(model, sgd(model), compression=HYBRID, rank=3, density=0.2)
+        train(model, optimizer, rank, range(2))
+        assert {(name, len(rows)) for (_, name), rows in bases(optimizer).items()} == {("2.weight", 3)}
+        optimizer.set_compressor({"0.*": "powersgd", ".*": "topk"}, rank=2)
+        train(model, optimizer, rank, range(2, 4))
+        assert {(name, len(rows)) for (_, name), rows in bases(optimizer).items() if name[0] == "0"} == {
+            ("0.weight", 2)
+        }
+        assert optimizer._reducer.config.density.target == 0.2
+
+    on_ranks(2, MODEL, body)
