@@ -2,7 +2,8 @@
 
    A key is the bits of a float without its sign (see magnitude.py). Nothing here allocates, keeps state
    between calls besides the level, or knows Python. Each loop exists for any machine, for AVX2 and for
-   AVX-512; all give the same bits. Additions are single and never contracted, so they round as torch's do. */
+   AVX-512; all give the same bits, but for some of kernel_low_rank.c. Additions are single and never contracted, so
+   they round as torch's do. */
 
 #include "kernel.h"
 

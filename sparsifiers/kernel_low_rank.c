@@ -1,8 +1,9 @@
-/* Products of thin factors, left (r, n) and right (r, m), and of these with matrices (n, m), all float32 row by row: see
-   kernel_low_rank.py. A matrix is read and written once.
+/* Products of thin factors, left (r, n) and right (r, m), and of these with matrices (n, m), all float32 row by row:
+   see kernel_low_rank.py. A matrix is read from memory once, and written once.
 
-   A product of factors is made in the order that is written here, each product of floats rounded by itself, and has the
-   same bits at every level. All else may differ: registers are of different widths, and some multiply and add at once. */
+   A product of factors is made in the order that is written here, each product of floats rounded by itself: it has the
+   same bits at every level. All else may differ, for registers are of different widths, and some multiply and add at
+   once. */
 
 #include "kernel.h"
 

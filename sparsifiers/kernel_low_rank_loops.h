@@ -1,6 +1,7 @@
-/* The loops of kernel_low_rank.c, which includes this once for each level. There TARGET is the instruction set, AT(name)
-   a name of that level, vec a register of WIDTH floats, and LOAD, STORE, STREAM, SPLAT, MULTIPLY_ADD and OTHER what can be
-   done with it. Several registers are filled with elements of the matrix; then all rows of a factor go over them. */
+/* The loops of kernel_low_rank.c, which includes this once for each level. There TARGET is the instruction set,
+   AT(name) a name of that level, vec a register of WIDTH floats, and LOAD, STORE, STREAM, SPLAT, MULTIPLY_ADD, TOTAL
+   and OTHER (of a gradient) what can be done with it. Several registers are filled with elements of the matrix; then
+   all rows of a factor go over them. Elements that do not fill a register come last, one by one. */
 
 /* Elements i, i + 1, ... of residual + gradient. */
 TARGET INLINE vec AT(added)(const struct sum *of, int64_t i, int kind)
@@ -81,7 +82,7 @@ TARGET INLINE int AT(dots_of)(const struct sum *of, int64_t i, int64_t n, int ki
     int64_t j = 0;
     for (int64_t k = 0; k < r; k++)
         parts[k] = SPLAT(0);
-    streamed = streamed && (uintptr_t)(out + i) % (WIDTH * sizeof(float)) == 0;
+    streamed = streamed && out && (uintptr_t)(out + i) % (WIDTH * sizeof(float)) == 0;
     for (; j + REGISTERS * WIDTH <= n; j += REGISTERS * WIDTH)
         AT(dots_part)(of, i + j, kind, next, right + j, m, r, parts, &check, out, streamed, REGISTERS);
     for (; j + WIDTH <= n; j += WIDTH)
@@ -173,15 +174,15 @@ TARGET INLINE void AT(columns_part)(const struct sum *of, int64_t i, int64_t j, 
         }
 }
 
-/* right[k] += the rows of the matrix from element i on, `rows` of them, times scales[k * GROUP], ... They are written to
-   `out` unless it is NULL. Returns whether one of them is not finite. */
+/* right[k] += the sum of `rows` rows of the matrix, from element i on, times scales[k * GROUP + row]. They are written
+   to `out` unless it is NULL. Returns whether an element is not finite. */
 TARGET INLINE int AT(columns_of)(const struct sum *of, int64_t i, int kind, int64_t m, int64_t rows,
                                  const float *scales, int64_t r, float *right, float *out, int streamed)
 {
     enum { STEP = REGISTERS / GROUP };
     vec check = SPLAT(0);
     int64_t j = 0;
-    streamed = streamed && ((uintptr_t)(out + i) | (uintptr_t)m * sizeof(float)) % (WIDTH * sizeof(float)) == 0;
+    streamed = streamed && out && ((uintptr_t)(out + i) | (uintptr_t)m * sizeof(float)) % (WIDTH * sizeof(float)) == 0;
     for (; j + STEP * WIDTH <= m; j += STEP * WIDTH)
         AT(columns_part)(of, i, j, kind, m, rows, scales, r, right + j, &check, out, streamed, STEP);
     for (; j + WIDTH <= m; j += WIDTH)

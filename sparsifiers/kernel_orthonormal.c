@@ -107,8 +107,8 @@ static void choose_unit(double *vector, const float *rows, int64_t count, int64_
         vector[i] = i == place;
 }
 
-/* Make the rows of each of `count` factors orthonormal; sizes: of each how many rows it has, and how long they are, which
-   is no less. scratch: as many doubles as the largest sum of both. A row that is zero, not finite, or dependent on those
+/* Make the rows of each of `count` factors orthonormal. sizes: how many rows it has, and how long they are, which is no
+   less. scratch: as many doubles as the largest sum of both. A row that is zero, not finite, or dependent on those
    before it becomes a unit vector without what these have of it. */
 EXPORT void kernel_orthonormalize(float *const *factors, const int64_t (*sizes)[2], int64_t count, double *scratch)
 {
