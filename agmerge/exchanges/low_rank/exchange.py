@@ -74,8 +74,8 @@ class LowRankExchange(MultiRoundExchange):
         self, slot: Slot, work: torch.Tensor, update: torch.Tensor, residual: torch.Tensor, gradient: torch.Tensor
     ) -> bool | None:
         """Add up and project in one pass over memory, and commit in it where that is possible."""
-        if not gradient.is_contiguous():
-            return None
+        if gradient.layout is not torch.strided or gradient.shape != work.shape or not gradient.is_contiguous():
+            return None  # whoever adds up by itself says what is wrong
         matrix = self._matrix(slot, work, update)
         finite = matrix.add_and_project(residual, gradient)
         if finite:
