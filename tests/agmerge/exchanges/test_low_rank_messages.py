@@ -6,7 +6,21 @@ import math
 
 import pytest
 import torch
-from low_rank_harness import CONTROL, LEFT, MATRICES, NAMES, SHAPES, Step, distance, drawn, made, opened, steps_of
+from low_rank_harness import (
+    CONTROL,
+    LEFT,
+    MATRICES,
+    NAMES,
+    SHAPES,
+    Step,
+    accumulated,
+    distance,
+    drawn,
+    made,
+    mean,
+    opened,
+    steps_of,
+)
 from support import digest, random_plan
 from torch import Tensor
 
@@ -185,3 +199,51 @@ def test_ranks_that_come_at_random_times_find_the_same(name: str) -> None:
         return digests([made(exchange, single(rank, step)) for step in range(3)])
 
     assert testing.run(3, body, inject=testing.jitter(3)) == [digests(of_rank) for of_rank in plain]
+
+
+# -- merge buffers that go whole --------------------------------------------------------------------------------------
+
+
+@both
+def test_a_merge_buffer_that_is_planned_dense_takes_what_is_left_along(name: str) -> None:
+    """And keeps its bases for later: then steps go on with them."""
+    names = tuple(SHAPES)
+    plans = {dense: merging.Plan((2, 3), names=names, dense=(dense, False)) for dense in (False, True)}
+
+    def body(rank: int) -> list[Step]:
+        tensors = {tensor: torch.zeros(shape) for tensor, shape in SHAPES.items()}
+        exchange = opened(tensors, name, rank=2, merging=plans[False], exchange="auto")
+        seen = []
+        for step in range(7):
+            seen.append(made(exchange, single(rank, step)))
+            exchange.use_plan(plans[step + 1 in (2, 3)])
+        return seen
+
+    seen = testing.run(2, body)
+    for step in range(7):
+        for tensor in SHAPES:
+            before = mean([accumulated(of_rank, step, tensor) for of_rank in seen])
+            after = mean([of_rank[step].residuals.get(tensor, torch.zeros_like(before)) for of_rank in seen])
+            whole = step in (2, 3) and tensor in names[:2]
+            assert distance(seen[0][step].update(tensor) + after, before) < 1e-6
+            assert tensor == "bias" or bool(after.any()) != whole
+    for tensor in names[:2]:
+        assert digest([seen[0][1].bases[tensor][1]]) == digest([seen[0][3].bases[tensor][1]])
+
+
+@both
+def test_all_that_is_left_can_be_sent_whole_at_once(name: str) -> None:
+    def body(rank: int) -> tuple[list[Step], Step, Step]:
+        exchange = opened({tensor: torch.zeros(shape) for tensor, shape in SHAPES.items()}, name, rank=2)
+        seen = [made(exchange, single(rank, step)) for step in range(3)]
+        with exchange.sending_whole():
+            rest = made(exchange, dict.fromkeys(SHAPES))
+        return seen, rest, made(exchange, single(rank, 3))
+
+    found = testing.run(2, body)
+    for tensor in MATRICES:
+        left = mean([seen[-1].residuals[tensor] for seen, *_ in found])
+        assert distance(found[0][1].update(tensor), left) < 1e-6
+        for seen, rest, later in found:
+            assert not rest.residuals[tensor].any() and later.residuals[tensor].any()
+            assert digest([rest.bases[tensor][1]]) == digest([seen[-1].bases[tensor][1]])
