@@ -6,18 +6,21 @@ Prediction is by the curves that were measured, so it takes seconds, not a train
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 import merging
 from agmerge.exchanges.routing import AHEAD
+from agmerge.planning.measuring import BY_NAME, LOW_RANK
 from merging import Measurements
 from merging.measured import sent_whole, step_end
 from sparsifiers import budget
 
 DENSITIES = (0.1, 0.01, 0.001)
+RANKS = (1, 4, 16)
 WORTH = 0.03  # a gain below this share of the step is not worth compressing for
 # What docs/parity.md says of small models, by density: with Adam's relatives, and with SGD and momentum.
 KNOWN = {
@@ -43,7 +46,7 @@ class Row:
     finish: float  # seconds from the start of backward to the end of the last exchange
     buffers: int  # merge buffers
     dense: int  # of these, those that are sent whole
-    density: float | None = None  # None: all is sent
+    density: float | None = None  # None: all is sent, or factors are
 
 
 def predicted_step(plan: merging.Plan, measured: Measurements, rest: float) -> float:
@@ -56,20 +59,12 @@ def compare(measured: Measurements, step: float, finish: float) -> tuple[Row, ..
     """Return the strategies, fastest first. ``step``, ``finish``: measured seconds of a step, and of its last exchange.
 
     A strategy changes when the last exchange ends; the rest of a step (forward, update) is taken as it was measured.
-    Densities change how much is sent; what selection costs is taken from the compressor in use.
+    Densities and ranks change how much is sent; what selection, or projection, costs is that of the compressor in use.
     """
     planner = merging.get("agmerge")
     rest = max(0.0, step - finish)
-    candidates: list[tuple[str, float | None, Measurements]] = []
-    if measured.dense is not None:
-        candidates.append(("dense", None, sent_whole(measured)))
-        for density in DENSITIES:
-            candidates.append((f"sparse, density {density:g}", density, replace(at(measured, density), dense=None)))
-            candidates.append((f"auto, density {density:g}", density, at(measured, density)))
-    else:
-        candidates.append(("as it is", None, measured))
     rows = []
-    for name, chosen, assumed in candidates:
+    for name, chosen, assumed in _candidates(measured):
         plan, mode = merging.best(planner, assumed)
         end = step_end(plan, assumed, mode)
         flags = plan.dense if mode != "dense" else (True,) * len(plan.counts)
@@ -78,11 +73,45 @@ def compare(measured: Measurements, step: float, finish: float) -> tuple[Row, ..
     return tuple(sorted(rows, key=lambda row: row.step))
 
 
+def _candidates(measured: Measurements) -> Iterator[tuple[str, float | None, Measurements]]:
+    """Yield each strategy: its name, its density if it has one, and the measurements as they would be."""
+    if measured.dense is None:
+        yield "as it is", None, measured
+        return
+    yield "dense", None, sent_whole(measured)
+    rank = dict(measured.facts).get(LOW_RANK)
+    if rank is None:
+        for density in DENSITIES:
+            yield f"sparse, density {density:g}", density, replace(at(measured, density), dense=None)
+            yield f"auto, density {density:g}", density, at(measured, density)
+    elif rank == BY_NAME:
+        yield "compressed, as it is", None, replace(measured, dense=None)
+        yield "auto, as it is", None, measured
+    else:
+        for other in RANKS:
+            scaled = at_rank(measured, int(rank), other)
+            yield f"low rank, rank {other}", None, replace(scaled, dense=None)
+            yield f"auto, rank {other}", None, scaled
+
+
 def at(measured: Measurements, density: float) -> Measurements:
     """Return the measurements as they would be at another density: exempt tensors stay as they are."""
+    return _with_loads(measured, lambda numel, load: min(budget(density, numel), numel))
+
+
+def at_rank(measured: Measurements, rank: int, other: int) -> Measurements:
+    """Return the measurements of ``rank`` as they would be at another one: tensors that are sent whole stay so.
+
+    Matrices with fewer rows, or columns, than ``other`` have smaller factors than that in truth.
+    """
+    return _with_loads(measured, lambda numel, load: min(math.ceil(load * other / rank), numel))
+
+
+def _with_loads(measured: Measurements, load_of: Callable[[int, int], int]) -> Measurements:
+    """Return the measurements with other loads. ``load_of``: asked with elements and load of what is compressed."""
     profile = measured.profile
     load = [
-        min(budget(density, numel), numel) if work else load
+        load_of(numel, load) if work else load
         for numel, work, load in zip(profile.numel.tolist(), profile.work.tolist(), profile.load.tolist(), strict=True)
     ]
     return replace(measured, profile=merging.Profile(**{**profile.plain(), "load": np.array(load)}))
@@ -112,7 +141,10 @@ def text(rows: Sequence[Row], step: float, predicted: float, optimizer: str) -> 
         )
     else:
         lines.append(f"recommendation: {rows[0].strategy}, {dense.step / rows[0].step:.2f} times as fast as dense")
-    if dense is not None and rows[0].density is not None and dense.step > rows[0].step * (1 + WORTH):
-        known = KNOWN["adam" in optimizer.lower()][rows[0].density]
-        lines.append(f"accuracy with {optimizer}: {known} (our runs, docs/parity.md). Compare a short run with dense")
+    if dense is not None and dense.step > rows[0].step * (1 + WORTH):
+        if rows[0].density is not None:
+            known = KNOWN["adam" in optimizer.lower()][rows[0].density] + " (our runs, docs/parity.md)"
+            lines.append(f"accuracy with {optimizer}: {known}. Compare a short run with dense")
+        elif rows[0].dense < rows[0].buffers:
+            lines.append(f"accuracy with {optimizer}: it depends on the rank. Compare a short run with dense")
     return "\n".join(lines)

@@ -17,7 +17,9 @@ from agmerge.step.importance import Energies
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.layout import Lane, Slot
 from merging import Measurements
-from sparsifiers import Kind
+from sparsifiers import Compressor, Kind, LowRank
+
+LOW_RANK, BY_NAME = "low rank", "by name"  # a fact of measurements, and its value where there is no one rank
 
 
 def gather_seconds(buffers: MergeBuffers, *columns: Seconds) -> list[Seconds]:
@@ -47,10 +49,20 @@ def measurements(buffers: MergeBuffers, step: int, ready: Seconds, costs: Measur
         facts=(
             ("backend", buffers.comm.name),
             ("compressor", repr(config.compressor)),
+            *_low_rank_facts(config.compressor),
             ("step", str(step)),
             ("torch", torch.__version__),
         ),
     )
+
+
+def _low_rank_facts(compressor: Compressor) -> tuple[tuple[str, str], ...]:
+    """Return the rank of all factors, or that it differs from tensor to tensor; nothing where none are sent."""
+    low_rank = compressor.part(Kind.LOW_RANK)
+    if not isinstance(low_rank, LowRank):
+        return ()
+    alike = compressor is low_rank and isinstance(low_rank.rank, int)
+    return ((LOW_RANK, str(low_rank.rank) if alike else BY_NAME),)
 
 
 def residual_energy(buffers: MergeBuffers) -> Energies | None:

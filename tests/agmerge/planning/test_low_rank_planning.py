@@ -1,0 +1,266 @@
+"""Planning with low rank: loads are those of factors, every planner plans, auto chooses, reports and advice say so."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from low_rank_books import LOW_RANK, Books, assert_nothing_is_lost, run
+from support import agreed, loss_of, mlp, on_ranks, residuals, seeded, sgd, train, wrap
+from torch import nn
+
+import agmerge
+import merging
+from agmerge import testing
+from agmerge.cli import advise
+from agmerge.planning import advice, cost_probe, replanner
+from agmerge.planning.replanner import FIRST
+from agmerge.step.merge_buffers import MergeBuffers
+from merging import Curve, Measurements
+
+MODEL = seeded(mlp)
+HYBRID = {"0.*": "topk", ".*": "acpsgd"}
+PLANNERS = [name for name in merging.names() if name != "dear"]
+# Rows and columns of what is factorised; everything else has 48 + 32 + 10 + 320 elements.
+MATRICES = {"0.weight": (48, 32), "2.weight": (32, 48)}
+WHOLE = 48 + 32 + 10 + 320
+CONTROL = 320  # bytes of a step at most: control numbers and padding
+
+
+def costing(compressed: float, dense: float) -> Any:
+    """A probe that finds these seconds an element of load and of numel."""
+
+    def line(slope: float) -> Curve:
+        return Curve((0, 1_000_000), (1e-3, 1e-3 + slope * 1_000_000))
+
+    def probe(buffers: MergeBuffers, step: int, backward: float, finish: float = 0.0) -> cost_probe.MeasuredCosts:
+        return cost_probe.MeasuredCosts(Curve((0, 1), (0.0, 0.0)), line(compressed), line(dense))
+
+    return probe
+
+
+def trained(number: int, model: nn.Module, steps: int = FIRST, **options: Any) -> agmerge.DistributedOptimizer:
+    optimizer = wrap(model, **{"merging": "agmerge", "exchange": "auto", **options})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(model, optimizer, number, range(steps))
+    return optimizer
+
+
+# -- plans ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.thin
+@pytest.mark.parametrize("name", PLANNERS)
+@pytest.mark.parametrize("compression", [*LOW_RANK, "hybrid"])
+def test_every_planner_plans_it_and_nothing_is_lost(compression: str, name: str) -> None:
+    how: Any = HYBRID if compression == "hybrid" else compression
+    run(2, MODEL, range(FIRST + 8), compression=how, merging=name)
+
+
+@pytest.mark.parametrize(("compressed", "dense", "flags"), [(1.0, 1e3, {False}), (1e3, 1e-6, {True})])
+@pytest.mark.parametrize("compression", LOW_RANK)
+def test_auto_takes_what_costs_less(
+    compression: str, compressed: float, dense: float, flags: set[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replanner, "probe", costing(compressed, dense))
+    plans = on_ranks(2, MODEL, lambda rank, model: trained(rank, model, compression=compression).plan)
+    assert plans[0] == plans[1] and set(plans[0].dense) == flags
+
+
+@pytest.mark.parametrize("compression", LOW_RANK)
+def test_from_factors_to_dense_and_back_nothing_is_lost(compression: str) -> None:
+    """As the planner may do at any time: what factors left is sent whole, bases stay for the time after."""
+
+    def body(rank: int, model: nn.Module) -> Any:
+        optimizer, books = wrap(model, sgd(model, lr=0.05), compression=compression, exchange="auto"), Books(model)
+        for step in range(9):
+            if step in (3, 6):
+                names = optimizer.plan.names
+                optimizer._reducer.exchange.use_plan(merging.Plan((2, 4), dense=(step == 3, step == 3), names=names))
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            books.step(optimizer)
+            assert any(kept.any() for kept in residuals(optimizer).values()) is (step // 3 != 1)
+        return books, residuals(optimizer)
+
+    assert_nothing_is_lost(on_ranks(2, MODEL, body))
+
+
+@pytest.mark.parametrize(("compression", "rank", "each"), [("powersgd", 4, 1), ("powersgd", 2, 1), ("acpsgd", 4, 2)])
+def test_loads_are_elements_of_factors(compression: str, rank: int, each: int) -> None:
+    def body(number: int, model: nn.Module) -> dict[str, tuple[int, int]]:
+        optimizer = trained(number, model, FIRST + 1, compression=compression, rank=rank)
+        profile = optimizer.measure().profile
+        loads = zip(profile.work.tolist(), profile.load.tolist(), strict=True)
+        assert profile.names is not None
+        return dict(zip(profile.names, loads, strict=True))
+
+    loads = agreed(on_ranks(2, MODEL, body))
+    for name, shape in MATRICES.items():
+        assert loads[name] == (shape[0] * shape[1], rank * sum(shape) // each)
+    assert loads["4.weight"] == (0, 320) and loads["4.bias"] == (0, 10)
+
+
+# -- figures ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wire", ["auto", "bf16"])
+@pytest.mark.parametrize("rank", [1, 4, {"0.weight": 2, ".*": 3}])
+def test_bytes_are_those_of_the_formula(rank: Any, wire: str) -> None:
+    """Both factors a step, or one in turn behind a first step with both; and little else."""
+    rows = {name: rank if isinstance(rank, int) else 2 if name == "0.weight" else 3 for name in MATRICES}
+    both = sum(rows[name] * sum(shape) for name, shape in MATRICES.items())
+    size = 2 if wire == "bf16" else 4
+
+    def body(number: int, model: nn.Module, compression: str) -> list[int]:
+        optimizer, seen = wrap(model, compression=compression, rank=rank, wire=wire, merging="single"), [0]
+        for step in range(5):
+            train(model, optimizer, number, range(step, step + 1))
+            seen.append(optimizer.stats()["bytes_sent"])
+        return [after - before for before, after in zip(seen, seen[1:], strict=False)]
+
+    for compression in LOW_RANK:
+        sent = agreed(on_ranks(2, MODEL, lambda r, m, c=compression: body(r, m, c)))
+        # In a step with one factor the left one of a matrix goes with the right one of another, or the other way.
+        factors = size * (both if compression == "powersgd" else both // 2)
+        unlike = 0 if compression == "powersgd" else size * max(rows.values()) * 16
+        assert size * both <= sent[0] - 4 * WHOLE <= size * both + CONTROL
+        for one in sent[1:]:
+            assert factors - unlike <= one - 4 * WHOLE <= factors + unlike + CONTROL, (compression, one, factors)
+
+
+@pytest.mark.parametrize("compression", [*LOW_RANK, "hybrid"])
+def test_reports_and_traces_have_it(compression: str, tmp_path: Path) -> None:
+    how: Any = HYBRID if compression == "hybrid" else compression
+
+    def body(rank: int, model: nn.Module) -> None:
+        optimizer = trained(rank, model, compression=how, merging="layerwise", exchange="sparse")
+        with optimizer.trace(tmp_path / "trace.json"):
+            train(model, optimizer, rank, range(20, 23))
+        merge, compressed = str(optimizer.merge_report()), str(optimizer.compression_report())
+        assert "buffer" in merge and all(name in compressed for name in MATRICES)
+        stats = optimizer.stats()
+        assert stats["bytes_sent"] < stats["bytes_dense"] and stats["residual_norm"] > 0
+        assert optimizer.measure().workers == 2
+
+    on_ranks(2, MODEL, body)
+    events = json.loads((tmp_path / "trace.rank0.json").read_text())
+    assert len(events["traceEvents"] if isinstance(events, dict) else events) > 10
+
+
+# -- advice -----------------------------------------------------------------------------------------------------------
+
+
+def measured(facts: dict[str, str], compressed: float = 2e-6, dense: float | None = 1e-6) -> Measurements:
+    """Three matrices and what is exempt; these seconds an element of load and of numel."""
+    names, numel = ["a", "b", "c", "d"], [40_000, 40_000, 1000, 100]
+    profile = merging.Profile(
+        names, numel, [0.0, 0.01, 0.01, 0.01], work=[40_000, 40_000, 1000, 0], load=[1600, 1600, 400, 50]
+    )
+    return Measurements(
+        profile=profile,
+        sparsify=Curve((0, 100_000), (0.0, 1e-4)),
+        exchange=Curve((0, 1_000_000), (1e-4, 1e-4 + compressed * 1e6)),
+        dense=None if dense is None else Curve((0, 1_000_000), (1e-4, 1e-4 + dense * 1e6)),
+        modes=("ahead",),
+        workers=2,
+        facts=tuple(facts.items()),
+    )
+
+
+def test_advice_goes_by_rank_where_factors_were_measured() -> None:
+    rows = advice.compare(measured({"low rank": "4"}, 1e-4, 1e-4), 0.1, 0.08)
+    assert [row.step for row in rows] == sorted(row.step for row in rows)
+    by_name = {row.strategy: row for row in rows}
+    ranks = [f"low rank, rank {rank}" for rank in (1, 4, 16)]
+    assert set(by_name) == {"dense", *ranks, *(f"auto, rank {rank}" for rank in (1, 4, 16))}
+    finishes = [by_name[name].finish for name in ranks]
+    assert finishes == sorted(finishes) and finishes[0] < finishes[-1]
+    for name, finish in zip(ranks, finishes, strict=True):
+        auto = by_name[name.replace("low rank", "auto")].finish
+        assert auto <= finish * (1 + 1e-9) and auto <= by_name["dense"].finish * (1 + 1e-9)
+
+
+def test_at_another_rank_exempt_tensors_are_as_they_were() -> None:
+    """What would be larger than its tensor is sent whole."""
+    assert advice.at_rank(measured({}), 4, 1).profile.load.tolist() == [400, 400, 100, 50]
+    assert advice.at_rank(measured({}), 4, 16).profile.load.tolist() == [6400, 6400, 1000, 50]
+
+
+@pytest.mark.parametrize("dense", [1e-4, 1e-9, None])
+@pytest.mark.parametrize("value", ["4", "by name"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_advice_says_nothing_of_densities(optimizer: str, value: str, dense: float | None) -> None:
+    rows = advice.compare(measured({"low rank": value}, 1e-6, dense), 0.1, 0.08)
+    printed = advice.text(rows, 0.1, 0.1, optimizer)
+    assert "density" not in printed and "22 to 29 %" not in printed
+    assert ("do not compress" in printed) is (dense == 1e-9)
+    assert ("it depends on the rank" in printed) is (dense == 1e-4)
+    assert len(rows) == (1 if dense is None else 3 if value == "by name" else 7)
+
+
+@pytest.mark.parametrize(
+    ("options", "fact"),
+    [
+        ({"compression": "powersgd"}, "4"),
+        ({"compression": "acpsgd", "rank": 2}, "2"),
+        ({"compression": "acpsgd", "rank": {".*": 2}}, "by name"),
+        ({"compression": HYBRID}, "by name"),
+        ({"compression": "topk"}, None),
+    ],
+    ids=str,
+)
+def test_measurements_say_of_what_rank_they_are(options: dict[str, Any], fact: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "measured.json"
+
+    def body(number: int, model: nn.Module) -> None:
+        measured = trained(number, model, FIRST + 1, **options).measure()
+        if number == 0:
+            measured.save(path)
+
+    on_ranks(2, MODEL, body)
+    found = Measurements.load(path)
+    assert dict(found.facts).get("low rank") == fact
+    assert len(advice.compare(found, 0.1, 0.05)) == (3 if fact == "by name" else 7)
+    for name in PLANNERS:
+        merging.best(merging.get(name), found)
+
+
+@pytest.mark.slow
+def test_advise_and_plan_print_their_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "measured.json"
+
+    def body(rank: int, net: nn.Module) -> int:
+        inner = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer = advise.AdvisedOptimizer(inner, net.named_parameters(), compression="acpsgd", exchange="sparse")
+        for step in range(100):
+            optimizer.zero_grad()
+            loss_of(net, rank, step).backward()
+            try:
+                optimizer.step()
+            except advise.Enough:
+                if rank == 0:
+                    testing.inspect(optimizer).measurements.save(path)
+                return step
+        return -1
+
+    assert on_ranks(2, MODEL, body) == [advise.STEPS] * 2
+    printed = capsys.readouterr().out
+    assert all(f"rank {rank}" in printed for rank in (1, 4, 16)) and "recommendation" in printed
+    planned = tmp_path / "plan.json"
+    command = [sys.executable, "-m", "agmerge", "plan", str(path), "--save", str(planned)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert "low rank 4" in ended.stdout
+
+    def replay(rank: int, model: nn.Module) -> list[str]:
+        return train(model, wrap(model, compression="acpsgd", merging=planned, exchange="auto"), rank, range(4))
+
+    agreed(on_ranks(2, MODEL, replay))
