@@ -35,6 +35,9 @@ PLAIN, LOOK, FILL, TWICE, MORE, DROP, LATE, IDLE = HABITS = (
     "idle",  # no backward pass at all
 )
 
+HYBRID = "hybrid"  # top-k for one layer, low rank for the others
+LOW_RANK = ("powersgd", "acpsgd", HYBRID)  # what rounds what it keeps
+
 
 @dataclass(frozen=True)
 class Train:
@@ -67,7 +70,7 @@ class Replan:
 
 @dataclass(frozen=True)
 class Compress:
-    """``set_compressor()``."""
+    """``set_compressor()``, or :data:`HYBRID`."""
 
     name: str
     density: float
@@ -139,6 +142,9 @@ class Player:
         options = dict(self.options)
         if options["compression"] in ("none", "fp16", "bf16"):  # what is about selection would be refused
             options |= {"exchange": "sparse", "wire": "auto"}
+        if options["compression"] in ("powersgd", "acpsgd") and options["exchange"] != "auto":
+            options |= {"exchange": "sparse"}
+        options["compression"] = compression_of(options["compression"])
         return agmerge.DistributedOptimizer(self.inner(self.model), self.model.named_parameters(), **options)
 
     def play(self, event: Event) -> None:
@@ -151,7 +157,7 @@ class Player:
         elif isinstance(event, Replan):
             self.replan(event.seed)
         elif isinstance(event, Compress):
-            self.optimizer.set_compressor(event.name, density=event.density)
+            self.optimizer.set_compressor(compression_of(event.name), density=event.density)
             self.options |= {"compression": event.name, "density": event.density}
         elif isinstance(event, Toggle):
             for parameter in getattr(self.model, event.layer).parameters():
@@ -240,6 +246,11 @@ class Player:
     def residuals(self) -> dict[str, Tensor]:
         """Of every parameter that has one, frozen ones too."""
         return dict(self.optimizer.state_dict()["agmerge"]["residuals"])
+
+
+def compression_of(name: str) -> Any:
+    """Return the argument that a name stands for."""
+    return {"trunk.*": "topk", ".*": "acpsgd"} if name == HYBRID else name
 
 
 def plan_for(session: MergeBuffers, seed: int) -> merging.Plan:

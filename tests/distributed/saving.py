@@ -33,6 +33,8 @@ CELLS: dict[str, tuple[str, dict[str, Any]]] = {
     "no memory": ("sgd", {"compression": "topk", "memory": "none"}),
     "ordered": ("sgd", {"compression": "none", "dense_sum": "ordered"}),
     "oktopk": ("sgd", {"compression": "topk", "exchange": "oktopk"}),
+    "powersgd": ("sgd", {"compression": "powersgd"}),
+    "acpsgd": ("adamw", {"compression": "acpsgd"}),
     "updates": ("adamw", {"compression": "topk", "sync": "updates", "carry": "hold"}),
 }
 

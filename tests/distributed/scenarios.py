@@ -65,7 +65,7 @@ def steps_of(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -
 def awkward() -> dict[str, list[str]]:
     """Tied, unused, rank-dependent, alternating, frozen, late-unfrozen layers; mixed dtypes."""
     seen: dict[str, list[str]] = {}
-    for compression in ("topk", "none", "fp16", "bf16"):
+    for compression in ("topk", "none", "fp16", "bf16", "powersgd", "acpsgd"):
         model = seeded(AwkwardModel, 7)
         inner = torch.optim.SGD(awkward_groups(model), lr=0.05, momentum=0.9)
         optimizer = agmerge.DistributedOptimizer(
@@ -315,7 +315,7 @@ def recipes() -> dict[str, list[str]]:
 def uneven() -> dict[str, list[Any]]:
     """Ranks join after 7 and 10 batches, sparse and dense: who was last, and the model then and after more steps."""
     seen = {}
-    for compression in ("adtopk", "none"):
+    for compression in ("adtopk", "none", "powersgd", "acpsgd"):
         model = seeded(mlp, 14)
         optimizer = wrapped(model, compression=compression, check_every=1)
         steps_of(model, optimizer, range(7 if agmerge.rank() % 2 else 10))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent.parent)]  # tests/ has folders of these names
-from program import Player, Train, drawn  # noqa: E402
+from program import LOW_RANK, Player, Train, drawn  # noqa: E402
 from support import Parts, digest, seeded, sgd  # noqa: E402
 
 import agmerge  # noqa: E402
@@ -27,7 +27,7 @@ import agmerge  # noqa: E402
 SEED = 11
 RANKS = 2
 EVERY = 50  # steps between two looks
-COMPRESSORS = ("topk", "adtopk", "randomk", "redsync", "none")
+COMPRESSORS = ("topk", "adtopk", "randomk", "redsync", "none", *LOW_RANK)
 OPTIONS = {
     "compression": "adtopk",
     "density": 0.05,

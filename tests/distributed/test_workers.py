@@ -77,7 +77,7 @@ def found(case: tuple[str, int], launches: Launches) -> Results:
 pytestmark = pytest.mark.timeout(400)
 
 
-@pytest.mark.parametrize("compression", ["topk", "none", "fp16", "bf16"])
+@pytest.mark.parametrize("compression", ["topk", "none", "fp16", "bf16", "powersgd", "acpsgd"])
 def test_replicas_are_equal_after_every_step_of_an_awkward_model(found: Results, compression: str) -> None:
     ranks = [seen[compression] for seen in found["awkward"]]
     assert len(ranks[0]) >= 30 and len(set(ranks[0])) == len(ranks[0])  # it does move, at every step
@@ -201,7 +201,7 @@ def test_recipes_keep_replicas_equal(found: Results, recipe: str) -> None:
     assert all(seen == ranks[0] for seen in ranks) and len(set(ranks[0])) == len(ranks[0]) > 0
 
 
-@pytest.mark.parametrize("compression", ["adtopk", "none"])
+@pytest.mark.parametrize("compression", ["adtopk", "none", "powersgd", "acpsgd"])
 def test_ranks_with_fewer_batches_join(found: Results, compression: str) -> None:
     ranks = [seen[compression] for seen in found["uneven"]]
     assert all(seen == ranks[0] for seen in ranks) and ranks[0][0] == (len(ranks) - 1) // 2 * 2

@@ -24,8 +24,16 @@ WAYS: dict[str, dict[str, Any]] = {
     "outer": {"every": 3, "outer": agmerge.Nesterov()},
     "two-level": {"exchange": "two-level", "carry": "hold"},
     "local": {"every": 3},
+    "low rank": {"compression": "powersgd", "carry": "hold"},
+    "low rank, overlap": {"compression": "acpsgd", "every": 2, "overlap": 1},
 }
-SAVED = ("apply", "fragments, overlap", "outer", "two-level")  # the others are saved in memory alone
+SAVED = (
+    "apply",
+    "fragments, overlap",
+    "outer",
+    "two-level",
+    "low rank, overlap",
+)  # the others are saved in memory alone
 JOINED = ("hold", "fragments, overlap", "local")
 
 
