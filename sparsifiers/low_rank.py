@@ -48,6 +48,11 @@ class LowRank(Compressor):
             return self.rank
         return next((rank for pattern, rank in self.patterns if pattern.fullmatch(name)), RANK)
 
+    @property
+    def least_rank(self) -> int:
+        """Return the lowest rank that is asked for of any tensor."""
+        return self.rank if isinstance(self.rank, int) else min(rank for _, rank in self.patterns)
+
     def options(self) -> dict[str, object]:
         return {"rank": self.rank, "seed": self.seed}
 

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from agmerge.runtime import workers
+from sparsifiers import Kind, LowRank
 
 ENOUGH = 0.1  # the density at which AdamW has lost nothing
+ENOUGH_RANK = 16  # at which PowerSGD has lost about nothing with AdamW
 TAKEN = (
     "memory {memory!r} applies the momentum of {optimizer} ({momenta}) before selection, so that none is lost on the "
     "way, and {optimizer} does not apply it again; param_groups stay as they are.{decay}"
@@ -29,6 +31,12 @@ ADAM = (
     "loss of a small language model in our runs (docs/parity.md). Pass sync='updates', which exchanges what "
     "{optimizer} did instead (docs/adaptive.md); or density=0.1, which lost nothing"
 )
+FACTORS = (
+    "factors of rank {rank} reach {optimizer} late, too: {compressor} of rank 4 cost {cost} % of the loss of a small "
+    "language model with AdamW in our runs (docs/parity.md). Pass rank=16, or sync='updates' with a sparsifier "
+    "(docs/adaptive.md)"
+)
+COST = {"powersgd": 4, "acpsgd": 12}  # % at rank 4
 
 
 def warn_of_changes(exchange: Any, optimizer: torch.optim.Optimizer, before: Any) -> None:
@@ -57,6 +65,17 @@ def warn_of_changes(exchange: Any, optimizer: torch.optim.Optimizer, before: Any
     if config.updates is None and config.compressor.selects and not selected_before and _is_adaptive(optimizer):
         if config.density.least < ENOUGH:
             warnings.warn(ADAM.format(optimizer=name), stacklevel=3)
+    factors = _small_factors(config)
+    new = before is None or _small_factors(before) is None
+    if config.updates is None and factors is not None and new and _is_adaptive(optimizer):
+        figures = {"rank": factors.least_rank, "compressor": factors.name, "cost": COST[factors.name]}
+        warnings.warn(FACTORS.format(optimizer=name, **figures), stacklevel=3)
+
+
+def _small_factors(config: Any) -> LowRank | None:
+    """Return the low-rank compressor of a config, if the rank that it gives some tensors is known to cost something."""
+    part = config.compressor.part(Kind.LOW_RANK)
+    return part if isinstance(part, LowRank) and part.name in COST and part.least_rank < ENOUGH_RANK else None
 
 
 def _is_adaptive(optimizer: torch.optim.Optimizer) -> bool:

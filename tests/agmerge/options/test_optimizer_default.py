@@ -143,6 +143,27 @@ def test_it_is_not_said_again_for_another_sparsifier_but_for_the_first() -> None
     assert len(texts) == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"compression": "powersgd"}, ["powersgd of rank 4 cost 4 %"]),
+        ({"compression": "acpsgd", "rank": {"0.*": 2, ".*": 32}}, ["rank 2", "acpsgd of rank 4 cost 12 %"]),
+        ({"compression": "acpsgd", "rank": 16}, []),
+        ({"compression": "acpsgd", "sync": "updates"}, []),
+    ],
+    ids=str,
+)
+def test_whoever_sends_small_factors_with_adam_is_warned_once(options: dict[str, Any], said: list[str]) -> None:
+    def body(rank: int, model: nn.Module) -> None:
+        optimizer = wrap(model, torch.optim.AdamW(model.parameters()), **options)
+        train(model, optimizer, rank, range(2))
+        optimizer.set_compressor(optimizer.stats()["compressor"])  # the same: nothing new is said
+
+    with told() as texts:
+        on_ranks(2, MODEL, body)
+    assert len(texts) == bool(said) and all(words in texts[0] for words in said)
+
+
 @pytest.mark.parametrize("exchange", ["auto", "sparse", "two-level"])
 @pytest.mark.parametrize("name", ["none", "fp16", "bf16", "topk"])
 def test_the_density_and_the_exchange_may_stay_where_a_compressor_is_swapped(name: str, exchange: str) -> None:
