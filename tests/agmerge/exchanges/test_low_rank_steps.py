@@ -69,9 +69,12 @@ def test_a_skipped_step_changes_no_bit_of_what_is_kept(name: str, at: int, value
                 before, gradients = kept_bits(exchange), single(rank, 100)
                 if rank == 1:
                     gradients["wide"][3, 4] = value
+                known = len(testing.calls())
                 for tensor, gradient in gradients.items():
                     exchange.ready(tensor, gradient)
                 assert exchange.finish().skipped
+                second = [call for _, call, _ in testing.calls()[known:] if "second" in call]
+                assert second in ([], ["buffer 0/second"])  # those behind it say that nothing will come of the step
                 exchange.discard()
                 assert kept_bits(exchange) == before
             seen.append(bits(made(exchange, single(rank, step))))
@@ -103,6 +106,21 @@ def test_a_discarded_round_changes_no_bit_of_what_is_kept(name: str, when: str) 
         return seen
 
     assert testing.run(2, lambda rank: body(rank, True)) == testing.run(2, lambda rank: body(rank, False))
+
+
+@both
+def test_what_a_discarded_round_has_found_is_not_kept_by_the_next_commit(name: str) -> None:
+    def body(rank: int) -> list[tuple[str, str]]:
+        exchange = new(name)
+        exchange.agree()
+        for tensor, gradient in single(rank, 0).items():
+            exchange.ready(tensor, gradient)
+        exchange.finish()
+        exchange.discard()
+        made(exchange, dict.fromkeys(SHAPES))
+        return [key for key in exchange.state() if key[0] != "residual"]
+
+    assert agreed(testing.run(2, body)) == []
 
 
 @both
@@ -209,6 +227,22 @@ def test_what_is_left_of_a_tensor_is_sent_while_no_rank_has_it(name: str) -> Non
     rest = mean([of_rank[-1].residuals["tall"] for of_rank in seen])
     assert distance(updates + rest, whole) < 1e-5
     assert rest.norm() < 0.2 * whole.norm() and all(one.update("tall").any() for one in seen[0])
+
+
+@both
+def test_bases_stay_while_no_rank_has_a_tensor(name: str) -> None:
+    """Without a memory there is nothing to send: that says nothing about where later gradients will lie."""
+
+    def body(rank: int) -> list[dict[tuple[str, str], str]]:
+        exchange = new(name, memory="none")
+        seen = []
+        for step in range(4):
+            made(exchange, {**single(rank, step), "tall": single(rank, step)["tall"] if step == 0 else None})
+            seen.append({key: bits for key, bits in kept_bits(exchange).items() if key[1] == "tall"})
+        return seen
+
+    first, *others = agreed(testing.run(2, body))
+    assert len(first) == 1 and all(other == first for other in others)
 
 
 @both
