@@ -76,6 +76,23 @@ def test_of_float32_they_are_that_to_rounding(name: str, size: int) -> None:
 
 
 @both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_number_of_rows_or_columns_is_special(name: str, dtype: torch.dtype) -> None:
+    """Beside multiples of what loops go by, and with factors of more rows than compiled ones have."""
+    shapes = {"odd": (131, 257), "thin": (1000, 9), "flat": (7, 1203), "many": (301, 290), "one": (2, 3, 5, 7)}
+    ranks = {"many": 131, "odd": 7, "one": 1}
+    source = [lambda rank, step: drawn(rank, step, dtype, shapes), lambda rank, step: drawn(0, step, dtype, shapes)]
+    seen = steps_of(2, source[dtype == torch.bfloat16], 5, compression=name, rank=ranks)
+    for tensor in shapes:
+        assert [len(one.bases[tensor][1]) for one in seen[0]] == [ranks.get(tensor, 4)] * 5
+        for step in range(5):
+            assert_nothing_lost(seen, step, tensor, 2e-6 if dtype == torch.float32 else 4e-3)
+            rest, update = seen[1][step].residuals[tensor], seen[1][step].update(tensor)
+            tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+            assert overlap(rest, update, left_is_sent(name, seen[1], step, tensor)) < tolerance
+
+
+@both
 def test_each_rank_has_sent_its_own_projection(name: str) -> None:
     """What a rank has sent is of its own: as many dimensions as the rank, none left of them, and their mean is U."""
     seen = steps_of(3, drawn, 6, compression=name, rank=2)
