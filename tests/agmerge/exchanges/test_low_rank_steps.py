@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from gradient_exchange_harness import Table, connected
+from gradient_exchange_harness import Table, connected, stepped
 from low_rank_harness import (
     NAMES,
     SHAPES,
@@ -22,6 +22,7 @@ from low_rank_harness import (
 from support import Parts, agreed, digest, loss_of, mlp, on_ranks, residuals, seeded, sgd, wrap
 from torch import Tensor, nn
 
+import agmerge
 from agmerge import testing
 from agmerge.step.gradient_exchange import GradientExchange
 
@@ -171,6 +172,27 @@ def test_a_loss_that_overflows_leaves_nothing_behind_with_a_scaler(name: str) ->
     assert on_ranks(2, MODEL, lambda rank, model: body(rank, model, True)) == on_ranks(
         2, MODEL, lambda rank, model: body(rank, model, False)
     )
+
+
+@both
+def test_a_gradient_whose_factor_overflows_counts_as_one_that_is_not_finite(name: str) -> None:
+    """All of its elements are finite. The step comes to nothing on all ranks, and names the tensor."""
+
+    def body(rank: int) -> tuple[str, list[bool]]:
+        exchange = new(name)
+        for step in range(3):
+            stepped(exchange, single(rank, step))
+        before = kept_bits(exchange)
+        huge = {tensor: torch.full(shape, 3e38 if rank else 1.0) for tensor, shape in SHAPES.items()}
+        with pytest.raises(agmerge.NonFiniteError) as caught:
+            exchange.finish(huge.__getitem__)
+        assert kept_bits(exchange) == before
+        update = stepped(exchange, single(rank, 4))
+        return str(caught.value), [bool(torch.isfinite(tensor).all()) for tensor in update.values()]
+
+    text, finite = agreed(testing.run(2, body))
+    assert "rank 1: 'conv'" in text and "rank 0" not in text  # whose elements a basis does not cancel
+    assert all(finite)
 
 
 # -- gradients that are not there -------------------------------------------------------------------------------------
