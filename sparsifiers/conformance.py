@@ -1,4 +1,4 @@
-"""Check in one call that a sparsifier keeps the contract: for tests of your own sparsifier.
+"""Check in one call that a sparsifier, or a low-rank compressor, keeps the contract: for tests of your own.
 
     def test_mine() -> None:
         sparsifiers.conformance.check(Mine, beta=0.5)
@@ -24,27 +24,37 @@ from torch import Tensor
 from sparsifiers.arguments import DTYPES, budget
 from sparsifiers.base import Selection, Sparsifier
 from sparsifiers.canonical import canonical
-from sparsifiers.catalogue import get, memory
+from sparsifiers.catalogue import get, is_low_rank, memory
 from sparsifiers.compressor import Kind
 from sparsifiers.conformance_inputs import Case, cases, degenerate, drifting, gaussian, structured
+from sparsifiers.conformance_low_rank import check_low_rank
+from sparsifiers.low_rank import LowRank
 from sparsifiers.magnitude import bit_view
 
 SECONDS = 60.0  # on one input; a selection that takes longer counts as endless
 Maker = Callable[..., Sparsifier]  # called as make(density, **options)
 
 
-def check(sparsifier: str | Callable[..., Sparsifier], *, at_least: float = 0.8, **options: object) -> None:
+def check(sparsifier: str | Callable[..., Any], *, at_least: float = 0.8, **options: object) -> None:
     """Raise AssertionError, with what was wrong and on which input, unless the sparsifier keeps the contract.
 
-    sparsifier: a registered name, or a factory as given to `register`: factory(density, **options).
+    sparsifier: a registered name, or a factory as given to `register`: factory(density, **options). Or the name, or
+        the class, of a low-rank compressor: see `sparsifiers.conformance_low_rank`.
     at_least: the part of k that must be sent wherever there are k non-zeros; 0 for a threshold that the user fixes,
         which sends what it finds and is not the same for a scaled vector.
     options: hyper-parameters, passed on to the sparsifier, whose own exceptions pass through.
     """
 
+    if isinstance(sparsifier, str) and is_low_rank(sparsifier) or _makes_low_rank(sparsifier):
+        check_low_rank(sparsifier, **options)
+        return
+
     def make(density: float = 0.01, **more: object) -> Sparsifier:
         chosen = {**options, **more}
-        return get(sparsifier, density, **chosen) if isinstance(sparsifier, str) else sparsifier(density, **chosen)
+        if isinstance(sparsifier, str):
+            return get(sparsifier, density, **chosen)
+        made: Sparsifier = sparsifier(density, **chosen)
+        return made
 
     _construction(make)
     _protocol(make(0.125))
@@ -54,6 +64,10 @@ def check(sparsifier: str | Callable[..., Sparsifier], *, at_least: float = 0.8,
     _state(make, at_least)
     _selections(make, at_least)
     _dtypes_and_strides(make, at_least)
+
+
+def _makes_low_rank(factory: object) -> bool:
+    return isinstance(factory, type) and issubclass(factory, LowRank)
 
 
 def selected(sparsifier: Sparsifier, case: Case, at_least: float, **request: Any) -> Tensor:
