@@ -38,6 +38,9 @@ CELLS: dict[str, dict[str, Any]] = {
     "fp16": {"compression": "fp16", "every": 2},
     "thresholds": {"compression": "redsync"},
     "two-level": {"exchange": "two-level", "carry": "hold"},
+    "powersgd": {"compression": "powersgd"},
+    "acpsgd, hold": {"compression": "acpsgd", "carry": "hold", "every": 2},
+    "acpsgd, overlap": {"compression": "acpsgd", "overlap": 1},
     "oktopk": {"exchange": "oktopk"},
     "ahead": {"sparsify": "ahead"},
 }

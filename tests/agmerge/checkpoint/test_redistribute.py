@@ -195,15 +195,16 @@ def test_a_process_set_is_refused() -> None:
 # -- the group changes while the optimizer lives ------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("compression", ["topk", "powersgd", "acpsgd"])
 @pytest.mark.parametrize("told", [False, True], ids=["noticed", "told"])
 @pytest.mark.parametrize("sizes", [(4, 2), (2, 3), (3, 3)])
-def test_survivors_go_on_with_what_they_kept(sizes: tuple[int, int], told: bool) -> None:
+def test_survivors_go_on_with_what_they_kept(sizes: tuple[int, int], told: bool, compression: str) -> None:
     before, now = sizes
     models = [copy.deepcopy(MODEL) for _ in range(max(sizes))]
     made: list[Any] = [None] * max(sizes)
 
     def first(rank: int) -> None:
-        made[rank] = wrap(models[rank], plain(models[rank]), compression="topk", density=0.05)
+        made[rank] = wrap(models[rank], plain(models[rank]), compression=compression, density=0.05)
         train(models[rank], made[rank], rank, range(4))
 
     testing.run(before, first)
@@ -214,7 +215,7 @@ def test_survivors_go_on_with_what_they_kept(sizes: tuple[int, int], told: bool)
     def second(rank: int) -> Any:
         model, optimizer = models[rank], made[rank]
         if optimizer is None:  # a newcomer; its handshake is the survivors' too
-            optimizer = wrap(model, plain(model), compression="topk", density=0.05)
+            optimizer = wrap(model, plain(model), compression=compression, density=0.05)
         elif told:
             optimizer.reset()
             assert optimizer.state_dict()["agmerge"]["size"] == before
@@ -234,6 +235,8 @@ def test_survivors_go_on_with_what_they_kept(sizes: tuple[int, int], told: bool)
         magnitude = sum(one[name].double().abs() for one in kept if one is not None) / before
         left = sum(one[name].double() for _, one, *_ in found) / now
         assert mass.any() and found[0][0][name].any()
+        if compression != "topk":  # an element of a product is rounded as the largest ones are
+            magnitude = magnitude.clamp_min(magnitude.max())
         assert_near(found[0][0][name] + left, mass, magnitude)
 
 

@@ -27,6 +27,8 @@ CELLS: dict[str, dict[str, Any]] = {
     "outer": {"every": 3, "outer": agmerge.Nesterov()},
     "none": {"compression": "none", "every": 4},
     "two-level": {"exchange": "two-level", "carry": "hold"},
+    "powersgd": {"compression": "powersgd"},
+    "acpsgd, hold": {"compression": "acpsgd", "carry": "hold", "every": 2},
     "oktopk": {"exchange": "oktopk"},
     "by times": {"exchange": "auto", "merging": "agmerge"},
 }
