@@ -11,6 +11,7 @@ from support import agreed, digest, loss_of, mlp, on_ranks, residuals, seeded, s
 from torch import nn
 
 import agmerge
+import merging
 import sparsifiers
 
 MODEL = seeded(mlp)
@@ -195,5 +196,76 @@ def test_hybrids_take_both_their_options() -> None:
             ("0.weight", 2)
         }
         assert optimizer._reducer.config.density.target == 0.2
+
+    on_ranks(2, MODEL, body)
+
+
+IN_USE: list[dict[str, Any]] = [
+    {"density": "importance"},
+    {"density": {".*": 0.1}},
+    {"warmup": 5},
+    {"sparsify": "ahead"},
+    {"exchange": "oktopk"},
+    {"exchange": "masked"},
+    {"exchange": "auto", "merging": "agmerge"},
+    {"merging": merging.Plan((3, 3), labels=("ahead", "ahead"))},
+    {"merging": merging.Plan((3, 3), parts=(2, 2))},
+    {"backward_passes_per_step": 2},
+]
+
+
+@pytest.mark.parametrize("compression", ["powersgd", HYBRID], ids=str)
+@pytest.mark.parametrize("options", IN_USE, ids=str)
+def test_what_is_about_a_selection_waits_until_there_is_one_again(options: dict[str, Any], compression: Any) -> None:
+    def body(rank: int, model: nn.Module) -> Any:
+        optimizer = wrap(model, sgd(model, lr=0.05), **{"compression": "topk", "density": 0.1, **options})
+        books, seen = Books(model), []
+        for number, name in enumerate(("topk", compression, "topk")):
+            if number:
+                optimizer.set_compressor(name)
+            for step in range(6):
+                optimizer.zero_grad()
+                for one in range(options.get("backward_passes_per_step", 1)):
+                    loss_of(model, rank, 100 * number + 10 * one + step).backward()
+                books.step(optimizer)
+                seen.append(digest(model))
+        return seen, (books, residuals(optimizer))
+
+    found = on_ranks(2, MODEL, body)
+    agreed([seen for seen, _ in found])
+    assert_nothing_is_lost([kept for _, kept in found])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"exchange": "two-level"}, "'two-level'.*a shard of each matrix"),
+        ({"dense": "partial"}, "dense='partial'.*factors are sent"),
+        ({"wire": "int8"}, "wire='int8'.*numbers that add up"),
+    ],
+    ids=str,
+)
+def test_what_is_in_use_may_leave_no_room_for_factors(options: dict[str, Any], words: str) -> None:
+    """Then all goes on as it was."""
+
+    def body(rank: int, model: nn.Module) -> list[str]:
+        optimizer = wrap(model, compression="topk", **options)
+        seen = train(model, optimizer, rank, range(2))
+        with pytest.raises(ValueError, match=words):
+            optimizer.set_compressor("acpsgd")
+        return [*seen, *train(model, optimizer, rank, range(2, 4))]
+
+    assert len(set(agreed(on_ranks(2, MODEL, body)))) == 4
+
+
+def test_dear_has_no_room_for_factors() -> None:
+    def body(rank: int, model: nn.Module) -> None:
+        options: dict[str, Any] = {"compression": "none", "merging": "dear", "model": model}
+        optimizer = agmerge.DistributedOptimizer(sgd(model), model.named_parameters(), **options)
+        train(model, optimizer, rank, range(2))
+        with pytest.raises(ValueError, match="merging='dear'.*sends factors of matrices"):
+            optimizer.set_compressor("powersgd")
+        train(model, optimizer, rank, range(2, 4))
+        optimizer.flush()
 
     on_ranks(2, MODEL, body)
