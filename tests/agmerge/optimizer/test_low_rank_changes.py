@@ -269,3 +269,19 @@ def test_dear_has_no_room_for_factors() -> None:
         optimizer.flush()
 
     on_ranks(2, MODEL, body)
+
+
+@pytest.mark.parametrize("compression", ["powersgd", "acpsgd", HYBRID], ids=str)
+def test_bases_follow_a_model_that_is_recast(compression: Any) -> None:
+    def body(rank: int, model: nn.Module) -> list[str]:
+        optimizer, seen = wrap(model, sgd(model, lr=0.05), compression=compression, check_every=1), []
+        for step in range(9):
+            if step in (3, 6):
+                model.to(torch.float64 if step == 3 else torch.bfloat16)
+            seen += train(model, optimizer, rank, range(step, step + 1))
+            kept = bases(optimizer)
+            assert {rows.dtype for rows in kept.values()} == {torch.float64 if 3 <= step < 6 else torch.float32}
+            assert_bases_are_orthonormal(kept)
+        return seen
+
+    assert len(set(agreed(on_ranks(2, MODEL, body)))) == 9
