@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from low_rank_books import LOW_RANK, Books, assert_nothing_is_lost, run
-from support import agreed, loss_of, mlp, on_ranks, residuals, seeded, sgd, train, wrap
+from low_rank_books import LOW_RANK, Books, assert_nothing_is_lost, bases, run
+from support import agreed, digest, loss_of, mlp, on_ranks, residuals, seeded, sgd, train, wrap
 from torch import nn
 
 import agmerge
@@ -153,6 +153,26 @@ def test_reports_and_traces_have_it(compression: str, tmp_path: Path) -> None:
     on_ranks(2, MODEL, body)
     events = json.loads((tmp_path / "trace.rank0.json").read_text())
     assert len(events["traceEvents"] if isinstance(events, dict) else events) > 10
+
+
+@pytest.mark.parametrize("exchange", ["sparse", "auto"])
+@pytest.mark.parametrize("compression", [*LOW_RANK, "hybrid"])
+def test_who_looks_changes_no_bit(compression: str, exchange: str) -> None:
+    """Measurements send messages of their own, through the same exchanges and bases."""
+    how: Any = HYBRID if compression == "hybrid" else compression
+
+    def body(rank: int, model: nn.Module, looks: bool) -> tuple[list[str], str]:
+        optimizer, seen = wrap(model, compression=how, exchange=exchange), []
+        for step in range(6):
+            seen += train(model, optimizer, rank, range(step, step + 1))
+            if looks and step in (1, 2, 4):
+                optimizer.measure()
+                optimizer.compression_report()
+        kept, left = bases(optimizer), residuals(optimizer)
+        return seen, digest([*(kept[key] for key in sorted(kept)), *(left[name] for name in sorted(left))])
+
+    found = on_ranks(2, MODEL, lambda rank, model: body(rank, model, True))
+    assert found == on_ranks(2, MODEL, lambda rank, model: body(rank, model, False))
 
 
 # -- advice -----------------------------------------------------------------------------------------------------------
