@@ -24,7 +24,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "outer": {"every": 3, "outer": agmerge.Nesterov()},
     "two-level": {"exchange": "two-level", "carry": "hold"},
     "local": {"every": 3},
-    "low rank": {"compression": "powersgd", "carry": "hold"},
+    "low rank": {"compression": "powersgd"},
     "low rank, overlap": {"compression": "acpsgd", "every": 2, "overlap": 1},
 }
 SAVED = (
