@@ -50,8 +50,8 @@ _SIGNATURES: dict[str, tuple[Any, str]] = {  # result and arguments: p a pointer
     "kernel_columns_scratch": (ctypes.c_int64, "lllll"),
     "kernel_columns": (ctypes.c_int, "plllipllpp"),
     "kernel_product": (None, "plpllfp"),
-    "kernel_project_on_right": (ctypes.c_int, "pppillplpi"),
-    "kernel_project_on_left": (ctypes.c_int, "pppillplp"),
+    "kernel_project_on_right": (ctypes.c_int, "pppillplpip"),
+    "kernel_project_on_left": (ctypes.c_int, "pppillplpp"),
     "kernel_take_off": (None, "pllppl"),
     "kernel_orthonormalize": (None, "pplp"),
 }

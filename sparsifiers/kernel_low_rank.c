@@ -218,6 +218,7 @@ DISPATCH(void, rows,
          (const struct sum *of, int64_t i, int64_t n, int kind, int64_t next, const float *scales, const float *right,
           int64_t m, int64_t r, float *out, int streamed),
          (of, i, n, kind, next, scales, right, m, r, out, streamed))
+DISPATCH(void, copied, (float *to, const float *from, int64_t n), (to, from, n))
 DISPATCH(int, columns,
          (const struct sum *of, int64_t i, int kind, int64_t m, int64_t count, const float *scales, int64_t r,
           float *right, float *out, int streamed),
@@ -254,9 +255,10 @@ EXPORT void kernel_product(const float *left, int64_t n, const float *right, int
 }
 
 /* left[:, i] = right . row i of residual + gradient, which is written to `matrix`; if `off`, without left^T right. For
-   the kind ALONE the residual is the matrix and nothing is written. 1 if the sum is not finite somewhere, else 0. */
+   the kind ALONE the residual is the matrix and nothing is written. A gradient of floats is copied to `copy` too, unless
+   that is NULL. 1 if the sum is not finite somewhere, else 0. */
 EXPORT int kernel_project_on_right(float *matrix, const float *residual, const void *gradient, int kind, int64_t n,
-                                   int64_t m, const float *right, int64_t r, float *left, int off)
+                                   int64_t m, const float *right, int64_t r, float *left, int off, float *copy)
 {
     float sums[ROWS][MOST];
     struct sum of = {residual, gradient};
@@ -279,15 +281,18 @@ EXPORT int kernel_project_on_right(float *matrix, const float *residual, const v
             for (int64_t i = 0; i < count; i++)
                 rows(&of, (first + i) * m + j, least(step, m - j), kind, next, sums[i], right + j, m, r, matrix,
                      streamed);
+        if (copy)
+            copied(copy + first * m, (const float *)gradient + first * m, count * m);
     }
     fence();
     return endless;
 }
 
 /* right = left . (residual + gradient), which is written to `matrix`. For the kind ALONE the residual is the matrix and
-   nothing is written. 1 if the matrix is not finite somewhere, else 0. */
+   nothing is written. A gradient of floats is copied to `copy` too, unless that is NULL. 1 if the matrix is not finite
+   somewhere, else 0. */
 EXPORT int kernel_project_on_left(float *matrix, const float *residual, const void *gradient, int kind, int64_t n,
-                                  int64_t m, const float *left, int64_t r, float *right)
+                                  int64_t m, const float *left, int64_t r, float *right, float *copy)
 {
     float scales[MOST * GROUP];
     struct sum of = {residual, gradient};
@@ -299,6 +304,8 @@ EXPORT int kernel_project_on_left(float *matrix, const float *residual, const vo
             for (int64_t row = 0; row < count; row++)
                 scales[k * GROUP + row] = left[k * n + i + row];
         endless |= columns(&of, i * m, kind, m, count, scales, r, right, matrix, n * m >= STREAMED);
+        if (copy)
+            copied(copy + i * m, (const float *)gradient + i * m, count * m);
     }
     fence();
     return endless;

@@ -57,7 +57,7 @@ def project_on_right(matrix: Tensor, right: Tensor, out: Tensor) -> bool:
     if not (_fit(matrix, out, right, FEW) and _alone(matrix, right, out)):
         return False
     (r, n), m = out.shape, right.shape[1]
-    loaded().kernel_project_on_right(0, matrix.data_ptr(), 0, ALONE, n, m, right.data_ptr(), r, out.data_ptr(), 0)
+    loaded().kernel_project_on_right(0, matrix.data_ptr(), 0, ALONE, n, m, right.data_ptr(), r, out.data_ptr(), 0, 0)
     return True
 
 
@@ -66,7 +66,7 @@ def project_on_left(matrix: Tensor, left: Tensor, out: Tensor) -> bool:
     if not (_fit(matrix, left, out, FEW) and _alone(matrix, left, out)):
         return False
     (r, n), m = left.shape, out.shape[1]
-    loaded().kernel_project_on_left(0, matrix.data_ptr(), 0, ALONE, n, m, left.data_ptr(), r, out.data_ptr())
+    loaded().kernel_project_on_left(0, matrix.data_ptr(), 0, ALONE, n, m, left.data_ptr(), r, out.data_ptr(), 0)
     return True
 
 
@@ -80,52 +80,58 @@ def take_off(matrix: Tensor, left: Tensor, right: Tensor) -> bool:
 
 
 def add_and_project_on_right(
-    matrix: Tensor, residual: Tensor, gradient: Tensor, right: Tensor, out: Tensor
+    matrix: Tensor, residual: Tensor, gradient: Tensor, right: Tensor, out: Tensor, copy: Tensor | None = None
 ) -> bool | None:
     """Write matrix = residual + gradient, past the caches, and out = right matrix^T; return whether it is finite.
 
-    It has the bits of torch.add. gradient: float32, bfloat16 or float16. None, with nothing done: torch must do it.
+    It has the bits of torch.add. gradient: float32, bfloat16 or float16. copy: float32 and as large, where one of
+    float32 is copied to, too. None, with nothing done: torch must do it.
     """
-    return _sum_on_right(matrix, residual, gradient, right, out, False)
+    return _sum_on_right(matrix, residual, gradient, right, out, copy, False)
 
 
 def add_project_on_right_and_take_off(
-    matrix: Tensor, residual: Tensor, gradient: Tensor, right: Tensor, out: Tensor
+    matrix: Tensor, residual: Tensor, gradient: Tensor, right: Tensor, out: Tensor, copy: Tensor | None = None
 ) -> bool | None:
     """Write out = right sum^T and matrix = sum - out^T right of sum = residual + gradient, which is read once.
 
     Return whether all of the sum is finite; what is not makes its row not finite, and no other. gradient: float32,
-    bfloat16 or float16. None, with nothing done: torch must do it.
+    bfloat16 or float16. copy: see `add_and_project_on_right`. None, with nothing done: torch must do it.
     """
-    return _sum_on_right(matrix, residual, gradient, right, out, True)
+    return _sum_on_right(matrix, residual, gradient, right, out, copy, True)
 
 
 def add_and_project_on_left(
-    matrix: Tensor, residual: Tensor, gradient: Tensor, left: Tensor, out: Tensor
+    matrix: Tensor, residual: Tensor, gradient: Tensor, left: Tensor, out: Tensor, copy: Tensor | None = None
 ) -> bool | None:
     """Write matrix = residual + gradient, past the caches, and out = left matrix; return whether it is finite.
 
-    It has the bits of torch.add. gradient: float32, bfloat16 or float16. None, with nothing done: torch must do it.
+    It has the bits of torch.add. gradient and copy: see `add_and_project_on_right`. None, with nothing done: torch must
+    do it.
     """
-    if not _adds(matrix, residual, gradient, left, out):
+    if not (_adds(matrix, residual, gradient, left, out) and _copies(gradient, copy)):
         return None
     (r, n), m = left.shape, out.shape[1]
     return not loaded().kernel_project_on_left(
         matrix.data_ptr(), residual.data_ptr(), gradient.data_ptr(), KINDS[gradient.dtype], n, m, left.data_ptr(), r,
-        out.data_ptr(),
+        out.data_ptr(), 0 if copy is None else copy.data_ptr(),
     )  # fmt: skip
 
 
 def _sum_on_right(
-    matrix: Tensor, residual: Tensor, gradient: Tensor, right: Tensor, out: Tensor, off: bool
+    matrix: Tensor, residual: Tensor, gradient: Tensor, right: Tensor, out: Tensor, copy: Tensor | None, off: bool
 ) -> bool | None:
-    if not _adds(matrix, residual, gradient, out, right):
+    if not (_adds(matrix, residual, gradient, out, right) and _copies(gradient, copy)):
         return None
     (r, n), m = out.shape, right.shape[1]
     return not loaded().kernel_project_on_right(
         matrix.data_ptr(), residual.data_ptr(), gradient.data_ptr(), KINDS[gradient.dtype], n, m, right.data_ptr(), r,
-        out.data_ptr(), off,
+        out.data_ptr(), off, 0 if copy is None else copy.data_ptr(),
     )  # fmt: skip
+
+
+def _copies(gradient: Tensor, copy: Tensor | None) -> bool:
+    return copy is None or (gradient.dtype == torch.float32 and copy.numel() == gradient.numel() and plain(copy))
 
 
 def _adds(matrix: Tensor, residual: Tensor, gradient: Tensor, left: Tensor, right: Tensor) -> bool:

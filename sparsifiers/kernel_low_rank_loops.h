@@ -149,6 +149,20 @@ TARGET static void AT(rows)(const struct sum *of, int64_t i, int64_t n, int kind
     }
 }
 
+/* -- a copy ----------------------------------------------------------------------------------------------- */
+
+/* Write `from` to `to` past the caches, while it is in them. */
+TARGET static void AT(copied)(float *to, const float *from, int64_t n)
+{
+    int64_t j = 0;
+    for (; j < n && (uintptr_t)(to + j) % (WIDTH * sizeof(float)); j++)
+        to[j] = from[j];
+    for (; j + WIDTH <= n; j += WIDTH)
+        STREAM(to + j, LOAD(from + j));
+    for (; j < n; j++)
+        to[j] = from[j];
+}
+
 /* -- left . matrix ---------------------------------------------------------------------------------------- */
 
 TARGET INLINE void AT(columns_part)(const struct sum *of, int64_t i, int64_t j, int kind, int64_t m, int64_t rows,

@@ -102,11 +102,19 @@ class Exchange(ABC):
         return
 
     def add_and_prepare(
-        self, slot: Slot, work: torch.Tensor, update: torch.Tensor, residual: torch.Tensor, gradient: torch.Tensor
+        self,
+        slot: Slot,
+        work: torch.Tensor,
+        update: torch.Tensor,
+        residual: torch.Tensor,
+        gradient: torch.Tensor,
+        *,
+        moves: bool,
     ) -> bool | None:
         """Write ``work = residual + gradient`` of one tensor, and :meth:`prepare` it, in one pass over memory.
 
-        Returns whether the sum is finite; None, with nothing done, where that takes two passes.
+        ``moves``: copy the gradient to ``update`` in that pass, too, where it waits for the end of the round. Returns
+        whether the sum is finite; None, with nothing done, where that takes two passes.
         """
         return None
 

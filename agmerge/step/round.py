@@ -17,7 +17,7 @@ from agmerge.exchanges.routing import Message
 from agmerge.metrics.step_times import StepRecorder
 from agmerge.metrics.totals import Totals
 from agmerge.step.merge_buffers import MergeBuffers
-from agmerge.tensors.arena import Add
+from agmerge.tensors.arena import Add, is_movable
 from agmerge.tensors.difference import Difference
 from agmerge.tensors.layout import Lane, Segment, Slot
 from agmerge.tensors.nonfinite import NonFiniteGuard, is_finite
@@ -63,6 +63,7 @@ class Round:
         self._batches: dict[int, list[tuple[Slot, torch.Tensor]]] = {}  # by merge buffer: not yet in `work`
         self._offers: dict[int, Selection] = {}  # by slot, of tensors that are sparsified ahead
         self._is_prepared: set[int] = set()  # slots that were prepared when their gradient was added up
+        self._has_moved: set[int] = set()  # of these, those whose gradient was copied to where the update will be
         self._in_flight: list[list[tuple[Message, InFlight]]] = []  # per merge buffer that was sent
         self._counted: dict[int, tuple[int, int]] = {}  # bytes and elements of each message that are in the totals
         self._arrived = 0  # merge buffers whose messages are known to be here
@@ -123,6 +124,8 @@ class Round:
 
     def _moved(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
         """Return what to hold in a gradient's place."""
+        if slot.index in self._has_moved:
+            return self.buffers.arena_of[slot.index].gradients[slot.index]
         return self.buffers.arena_of[slot.index].move_to_update(slot, gradient)
 
     def _accumulate(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> None:
@@ -152,9 +155,12 @@ class Round:
         def add(
             work: torch.Tensor, update: torch.Tensor, residual: torch.Tensor, gradient: torch.Tensor
         ) -> bool | None:
-            finite = exchange.add_and_prepare(slot, work, update, residual, gradient)
+            moves = self.buffers.may_move[slot.index] and is_movable(update, gradient)
+            finite = exchange.add_and_prepare(slot, work, update, residual, gradient, moves=moves)
             if finite:
                 self._is_prepared.add(slot.index)
+                if moves:
+                    self._has_moved.add(slot.index)
             return finite
 
         return add

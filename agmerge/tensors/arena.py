@@ -73,16 +73,19 @@ def trim() -> None:
             give(ctypes.c_size_t(0))
 
 
+def is_movable(home: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Tell whether a gradient may move to ``home``: it is not there, and that is a plain copy of its elements."""
+    plain = type(gradient) is torch.Tensor and gradient.dtype == home.dtype and gradient.is_contiguous()
+    return plain and not gradient.requires_grad and gradient.data_ptr() != home.data_ptr()
+
+
 def move_to_update(home: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Copy a gradient that was accumulated to ``home``, where its update will be written, and return that.
 
     The gradient's own memory is then free for those that follow in the same backward pass. Returns the gradient itself
-    where it lies there already, or where this would be no plain copy of elements.
+    where it cannot move.
     """
-    plain = type(gradient) is torch.Tensor and gradient.dtype == home.dtype and gradient.is_contiguous()
-    if not plain or gradient.requires_grad or gradient.data_ptr() == home.data_ptr():
-        return gradient
-    return home.copy_(gradient)
+    return home.copy_(gradient) if is_movable(home, gradient) else gradient
 
 
 # add(work, update, residual, gradient) writes work = residual + gradient, and returns whether that is finite; or None,

@@ -71,13 +71,20 @@ class LowRankExchange(MultiRoundExchange):
         self._keep_projected(matrix, taken_off=False)
 
     def add_and_prepare(
-        self, slot: Slot, work: torch.Tensor, update: torch.Tensor, residual: torch.Tensor, gradient: torch.Tensor
+        self,
+        slot: Slot,
+        work: torch.Tensor,
+        update: torch.Tensor,
+        residual: torch.Tensor,
+        gradient: torch.Tensor,
+        *,
+        moves: bool,
     ) -> bool | None:
         """Add up and project in one pass over memory, and commit in it where that is possible."""
         if gradient.layout is not torch.strided or gradient.shape != work.shape or not gradient.is_contiguous():
             return None  # whoever adds up by itself says what is wrong
         matrix = self._matrix(slot, work, update)
-        finite = matrix.add_and_project(residual, gradient)
+        finite = matrix.add_and_project(residual, gradient, moves=moves)
         if finite:
             self._keep_projected(matrix, taken_off=matrix.is_taken_off)
         return finite

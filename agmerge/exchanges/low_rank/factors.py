@@ -85,17 +85,19 @@ def add_and_project(
     out: torch.Tensor,
     *,
     off: bool = False,
+    copy: torch.Tensor | None = None,
 ) -> bool | None:
     """Write ``matrix = residual + gradient`` and its factor, as :func:`project` does, in one pass over memory.
 
     Returns whether all of the sum is finite; None, with nothing done, where that takes two passes. ``off``: take off in
-    the same pass what basis and factor stand for; with a basis of the RIGHT.
+    the same pass what basis and factor stand for; with a basis of the RIGHT. ``copy``: of as many elements, where the
+    gradient is copied to in that pass.
     """
     if side == LEFT:
-        return kernel_low_rank.add_and_project_on_left(matrix, residual, gradient, basis, out)
+        return kernel_low_rank.add_and_project_on_left(matrix, residual, gradient, basis, out, copy)
     if off:
-        return kernel_low_rank.add_project_on_right_and_take_off(matrix, residual, gradient, basis, out)
-    return kernel_low_rank.add_and_project_on_right(matrix, residual, gradient, basis, out)
+        return kernel_low_rank.add_project_on_right_and_take_off(matrix, residual, gradient, basis, out, copy)
+    return kernel_low_rank.add_and_project_on_right(matrix, residual, gradient, basis, out, copy)
 
 
 def take_off(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

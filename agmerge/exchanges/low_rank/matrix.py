@@ -34,14 +34,22 @@ class Matrix:
         """Write the factor of ``work``."""
         factors.project(self.work, self.basis.side, self.basis.rows, self.factor)
 
-    def add_and_project(self, residual: torch.Tensor, gradient: torch.Tensor) -> bool | None:
+    def add_and_project(self, residual: torch.Tensor, gradient: torch.Tensor, *, moves: bool) -> bool | None:
         """Write ``work = residual + gradient`` and its factor, in one pass; see :func:`factors.add_and_project`.
 
-        Where :attr:`is_taken_off` says so, what is sent is taken off in the same pass.
+        Where :attr:`is_taken_off` says so, what is sent is taken off in the same pass; where ``moves``, the gradient is
+        copied to the update.
         """
         residual, gradient, off = residual.view_as(self.work), gradient.view_as(self.work), self.is_taken_off
         return factors.add_and_project(
-            self.work, residual, gradient, self.basis.side, self.basis.rows, self.factor, off=off
+            self.work,
+            residual,
+            gradient,
+            self.basis.side,
+            self.basis.rows,
+            self.factor,
+            off=off,
+            copy=self.update if moves else None,
         )
 
     @property
