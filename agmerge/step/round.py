@@ -155,7 +155,7 @@ class Round:
         def add(
             work: torch.Tensor, update: torch.Tensor, residual: torch.Tensor, gradient: torch.Tensor
         ) -> bool | None:
-            moves = self.buffers.may_move[slot.index] and is_movable(update, gradient)
+            moves = self.buffers.may_move[slot.index] and update.dtype == work.dtype and is_movable(update, gradient)
             finite = exchange.add_and_prepare(slot, work, update, residual, gradient, moves=moves)
             if finite:
                 self._is_prepared.add(slot.index)

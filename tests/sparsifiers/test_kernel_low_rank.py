@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -120,6 +121,25 @@ def test_a_sum_that_is_projected_is_torchs(level: int, dtype: torch.dtype, shift
                     assert loops.project_on_left(matrix, left, again)
                 assert same_bits(matrix, expected) and same_bits(out.nan_to_num(), again.nan_to_num())
                 assert (room[:shift] == 7).all() and room[-1] == 7
+
+
+@pytest.mark.parametrize("shift", [0, 1, 5])
+def test_a_gradient_is_copied_in_the_pass_that_reads_it(level: int, shift: int, same_bits: SameBits) -> None:
+    for n, m in SHAPES:
+        residual, gradient, matrix = draw(n, m, seed=1), hard(n, m, seed=2), torch.empty(n, m)
+        left, right = draw(4, n, seed=2), draw(4, m, seed=3)
+        on_right, on_left = (right, torch.empty(4, n)), (left, torch.empty(4, m))
+        sums = [
+            partial(loops.add_and_project_on_right, matrix, residual, gradient, *on_right),
+            partial(loops.add_project_on_right_and_take_off, matrix, residual, gradient, *on_right),
+            partial(loops.add_and_project_on_left, matrix, residual, gradient, *on_left),
+        ]
+        for make in sums:
+            room = torch.full((shift + n * m + 1,), 7.0)
+            assert make(room[shift:-1].view(n, m)) is True
+            assert same_bits(room[shift:-1].view(n, m), gradient)
+            assert (room[:shift] == 7).all() and room[-1] == 7
+            assert make(torch.empty(n * m + 1)) is None and make(torch.empty(n, m, dtype=torch.float64)) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

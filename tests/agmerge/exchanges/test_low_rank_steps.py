@@ -8,6 +8,7 @@ import pytest
 import torch
 from gradient_exchange_harness import Table, connected, stepped
 from low_rank_harness import (
+    MATRICES,
     NAMES,
     SHAPES,
     Step,
@@ -320,6 +321,26 @@ def test_a_tensor_is_not_stuck_with_a_basis_beside_its_gradient(name: str) -> No
     total = sum(one.update("a").double() for one in seen[0])
     exact = sum(mean([of_rank[step].gradients["a"] for of_rank in seen]) for step in range(10))
     assert distance(total, exact) < 1e-6
+
+
+@both
+def test_a_gradient_moves_to_where_its_update_will_be(name: str) -> None:
+    """As with any other compressor: so its memory is free for those that follow in the same backward pass."""
+
+    def body(rank: int) -> None:
+        exchange = new(name)
+        stepped(exchange, single(rank, 0))
+        for step in range(1, 4):
+            gradients = single(rank, step)
+            held = {tensor: exchange.ready(tensor, gradient) for tensor, gradient in gradients.items()}
+            for tensor, gradient in gradients.items():
+                assert torch.equal(held[tensor], gradient)
+            updates = exchange.finish().updates
+            exchange.commit()
+            for tensor in MATRICES:
+                assert held[tensor].data_ptr() == updates[tensor].data_ptr() != gradients[tensor].data_ptr()
+
+    testing.run(2, body)
 
 
 # -- several passes ---------------------------------------------------------------------------------------------------
