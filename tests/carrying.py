@@ -39,7 +39,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "thresholds": {"compression": "redsync"},
     "two-level": {"exchange": "two-level", "carry": "hold"},
     "powersgd": {"compression": "powersgd"},
-    "acpsgd, hold": {"compression": "acpsgd", "carry": "hold", "every": 2},
+    "acpsgd": {"compression": "acpsgd", "every": 2},
     "acpsgd, overlap": {"compression": "acpsgd", "overlap": 1},
     "oktopk": {"exchange": "oktopk"},
     "ahead": {"sparsify": "ahead"},

@@ -28,7 +28,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "none": {"compression": "none", "every": 4},
     "two-level": {"exchange": "two-level", "carry": "hold"},
     "powersgd": {"compression": "powersgd"},
-    "acpsgd, hold": {"compression": "acpsgd", "carry": "hold", "every": 2},
+    "acpsgd": {"compression": "acpsgd", "every": 2},
     "oktopk": {"exchange": "oktopk"},
     "by times": {"exchange": "auto", "merging": "agmerge"},
 }
