@@ -211,7 +211,9 @@ class MergeBuffers:
         arena = self.arenas[segment.lane]
         if arena.memory.hands_back:  # copies: the buffers of a message are written again
             if indices is not None:
-                indices = indices.clone() if indices.numel() < segment.length else None
+                # As many as there are elements are all of them, unless a codec without a 0 has moved them up.
+                everything = indices.numel() == segment.length and int(indices[-1]) == segment.length - 1
+                indices = None if everything else indices.clone()
             if isinstance(sent, torch.Tensor):
                 sent = sent.to(arena.work.dtype, copy=True)
             elif sent is not None:

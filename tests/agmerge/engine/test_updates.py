@@ -120,6 +120,12 @@ def test_nothing_is_lost_and_base_is_equal_to_the_bit(options: dict[str, Any]) -
     kept_by(MODEL, **options)
 
 
+def test_signs_of_everything_lose_nothing_where_elements_are_zero() -> None:
+    """What is zero has no sign and is left out, so that others stand at its place in the message."""
+    for merging in ("layerwise", "single"):
+        kept_by(MODEL, compression="topk", density=1.0, wire="sign", dense=[], merging=merging, exchange="sparse")
+
+
 # -- what is carried, and what is not -----------------------------------------------------------------------------
 
 
