@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(kind)
         grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for grid in grids.values():
-        if grid[0].get_closest_marker("thin") is not None:
+        if grid[0].get_closest_marker("thin") is not None and hasattr(grid[0], "callspec"):
             enough = cover([item.callspec._idlist for item in grid])  # type: ignore[attr-defined]  # one name an axis
             for place in set(range(len(grid))) - set(enough):
                 grid[place].add_marker(pytest.mark.long)

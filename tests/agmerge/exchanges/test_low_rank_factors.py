@@ -12,6 +12,8 @@ from agmerge.exchanges.low_rank import factors, orthonormal
 from sparsifiers import kernel
 from tests.support import same_bits
 
+pytestmark = pytest.mark.thin  # `make test-all` runs all of each grid
+
 SHAPES = [
     (1, 1),
     (1, 1000),
