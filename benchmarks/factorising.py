@@ -1,4 +1,4 @@
-"""The cost of sending a matrix as two factors, as a multiple of adding two such matrices: the floor.
+"""Measure what sending a matrix as two factors costs, as a multiple of adding two such matrices: the floor.
 
     python benchmarks/factorising.py --shapes 1024x1024 768x3072 --ranks 4 32
 

@@ -34,12 +34,12 @@ class Workload:
         return replace(self, model=self.model.to(device), x=self.x.to(device), y=self.y.to(device))
 
     def loss(self) -> Tensor:
-        """The loss of the batch: its cross entropy, unless the workload has a criterion of its own."""
+        """Return the loss of the batch: its cross entropy, unless the workload has a criterion of its own."""
         return self.criterion(self.model(self.x), self.y)
 
 
 def build(name: str, batch_size: int, image_size: int = 224, sentence_len: int = 64) -> Workload:
-    """The workload called ``name``. Raises ``ValueError`` that lists the names, or says what is not installed.
+    """Return the workload called ``name``. Raises ``ValueError`` that lists the names, or says what is not installed.
 
     image_size: pixels, both ways, of classifiers' images. sentence_len: tokens a sentence, of bert_base and bert_large.
     """
@@ -89,7 +89,7 @@ def _gpt2() -> nn.Module:
 
 
 class Pretraining(nn.Module):
-    """A BERT that returns the logits of words [batch, length, words] and of "is the next sentence" [batch, 2]."""
+    """Return the logits of words [batch, length, words] and of "is the next sentence" [batch, 2]: a BERT."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Pretraining(nn.Module):
 
 
 def pretraining_loss(logits: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
-    """The sum of both cross entropies; ``y`` [batch, 1 + length] has the next sentence's class, then the words."""
+    """Return the sum of both cross entropies; ``y`` [batch, 1 + length] has the next sentence's class, then the words."""
     words, follows = logits
     return F.cross_entropy(words.flatten(0, 1), y[:, 1:].flatten()) + F.cross_entropy(follows, y[:, 0])
 

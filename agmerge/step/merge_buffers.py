@@ -212,7 +212,9 @@ class MergeBuffers:
         if arena.memory.hands_back:  # copies: the buffers of a message are written again
             if indices is not None:
                 # As many as there are elements are all of them, unless a codec without a 0 has moved them up.
-                everything = indices.numel() == segment.length and int(indices[-1]) == segment.length - 1
+                # A device is not asked.
+                full = indices.numel() == segment.length and indices.device.type == "cpu"
+                everything = full and int(indices[-1]) == segment.length - 1
                 indices = None if everything else indices.clone()
             if isinstance(sent, torch.Tensor):
                 sent = sent.to(arena.work.dtype, copy=True)

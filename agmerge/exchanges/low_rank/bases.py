@@ -9,7 +9,7 @@ import torch
 
 from agmerge.backends import Backend
 from agmerge.exchanges.low_rank.factors import LEFT, RIGHT, initial_basis, matrix_shape, rank_of
-from agmerge.tensors.layout import Slot
+from agmerge.tensors.layout import Lane, Slot
 from sparsifiers import LowRank
 
 # What a basis is called among all that is kept from step to step, by its side.
@@ -117,16 +117,22 @@ class Bases:
             if slot.name in self._kept:
                 sides[number] = 1 + (LEFT, RIGHT).index(self._kept[slot.name].side)
         comm.broadcast(sides, 0, "sides of bases").wait(timeout)
+        own, self._kept = self._kept, {}
+        warm: dict[Lane, list[tuple[Slot, int]]] = {}  # by lane: tensors of which rank 0 has a basis, and its side
         for slot, code in zip(self._slots, sides.tolist(), strict=True):
-            if not code:
-                self._kept.pop(slot.name, None)
-                continue
-            side, length = (LEFT, RIGHT)[code - 1], matrix_shape(slot.shape)[code - 1]
-            rows = torch.empty(self.rank_of(slot), length, dtype=slot.lane.storage, device=slot.lane.device)
+            if code:
+                warm.setdefault(slot.lane, []).append((slot, code - 1))
+        for number, (lane, members) in enumerate(warm.items()):  # one message each
+            shapes = [(self.rank_of(slot), matrix_shape(slot.shape)[side]) for slot, side in members]
+            flat = torch.empty(sum(r * length for r, length in shapes), dtype=lane.storage, device=lane.device)
+            pieces = torch.split(flat, [r * length for r, length in shapes])
+            parts = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
             if comm.rank == 0:
-                rows.copy_(self._kept[slot.name].rows)
-            comm.broadcast(rows.view(-1), 0, f"basis of {slot.name}").wait(timeout)
-            self._kept[slot.name] = Basis(side, rows)
+                for part, (slot, _) in zip(parts, members, strict=True):
+                    part.copy_(own[slot.name].rows)
+            comm.broadcast(flat, 0, f"bases {number}").wait(timeout)
+            for part, (slot, side) in zip(parts, members, strict=True):
+                self._kept[slot.name] = Basis((LEFT, RIGHT)[side], part)
 
 
 def _left_first(slots: Sequence[Slot], rank: Callable[[Slot], int]) -> set[str]:
