@@ -101,7 +101,7 @@ class Pretraining(nn.Module):
 
 
 def pretraining_loss(logits: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
-    """Return the sum of both cross entropies; ``y`` [batch, 1 + length] has the next sentence's class, then the words."""
+    """Return the sum of both cross entropies; ``y`` [batch, 1 + length] has the next one's class, then words."""
     words, follows = logits
     return F.cross_entropy(words.flatten(0, 1), y[:, 1:].flatten()) + F.cross_entropy(follows, y[:, 0])
 
