@@ -32,15 +32,9 @@ _MEANT = {  # by others' names
     "bfloat16": "bf16",
 }
 
-# What is about compression alone, and of that about selection: the value that says nothing, and what it is about.
-_COMPRESSION: dict[str, tuple[Any, str]] = {
-    "wire": ("auto", "the values that a compressor sends"),
-    "dense": (None, "which parameters a compressor leaves whole"),
-}
-_SELECTION: dict[str, tuple[Any, str]] = {
-    "sparsify": ("auto", "when a sparsifier selects"),
-    "warmup": (None, "how much a sparsifier selects"),
-}
+# What is about compression alone, and of that about selection.
+_COMPRESSION = {"wire": "the values that a compressor sends", "dense": "which parameters a compressor leaves whole"}
+_SELECTION = {"sparsify": "when a sparsifier selects", "warmup": "how much a sparsifier selects"}
 _SELECTING = ("oktopk", "masked")  # exchanges that are nothing without a selection
 
 
@@ -97,9 +91,9 @@ def check_meaning(compression: Any, given: Mapping[str, Any]) -> None:
             continue
         about, instead = "", "a sparsifier's name"
         if not compresses and name in _COMPRESSION and not (name == "dense" and _is_partial(value)):
-            about = _COMPRESSION[name][1]
+            about = _COMPRESSION[name]
         elif not selects and name in _SELECTION:
-            about = _SELECTION[name][1]
+            about = _SELECTION[name]
         elif not selects and name == "density" and (isinstance(value, dict) or value == IMPORTANCE):
             about = "how much a sparsifier selects of which parameter"
         elif not selects and name == "exchange" and value in _SELECTING:
