@@ -235,7 +235,7 @@ def main(name: str, model: str) -> None:
     """Warm up, then step when told to."""
     import warnings
 
-    import jobs
+    import turns
     import rendezvous
     import torch
 
@@ -255,7 +255,7 @@ def main(name: str, model: str) -> None:
     for _ in range(chosen.warm):
         step()
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        jobs.serve(step, figures, rank)
+        turns.serve(step, figures, rank)
     os._exit(0)  # the others of this job may be frozen
 
 

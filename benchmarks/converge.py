@@ -199,7 +199,7 @@ def curves(args: argparse.Namespace) -> dict[str, Any]:
 
 def timed(args: argparse.Namespace) -> dict[str, Any]:
     """The step times that are missing are measured; all that there are, by link (in words) and contender."""
-    from jobs import Stage
+    from turns import Stage
 
     file = args.out / "times.json"
     known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}

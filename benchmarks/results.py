@@ -24,7 +24,7 @@ import converge
 import never_slower
 import scale
 import step_time
-from jobs import KEEP
+from turns import KEEP
 
 OURS = "agmerge"  # what names of this library's contenders begin with
 KEPT = " ".join(f"{key}={value}" for key, value in KEEP.items())

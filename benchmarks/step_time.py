@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import rendezvous
 from contenders import CONTENDERS, KNOWN, Contender
 from intervals import interval
-from jobs import Job, Stage
+from turns import Job, Stage
 from network import LINKS, Machine, named, usable
 
 FLOOR = "floor"

@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from jobs import KEEP
+from turns import KEEP
 from network import LINKS, named
 
 STEPS, BLOCK, WARM = 120, 4, 60

@@ -4,7 +4,7 @@ A benchmark starts every job once, lets it warm up, and then gives each a block 
 same machine and none shares it with another's threads. Workers connect to a socket in the file system, which network
 namespaces do not separate, and wait there for their turn:
 
-    jobs.serve(step, figures)     # in a worker, once it has warmed up
+    turns.serve(step, figures)     # in a worker, once it has warmed up
 """
 
 from __future__ import annotations
