@@ -235,9 +235,9 @@ def main(name: str, model: str) -> None:
     """Warm up, then step when told to."""
     import warnings
 
-    import turns
     import rendezvous
     import torch
+    import turns
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

@@ -37,8 +37,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import rendezvous
 from contenders import CONTENDERS, KNOWN, Contender
 from intervals import interval
-from turns import Job, Stage
 from network import LINKS, Machine, named, usable
+from turns import Job, Stage
 
 FLOOR = "floor"
 CELLS = [

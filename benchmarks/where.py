@@ -25,8 +25,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from turns import KEEP
 from network import LINKS, named
+from turns import KEEP
 
 STEPS, BLOCK, WARM = 120, 4, 60
 
