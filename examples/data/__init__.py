@@ -1,0 +1,1 @@
+"""Read data sets in their real formats; :mod:`data.small` writes small ones. Nothing is downloaded."""

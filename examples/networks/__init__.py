@@ -1,0 +1,1 @@
+"""Define the networks of the published experiments, tiny and full."""
