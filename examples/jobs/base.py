@@ -68,7 +68,7 @@ class Task(ABC):
 
     @abstractmethod
     def batches(self, epoch: int, first: int = 0) -> Iterator[Any]:
-        """Yield this worker's batches of an epoch, from number ``first`` on, which has the same bits if it is resumed."""
+        """Yield this worker's batches of an epoch, from number ``first`` on: the same ones as if it began with 0."""
 
     @abstractmethod
     def loss(self, batch: Any) -> Tensor:
@@ -91,7 +91,9 @@ class Task(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned."""
+        """Go on from what :meth:`state_dict` returned. Raises ``ValueError`` for what is not this task's."""
+        if state:
+            raise ValueError(f"the checkpoint's task has {', '.join(state)}, and this one has nothing to go on from")
 
 
 @dataclass(frozen=True)
@@ -150,8 +152,8 @@ def folder(settings: Settings, name: str) -> Path:
     """
     if settings.data is None:
         raise FileNotFoundError(
-            f"--data DIR is missing: the folder that holds {name}, or {name}/. docs/experiments.md says in which files; "
-            "nothing is downloaded. `python examples/data/small.py DIR` writes small data of every kind"
+            f"--data DIR is missing: the folder that holds {name}, or {name}/; docs/experiments.md says in which files. "
+            "Nothing is downloaded. `python examples/data/small.py DIR` writes small data of every kind"
         )
     for place in (settings.data / name, settings.data):
         if place.is_dir():
