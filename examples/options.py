@@ -36,6 +36,14 @@ def megabytes(text: str) -> float:
     return value
 
 
+def count(text: str) -> int:
+    """Read a number of things; argparse's error for one that is not positive."""
+    value = int(text)
+    if value < 1:
+        raise ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
 def add_update_options(parser: ArgumentParser) -> None:
     """Add the flags about exchanging what the optimizer did. One that is not given is None, and left to the library."""
     add = parser.add_argument

@@ -1,4 +1,4 @@
-"""Do all workers hold the same? What examples compare at their end."""
+"""Compare what workers hold, and make equal what each has counted by itself."""
 
 from __future__ import annotations
 
@@ -17,3 +17,10 @@ def replicas_equal(model: nn.Module) -> bool:
         digest.update(tensor.cpu().contiguous().numpy().tobytes())
     rows = agmerge.allgather(torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64)[None])
     return bool((rows == rows[0]).all())
+
+
+def average_buffers(model: nn.Module) -> None:
+    """Collective. Give all workers the mean of their running statistics, so that they evaluate the same model."""
+    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    if buffers and agmerge.size() > 1:
+        agmerge.grouped_allreduce_(buffers)

@@ -28,7 +28,7 @@ import sweep
 import torch
 from launchers import launcher
 from models import Workload, build
-from options import add_options, described, given, planned
+from options import add_options, count, described, given, planned
 
 import agmerge as hvd
 
@@ -42,17 +42,17 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     add("--fp16-allreduce", action="store_true", help="exchange gradients in 16 bits; the same as --compression fp16")
     models = "resnet50, resnet152, cnn, gpt2, bert_base, bert_large, or a classifier's name in torchvision"
     add("--model", default="resnet50", help=models)
-    add("--batch-size", type=_count, default=32, help="items per worker and backward pass")
+    add("--batch-size", type=count, default=32, help="items per worker and backward pass")
     add("--num-warmup-batches", type=int, default=10, help="batches that are not measured")
-    add("--num-batches-per-iter", type=_count, default=10, help="batches per measurement")
-    add("--num-iters", type=_count, default=10, help="measurements")
+    add("--num-batches-per-iter", type=count, default=10, help="batches per measurement")
+    add("--num-iters", type=count, default=10, help="measurements")
     add("--no-cuda", action="store_true", help="train on the CPU")
     add("--use-adasum", action="store_true", help="refused")
-    add("--image-size", type=_count, default=224, help="pixels, both ways")
-    add("--sentence-len", type=_count, default=64, help="tokens a sentence, of bert_base and bert_large")
+    add("--image-size", type=count, default=224, help="pixels, both ways")
+    add("--sentence-len", type=count, default=64, help="tokens a sentence, of bert_base and bert_large")
     add_options(parser, "none, as in Horovod's script")
     add("--each", nargs="+", metavar="NAME", help="train with each of these in turn (s-sgd: none), and compare them")
-    add("--backward-passes-per-step", type=_count, default=1, help="batches per exchange (rounds up)")
+    add("--backward-passes-per-step", type=count, default=1, help="batches per exchange (rounds up)")
     add("--json", type=Path, metavar="PATH", help="write all figures there, too")
     args = parser.parse_args(argv)
     if args.use_adasum:
@@ -67,13 +67,6 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     if args.threshold is None:
         args.merging = args.merging or "threshold"  # a plan that no measurement changes
     return args
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
-    return value
 
 
 def log(line: str) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 
+from jobs import digits, stdlib
 from jobs.base import Job
 
-JOBS: dict[str, Job] = {}
+JOBS: dict[str, Job] = {**digits.JOBS, **stdlib.JOBS}
 
 
 def get(name: str) -> Job:

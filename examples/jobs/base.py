@@ -106,6 +106,7 @@ class Job:
     network: Callable[..., nn.Module]  # network(tiny=False, **sizes): random weights; sizes have the published defaults
     task: Callable[[Settings, Callable[..., nn.Module]], Task]  # reads the data and makes the network with their sizes
     tiny: Mapping[str, Any] = field(default_factory=dict)  # what ``--tiny`` changes of the recipe
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the library, where the command line says nothing
 
     def settled(self, tiny: bool) -> Recipe:
         """Return the recipe, of the tiny form if ``tiny``."""
@@ -152,7 +153,7 @@ def folder(settings: Settings, name: str) -> Path:
     """
     if settings.data is None:
         raise FileNotFoundError(
-            f"--data DIR is missing: the folder that holds {name}, or {name}/; docs/experiments.md says in which files. "
+            f"--data DIR is missing: the folder that holds {name}, or {name}/; docs/experiments.md lists the files. "
             "Nothing is downloaded. `python examples/data/small.py DIR` writes small data of every kind"
         )
     for place in (settings.data / name, settings.data):

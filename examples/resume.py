@@ -1,0 +1,106 @@
+"""Say what a checkpoint of a training holds, and go on from one, with the same number of workers or another."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from checkpoints import Checkpoints, State
+from loop import COUNTED, Loop, Progress
+
+import agmerge
+
+
+def save(loop: Loop, checkpoints: Checkpoints, about: dict[str, Any]) -> None:
+    """Collective. Write all that going on needs: parameters, the optimizer with its residuals, random states, counts.
+
+    about: what is equal on all workers and goes into the files, too. With ``overlap=`` or DeAR what is under way is
+    taken in first.
+    """
+    loop.optimizer.flush()
+    common = {
+        **about,
+        "workers": agmerge.size(),
+        "progress": asdict(progress_so_far(loop)),
+        "schedule": loop.schedule.state_dict(),
+        "scaler": loop.scaler.state_dict(),
+    }
+    own = {"task": loop.task.state_dict(), "random": random_state(loop.device)}
+    model = loop.task.model.state_dict()
+    if agmerge.rank():  # parameters are rank 0's; running statistics are each worker's own
+        model = {name: buffer for name, buffer in loop.task.model.named_buffers() if name in model}
+    shared = None
+    if checkpoints.portable:
+        gathered = agmerge.gather_state(loop.optimizer)
+        if agmerge.rank() == 0:
+            with loop.optimizer.shared():
+                whole = {name: value.clone() for name, value in loop.task.model.state_dict().items()}
+            shared = {**common, "model": whole, "optimizer": gathered}
+    state = {**common, **own, "model": model, "optimizer": loop.optimizer.state_dict()}
+    checkpoints.save(loop.progress.step, state, shared)
+
+
+def progress_so_far(loop: Loop) -> Progress:
+    """Return the progress with this run's totals in it; the loop's own goes on counting from before."""
+    totals = loop.stats()
+    return Progress(**{**vars(loop.progress), "counted": {name: totals[name] for name in COUNTED}})
+
+
+def go_on(loop: Loop, checkpoints: Checkpoints) -> State | None:
+    """Collective. Put the last checkpoint of all workers back; return it, or None where there is none.
+
+    Raises ``ValueError`` where there are some, but none for so many workers.
+    """
+    newest = checkpoints.newest()
+    if newest is None:
+        if any(agmerge.allgather_object(checkpoints.steps())):
+            raise ValueError(checkpoints.describe())
+        return None
+    step, portable = newest
+    state = checkpoints.load(step, portable)
+    rates = [group["lr"] for group in loop.optimizer.param_groups]  # the highest, for so many workers
+    loop.task.model.load_state_dict(state["model"], strict=False)
+    agmerge.broadcast_parameters(list(loop.task.model.named_parameters()), root_rank=0)
+    loop.optimizer.load_state_dict(state["optimizer"])
+    loop.scaler.load_state_dict(state["scaler"])
+    loop.progress = Progress(**state["progress"])
+    if agmerge.rank():
+        loop.progress.loss = state["progress"]["loss"] if not portable else 0.0
+    if state["workers"] == agmerge.size():
+        loop.schedule.load_state_dict(state["schedule"])
+    else:
+        change_workers(loop, state, rates)
+    if not portable:
+        loop.task.load_state_dict(state["task"])
+        restore_random(state["random"], loop.device)
+    return state
+
+
+def change_workers(loop: Loop, state: State, rates: list[float]) -> None:
+    """Find the place in the epoch, and the rate there, for another number of workers than the checkpoint's.
+
+    As many samples of the epoch are taken as done as were, to a step of all workers. The schedule, which is one of the
+    steps of these workers, goes to the same part of an epoch; ``rates``: its highest, by group.
+    """
+    now, passes = loop.progress, loop.way.passes
+    done = now.place * state["workers"] // agmerge.size()
+    now.place = min(done // passes, loop.steps()) * passes
+    for group, rate in zip(loop.optimizer.param_groups, rates, strict=True):
+        group["lr"] = group["initial_lr"] = rate
+    loop.advance(now.epoch * loop.steps() + now.place // passes)
+
+
+def random_state(device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the states of torch's own generators, which dropout draws from."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_random(states: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Put back what :func:`random_state` returned."""
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)

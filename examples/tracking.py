@@ -1,0 +1,112 @@
+"""Show how a training goes on, and write it down: progress bars, TensorBoard, and a log of JSON lines."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tensorboardX import SummaryWriter
+from tqdm import tqdm
+
+SECONDS = 5.0  # between two lines of progress, where there is no terminal
+SPEEDS = ("samples_per_second", "train_seconds", "wall_seconds")
+
+
+class Silent:
+    """Do nothing: what workers other than the first have for a tracker."""
+
+    def begin(self, epoch: int, steps: int, done: int) -> None:
+        """Begin an epoch."""
+
+    def advance(self, figures: Mapping[str, float]) -> None:
+        """Note that a step was made."""
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Add a line to the log."""
+
+    def close(self) -> None:
+        """End."""
+
+
+class Tracker(Silent):
+    """Track the training of all workers from the first of them.
+
+    The log is ``FOLDER/log.jsonl``, to which lines are added; TensorBoard's events lie beside it. A line is an object
+    with ``"kind"``: ``start``, ``plan``, ``epoch``, ``target`` or ``end`` (docs/experiments.md lists their fields).
+    """
+
+    def __init__(self, folder: Path, epochs: float) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._log = (folder / "log.jsonl").open("a", encoding="utf-8")
+        self._board = SummaryWriter(str(folder))
+        self._epochs = f"{epochs:g}"
+        self._bar: tqdm[Any] | None = None
+        self._told = 0.0  # when the last line of progress was printed
+
+    def begin(self, epoch: int, steps: int, done: int) -> None:
+        """Begin an epoch (the first is 1) of so many ``steps``, of which some are ``done``."""
+        self._end_bar()
+        head, shown = f"epoch {epoch}/{self._epochs}", sys.stderr.isatty()
+        self._bar = tqdm(total=steps, initial=done, desc=head, unit="step", leave=False, disable=not shown)
+        self._head, self._steps, self._done, self._told = head, steps, done, time.monotonic()
+
+    def advance(self, figures: Mapping[str, float]) -> None:
+        """Move the bar by a step, or print a line now and then where stderr is no terminal."""
+        assert self._bar is not None
+        self._done += 1
+        now = time.monotonic()
+        if not self._bar.disable:
+            self._bar.set_postfix_str(shown(figures), refresh=False)
+            self._bar.update()
+        elif now - self._told >= SECONDS:
+            self._told = now
+            print(f"{self._head}  step {self._done}/{self._steps}  {shown(figures)}", file=sys.stderr, flush=True)
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Add a line to the log; an epoch's figures go to TensorBoard and to stderr, too."""
+        self._log.write(json.dumps({"kind": kind, **fields}, default=str) + "\n")
+        self._log.flush()
+        if kind == "epoch":
+            self._end_bar()
+            for tag, value in scalars(fields).items():
+                self._board.add_scalar(tag, value, fields["step"])
+            figures = {"loss": fields["loss"], **fields["metrics"], "samples/s": fields["samples_per_second"]}
+            line = f"epoch {fields['epoch']:g}/{self._epochs}  step {fields['step']}  {shown(figures)}"
+            print(line, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._end_bar()
+        self._board.close()
+        self._log.close()
+
+    def _end_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def shown(figures: Mapping[str, float]) -> str:
+    """Return figures in one line, with four digits."""
+    return "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
+
+
+def scalars(fields: Mapping[str, Any]) -> dict[str, float]:
+    """Return what an epoch's line has for TensorBoard, by tag."""
+    stats = fields["stats"]
+    return {
+        "train/loss": fields["loss"],
+        "train/lr": fields["lr"],
+        **{f"val/{name}": value for name, value in fields["metrics"].items()},
+        **{f"speed/{name}": fields[name] for name in SPEEDS},
+        "speed/exposed_seconds": stats["exposed_seconds"],
+        "bytes/sent": stats["bytes_sent"],
+        "bytes/dense": stats["bytes_dense"],
+        "density": stats["density"],
+        "residual_norm": stats["residual_norm"],
+        **{f"selection/{name}": value for name, value in stats.get("selection", {}).items()},
+    }
