@@ -29,7 +29,7 @@ from agmerge.options.config import is_small
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 from digits import DigitsCNN, load  # noqa: E402  (found only through the line above)
-from train_digits import replicas_equal  # noqa: E402
+from replicas import replicas_equal  # noqa: E402
 
 FOLDS = 5
 MOMENTUM, BETAS, EPS = 0.9, (0.9, 0.999), 1e-8

@@ -2,20 +2,18 @@
 
     python benchmarks/row_coverage.py --epochs 20 --json coverage.json
 
-Every sparsifier trains the digits CNN as ``examples/train_digits.py`` does, from the same weights and on the same
-batches, with a residual; the workers are threads of one in-memory group. The figures are those of
-``sparsifiers.proof``, over the vectors that selection reads (gradient plus residual) and the rows of tensors that are
-not sent whole: means over workers, and the worst for maxima. A row is counted where its own worker sends something.
-dgc selects what topk does, by default; with a residual alone the two rows agree.
+Every sparsifier trains the job ``digits`` of ``examples/train.py`` from the same weights and on the same batches, with a
+residual; the workers are threads of one in-memory group. The figures are those of ``sparsifiers.proof``, over the
+vectors that selection reads (gradient plus residual) and the rows of tensors that are not sent whole: means over
+workers, and the worst for maxima. A row is counted where its own worker sends something. dgc selects what topk does, by
+default; with a residual alone the two rows agree.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import datetime
 import json
-import math
 import os
 import platform
 import shlex
@@ -23,20 +21,22 @@ import statistics
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch.nn.functional import cross_entropy
-from torch.optim.lr_scheduler import OneCycleLR
 from tqdm import tqdm
 
 import agmerge.testing
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
-import train_digits  # noqa: E402  (found only through the line above)
-from digits import Data, DigitsCNN, load, shard  # noqa: E402
+import jobs  # noqa: E402  (found only through the line above)
+import optimizers  # noqa: E402
+from jobs.base import Settings  # noqa: E402
+from loop import Loop, Way  # noqa: E402
 
+JOB = jobs.get("digits")
 NAMES = ("topk", "adtopk", "adtopk-row", "adtopk-fill", "dgc", "randomk")
 WORST = ("contraction_max", "longest_wait")
 COLUMNS = {  # heading: figure and its format
@@ -57,7 +57,7 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     parser = argparse.ArgumentParser(description="contraction and row coverage of sparsifiers, measured in training")
     add = parser.add_argument
     add("--names", nargs="+", default=list(NAMES), help="of sparsifiers")
-    add("--epochs", type=int, default=train_digits.arguments([]).epochs)
+    add("--epochs", type=int, default=JOB.recipe.epochs)
     add("--density", type=float, default=0.01)
     add("--workers", type=int, default=2)
     add("--seed", type=int, default=0, help="of the weights and of the images' order")
@@ -68,38 +68,31 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     return args
 
 
-def worker(args: Namespace, name: str, model: torch.nn.Module, data: Data) -> Figures:
-    """Train ``model`` on one worker's part of the images; what its selections were like."""
-    recipe = train_digits.arguments([])
-    train_x, train_y, test_x, test_y = data
-    lr, count = recipe.base_lr * math.sqrt(args.workers), len(train_x)
-    optimizer = agmerge.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=lr, momentum=recipe.momentum, weight_decay=recipe.wd),
-        named_parameters=model.named_parameters(),
-        compression=name,
-        density=args.density,
-        memory="residual",
-    )
+def worker(args: Namespace, name: str, model: torch.nn.Module) -> Figures:
+    """Collective. Train from the weights of ``model`` on one worker's part of the images; measure its selections."""
+    recipe = replace(JOB.recipe, epochs=args.epochs)
+    task = JOB.make(Settings(recipe, seed=args.seed, rank=agmerge.rank(), workers=args.workers))
+    task.model.load_state_dict(model.state_dict())
+    options = {"compression": name, "density": args.density, "memory": "residual", "exchange": "sparse"}
+    plain = optimizers.plain(recipe, task.model, optimizers.rate(recipe, args.workers, 1))
+    optimizer = optimizers.wrapped(plain, task.model, options, None, 1)
     optimizer.measure_selection()
-    seeds = range(10_000 * args.seed, 10_000 * args.seed + args.epochs)
-    batches = [batch for seed in seeds for batch in shard(count, recipe.batch_size, agmerge.rank(), args.workers, seed)]
-    schedule = OneCycleLR(optimizer, lr, len(batches), pct_start=0.2, cycle_momentum=False)
-    for batch in batches:
-        optimizer.zero_grad()
-        cross_entropy(model(train_x[batch]), train_y[batch]).backward()
-        optimizer.step()
-        schedule.step()
-    stats = optimizer.stats()
-    accuracy = train_digits.accuracy(model, test_x, test_y)
+    schedule = recipe.schedule.of(optimizer, task.passes(0), recipe.epochs, args.workers)
+    loop = Loop(task, optimizer, schedule, Way(), torch.amp.GradScaler("cpu", enabled=False), torch.device("cpu"))
+    for _ in range(args.epochs):
+        for _ in loop.epoch(lambda: False):
+            pass
+        loop.end_epoch({})
+    stats, accuracy = optimizer.stats(), loop.evaluate()["accuracy"]
     optimizer.close()
     return {**stats["selection"], "density": stats["density"], "accuracy": accuracy}
 
 
-def measure(args: Namespace, name: str, data: Data) -> Figures:
+def measure(args: Namespace, name: str) -> Figures:
     """One sparsifier's figures, over all workers."""
     torch.manual_seed(args.seed)
-    model = DigitsCNN()
-    found = agmerge.testing.run(args.workers, lambda rank: worker(args, name, copy.deepcopy(model), data))
+    model = JOB.network()
+    found = agmerge.testing.run(args.workers, lambda rank: worker(args, name, model))
     return {
         key: max(one[key] for one in found) if key in WORST else statistics.fmean(one[key] for one in found)
         for key in found[0]
@@ -121,8 +114,7 @@ def main() -> None:
     """Train with every sparsifier, print the table."""
     args = arguments()
     torch.set_num_threads(1)
-    data = load()
-    results = {name: measure(args, name, data) for name in tqdm(args.names, unit="sparsifier")}
+    results = {name: measure(args, name) for name in tqdm(args.names, unit="sparsifier")}
     first = next(iter(results.values()))
     facts = {
         "date": datetime.date.today().isoformat(),

@@ -71,7 +71,7 @@ class Loop:
         return self.task.passes(self.progress.epoch) // self.way.passes
 
     def epoch(self, ended: Callable[[], bool]) -> Iterator[float]:
-        """Collective. Train to the end of the epoch, or until ``ended()``, asked before each step; yield their losses."""
+        """Collective. Train to the end of the epoch, or until ``ended()``, asked before steps; yield their losses."""
         now, passes = self.progress, self.way.passes
         batches = self.task.batches(now.epoch, now.place)
         last = self.steps() * passes
