@@ -2,8 +2,8 @@
 
     python benchmarks/row_coverage.py --epochs 20 --json coverage.json
 
-Every sparsifier trains the job ``digits`` of ``examples/train.py`` from the same weights and on the same batches, with a
-residual; the workers are threads of one in-memory group. The figures are those of ``sparsifiers.proof``, over the
+Every sparsifier trains the job ``digits`` of ``examples/train.py`` from the same weights and on the same batches, with
+a residual; the workers are threads of one in-memory group. The figures are those of ``sparsifiers.proof``, over the
 vectors that selection reads (gradient plus residual) and the rows of tensors that are not sent whole: means over
 workers, and the worst for maxima. A row is counted where its own worker sends something. dgc selects what topk does, by
 default; with a residual alone the two rows agree.
@@ -78,7 +78,7 @@ def worker(args: Namespace, name: str, model: torch.nn.Module) -> Figures:
     optimizer = optimizers.wrapped(plain, task.model, options, None, 1)
     optimizer.measure_selection()
     schedule = recipe.schedule.of(optimizer, task.passes(0), recipe.epochs, args.workers)
-    loop = Loop(task, optimizer, schedule, Way(), torch.amp.GradScaler("cpu", enabled=False), torch.device("cpu"))
+    loop = Loop(task, optimizer, schedule, Way(), torch.amp.GradScaler("cpu", enabled=False), torch.device("cpu"), [])
     for _ in range(args.epochs):
         for _ in loop.epoch(lambda: False):
             pass

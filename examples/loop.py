@@ -60,10 +60,12 @@ class Loop:
         way: Way,
         scaler: torch.amp.GradScaler,  # one that is not enabled changes nothing
         device: torch.device,
+        highest: list[float],
     ) -> None:
         self.task, self.optimizer, self.schedule = task, optimizer, schedule
         self.way, self.scaler, self.device = way, scaler, device
         self.progress = Progress()
+        self.highest = highest  # rates, by parameter group
         self.seconds: list[float] = []  # of each step of this run
 
     def steps(self) -> int:

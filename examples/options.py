@@ -63,7 +63,7 @@ def given(args: Namespace, model: nn.Module) -> dict[str, Any]:
     without ``--compression`` everything is sent. ``--threshold`` is a planner and its size.
     """
     found = {name: value for name in (*NAMES, *OF_UPDATES) if (value := getattr(args, name, None)) is not None}
-    if args.threshold is not None:
+    if getattr(args, "threshold", None) is not None:
         found["merging"] = merging.get("threshold", bytes=round(args.threshold * 2**20))
     if found.get("merging") == DEAR:
         found["model"] = model

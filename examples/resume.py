@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from checkpoints import Checkpoints, State
 from loop import COUNTED, Loop, Progress
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import agmerge
 
@@ -23,7 +25,8 @@ def save(loop: Loop, checkpoints: Checkpoints, about: dict[str, Any]) -> None:
         **about,
         "workers": agmerge.size(),
         "progress": asdict(progress_so_far(loop)),
-        "schedule": loop.schedule.state_dict(),
+        "schedule": loop.schedule.state_dict() if isinstance(loop.schedule, ReduceLROnPlateau) else {},
+        "highest": loop.highest,
         "scaler": loop.scaler.state_dict(),
     }
     own = {"task": loop.task.state_dict(), "random": random_state(loop.device)}
@@ -47,10 +50,10 @@ def progress_so_far(loop: Loop) -> Progress:
     return Progress(**{**vars(loop.progress), "counted": {name: totals[name] for name in COUNTED}})
 
 
-def go_on(loop: Loop, checkpoints: Checkpoints) -> State | None:
+def go_on(loop: Loop, checkpoints: Checkpoints, job: str) -> State | None:
     """Collective. Put the last checkpoint of all workers back; return it, or None where there is none.
 
-    Raises ``ValueError`` where there are some, but none for so many workers.
+    Raises ``ValueError`` where there are some, but none for so many workers, or of another job.
     """
     newest = checkpoints.newest()
     if newest is None:
@@ -59,7 +62,9 @@ def go_on(loop: Loop, checkpoints: Checkpoints) -> State | None:
         return None
     step, portable = newest
     state = checkpoints.load(step, portable)
-    rates = [group["lr"] for group in loop.optimizer.param_groups]  # the highest, for so many workers
+    if state["job"] != job:
+        raise ValueError(f"--resume: {checkpoints.folder} has checkpoints of {state['job']}, not of {job}")
+    groups = [dict(group) for group in loop.optimizer.param_groups]
     loop.task.model.load_state_dict(state["model"], strict=False)
     agmerge.broadcast_parameters(list(loop.task.model.named_parameters()), root_rank=0)
     loop.optimizer.load_state_dict(state["optimizer"])
@@ -67,28 +72,41 @@ def go_on(loop: Loop, checkpoints: Checkpoints) -> State | None:
     loop.progress = Progress(**state["progress"])
     if agmerge.rank():
         loop.progress.loss = state["progress"]["loss"] if not portable else 0.0
-    if state["workers"] == agmerge.size():
-        loop.schedule.load_state_dict(state["schedule"])
-    else:
-        change_workers(loop, state, rates)
+    find_place(loop, state["workers"])
+    restore_rates(loop, groups, state)
     if not portable:
         loop.task.load_state_dict(state["task"])
         restore_random(state["random"], loop.device)
     return state
 
 
-def change_workers(loop: Loop, state: State, rates: list[float]) -> None:
-    """Find the place in the epoch, and the rate there, for another number of workers than the checkpoint's.
+def find_place(loop: Loop, before: int) -> None:
+    """Find the place in the epoch, where ``before`` workers were at it.
 
-    As many samples of the epoch are taken as done as were, to a step of all workers. The schedule, which is one of the
-    steps of these workers, goes to the same part of an epoch; ``rates``: its highest, by group.
+    As many of its samples were taken as if these workers had done so, to a step of all of them.
     """
     now, passes = loop.progress, loop.way.passes
-    done = now.place * state["workers"] // agmerge.size()
-    now.place = min(done // passes, loop.steps()) * passes
-    for group, rate in zip(loop.optimizer.param_groups, rates, strict=True):
-        group["lr"] = group["initial_lr"] = rate
-    loop.advance(now.epoch * loop.steps() + now.place // passes)
+    now.place = min(now.place * before // (agmerge.size() * passes), loop.steps()) * passes
+
+
+def restore_rates(loop: Loop, groups: list[dict[str, Any]], state: State) -> None:
+    """Give the optimizer the rates of this run's recipe at the place that was reached.
+
+    groups: those that the schedule was made with, whose rates are for so many workers, and as the command line says. A
+    schedule that goes by the metric stays as far below its highest rate as it was.
+    """
+    before = state["optimizer"]["param_groups"]
+    lowered = [group["lr"] / highest for group, highest in zip(before, state["highest"], strict=True)]
+    for group, fresh in zip(loop.optimizer.param_groups, groups, strict=True):
+        group.update({key: value for key, value in fresh.items() if key != "params"})
+    if isinstance(loop.schedule, ReduceLROnPlateau):
+        loop.schedule.load_state_dict(state["schedule"])
+        for group, by in zip(loop.optimizer.param_groups, lowered, strict=True):
+            group["lr"] *= by
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no step of the optimizer comes before these
+        loop.advance(loop.progress.epoch * loop.steps() + loop.progress.place // loop.way.passes)
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:

@@ -25,13 +25,14 @@ class Stopping:
     @contextmanager
     def listening(self, number: int = signal.SIGTERM) -> Iterator[None]:
         """Note the signal, inside, instead of ending at once."""
-        before = signal.signal(number, self._note)
+        before = signal.signal(number, self.note)
         try:
             yield
         finally:
             signal.signal(number, before)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """Note the signal ``number``: a handler for :func:`signal.signal`."""
         self._asked = True
 
     def agreed(self, step: int, seconds: float, at_once: bool = False) -> bool:

@@ -18,25 +18,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jobs
 import numpy
-import optimizers
 import resume
 import torch
+from assemble import loop_of
 from checkpoints import Checkpoints
-from jobs.base import Job, Settings
 from launchers import launcher
-from loop import Loop, Way
-from options import described, planned
+from loop import Loop
 from replicas import average_buffers, replicas_equal
+from show import listing, plans, table
 from stopping import Stopping
 from tracking import Silent, Tracker
-from train_options import arguments, library_options, recipe_of
+from train_options import arguments
 from training import Ends, Training
 
 import agmerge
 
-SHARES = ("accuracy", "top5", "f1", "exact")  # metrics that are parts of a whole
+END = ("epoch", "step", "reason", "replicas_equal", "best", "train_seconds", "wall_seconds")  # the log's last line
 
 
 def train(args: Namespace, stopping: Stopping) -> dict[str, Any]:
@@ -45,69 +43,22 @@ def train(args: Namespace, stopping: Stopping) -> dict[str, Any]:
     Raises ``OSError``, ``TypeError`` or ``ValueError`` for data that are missing or broken, and for options that do
     not go together.
     """
-    job = jobs.get(args.job)
-    recipe, device = recipe_of(job, args), device_of(args)
-    torch.manual_seed(args.seed)
-    task = job.make(settings_of(args, job, device))
-    torch.manual_seed(args.seed * agmerge.size() + agmerge.rank() + 1)  # for dropout: another one on every worker
-    passes, options = args.batches_per_allreduce, library_options(args, job, task.model)
-    way = Way(
-        passes, recipe.clip, args.amp, args.local_steps is not None or options.get("sync") == "updates", args.uneven
-    )
-    scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
-    if scaler.is_enabled() and not way.updates:
-        options["scaler"] = scaler
-    plain = optimizers.plain(recipe, task.model, optimizers.rate(recipe, agmerge.size(), passes))
-    optimizer = optimizers.wrapped(plain, task.model, options, args.local_steps, passes)
-    steps = int(agmerge.allreduce(torch.tensor(task.passes(0) // passes), op=agmerge.Max))
-    schedule = recipe.schedule.of(optimizer, max(1, steps), recipe.epochs, agmerge.size())
-    loop = Loop(task, optimizer, schedule, way, scaler, device)
-    if args.measure_selection:
-        optimizer.measure_selection()
-
+    loop, epochs = loop_of(args)
     checkpoints = Checkpoints(args.checkpoint_dir, args.portable) if args.checkpoint_dir else None
-    state = resume.go_on(loop, checkpoints) if checkpoints and args.resume else None
+    state = resume.go_on(loop, checkpoints, args.job) if checkpoints and args.resume else None
     name = args.run or (state or {}).get("run") or agmerge.broadcast_object(run_name(args))
-    if state and state["job"] != job.name:
-        raise ValueError(f"--resume: {args.checkpoint_dir} has checkpoints of {state['job']}, not of {job.name}")
-    tracker = Tracker(args.log_dir / name, recipe.epochs) if agmerge.rank() == 0 else Silent()
+    tracker = Tracker(args.log_dir / name, epochs) if agmerge.rank() == 0 else Silent()
     try:
         tracker.write("start", **start(args, name, loop))
-        ends = Ends(recipe.epochs, args.max_steps, args.target, args.stop_at_target)
-        training = Training(loop, ends, tracker, stopping, checkpoints, {"job": job.name, "run": name})
+        ends = Ends(epochs, args.max_steps, args.target, args.stop_at_target)
+        training = Training(loop, ends, tracker, stopping, checkpoints, {"job": args.job, "run": name})
         training.run()
         results = finish(training, name)
         tracker.write("end", **{key: results[key] for key in END})
     finally:
         tracker.close()
-        optimizer.close()
+        loop.optimizer.close()
     return results
-
-
-def settings_of(args: Namespace, job: Job, device: torch.device) -> Settings:
-    """Return what the task is made from."""
-    return Settings(
-        recipe_of(job, args),
-        args.data,
-        args.seed,
-        args.tiny,
-        args.weights,
-        args.tokenizer,
-        agmerge.rank(),
-        agmerge.size(),
-        args.uneven,
-        args.readers,
-        device,
-    )
-
-
-def device_of(args: Namespace) -> torch.device:
-    """Return this worker's GPU, if there are any, or the CPU."""
-    if args.no_cuda or not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", agmerge.local_rank())
-    torch.cuda.set_device(device)
-    return device
 
 
 def run_name(args: Namespace) -> str:
@@ -133,9 +84,6 @@ def start(args: Namespace, name: str, loop: Loop) -> dict[str, Any]:
         "parameters": sum(parameter.numel() for parameter in loop.task.model.parameters()),
         "step": loop.progress.step,
     }
-
-
-END = ("epoch", "step", "reason", "replicas_equal", "best", "train_seconds", "wall_seconds")
 
 
 def finish(training: Training, name: str) -> dict[str, Any]:
@@ -165,51 +113,6 @@ def finish(training: Training, name: str) -> dict[str, Any]:
         "wall_seconds": now.wall_seconds,
         "replicas_equal": same,
     }
-
-
-def table(results: dict[str, Any]) -> str:
-    """Return the results, for people."""
-    r = results
-    sent, dense = r["bytes_sent"], r["bytes_dense"]
-    rows = {
-        "workers": f"{r['workers']} ({r['backend']} backend)",
-        "compressor": described(r["settings"]),
-        "plan": planned(r["settings"], r["buffers"]),
-        **{
-            f"test {name}": f"{value:.2%}" if name in SHARES else f"{value:.3f}" for name, value in r["metrics"].items()
-        },
-        **r["notes"],
-        "elements sent": f"{r['density']:.2%} of all, small tensors included",
-        "bytes sent": f"{sent / 1e6:.2f} MB per worker; dense {dense / 1e6:.2f} MB"
-        + (f" ({dense / sent:.1f}x)" if sent else ""),
-        "seconds per step": f"{r['seconds_per_step']:.4f} (median)",
-        "replicas": "bitwise equal" if r["replicas_equal"] else "DIFFERENT",
-    }
-    if r["reason"] not in ("done", "max-steps"):
-        rows["ended"] = f"by {r['reason']}, after {r['step']} steps"
-    width = max(map(len, rows))
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
-
-
-def listing() -> str:
-    """Return the jobs, a line each."""
-    width = max(map(len, jobs.JOBS))
-    return "\n".join(f"{name:<{width}}  {job.about}" for name, job in jobs.JOBS.items())
-
-
-def plans(args: Namespace) -> str:
-    """Return what would be trained, and how: nothing is read, and no memory is taken for the network."""
-    job = jobs.get(args.job)
-    with torch.device("meta"):
-        model = job.network(tiny=args.tiny)
-    tensors = [parameter.numel() for parameter in model.parameters()]
-    options = library_options(args, job, model)
-    options.pop("model", None)
-    how = ", ".join(f"{key}={value!r}" for key, value in options.items())
-    wrapper = f"LocalOptimizer(every={args.local_steps}, " if args.local_steps else "DistributedOptimizer("
-    lines = [f"{job.name}: {job.about}", f"{sum(tensors):,} parameters in {len(tensors)} tensors"]
-    recipe = vars(recipe_of(job, args)).items()
-    return "\n".join([*lines, *(f"  {key} {value}" for key, value in recipe), f"agmerge.{wrapper}{how})"])
 
 
 def main(argv: Sequence[str] | None = None) -> None:

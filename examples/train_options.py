@@ -23,19 +23,25 @@ EXTRA = {"memory": "memory", "warmup_density": "warmup", "dense": "dense"}  # fl
 
 def arguments(argv: Sequence[str] | None = None) -> Namespace:
     """Read the command line; ``argparse`` ends the process where it has no meaning."""
-    parser = ArgumentParser(description="Train a published experiment with workers that exchange compressed gradients")
+    parser = ArgumentParser(
+        usage="train.py MODEL-DATA [flag ...]; train.py --list; train.py --help",
+        description="Train a published experiment with workers that exchange compressed gradients, or updates",
+    )
     parser.add_argument("job", nargs="?", metavar="MODEL-DATA", help="see --list")
     _add_recipe(parser.add_argument_group("the recipe; what is not given is as published"))
     _add_library(parser.add_argument_group("the exchange; what is not given is left to the library"))
     _add_run(parser.add_argument_group("the run"))
+    published.add_translated(parser)
     published.add_refused(parser)
     args = parser.parse_args(argv)
     if args.list:
         return args
     try:
+        args = published.translated(args)
         job = jobs.get(args.job) if args.job else None
-        args.merging = published.planner(args)
-    except (OSError, ValueError) as error:
+        if args.merging is not None and ":" in args.merging:
+            args.merging = published.planner(args.merging)
+    except (OSError, TypeError, ValueError) as error:
         parser.error(str(error))
     if job is None:
         parser.error("a job is missing, such as digits or resnet20-cifar10: --list shows them")
@@ -75,7 +81,6 @@ def _add_library(group: Any) -> None:
     add("--dense", metavar="PATTERN", nargs="+", help="parameters that are always sent whole; or partial")
     add("--exchange", help="how messages are combined; without it sparse: always compressed")
     add("--merging", metavar="NAME[:OPTION=VALUE,...]", help="a planner, or a saved plan; dear sends all elements")
-    add("--threshold", type=count, metavar="ELEMENTS", help="merge buffers of so many elements")
     add("--sync", choices=("gradients", "updates"), help="what is exchanged; without it the job's, mostly gradients")
     add("--local-steps", type=count, metavar="H", help="exchange updates every H steps: agmerge.LocalOptimizer")
     add("--wire", help="the codec of values: fp32, fp16, bf16, int8, int4, 2bit, sign")
@@ -128,8 +133,9 @@ def recipe_of(job: Job, args: Namespace) -> Recipe:
     changes["lr"] = args.base_lr
     if args.momentum is not None and recipe.optimizer != "sgd":
         raise ValueError(f"--momentum is about SGD, and {job.name} trains with {recipe.optimizer}")
-    if args.warmup_epochs is not None:
-        changes["schedule"] = warmed(recipe, args.warmup_epochs, job.name)
+    warmup = published.warmup_epochs(args, args.epochs or recipe.epochs)
+    if warmup is not None:
+        changes["schedule"] = warmed(recipe, warmup, job.name)
     return replace(recipe, **{name: value for name, value in changes.items() if value is not None})
 
 

@@ -1,0 +1,58 @@
+"""Show, as text: the jobs, what one of them would do, and what came of it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import jobs
+import torch
+from options import described, planned
+from train_options import library_options, recipe_of
+
+SHARES = ("accuracy", "top5", "f1", "exact")  # metrics that are parts of a whole
+
+
+def table(results: dict[str, Any]) -> str:
+    """Return the results, for people."""
+    r = results
+    sent, dense = r["bytes_sent"], r["bytes_dense"]
+    rows = {
+        "workers": f"{r['workers']} ({r['backend']} backend)",
+        "compressor": described(r["settings"]),
+        "plan": planned(r["settings"], r["buffers"]),
+        **{
+            f"test {name}": f"{value:.2%}" if name in SHARES else f"{value:.3f}" for name, value in r["metrics"].items()
+        },
+        **r["notes"],
+        "elements sent": f"{r['density']:.2%} of all, small tensors included",
+        "bytes sent": f"{sent / 1e6:.2f} MB per worker; dense {dense / 1e6:.2f} MB"
+        + (f" ({dense / sent:.1f}x)" if sent else ""),
+        "seconds per step": f"{r['seconds_per_step']:.4f} (median)",
+        "replicas": "bitwise equal" if r["replicas_equal"] else "DIFFERENT",
+    }
+    if r["reason"] not in ("done", "max-steps"):
+        rows["ended"] = f"by {r['reason']}, after {r['step']} steps"
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+def listing() -> str:
+    """Return the jobs, a line each."""
+    width = max(map(len, jobs.JOBS))
+    return "\n".join(f"{name:<{width}}  {job.about}" for name, job in jobs.JOBS.items())
+
+
+def plans(args: Namespace) -> str:
+    """Return what would be trained, and how: nothing is read, and no memory is taken for the network."""
+    job = jobs.get(args.job)
+    with torch.device("meta"):
+        model = job.network(tiny=args.tiny)
+    tensors = [parameter.numel() for parameter in model.parameters()]
+    options = library_options(args, job, model)
+    options.pop("model", None)
+    how = ", ".join(f"{key}={value!r}" for key, value in options.items())
+    wrapper = f"LocalOptimizer(every={args.local_steps}, " if args.local_steps else "DistributedOptimizer("
+    lines = [f"{job.name}: {job.about}", f"{sum(tensors):,} parameters in {len(tensors)} tensors"]
+    recipe = vars(recipe_of(job, args)).items()
+    return "\n".join([*lines, *(f"  {key} {value}" for key, value in recipe), f"agmerge.{wrapper}{how})"])
