@@ -26,6 +26,8 @@ _sparsifiers: Registry[Sparsifier] = Registry(
         "globaltopk": "topk",
         "eftopk": "topk",
         "topkef": "topk",
+        "topka": "topk",
+        "alldimensiontopk": "adtopk",
         "adtopk-i": "adtopk",
         "allchanneltopk": "adtopk-row",
         "adtopk-f": "adtopk-fill",
