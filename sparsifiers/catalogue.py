@@ -27,7 +27,6 @@ _sparsifiers: Registry[Sparsifier] = Registry(
         "eftopk": "topk",
         "topkef": "topk",
         "topka": "topk",
-        "alldimensiontopk": "adtopk",
         "adtopk-i": "adtopk",
         "allchanneltopk": "adtopk-row",
         "adtopk-f": "adtopk-fill",

@@ -53,7 +53,6 @@ def test_names_are_canonical() -> None:
         ("eftopk", "topk"),
         ("TopKEF", "topk"),
         ("topkA", "topk"),
-        ("AllDimensionTopK", "adtopk"),
         ("ADTopk", "adtopk"),
         ("ADTopk_Row", "adtopk-row"),
         ("adtopk_f", "adtopk-fill"),
