@@ -67,6 +67,14 @@ def aliases(flag: str) -> list[str]:
     return [flag, *ALIASES.get(flag, ())]
 
 
+def whole(text: str) -> int:
+    """Read a number of epochs or steps, of which scripts for BERT say 3.0, and -1 for no limit; argparse's error else."""
+    value = float(text)
+    if not value.is_integer() or value == 0:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number of them")
+    return int(value)
+
+
 class _Refuse(argparse.Action):
     """End with what to do instead of a published flag that cannot be."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -11,8 +12,10 @@ import published
 import pytest
 
 import merging
+import sparsifiers
 
-NUMBERS = {"--batch-size": int, "--epochs": float, "--max-steps": int, "--base-lr": float, "--wd": float}
+COMMANDS = Path(__file__).parents[1] / "docs" / "experiments.md"
+NUMBERS = {"--batch-size": int, "--epochs": published.whole, "--max-steps": published.whole, "--base-lr": float}
 
 
 def read(line: str) -> Namespace:
@@ -20,7 +23,7 @@ def read(line: str) -> Namespace:
     parser = ArgumentParser(allow_abbrev=False)
     parser.add_argument("job", nargs="?")
     parser.add_argument(*published.aliases("--data"), type=Path)
-    for flag, kind in (NUMBERS | {"--batches-per-allreduce": int, "--warmup-epochs": float}).items():
+    for flag, kind in (NUMBERS | {"--wd": float, "--batches-per-allreduce": int, "--warmup-epochs": float}).items():
         parser.add_argument(*published.aliases(flag), type=kind)
     for flag in ("--compression", "--memory", "--checkpoint-dir", "--weights", "--tokenizer", "--merging", "--amp"):
         parser.add_argument(*published.aliases(flag))
@@ -65,7 +68,7 @@ LINES: list[tuple[str, dict[str, Any]]] = [
             "base_lr": 3e-5,
             "warmup_proportion": 0.1,
             "seed": 1,
-            "epochs": 3.0,
+            "epochs": 3,
             "checkpoint_dir": "out",
             "max_steps": None,
             "amp": "fp16",
@@ -99,6 +102,13 @@ def test_published_command_lines_are_read(line: str, flags: dict[str, Any]) -> N
     args = vars(read(line))
     assert flags.items() <= args.items()
     assert not {"threshold", "mgwfbp", "asc", "fp16", "fp16_allreduce", "dnn", "dataset", "train_part"} & set(args)
+
+
+@pytest.mark.parametrize("text", ["2.5", "0", "many", "inf"])
+def test_numbers_of_epochs_are_whole(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        read(f"mnist --epochs {text}")
+    assert "argument --epochs" in capsys.readouterr().err
 
 
 def test_what_no_flag_says_is_left_open() -> None:
@@ -174,3 +184,17 @@ def test_aliases_begin_with_ours_and_no_flag_has_two_meanings() -> None:
     names = [flag for ours in published.ALIASES for flag in published.aliases(ours)]
     names += [*published.REFUSED, *published.NEEDLESS, *(f for flags in published.DATA_PARTS.values() for f in flags)]
     assert len(set(names)) == len(names)
+
+
+def test_the_page_of_experiments_names_what_there_is() -> None:
+    text = COMMANDS.read_text(encoding="utf-8")
+    planners = set(re.findall(r"--merging ([a-z]+)", text))
+    assert len(planners) >= 4 and all(merging.get(name) for name in planners)
+    compressors = set(re.findall(r"--compression ([a-z]+)", text)) - {"none", "fp"}
+    assert len(compressors) >= 7
+    assert all(sparsifiers.is_low_rank(name) or sparsifiers.get(name) for name in compressors)
+
+
+@pytest.mark.parametrize("flag", [*published.ALIASES, "--density", "--rank", "--exchange", "--merging", "--tiny"])
+def test_the_page_of_experiments_says_what_flags_are_for(flag: str) -> None:
+    assert f"`{flag}" in COMMANDS.read_text(encoding="utf-8")
