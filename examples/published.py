@@ -68,11 +68,16 @@ def aliases(flag: str) -> list[str]:
 
 
 def whole(text: str) -> int:
-    """Read a number of epochs or steps, of which scripts for BERT say 3.0, and -1 for no limit; argparse's error else."""
+    """Read a number of epochs or steps, also as 3.0, as scripts for BERT say it; argparse's error for another."""
     value = float(text)
-    if not value.is_integer() or value == 0:
-        raise argparse.ArgumentTypeError(f"{text} is no whole number of them")
+    if not value.is_integer() or value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number above 0")
     return int(value)
+
+
+def limit(text: str) -> int | None:
+    """Read a number of steps; a negative one, which is the published scripts' word for no limit, is None."""
+    return None if text.startswith("-") else whole(text)
 
 
 class _Refuse(argparse.Action):
@@ -118,8 +123,8 @@ def translated(args: Namespace) -> Namespace:
     """Return the flags of ``args`` with what :func:`add_translated` has added put into our words.
 
     ``job``, ``data``, ``merging``, ``amp`` and ``compression`` are what the flags say together, None where they say
-    nothing; a negative ``max_steps`` is None. ``warmup_proportion`` stays: see :func:`warmup_epochs`. Raises
-    ``ValueError`` where two flags contradict each other.
+    nothing. ``warmup_proportion`` stays: see :func:`warmup_epochs`. Raises ``ValueError`` where two flags contradict
+    each other.
     """
     found = vars(args).copy()
     dnn, dataset = found.pop("dnn"), found.pop("dataset")
@@ -136,8 +141,6 @@ def translated(args: Namespace) -> Namespace:
     for name, value in (("job", job), ("merging", planner), ("amp", amp), ("compression", whole)):
         found[name] = _agreed(name, found.get(name), value)
     found["data"] = _agreed("data", found.get("data"), folder(train, val))
-    if (found.get("max_steps") or 0) < 0:  # what the published scripts say for no limit
-        found["max_steps"] = None
     return Namespace(**found)
 
 

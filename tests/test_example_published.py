@@ -15,7 +15,7 @@ import merging
 import sparsifiers
 
 COMMANDS = Path(__file__).parents[1] / "docs" / "experiments.md"
-NUMBERS = {"--batch-size": int, "--epochs": published.whole, "--max-steps": published.whole, "--base-lr": float}
+NUMBERS = {"--batch-size": int, "--epochs": published.whole, "--max-steps": published.limit, "--base-lr": float}
 
 
 def read(line: str) -> Namespace:
@@ -104,7 +104,7 @@ def test_published_command_lines_are_read(line: str, flags: dict[str, Any]) -> N
     assert not {"threshold", "mgwfbp", "asc", "fp16", "fp16_allreduce", "dnn", "dataset", "train_part"} & set(args)
 
 
-@pytest.mark.parametrize("text", ["2.5", "0", "many", "inf"])
+@pytest.mark.parametrize("text", ["2.5", "0", "-1", "many", "inf"])
 def test_numbers_of_epochs_are_whole(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         read(f"mnist --epochs {text}")
