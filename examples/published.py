@@ -133,12 +133,12 @@ def translated(args: Namespace) -> Namespace:
     if (dnn is None) is not (dataset is None):
         raise ValueError("--dnn and --dataset name a job together: give both, or the job")
     job = None if dnn is None else f"{MODELS.get(dnn, dnn)}-{dataset}"
-    planner = "mgwfbp:asc=True" if asc else "mgwfbp" if mgwfbp else None
-    if elements is not None and planner is None:  # the published scripts read it without --mgwfbp alone
-        planner = f"threshold:bytes={4 * elements}"
+    rule = "mgwfbp:asc=True" if asc else "mgwfbp" if mgwfbp else None
+    if elements is not None and rule is None:  # the published scripts read it without --mgwfbp alone
+        rule = f"threshold:bytes={4 * elements}"
     amp = "fp16" if found.pop("fp16") else None
-    whole = "fp16" if found.pop("fp16_allreduce") else None
-    for name, value in (("job", job), ("merging", planner), ("amp", amp), ("compression", whole)):
+    cast = "fp16" if found.pop("fp16_allreduce") else None
+    for name, value in (("job", job), ("merging", rule), ("amp", amp), ("compression", cast)):
         found[name] = _agreed(name, found.get(name), value)
     found["data"] = _agreed("data", found.get("data"), folder(train, val))
     return Namespace(**found)
