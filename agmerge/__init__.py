@@ -28,6 +28,7 @@ from agmerge.errors import (
 from agmerge.ops import Adasum, Average, Compression, Max, Min, Product, ReduceOp, Sum
 from agmerge.optimizer import DistributedOptimizer, LocalOptimizer, LocalSync
 from agmerge.options.density_schedule import ladder
+from agmerge.options.from_params import from_params
 from agmerge.runtime import process_sets
 from agmerge.runtime.broadcast import broadcast_optimizer_state, broadcast_parameters
 from agmerge.runtime.collectives import (
@@ -117,6 +118,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "from_params",
     "gather_state",
     "global_process_set",
     "grouped_allgather",

@@ -26,6 +26,7 @@ _sparsifiers: Registry[Sparsifier] = Registry(
         "globaltopk": "topk",
         "eftopk": "topk",
         "topkef": "topk",
+        "topka": "topk",
         "adtopk-i": "adtopk",
         "allchanneltopk": "adtopk-row",
         "adtopk-f": "adtopk-fill",

@@ -52,6 +52,7 @@ def test_names_are_canonical() -> None:
         ("top-k", "topk"),
         ("eftopk", "topk"),
         ("TopKEF", "topk"),
+        ("topkA", "topk"),
         ("ADTopk", "adtopk"),
         ("ADTopk_Row", "adtopk-row"),
         ("adtopk_f", "adtopk-fill"),

@@ -1,0 +1,189 @@
+"""Read the dictionaries with which ADTopk, GRACE and FGBuff choose a compressor, as arguments of ours.
+
+``ADTopklib.DistributedOptimizer(comm_params=...)``, GRACE's ``grace_from_params(...)`` and FGBuff's
+``get_communicator(...)`` take dictionaries of one family: a compressor, a memory and a way to communicate, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sparsifiers
+from sparsifiers.registry import spelling
+
+WAYS = ("comm_mode", "communicator")  # ADTopk's name of it, and that of GRACE and FGBuff
+RATIOS = ("compress_ratio", "density")  # that of ADTopk and GRACE, and FGBuff's
+READ_WITH = {  # by key: the value of which other key it is read with
+    "momentum": ("memory", "dgc"),
+    "gradient_clipping": ("memory", "dgc"),
+    "compress_rank": ("memory", "powersgd"),
+    "threshold": ("compressor", "threshold"),
+}
+# Sizes and ranks are agreed on here, names come with named_parameters, and selection has one kernel for each device.
+DROPPED = ("send_size_aresame", "model_named_parameters", "world_size", "rank", "cur_epoch", "kernel")
+KNOWN = ("compressor", "memory", *WAYS, *RATIOS, *READ_WITH, *DROPPED)
+
+SPARSIFIER = "sparsifier"
+MEMORIES = {  # by kind of compressor
+    "none": ("none", "residual", "residualgtopk"),
+    "fp16": ("none", "residual", "residualgtopk"),
+    "powersgd": ("none", "residual", "residualgtopk", "powersgd"),
+    SPARSIFIER: ("none", "residual", "residualgtopk", "dgc"),
+}
+WHOLE = ("none", "fp16")  # compressors that send every element
+SENDERS = ("allgather", "allgather_fast", "broadcast")  # every rank gets every rank's selection
+
+_SIGNS = (
+    "signs, with the mean magnitude of a block and what that leaves behind sent later, are compression='topk', "
+    "density=1.0, wire='sign' here; for AdamW and its kind sync='updates', whose wire that is by default"
+)
+_ROUNDING = (
+    "to round every value, with what that leaves behind sent later, say compression='topk', density=1.0, wire={!r} "
+    "(docs/wire.md)"
+)
+_INSTEAD = {  # of compressors that are not here
+    **dict.fromkeys(("signsgd", "signum", "efsignsgd", "onebit"), _SIGNS),
+    **dict.fromkeys(("qsgd", "qsgdcuda", "natural", "naturalcuda"), _ROUNDING.format("int8")),
+    "terngrad": _ROUNDING.format("2bit"),
+}
+
+
+def from_params(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a published dictionary as keyword arguments for :class:`agmerge.DistributedOptimizer`.
+
+    ``params`` is ADTopk's ``comm_params``, or what GRACE's ``grace_from_params`` or FGBuff's ``get_communicator``
+    takes. It is not changed. ``compressor`` and ``compress_ratio`` (``density``) become ``compression`` and
+    ``density``; ``memory``, ``momentum`` and ``gradient_clipping`` become ``memory``; ``comm_mode``
+    (``communicator``) becomes ``exchange``; ``compress_rank`` becomes ``rank``, and GRACE's ``threshold`` the
+    sparsifier's ``tau``. What is left out is what it is in the project whose dictionary it is (docs/migrate.md).
+
+    Dropped, since they say nothing here: ``send_size_aresame``, ``model_named_parameters`` (pass
+    ``named_parameters``), ``world_size``, ``rank``, ``cur_epoch``, ``kernel``.
+
+    Raises ``TypeError`` for what is no mapping, ``ValueError`` for a key, a name or a combination that has no meaning
+    here, with what to write instead.
+    """
+    if not isinstance(params, Mapping):
+        raise TypeError(f"params={params!r}: give the dictionary, comm_params of ADTopk or that of grace_from_params")
+    name, memory = str(params.get("compressor", "none")), str(params.get("memory", "none"))
+    kind = _kind(name)
+    _check_keys(params)
+    _check_memory(memory, name, kind)
+    found: dict[str, Any] = {"compression": name, **_exchange(params, name, kind)}
+    if kind != "none":  # what drops nothing leaves nothing to keep
+        found["memory"] = _memory(params, memory)
+    if kind == "powersgd":
+        found["rank"] = params.get("compress_rank", 1)
+    elif kind == SPARSIFIER and spelling(name) == "threshold" and "comm_mode" not in params:
+        found["compression"] = _fixed_threshold(params)
+    elif kind == SPARSIFIER:
+        found["density"] = _density(params, name)
+    return found
+
+
+def _kind(name: str) -> str:
+    """Return which row of ``MEMORIES`` this compressor has; ``ValueError`` for one that is not here."""
+    spelled = spelling(name)
+    if spelled in _INSTEAD:
+        raise ValueError(f"compressor={name!r} is not here: {_INSTEAD[spelled]}")
+    if spelled in WHOLE:
+        return spelled
+    if sparsifiers.is_low_rank(name):
+        return "powersgd"
+    try:
+        sparsifiers.get(name)
+    except ValueError as error:
+        others = ", ".join((*WHOLE, *sparsifiers.low_rank_names()))
+        raise ValueError(f"compressor={name!r}: {error}; besides these: {others}") from None
+    return SPARSIFIER
+
+
+def _check_keys(params: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for a key that nobody reads, or nobody with these values."""
+    unknown = [key for key in params if key not in KNOWN]
+    if unknown:
+        raise ValueError(f"unknown key {', '.join(map(repr, unknown))} in params; known: {', '.join(KNOWN)}")
+    for one, other in (WAYS, RATIOS):
+        if one in params and other in params:
+            raise ValueError(f"params has {one!r} and {other!r}, which say the same: give one of them")
+    for key, (of, reader) in READ_WITH.items():
+        if key in params and spelling(str(params.get(of, "none"))) != reader:
+            raise ValueError(f"{key}={params[key]!r} is read with {of}={reader!r} alone: leave it out")
+    if "threshold" in params and "comm_mode" in params:
+        raise ValueError(
+            f"threshold={params['threshold']!r}: ADTopk's compressor='threshold' follows compress_ratio; leave it out"
+        )
+
+
+def _check_memory(memory: str, name: str, kind: str) -> None:
+    """Raise ``ValueError`` unless this memory is here, and means something with this kind of compressor."""
+    if memory in MEMORIES[kind]:
+        return
+    why = {
+        "dgc": "it applies momentum to what a sparsifier selects from; take 'residual', and SGD's own momentum",
+        "powersgd": "it is of compressor='powersgd'; take 'residual'",
+        "efsignsgd": f"it is of signs; {_SIGNS}",
+    }.get(memory, f"it is unknown; known: {', '.join(MEMORIES[kind])}")
+    raise ValueError(f"memory={memory!r} with compressor={name!r}: {why}")
+
+
+def _exchange(params: Mapping[str, Any], name: str, kind: str) -> dict[str, str]:
+    """Return ``exchange`` for what compresses, and nothing for what is sent whole."""
+    key = next((way for way in WAYS if way in params), WAYS[1])
+    way = params.get(key, "allreduce")
+    if way == "alltoall":
+        raise ValueError(
+            "communicator='alltoall' rounds sums again on their way, as nothing here does: say 'allgather'"
+        )
+    if way not in ("allreduce", *SENDERS):
+        raise ValueError(f"{key}={way!r} is unknown; known: allreduce, {', '.join(SENDERS)}")
+    if kind in WHOLE:
+        return {}
+    if kind != SPARSIFIER or way != "allreduce":
+        return {"exchange": "sparse"}
+    if spelling(name) == "randomk":  # which selects the same places on all ranks
+        return {"exchange": "masked"}
+    raise ValueError(
+        f"{key}='allreduce', which it is by default, adds up values of different places with compressor={name!r}: say "
+        f"{key}='allgather'; for sums at places that all ranks agree on, exchange='masked' here (docs/exchanges.md)"
+    )
+
+
+def _memory(params: Mapping[str, Any], name: str) -> Any:
+    """Return the memory by name, or as an object where the dictionary has options of it."""
+    clipping = params.get("gradient_clipping") or None
+    if clipping is True:
+        raise ValueError(
+            "gradient_clipping=True bounds each element by the norm of its whole tensor, which it hardly ever exceeds. "
+            "Say the norm that a tensor's gradient may have, gradient_clipping=NORM, or False"
+        )
+    options = {"momentum": params.get("momentum"), "clipping": clipping}
+    if any(value is not None for value in options.values()):
+        return sparsifiers.memory("dgc", **options)
+    return "residual" if name == "powersgd" else name
+
+
+def _fixed_threshold(params: Mapping[str, Any]) -> sparsifiers.Sparsifier:
+    """Return GRACE's ``threshold``, which may send all or nothing, with the bound that messages need here."""
+    ratio = next((params[key] for key in RATIOS if key in params), None)
+    tau = params.get("threshold", 0.01)
+    if ratio is None:
+        raise ValueError(
+            f"compressor='threshold' sends all that exceeds threshold={tau!r}, and messages have one size here: say "
+            "how much that may be at most, compress_ratio=ELEMENTS / ALL"
+        )
+    return sparsifiers.get("threshold", density=ratio, tau=tau)
+
+
+def _density(params: Mapping[str, Any], name: str) -> float:
+    """Return elements sent / elements: what is given, else the default of ADTopk, FGBuff or GRACE."""
+    for key in RATIOS:
+        if key in params:
+            return float(params[key])
+    if "comm_mode" in params:
+        return 0.01
+    by_name = {"topkef": 0.1, "dgc": 0.3}
+    if "model_named_parameters" not in params:  # not FGBuff's
+        by_name |= {"topk": 0.3, "randomk": 0.3}
+    return by_name.get(spelling(name), 0.01)
