@@ -59,7 +59,7 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
 def _add_recipe(group: Any) -> None:
     add = _adder(group)
     add("--batch-size", type=count, help="samples per worker and backward pass")
-    add("--epochs", type=count)
+    add("--epochs", type=published.whole)
     add("--base-lr", type=float, help="for one worker, where the recipe's rate grows with their number")
     add("--warmup-epochs", type=float, help="of a rate that is divided at epochs")
     add("--momentum", type=float)
@@ -97,7 +97,7 @@ def _add_run(group: Any) -> None:
     add("--tokenizer", type=Path, metavar="FOLDER", help="a tokenizer's files, for gpt2; without it: bytes")
     add("--uneven", action="store_true", help="take all samples, though some workers then have more than others")
     add("--readers", type=int, default=2, help="processes a worker that read pictures ahead; without it 2")
-    add("--max-steps", type=count, help="end after so many steps")
+    add("--max-steps", type=published.limit, help="end after so many steps")
     add("--target", type=float, metavar="METRIC", help="note when the metric is as good as this")
     add("--stop-at-target", action="store_true", help="end there")
     add("--measure-selection", action="store_true", help="measure how good selections are; costs a pass or two a step")

@@ -72,8 +72,8 @@ class PowerSGD(LowRank):
 class ACPSGD(LowRank):
     """Send one factor in each step, in one round, the left and the right one in turn; both in a tensor's first step.
 
-    Zhang, Li, Li and Chu, "Evaluation and Optimization of Gradient Compression for Distributed Deep Learning", ICDCS
-    2023, Algorithm 1.
+    Zhang, Zhang, Shi, Chu and Li, "Evaluation and Optimization of Gradient Compression for Distributed Deep Learning",
+    ICDCS 2023, Algorithm 1.
     """
 
     name = "acpsgd"

@@ -132,7 +132,7 @@ def test_a_warm_up_is_for_rates_that_have_one() -> None:
         ("digits --portable", "--portable is about --checkpoint-dir"),
         ("digits --stop-at-target", "--stop-at-target needs --target"),
         ("digits --local-steps 4 --sync updates", "leave --sync out"),
-        ("digits --epochs 0", "less than 1"),
+        ("digits --epochs 0", "no whole number above 0"),
         ("digits --use-adasum", "--use-adasum"),
         ("digits --merging threshold:bites=3", "bites"),
     ],
