@@ -1,5 +1,6 @@
 # make train       set up .venv, then train on the digits; NP=4 COMPRESSION=none MERGING=dear EPOCHS=5 ARGS="--seed 1" ...
 # make train LAUNCHER=horovodrun   (or mpirun; torchrun is the default) set up Horovod and MPI too
+# make train JOB=resnet50-cifar100 DATA=/data NP=8     a published experiment: docs/experiments.md; make small: data to try with
 # make test        set up .venv with Horovod and MPI, then run the tests (ARGS goes to pytest)
 # make unit        the tests that train nothing and start no process, within a minute: -m "unit and not slow and not long"
 # make check       about a minute of these and of those that train: the first case of each, and no Horovod
@@ -11,6 +12,8 @@
 PYTHON ?= python3
 NP ?= 2
 # What is empty is left to the example, and by the example to the library.
+JOB ?= digits
+DATA ?=
 COMPRESSION ?=
 DENSITY ?=
 EXCHANGE ?=
@@ -29,7 +32,8 @@ ABOUT := import sys; print(sys.version, sys.base_prefix)
 KERNEL := $(wildcard sparsifiers/kernel*.[ch])
 stamp = $(VENV)/.$(1)-$(shell { $(PYTHON) -c "$(ABOUT)"; pwd -P; cat $(2); } 2>&1 | cksum | cut -d ' ' -f 1)
 BASE := $(call stamp,base,requirements.txt setup.py $(KERNEL))
-TEST := $(call stamp,test,requirements.txt setup.py $(KERNEL) requirements-test.txt)
+EXAMPLES := $(call stamp,examples,requirements.txt setup.py $(KERNEL) requirements-examples.txt)
+TEST := $(call stamp,test,requirements.txt setup.py $(KERNEL) requirements-examples.txt requirements-test.txt)
 HOROVOD := $(call stamp,horovod,requirements.txt setup.py $(KERNEL) requirements-horovod.txt agmerge/cli/build_horovod.py)
 # The settings of Horovod's own build count too.
 HOROVOD := $(HOROVOD)-$(shell env | grep '^HOROVOD_' | sort | cksum | cut -d ' ' -f 1)
@@ -39,6 +43,7 @@ IN_VENV := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 LAUNCH_torchrun = $(RUN) -m torch.distributed.run --standalone --nproc_per_node=$(NP)
 LAUNCH_horovodrun = $(IN_VENV) $(VENV)/bin/horovodrun -np $(NP) $(RUN)
 LAUNCH_mpirun = $(IN_VENV) $(VENV)/bin/mpirun --allow-run-as-root --oversubscribe --bind-to none -np $(NP) $(RUN)
+NEEDS_JOB = $(if $(filter digits gpt-stdlib,$(JOB)),,$(EXAMPLES))
 NEEDS_horovodrun := $(HOROVOD)
 NEEDS_mpirun := $(HOROVOD)
 
@@ -46,15 +51,20 @@ flag = $(if $(2),--$(1) $(2))
 
 # Two pips must not write into one .venv.
 .NOTPARALLEL:
-.PHONY: help train unit check test test-all bench lint clean
+.PHONY: help train small unit check test test-all bench lint clean
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
 
-train: $(BASE) $(NEEDS_$(LAUNCHER))
+train: $(BASE) $(NEEDS_JOB) $(NEEDS_$(LAUNCHER))
 	$(if $(LAUNCH_$(LAUNCHER)),,$(error LAUNCHER=$(LAUNCHER): choose torchrun, horovodrun or mpirun))
 	OMP_NUM_THREADS=1 $(LAUNCH_$(LAUNCHER)) \
-	    examples/train_digits.py $(call flag,compression,$(COMPRESSION)) $(call flag,density,$(DENSITY)) \
+	    examples/train.py $(JOB) $(call flag,data,$(DATA)) \
+	    $(call flag,compression,$(COMPRESSION)) $(call flag,density,$(DENSITY)) \
 	    $(call flag,exchange,$(EXCHANGE)) $(call flag,merging,$(MERGING)) $(call flag,epochs,$(EPOCHS)) $(ARGS)
+
+small: $(EXAMPLES)
+	$(if $(DATA),,$(error DATA=DIR: the folder that small data is written to))
+	$(RUN) examples/data/small.py $(DATA)
 
 unit: $(TEST)
 	$(RUN) -m pytest -m "unit and not slow and not long" --hypothesis-profile=once -n 2 --ignore tests/distributed $(ARGS)
@@ -84,10 +94,16 @@ $(BASE):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	    { echo 'agmerge needs Python 3.10 or newer; name one: make PYTHON=python3.12 ...' >&2; exit 1; }
 	@echo 'Setting up $(VENV) from requirements.txt (minutes the first time)'
-	@rm -f $(VENV)/.base-* $(VENV)/.test-* $(VENV)/.horovod-*
+	@rm -f $(VENV)/.base-* $(VENV)/.examples-* $(VENV)/.test-* $(VENV)/.horovod-*
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PIP) -r requirements.txt
 	$(PIP) --no-deps --editable .
+	@touch $@
+
+$(EXAMPLES): $(BASE)
+	@echo 'Adding requirements-examples.txt to $(VENV)'
+	@rm -f $(VENV)/.examples-*
+	$(PIP) -r requirements-examples.txt
 	@touch $@
 
 $(TEST): $(BASE)

