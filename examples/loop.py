@@ -68,6 +68,11 @@ class Loop:
         self.highest = highest  # rates, by parameter group
         self.seconds: list[float] = []  # of each step of this run
 
+    @property
+    def samples(self) -> int:
+        """Return how many samples all workers train with in a step."""
+        return self.task.samples * self.way.passes * agmerge.size()
+
     def steps(self) -> int:
         """Return how many steps this worker makes in the epoch that runs; passes that are left over are left out."""
         return self.task.passes(self.progress.epoch) // self.way.passes

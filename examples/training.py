@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import resume
+import torch
 from checkpoints import Checkpoints
 from jobs.base import LESS_IS_BETTER
 from loop import Loop
@@ -14,6 +15,7 @@ from stopping import Stopping
 from tracking import Silent
 
 import agmerge
+import merging
 
 
 @dataclass(frozen=True)
@@ -44,23 +46,24 @@ class Training:
         self.reason = ""  # why it ended: "done", "target", "max-steps" or "signal"
         self._began = time.monotonic()
         self._before = loop.progress.wall_seconds
-        self._plan = ""
+        self._plan: merging.Plan | None = None  # the last one that was written down
+        self._sign = -1 if loop.task.metric in LESS_IS_BETTER else 1
 
     def run(self) -> None:
         """Collective. Train, evaluate after every epoch, and keep checkpoints, until one of the ends."""
         now = self.loop.progress
         while not self._over():
             self._epoch()
-            whole = now.place >= self.loop.steps() * self.loop.way.passes
-            if self.reason == "signal" and not whole:
+            whole = self._whole()
+            if self.reason == "signal" and not whole:  # there may be little time left
                 self._save()
                 return
-            self._evaluate()
+            self._evaluate(whole)
             if whole:
                 self.loop.end_epoch(self.metrics)
             if now.reached and self.ends.at_target:
                 self.reason = "target"
-            if self.loop.way.uneven and self.stopping.agreed(now.step, 0.0, at_once=True):
+            elif self.loop.way.uneven and self.stopping.agreed(now.step, 0.0, at_once=True):
                 self.reason = "signal"
             self._save()
             if self.reason:
@@ -80,13 +83,11 @@ class Training:
 
     def _epoch(self) -> None:
         """Collective. Train to the end of the epoch, or of the training."""
-        loop, now = self.loop, self.loop.progress
-        passes = loop.way.passes
-        self.tracker.begin(now.epoch + 1, loop.steps(), now.place // passes)
-        samples = loop.task.samples * passes * agmerge.size()
+        loop, now, metric = self.loop, self.loop.progress, self.loop.task.metric
+        self.tracker.begin(now.epoch + 1, loop.steps(), now.place // loop.way.passes)
         for loss in loop.epoch(self._ended):
-            shown = {name: self.metrics[name] for name in (loop.task.metric,) if name in self.metrics}
-            self.tracker.advance({"loss": loss, **shown, "samples/s": samples / loop.seconds[-1]})
+            last = {metric: self.metrics[metric]} if self.metrics else {}
+            self.tracker.advance({"loss": loss, **last, "samples/s": loop.samples / loop.seconds[-1]})
 
     def _ended(self) -> bool:
         """Collective. Tell whether the training ends before the next step."""
@@ -97,44 +98,70 @@ class Training:
             self.reason = "signal"
         return bool(self.reason)
 
-    def _evaluate(self) -> None:
-        """Collective. Measure, and write the figures down."""
-        loop, now, task = self.loop, self.loop.progress, self.loop.task
+    def _whole(self) -> bool:
+        """Collective. Tell whether all workers have come to the end of the epoch."""
+        loop = self.loop
+        whole = torch.tensor(int(loop.progress.place >= loop.steps() * loop.way.passes))
+        return bool(agmerge.allreduce(whole, op=agmerge.Min)) if loop.way.uneven else bool(whole)
+
+    def _evaluate(self, whole: bool) -> None:
+        """Collective. Measure, and write the figures down; ``whole``: at the end of an epoch."""
+        loop, now = self.loop, self.loop.progress
         loss, self.metrics = loop.mean_loss(), loop.evaluate()
-        now.wall_seconds = self._before + time.monotonic() - self._began
-        value = self.metrics[task.metric]
-        sign = -1 if task.metric in LESS_IS_BETTER else 1
-        if now.best is None or sign * value > sign * now.best:
-            now.best = value
-        stats, done = loop.stats(), now.place / max(1, task.passes(now.epoch))
-        samples = task.samples * loop.way.passes * agmerge.size()
-        plan = ",".join(map(str, loop.optimizer.plan.counts)) if stats["steps"] else ""
-        if plan != self._plan:
-            self._plan = plan
-            chosen = loop.optimizer.plan
-            self.tracker.write(
-                "plan", step=now.step, buffers=stats["buffers"], counts=chosen.counts, labels=chosen.labels
-            )
+        self._count_seconds()
+        stats, epoch = loop.stats(), now.epoch + 1.0
+        if not whole:
+            epoch = now.epoch + round(now.place / max(1, loop.task.passes(now.epoch)), 3)
+        counts = {"epoch": epoch, "step": now.step}
         seconds = {"train_seconds": now.train_seconds, "wall_seconds": now.wall_seconds}
-        recent = loop.seconds[-loop.steps() :] or [float("nan")]
+        self._write_plan()
+        recent = loop.seconds[-loop.steps() :]
         self.tracker.write(
             "epoch",
-            epoch=now.epoch + (1 if now.place >= loop.steps() * loop.way.passes else round(done, 3)),
-            step=now.step,
+            **counts,
             loss=loss,
             metrics=self.metrics,
             lr=loop.optimizer.param_groups[0]["lr"],
             **seconds,
-            samples_per_second=samples * len(recent) / sum(recent),
+            samples_per_second=loop.samples * len(recent) / sum(recent) if recent else 0.0,
             stats=stats,
         )
-        if self.ends.target is not None and not now.reached and sign * value >= sign * self.ends.target:
+        if self._is_best(self.metrics[loop.task.metric]) and self._reaches_target():
             now.reached = True
-            counts = {"epoch": now.epoch + 1, "step": now.step, "bytes_sent": stats["bytes_sent"]}
-            self.tracker.write("target", metric=task.metric, target=self.ends.target, value=value, **counts, **seconds)
+            about = {"metric": loop.task.metric, "target": self.ends.target, "value": now.best}
+            self.tracker.write("target", **about, **counts, **seconds, bytes_sent=stats["bytes_sent"])
+
+    def _is_best(self, value: float) -> bool:
+        """Keep the metric if it is better than ever; tell whether it is."""
+        now = self.loop.progress
+        better = now.best is None or self._sign * value > self._sign * now.best
+        if better:
+            now.best = value
+        return better
+
+    def _reaches_target(self) -> bool:
+        """Tell whether the best metric is as good as the target, for the first time."""
+        now, target = self.loop.progress, self.ends.target
+        if now.best is None or target is None or now.reached:
+            return False
+        return self._sign * now.best >= self._sign * target
+
+    def _write_plan(self) -> None:
+        """Write the plan down, if it is another one than before."""
+        optimizer = self.loop.optimizer
+        plan = optimizer.plan if optimizer.stats()["exchanges"] else None
+        if plan is not None and plan != self._plan:
+            self._plan = plan
+            buffers = len(plan.counts)
+            self.tracker.write(
+                "plan", step=self.loop.progress.step, buffers=buffers, counts=plan.counts, labels=plan.labels
+            )
+
+    def _count_seconds(self) -> None:
+        self.loop.progress.wall_seconds = self._before + time.monotonic() - self._began
 
     def _save(self) -> None:
         """Collective. Keep a checkpoint, if there is a folder for it."""
-        self.loop.progress.wall_seconds = self._before + time.monotonic() - self._began
+        self._count_seconds()
         if self.checkpoints is not None:
             resume.save(self.loop, self.checkpoints, self.about)
