@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import math
 import os
@@ -13,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Generator, Tensor
 
 ENDS = (".jpeg", ".jpg", ".png", ".bmp", ".webp")  # of pictures' names, in any case
@@ -38,8 +38,10 @@ class Listing:
 def splits(folder: Path) -> tuple[Listing, Listing]:
     """Return what is in ``folder/train`` and in ``folder/val``, which have the same classes.
 
-    Raises ``FileNotFoundError`` if one is missing, and ``ValueError`` for classes that only one has.
+    Raises ``FileNotFoundError`` if one is missing, and ``ValueError`` for classes that only one has, or without Pillow.
     """
+    if importlib.util.find_spec("PIL") is None:
+        raise ValueError(f"{folder}: pictures in files need Pillow: pip install -r requirements-examples.txt")
     train, held_out = listing(folder / "train"), listing(folder / "val")
     odd = sorted(set(train.classes) ^ set(held_out.classes))
     if odd:
@@ -99,6 +101,8 @@ def picture(path: Path, side: int, choice: Choice) -> Tensor:
 
     A JPEG is decoded at the smallest scale that has enough pixels, which saves most of the time.
     """
+    from PIL import Image  # here, so that jobs without such pictures need no Pillow
+
     try:
         with Image.open(path) as image:
             width, height = image.size

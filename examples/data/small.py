@@ -15,14 +15,16 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, in place of this file's folder
 
-from data import small_pictures, small_text
-
 
 def main() -> None:
     """Write into the folder of the command line."""
     parser = ArgumentParser(description="Write small data of every kind that the jobs read")
     parser.add_argument("folder", type=Path, metavar="DIR", help="where a folder for each data set is made")
     folder = parser.parse_args().folder
+    try:
+        from data import small_pictures, small_text
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"{error}: pip install -r requirements-examples.txt") from None
     for part in (small_pictures, small_text):
         part.write(folder)
     print(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir() if path.is_dir()))}")

@@ -67,7 +67,6 @@ class Classification(Task):
     def held_batches(self) -> Iterator[Batch]:
         """Yield this worker's part of what is held out, as it is."""
 
-    @torch.no_grad()
     def evaluate(self) -> dict[str, Tensor]:
         sums = torch.zeros(4, dtype=torch.float64)
         for pictures, classes in self.held_batches():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.context import BaseContext
 
 import torch
 from data import augment, folders
@@ -44,11 +46,18 @@ class FromFolders(Classification):
             num_workers=readers,
             pin_memory=device.type == "cuda",
             generator=Generator(),  # without it torch's own is drawn from, and dropout has other bits after a resume
-            multiprocessing_context="spawn" if readers else None,  # a fork copies locks that other threads hold
+            multiprocessing_context=processes() if readers else None,
         )
         for pictures, classes in loader:
             pictures = pictures.to(device, non_blocking=True).float()
             yield (pictures - self.mean) / self.deviation, classes.to(device, non_blocking=True)
+
+
+def processes() -> BaseContext:
+    """Return how reading processes begin: as copies of one that has no threads, whose locks they could inherit."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "PIL.Image"])  # once, and not in every process of every epoch
+    return context
 
 
 class Reader(Dataset[Batch]):

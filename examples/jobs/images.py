@@ -79,47 +79,41 @@ def digits_cnn(tiny: bool = False) -> nn.Module:
 MNIST = partial(InMemory, source=Source("mnist", mnist))
 CIFAR10 = partial(InMemory, source=Source("cifar10", partial(cifar.load, classes=10), padding=4))
 CIFAR100 = partial(InMemory, source=Source("cifar100", partial(cifar.load, classes=100), padding=4, degrees=15))
+VIT_CIFAR100, VIT_FOLDERS = partial(CIFAR100, weights=True), partial(FromFolders, weights=True)
 
-HE = Recipe("sgd", 0.1, 128, 141, momentum=0.9, wd=1e-4, schedule=Steps(((81, 0.1), (122, 0.01))))
-GOYAL = Recipe(
-    *("sgd", 0.0125, 32, 80, "workers"),
-    momentum=0.9,
-    wd=5e-5,
-    schedule=Steps(((30, 0.1), (60, 0.01), (80, 0.001)), warmup=5),
-)
-VIT = Recipe("adamw", 5e-5, 32, 80, schedule=Linear())
-LECUN = Recipe("sgd", 0.01, 64, 10, "workers", momentum=0.5)
+HOROVOD = Recipe("sgd", 0.01, batch_size=64, epochs=10, growth="workers", momentum=0.5)
+HE = Recipe("sgd", 0.1, batch_size=128, epochs=141, momentum=0.9, wd=1e-4, schedule=Steps(((81, 0.1), (122, 0.01))))
+HE_32 = replace(HE, batch_size=32)
+GOYAL_STEPS = Steps(((30, 0.1), (60, 0.01), (80, 0.001)), warmup=5)
+GOYAL = Recipe("sgd", 0.0125, 32, 80, growth="workers", momentum=0.9, wd=5e-5, schedule=GOYAL_STEPS)
+ADAMW = Recipe("adamw", 5e-5, batch_size=32, epochs=80, schedule=Linear())
 
 TINY = {"batch_size": 16, "epochs": 10, "schedule": Linear(warmup=0.1)}  # for some hundred pictures
-TINY_NORM, TINY_VGG, TINY_VIT = ({**TINY, "lr": lr} for lr in (0.05, 0.02, 1e-3))
+TINY_RESNET, TINY_VGG, TINY_VIT = ({**TINY, "lr": lr} for lr in (0.05, 0.02, 1e-3))
 
+RESNET20, RESNET56, RESNET110 = (partial(resnet.plain, layers) for layers in (20, 56, 110))
+RESNET50, RESNET152 = (partial(resnet.bottlenecks, layers) for layers in (50, 152))
+RESNET50_SMALL = partial(resnet.bottlenecks, 50, classes=100, small=True)
+VGG16, VGG19 = (partial(vgg.imagenet, layers) for layers in (16, 19))
+VGG16_10, VGG16_100 = partial(vgg.cifar, 16, classes=10, hidden=False), partial(vgg.cifar, 16, classes=100)
+VIT_BASE, VIT_LARGE = (partial(ViT, size) for size in ("base", "large"))
+VIT_BASE_100, VIT_LARGE_100 = (partial(ViT, size, classes=100) for size in ("base", "large"))
 
-def table() -> Iterator[Job]:
-    """Yield the jobs."""
-    yield Job("mnist", "two convolutions on MNIST, as Horovod's example", LECUN, digits_cnn, MNIST, TINY_NORM)
-    for layers in (20, 56, 110):
-        recipe = replace(HE, batch_size=32) if layers == 20 else HE
-        network = partial(resnet.plain, layers)
-        yield Job(f"resnet{layers}-cifar10", f"ResNet-{layers} on CIFAR-10", recipe, network, CIFAR10, TINY_NORM)
-    small = partial(vgg.cifar, 16, classes=10, hidden=False)
-    yield Job("vgg16-cifar10", "VGG-16 with batch norm on CIFAR-10", HE, small, CIFAR10, TINY_VGG)
-    small = partial(resnet.bottlenecks, 50, classes=100, small=True)
-    yield Job("resnet50-cifar100", "ResNet-50 for small pictures on CIFAR-100", GOYAL, small, CIFAR100, TINY_NORM)
-    small = partial(vgg.cifar, 16, classes=100)
-    yield Job("vgg16-cifar100", "VGG-16 with batch norm on CIFAR-100", GOYAL, small, CIFAR100, TINY_VGG)
-    for layers in (50, 152):
-        network = partial(resnet.bottlenecks, layers)
-        yield Job(f"resnet{layers}-imagenet", f"ResNet-{layers} on ImageNet", GOYAL, network, FromFolders, TINY_NORM)
-    for layers in (16, 19):
-        network = partial(vgg.imagenet, layers)
-        yield Job(f"vgg{layers}-imagenet", f"VGG-{layers} on ImageNet", GOYAL, network, FromFolders, TINY_VGG)
-    for size in ("base", "large"):
-        about = f"ViT-{size[0].upper()}/16 on"
-        network, on_cifar = partial(ViT, size), partial(CIFAR100, weights=True)
-        small = partial(ViT, size, classes=100)
-        yield Job(f"vit-{size}-cifar100", f"{about} CIFAR-100, enlarged", VIT, small, on_cifar, TINY_VIT)
-        on_folders = partial(FromFolders, weights=True)
-        yield Job(f"vit-{size}-imagenet", f"{about} ImageNet", VIT, network, on_folders, TINY_VIT)
-
-
-JOBS = {job.name: job for job in table()}
+TABLE = (
+    Job("mnist", "the network of the digits, MNIST", HOROVOD, digits_cnn, MNIST, TINY_RESNET),
+    Job("resnet20-cifar10", "ResNet-20, CIFAR-10", HE_32, RESNET20, CIFAR10, TINY_RESNET),
+    Job("resnet56-cifar10", "ResNet-56, CIFAR-10", HE, RESNET56, CIFAR10, TINY_RESNET),
+    Job("resnet110-cifar10", "ResNet-110, CIFAR-10", HE, RESNET110, CIFAR10, TINY_RESNET),
+    Job("vgg16-cifar10", "VGG-16 with batch norm, CIFAR-10", HE, VGG16_10, CIFAR10, TINY_VGG),
+    Job("resnet50-cifar100", "ResNet-50 for small pictures, CIFAR-100", GOYAL, RESNET50_SMALL, CIFAR100, TINY_RESNET),
+    Job("vgg16-cifar100", "VGG-16 with batch norm, CIFAR-100", GOYAL, VGG16_100, CIFAR100, TINY_VGG),
+    Job("vit-base-cifar100", "ViT-B/16, CIFAR-100 enlarged to 224 pixels", ADAMW, VIT_BASE_100, VIT_CIFAR100, TINY_VIT),
+    Job("vit-large-cifar100", "ViT-L/16, CIFAR-100 enlarged", ADAMW, VIT_LARGE_100, VIT_CIFAR100, TINY_VIT),
+    Job("resnet50-imagenet", "ResNet-50, ImageNet", GOYAL, RESNET50, FromFolders, TINY_RESNET),
+    Job("resnet152-imagenet", "ResNet-152, ImageNet", GOYAL, RESNET152, FromFolders, TINY_RESNET),
+    Job("vgg16-imagenet", "VGG-16, ImageNet", GOYAL, VGG16, FromFolders, TINY_VGG),
+    Job("vgg19-imagenet", "VGG-19, ImageNet", GOYAL, VGG19, FromFolders, TINY_VGG),
+    Job("vit-base-imagenet", "ViT-B/16, ImageNet", ADAMW, VIT_BASE, VIT_FOLDERS, TINY_VIT),
+    Job("vit-large-imagenet", "ViT-L/16, ImageNet", ADAMW, VIT_LARGE, VIT_FOLDERS, TINY_VIT),
+)
+JOBS = {job.name: job for job in TABLE}
