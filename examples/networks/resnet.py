@@ -34,7 +34,7 @@ def plain(layers: int, classes: int = 10, tiny: bool = False) -> nn.Sequential:
     """Return the ResNet for CIFAR-10 of section 4.2 of He et al. (CVPR 2016): three stages of 16, 32 and 64 channels.
 
     layers: 6 n + 2, with n blocks a stage: 20, 56 or 110. Shortcuts have no parameters (option A), so that ResNet-20
-    has 269,722 in 65 tensors. tiny: one block a stage, of 8, 16 and 32 channels.
+    has 269,722 in 59 tensors. tiny: one block a stage, of 8, 16 and 32 channels.
     """
     base, blocks = (TINY, 1) if tiny else (16, (layers - 2) // 6)
     modules: list[nn.Module] = [*norm_conv(3, base, 3), nn.ReLU(inplace=True)]
