@@ -17,8 +17,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-import idx
 import torch
+from data import idx
 from digits import Data, DigitsCNN, load
 from options import add_options, given
 from torch import Tensor, nn

@@ -9,6 +9,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from networks import vgg
+from networks.resnet import bottlenecks, norm_conv
+from networks.vit import ViT
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -53,11 +56,11 @@ def build(name: str, batch_size: int, image_size: int = 224, sentence_len: int =
     x, y = torch.randn(batch_size, 3, image_size, image_size), torch.randint(CLASSES, (batch_size,))
     if name in _OURS:
         return Workload(_OURS[name](), x, y, "img")
-    if name in _torchvision():
-        return Workload(_torchvision()[name](), x, y, "img")
-    known = sorted({*_OURS, *BERTS, "gpt2", *_torchvision()})
-    more = "" if _torchvision() else "; torchvision, which brings more, is not installed"
-    raise ValueError(f"unknown model {name!r}; models: {', '.join(known)}{more}")
+    others, missing = _torchvision()
+    if name in others:
+        return Workload(others[name](), x, y, "img")
+    known = sorted({*_OURS, *BERTS, "gpt2", *others})
+    raise ValueError(f"unknown model {name!r}; models: {', '.join(known)}{missing}")
 
 
 class NextToken(nn.Module):
@@ -131,67 +134,34 @@ def _need_transformers(model: str) -> None:
         raise ValueError(f"{model} needs transformers: pip install transformers")
 
 
-def _norm_conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> list[nn.Module]:
-    return [
-        nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False),
-        nn.BatchNorm2d(outputs),
-    ]
-
-
-class _Bottleneck(nn.Module):
-    """Three convolutions beside a shortcut, the middle one with the stride."""
-
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
-        super().__init__()
-        outputs = 4 * width
-        self.body = nn.Sequential(
-            *_norm_conv(inputs, width, 1),
-            nn.ReLU(inplace=True),
-            *_norm_conv(width, width, 3, stride),
-            nn.ReLU(inplace=True),
-            *_norm_conv(width, outputs, 1),
-        )
-        same = inputs == outputs and stride == 1
-        self.shortcut = nn.Identity() if same else nn.Sequential(*_norm_conv(inputs, outputs, 1, stride))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.body(x) + self.shortcut(x), inplace=True)
-
-
-def _resnet(depths: tuple[int, ...]) -> nn.Module:
-    """ResNet-50 or -152 (He et al., CVPR 2016), by the number of blocks in each stage.
-
-    They have 25,557,032 parameters in 161 tensors, and 60,192,808 in 467.
-    """
-    layers: list[nn.Module] = [*_norm_conv(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, padding=1)]
-    inputs = 64
-    for stage, blocks in enumerate(depths):
-        width = 64 * 2**stage
-        for block in range(blocks):
-            layers.append(_Bottleneck(inputs, width, stride=2 if stage and not block else 1))
-            inputs = 4 * width
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, CLASSES))
-
-
 def _cnn() -> nn.Module:
     """Three convolutions and a linear layer: 606,472 parameters, for any image size, quick on a CPU."""
     layers: list[nn.Module] = []
     for inputs, outputs in ((3, 32), (32, 64), (64, 128)):
-        layers += [*_norm_conv(inputs, outputs, 3, 2), nn.ReLU(inplace=True)]
+        layers += [*norm_conv(inputs, outputs, 3, 2), nn.ReLU(inplace=True)]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(128 * 4, CLASSES))
 
 
 _OURS: dict[str, Callable[[], nn.Module]] = {
     "cnn": _cnn,
-    "resnet50": partial(_resnet, (3, 4, 6, 3)),
-    "resnet152": partial(_resnet, (3, 8, 36, 3)),
+    "resnet50": partial(bottlenecks, 50, CLASSES),
+    "resnet152": partial(bottlenecks, 152, CLASSES),
+    "vgg16": partial(vgg.imagenet, 16, CLASSES),
+    "vgg19": partial(vgg.imagenet, 19, CLASSES),
+    "vit_base": partial(ViT, "base", CLASSES),
+    "vit_large": partial(ViT, "large", CLASSES),
 }
 
 
-def _torchvision() -> dict[str, Callable[[], Any]]:
-    """The classifiers of torchvision, without weights; none if it is not installed."""
-    if importlib.util.find_spec("torchvision") is None:
-        return {}
-    from torchvision import models
+def _torchvision() -> tuple[dict[str, Callable[[], Any]], str]:
+    """Return the classifiers of torchvision, without weights, and why there are none: it is missing, or broken.
 
-    return {name: models.get_model_builder(name) for name in models.list_models(module=models)}
+    A torchvision that was built for another torch, such as one with CUDA, raises ``RuntimeError`` when it is imported.
+    """
+    try:
+        from torchvision import models
+    except ModuleNotFoundError:
+        return {}, "; torchvision, which brings more, is not installed"
+    except (ImportError, RuntimeError) as error:
+        return {}, f"; torchvision, which brings more, cannot be imported: {error}"
+    return {name: models.get_model_builder(name) for name in models.list_models(module=models)}, ""

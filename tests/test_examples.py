@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import digits
-import idx
 import launchers
 import mnist
 import models
@@ -20,6 +19,7 @@ import pytest
 import synthetic_benchmark
 import torch
 import train_digits
+from data import idx
 
 import agmerge
 import merging

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 
-from jobs import digits, stdlib
+from jobs import digits, images, stdlib
 from jobs.base import Job
 
-JOBS: dict[str, Job] = {**digits.JOBS, **stdlib.JOBS}
+JOBS: dict[str, Job] = {**digits.JOBS, **images.JOBS, **stdlib.JOBS}
 
 
 def get(name: str) -> Job:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 IMAGES, LABELS = 3, 1  # dimensions
 KINDS = {IMAGES: "images", LABELS: "labels"}
 PARTS = ("train", "t10k")
+CLASSES = 10
 BYTES = 8  # idx's code for unsigned bytes, which MNIST consists of
 
 Bytes = NDArray[np.uint8]
@@ -29,6 +30,8 @@ def load(folder: Path) -> tuple[Bytes, Bytes, Bytes, Bytes]:
         images, labels = (read(find(folder, part, dimensions), dimensions) for dimensions in (IMAGES, LABELS))
         if len(images) != len(labels):
             raise ValueError(f"{folder}: {len(images)} images in the {part} set, but {len(labels)} labels")
+        if labels.max(initial=0) >= CLASSES:
+            raise ValueError(f"{folder}: a label of the {part} set is {labels.max()}, and MNIST's are below {CLASSES}")
         found += [images, labels]
     train_x, train_y, test_x, test_y = found
     if train_x.shape[1:] != test_x.shape[1:]:
