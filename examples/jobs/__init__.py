@@ -7,7 +7,7 @@ import difflib
 from jobs import digits, images, stdlib
 from jobs.base import Job
 
-JOBS: dict[str, Job] = {**digits.JOBS, **images.JOBS, **stdlib.JOBS}
+JOBS: dict[str, Job] = {**digits.JOBS, **images.JOBS, **stdlib.JOBS, **images.JOBS}
 
 
 def get(name: str) -> Job:
