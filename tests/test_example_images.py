@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import multiprocessing
+import os
+import signal
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -124,7 +128,11 @@ def test_pictures_that_are_held_out_are_not_changed_but_normalised(few: Path) ->
 @pytest.mark.slow
 def test_processes_that_read_ahead_give_the_same_bits_in_the_same_order(few: Path) -> None:
     alone, helped = (task_of("resnet50-imagenet", few, readers=readers) for readers in (0, 2))
-    assert equal(list(helped.batches(3, first=8)), list(alone.batches(3, first=8)))
+    batches = helped.batches(3, first=8)
+    found = [next(batches)]
+    for process in multiprocessing.active_children():
+        os.kill(process.pid, signal.SIGTERM)  # as a launcher does: the training decides when it ends
+    assert equal([*found, *batches], list(alone.batches(3, first=8)))
 
 
 @pytest.mark.parametrize("name", ["mnist", "vgg16-imagenet"])
@@ -148,6 +156,29 @@ def test_a_vit_with_weights_begins_where_they_end(few: Path, tmp_path: Path) -> 
     assert (again.model.inner.vit.layernorm.weight == 0.5).all()
 
 
+PUBLISHED = {  # job: the rates of 4 workers by epoch, and samples per worker
+    "mnist": ({0: 0.04, 9: 0.04}, 64),
+    "resnet20-cifar10": ({0: 0.1, 80: 0.1, 81: 0.01, 121: 0.01, 122: 0.001}, 32),
+    "vgg16-cifar10": ({0: 0.1, 81: 0.01, 122: 0.001}, 128),
+    "resnet50-cifar100": ({0: 0.0125, 2: 0.0275, 5: 0.05, 29: 0.05, 30: 0.005, 60: 0.0005}, 32),
+    "vgg19-imagenet": ({0: 0.0125, 5: 0.05, 30: 0.005, 60: 0.0005}, 32),
+    "vit-large-imagenet": ({0: 5e-5, 20: 3.75e-5, 60: 1.25e-5}, 32),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_rates_are_those_that_were_published(name: str) -> None:
+    recipe, (rates, batch_size) = JOBS[name].settled(False), PUBLISHED[name]
+    optimizer = optimizers.plain(recipe, torch.nn.Linear(1, 1), optimizers.rate(recipe, 4, 1))
+    schedule, found = recipe.schedule.of(optimizer, 10, recipe.epochs, 4), []
+    for _ in range(10 * recipe.epochs):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert {epoch: found[10 * epoch] for epoch in rates} == pytest.approx(rates)
+    assert recipe.batch_size == batch_size
+
+
 @pytest.mark.parametrize("name", JOBS)
 def test_a_tiny_job_learns_a_batch_and_reaches_every_parameter(name: str, few: Path) -> None:
     task = task_of(name, few)
@@ -166,6 +197,16 @@ def test_a_tiny_job_learns_a_batch_and_reaches_every_parameter(name: str, few: P
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.97 * losses[0]
+
+
+def test_pictures_of_another_size_are_not_mnists(few: Path, tmp_path: Path) -> None:
+    for path in (few / "mnist").iterdir():
+        content = gzip.decompress(path.read_bytes())
+        if "images" in path.name:
+            content = content[:8] + bytes((0, 0, 0, 14, 0, 0, 0, 56)) + content[16:]
+        (tmp_path / path.name).write_bytes(content)
+    with pytest.raises(ValueError, match="pictures of 56 x 14 pixels; MNIST's are of 28 x 28"):
+        task_of("mnist", tmp_path)
 
 
 def test_a_label_of_mnist_out_of_range_is_told(few: Path, tmp_path: Path) -> None:

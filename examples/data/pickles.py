@@ -12,10 +12,7 @@ import numpy as np
 _NAMES = {  # what an array's pickle names, by numpy 1 and 2 alike
     ("numpy", "ndarray"): np.ndarray,
     ("numpy", "dtype"): np.dtype,
-    **{
-        (f"numpy.{core}.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0]  # type: ignore[index]
-        for core in ("core", "_core")
-    },
+    **{(f"numpy.{core}.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0] for core in ("core", "_core")},
 }
 
 

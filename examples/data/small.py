@@ -13,7 +13,15 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, in place of this file's folder
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, before the folder of this file
+
+
+def write(folder: Path) -> None:
+    """Write all of it, each data set in a folder of its name in ``folder``. Needs Pillow and scikit-learn."""
+    from data import small_pictures, small_text
+
+    for part in (small_pictures, small_text):
+        part.write(folder)
 
 
 def main() -> None:
@@ -22,11 +30,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path, metavar="DIR", help="where a folder for each data set is made")
     folder = parser.parse_args().folder
     try:
-        from data import small_pictures, small_text
+        write(folder)
     except ModuleNotFoundError as error:
         raise SystemExit(f"{error}: pip install -r requirements-examples.txt") from None
-    for part in (small_pictures, small_text):
-        part.write(folder)
     print(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir() if path.is_dir()))}")
 
 

@@ -73,7 +73,8 @@ class Classification(Task):
             scores = self.model(pictures).float()
             best = scores.topk(min(TOP, scores.shape[1])).indices == classes[:, None]
             loss = F.cross_entropy(scores, classes, reduction="sum")
-            sums += torch.stack([loss, best[:, 0].sum(), best.sum(), torch.tensor(len(classes))]).double().cpu()
+            found = (loss, best[:, 0].sum(), best.sum(), len(classes))
+            sums += torch.tensor([float(value) for value in found], dtype=torch.float64)
         return dict(zip(("loss", "hits", "hits5", "count"), sums, strict=True))
 
     def figures(self, sums: Mapping[str, float]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.context import BaseContext
 
@@ -47,6 +48,7 @@ class FromFolders(Classification):
             pin_memory=device.type == "cuda",
             generator=Generator(),  # without it torch's own is drawn from, and dropout has other bits after a resume
             multiprocessing_context=processes() if readers else None,
+            worker_init_fn=stay,
         )
         for pictures, classes in loader:
             pictures = pictures.to(device, non_blocking=True).float()
@@ -58,6 +60,11 @@ def processes() -> BaseContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "PIL.Image"])  # once, and not in every process of every epoch
     return context
+
+
+def stay(_: int) -> None:
+    """Leave a signal to end, which a launcher sends to all processes, to the training, which then ends its readers."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 class Reader(Dataset[Batch]):

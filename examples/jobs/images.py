@@ -28,7 +28,7 @@ class Source:
 
     name: str  # of the folder in ``--data``
     load: Callable[[Path], Arrays]
-    padding: int = 0  # pixels around a picture, of which a part in its size is taken; 0: it is taken, and never flipped
+    padding: int = 0  # pixels around a picture, a part of which is taken, and flipped or not; 0: it is taken as it is
     degrees: float = 0.0  # a picture is turned by up to so many, either way
 
 
@@ -66,8 +66,10 @@ class InMemory(Classification):
 
 
 def mnist(place: Path) -> Arrays:
-    """Return MNIST's pictures with a channel."""
+    """Return MNIST's pictures with a channel. Raises ``ValueError`` if they are of another size."""
     train_x, train_y, test_x, test_y = idx.load(place)
+    if train_x.shape[1:] != (28, 28):
+        raise ValueError(f"{place}: pictures of {train_x.shape[2]} x {train_x.shape[1]} pixels; MNIST's are of 28 x 28")
     return train_x[:, None], train_y, test_x[:, None], test_y
 
 
