@@ -30,6 +30,12 @@ class Text:
     valid: Tensor
     vocabulary: int  # how many numbers there may be
 
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` where nothing is to be predicted."""
+        for name, part in (("train", self.train), ("valid", self.valid)):
+            if len(part) < 2:
+                raise ValueError(f"the text called {name} has fewer than two words or tokens")
+
 
 def words(folder: Path) -> Text:
     """Return the words between spaces, and one more at each line's end.
@@ -89,7 +95,7 @@ def as_tensor(parts: Iterable[Iterable[int]]) -> Tensor:
     numbers = array("i")
     for part in parts:
         numbers.extend(part)
-    return torch.frombuffer(numbers, dtype=torch.int32).clone()
+    return torch.from_numpy(np.array(numbers, np.int32))
 
 
 def lines(folder: Path, part: str) -> Iterator[str]:

@@ -39,7 +39,9 @@ def tokenizer(folder: Path) -> Any:
     """
     path = folder / "vocab.txt"
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: put the word pieces of BERT there, one a line; nothing is downloaded")
+        raise FileNotFoundError(
+            f"{path} is missing: put the word pieces of BERT there, one a line; nothing is downloaded"
+        )
     if importlib.util.find_spec("tokenizers") is None:
         raise ValueError("squad needs tokenizers: pip install -r requirements-examples.txt")
     from tokenizers import BertWordPieceTokenizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,13 +20,13 @@ class LanguageTask(Task):
     metric = "perplexity"
     text: Text
 
+    @abstractmethod
     def scores(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Return scores of what comes next, [batch, length, vocabulary], and the state for the next piece."""
-        raise NotImplementedError
 
+    @abstractmethod
     def held_out(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the pieces of this worker's part of what is held out: int64 [batch, length], and what comes next."""
-        raise NotImplementedError
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Tensor]:

@@ -32,6 +32,12 @@ def f1(answer: str, right: Sequence[str]) -> float:
     return max(_f1(normal(answer), normal(one)) for one in right)
 
 
+def by_chance(context: str, right: Sequence[str]) -> float:
+    """Return the F1 to be expected of an answer that is one word of ``context``, whichever."""
+    words, answers = normal(context), [normal(one) for one in right]
+    return sum(max(_f1([word], one) for one in answers) for word in words) / max(1, len(words))
+
+
 def _f1(found: list[str], right: list[str]) -> float:
     same = sum((Counter(found) & Counter(right)).values())
     return 2 * same / (len(found) + len(right)) if same else 0.0

@@ -23,11 +23,9 @@ def bert(
     Raises ``ValueError`` if transformers is missing, if ``weights`` is no such folder or knows fewer word pieces.
     """
     if weights is not None:
-        model = pretrained.make("BertForQuestionAnswering", "BertConfig", weights)
-        known = model.get_input_embeddings().num_embeddings
-        if known < vocabulary:
-            raise ValueError(f"--weights {weights} knows {known} word pieces, and vocab.txt has {vocabulary}")
-        return model
+        return pretrained.knowing(
+            vocabulary, pretrained.make("BertForQuestionAnswering", "BertConfig", weights), weights
+        )
     width, layers = (32, 2) if tiny else SIZES[size]
     return pretrained.make(
         "BertForQuestionAnswering",

@@ -23,11 +23,7 @@ def gpt2(
     Raises ``ValueError`` if transformers is missing, if ``weights`` is no such folder or knows fewer tokens.
     """
     if weights is not None:
-        model = pretrained.make("GPT2LMHeadModel", "GPT2Config", weights)
-        known = model.get_input_embeddings().num_embeddings
-        if known < vocabulary:
-            raise ValueError(f"--weights {weights} knows {known} tokens, and the text has {vocabulary}; see --tokenizer")
-        return model
+        return pretrained.knowing(vocabulary, pretrained.make("GPT2LMHeadModel", "GPT2Config", weights), weights)
     width, layers = (32, 2) if tiny else SIZES[size]
     return pretrained.make(
         "GPT2LMHeadModel",
