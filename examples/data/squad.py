@@ -1,4 +1,4 @@
-"""Read SQuAD v1.1: paragraphs, questions about them, and answers that stand in the paragraph (Rajpurkar et al., 2016)."""
+"""Read SQuAD v1.1: paragraphs, questions, and answers that stand in the paragraph (Rajpurkar et al., 2016)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read(path: Path) -> list[Question]:
     except ValueError as error:  # UnicodeDecodeError is one, too
         raise ValueError(f"{path} is not JSON: {error}") from error
     try:
-        questions = [question for raw, context in raw_questions(data) for question in [checked(raw, context, path)]]
+        questions = [checked(raw, context, path) for raw, context in raw_questions(data)]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not SQuAD v1.1: data, paragraphs, context or qas is missing: {error}") from error
     if not questions:
@@ -52,7 +52,7 @@ def raw_questions(data: Any) -> Iterator[tuple[Any, str]]:
 
 
 def checked(raw: Any, context: str, path: Path) -> Question:
-    """Return a question. Raises ``ValueError`` that names it if it lacks something, or an answer is not at its place."""
+    """Return a question. Raises ``ValueError`` that names it if something is missing or an answer not at its place."""
     name = raw.get("id", "without an id")
     where = f"{path}: question {name}"
     try:

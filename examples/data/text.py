@@ -24,7 +24,7 @@ IGNORED = -100  # fills up the last row of what comes next; torch's cross_entrop
 
 @dataclass(frozen=True)
 class Text:
-    """Hold what is trained with and what is held out, as numbers from 0 to ``vocabulary`` - 1: of some int type, 1-D."""
+    """Hold what is trained with and what is held out, as numbers from 0 to ``vocabulary`` - 1: of an int type, 1-D."""
 
     train: Tensor
     valid: Tensor

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from data.squad import Question, read
 
 VERSION = 1  # of what is kept; count it up where the same questions make other windows

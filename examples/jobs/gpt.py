@@ -7,12 +7,13 @@ from functools import partial
 from typing import Any
 
 from data import text
-from jobs.base import Job, Recipe, Settings, folder, held_out, share
-from jobs.perplexity import LanguageTask
 from networks.gpt2 import SIZES, gpt2
 from schedules import Linear
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from jobs.base import Job, Recipe, Settings, folder, held_out, share
+from jobs.perplexity import LanguageTask
 
 
 class Blocks(LanguageTask):

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from data.text import IGNORED, Text
-from jobs.base import Task
 from torch import Tensor
 from torch.nn import functional as F
+
+from jobs.base import Task
 
 
 class LanguageTask(Task):

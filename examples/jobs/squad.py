@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from data import windows
 from data.windows import Windows
-from jobs import spans
-from jobs.base import Job, Recipe, Settings, Task, folder, held_out, share
 from networks.bert import SIZES, bert
 from schedules import Linear
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from jobs import spans
+from jobs.base import Job, Recipe, Settings, Task, folder, held_out, share
 
 STEP = 3  # windows begin a third of their length after each other: 128 tokens of the published 384
 AT_A_TIME = 8  # windows that are evaluated, as published
@@ -31,7 +32,7 @@ class Batch(NamedTuple):
 
 
 class Spans(Task):
-    """Give the loop the cross entropies of an answer's first and last token; questions are evaluated by their best span."""
+    """Give the loop the mean of the cross entropies of an answer's first and last token."""
 
     unit, metric = "sequences", "f1"
 

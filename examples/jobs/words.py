@@ -7,17 +7,16 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from data import text
-from jobs.base import Job, Recipe, Settings, folder, held_out
-from jobs.perplexity import LanguageTask
 from networks.lstm import lstm
 from networks.transformer import transformer
 from schedules import Noam, Plateau, Steps
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-STREAMS = (
-    10  # that the text held out is read in, by all workers together, so that figures do not depend on their number
-)
+from jobs.base import Job, Recipe, Settings, folder, held_out
+from jobs.perplexity import LanguageTask
+
+STREAMS = 10  # in which the text held out is read, however many workers share them: figures are the same with any
 
 
 class Piece(NamedTuple):
@@ -29,7 +28,7 @@ class Piece(NamedTuple):
 
 
 class Words(LanguageTask):
-    """Read W times batch streams, of which each worker has its own, from their beginning in every epoch."""
+    """Read the text in W times batch streams at once, of which a worker has its own, from the beginning in every epoch."""
 
     unit = "words"
 
@@ -85,7 +84,6 @@ REFUSED = {
     "tokenizer": "words are what stands between spaces",
     "uneven": "all streams are equally long",
 }
-PTB = partial(lstm, vocabulary=10_000, width=1500, dropout=0.65)
 TINY = {"lr": 0.005, "growth": "none", "batch_size": 4, "epochs": 8, "length": 64, "clip": 1.0}
 
 JOBS = {
@@ -103,9 +101,9 @@ JOBS = {
             "lstm-ptb",
             "LSTM of width 1500 on Penn Treebank (OMGS-SGD)",
             Recipe("sgd", 22.0, 20, 100, clip=0.25, schedule=Steps(((63, 0.01), (80, 0.001))), length=35),
-            PTB,
+            partial(lstm, 10_000, 1500, dropout=0.65),
             partial(Words, "ptb"),
-            TINY,
+            TINY | {"lr": 15.0, "epochs": 12, "clip": 0.25},
         ),
         Job(
             "transformer-wikitext2",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from networks import pretrained
 from torch import nn
+
+from networks import pretrained
 
 SIZES = {"bert-base": (768, 12), "bert-large": (1024, 24)}  # width and layers; a head has 64 of the width
 PUBLISHED = 30_522  # word pieces of the published, uncased vocabulary

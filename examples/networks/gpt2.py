@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from networks import pretrained
 from torch import nn
+
+from networks import pretrained
 
 SIZES = {"gpt2": (768, 12), "gpt2-medium": (1024, 24), "gpt2-large": (1280, 36)}  # width, layers; 64 of a width a head
 PUBLISHED = 50_257  # tokens of the published vocabulary

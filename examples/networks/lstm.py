@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 State = tuple[Tensor, Tensor]  # hidden and cell, each [layers, batch, width]
