@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
+import uuid
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -76,7 +76,7 @@ def load(folder: Path, name: str, length: int, stride: int) -> tuple[list[Questi
 
 def keep(made: Windows, path: Path) -> None:
     """Write windows to a file that is complete or not there; nothing happens where it cannot be written."""
-    part = path.with_suffix(f".{os.getpid()}.part")
+    part = path.with_suffix(f".{uuid.uuid4().hex}.part")
     try:
         with part.open("wb") as file:
             np.savez(file, **vars(made))

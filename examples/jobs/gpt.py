@@ -50,7 +50,7 @@ class Blocks(LanguageTask):
     def scores(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         return self.model(x, use_cache=False).logits, None
 
-    def held_out(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
         x, y = text.rows(self.text.valid, self.settings.recipe.length)
         mine = held_out(len(x), self.settings)
         for one, other in zip(x[mine].split(self.samples), y[mine].split(self.samples), strict=True):

@@ -26,7 +26,7 @@ class LanguageTask(Task):
         """Return scores of what comes next, [batch, length, vocabulary], and the state for the next piece."""
 
     @abstractmethod
-    def held_out(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the pieces of this worker's part of what is held out: int64 [batch, length], and what comes next."""
 
     @torch.no_grad()
@@ -34,7 +34,7 @@ class LanguageTask(Task):
         """Return the loss, in nats, summed over what comes next in this worker's part, and how much that is."""
         loss = torch.zeros((), dtype=torch.float64, device=next(self.model.parameters()).device)
         count, state = torch.zeros_like(loss), None
-        for x, y in self.held_out():
+        for x, y in self.validation():
             found, state = self.scores(x, state)
             loss += F.cross_entropy(found.flatten(0, 1), y.flatten(), ignore_index=IGNORED, reduction="sum")
             count += (y != IGNORED).sum()

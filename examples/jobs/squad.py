@@ -68,29 +68,31 @@ class Spans(Task):
     def evaluate(self) -> dict[str, Tensor]:
         """Return exact matches and F1 summed over this worker's questions, and how many these are."""
         mine = range(len(self.questions))[held_out(len(self.questions), self.settings)]
-        answers = self._answers(mine)
         right = [self.questions[number].answers for number in mine]
-        pairs = list(zip(answers, right, strict=True))
-        sums = [sum(spans.exact(*pair) for pair in pairs), sum(spans.f1(*pair) for pair in pairs), len(pairs)]
-        return dict(zip(("exact", "f1", "count"), torch.tensor(sums, dtype=torch.float64), strict=True))
+        pairs = list(zip(self._answers(mine), right, strict=True))
+        exact, f1 = (sum(score(*pair) for pair in pairs) for score in (spans.exact, spans.f1))
+        sums, device = {"exact": exact, "f1": f1, "count": len(pairs)}, self.settings.device
+        return {name: torch.tensor(value, dtype=torch.float64, device=device) for name, value in sums.items()}
 
     def _answers(self, mine: range) -> list[str]:
         """Return the answer to each question, from the window whose best span has the highest score."""
-        found = dict.fromkeys(mine, (-np.inf, 0, 0))
-        order = np.flatnonzero(np.isin(self.dev.question, mine))
-        for some in np.split(order, range(AT_A_TIME, len(order), AT_A_TIME)):
-            if not len(some):  # there are fewer questions than workers
-                break
+        found = dict.fromkeys(mine, (-np.inf, (0, 0)))  # a score, and tokens of the paragraph
+        order = torch.from_numpy(np.flatnonzero(np.isin(self.dev.question, mine)))
+        for some in (
+            part.numpy() for part in order.split(AT_A_TIME) if len(part)
+        ):  # fewer questions than workers: none
             start, end = self.scores(batch(self.dev, some, self.settings.device)).float().cpu()
-            within = torch.arange(start.shape[1])
-            first, used = (torch.from_numpy(part[some])[:, None] for part in (self.dev.first, self.dev.used))
-            score, span = spans.best(start, end, (within >= first) & (within < used - 1))
-            low_high = span + torch.from_numpy(self.dev.begin[some])[:, None] - first
-            for number, *one in zip(
-                self.dev.question[some].tolist(), score.tolist(), *low_high.T.tolist(), strict=True
-            ):
-                found[number] = max(found[number], tuple(one), key=lambda each: each[0])
-        return [windows.words(self.questions[number], self.pieces, *found[number][1:]) for number in mine]
+            places = torch.arange(start.shape[1])
+            columns = (self.dev.first, self.dev.used, self.dev.begin)
+            first, used, begin = (torch.from_numpy(column[some, None]) for column in columns)
+            scores, tokens = spans.best(start, end, (places >= first) & (places < used - 1))
+            rows = zip(
+                self.dev.question[some].tolist(), scores.tolist(), (tokens - first + begin).tolist(), strict=True
+            )
+            for number, score, span in rows:
+                if score > found[number][0]:
+                    found[number] = score, span
+        return [windows.words(self.questions[number], self.pieces, *span) for number, (_, span) in found.items()]
 
     def notes(self) -> dict[str, str]:
         """Return the F1 of an answer by chance, one word of the paragraph."""

@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 
 
 class Words(LanguageTask):
-    """Read the text in W times batch streams at once, of which a worker has its own, from the beginning in every epoch."""
+    """Read the text in W times batch streams at once, of which a worker has its own, anew in every epoch."""
 
     unit = "words"
 
@@ -63,7 +63,7 @@ class Words(LanguageTask):
     def scores(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         return self.model(x, state)
 
-    def held_out(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
         valid = self.text.valid
         mine = held_out(STREAMS, self.settings)
         x, y = (part[mine].to(self.settings.device) for part in text.rows(valid, -(-(len(valid) - 1) // STREAMS)))
@@ -101,7 +101,7 @@ JOBS = {
             "lstm-ptb",
             "LSTM of width 1500 on Penn Treebank (OMGS-SGD)",
             Recipe("sgd", 22.0, 20, 100, clip=0.25, schedule=Steps(((63, 0.01), (80, 0.001))), length=35),
-            partial(lstm, 10_000, 1500, dropout=0.65),
+            partial(lstm, vocabulary=10_000, width=1500, dropout=0.65),
             partial(Words, "ptb"),
             TINY | {"lr": 15.0, "epochs": 12, "clip": 0.25},
         ),
