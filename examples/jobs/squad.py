@@ -76,23 +76,23 @@ class Spans(Task):
 
     def _answers(self, mine: range) -> list[str]:
         """Return the answer to each question, from the window whose best span has the highest score."""
-        found = dict.fromkeys(mine, (-np.inf, (0, 0)))  # a score, and tokens of the paragraph
-        order = torch.from_numpy(np.flatnonzero(np.isin(self.dev.question, mine)))
-        for some in (
-            part.numpy() for part in order.split(AT_A_TIME) if len(part)
-        ):  # fewer questions than workers: none
-            start, end = self.scores(batch(self.dev, some, self.settings.device)).float().cpu()
-            places = torch.arange(start.shape[1])
-            columns = (self.dev.first, self.dev.used, self.dev.begin)
-            first, used, begin = (torch.from_numpy(column[some, None]) for column in columns)
-            scores, tokens = spans.best(start, end, (places >= first) & (places < used - 1))
-            rows = zip(
-                self.dev.question[some].tolist(), scores.tolist(), (tokens - first + begin).tolist(), strict=True
-            )
-            for number, score, span in rows:
+        found = dict.fromkeys(mine, (-np.inf, (0, 0)))
+        order = np.flatnonzero(np.isin(self.dev.question, mine))
+        for at in range(0, len(order), AT_A_TIME):
+            for number, score, span in self._best(order[at : at + AT_A_TIME]):
                 if score > found[number][0]:
                     found[number] = score, span
         return [windows.words(self.questions[number], self.pieces, *span) for number, (_, span) in found.items()]
+
+    def _best(self, some: np.ndarray) -> Iterator[tuple[int, float, list[int]]]:
+        """Yield the question of each window, and its best span: the score, and tokens of the paragraph."""
+        start, end = self.scores(batch(self.dev, some, self.settings.device)).float().cpu()
+        places = torch.arange(start.shape[1])
+        columns = (self.dev.first, self.dev.used, self.dev.begin)
+        first, used, begin = (torch.from_numpy(column[some, None]) for column in columns)
+        scores, tokens = spans.best(start, end, (places >= first) & (places < used - 1))
+        tokens += begin - first
+        yield from zip(self.dev.question[some].tolist(), scores.tolist(), tokens.tolist(), strict=True)
 
     def notes(self) -> dict[str, str]:
         """Return the F1 of an answer by chance, one word of the paragraph."""
