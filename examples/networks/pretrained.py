@@ -31,3 +31,13 @@ def make(model: str, config: str, weights: Path | None = None, **settings: Any) 
         raise ValueError(
             f"--weights {weights}: this is no folder of {model} that save_pretrained has written: {error}"
         ) from error
+
+
+def knowing(tokens: int, model: nn.Module, weights: Path) -> nn.Module:
+    """Return ``model``, which was read from ``weights``. Raises ``ValueError`` if it knows fewer than ``tokens``."""
+    known = model.get_input_embeddings().num_embeddings
+    if known < tokens:
+        raise ValueError(
+            f"--weights {weights} knows {known} tokens, and the data have {tokens}: take those it was made with"
+        )
+    return model
