@@ -16,6 +16,9 @@ from typing import NamedTuple
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM)
 GRACE = 60.0  # seconds for the others to end when one has, and again when they were told to
+# Open MPI gives workers one second to end at a SIGTERM, and horovodrun leaves it running; this one it hands on to them.
+HANDED_ON = signal.SIGUSR1
+OPEN_MPI = ("mpirun", "mpiexec", "orterun", "prterun")
 EVERY = 0.05  # seconds from one look at the processes to the next
 
 Process = subprocess.Popen[bytes]
@@ -32,8 +35,8 @@ def run(commands: Sequence[Sequence[str]], grace: float = GRACE) -> Ended:
     """Run ``commands`` side by side; when one ends, so do all: at once if it failed, else within ``grace`` seconds.
 
     A command that starts with "ssh" is told to end by the end of its input, as ``commands.over_ssh`` wants it, others
-    by SIGTERM. Programs beside this Python come first, activated or not. Raises ``FileNotFoundError`` where one is not
-    there.
+    by SIGTERM, for which workers under Open MPI get SIGUSR1. Programs beside this Python come first, activated or not.
+    Raises ``FileNotFoundError`` where one is not there.
     """
     folders = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
     env = {**os.environ, "PATH": os.pathsep.join(folders)}
@@ -72,11 +75,30 @@ def _codes(processes: Iterable[Process], grace: float) -> list[int]:
 def _tell(processes: Iterable[Process], number: int) -> None:
     """Send a signal, or what stands for SIGINT and SIGTERM on another host."""
     for process in processes:
-        if process.stdin is None or number == signal.SIGKILL:
-            process.send_signal(number)
-        else:
+        if process.stdin is not None and number != signal.SIGKILL:
             with suppress(BrokenPipeError):
                 process.stdin.close()
+        elif openmpis := [pid for pid in family(process.pid) if _is_openmpi(pid)]:
+            for pid in openmpis:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, HANDED_ON if number == signal.SIGTERM else number)
+        else:
+            process.send_signal(number)
+
+
+def family(pid: int) -> Iterator[int]:
+    """Yield a process and all that descend from it (Linux; elsewhere itself alone)."""
+    yield pid
+    with suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            for child in (thread / "children").read_text().split():
+                yield from family(int(child))
+
+
+def _is_openmpi(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip() in OPEN_MPI
+    return False
 
 
 @contextmanager

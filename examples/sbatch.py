@@ -36,7 +36,7 @@ def sbatch(cluster: Cluster, script: str, arguments: Sequence[str]) -> str:
     ``ValueError`` for nodes that cannot all have the same number of workers.
     """
     name = job(arguments)
-    own = f'"{name}-$SLURM_JOB_ID"'
+    own = f"{name}-$SLURM_JOB_ID"
     more = {"--run": own, "--checkpoint-dir": f"checkpoints/{own}"}
     program = shlex.join([cluster.python, script, *arguments])
     options = {
@@ -54,7 +54,7 @@ def sbatch(cluster: Cluster, script: str, arguments: Sequence[str]) -> str:
         ),
         exports="".join(f"export {key}={shlex.quote(value)}\n" for key, value in cluster.variables().items()),
         program=" ".join(
-            [program, *(f"{flag} {value}" for flag, value in more.items() if value_of(flag, arguments) is None)]
+            [program, *(f'{flag} "{value}"' for flag, value in more.items() if value_of(flag, arguments) is None)]
         ),
     )
 
