@@ -64,6 +64,7 @@ def torchrun(cluster: Cluster, program: list[str], machine: Machine) -> list[lis
 
     The rendezvous is static, so that ranks follow the order of the hosts: a rank finds its own checkpoint again.
     """
+    program = ["--", *program]  # else torchrun looks for short forms of its own flags there, and finds --run
     run = [cluster.python, "-m", "torch.distributed.run"]
     hosts = cluster.placed()
     if len(hosts) < 2:

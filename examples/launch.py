@@ -123,8 +123,8 @@ def sweep(launcher: str, where: Cluster, program: Sequence[str], args: Namespace
         if ended.told:
             failed += list(runs)[number + 1 :]
             break
-    if not args.dry_run:
-        print(compared([log for log in logs if log.exists()], each.value_of("--target", given)))
+    if written := [log for log in logs if log.exists() and not args.dry_run]:
+        print(compared(written, each.value_of("--target", given)))
     if failed:
         print(f"{len(failed)} of {len(runs)} runs failed or were not made: {', '.join(failed)}", file=sys.stderr)
     return int(bool(failed))
