@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from logs import Run
 
-DENSE = "none"  # the compression of runs that others are compared with
-
 
 @dataclass(frozen=True)
 class Spread:
@@ -91,9 +89,7 @@ def _base(group: Sequence[Run], groups: Sequence[list[Run]], dense: str | None) 
         return next(other for other in groups if dense in [run.name for run in other])
     size = [group[0].start[key] for key in ("job", "workers")]
     candidates = [
-        other
-        for other in groups
-        if other[0].compression == DENSE and [other[0].start[key] for key in ("job", "workers")] == size
+        other for other in groups if other[0].is_dense() and [other[0].start[key] for key in ("job", "workers")] == size
     ]
     return max(candidates, key=alike, default=[])
 

@@ -67,6 +67,10 @@ class Run:
         density = self.start["optimizer"].get("density")
         return None if density is None or self.compression in WITHOUT_DENSITY else float(density)
 
+    def is_dense(self) -> bool:
+        """Tell whether all gradients are sent as they are, which others are compared with."""
+        return self.compression == "none" and self.start["optimizer"].get("sync", "gradients") == "gradients"
+
     @property
     def settings(self) -> dict[str, Any]:
         """Return what decides how the run goes, but for its seed: flags, workers, launcher and backend."""
