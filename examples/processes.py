@@ -50,6 +50,7 @@ def run(commands: Sequence[Sequence[str]], grace: float = GRACE) -> Ended:
                     processes.append(subprocess.Popen(command, stdin=kept_open, env=env, start_new_session=True))
         except FileNotFoundError:
             _tell(processes, signal.SIGTERM)
+            _codes(processes, grace)
             raise
         codes = _codes(processes, grace)
     return Ended(next((code if code > 0 else 128 - code for code in codes if code), 0), bool(told))
