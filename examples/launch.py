@@ -57,6 +57,8 @@ def settings(args: Namespace) -> dict[str, Any]:
     """Return what the file of --config says, and the flags above it."""
     flags = {key: getattr(args, key) for key in ("launcher", "workers", "hosts", "interface", "python", "port")}
     found = {"launcher": "torchrun", **(read(args.config) if args.config else {})}
+    if args.hosts is not None:
+        found.pop("workers", None)  # which were for the file's hosts
     found |= {key: value for key, value in flags.items() if value is not None}
     if found["launcher"] == "alone":
         found.setdefault("workers", 1)
@@ -110,18 +112,18 @@ def sweep(launcher: str, where: Cluster, program: Sequence[str], args: Namespace
     if folder is None:
         folder = f"runs/{each.job(given)}-{time.strftime('%Y%m%d-%H%M%S')}"
         given += ["--log-dir", folder]
-    logs, failed = [], []
     runs = each.runs(args.each, given)
-    for number, (name, line) in enumerate(runs.items()):
-        log = Path(folder, name, "log.jsonl")
+    logs = [Path(folder, name, "log.jsonl") for name in runs]
+    for log in logs:
         if log.exists() and "--resume" not in given and not args.dry_run:
             raise ValueError(f"{log} is there already; choose another --log-dir, or go on with --resume")
+    failed = []
+    for number, (name, line) in enumerate(runs.items(), start=1):
         ended = launch(launcher, where, [script, *line], args)
-        logs.append(log)
         if ended.status:
             failed.append(f"{name} (status {ended.status})")
         if ended.told:
-            failed += list(runs)[number + 1 :]
+            failed += list(runs)[number:]
             break
     if written := [log for log in logs if log.exists() and not args.dry_run]:
         print(compared(written, each.value_of("--target", given)))

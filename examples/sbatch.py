@@ -62,7 +62,10 @@ def sbatch(cluster: Cluster, script: str, arguments: Sequence[str]) -> str:
 def _places(cluster: Cluster) -> dict[str, str]:
     """Return how many nodes there are, and workers on each."""
     hosts = cluster.placed()
-    nodes = len(hosts) or int(cluster.slurm.get("nodes", 1))
+    asked = cluster.slurm.get("nodes", "1")
+    if not asked.isdigit() or not int(asked):
+        raise ValueError(f"nodes={asked} of Slurm's options is no number of nodes")
+    nodes = len(hosts) or int(asked)
     if len({host.slots for host in hosts}) > 1 or cluster.workers % nodes:
         raise ValueError(f"{cluster.workers} workers on {nodes} nodes: Slurm gives each node as many; change -np or -H")
     found = {"nodes": str(nodes), "ntasks-per-node": str(cluster.workers // nodes)}

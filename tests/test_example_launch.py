@@ -101,6 +101,7 @@ def test_the_commands_of_every_launcher(launcher: str, where: Cluster, machine: 
         ("-np 2 --slurm time=1 -- digits.py", "--slurm is for --launcher slurm"),
         ("-np 2 --launcher slurm --each seed=1,2 -- digits.py", "--each waits for every run"),
         ("-np 3 --launcher slurm --slurm nodes=2 -- digits.py", "3 workers on 2 nodes"),
+        ("-np 3 --launcher slurm --slurm nodes=0 -- digits.py", "nodes=0 of Slurm's options"),
         ("-H a:2,b:1 --launcher slurm -- digits.py", "3 workers on 2 nodes"),
         ("-np 2 --each compression -- digits.py", "write flag=value,value"),
         ("-np 2 --config no_such.toml -- digits.py", "no_such.toml"),
@@ -147,6 +148,8 @@ def test_flags_come_before_the_file(tmp_path: Path, capsys: pytest.CaptureFixtur
     file.write_text('launcher = "horovodrun"\nworkers = 4\nhosts = ["a:4"]\npython = "py"\n[environment]\nA = 1\n')
     launch.main(["--config", str(file), "--dry-run", "-np", "2", "--", "digits.py"])
     assert capsys.readouterr().out == f"env A=1 horovodrun -np 2 -H a:4 py {LAUNCH.parent / 'digits.py'}\n"
+    launch.main(["--config", str(file), "--dry-run", "-H", "b:1,c:2", "--", "digits.py"])  # its workers were for a
+    assert "horovodrun -np 3 -H b:1,c:2 py" in capsys.readouterr().out
 
 
 @needs_toml

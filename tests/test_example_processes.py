@@ -86,6 +86,21 @@ def test_signals_are_passed_on_and_workers_may_save(number: int, written: str, t
     assert (tmp_path / "saved").read_text() == f"SIG{written}"
 
 
+def test_after_a_signal_a_sweep_does_not_go_on(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text(
+        "import pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+        "pathlib.Path(sys.argv[sys.argv.index('--seed') + 1]).touch()\n"
+        "time.sleep(50)\n"
+    )
+    line = [sys.executable, str(LAUNCH), "--launcher", "alone", "--each", "seed=1,2", "--", "t.py"]
+    launched = subprocess.Popen(line, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    wait_for(tmp_path / "1")
+    launched.send_signal(signal.SIGTERM)
+    assert "1 of 2 runs failed or were not made: run_seed=2" in launched.communicate(timeout=20)[1]
+    assert launched.returncode == 1 and not (tmp_path / "2").exists()
+
+
 @pytest.mark.skipif(not Path("/proc/self/comm").exists(), reason="needs Linux's /proc")
 def test_open_mpi_gets_a_signal_that_it_hands_on(tmp_path: Path) -> None:
     """Below horovodrun, too, which would leave it behind."""
