@@ -1,4 +1,4 @@
-"""What has started a worker: the standard library alone is asked."""
+"""Tell which launcher has started a worker; ``commands.py`` has the commands. The standard library alone is asked."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-LAUNCHERS = {
+SHOWN_BY = {  # the variables that launchers leave, the surest first
     "HOROVOD_RANK": "horovodrun",
     "TORCHELASTIC_RUN_ID": "torchrun",
     "OMPI_COMM_WORLD_RANK": "mpirun",
     "PMI_RANK": "mpirun",
     "PMIX_RANK": "mpirun",
     "RANK": "by hand",
+    "SLURM_STEP_NUM_TASKS": "slurm",
 }
 HOROVODS = ("--tag-output", "^openib")  # what horovodrun gives to the mpirun that it turns into
 
@@ -24,7 +25,7 @@ def launcher(env: Mapping[str, str] = os.environ, above: Iterable[str] | None = 
     horovodrun over MPI leaves mpirun's only, and turns into it: it is told by ``above``, the commands that this process
     descends from.
     """
-    name = next((name for key, name in LAUNCHERS.items() if key in env), "alone")
+    name = next((name for key, name in SHOWN_BY.items() if key in env), "alone")
     if name == "mpirun":
         commands = ancestors() if above is None else above
         if any(all(word in command for word in HOROVODS) for command in commands):
@@ -33,7 +34,7 @@ def launcher(env: Mapping[str, str] = os.environ, above: Iterable[str] | None = 
 
 
 def ancestors() -> Iterator[str]:
-    """The commands that this process descends from, the nearest first (Linux; elsewhere none)."""
+    """Yield the commands that this process descends from, the nearest first (Linux; elsewhere none)."""
     process = os.getppid()
     with contextlib.suppress(OSError):
         while process > 1:
