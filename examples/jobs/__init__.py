@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 
-from jobs import digits, images, stdlib
+from jobs import digits, gpt, images, squad, stdlib, words
 from jobs.base import Job
 
-JOBS: dict[str, Job] = {**digits.JOBS, **images.JOBS, **stdlib.JOBS, **images.JOBS}
+TABLES = (digits.JOBS, stdlib.JOBS, images.JOBS, words.JOBS, gpt.JOBS, squad.JOBS)
+JOBS: dict[str, Job] = {name: job for table in TABLES for name, job in table.items()}
 
 
 def get(name: str) -> Job:

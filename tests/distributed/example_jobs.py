@@ -48,7 +48,8 @@ KEPT = ("loss", "perplexity", "accuracy", "f1", "step", "reason", "replicas_equa
 
 def trained(folder: Path, name: str, line: str, stopping: Stopping | None = None) -> dict[str, Any]:
     """Collective. What ``train.py`` measured, run as ``name``."""
-    places = f"--data {folder / 'data'} --log-dir {folder / 'logs'} --run {name} --readers 1"
+    readers = int(line.startswith("resnet50-imagenet"))  # a process starts slowly: once is enough
+    places = f"--data {folder / 'data'} --log-dir {folder / 'logs'} --run {name} --readers {readers}"
     args = arguments(f"{line} --tiny --merging threshold {places}".split())
     found = train.train(args, stopping or Stopping())
     return {key: found[key] for key in KEPT if key in found}
