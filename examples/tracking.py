@@ -74,7 +74,8 @@ class Tracker(Silent):
             self._end_bar()
             for tag, value in scalars(fields).items():
                 self._board.add_scalar(tag, value, fields["step"])
-            figures = {"loss": fields["loss"], **fields["metrics"], "samples/s": fields["samples_per_second"]}
+            measured = {f"test {name}": value for name, value in fields["metrics"].items()}
+            figures = {"loss": fields["loss"], **measured, "samples/s": fields["samples_per_second"]}
             line = f"epoch {fields['epoch']:g}/{self._epochs}  step {fields['step']}  {shown(figures)}"
             print(line, file=sys.stderr, flush=True)
 

@@ -16,7 +16,6 @@ import sweep
 import synthetic_benchmark
 import torch
 import torch.distributed as dist
-import train_digits
 from digits import DigitsCNN
 from torch import Size
 
@@ -32,7 +31,7 @@ SMALL = "benchmark --no-cuda --model cnn --image-size 8 --batch-size 2 --num-war
 # -- flags -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [train_digits.arguments, mnist.arguments, synthetic_benchmark.arguments])
+@pytest.mark.parametrize("arguments", [mnist.arguments, synthetic_benchmark.arguments])
 def test_rank_and_threshold_are_passed_on(arguments: object) -> None:
     args = arguments("--compression acpsgd --rank 8 --threshold 0.5".split())  # type: ignore[operator]
     expected = {"compression": "acpsgd", "rank": 8, "exchange": "sparse"}

@@ -9,21 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import digits
 import launchers
 import mnist
 import models
 import numpy as np
-import options
 import pytest
 import synthetic_benchmark
 import torch
-import train_digits
 from data import idx
-
-import agmerge
-import merging
-from agmerge.testing import run
 
 SCRIPTS = {"mnist": mnist.arguments, "synthetic_benchmark": synthetic_benchmark.arguments}
 ROOT = Path(__file__).resolve().parents[1]
@@ -110,59 +103,7 @@ def test_a_process_knows_the_commands_above_it() -> None:
     assert found[0].startswith('/bin/sh -c "$@"; exit $? a name') and len(found) > 1
 
 
-# -- the optimizer's options -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "line, expected",
-    [
-        ("", {"exchange": "sparse"}),
-        ("--compression topk --density 0.1", {"compression": "topk", "density": 0.1, "exchange": "sparse"}),
-        ("--compression none", {"compression": "none"}),
-        ("--merging agtf --exchange auto", {"merging": "agtf", "exchange": "auto"}),
-        ("--merging dear", {"merging": "dear", "model": "the model", "compression": "none"}),
-        ("--merging dear --compression fp16", {"merging": "dear", "model": "the model", "compression": "fp16"}),
-        # What does not go together is for the library to refuse.
-        (
-            "--merging dear --compression topk",
-            {"merging": "dear", "model": "the model", "compression": "topk", "exchange": "sparse"},
-        ),
-        ("--compression none --density 0.5", {"compression": "none", "density": 0.5}),
-    ],
-)
-def test_only_what_was_asked_for_is_passed_on(line: str, expected: dict[str, object]) -> None:
-    assert options.given(train_digits.arguments(line.split()), "the model") == expected
-
-
-@pytest.fixture(scope="module")
-def few() -> digits.Data:
-    """So few images that an epoch of two workers is two steps."""
-    torch.set_num_threads(1)
-    x, y, test_x, test_y = digits.load()
-    return x[:64], y[:64], test_x[:20], test_y[:20]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", merging.names())
-def test_the_main_job_takes_every_planner_and_names_it(name: str, few: digits.Data) -> None:
-    args = train_digits.arguments(["--merging", name, "--epochs", "2"])
-    models = [digits.DigitsCNN() for _ in range(2)]
-
-    def body(rank: int) -> dict[str, object]:
-        return train_digits.train(args, models[rank], train_digits.wrapped(args, models[rank]), few, None)
-
-    found = run(2, body)[0]
-    assert found["replicas_equal"]
-    shown = train_digits.table(found)
-    assert f"plan              {name}, " in shown and "merge buffer" in shown
-    assert ("none" if name == "dear" else "density 0.01, sparse exchange") in shown
-
-
-def test_dear_with_a_sparsifier_ends_with_the_librarys_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", "train_digits.py --merging dear --compression topk".split())
-    with pytest.raises(SystemExit, match="merging='dear' halves an all-reduce.*pass compression='none'"):
-        train_digits.main()
-    agmerge.shutdown()
+# -- the benchmark, and make -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("more", ["--merging dear", "--compression topk", "--compression topk --merging agtf"])
@@ -184,11 +125,12 @@ def test_make_train_passes_on_what_it_was_given_and_nothing_else() -> None:
         command = ["make", "-n", "--no-print-directory", f"PYTHON={sys.executable}", "train", *more]
         alone = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}  # nothing of a make around it
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True, env=alone)
-        return " ".join(done.stdout.partition("examples/train_digits.py")[2].replace("\\\n", " ").split())
+        return " ".join(done.stdout.partition("examples/train.py")[2].replace("\\\n", " ").split())
 
-    assert told() == ""
-    assert told("MERGING=dear", "COMPRESSION=bf16", "EPOCHS=3") == "--compression bf16 --merging dear --epochs 3"
-    assert told("DENSITY=0.1", "EXCHANGE=auto", "ARGS=--seed 1") == "--density 0.1 --exchange auto --seed 1"
+    assert told() == "digits"
+    assert told("MERGING=dear", "COMPRESSION=bf16", "EPOCHS=3") == "digits --compression bf16 --merging dear --epochs 3"
+    assert told("DENSITY=0.1", "EXCHANGE=auto", "ARGS=--seed 1") == "digits --density 0.1 --exchange auto --seed 1"
+    assert told("JOB=lstm-ptb", "DATA=/data").endswith("lstm-ptb --data /data")
 
 
 # -- MNIST's own files -----------------------------------------------------------------------------------------
