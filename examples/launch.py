@@ -126,6 +126,7 @@ def sweep(launcher: str, where: Cluster, program: Sequence[str], args: Namespace
             failed += list(runs)[number:]
             break
     if written := [log for log in logs if log.exists() and not args.dry_run]:
+        print(f"{folder}/*/log.jsonl:")
         print(compared(written, each.value_of("--target", given)))
     if failed:
         print(f"{len(failed)} of {len(runs)} runs failed or were not made: {', '.join(failed)}", file=sys.stderr)

@@ -251,7 +251,8 @@ def test_a_sweep_goes_on_after_a_failure_and_compares(tmp_path: Path, capsys: py
     assert launch.main(line) == 1
     out, err = capsys.readouterr()
     shown = out.splitlines()
-    assert len(shown) == 6 and shown[3].startswith("job") and "none" in shown[4] and "topk" in shown[5]
+    assert shown[3] == f"{tmp_path / 'runs'}/*/log.jsonl:" and shown[4].startswith("job")
+    assert len(shown) == 7 and "none" in shown[5] and "topk" in shown[6]
     assert "1 of 3 runs failed or were not made: j_compression=broken (status 5)" in err
     with pytest.raises(SystemExit, match="is there already"):
         launch.main([*line[:3], "compression=none", *line[4:]])
