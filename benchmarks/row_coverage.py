@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import jobs  # noqa: E402  (found only through the line above)
 import optimizers  # noqa: E402
 from jobs.base import Settings  # noqa: E402
-from loop import Loop, Way  # noqa: E402
+from training.loop import Loop, Way  # noqa: E402
 
 JOB = jobs.get("digits")
 NAMES = ("topk", "adtopk", "adtopk-row", "adtopk-fill", "dgc", "randomk")

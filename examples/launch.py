@@ -17,11 +17,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import each
-from cluster import Cluster, cluster, read
-from commands import LAUNCHERS, Machine, command, over_ssh
-from processes import Ended, run
-from sbatch import sbatch
+from launching import each
+from launching.cluster import Cluster, cluster, read
+from launching.commands import LAUNCHERS, Machine, command, over_ssh
+from launching.processes import Ended, run
+from launching.sbatch import sbatch
 
 SLURM = "slurm"  # the launcher that is a file
 ONLY_FOR = {"ssh": "torchrun", "sbatch": SLURM, "slurm": SLURM}  # flags, and the launcher that reads them

@@ -15,8 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import logs
-from comparison import Row, Spread, rows
+from reporting import logs
+from reporting.comparison import Row, Spread, rows
 
 NOTHING = "-"  # in a cell without a value
 
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         found = rows(runs, args.target, args.dense)
         print(as_json(found) if args.json else table(found, args.markdown))
         if args.picture is not None:
-            import curves
+            from reporting import curves
 
             curves.draw(runs, args.picture, args.target)
     except (OSError, ValueError, ImportError) as error:

@@ -19,18 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import resume
 import torch
-from assemble import loop_of
-from checkpoints import Checkpoints
 from launchers import launcher
-from loop import Loop
 from replicas import average_buffers, replicas_equal
-from show import listing, plans, table
-from stopping import Stopping
-from tracking import Silent, Tracker
-from train_options import arguments
-from training import Ends, Training
+from training import resume
+from training.assemble import loop_of
+from training.checkpoints import Checkpoints
+from training.epochs import Ends, Training
+from training.loop import Loop
+from training.options import arguments
+from training.show import listing, plans, table
+from training.stopping import Stopping
+from training.tracking import Silent, Tracker
 
 import agmerge
 
@@ -45,8 +45,8 @@ def train(args: Namespace, stopping: Stopping) -> dict[str, Any]:
     """
     loop, epochs = loop_of(args)
     checkpoints = Checkpoints(args.checkpoint_dir, args.portable) if args.checkpoint_dir else None
-    state = resume.go_on(loop, checkpoints, args.job) if checkpoints and args.resume else None
-    name = args.run or (state or {}).get("run") or agmerge.broadcast_object(run_name(args))
+    state = resume.begin(loop, checkpoints, args.job, args.resume) if checkpoints else None
+    name = args.run_name or (state or {}).get("run") or agmerge.broadcast_object(run_name(args))
     tracker = Tracker(args.log_dir / name, epochs) if agmerge.rank() == 0 else Silent()
     try:
         tracker.write("start", **start(args, name, loop))

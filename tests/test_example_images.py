@@ -10,13 +10,13 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-import optimizers
 import pytest
 import torch
 from data import cifar, idx, small_pictures
 from jobs.base import Settings, Task
 from jobs.images import JOBS
 from torch import Tensor
+from training import optimizers
 
 TRAIN, HELD_OUT = 200, 60  # pictures
 

@@ -7,13 +7,13 @@ import shlex
 import sys
 from pathlib import Path
 
-import each
 import launch
 import launchers
 import pytest
-from cluster import Cluster, Host, cluster, hosts, read
-from commands import Machine, command, cores
-from sbatch import sbatch
+from launching import each
+from launching.cluster import Cluster, Host, cluster, hosts, read
+from launching.commands import Machine, command, cores
+from launching.sbatch import sbatch
 
 LAUNCH = Path(launch.__file__)
 PLAIN = Machine(name="here", root=False, cores=4, env={"HOME": "/home/me"})
@@ -184,11 +184,11 @@ def test_slurms_file() -> None:
     ]
     assert "export GLOO_SOCKET_IFNAME=ib0\n" in text
     assert (
-        'py train.py gpt2-wikitext2 --lr 1 --run "gpt2-wikitext2-$SLURM_JOB_ID" '
+        'py train.py gpt2-wikitext2 --lr 1 --run-name "gpt2-wikitext2-$SLURM_JOB_ID" '
         '--checkpoint-dir "checkpoints/gpt2-wikitext2-$SLURM_JOB_ID" ${SLURM_RESTART_COUNT:+--resume} &\n'
     ) in text
-    named = sbatch(at(2), "t.py", ["j", "--run=x", "--checkpoint-dir", "c d"])
-    assert "py t.py j --run=x --checkpoint-dir 'c d' ${SLURM" in named
+    named = sbatch(at(2), "t.py", ["j", "--run-name=x", "--checkpoint-dir", "c d"])
+    assert "py t.py j --run-name=x --checkpoint-dir 'c d' ${SLURM" in named
     placed = sbatch(at(4, hosts=TWO), "t.py", [])
     assert "--nodes=2\n" in placed and "--ntasks-per-node=2\n" in placed and "--nodelist=a,b\n" in placed
 
@@ -210,17 +210,17 @@ def test_slurms_file_is_written_and_submitted(
 def test_each_makes_every_combination_once() -> None:
     found = each.runs(["compression=none,topk,acpsgd", "--density=0.01,0.001", "rank=2"], ["digits", "--epochs", "1"])
     assert [" ".join(line[3:]) for line in found.values()] == [
-        "--compression none --run digits_compression=none",
-        "--compression topk --density 0.01 --run digits_compression=topk_density=0.01",
-        "--compression topk --density 0.001 --run digits_compression=topk_density=0.001",
-        "--compression acpsgd --rank 2 --run digits_compression=acpsgd_rank=2",
+        "--compression none --run-name digits_compression=none",
+        "--compression topk --density 0.01 --run-name digits_compression=topk_density=0.01",
+        "--compression topk --density 0.001 --run-name digits_compression=topk_density=0.001",
+        "--compression acpsgd --rank 2 --run-name digits_compression=acpsgd_rank=2",
     ]
     assert all(line[:3] == ["digits", "--epochs", "1"] for line in found.values())
 
 
 def test_each_run_has_a_folder_of_its_own() -> None:
     (name, line), *_ = each.runs(["merging=a/b:x=1"], ["--seed", "1", "--checkpoint-dir=c"]).items()
-    assert name == "run_merging=a-b-x=1" and line[-4:] == ["--run", name, "--checkpoint-dir", f"c/{name}"]
+    assert name == "run_merging=a-b-x=1" and line[-4:] == ["--run-name", name, "--checkpoint-dir", f"c/{name}"]
 
 
 def test_the_last_value_of_a_flag_counts() -> None:
@@ -230,14 +230,14 @@ def test_the_last_value_of_a_flag_counts() -> None:
 
 RUN = """
 import json, pathlib, sys
-at = {flag: sys.argv[sys.argv.index(flag) + 1] for flag in ("--run", "--log-dir", "--compression")}
+at = {flag: sys.argv[sys.argv.index(flag) + 1] for flag in ("--run-name", "--log-dir", "--compression")}
 if at["--compression"] == "broken":
     sys.exit(5)
-start = dict(kind="start", job="j", run=at["--run"], settings={}, optimizer={"compression": at["--compression"]},
+start = dict(kind="start", job="j", run=at["--run-name"], settings={}, optimizer={"compression": at["--compression"]},
              metric="accuracy", unit="images", workers=1, step=0)
 epoch = dict(kind="epoch", epoch=1, step=1, metrics={"accuracy": 0.5}, train_seconds=1, wall_seconds=1,
              samples_per_second=1, stats={})
-folder = pathlib.Path(at["--log-dir"], at["--run"])
+folder = pathlib.Path(at["--log-dir"], at["--run-name"])
 folder.mkdir(parents=True)
 (folder / "log.jsonl").write_text(json.dumps(start) + "\\n" + json.dumps(epoch) + "\\n")
 """

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import launch
 import pytest
-from cluster import Cluster
-from commands import over_ssh
-from processes import run
-from sbatch import sbatch
+from launching.cluster import Cluster
+from launching.commands import over_ssh
+from launching.processes import run
+from launching.sbatch import sbatch
 
 LAUNCH = Path(launch.__file__)
 
@@ -144,7 +144,7 @@ def test_slurms_file_is_bash_that_saves_and_waits_for_its_next_turn(tmp_path: Pa
         "echo $$ > pid.new\nmv pid.new pid\nfor i in {1..600}; do sleep 0.05; done\n",
     )
     (tmp_path / "job.sh").write_text(
-        sbatch(Cluster(2, python="py"), "t.py", ["j", "--run", "r", "--checkpoint-dir", "c"])
+        sbatch(Cluster(2, python="py"), "t.py", ["j", "--run-name", "r", "--checkpoint-dir", "c"])
     )
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
     job = subprocess.Popen(["bash", "job.sh"], cwd=tmp_path, env=env)
@@ -152,7 +152,7 @@ def test_slurms_file_is_bash_that_saves_and_waits_for_its_next_turn(tmp_path: Pa
     job.send_signal(signal.SIGUSR1)
     job.wait(20)
     assert (tmp_path / "said").read_text().splitlines()[1:] == [
-        "srun --kill-on-bad-exit=1 py t.py j --run r --checkpoint-dir c --resume node1",
+        "srun --kill-on-bad-exit=1 py t.py j --run-name r --checkpoint-dir c --resume node1",
         "scancel --signal=TERM 7",
         "saved",
         "scontrol requeue 7",

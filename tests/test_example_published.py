@@ -8,8 +8,8 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-import published
 import pytest
+from training import published
 
 import merging
 import sparsifiers

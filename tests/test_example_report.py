@@ -8,11 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import curves
-import logs
 import pytest
 import report
-from comparison import Spread, rows, spread
+from reporting import curves, logs
+from reporting.comparison import Spread, rows, spread
 
 Line = dict[str, Any]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import schedules
 import torch
+from jobs import schedules
 from torch import nn
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from schedules import Constant, Schedule
 from torch import Tensor, nn
+
+from jobs.schedules import Constant, Schedule
 
 LESS_IS_BETTER = ("perplexity", "loss")  # of metrics
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from digits import DigitsCNN, load, shard
-from schedules import OneCycle
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from jobs.base import Job, Recipe, Settings, Task, held_out
+from jobs.schedules import OneCycle
 
 Batch = tuple[Tensor, Tensor]
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from data import text
 from networks.gpt2 import SIZES, gpt2
-from schedules import Linear
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from jobs.base import Job, Recipe, Settings, folder, held_out, share
 from jobs.perplexity import LanguageTask
+from jobs.schedules import Linear
 
 
 class Blocks(LanguageTask):

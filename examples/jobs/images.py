@@ -12,12 +12,12 @@ from data import augment, cifar, idx
 from digits import DigitsCNN
 from networks import resnet, vgg
 from networks.vit import ViT
-from schedules import Linear, Steps
 from torch import Generator, Tensor, nn
 
 from jobs.base import Job, Recipe, Settings, folder, generator
 from jobs.classification import Batch, Classification
 from jobs.imagenet import FromFolders
+from jobs.schedules import Linear, Steps
 
 Arrays = tuple[idx.Bytes, idx.Bytes, idx.Bytes, idx.Bytes]  # pictures and classes for training, and those held out
 

@@ -11,12 +11,12 @@ import torch
 from data import windows
 from data.windows import Windows
 from networks.bert import SIZES, bert
-from schedules import Linear
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from jobs import spans
 from jobs.base import Job, Recipe, Settings, Task, folder, held_out, share
+from jobs.schedules import Linear
 
 STEP = 3  # windows begin a third of their length after each other: 128 tokens of the published 384
 AT_A_TIME = 8  # windows that are evaluated, as published

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from gpt import GPT, VOCABULARY, corpus, unigram_loss, windows
-from schedules import OneCycle
 from torch import Tensor, nn
 
 from jobs.base import Job, Recipe, Settings, Task
+from jobs.schedules import OneCycle
 
 Batch = tuple[Tensor, Tensor]
 PASSES = 100  # batches of an epoch, which are drawn anywhere in the text

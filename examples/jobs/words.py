@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 from data import text
 from networks.lstm import lstm
 from networks.transformer import transformer
-from schedules import Noam, Plateau, Steps
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from jobs.base import Job, Recipe, Settings, folder, held_out
 from jobs.perplexity import LanguageTask
+from jobs.schedules import Noam, Plateau, Steps
 
 STREAMS = 10  # in which the text held out is read, however many workers share them: figures are the same with any
 

@@ -22,8 +22,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 import torch  # noqa: E402
 import train  # noqa: E402
 from jobs import JOBS  # noqa: E402
-from stopping import Stopping  # noqa: E402
-from train_options import arguments  # noqa: E402
+from training.options import arguments  # noqa: E402
+from training.stopping import Stopping  # noqa: E402
 
 import agmerge  # noqa: E402
 
@@ -49,7 +49,7 @@ KEPT = ("loss", "perplexity", "accuracy", "f1", "step", "reason", "replicas_equa
 def trained(folder: Path, name: str, line: str, stopping: Stopping | None = None) -> dict[str, Any]:
     """Collective. What ``train.py`` measured, run as ``name``."""
     readers = int(line.startswith("resnet50-imagenet"))  # a process starts slowly: once is enough
-    places = f"--data {folder / 'data'} --log-dir {folder / 'logs'} --run {name} --readers {readers}"
+    places = f"--data {folder / 'data'} --log-dir {folder / 'logs'} --run-name {name} --readers {readers}"
     args = arguments(f"{line} --tiny --merging threshold {places}".split())
     found = train.train(args, stopping or Stopping())
     return {key: found[key] for key in KEPT if key in found}

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from comparison import differing, grouped
-from logs import Run
+from reporting.comparison import differing, grouped
+from reporting.logs import Run
 
 SETTINGS = {"svg.hashsalt": "agmerge", "axes.grid": True, "axes.spines.top": False, "axes.spines.right": False}
 

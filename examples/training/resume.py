@@ -7,11 +7,11 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from checkpoints import Checkpoints, State
-from loop import COUNTED, Loop, Progress
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import agmerge
+from training.checkpoints import Checkpoints, State
+from training.loop import COUNTED, Loop, Progress
 
 
 def save(loop: Loop, checkpoints: Checkpoints, about: dict[str, Any]) -> None:
@@ -48,6 +48,19 @@ def progress_so_far(loop: Loop) -> Progress:
     """Return the progress with this run's totals in it; the loop's own goes on counting from before."""
     totals = loop.stats()
     return Progress(**{**vars(loop.progress), "counted": {name: totals[name] for name in COUNTED}})
+
+
+def begin(loop: Loop, checkpoints: Checkpoints, job: str, resuming: bool) -> State | None:
+    """Collective. Go on from the last checkpoint of all workers, if ``resuming``; return it, or None where none is.
+
+    Raises ``ValueError`` where there are checkpoints that this run would mix its own with: of another job, of other
+    numbers of workers, or any where it begins anew.
+    """
+    if resuming:
+        return go_on(loop, checkpoints, job)
+    if any(agmerge.allgather_object(checkpoints.steps())):
+        raise ValueError(f"{checkpoints.folder} has checkpoints: --resume goes on from them, or choose another folder")
+    return None
 
 
 def go_on(loop: Loop, checkpoints: Checkpoints, job: str) -> State | None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from cluster import Cluster
-from each import job, value_of
+from launching.cluster import Cluster
+from launching.each import job, value_of
 
 NOTICE = 120  # seconds before the end of its time in which a job saves
 
@@ -32,12 +32,12 @@ wait "$workers"
 def sbatch(cluster: Cluster, script: str, arguments: Sequence[str]) -> str:
     """Return the file for ``script``, whose flags are those of ``train.py``, and which saves at SIGTERM, as it does.
 
-    Without --run and --checkpoint-dir both get the job's name and number, which stay when it is requeued. Raises
+    Without --run-name and --checkpoint-dir both get the job's name and number, which stay when it is requeued. Raises
     ``ValueError`` for nodes that cannot all have the same number of workers.
     """
     name = job(arguments)
     own = f"{name}-$SLURM_JOB_ID"
-    more = {"--run": own, "--checkpoint-dir": f"checkpoints/{own}"}
+    more = {"--run-name": own, "--checkpoint-dir": f"checkpoints/{own}"}
     program = shlex.join([cluster.python, script, *arguments])
     options = {
         "job-name": name,

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from jobs.base import Task
-from optimizers import Wrapped
+from jobs.schedules import Scheduler
 from replicas import average_buffers
-from schedules import Scheduler
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import agmerge
+from training.optimizers import Wrapped
 
 COUNTED = ("bytes_sent", "bytes_dense", "elements_sent", "exposed_seconds")  # of stats(): totals
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

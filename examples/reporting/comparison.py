@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from logs import Run
+from reporting.logs import Run
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ import torch
 
 import agmerge
 
+# Of a user or a cluster, and of launchers that would not wait: Open MPI hands on the second one as it is.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 PATIENCE = 1.0  # seconds between two agreements, about
 MOST = 100  # steps between them, at most
 
@@ -23,13 +25,14 @@ class Stopping:
         self._next = 0  # the step of the next agreement, the same on all workers
 
     @contextmanager
-    def listening(self, number: int = signal.SIGTERM) -> Iterator[None]:
-        """Note the signal, inside, instead of ending at once."""
-        before = signal.signal(number, self.note)
+    def listening(self) -> Iterator[None]:
+        """Note SIGTERM and SIGUSR1, inside, instead of ending at once."""
+        before = {number: signal.signal(number, self.note) for number in SIGNALS}
         try:
             yield
         finally:
-            signal.signal(number, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def note(self, number: int, frame: FrameType | None) -> None:
         """Note the signal ``number``: a handler for :func:`signal.signal`."""

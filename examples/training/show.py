@@ -8,7 +8,8 @@ from typing import Any
 import jobs
 import torch
 from options import described, planned
-from train_options import library_options, recipe_of
+
+from training.options import library_options, recipe_of
 
 SHARES = ("accuracy", "top5", "f1", "exact")  # metrics that are parts of a whole
 

@@ -6,16 +6,16 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import resume
 import torch
-from checkpoints import Checkpoints
 from jobs.base import LESS_IS_BETTER
-from loop import Loop
-from stopping import Stopping
-from tracking import Silent
 
 import agmerge
 import merging
+from training import resume
+from training.checkpoints import Checkpoints
+from training.loop import Loop
+from training.stopping import Stopping
+from training.tracking import Silent
 
 
 @dataclass(frozen=True)

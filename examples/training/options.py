@@ -12,27 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import jobs
-import published
 from jobs.base import Job, Recipe
+from jobs.schedules import Linear, Steps
 from options import count, given
-from schedules import Linear, Steps
 from torch import nn
+
+from training import published
 
 EXTRA = {"memory": "memory", "warmup_density": "warmup", "dense": "dense"}  # flags, and the library's arguments
 
 
 def arguments(argv: Sequence[str] | None = None) -> Namespace:
     """Read the command line; ``argparse`` ends the process where it has no meaning."""
-    parser = ArgumentParser(
-        usage="train.py MODEL-DATA [flag ...]; train.py --list; train.py --help",
-        description="Train a published experiment with workers that exchange compressed gradients, or updates",
-    )
-    parser.add_argument("job", nargs="?", metavar="MODEL-DATA", help="see --list")
-    _add_recipe(parser.add_argument_group("the recipe; what is not given is as published"))
-    _add_library(parser.add_argument_group("the exchange; what is not given is left to the library"))
-    _add_run(parser.add_argument_group("the run"))
-    published.add_translated(parser)
-    published.add_refused(parser)
+    parser = make_parser()
     args = parser.parse_args(argv)
     if args.list:
         return args
@@ -54,6 +46,21 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     if args.local_steps is not None and args.sync is not None:
         parser.error("--local-steps exchanges updates: leave --sync out")
     return args
+
+
+def make_parser() -> ArgumentParser:
+    """Return the parser of all flags, published ones among them."""
+    parser = ArgumentParser(
+        usage="train.py MODEL-DATA [flag ...]; train.py --list; train.py --help",
+        description="Train a published experiment with workers that exchange compressed gradients, or updates",
+    )
+    parser.add_argument("job", nargs="?", metavar="MODEL-DATA", help="see --list")
+    _add_recipe(parser.add_argument_group("the recipe; what is not given is as published"))
+    _add_library(parser.add_argument_group("the exchange; what is not given is left to the library"))
+    _add_run(parser.add_argument_group("the run"))
+    published.add_translated(parser)
+    published.add_refused(parser)
+    return parser
 
 
 def _add_recipe(group: Any) -> None:
@@ -107,7 +114,11 @@ def _add_run(group: Any) -> None:
         default=Path("runs"),
         help="where a folder with log.jsonl and TensorBoard's events is made",
     )
-    add("--run", metavar="NAME", help="the name of that folder; without it one of job, compression, workers and time")
+    add(
+        "--run-name",
+        metavar="NAME",
+        help="that folder's name; without it one of job, compression, workers and time",
+    )
     add("--checkpoint-dir", type=Path, metavar="DIR", help="keep checkpoints there, one after every epoch")
     add("--resume", action="store_true", help="go on from the last checkpoint that all workers have")
     add("--portable", action="store_true", help="let other numbers of workers go on from checkpoints, too")

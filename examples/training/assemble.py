@@ -5,13 +5,13 @@ from __future__ import annotations
 from argparse import Namespace
 
 import jobs
-import optimizers
 import torch
 from jobs.base import Recipe, Settings
-from loop import Loop, Way
-from train_options import library_options, recipe_of
 
 import agmerge
+from training import optimizers
+from training.loop import Loop, Way
+from training.options import library_options, recipe_of
 
 
 def loop_of(args: Namespace) -> tuple[Loop, int]:

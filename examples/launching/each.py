@@ -29,7 +29,7 @@ def runs(texts: Iterable[str], arguments: Sequence[str]) -> dict[str, list[str]]
         name = named(job(arguments), settings)
         flags = [word for key, value in settings.items() for word in (f"--{key}", value)]
         own = ["--checkpoint-dir", f"{kept}/{name}"] if kept else []  # argparse takes the last one
-        found[name] = [*arguments, *flags, "--run", name, *own]
+        found[name] = [*arguments, *flags, "--run-name", name, *own]
     return found
 
 

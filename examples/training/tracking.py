@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -41,7 +42,11 @@ class Tracker(Silent):
 
     def __init__(self, folder: Path, epochs: float) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._log = (folder / "log.jsonl").open("a", encoding="utf-8")
+        self._log = (folder / "log.jsonl").open("a+b")
+        if self._log.tell():
+            self._log.seek(-1, os.SEEK_END)
+            if self._log.read(1) != b"\n":  # a run was killed as it wrote
+                self._log.write(b"\n")
         self._board = SummaryWriter(str(folder))
         self._epochs = f"{epochs:g}"
         self._bar: tqdm[Any] | None = None
@@ -68,7 +73,7 @@ class Tracker(Silent):
 
     def write(self, kind: str, **fields: Any) -> None:
         """Add a line to the log; an epoch's figures go to TensorBoard and to stderr, too."""
-        self._log.write(json.dumps({"kind": kind, **fields}, default=str) + "\n")
+        self._log.write(json.dumps({"kind": kind, **fields}, default=str).encode() + b"\n")
         self._log.flush()
         if kind == "epoch":
             self._end_bar()

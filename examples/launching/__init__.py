@@ -1,0 +1,1 @@
+"""Start workers: clusters, the command lines of launchers, sweeps, and the processes that come of them."""

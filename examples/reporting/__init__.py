@@ -1,0 +1,1 @@
+"""Read what runs left behind, and compare it: logs, tables and curves."""

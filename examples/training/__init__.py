@@ -1,0 +1,1 @@
+"""Train a job: from the command line to a loop, through its epochs, with what it leaves behind."""

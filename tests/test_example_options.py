@@ -1,0 +1,157 @@
+"""What the command line of ``examples/train.py`` comes to, and which part of the samples is a worker's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jobs
+import pytest
+import torch
+import train
+from jobs.base import Recipe, Settings, generator, held_out, share
+from jobs.schedules import Linear, Steps
+from torch.distributed.run import get_args_parser
+from training import options as train_options
+
+import agmerge
+import merging
+
+
+def options(line: str) -> dict[str, Any]:
+    args = train_options.arguments(line.split())
+    return train_options.library_options(args, jobs.get(args.job), "the model")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "line, expected",
+    [
+        ("digits", {"exchange": "sparse"}),
+        ("digits --compression topk --density 0.1", {"compression": "topk", "density": 0.1, "exchange": "sparse"}),
+        ("digits --compressor none", {"compression": "none"}),
+        ("digits --merging agtf --exchange auto", {"merging": "agtf", "exchange": "auto"}),
+        ("digits --merging dear", {"merging": "dear", "model": "the model", "compression": "none"}),
+        ("digits --threshold 1000", {"merging": merging.get("threshold", bytes=4000), "exchange": "sparse"}),
+        ("digits --compression powersgd --rank 8", {"compression": "powersgd", "rank": 8, "exchange": "sparse"}),
+        (
+            "digits --memory none --dense .*bias fc2.* --warmup-density 20",
+            {"memory": "none", "dense": [".*bias", "fc2.*"], "warmup": 20, "exchange": "sparse"},
+        ),
+        ("digits --warmup-density dgc --dense partial", {"warmup": "dgc", "dense": "partial", "exchange": "sparse"}),
+        ("gpt-stdlib", {"sync": "updates", "exchange": "sparse"}),
+        ("gpt-stdlib --sync gradients --compression none", {"sync": "gradients", "compression": "none"}),
+        (
+            "gpt-stdlib --every 8 --overlap 2 --fragments 2 --density 1 --wire int4 --carry apply",
+            {"sync": "updates", "every": 8, "overlap": 2, "fragments": 2, "density": 1.0, "wire": "int4"}
+            | {"carry": "apply", "exchange": "sparse"},
+        ),
+        ("gpt-stdlib --local-steps 8 --wire int8", {"wire": "int8", "exchange": "sparse"}),
+    ],
+)
+def test_only_what_was_asked_for_is_passed_on(line: str, expected: dict[str, Any]) -> None:
+    assert options(line) == expected
+
+
+def recipe(line: str) -> Recipe:
+    args = train_options.arguments(line.split())
+    return train_options.recipe_of(jobs.get(args.job), args)
+
+
+def test_a_recipe_is_as_published_unless_a_flag_says_otherwise() -> None:
+    published = jobs.get("digits").recipe
+    assert recipe("digits") == published
+    changed = recipe("digits --lr 0.5 --epochs 3 --train_batch_size 4 --momentum 0.1 --wd 0 --clip 2")
+    assert changed == replace(published, lr=0.5, epochs=3, batch_size=4, momentum=0.1, wd=0.0, clip=2.0)
+    assert recipe("digits --tiny").epochs < published.epochs
+
+
+def test_a_warm_up_is_for_rates_that_have_one() -> None:
+    steps = replace(jobs.get("digits").recipe, schedule=Steps(((30, 0.1),)))
+    assert train_options.warmed(steps, 2.0, "x") == Steps(((30, 0.1),), warmup=2.0)
+    linear = replace(steps, schedule=Linear(), epochs=10)
+    assert train_options.warmed(linear, 2.0, "x") == Linear(0.2)
+    with pytest.raises(ValueError, match="--warmup-epochs: the rate of digits has no warm-up"):
+        recipe("digits --warmup-epochs 2")
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("", "a job is missing"),
+        ("digit", "did you mean 'digits'"),
+        ("digits --resume", "--resume goes on from --checkpoint-dir"),
+        ("digits --portable", "--portable is about --checkpoint-dir"),
+        ("digits --stop-at-target", "--stop-at-target needs --target"),
+        ("digits --local-steps 4 --sync updates", "leave --sync out"),
+        ("digits --epochs 0", "no whole number above 0"),
+        ("digits --use-adasum", "--use-adasum"),
+        ("digits --merging threshold:bites=3", "bites"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(line: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        train_options.arguments(line.split())
+    assert ended.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_momentum_is_about_sgd() -> None:
+    with pytest.raises(ValueError, match="--momentum is about SGD, and gpt-stdlib trains with adamw"):
+        recipe("gpt-stdlib --momentum 0.9")
+
+
+def test_jobs_are_listed_and_shown_without_data(capsys: pytest.CaptureFixture[str]) -> None:
+    train.main(["--list"])
+    listed = capsys.readouterr().out
+    assert all(f"{name} " in listed for name in jobs.JOBS)
+    train.main("gpt-stdlib --dry-run --local-steps 4".split())
+    shown = capsys.readouterr().out
+    assert "817,920 parameters in 52 tensors" in shown and "agmerge.LocalOptimizer(every=4, " in shown
+
+
+def test_options_that_contradict_end_with_the_librarys_sentence(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="merging='dear' halves an all-reduce.*pass compression='none'"):
+        train.main(["digits", "--merging", "dear", "--compression", "topk", "--log-dir", str(tmp_path)])
+    with pytest.raises(SystemExit, match="every=4 is about sync='updates'"):
+        train.main(["gpt-stdlib", "--sync", "gradients", "--every", "4", "--log-dir", str(tmp_path)])
+    agmerge.shutdown()
+
+
+@pytest.mark.parametrize(
+    "flag", [flag for flag in train_options.make_parser()._option_string_actions if flag[1] == "-"]
+)
+def test_torchrun_leaves_our_flags_alone(flag: str) -> None:
+    """It looks for short forms of its own flags behind the script, too, and ends where several begin so."""
+    parsed = get_args_parser().parse_args(["train.py", "digits", flag, "1"])
+    assert parsed.training_script_args == ["digits", flag, "1"]
+
+
+# -- a worker's part -------------------------------------------------------------------------------------------
+
+
+def settings(rank: int, workers: int, uneven: bool = False) -> Settings:
+    return Settings(jobs.get("digits").recipe, seed=3, rank=rank, workers=workers, uneven=uneven)
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_parts_are_disjoint_and_as_many_as_there_are(uneven: bool) -> None:
+    parts = [share(11, settings(rank, 3, uneven), epoch=1).tolist() for rank in range(3)]
+    assert [len(part) for part in parts] == ([4, 4, 3] if uneven else [3, 3, 3])
+    together = [sample for part in parts for sample in part]
+    assert len(set(together)) == len(together)
+    assert share(11, settings(0, 3), 1).tolist() == parts[0][: 3 if not uneven else 4][:3]
+    assert share(11, settings(0, 3), 2).tolist() != share(11, settings(0, 3), 1).tolist()
+
+
+def test_all_that_is_held_out_is_some_workers() -> None:
+    seen = [sample for rank in range(3) for sample in range(11)[held_out(11, settings(rank, 3))]]
+    assert sorted(seen) == list(range(11))
+
+
+def test_what_is_drawn_depends_on_the_place_alone() -> None:
+    def drawn(rank: int, epoch: int, step: int) -> float:
+        return torch.rand(1, generator=generator(settings(rank, 2), epoch, step)).item()
+
+    places = [(rank, epoch, step) for rank in range(2) for epoch in range(3) for step in range(3)]
+    values = [drawn(*place) for place in places]
+    assert len(set(values)) == len(values) and values == [drawn(*place) for place in places]
