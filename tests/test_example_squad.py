@@ -260,6 +260,42 @@ def test_a_network_that_knows_is_right_and_workers_share_the_questions(small: Pa
     assert 0.3 < figures["exact"] <= figures["f1"] < 1
 
 
+class Preferring(nn.Module):
+    """Score tokens by what they are, wherever they stand."""
+
+    def __init__(self, scores: list[float]) -> None:
+        super().__init__()
+        self.scores = torch.tensor(scores)
+
+    def forward(self, tokens: Tensor, **_: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(start_logits=self.scores[tokens], end_logits=self.scores[tokens])
+
+
+@pytest.mark.parametrize("answer", ["w10", "w90"])  # one that only the first window has, and one of the last
+def test_the_best_of_all_windows_answers_with_a_word_of_the_paragraph(tmp_path: Path, answer: str) -> None:
+    names = [f"w{number}" for number in range(100)]
+    asked = {
+        "id": "q",
+        "question": "w98 w99",
+        "answers": [{"text": answer, "answer_start": " ".join(names).index(answer)}],
+    }
+    paragraph = {"context": " ".join(names), "qas": [asked]}
+    for part in ("train", "dev"):
+        (tmp_path / f"{part}-v1.1.json").write_text(json.dumps({"data": [{"paragraphs": [paragraph]}]}))
+    special = {"[PAD]": 9.0, "[UNK]": 0.0, "[CLS]": 9.0, "[SEP]": 9.0}
+    (tmp_path / "vocab.txt").write_text("\n".join([*special, *names]) + "\n")
+    words = [5.0 if name == answer else 3.0 if name == "w99" else 0.0 for name in names]
+    task = made(tmp_path, lambda **_: Preferring([*special.values(), *words]))
+    assert len(task.dev.tokens) > 2 and task.evaluate()["exact"].item() == 1
+    batch = next(iter(task.batches(0)))
+    rows = batch.tokens.tolist()
+    assert [sum(token != 0 for token in row) for row in rows] == batch.mask.sum(1).tolist()
+    assert (batch.mask * (batch.tokens == 0)).sum() == 0
+    question = [row.index(3) + 1 for row in rows]  # [CLS] w98 w99 [SEP]
+    assert question == [4] * len(rows) and (batch.part.cumsum(1) == 0).sum(1).tolist() == question
+    assert torch.equal(batch.part[:, 4:], batch.mask[:, 4:])
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 def test_windows_are_shared_by_workers_and_begin_anywhere_again(small: Path, workers: int) -> None:
     tasks = [made(small, rank=rank, workers=workers) for rank in range(workers)]

@@ -235,6 +235,15 @@ def test_what_is_held_out_is_shared_by_workers_and_all_of_it_is_counted(small: P
     assert figures["perplexity"] == pytest.approx(alone.text.vocabulary, rel=0.2)  # it knows nothing yet
 
 
+def test_a_stream_goes_on_without_mixed_precision_where_it_began_with_it(small: Path) -> None:
+    task = made(JOBS[STREAMED], small)
+    first, second = islice(task.batches(0), 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        task.loss(first)
+    assert {part.dtype for part in task.state_dict()["state"]} == {torch.float32}
+    assert task.loss(second).isfinite()
+
+
 def test_a_loss_beyond_all_bounds_is_an_infinite_perplexity(small: Path) -> None:
     assert made(JOBS[STREAMED], small).figures({"loss": 1e6, "count": 1.0})["perplexity"] == math.inf
 

@@ -55,9 +55,9 @@ class Words(LanguageTask):
             yield Piece(self.x[:, here].long(), self.y[:, here].long(), start == 0)
 
     def loss(self, batch: Piece) -> Tensor:
-        """Return the mean loss of the batch, whose state is not derived into the batch before."""
+        """Return the mean loss of the batch. Its state is kept for the next one, without a graph, in full precision."""
         found, state = self.scores(batch.x, None if batch.first else self.state)
-        self.state = state if state is None else tuple(part.detach() for part in state)
+        self.state = state if state is None else tuple(part.detach().float() for part in state)
         return F.cross_entropy(found.flatten(0, 1), batch.y.flatten())
 
     def scores(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
