@@ -17,11 +17,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launching import each
-from launching.cluster import Cluster, cluster, read
-from launching.commands import LAUNCHERS, Machine, command, over_ssh
-from launching.processes import Ended, run
-from launching.sbatch import sbatch
+from cluster import each
+from cluster.commands import LAUNCHERS, Machine, command, over_ssh
+from cluster.hosts import Cluster, cluster, read
+from cluster.processes import Ended, run
+from cluster.sbatch import sbatch
 
 SLURM = "slurm"  # the launcher that is a file
 ONLY_FOR = {"ssh": "torchrun", "sbatch": SLURM, "slurm": SLURM}  # flags, and the launcher that reads them
@@ -135,7 +135,7 @@ def sweep(launcher: str, where: Cluster, program: Sequence[str], args: Namespace
 
 def compared(logs: Sequence[Path], target: str | None) -> str:
     """Return the table of ``report.py`` for these logs."""
-    import report  # launching alone needs none of it
+    import report  # starting workers alone needs none of it
 
     return report.table(report.rows(report.read_all(logs), float(target) if target else None))
 

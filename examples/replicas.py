@@ -1,8 +1,10 @@
-"""Compare what workers hold, and make equal what each has counted by itself."""
+"""Compare what workers hold, and let them share for a while what each has counted by itself."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -19,8 +21,18 @@ def replicas_equal(model: nn.Module) -> bool:
     return bool((rows == rows[0]).all())
 
 
-def average_buffers(model: nn.Module) -> None:
-    """Collective. Give all workers the mean of their running statistics, so that they evaluate the same model."""
+@contextmanager
+def averaged_buffers(model: nn.Module) -> Iterator[None]:
+    """Collective. Let all workers have, inside, the mean of their running statistics: to evaluate the same model.
+
+    Afterwards each has its own again, so that evaluating changes nothing of a training.
+    """
     buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    own = [buffer.clone() for buffer in buffers]
     if buffers and agmerge.size() > 1:
         agmerge.grouped_allreduce_(buffers)
+    try:
+        yield
+    finally:
+        for buffer, value in zip(buffers, own, strict=True):
+            buffer.copy_(value)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy
 import torch
 from launchers import launcher
-from replicas import average_buffers, replicas_equal
+from replicas import averaged_buffers, replicas_equal
 from training import resume
 from training.assemble import loop_of
 from training.checkpoints import Checkpoints
@@ -91,8 +91,7 @@ def finish(training: Training, name: str) -> dict[str, Any]:
     loop = training.loop
     now, stats = loop.progress, loop.stats()
     loop.optimizer.flush()
-    average_buffers(loop.task.model)
-    with loop.optimizer.shared():
+    with averaged_buffers(loop.task.model), loop.optimizer.shared():
         same = replicas_equal(loop.task.model)
     return {
         "run": name,

@@ -10,10 +10,10 @@ from pathlib import Path
 import launch
 import launchers
 import pytest
-from launching import each
-from launching.cluster import Cluster, Host, cluster, hosts, read
-from launching.commands import Machine, command, cores
-from launching.sbatch import sbatch
+from cluster import each
+from cluster.commands import Machine, command, cores
+from cluster.hosts import Cluster, Host, cluster, hosts, read
+from cluster.sbatch import sbatch
 
 LAUNCH = Path(launch.__file__)
 PLAIN = Machine(name="here", root=False, cores=4, env={"HOME": "/home/me"})

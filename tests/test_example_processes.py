@@ -15,10 +15,10 @@ from pathlib import Path
 
 import launch
 import pytest
-from launching.cluster import Cluster
-from launching.commands import over_ssh
-from launching.processes import run
-from launching.sbatch import sbatch
+from cluster.commands import over_ssh
+from cluster.hosts import Cluster
+from cluster.processes import run
+from cluster.sbatch import sbatch
 
 LAUNCH = Path(launch.__file__)
 

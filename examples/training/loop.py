@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from jobs.base import Task
 from jobs.schedules import Scheduler
-from replicas import average_buffers
+from replicas import averaged_buffers
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -135,8 +135,8 @@ class Loop:
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Collective. Return the metrics of what all workers share; each looks at its part of what is held out."""
-        average_buffers(self.task.model)
-        with self.optimizer.shared():  # with sync="updates" the model's own parameters are ahead of these
+        # With sync="updates" the model's own parameters are ahead of the shared ones.
+        with averaged_buffers(self.task.model), self.optimizer.shared():
             self.task.model.eval()
             sums = self.task.evaluate()
             self.task.model.train()

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from replicas import averaged_buffers
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import agmerge
@@ -36,9 +37,9 @@ def save(loop: Loop, checkpoints: Checkpoints, about: dict[str, Any]) -> None:
     shared = None
     if checkpoints.portable:
         gathered = agmerge.gather_state(loop.optimizer)
+        with averaged_buffers(loop.task.model), loop.optimizer.shared():
+            whole = {name: value.clone() for name, value in loop.task.model.state_dict().items()}
         if agmerge.rank() == 0:
-            with loop.optimizer.shared():
-                whole = {name: value.clone() for name, value in loop.task.model.state_dict().items()}
             shared = {**common, "model": whole, "optimizer": gathered}
     state = {**common, **own, "model": model, "optimizer": loop.optimizer.state_dict()}
     checkpoints.save(loop.progress.step, state, shared)

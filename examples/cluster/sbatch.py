@@ -8,8 +8,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from launching.cluster import Cluster
-from launching.each import job, value_of
+from cluster.each import job, value_of
+from cluster.hosts import Cluster
 
 NOTICE = 120  # seconds before the end of its time in which a job saves
 

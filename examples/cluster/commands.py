@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launching.cluster import Cluster
+from cluster.hosts import Cluster
 
 FORWARDED = ("NCCL_", "HOROVOD_", "AGMERGE_", "OMP_")  # variables that begin so go to every worker
 
