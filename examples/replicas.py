@@ -25,12 +25,15 @@ def replicas_equal(model: nn.Module) -> bool:
 def averaged_buffers(model: nn.Module) -> Iterator[None]:
     """Collective. Let all workers have, inside, the mean of their running statistics: to evaluate the same model.
 
-    Afterwards each has its own again, so that evaluating changes nothing of a training.
+    What is counted in integers is rank 0's. Afterwards each has its own again, so that evaluating changes nothing of a
+    training.
     """
-    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    buffers = list(model.buffers())
     own = [buffer.clone() for buffer in buffers]
-    if buffers and agmerge.size() > 1:
-        agmerge.grouped_allreduce_(buffers)
+    if statistics := [buffer for buffer in buffers if buffer.is_floating_point()]:
+        agmerge.grouped_allreduce_(statistics)
+    if counts := [buffer for buffer in buffers if not buffer.is_floating_point()]:
+        agmerge.broadcast_parameters([(str(number), count) for number, count in enumerate(counts)], root_rank=0)
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """One launch trains the tiny form of every job: ``python example_jobs.py FOLDER``, with small data in ``FOLDER/data``.
 
-Each job is compressed in another way. Two go on from a checkpoint, and one is ended by a signal to one of the workers.
-Every rank writes what it saw.
+Each job is compressed in another way. Some go on from a checkpoint, one has more batches on one worker, one is ended by
+a signal to one of them. Every rank writes what it saw.
 """
 
 from __future__ import annotations
@@ -84,6 +84,9 @@ def main(folder: Path) -> None:
         found[job] = trained(folder, job, f"{job} {way} --max-steps {STEPS}")
     for job, way in RESUMED.items():
         found[f"{job}, resumed"] = resumed(folder, job, way)
+    found["uneven"] = trained(
+        folder, "uneven", "resnet20-cifar10 --uneven --batch-size 359 --epochs 1 --compression topk"
+    )
     found["signal"] = ended_by_a_signal(folder)
     (folder / f"jobs.{agmerge.rank()}.json").write_text(json.dumps(found), encoding="utf-8")
     agmerge.shutdown()

@@ -53,6 +53,11 @@ def test_runs_go_on_to_the_bit(found: Found) -> None:
             assert rank["again"] == rank["straight"], job
 
 
+def test_a_worker_with_fewer_pictures_joins_the_other(found: Found) -> None:
+    for rank in found["uneven"]:  # 719 and 718 pictures
+        assert rank["step"] == 3 and rank["reason"] == "done" and rank["replicas_equal"]
+
+
 def test_a_signal_to_one_worker_ends_both_after_the_same_step(found: Found) -> None:
     first, second = found["signal"]
     assert first["reason"] == second["reason"] == "signal" and first["step"] == second["step"]
