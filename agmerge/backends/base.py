@@ -57,6 +57,14 @@ class Handle(ABC):
         with status.waiting_for(self._name, self._ranks):
             self._wait(timeout)
 
+    def wait_on_stream(self, timeout: float) -> None:
+        """Have what is queued in the current stream of the result's device from now on wait for it; the host does not.
+
+        Who queues so keeps the deadline where the host waits at last. Here, and wherever the result is on the host or
+        the backend cannot do otherwise, the host waits: see :meth:`wait`.
+        """
+        self.wait(timeout)
+
     @abstractmethod
     def _wait(self, timeout: float) -> None:
         """Do what ``wait`` does, with errors that say what this backend knows."""

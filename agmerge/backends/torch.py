@@ -144,7 +144,8 @@ def _beside(dist: Any, env: Mapping[str, str], timeout: float) -> TorchBackend:
         def call() -> list[bytes]:
             texts = [b""] * dist.get_world_size()
             with _translated("init()"):
-                dist.all_gather_object(texts, text)
+                # Our own group, which has Gloo: the script's may be NCCL alone, and would use GPU 0 on every rank.
+                dist.all_gather_object(texts, text, group=group)
             return texts
 
         return timeouts.bounded(call, timeout, "init()", advice)
@@ -154,8 +155,11 @@ def _beside(dist: Any, env: Mapping[str, str], timeout: float) -> TorchBackend:
 
 def _new_group(dist: Any, timeout: float, ranks: list[int] | None = None, label: str = "init()") -> Any:
     """Collective. Return a new group of torch's. ``ranks``: of the world; None: all."""
+    kinds = _kinds(dist)
+    # NCCL's watchdog ends the process when the group's time-out has passed: not before our error has been raised.
+    longest = 2 * timeout + 60 if "nccl" in kinds else timeout
     with _translated(label):
-        return dist.new_group(ranks, backend=_kinds(dist), timeout=timedelta(seconds=timeout), group_desc=label)
+        return dist.new_group(ranks, backend=kinds, timeout=timedelta(seconds=longest), group_desc=label)
 
 
 def _kinds(dist: Any) -> str:
@@ -182,6 +186,8 @@ def _translated(name: str, within: str = "") -> Iterator[None]:
         yield
     except RuntimeError as error:
         text = str(error)
+        if isinstance(error, torch.OutOfMemoryError) or "invalid usage" in text:
+            raise  # of this rank alone: nobody has left
         if "imed out" in text or "imeout" in text:
             raise CollectiveTimeout(f"{name}: no answer from all ranks{within}", text) from error
         raise PeerLost(f"{name}: the connection to another rank broke", text) from error
@@ -205,6 +211,18 @@ class TorchHandle(Handle):
     def _wait(self, timeout: float) -> None:
         with _translated(self._name, f" within {timeout:g} s"):
             self._work.wait(timedelta(seconds=timeout))
+        self._forget()
+
+    def wait_on_stream(self, timeout: float) -> None:
+        if self._tensors and self._tensors[0].device.type == "cpu":
+            self.wait(timeout)
+            return
+        with _translated(self._name):
+            self._work.wait()  # with a time-out, the host would look every millisecond until it has ended
+        self._forget()
+
+    def _forget(self) -> None:
+        """Let the tensors go, and see that the work outlives its backend's threads."""
         self._tensors = ()
         self._finished.append(self._work)
 

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agmerge.exchanges.message import device_bits
+
 WORDS = {4: torch.int16, 2: torch.int32, 1: torch.int64}  # by width: as many bytes as there are integers in one
 CRC_BYTES = 4  # of the checksum in front of a part
 
@@ -33,12 +35,15 @@ def pack(values: Tensor, width: int, out: Tensor) -> None:
         whole[:count].copy_(values)
         whole[count:] = 0
         return
+    if out.device.type != "cpu":
+        device_bits.pack(values, width, out)
+        return
     each = 8 // width
     spread = values
     if values.dtype != torch.uint8 or count != out.numel() * each:
         spread = torch.zeros(out.numel() * each, dtype=torch.uint8, device=out.device)
         spread[:count].copy_(values).bitwise_and_((1 << width) - 1)
-    if width == 1 and out.device.type == "cpu":
+    if width == 1:
         out.numpy()[:] = np.packbits(spread.numpy(), bitorder="little")
         return
     # The integers of one byte lie in the bytes of one word; they are moved together in its lowest byte.
@@ -62,7 +67,9 @@ def unpack_bytes(data: Tensor, width: int, count: int) -> Tensor:
     """
     if width == 8 or not count:
         return data[:count]
-    if width == 1 and data.device.type == "cpu":
+    if data.device.type != "cpu":
+        return device_bits.unpack(data, width, count)
+    if width == 1:
         return torch.from_numpy(np.unpackbits(data.numpy(), count=count, bitorder="little"))
     words = data[: bytes_of(count, width)].to(WORDS[width])
     spread = words
@@ -74,48 +81,25 @@ def unpack_bytes(data: Tensor, width: int, count: int) -> Tensor:
 
 def mark(places: Tensor, out: Tensor) -> None:
     """Set the bits ``places``, unique int32, of ``out``, uint8, and no others; one at ``8 * len(out)`` is dropped."""
-    if out.device.type == "cpu":
-        marks = np.zeros(8 * out.numel() + 1, dtype=np.uint8)
-        marks[places.numpy()] = 1
-        out.numpy()[:] = np.packbits(marks[:-1], bitorder="little")
-    else:
-        mark_on_device(places, out)
-
-
-def mark_on_device(places: Tensor, out: Tensor) -> None:
-    """Do what :func:`mark` does, on any device."""
-    marks = torch.zeros(8 * out.numel() + 1, dtype=torch.uint8, device=out.device)
-    marks.scatter_(0, places.long(), 1)
-    pack(marks[:-1], 1, out)
+    if out.device.type != "cpu":
+        device_bits.mark(places, out)
+        return
+    marks = np.zeros(8 * out.numel() + 1, dtype=np.uint8)
+    marks[places.numpy()] = 1
+    out.numpy()[:] = np.packbits(marks[:-1], bitorder="little")
 
 
 def marked(data: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Find the bits of ``data``, uint8, that are set.
+    """Find the bits of ``data``, uint8, in the host's memory, that are set.
 
     Returns the places of the first ``count`` of them, int32[count] (0 for those that are missing), and how many are
     set, 0-dim.
     """
-    return _marked_on_host(data, count) if data.device.type == "cpu" else marked_on_device(data, count)
-
-
-def _marked_on_host(data: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Do what :func:`marked` does, in the host's memory."""
     ones = np.flatnonzero(np.unpackbits(data.numpy(), bitorder="little").view(np.bool_))
     places = np.zeros(count, dtype=np.int32)
     held = min(count, len(ones))
     places[:held] = ones[:held]
     return torch.from_numpy(places), torch.tensor(len(ones))
-
-
-def marked_on_device(data: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Do what :func:`marked` does, on any device, with nothing that waits for it."""
-    bits = unpack(data, 1, 8 * data.numel())
-    rank = bits.cumsum(0)
-    place = torch.where((bits > 0) & (rank <= count), rank - 1, count)
-    places = torch.zeros(count + 1, dtype=torch.int32, device=data.device)
-    # What falls on the last one is not looked at, so it does not matter which comes last.
-    places.scatter_(0, place, torch.arange(len(bits), dtype=torch.int32, device=data.device))
-    return places[:count], bits.sum()
 
 
 def write_crc(part: Tensor) -> None:

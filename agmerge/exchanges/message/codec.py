@@ -37,6 +37,13 @@ class ValueCodec(ABC):
     def decode(self, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
         """Return the first ``count`` values of ``data``, uint8[size(m)]: (count,), of ``dtype``, not a view."""
 
+    @abstractmethod
+    def decode_rows(self, data: Tensor, slots: int, dtype: torch.dtype) -> Tensor:
+        """Return the values in all slots of what several ranks sent, uint8[W, size(slots)]: (W, slots), not a view.
+
+        Slots that are not in use may have any value.
+        """
+
 
 def saturated(values: Tensor, limit: float) -> Tensor:
     """Return ``values`` with what is finite and beyond ``limit`` in magnitude at it, and what is not finite as NaN.
@@ -53,6 +60,6 @@ def clear_behind(values: Tensor, count: int | Tensor | None) -> Tensor:
     """Set ``values``, (m,), to +0 in slots at and after ``count``, see :meth:`ValueCodec.encode`; return them."""
     if isinstance(count, Tensor):
         return values.masked_fill_(torch.arange(values.numel(), device=values.device) >= count, 0.0)
-    if count is not None:
+    if count is not None and count < values.numel():
         values[count:] = 0.0
     return values

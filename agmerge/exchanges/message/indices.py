@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from agmerge.exchanges.message import bits
+from agmerge.exchanges.message import bits, device_bits
 from sparsifiers import kernel
 
 GRAIN = 16  # bytes; parts of a message start on such a boundary
@@ -40,12 +40,41 @@ class IndexCodec(ABC):
         A count on a device, int32, 0-dim, stays there.
         """
 
-    @abstractmethod
     def decode(self, data: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Return the ``count`` indices in ``data``, uint8[size]: int32[count], and if they can be right: bool, 0-dim.
 
         They can be if the bytes are those of so many, and all are ascending and within the vector. Whatever the bytes
         are, there is no error.
+        """
+        if data.device.type == "cpu":
+            return self._decode(data, count)
+        indices, good = self.decode_rows(data.unsqueeze(0), torch.full((1,), count, device=data.device))
+        return indices[0, :count], good[0]
+
+    def decode_rows(self, data: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what several ranks sent: int32[W, capacity], and whose can be right, bool[W]; it may be on a device.
+
+        ``data``: uint8[W, size]; ``counts``: int[W], which are not waited for. What stands at and after a rank's count
+        is 0. Whatever the bytes are, all are within the vector, and there is no error.
+        """
+        slots = torch.arange(self.capacity, dtype=torch.int32, device=data.device)
+        behind = slots >= counts.unsqueeze(1)
+        places, whole = self._places(data, slots, counts)
+        within = places.clamp(0, self.length - 1)
+        right = within == places
+        right[:, 1:] &= places[:, 1:] > places[:, :-1]
+        return within.masked_fill_(behind, 0), (right | behind).all(1) & whole
+
+    @abstractmethod
+    def _decode(self, data: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Do what :meth:`decode` does, in the host's memory."""
+
+    @abstractmethod
+    def _places(self, data: Tensor, slots: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the number in each slot of ``data``, uint8[W, size]: int32[W, capacity], any behind ``counts``.
+
+        ``slots``: their numbers, int32[capacity]. What could not be in ``capacity`` slots is no index of the vector.
+        Also returns whose bytes are those of so many: bool[W].
         """
 
 
@@ -66,9 +95,12 @@ class Int32(IndexCodec):
             held[:count].copy_(indices[:count])
             held[count:] = 0
 
-    def decode(self, data: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    def _decode(self, data: Tensor, count: int) -> tuple[Tensor, Tensor]:
         indices = data.view(torch.int32)[:count]
         return indices, in_order(indices, self.length)
+
+    def _places(self, data: Tensor, slots: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        return data.view(torch.int32), counts <= self.capacity
 
 
 class Bitmap(IndexCodec):
@@ -86,10 +118,14 @@ class Bitmap(IndexCodec):
         else:
             bits.mark(indices[:count], out)
 
-    def decode(self, data: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    def _decode(self, data: Tensor, count: int) -> tuple[Tensor, Tensor]:
         places, total = bits.marked(data, count)
         good = total == count
         return places, good & (places[-1] < self.length) if count else good  # what is marked is ascending
+
+    def _places(self, data: Tensor, slots: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        places, totals = device_bits.marked(data, self.capacity)
+        return places, totals == counts
 
 
 class Everything(IndexCodec):
@@ -106,9 +142,11 @@ class Everything(IndexCodec):
     def encode(self, indices: Tensor, count: int | Tensor, out: Tensor) -> None:
         pass
 
-    def decode(self, data: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        places = torch.arange(count, dtype=torch.int32, device=data.device)
-        return places, torch.full((), count == self.length, device=data.device)
+    def _decode(self, data: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        return torch.arange(count, dtype=torch.int32), torch.tensor(count == self.length)
+
+    def _places(self, data: Tensor, slots: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        return slots.expand(len(data), -1), counts == self.length
 
 
 class Blocks(IndexCodec):
@@ -146,7 +184,7 @@ class Blocks(IndexCodec):
             bits.pack(indices >> shift if shift else indices, width, out[plane])
         bits.mark(places, out[self._unary])
 
-    def decode(self, data: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    def _decode(self, data: Tensor, count: int) -> tuple[Tensor, Tensor]:
         compiled = kernel.blocks_decode(data, count, self.capacity, self.low, self.last)
         if compiled is not None:
             indices, right = compiled
@@ -161,6 +199,15 @@ class Blocks(IndexCodec):
             part = bits.unpack(data[plane], width, count)
             indices |= part << shift if shift else part
         return indices, good & in_order(indices, self.length)
+
+    def _places(self, data: Tensor, slots: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        marks, totals = device_bits.marked(data[:, self._unary], self.capacity)
+        # Behind the last block there is nothing, also where the shift loses bits.
+        indices = marks.sub_(slots).clamp_(max=self.last + 1) << self.low
+        for plane, width, shift in self._planes:
+            part = device_bits.integers(data[:, plane], width, self.capacity)
+            indices |= part << shift if shift else part
+        return indices, totals == counts
 
 
 def in_order(indices: Tensor, length: int) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from agmerge.exchanges.message import bits
+from agmerge.exchanges.message import bits, device_bits
 from agmerge.exchanges.message.codec import ValueCodec, clear_behind, saturated
 
 BLOCK = 256  # values that share a scale
@@ -53,6 +53,15 @@ class Scaled(ValueCodec):
         for part, blocks, scales, codes in self._parts(data, count):
             self._decode(_blocks_of(bits.unpack_bytes(codes, self.width, part.stop - part.start)), scales, read[blocks])
         return read.view(-1)[:count]
+
+    def decode_rows(self, data: Tensor, slots: int, dtype: torch.dtype) -> Tensor:
+        ranks, blocks = len(data), -(-slots // BLOCK)
+        end = SCALE * self.scales * blocks
+        scales = data[:, :end].view(torch.float32).reshape(ranks * blocks, self.scales)
+        codes = data[:, end:] if self.width == 8 else device_bits.unpack(data[:, end:], self.width, slots)
+        read = _room_for(ranks * blocks * BLOCK, dtype, data.device)
+        self._decode(pad(codes, (0, blocks * BLOCK - slots)).reshape(-1, BLOCK), scales, read)
+        return read.view(ranks, blocks * BLOCK)[:, :slots]
 
     def _parts(self, data: Tensor, count: int) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
         """Yield the first ``count`` values of ``data`` part by part, all of them at once on a device.

@@ -24,6 +24,9 @@ class Cast(ValueCodec):
     def decode(self, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
         return data.view(self.dtype)[:count].to(dtype, copy=True)
 
+    def decode_rows(self, data: Tensor, slots: int, dtype: torch.dtype) -> Tensor:
+        return data.view(self.dtype).to(dtype, copy=True)
+
 
 CASTS = (
     Cast("fp32", 1, torch.float32),

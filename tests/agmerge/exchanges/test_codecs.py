@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agmerge.exchanges.message import Bitmap, Blocks, Everything, IndexCodec, Int32, bits, candidates, smallest
+from agmerge.exchanges.message import device_bits
 from agmerge.exchanges.message.indices import GRAIN, in_order
 from sparsifiers import kernel
 
@@ -83,6 +84,30 @@ def test_the_bytes_depend_on_nothing_behind_the_count(drawn: tuple[int, torch.Te
             codec.encode(chosen, torch.tensor(count, dtype=torch.int32) if as_tensor else count, out)
             found.add(bytes(out.tolist()))
         assert len(found) == 1
+
+
+@MANY
+@given(selections(), st.integers(0, 2**32), st.integers(0, 3))
+def test_a_device_reads_all_ranks_at_once(drawn: tuple[int, torch.Tensor, int], seed: int, flips: int) -> None:
+    """Of any bytes, the same indices or the same refusal as the host's, rank by rank; what is behind them is 0."""
+    length, indices, count = drawn
+    source, capacity = np.random.default_rng(seed), len(indices)
+    counts = [count, count, min(count, 1), capacity]
+    for codec in codecs_for(length, capacity):
+        size = -(-codec.size // GRAIN) * GRAIN
+        messages = torch.zeros(len(counts), size + GRAIN, dtype=torch.uint8)  # something stands behind each
+        for rank, held in enumerate(counts):
+            codec.encode(indices, held, messages[rank, : codec.size])
+            for _ in range(flips if rank and codec.size else 0):
+                messages[rank, int(source.integers(codec.size))] ^= 1 << int(source.integers(8))
+        rows, goods = codec.decode_rows(messages[:, : codec.size], torch.tensor(counts, dtype=torch.int32))
+        assert rows.shape == (len(counts), capacity) and rows.dtype == torch.int32
+        assert bool(((rows >= 0) & (rows < length)).all())
+        for rank, held in enumerate(counts):
+            alone, good = codec.decode(messages[rank, : codec.size], held)
+            assert bool(goods[rank]) == bool(good & in_order(alone, length)), codec.name
+            if goods[rank]:
+                assert torch.equal(rows[rank, :held], alone) and not rows[rank, held:].any()
 
 
 @MANY
@@ -214,8 +239,11 @@ def test_packed_integers_come_back(width: int, count: int, more: int, seed: int)
 @given(st.integers(0, 40), st.integers(0, 2**32), st.integers(0, 50))
 def test_a_device_finds_the_same_bits(size: int, seed: int, count: int) -> None:
     data = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8))
-    here, there = bits.marked(data, count), bits.marked_on_device(data, count)
-    assert torch.equal(here[0], there[0]) and int(here[1]) == int(there[1])
+    here, (places, totals) = bits.marked(data, count), device_bits.marked(data.repeat(2, 1), count)
+    for there, total in zip(places, totals, strict=True):  # of both ranks
+        held = min(count, int(total))
+        assert int(here[1]) == int(total) and torch.equal(here[0][:held], there[:held])
+        assert (there[held:] == 8 * size).all()
     assert here[0].tolist()[: int(here[1])] == [i for i in range(8 * size) if data[i // 8] >> (i % 8) & 1][:count]
 
 
@@ -227,7 +255,7 @@ def test_a_device_sets_the_same_bits(size: int, seed: int, dropped: bool) -> Non
     places = torch.tensor(chosen, dtype=torch.int32)
     here, there = dirty(size)[:size], dirty(size)[:size]
     bits.mark(places, here)
-    bits.mark_on_device(places, there)
+    device_bits.mark(places, there)
     assert torch.equal(here, there)
     assert bits.marked(here, len(chosen) - dropped)[0].tolist() == chosen[: len(chosen) - dropped]
 

@@ -34,6 +34,9 @@ def through(codec: ValueCodec, values: torch.Tensor) -> torch.Tensor:
     assert same(values, kept) and (out[size:] == 0xA5).all()
     got = codec.decode(out[:size], values.numel(), values.dtype)
     assert same(sent.to(values.dtype), got) and sent.shape == values.shape
+    messages = out[: size // 16 * 16 + 16].repeat(2, 1)  # of two ranks, as a device reads them
+    rows = codec.decode_rows(messages[:, :size], values.numel(), values.dtype)
+    assert all(same(row, got) for row in rows) and len(rows) == 2
     for count in {0, 1, values.numel() // 2, values.numel() - 1} - {-1}:
         if count <= values.numel():
             assert same(codec.decode(out[:size], count, values.dtype), got[:count])
