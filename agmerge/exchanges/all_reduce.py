@@ -35,16 +35,24 @@ def start(comm: Backend, message: torch.Tensor, received: torch.Tensor | None, n
     return Sum(message, received, handle, size + size // comm.size, name)
 
 
-def wait(comm: Backend, under_way: Sum, timeout: float, wide: torch.dtype | None = None) -> None:
-    """Collective. Return when the sum is in place.
+def wait(
+    comm: Backend, under_way: Sum, timeout: float, wide: torch.dtype | None = None, *, on_stream: bool = False
+) -> None:
+    """Collective. Return when the sum is in place; ``on_stream``: at once, for what is queued then comes behind it.
 
     In rank order it is added in ``wide`` and rounded once (None: float32 for 16 bits, else the message's own dtype).
     """
-    under_way.handle.wait(timeout)
+    def wait_for(handle: Handle) -> None:
+        if on_stream:
+            handle.wait_on_stream(timeout)
+        else:
+            handle.wait(timeout)
+
+    wait_for(under_way.handle)
     if under_way.received is None:
         return
     shard = in_rank_order(under_way.received.view(comm.size, -1), wide).to(under_way.message.dtype)
-    comm.all_gather(under_way.message, shard, f"{under_way.name}/sum").wait(timeout)
+    wait_for(comm.all_gather(under_way.message, shard, f"{under_way.name}/sum"))
 
 
 def in_rank_order(rows: torch.Tensor, wide: torch.dtype | None = None) -> torch.Tensor:

@@ -77,6 +77,13 @@ class InFlight:
     # `bytes` by what they are, see Format.by_codec; empty where they are elements sent whole
     codecs: Mapping[str, int] = field(default_factory=dict)
     overflows: Sequence[str] = ()  # names of tensors that are finite, when what is sent of them is not: it says so
+    # What `Exchange.read` is given, on the device of the message: all of it once `finish` has been called.
+    said: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def on_device(self) -> bool:
+        """Tell whether the message is not in the host's memory."""
+        return self.message.device.type != "cpu"
 
 
 class Exchange(ABC):
@@ -145,7 +152,20 @@ class Exchange(ABC):
 
     @abstractmethod
     def finish(self, pending: InFlight) -> None:
-        """Write the update of every load. Called after ``wait``, in plan order."""
+        """Write the update of every load. Called after ``wait`` or ``wait_on_stream``, in plan order."""
+
+    def wait_on_stream(self, pending: InFlight) -> bool:
+        """Collective. Have a message's device wait for what :meth:`wait` waits for, while the host goes on.
+
+        Then ``finish`` may follow at once, for what it does is queued behind that, and at last, when the host has a
+        copy of ``pending.said``, :meth:`read`. Returns False, with nothing done, where the message is on the host, or
+        the host has a part in what is left to do.
+        """
+        return False
+
+    def read(self, pending: InFlight, said: Sequence[torch.Tensor]) -> RoundHeader:
+        """Check what has arrived, and return what all ranks say together. ``said``: ``pending.said``, on the host."""
+        raise NotImplementedError(f"{type(self).__name__} has only wait(): its wait_on_stream() does nothing")
 
     def format_of(
         self, name: str, loads: Sequence[SegmentBuffers], capacities: list[int | None], wire: str = "auto"

@@ -18,6 +18,7 @@ from agmerge.exchanges import all_reduce
 from agmerge.exchanges.all_reduce import LARGE
 from agmerge.exchanges.base import Exchange, ExchangeContext, InFlight, SegmentBuffers
 from agmerge.exchanges.message.format import Flag, RoundHeader
+from agmerge.tensors import host_copies
 from sparsifiers import Selection
 
 _HOT = 8  # positions of a one-hot number
@@ -50,11 +51,11 @@ class DenseExchange(Exchange):
     ) -> InFlight:
         """Collective. Start the all-reduces; what is sent is committed, where a residual is kept."""
         dtype = self.cast or loads[0].update.dtype
-        tail = tail_of(control, dtype, loads[0].work.device)
+        tail = encode(control)
         large = [load for load in loads if self._stays(load)]
         packed = [load for load in loads if not self._stays(load)]
         elements = sum(load.segment.length for load in packed)
-        length = elements + tail.numel()
+        length = elements + len(tail)
         length += -length % self.comm.size  # whole shards
         message = self.keep(("message", name), length, dtype, loads[0].work.device)
         for load, payload in _parts(message, packed):
@@ -62,7 +63,7 @@ class DenseExchange(Exchange):
             if self.keeps:
                 # Before it leaves: the message is summed in place.
                 self.commit(load.segment, None, self._sent(load, payload))
-        message[elements : elements + tail.numel()] = tail
+        write_tail(control, message[elements : elements + len(tail)])
         received = self.keep(("received", name), length, dtype, message.device) if self.ordered else None
         sums = [
             all_reduce.start(self.comm, load.work, None, f"{name}/whole {number}") for number, load in enumerate(large)
@@ -102,8 +103,24 @@ class DenseExchange(Exchange):
         """Collective. Wait for all sums, and return what all ranks say together, by the numbers behind them."""
         for part in pending.extra:
             all_reduce.wait(self.comm, part, self.timeout, pending.loads[0].work.dtype)
-        packed = sum(load.segment.length for load in pending.loads if not self._stays(load))
-        return decode(pending.message[packed:].tolist(), pending.control, pending.name)
+        return self.read(pending, [self._tail(pending)])
+
+    def wait_on_stream(self, pending: InFlight) -> bool:
+        """Collective. Queue what is left of all sums."""
+        if not pending.on_device:
+            return False
+        for part in pending.extra:
+            all_reduce.wait(self.comm, part, self.timeout, pending.loads[0].work.dtype, on_stream=True)
+        pending.said.append(self._tail(pending))
+        return True
+
+    def _tail(self, pending: InFlight) -> torch.Tensor:
+        """Return the numbers behind the segments: a view, with what fills up shards."""
+        return pending.message[sum(load.segment.length for load in pending.loads if not self._stays(load)) :]
+
+    def read(self, pending: InFlight, said: Sequence[torch.Tensor]) -> RoundHeader:
+        (tail,) = said
+        return decode(tail.tolist(), pending.control, pending.name)
 
     def finish(self, pending: InFlight) -> None:
         factor = self.scale * self.predivide
@@ -149,11 +166,20 @@ def encode(control: RoundHeader) -> list[float]:
     return tail + [float(used) for used in control.used]
 
 
+def write_tail(control: RoundHeader, out: torch.Tensor) -> None:
+    """Write the numbers of :func:`encode` into ``out``, 1-D, with what only its device knows; the host goes on."""
+    tail, place = encode(control), 2 * _HOT + Flag.NONFINITE.bit_length() - 1
+    if control.finite is not None:
+        tail[place] = 1.0  # and taken off again
+    host_copies.write(tail, out)
+    if control.finite is not None:
+        out[place].add_(control.finite, alpha=-1)
+
+
 def tail_of(control: RoundHeader, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the numbers of :func:`encode` on a device, 1-D, with what only the device knows."""
-    tail = torch.tensor(encode(control), dtype=dtype).to(device)
-    if control.alarm is not None:
-        tail[2 * _HOT + Flag.NONFINITE.bit_length() - 1] = control.alarm
+    """Return the numbers of :func:`write_tail` on a device, 1-D."""
+    tail = torch.empty(len(encode(control)), dtype=dtype, device=device)
+    write_tail(control, tail)
     return tail
 
 

@@ -14,7 +14,7 @@ import torch
 
 from agmerge.exchanges import all_reduce
 from agmerge.exchanges.base import ExchangeContext, InFlight, SegmentBuffers
-from agmerge.exchanges.dense import DenseExchange, decode, tail_of
+from agmerge.exchanges.dense import DenseExchange, tail_of
 from agmerge.exchanges.message.format import RoundHeader
 from sparsifiers import Selection
 
@@ -79,10 +79,28 @@ class ScatterExchange(DenseExchange):
     def wait(self, pending: InFlight) -> RoundHeader:
         """Collective. Wait for this rank's shard, and return what all ranks say together: it travels in it."""
         pending.handle.wait(self.timeout)
+        self._add_rows(pending)
+        return self.read(pending, [self._tail(pending)])
+
+    def wait_on_stream(self, pending: InFlight) -> bool:
+        """Collective. Have the device wait for this rank's shard."""
+        if not pending.on_device:
+            return False
+        pending.handle.wait_on_stream(self.timeout)
+        self._add_rows(pending)
+        pending.said.append(self._tail(pending))
+        return True
+
+    def _add_rows(self, pending: InFlight) -> None:
+        """Add up what arrived in rank order; else it has been added already."""
         if self.ordered:
             rows = pending.received.view(self.comm.size, -1)
             pending.extra.copy_(all_reduce.in_rank_order(rows, pending.loads[0].work.dtype))
-        return decode(pending.extra[self._shard(pending) :].tolist(), pending.control, pending.name)
+
+    def _tail(self, pending: InFlight) -> torch.Tensor:
+        """Return the numbers behind this rank's shard: a view."""
+        own: torch.Tensor = pending.extra
+        return own[self._shard(pending) :]
 
     def finish(self, pending: InFlight) -> None:
         """Remember the shard for :meth:`gather`. The update is written by :meth:`receive`."""
@@ -99,7 +117,7 @@ class ScatterExchange(DenseExchange):
 
     def receive(self, pending: InFlight) -> None:
         """Collective. Wait for one message of :meth:`gather`, in any order, and write its update."""
-        pending.handle.wait(self.timeout)
+        pending.handle.wait_on_stream(self.timeout)
         super().finish(pending)
 
     def _shard(self, pending: InFlight) -> int:

@@ -15,7 +15,7 @@ from agmerge.errors import MessageError
 from agmerge.exchanges.base import Exchange, InFlight, SegmentBuffers
 from agmerge.exchanges.message import Everything
 from agmerge.exchanges.message.codec import clear_behind
-from agmerge.exchanges.message.format import Format, RoundHeader, Section
+from agmerge.exchanges.message.format import Flag, Format, RoundHeader, Section
 from agmerge.exchanges.message.indices import in_order
 from sparsifiers import Selection, kernel
 
@@ -82,7 +82,30 @@ class SparseExchange(Exchange):
         layout.check_payloads(messages, pending.name)
         return control
 
+    def wait_on_stream(self, pending: InFlight) -> bool:
+        """Collective. Have the device wait for the all-gather."""
+        if not pending.on_device:
+            return False
+        pending.handle.wait_on_stream(self.timeout)
+        layout: Format = pending.extra
+        pending.said.append(pending.received.view(self.comm.size, -1)[:, : 4 * layout.words])
+        return True
+
+    def read(self, pending: InFlight, said: Sequence[torch.Tensor]) -> RoundHeader:
+        """Check the headers of all ranks, and whether their indices were right; return what all say together."""
+        headers, *good = said
+        layout: Format = pending.extra
+        control = layout.read_headers(headers, pending.control, pending.name, sealed=False)
+        if not control.flags & Flag.REPLAN:  # else a rank may have sent anything
+            sparse = (section for section in layout.sections if section.capacity is not None)
+            for section, by_rank in zip(sparse, good, strict=True):
+                _refuse_disordered(pending.name, section, by_rank.tolist())
+        return control
+
     def finish(self, pending: InFlight) -> None:
+        if pending.on_device:
+            self._finish_on_device(pending)
+            return
         layout: Format = pending.extra
         messages = pending.received.view(self.comm.size, -1)
         parts = self._decode(pending, messages)  # all of them before anything is written
@@ -96,8 +119,34 @@ class SparseExchange(Exchange):
                 total.zero_()
                 for indices, values in sparse:
                     if not kernel.scatter(total, indices, values, self.scale):
-                        # Unique within a rank: the same sum in any order the device takes.
                         total.index_add_(0, indices, values.mul_(self.scale))
+            if total is not load.update:
+                load.update.copy_(total)
+
+    def _finish_on_device(self, pending: InFlight) -> None:
+        """Queue what ``finish`` does, for all ranks at once; whose indices were right is for :meth:`read` to look at.
+
+        Whatever has arrived, nothing is written outside of an update.
+        """
+        layout: Format = pending.extra
+        messages = pending.received.view(self.comm.size, -1)
+        for number, (load, section) in enumerate(zip(pending.loads, layout.sections, strict=True)):
+            total = self.accumulator(load)
+            if section.index is None or section.value is None:
+                self._add_dense(total, [layout.whole(message, section) for message in messages])
+            else:
+                counts = layout.counts_of(messages, number)
+                indices, good = section.index.decode_rows(messages[:, section.indices], counts)
+                values = section.value.decode_rows(messages[:, section.values], indices.shape[1], load.work.dtype)
+                if not section.value.has_zero:
+                    slots = torch.arange(indices.shape[1], dtype=torch.int32, device=counts.device)
+                    values.masked_fill_(slots >= counts.unsqueeze(1), 0.0)
+                values.mul_(self.scale)
+                total.zero_()
+                for rank in range(self.comm.size):
+                    # Unique within a rank, but for slots that add 0: the same sum in any order the device takes.
+                    total.index_add_(0, indices[rank], values[rank])
+                pending.said.append(good)
             if total is not load.update:
                 load.update.copy_(total)
 
@@ -109,27 +158,18 @@ class SparseExchange(Exchange):
         layout: Format = pending.extra
         counts = layout.counts(messages)
         parts: list[list[Part]] = []
-        checks: list[torch.Tensor] = []
-        senders: list[tuple[int, Section]] = []  # of each check
         for number, (load, section) in enumerate(zip(pending.loads, layout.sections, strict=True)):
             parts.append([])
             if section.index is None or section.value is None:
                 continue
+            checks: list[bool] = []  # by rank
             for rank, message in enumerate(messages):
                 count = counts[rank][number]
                 indices, good = section.index.decode(message[section.indices], count)
                 values = section.value.decode(message[section.values], count, load.work.dtype)
                 parts[-1].append((indices, values))
-                checks.append(good)
-                senders.append((rank, section))
-        results = torch.stack(checks).tolist() if checks else []  # one look at a device for the whole message
-        for (rank, section), good in zip(senders, results, strict=True):
-            if not good:
-                raise MessageError(
-                    f"{pending.name}: the indices that rank {rank} sent are not ascending within 0 to "
-                    f"{section.segment.length - 1}, or not as many as it announced: either its message was damaged, "
-                    "or its sparsifier breaks the contract of a Selection"
-                )
+                checks.append(bool(good))
+            _refuse_disordered(pending.name, section, checks)
         return parts
 
     def _add_dense(self, total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
@@ -139,6 +179,16 @@ class SparseExchange(Exchange):
         for part in parts[1:]:
             # Not add_(part, alpha=scale): whether that rounds once or twice is up to the processor.
             total.add_(scaled.copy_(part).mul_(self.scale))
+
+
+def _refuse_disordered(name: str, section: Section, good: Sequence[bool]) -> None:
+    """Raise :class:`agmerge.MessageError` for the first rank whose indices cannot be right. ``good``: by rank."""
+    if not all(good):
+        raise MessageError(
+            f"{name}: the indices that rank {list(good).index(False)} sent are not ascending within 0 to "
+            f"{section.segment.length - 1}, or not as many as it announced: either its message was damaged, "
+            "or its sparsifier breaks the contract of a Selection"
+        )
 
 
 def without_zeros(offer: Selection, values: torch.Tensor) -> tuple[Selection, torch.Tensor]:

@@ -245,11 +245,12 @@ class LowRankExchange(MultiRoundExchange):
 def _with_overflows(control: RoundHeader, matrices: Sequence[Matrix]) -> tuple[RoundHeader, list[str]]:
     """Return ``control``, which says so where a factor is not finite, and of which tensors that is.
 
-    A device is not waited for: there the alarm says it, and no names are known.
+    A device is not waited for: there `finite` says it, and no names are known.
     """
     if matrices[0].factor.device.type != "cpu":
-        bad = ~torch.stack([torch.linalg.vector_norm(matrix.factor, torch.inf) for matrix in matrices]).isfinite().all()
-        return replace(control, alarm=bad if control.alarm is None else control.alarm | bad), []
+        largest = torch.stack([torch.linalg.vector_norm(matrix.factor, torch.inf) for matrix in matrices])
+        good = largest.isfinite().all()
+        return replace(control, finite=good if control.finite is None else control.finite & good), []
     names = [matrix.slot.name for matrix in matrices if not is_finite(matrix.factor)]
     return replace(control, flags=control.flags | Flag.NONFINITE) if names else control, names
 

@@ -25,6 +25,7 @@ from agmerge.backends.handshake import Fact, first_difference
 from agmerge.errors import MessageError
 from agmerge.exchanges.message import Everything, IndexCodec, ValueCodec, smallest, value_codec
 from agmerge.exchanges.message.indices import GRAIN
+from agmerge.tensors import host_copies
 from agmerge.tensors.layout import Segment, aligned
 
 MAGIC = 0x41474D32  # "AGM2": the last byte is the version of this format
@@ -57,8 +58,9 @@ class RoundHeader:
     buffer: int  # number of the merge buffer
     flags: int  # of Flag
     used: tuple[bool, ...]  # by tensor of the message: this rank (after merging: any rank) had a gradient in this step
-    # bool, 0-dim, on the device of the message: it is to have Flag.NONFINITE, which the host does not know yet.
-    alarm: torch.Tensor | None = field(default=None, compare=False)
+    # bool, 0-dim, on the device of the message: unless it is set, the message is to have Flag.NONFINITE, which the host
+    # does not know yet. None: the host knows all.
+    finite: torch.Tensor | None = field(default=None, compare=False)
 
     def merged(self, others: Sequence[RoundHeader]) -> RoundHeader:
         """Return this with the flags and the used bits of all ``others``, OR-ed."""
@@ -152,14 +154,15 @@ class Format:
         words += _bits(control.used)
         if on_host:
             words[_CHECKSUM] = _header_sum(words)
-        header = message[: 4 * self.words].view(torch.int32)
-        header.copy_(torch.tensor(words, dtype=torch.int32))
-        if not on_host:
-            if control.alarm is not None:
-                header[_FLAGS] += Flag.NONFINITE * control.alarm
-            for place, count in enumerate(counts, start=1):
-                if isinstance(count, torch.Tensor):
-                    header[_FIRST + _EACH * place - 1].copy_(count)
+        if control.finite is not None:
+            words[_FLAGS] |= Flag.NONFINITE
+        header = self.header_of(message)
+        host_copies.write(words, header)
+        if control.finite is not None:  # the flag is there, and taken off again
+            header[_FLAGS].add_(control.finite, alpha=-int(Flag.NONFINITE))
+        for place, count in enumerate(counts, start=1):
+            if isinstance(count, torch.Tensor) and not on_host:
+                header[_FIRST + _EACH * place - 1].copy_(count)
         if seal:
             self.seal(message)
 
@@ -174,11 +177,21 @@ class Format:
 
     # -- reading --------------------------------------------------------------------------------------------
 
-    def read_headers(self, messages: torch.Tensor, own: RoundHeader, name: str) -> RoundHeader:
+    def header_of(self, messages: torch.Tensor) -> torch.Tensor:
+        """Return the words of the header in front of ``messages``, uint8[..., size]: int32[..., words], a view."""
+        return messages[..., : 4 * self.words].view(torch.int32)
+
+    def counts_of(self, messages: torch.Tensor, section: int) -> torch.Tensor:
+        """Return what each rank announces of a section in its header, unchecked: int32[W], a view."""
+        return self.header_of(messages)[:, _FIRST + _EACH * (section + 1) - 1]
+
+    def read_headers(
+        self, messages: torch.Tensor, own: RoundHeader, name: str, *, sealed: bool | None = None
+    ) -> RoundHeader:
         """Check the headers of all ranks, and return what they say together.
 
         ``messages``: uint8[W, ...], a message a rank, or the beginning of it. ``own``: what this rank has said.
-        Raises :class:`agmerge.MessageError`, the same on every rank, if a message is not one of ours, has changed on
+        ``sealed``: they have checksums, which a device does not write; None: if they are on the host. Raises :class:`agmerge.MessageError`, the same on every rank, if a message is not one of ours, has changed on
         its way, belongs to another step, plan, buffer or layout, or holds more than fits.
         """
         self._check_length(messages.shape[1] >= 4 * self.words, messages, name)
@@ -189,7 +202,7 @@ class Format:
                 f"{name}: what ranks {foreign} sent is no message of this library, or one of another version of it: "
                 "give every rank the same version, and find out who else sends to this group"
             )
-        if messages.device.type == "cpu":
+        if messages.device.type == "cpu" if sealed is None else sealed:
             _refuse_damaged(name, [r for r, row in enumerate(rows) if self._damaged(row)])
         self._check_place(rows, own, name)
         for rank, row in enumerate(rows):
