@@ -42,6 +42,7 @@ def wait(
 
     In rank order it is added in ``wide`` and rounded once (None: float32 for 16 bits, else the message's own dtype).
     """
+
     def wait_for(handle: Handle) -> None:
         if on_stream:
             handle.wait_on_stream(timeout)

@@ -154,18 +154,22 @@ class Exchange(ABC):
     def finish(self, pending: InFlight) -> None:
         """Write the update of every load. Called after ``wait`` or ``wait_on_stream``, in plan order."""
 
-    def wait_on_stream(self, pending: InFlight) -> bool:
-        """Collective. Have a message's device wait for what :meth:`wait` waits for, while the host goes on.
+    # -- instead of `wait`, on a device: `wait_on_stream`, then `finish`, and `read` at last --------------------------
 
-        Then ``finish`` may follow at once, for what it does is queued behind that, and at last, when the host has a
-        copy of ``pending.said``, :meth:`read`. Returns False, with nothing done, where the message is on the host, or
-        the host has a part in what is left to do.
-        """
+    def can_queue(self, pending: InFlight) -> bool:
+        """Tell whether the message's device can do all that is left by itself, so that the host waits for nothing."""
         return False
+
+    def wait_on_stream(self, pending: InFlight) -> None:
+        """Collective. Have the device wait for what :meth:`wait` waits for. Only where it :meth:`can_queue`.
+
+        ``finish`` may follow at once: what it does is queued behind that.
+        """
+        raise NotImplementedError(f"{type(self).__name__}: a device cannot wait for {pending.name}; use wait()")
 
     def read(self, pending: InFlight, said: Sequence[torch.Tensor]) -> RoundHeader:
         """Check what has arrived, and return what all ranks say together. ``said``: ``pending.said``, on the host."""
-        raise NotImplementedError(f"{type(self).__name__} has only wait(): its wait_on_stream() does nothing")
+        raise NotImplementedError(f"{type(self).__name__}: {pending.name} was not waited for; use wait()")
 
     def format_of(
         self, name: str, loads: Sequence[SegmentBuffers], capacities: list[int | None], wire: str = "auto"

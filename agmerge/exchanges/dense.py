@@ -105,14 +105,14 @@ class DenseExchange(Exchange):
             all_reduce.wait(self.comm, part, self.timeout, pending.loads[0].work.dtype)
         return self.read(pending, [self._tail(pending)])
 
-    def wait_on_stream(self, pending: InFlight) -> bool:
+    def can_queue(self, pending: InFlight) -> bool:
+        return pending.on_device
+
+    def wait_on_stream(self, pending: InFlight) -> None:
         """Collective. Queue what is left of all sums."""
-        if not pending.on_device:
-            return False
         for part in pending.extra:
             all_reduce.wait(self.comm, part, self.timeout, pending.loads[0].work.dtype, on_stream=True)
         pending.said.append(self._tail(pending))
-        return True
 
     def _tail(self, pending: InFlight) -> torch.Tensor:
         """Return the numbers behind the segments: a view, with what fills up shards."""

@@ -82,14 +82,11 @@ class ScatterExchange(DenseExchange):
         self._add_rows(pending)
         return self.read(pending, [self._tail(pending)])
 
-    def wait_on_stream(self, pending: InFlight) -> bool:
+    def wait_on_stream(self, pending: InFlight) -> None:
         """Collective. Have the device wait for this rank's shard."""
-        if not pending.on_device:
-            return False
         pending.handle.wait_on_stream(self.timeout)
         self._add_rows(pending)
         pending.said.append(self._tail(pending))
-        return True
 
     def _add_rows(self, pending: InFlight) -> None:
         """Add up what arrived in rank order; else it has been added already."""

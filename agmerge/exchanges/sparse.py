@@ -82,21 +82,21 @@ class SparseExchange(Exchange):
         layout.check_payloads(messages, pending.name)
         return control
 
-    def wait_on_stream(self, pending: InFlight) -> bool:
+    def can_queue(self, pending: InFlight) -> bool:
+        return pending.on_device
+
+    def wait_on_stream(self, pending: InFlight) -> None:
         """Collective. Have the device wait for the all-gather."""
-        if not pending.on_device:
-            return False
         pending.handle.wait_on_stream(self.timeout)
         layout: Format = pending.extra
         pending.said.append(pending.received.view(self.comm.size, -1)[:, : 4 * layout.words])
-        return True
 
     def read(self, pending: InFlight, said: Sequence[torch.Tensor]) -> RoundHeader:
         """Check the headers of all ranks, and whether their indices were right; return what all say together."""
         headers, *good = said
         layout: Format = pending.extra
         control = layout.read_headers(headers, pending.control, pending.name, sealed=False)
-        if not control.flags & Flag.REPLAN:  # else a rank may have sent anything
+        if not control.flags & (Flag.REPLAN | Flag.NONFINITE):  # else a rank may have sent anything
             sparse = (section for section in layout.sections if section.capacity is not None)
             for section, by_rank in zip(sparse, good, strict=True):
                 _refuse_disordered(pending.name, section, by_rank.tolist())
@@ -133,7 +133,10 @@ class SparseExchange(Exchange):
         for number, (load, section) in enumerate(zip(pending.loads, layout.sections, strict=True)):
             total = self.accumulator(load)
             if section.index is None or section.value is None:
-                self._add_dense(total, [layout.whole(message, section) for message in messages])
+                rows = layout.whole(messages, section).to(total.dtype) * self.scale
+                total.copy_(rows[0])
+                for row in rows[1:]:
+                    total.add_(row)
             else:
                 counts = layout.counts_of(messages, number)
                 indices, good = section.index.decode_rows(messages[:, section.indices], counts)

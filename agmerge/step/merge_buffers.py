@@ -86,11 +86,10 @@ class MergeBuffers:
         self.updates: InArenas | NodeShards = InArenas(self.arena_of)  # where updates of whole tensors lie
         if nodes is not None:
             self.updates = NodeShards(nodes, self.tensors, self.layout, config.timeout, ordered=config.ordered)
-        # Slots that wait until their merge buffer is complete, and are copied together: a call each would cost more.
-        self.batched_dense = {
+        self._small_dense = {
             slot.index
             for slot in self.layout.slots
-            if slot.lane.kind is Kind.DENSE and slot.numel <= BATCH_COPY_LIMIT and slot.lane.device.type == "cpu"
+            if slot.lane.kind is Kind.DENSE and slot.numel <= BATCH_COPY_LIMIT and not slot.lane.on_device
             if isinstance(self.arenas[slot.lane].memory, NoMemory)
         }
         factored = [slot for slot in self.layout.slots if slot.lane.kind is Kind.LOW_RANK]
@@ -159,6 +158,11 @@ class MergeBuffers:
             for part in message.segments
             for slot in part.slots
             if part.lane.kind is Kind.LOW_RANK and not plan.dense[message.buffer]
+        }
+        # Slots that wait until their merge buffer is complete, and are accumulated together: a call each would cost
+        # more. On a device these are all but those of which something can be done before.
+        self.batched = self._small_dense | {
+            slot.index for slot in self.layout.slots if slot.lane.on_device and slot.index not in self.prepared
         }
 
     def adopt(self, config: Config) -> None:

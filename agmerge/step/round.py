@@ -17,7 +17,8 @@ from agmerge.exchanges.routing import Message
 from agmerge.metrics.step_times import StepRecorder
 from agmerge.metrics.totals import Totals
 from agmerge.step.merge_buffers import MergeBuffers
-from agmerge.tensors.arena import Add, is_movable
+from agmerge.step.queued_messages import said_by_all
+from agmerge.tensors.arena import Add, Arena, is_movable
 from agmerge.tensors.difference import Difference
 from agmerge.tensors.layout import Lane, Segment, Slot
 from agmerge.tensors.nonfinite import NonFiniteGuard, is_finite
@@ -60,7 +61,7 @@ class Round:
         # Tensors still to come, per merge buffer.
         self._missing = [count if self._is_due(buffer) else 0 for buffer, count in enumerate(buffers.plan.counts)]
         self._added: dict[int, bool] = {}  # by slot: whether there was a gradient
-        self._batches: dict[int, list[tuple[Slot, torch.Tensor]]] = {}  # by merge buffer: not yet in `work`
+        self._batches: dict[int, list[tuple[Slot, torch.Tensor | None]]] = {}  # by merge buffer: not yet in `work`
         self._offers: dict[int, Selection] = {}  # by slot, of tensors that are sparsified ahead
         self._is_prepared: set[int] = set()  # slots that were prepared when their gradient was added up
         self._has_moved: set[int] = set()  # of these, those whose gradient was copied to where the update will be
@@ -92,9 +93,12 @@ class Round:
         """
         if not self._added:
             self.recorder.begin()
+        moves = gradient is not None and not self.dirty and self.buffers.may_move[slot.index]
+        if gradient is not None and moves and slot.lane.on_device:
+            gradient = self._moved(slot, gradient)  # first, for it may wait for its merge buffer
         self._on_gradient(slot, gradient)
         held = gradient
-        if gradient is not None and not self.dirty and self.buffers.may_move[slot.index]:
+        if gradient is not None and moves and not slot.lane.on_device:
             held = self._moved(slot, gradient)
         self._on_added(slot, gradient)
         return held
@@ -133,7 +137,7 @@ class Round:
         figures, sparsifiers and codecs have nothing to do with it."""
         if self.dirty:
             return
-        if gradient is not None and slot.index in self.buffers.batched_dense:
+        if slot.index in self.buffers.batched and (gradient is not None or slot.lane.on_device):
             gradient = gradient.tensor() if isinstance(gradient, Difference) else gradient
             self._batches.setdefault(self.buffers.buffer_of[slot.index], []).append((slot, gradient))
             return
@@ -165,21 +169,38 @@ class Round:
 
         return add
 
-    def _copy_batch(self, buffer: int) -> None:
-        """Put all small tensors of a merge buffer that are sent whole into their arenas: one call, one look at all."""
-        by_lane: dict[Lane, list[tuple[Slot, torch.Tensor]]] = {}
+    def _accumulate_batches(self, buffer: int) -> None:
+        """Accumulate all tensors of a merge buffer that have waited for it to be complete, lane by lane."""
+        by_lane: dict[Lane, list[tuple[Slot, torch.Tensor | None]]] = {}
         for slot, gradient in self._batches.pop(buffer, ()):
             by_lane.setdefault(slot.lane, []).append((slot, gradient))
         for lane, batch in by_lane.items():
-            arena = self.buffers.arenas[lane]
-            torch._foreach_copy_([arena.work_of(slot) for slot, _ in batch], [gradient for _, gradient in batch])
-            start, stop = min(slot.offset for slot, _ in batch), max(slot.end for slot, _ in batch)
-            # What lies between them is of the same merge buffer, and finite, or padding.
-            if is_finite(arena.work[start:stop]):
-                continue
-            for slot, _ in batch:
-                if self.guard.inspect(slot, arena.work_of(slot)):
-                    arena.accumulate(slot, None)
+            accumulate = self._accumulate_on_device if lane.on_device else self._copy_batch
+            accumulate(self.buffers.arenas[lane], batch)
+
+    def _accumulate_on_device(self, arena: Arena, batch: list[tuple[Slot, torch.Tensor | None]]) -> None:
+        """Accumulate all tensors of a merge buffer that lie in ``arena``: in few launches, one look at all."""
+        # What is kept is this rank's own to the end of the round, and so is a gradient; a sum over ranks is not.
+        kept = arena.memory.has_residual
+        parts = [
+            (slot.name, arena.work_of(slot) if kept else gradient) for slot, gradient in batch if gradient is not None
+        ]
+        self.guard.inspect_on_device(arena.accumulate_all(batch), parts)
+        if self.buffers.energy is not None and arena.lane.sparse:
+            for slot, gradient in batch:
+                self.buffers.energy.add(slot, gradient)
+
+    def _copy_batch(self, arena: Arena, batch: list[tuple[Slot, torch.Tensor | None]]) -> None:
+        """Put all small tensors of a merge buffer that are sent whole into ``arena``: one call, one look at all."""
+        given = [gradient for _, gradient in batch if gradient is not None]  # all of them
+        torch._foreach_copy_([arena.work_of(slot) for slot, _ in batch], given)
+        start, stop = min(slot.offset for slot, _ in batch), max(slot.end for slot, _ in batch)
+        # What lies between them is of the same merge buffer, and finite, or padding.
+        if is_finite(arena.work[start:stop]):
+            return
+        for slot, _ in batch:
+            if self.guard.inspect(slot, arena.work_of(slot)):
+                arena.accumulate(slot, None)
 
     # -- messages leave -------------------------------------------------------------------------------------------
 
@@ -196,7 +217,7 @@ class Round:
     def _prepare(self, slot: Slot) -> None:
         """Do what can be done of a tensor's message before the others of its merge buffer are there."""
         segment = self.buffers.presparsified.get(slot.index)
-        if segment is not None:
+        if segment is not None and slot.index not in self.buffers.batched:
             self._offers[slot.index] = self._select(segment)
         exchange = self.buffers.prepared.get(slot.index)
         if exchange is not None and not self.dirty and slot.index not in self._is_prepared:
@@ -209,7 +230,7 @@ class Round:
             self._in_flight.append([])
             return
         if self._batches:
-            self._copy_batch(buffer)
+            self._accumulate_batches(buffer)
         first, *others = self.buffers.messages[buffer]
         sent = [(first, self._start(first))]
         self.recorder.mark(buffer)
@@ -238,13 +259,11 @@ class Round:
 
     def _header(self, buffer: int, used: tuple[bool, ...], device: torch.device) -> RoundHeader:
         flags = self.flags | (Flag.REPLAN if self.dirty else 0) | (Flag.NONFINITE if self.guard.found else 0)
-        alarm = self.guard.device_flag(device) if self.guard.watches_devices else None
-        return RoundHeader(self.step, self.buffers.fingerprint, buffer, flags, used, alarm)
+        return RoundHeader(self.step, self.buffers.fingerprint, buffer, flags, used, self.guard.finite_on(device))
 
     def _offer(self, segment: Segment) -> Selection:
         """Return what is sent of a segment that is selected from."""
-        first = segment.slots[0].index
-        return self._offers.pop(first) if first in self.buffers.presparsified else self._select(segment)
+        return self._offers.pop(segment.slots[0].index, None) or self._select(segment)
 
     def _select(self, segment: Segment) -> Selection:
         sparsifier = self.buffers.config.compressor.part(Kind.SPARSE)
@@ -281,15 +300,20 @@ class Round:
         Returns False, with nothing written, where the attempt has to be repeated after a new agreement.
         """
         self.add_all(gradient_of)
+        said = self._queue()
         agreed, first = True, True
         for buffer, messages in enumerate(self._in_flight):
             if not messages:
                 continue
-            self.recorder.mark(buffer)
-            headers = [message.exchange.wait(in_flight) for message, in_flight in messages]
+            is_queued = id(messages[0][1]) in said
+            if is_queued:
+                headers = [message.exchange.read(in_flight, said[id(in_flight)]) for message, in_flight in messages]
+            else:
+                self.recorder.mark(buffer)
+                headers = [message.exchange.wait(in_flight) for message, in_flight in messages]
+                self.recorder.mark(buffer)
             for _, in_flight in messages:
                 self._count_bytes(in_flight)  # what has been sent since it was started
-            self.recorder.mark(buffer)
             self._poll()
             if first:  # a flag is in all messages of its rank, so all ranks see it here
                 for header in headers:
@@ -299,16 +323,36 @@ class Round:
                 self.nonfinite |= bool(header.flags & Flag.NONFINITE)
             if agreed:
                 for (message, in_flight), header in zip(messages, headers, strict=True):
-                    if not self.nonfinite:
+                    if not self.nonfinite and not is_queued:
                         message.exchange.finish(in_flight)
                     for slot, used in zip(message.slots, header.used, strict=True):
                         self.used[slot.index] |= used
-            self.recorder.mark(buffer)
-            self._poll()
+            if not is_queued:
+                self.recorder.mark(buffer)
+                self._poll()
         if agreed and not self.nonfinite:
             self.buffers.apply_momentum(self.used)
             self.totals.sent(self.buffers.gather_node_updates(), 0)
         return agreed
+
+    def _queue(self) -> dict[int, list[torch.Tensor]]:
+        """Collective. Queue all that devices can do with what arrives, and wait for what all ranks say in it.
+
+        That is returned by the ``id`` of the message. Of a merge buffer all messages are queued, or none is. Should the
+        attempt have to be repeated, its gradients do not lie where updates were written: see :meth:`add`.
+        """
+        queued = []
+        for buffer, messages in enumerate(self._in_flight):
+            if messages and all(message.exchange.can_queue(in_flight) for message, in_flight in messages):
+                self.recorder.mark(buffer)
+                for message, in_flight in messages:
+                    message.exchange.wait_on_stream(in_flight)
+                self.recorder.mark(buffer)
+                for message, in_flight in () if self.dirty else messages:
+                    message.exchange.finish(in_flight)
+                self.recorder.mark(buffer)
+                queued += [in_flight for _, in_flight in messages]
+        return said_by_all(queued, self.buffers.config.timeout)
 
     def has_update(self, slot: Slot) -> bool:
         """Tell whether a tensor has an update: a rank used it, or something of earlier steps was sent."""

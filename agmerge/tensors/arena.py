@@ -19,7 +19,7 @@ import torch
 from agmerge.tensors.difference import Difference
 from agmerge.tensors.layout import Lane, Segment, Slot
 from sparsifiers import Memory, Momentum, Rate, kernel
-from sparsifiers.memories import Residual
+from sparsifiers.memories import NoMemory, Residual
 
 LINE = 64  # bytes
 
@@ -126,6 +126,7 @@ class Arena:
         self._momentum_views = [{slot.index: view(flat, slot) for slot in slots} for flat in self._momenta]
         # The momentum of what is sent whole takes the average: see `apply_momentum`.
         self._adds_up = type(memory)._compensate is Residual._compensate  # work is residual + gradient, and that is all
+        self._is_sum = self._adds_up or type(memory)._compensate is NoMemory._compensate  # or the gradient alone
         self._momentum_of_gradients = memory.has_momentum and memory.has_residual
         self.in_place = not memory.has_residual and lane.dtype == lane.storage
         self.update = first if self.in_place else zeros(length, lane.dtype, lane.device)
@@ -192,12 +193,38 @@ class Arena:
                 return finite
         return self.memory.compensate(self._views[self._turn][index], residual, gradient, momentum, self._size)
 
+    def accumulate_all(self, gradients: Sequence[tuple[Slot, torch.Tensor | None]]) -> torch.Tensor:
+        """Do what :meth:`accumulate` does, on a device, for all tensors of one merge buffer: in few launches.
+
+        They lie side by side. Returns their part of ``work``, 1-D.
+        """
+        start, stop = min(slot.offset for slot, _ in gradients), max(slot.end for slot, _ in gradients)
+        work = self.work[start:stop]
+        if not self._is_sum:
+            for slot, gradient in gradients:
+                self.accumulate(slot, gradient)
+            return work
+        views = self._views[self._turn]
+        given = [(views[slot.index], gradient) for slot, gradient in gradients if gradient is not None]
+        missing = [views[slot.index] for slot, gradient in gradients if gradient is None]
+        if given:
+            torch._foreach_copy_([view for view, _ in given], [gradient for _, gradient in given])
+        if missing:
+            torch._foreach_zero_(missing)
+        if self.memory.has_residual:
+            work.add_(self._slabs[1 - self._turn][start:stop])  # padding is 0 in both
+        return work
+
     def move_to_update(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
-        """Return what ``p.grad`` should be until the exchange has ended: see :func:`move_to_update`."""
+        """Return what ``p.grad`` should be until the exchange has ended: see :func:`move_to_update`.
+
+        On a device nothing moves, for that is a launch a tensor.
+        """
         home = self.gradients[slot.index]
-        if not self.in_place:
+        if not self.in_place and home.device.type == "cpu":
             return move_to_update(home, gradient)
-        # One that was accumulated into the last update: the sum over the ranks is about to be written there.
+        # One that was accumulated into the last update: the sum over the ranks is about to be written there, on a
+        # device before it is known whether the round will be repeated.
         return gradient.clone() if gradient.data_ptr() == home.data_ptr() else gradient
 
     def commit(self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor | Unwritten | None) -> None:

@@ -30,6 +30,11 @@ class Lane:
         return self.kind is Kind.SPARSE
 
     @property
+    def on_device(self) -> bool:
+        """Tell whether the lane is not in the host's memory."""
+        return self.device.type != "cpu"
+
+    @property
     def storage(self) -> torch.dtype:
         """Return the dtype of residual and work: float32 for 16-bit gradients, else the gradient's own."""
         return torch.float32 if self.dtype in (torch.float16, torch.bfloat16) else self.dtype

@@ -6,6 +6,7 @@ may have left by then: :mod:`agmerge.step.nonfinite_verdict` waits for all of th
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -35,24 +36,19 @@ class NonFiniteGuard:
 
     def __init__(self) -> None:
         self.found = False  # the other ranks must hear of something that the host knows of
-        self.watches_devices = False  # something was looked at on a device, see `device_flag`
         self._names: dict[str, None] = {}  # of parameters, found on the host
-        self._later: list[tuple[str, torch.Tensor]] = []  # found on devices, which are not waited for: bool, 0-dim
-        self._alarms: dict[torch.device, torch.Tensor] = {}  # by device: whether any of those is set
+        self._on_devices: list[tuple[str, torch.Tensor]] = []  # names, and what was looked at without a result yet
+        # By device: the largest magnitudes of what was looked at there, 0-dim, which no message has told of.
+        self._largest: dict[torch.device, list[torch.Tensor]] = {}
 
     def inspect(self, slot: Slot, tensor: torch.Tensor, finite: bool | None = None) -> bool:
         """Tell whether ``tensor`` is known to have an element that is not finite, and remember ``slot`` if so.
 
         ``finite``: what is known already; None: nothing. On a device it is not known before the messages are sent, see
-        :meth:`device_flag`, so the answer there is False.
+        :meth:`finite_on`, so the answer there is False.
         """
         if tensor.device.type != "cpu":
-            # The largest magnitude: exact, one pass, and no waiting. (On the CPU it is slow.)
-            bad = ~torch.linalg.vector_norm(tensor, torch.inf).isfinite()
-            self._later.append((slot.name, bad))
-            self.watches_devices = True
-            before = self._alarms.get(tensor.device)
-            self._alarms[tensor.device] = bad if before is None else before | bad
+            self.inspect_on_device(tensor, [(slot.name, tensor)])
             return False
         if finite is None:
             finite = is_finite(tensor)
@@ -60,6 +56,15 @@ class NonFiniteGuard:
             self._names[slot.name] = None
             self.found = True
         return not finite
+
+    def inspect_on_device(self, tensor: torch.Tensor, parts: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Look at ``tensor``, on a device, which is not waited for: one pass.
+
+        ``parts``: names, and what is looked at again if the step comes to nothing, to say which of them it was.
+        """
+        # The largest magnitude is exact. (On the CPU it is slow.)
+        self._largest.setdefault(tensor.device, []).append(torch.linalg.vector_norm(tensor, torch.inf))
+        self._on_devices += parts
 
     def report(self, names: Iterable[str]) -> None:
         """Take what was found by others, on the host: ``names`` of parameters."""
@@ -70,15 +75,27 @@ class NonFiniteGuard:
         """Say it too: a rank for which this one speaks has found something."""
         self.found = True
 
-    def device_flag(self, device: torch.device) -> torch.Tensor | None:
-        """Return whether devices have found something, on ``device``: bool, 0-dim; None if none was looked at."""
-        if not self._alarms:
+    def finite_on(self, device: torch.device) -> torch.Tensor | None:
+        """Return whether all is finite that ``device`` was given since this was last asked: bool, 0-dim, there.
+
+        None: it was given nothing. One message of a round that says so is enough.
+        """
+        largest = self._largest.pop(device, [])
+        if not largest:
             return None
-        return torch.stack([alarm.to(device, non_blocking=True) for alarm in self._alarms.values()]).any()
+        return functools.reduce(torch.maximum, largest) < torch.inf
 
     def parameters_found(self) -> list[str]:
         """Return the names of parameters whose gradients this rank found not to be finite. Waits for devices."""
-        return [*self._names, *(name for name, bad in self._later if bad.item())]
+        by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
+        for name, tensor in self._on_devices:
+            finite = torch.linalg.vector_norm(tensor, torch.inf).isfinite()
+            by_device.setdefault(tensor.device, {})[name] = finite
+        found = dict(self._names)
+        for finite_by_name in by_device.values():
+            results = torch.stack(list(finite_by_name.values())).tolist()
+            found.update((name, None) for name, good in zip(finite_by_name, results, strict=True) if not good)
+        return list(found)
 
 
 def refuse(state: Mapping[tuple[str, str], Any]) -> None:

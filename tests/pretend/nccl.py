@@ -22,6 +22,9 @@ class DeviceHandle(Handle):
     def done(self) -> bool:
         return self._inner.done()
 
+    def wait_on_stream(self, timeout: float) -> None:
+        self._inner.wait(timeout)
+
     def _wait(self, timeout: float) -> None:
         self._device.books.waited("Handle.wait")
         self._inner._wait(timeout)

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import torch
 
+from agmerge.tensors import host_copies
 from pretend.device import current
 
 
@@ -25,7 +26,8 @@ class Event:
         self._at, self._until = time.perf_counter(), current().books.queued
 
     def query(self) -> bool:
-        """Whether the device has got there."""
+        """Whether the device has got there. Who asks goes on asking until it has: that is a wait."""
+        current().books.waited("Event.query", self._until)
         return True
 
     def synchronize(self) -> None:
@@ -45,5 +47,9 @@ def _synchronize(device: Any = None) -> None:
 @contextmanager
 def installed() -> Iterator[None]:
     """Let torch have these events, and count what waits for the whole device."""
-    with patch.object(torch, "Event", Event), patch.object(torch.accelerator, "synchronize", _synchronize):
+    with (
+        patch.object(torch, "Event", Event),
+        patch.object(torch.accelerator, "synchronize", _synchronize),
+        patch.object(host_copies, "pinned", lambda length, dtype: current().pinned(length, dtype)),
+    ):
         yield

@@ -191,7 +191,9 @@ class Format:
         """Check the headers of all ranks, and return what they say together.
 
         ``messages``: uint8[W, ...], a message a rank, or the beginning of it. ``own``: what this rank has said.
-        ``sealed``: they have checksums, which a device does not write; None: if they are on the host. Raises :class:`agmerge.MessageError`, the same on every rank, if a message is not one of ours, has changed on
+        ``sealed``: they have checksums, which a device does not write; None: if they are on the host.
+
+        Raises :class:`agmerge.MessageError`, the same on every rank, if a message is not one of ours, has changed on
         its way, belongs to another step, plan, buffer or layout, or holds more than fits.
         """
         self._check_length(messages.shape[1] >= 4 * self.words, messages, name)
@@ -276,8 +278,8 @@ class Format:
         return list(zip(names, map(str, place), strict=True))
 
     def whole(self, message: torch.Tensor, section: Section) -> torch.Tensor:
-        """Return the elements of a dense section, in the gradient's dtype: a view of ``message``."""
-        return message[section.values].view(section.segment.lane.dtype)
+        """Return the elements of a dense section, in the gradient's dtype: a view of ``message``, uint8[..., size]."""
+        return message[..., section.values].view(section.segment.lane.dtype)
 
 
 def section_codecs(length: int, capacity: int, dtype: torch.dtype, wire: str) -> tuple[IndexCodec, ValueCodec]:

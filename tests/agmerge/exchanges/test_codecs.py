@@ -11,8 +11,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agmerge.exchanges.message import Bitmap, Blocks, Everything, IndexCodec, Int32, bits, candidates, smallest
-from agmerge.exchanges.message import device_bits
+from agmerge.exchanges.message import (
+    Bitmap,
+    Blocks,
+    Everything,
+    IndexCodec,
+    Int32,
+    bits,
+    candidates,
+    device_bits,
+    smallest,
+)
 from agmerge.exchanges.message.indices import GRAIN, in_order
 from sparsifiers import kernel
 

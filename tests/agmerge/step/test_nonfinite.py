@@ -303,10 +303,10 @@ def test_what_only_a_device_knows_travels_as_a_tensor() -> None:
     from agmerge.exchanges.message.format import RoundHeader
 
     for bad in (False, True):
-        control = RoundHeader(3, 4, 5, 0, (True, False), torch.tensor(bad))
+        control = RoundHeader(3, 4, 5, 0, (True, False), torch.tensor(not bad))
         tail = tail_of(control, torch.float16, torch.device("cpu"))
         assert decode((2 * tail).tolist(), control, "buffer 5").flags == (Flag.NONFINITE if bad else 0)
-    assert NonFiniteGuard().device_flag(torch.device("cpu")) is None
+    assert NonFiniteGuard().finite_on(torch.device("cpu")) is None
 
 
 def test_ranks_with_other_policies_hear_of_it() -> None:

@@ -1,0 +1,40 @@
+"""Bring to the host, in one wait, what all ranks say in the messages of a round that lie on devices.
+
+Until then these are waited for, and their updates written, on their devices alone: the host only queues that. Nothing
+of it is visible, for an update becomes a gradient only after all headers were checked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import torch
+
+from agmerge.backends import status
+from agmerge.errors import CollectiveTimeout
+from agmerge.exchanges import InFlight
+from agmerge.tensors.host_copies import HostCopies
+
+
+def said_by_all(messages: Iterable[InFlight], timeout: float) -> dict[int, list[torch.Tensor]]:
+    """Return what :meth:`Exchange.read` is given of each message, on the host, by the message's ``id``.
+
+    ``messages``: in plan order, each with all of ``said``. Their devices wait for them already; this is where the host
+    does, and where it keeps the deadline: raises :class:`agmerge.CollectiveTimeout` after ``timeout`` seconds, which
+    names the first message that is missing.
+    """
+    by_device: dict[torch.device, list[InFlight]] = {}
+    for message in messages:
+        by_device.setdefault(message.message.device, []).append(message)
+    copies = [HostCopies([part for message in group for part in message.said]) for group in by_device.values()]
+    found: dict[int, list[torch.Tensor]] = {}
+    deadline = time.monotonic() + timeout
+    for group, copy in zip(by_device.values(), copies, strict=True):
+        with status.waiting_for(group[0].name, ()):
+            if not copy.arrive(deadline - time.monotonic()):
+                missing = next((message for message in group if not message.handle.done()), group[-1])
+                raise CollectiveTimeout(f"{missing.name}: no answer from all ranks within {timeout:g} s")
+        parts = iter(copy.tensors())
+        found |= {id(message): [next(parts) for _ in message.said] for message in group}
+    return found
