@@ -93,6 +93,7 @@ def figures(books: Books, elements: int) -> dict[str, float]:
         "launches_in_hooks": books.count(HOOK),
         "launches_per_message": round(books.count() / max(messages, 1), 1),
         "bytes_per_element": round(books.bytes() / elements, 1),
+        "races": len(books.races),
     }
 
 
@@ -119,7 +120,7 @@ def main() -> None:
         print(f"{name:30}{value:>12}")
     launches: Counter[str] = Counter()
     for launch in books.launches:
-        launches[f"{launch.place.phase:12} {launch.place.line}"] += launch.count if launch.place.line else 0
+        launches[f"{launch.place.phase:12} {launch.place.line}"] += launch.kernels if launch.place.line else 0
     for title, counter in (
         ("host waits", Counter(f"{wait.place.phase:12} {wait.place.line} ({wait.what})" for wait in books.waits_in())),
         ("launches", launches),

@@ -9,22 +9,36 @@ from torch import Tensor
 
 from agmerge.backends import Backend, Handle
 from pretend.books import COLLECTIVE
-from pretend.device import Device, DeviceTensor
+from pretend.clocks import Clock
+from pretend.device import Device
+from pretend.operations import Access
+from pretend.tensors import DeviceTensor
 
 
 class DeviceHandle(Handle):
-    """Follow a collective of the in-memory group on tensors of a device."""
+    """Follow a collective of the in-memory group on tensors of a device.
 
-    def __init__(self, inner: Handle, device: Device, name: str) -> None:
+    ``clock``: when it has ended. ``tensors``: what it reads and writes, kept until somebody has waited.
+    """
+
+    def __init__(self, inner: Handle, device: Device, name: str, clock: Clock, tensors: Sequence[Tensor]) -> None:
         super().__init__(name, inner._ranks)
-        self._inner, self._device = inner, device
+        self._inner, self._device, self._clock, self._tensors = inner, device, clock, tensors
 
     def done(self) -> bool:
         return self._inner.done()
 
     def _wait(self, timeout: float) -> None:
-        self._device.books.waited("Handle.wait")
+        """Wait as NCCL does that is given a time-out: the host looks every millisecond until it has ended."""
         self._inner._wait(timeout)
+        self._device.wait_on_host("Handle.wait", self._clock)
+        self._tensors = ()
+
+    def wait_on_stream(self, timeout: float) -> None:
+        """Let the current stream wait. (The values are here at once, since the host computes them.)"""
+        self._inner._wait(timeout)
+        self._device.stream.wait(self._clock)
+        self._tensors = ()
 
 
 class DeviceBackend(Backend):
@@ -34,6 +48,7 @@ class DeviceBackend(Backend):
 
     def __init__(self, inner: Backend, device: Device) -> None:
         self._inner, self._device = inner, device
+        self._stream = device.new_stream("nccl")
         self.rank, self.size = inner.rank, inner.size
         self.local_rank, self.local_size = inner.local_rank, inner.local_size
 
@@ -41,8 +56,12 @@ class DeviceBackend(Backend):
         ours = [tensor for tensor in tensors if isinstance(tensor, DeviceTensor)]
         if not ours:
             return handle
-        self._device.books.launched(COLLECTIVE, 1, sum(tensor.numel() * tensor.element_size() for tensor in ours))
-        return DeviceHandle(handle, self._device, name)
+        self._stream.wait(self._device.stream.clock)
+        with self._device.within(self._stream):
+            # The first is what arrives. It may be what is sent, too.
+            accesses = [Access(one.host, one is ours[-1], one is ours[0], one.numel()) for one in ours]
+            self._device.queue(COLLECTIVE, 1, accesses, [one.memory for one in ours])
+        return DeviceHandle(handle, self._device, name, dict(self._stream.clock), ours)
 
     def all_reduce(self, tensor: Tensor, name: str, op: str = "sum") -> Handle:
         return self._started(self._inner.all_reduce(_host(tensor), name, op), name, tensor)

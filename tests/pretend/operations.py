@@ -43,6 +43,11 @@ def name_of(operation: OpOverload) -> str:
     return operation._schema.name.partition("::")[2]
 
 
+def is_view(operation: OpOverload) -> bool:
+    """Whether the result lies in the memory of the first argument."""
+    return operation.is_view or name_of(operation) in ("_unsafe_view", "_reshape_alias", "lift_fresh")
+
+
 def launches(operation: OpOverload, accesses: Sequence[Access], given: Sequence[Any]) -> int:
     """How many kernels run."""
     name = name_of(operation)
