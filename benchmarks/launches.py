@@ -30,7 +30,7 @@ import agmerge  # noqa: E402
 import merging  # noqa: E402
 
 WIDTH = 64  # of every layer: its matrix is selected from, and its two vectors are sent whole
-WARM = 3  # steps that are not counted: ranks agree, compare replicas and allocate
+WARM = 2  # steps that are not counted: ranks agree, compare replicas and allocate
 
 
 class Layers(nn.Module):
@@ -77,7 +77,9 @@ def count(arguments: argparse.Namespace) -> tuple[Books, int]:
             optimizer.step()
         return device.books
 
-    books = on_devices(arguments.workers, body, own_thread=arguments.exchange in ("oktopk", "masked"))[0]
+    # What waits for other ranks in a hook cannot do so on autograd's device thread, which all ranks share here.
+    own_thread = arguments.exchange in ("oktopk", "masked")
+    books = on_devices(arguments.workers, body, own_thread=own_thread, watched={0})[0]
     return books, sum(weight.numel() for weight in model.parameters())
 
 

@@ -19,9 +19,13 @@ _thread = threading.local()  # .device: the one that this thread used last; .str
 
 
 class Device:
-    """Be one rank's accelerator: what is asked of it is written into ``books``."""
+    """Be one rank's accelerator: what is asked of it is written into ``books``.
 
-    def __init__(self) -> None:
+    ``is_watched``: launches and races, too, which takes more time than to compute; else waits alone.
+    """
+
+    def __init__(self, *, is_watched: bool = True) -> None:
+        self.is_watched = is_watched
         self.books = Books()
         self.pinned = PinnedMemory(self.books.raced)
         self.default = Stream("default")

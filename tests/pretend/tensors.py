@@ -116,11 +116,12 @@ def perform(operation: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) 
 
     lifted = up(result)
     results = [one for one in (result if isinstance(result, (list, tuple)) else [result]) if isinstance(one, Tensor)]
-    accesses = operations.accesses(operation, host_args, host_kwargs, results)
-    count = operations.launches(operation, accesses, host_args)
-    if count:
-        memory = [getattr(known[id(one.tensor)], "memory", None) for one in accesses]
-        device.queue(operations.name_of(operation), count, accesses, memory)
+    if device.is_watched:
+        accesses = operations.accesses(operation, host_args, host_kwargs, results)
+        count = operations.launches(operation, accesses, host_args)
+        if count:
+            memory = [getattr(known[id(one.tensor)], "memory", None) for one in accesses]
+            device.queue(operations.name_of(operation), count, accesses, memory)
     if operations.waits(operation, host_args, host_kwargs):
         device.wait_on_host(operations.name_of(operation))
     if copy is not None:
