@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from agmerge.backends import Backend, Handle
+from agmerge.backends.streams import streams_of
 from agmerge.exchanges.low_rank.bases import Bases
 from agmerge.exchanges.message.format import Format, RoundHeader
 from agmerge.ops import ReduceOp
@@ -84,6 +85,11 @@ class InFlight:
     def on_device(self) -> bool:
         """Tell whether the message is not in the host's memory."""
         return self.message.device.type != "cpu"
+
+    @property
+    def has_streams(self) -> bool:
+        """Tell whether its device can be told to wait, instead of the host."""
+        return streams_of(self.message.device) is not None
 
 
 class Exchange(ABC):

@@ -14,11 +14,10 @@ from dataclasses import replace
 import torch
 
 from agmerge.errors import MessageError
-from agmerge.exchanges import all_reduce
+from agmerge.exchanges import all_reduce, host_copies
 from agmerge.exchanges.all_reduce import LARGE
 from agmerge.exchanges.base import Exchange, ExchangeContext, InFlight, SegmentBuffers
 from agmerge.exchanges.message.format import Flag, RoundHeader
-from agmerge.tensors import host_copies
 from sparsifiers import Selection
 
 _HOT = 8  # positions of a one-hot number
@@ -106,7 +105,7 @@ class DenseExchange(Exchange):
         return self.read(pending, [self._tail(pending)])
 
     def can_queue(self, pending: InFlight) -> bool:
-        return pending.on_device
+        return pending.has_streams
 
     def wait_on_stream(self, pending: InFlight) -> None:
         """Collective. Queue what is left of all sums."""

@@ -83,7 +83,7 @@ class SparseExchange(Exchange):
         return control
 
     def can_queue(self, pending: InFlight) -> bool:
-        return pending.on_device
+        return pending.has_streams
 
     def wait_on_stream(self, pending: InFlight) -> None:
         """Collective. Have the device wait for the all-gather."""

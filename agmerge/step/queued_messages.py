@@ -12,9 +12,10 @@ from collections.abc import Iterable
 import torch
 
 from agmerge.backends import status
+from agmerge.backends.streams import streams_of
 from agmerge.errors import CollectiveTimeout
 from agmerge.exchanges import InFlight
-from agmerge.tensors.host_copies import HostCopies
+from agmerge.exchanges.host_copies import HostCopies
 
 
 def said_by_all(messages: Iterable[InFlight], timeout: float) -> dict[int, list[torch.Tensor]]:
@@ -27,7 +28,11 @@ def said_by_all(messages: Iterable[InFlight], timeout: float) -> dict[int, list[
     by_device: dict[torch.device, list[InFlight]] = {}
     for message in messages:
         by_device.setdefault(message.message.device, []).append(message)
-    copies = [HostCopies([part for message in group for part in message.said]) for group in by_device.values()]
+    copies = []
+    for device, group in by_device.items():
+        streams = streams_of(device)
+        assert streams is not None, f"{group[0].name}: {device} was not told to wait"
+        copies.append(HostCopies([part for message in group for part in message.said], streams))
     found: dict[int, list[torch.Tensor]] = {}
     deadline = time.monotonic() + timeout
     for group, copy in zip(by_device.values(), copies, strict=True):

@@ -55,9 +55,6 @@ class DeviceHandle(Handle):
     def done(self) -> bool:
         return self._inner.done()
 
-    def wait_on_stream(self, timeout: float) -> None:
-        self._inner.wait(timeout)
-
     def _wait(self, timeout: float) -> None:
         """Wait as NCCL does that is given a time-out: the host looks every millisecond until it has ended."""
         self._let_others(timeout)

@@ -23,9 +23,9 @@ import torch
 
 from agmerge.backends.handshake import Fact, first_difference
 from agmerge.errors import MessageError
+from agmerge.exchanges import host_copies
 from agmerge.exchanges.message import Everything, IndexCodec, ValueCodec, smallest, value_codec
 from agmerge.exchanges.message.indices import GRAIN
-from agmerge.tensors import host_copies
 from agmerge.tensors.layout import Segment, aligned
 
 MAGIC = 0x41474D32  # "AGM2": the last byte is the version of this format

@@ -7,50 +7,37 @@ of it that were queued have ended, so nothing here has to outlive them.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-SHORTEST, LONGEST = 20e-6, 1e-3  # seconds between two looks at an event
-
-
-def pinned(length: int, dtype: torch.dtype) -> Tensor:
-    """Return pinned memory of the host, 1-D, not written to."""
-    return torch.empty(length, dtype=dtype, pin_memory=True)
+from agmerge.backends.streams import Streams, streams_of
 
 
 def write(numbers: Sequence[float], out: Tensor) -> None:
-    """Write ``numbers`` into ``out``, 1-D, on any device; the host goes on at once."""
-    values = torch.tensor(numbers, dtype=out.dtype)
-    if out.device.type == "cpu":
+    """Write ``numbers`` into ``out``, 1-D; the host goes on at once, if the streams of the device are known."""
+    values, streams = torch.tensor(numbers, dtype=out.dtype), streams_of(out.device)
+    if streams is None:
         out.copy_(values)
     else:
-        out.copy_(pinned(len(numbers), out.dtype).copy_(values), non_blocking=True)
+        out.copy_(streams.pinned(len(numbers), out.dtype).copy_(values), non_blocking=True)
 
 
 class HostCopies:
     """Bring tensors of one device to the host in one copy, which is queued now and waited for at most once."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], streams: Streams) -> None:
         """Queue the copy of ``tensors``, contiguous or with contiguous rows, in the device's current stream."""
-        self._tensors = tensors
+        self._tensors, self._streams = tensors, streams
         rows = [row for tensor in tensors for row in ([tensor] if tensor.is_contiguous() else tensor.unbind(0))]
         together = torch.cat([row.view(-1).view(torch.uint8) for row in rows])
-        self._bytes = pinned(together.numel(), torch.uint8).copy_(together, non_blocking=True)
-        self._event = torch.Event(together.device)
-        self._event.record()
+        self._bytes = streams.pinned(together.numel(), torch.uint8).copy_(together, non_blocking=True)
+        self._event = streams.record(streams.current(together.device))
 
     def arrive(self, timeout: float) -> bool:
         """Wait until the host has them, for at most ``timeout`` seconds; tell whether it has."""
-        deadline, pause = time.monotonic() + timeout, SHORTEST
-        while not self._event.query():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST)
-        return True
+        return self._streams.wait_on_host(self._event, timeout)
 
     def tensors(self) -> list[Tensor]:
         """Return them on the host, each in its shape, once they have arrived."""
