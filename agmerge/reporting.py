@@ -57,8 +57,8 @@ class ReportingMixin:
         by codecs of indices and values, ``header``, and ``plain``, without codecs. ``bytes_dense``: what a
         dense float32 all-reduce would be handed. ``elements_sent``: dense lane included. ``density``: elements
         sent / elements. ``steps_skipped``: see ``nonfinite``; what they sent is counted. ``exposed_seconds``: waiting
-        for messages in ``synchronize()``. ``compressor``: in use now, by its canonical name. ``selection``: only while
-        :meth:`measure_selection` is on.
+        for messages in ``synchronize()``; of gradients on a device, in the steps that were measured. ``compressor``:
+        in use now, by its canonical name. ``selection``: only while :meth:`measure_selection` is on.
         """
         exchange = self._reducer.exchange
         totals, compressor = exchange.totals, exchange.config.compressor

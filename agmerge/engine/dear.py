@@ -133,7 +133,8 @@ class DearReducer(Reducer):
         if every and (self.exchange.step + 1) % every == 0:  # the first comparison is of what training starts from
             self.flush()
         super().end_step()
-        if self._times is not None:
+        buffers = self.exchange.buffers
+        if self._times is not None and buffers is not None and self.exchange.times.measures_next(buffers.clock):
             self._times.begin()
 
     # -- updates --------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, MutableMapping
 from typing import Protocol
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -105,6 +106,7 @@ class HandedOver:
 def _hook(reference: weakref.ref[GradientListener], name: str) -> Callable[[torch.Tensor], None]:
     """Return the hook that tells the listener, if it still lives, without gradient recording."""
 
+    @_disable_dynamo  # what this does depends on messages, and must not be traced by torch.compile
     def hook(parameter: torch.Tensor) -> None:
         listener = reference()
         if listener is None:

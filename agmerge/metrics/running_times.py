@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from agmerge.metrics.chrome_trace import Trace
-from agmerge.metrics.step_times import Seconds, StepRecorder, StepTimes
+from agmerge.metrics.step_times import Clock, Seconds, StepRecorder, StepTimes, StoppedClock
 
 KEEP = 50  # steps: the medians are of no more
+ENOUGH = 10  # steps of each average that are measured where a mark is dear
 
 
 class RunningStepTimes:
@@ -24,10 +25,22 @@ class RunningStepTimes:
         """Count seconds that were waited for messages outside of what a recorder sees."""
         self.exposed += seconds
 
+    def measures_next(self, clock: Clock) -> bool:
+        """Tell whether the next step is measured by ``clock``.
+
+        With a dear one the first steps of an average are, and all while they are traced.
+        """
+        measured = len(self.steps) + (self._last is not None)
+        return not clock.is_dear or self.trace is not None or measured < ENOUGH
+
     def observe(self, recorder: StepRecorder) -> None:
-        """Take in a step that has been received. Its marks are read one step later: every device has got there then."""
-        self.settle()
-        self._last = recorder
+        """Take in a step that has been received, if it was measured.
+
+        Its marks are read one step later: every device has got there then.
+        """
+        if not isinstance(recorder.clock, StoppedClock):
+            self.settle()
+            self._last = recorder
 
     def settle(self) -> None:
         """Read the marks that are still to be read."""

@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,6 +20,8 @@ Seconds = NDArray[np.float64]  # durations, or times since an origin that the co
 
 class Clock(ABC):
     """Make marks, and say afterwards what lies between two of them."""
+
+    is_dear: ClassVar[bool] = False  # a mark takes so long that most steps go without
 
     @abstractmethod
     def mark(self) -> Any:
@@ -41,7 +43,12 @@ class HostClock(Clock):
 
 
 class DeviceClock(Clock):
-    """Record events in the current stream of one device: when it gets there, not when the host asked for it."""
+    """Record events in the current stream of one device: when it gets there, not when the host asked for it.
+
+    An event that tells time takes the host some microseconds to make, and there are two for each tensor.
+    """
+
+    is_dear = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -55,6 +62,16 @@ class DeviceClock(Clock):
         for mark in marks:
             mark.synchronize()
         return np.array([origin.elapsed_time(mark) / 1e3 for mark in marks], dtype=np.float64)
+
+
+class StoppedClock(Clock):
+    """Stand in a step that is not measured."""
+
+    def mark(self) -> None:
+        return None
+
+    def since(self, origin: None, marks: Sequence[None]) -> Seconds:
+        raise ValueError("the step was not measured")
 
 
 def clock_for(devices: Iterable[torch.device]) -> Clock:
@@ -95,7 +112,7 @@ class StepTimes:
 
 
 class StepRecorder:
-    """Take the marks of a step, for n tensors and m merge buffers."""
+    """Take the marks of a step, for n tensors and m merge buffers; of a stopped clock there are none to read."""
 
     def __init__(self, clock: Clock, tensors: int, buffers: int) -> None:
         self.clock, self._shape = clock, (tensors, buffers)

@@ -19,6 +19,7 @@ import merging
 from agmerge.backends import Backend
 from agmerge.errors import AGMergeError
 from agmerge.exchanges.message.format import Flag
+from agmerge.metrics.step_times import StoppedClock
 from agmerge.options.config import TWO_LEVEL, Config
 from agmerge.step.agreed_state import AgreedState, OnAgreement, TensorTable
 from agmerge.step.merge_buffers import MergeBuffers
@@ -242,6 +243,7 @@ class GradientExchange(AgreedState):
         kind = TwoLevelRound if buffers.config.exchange == TWO_LEVEL else Round
         buffers.forget_round()
         numbers = None if due is None else due(len(buffers.plan.counts))
-        attempt = kind(buffers, self.step, self.totals, dirty=dirty, flags=flags, due=numbers)
+        clock = buffers.clock if self.times.measures_next(buffers.clock) else StoppedClock()
+        attempt = kind(buffers, self.step, self.totals, dirty=dirty, flags=flags, due=numbers, clock=clock)
         attempt.guard.report(nonfinite)
         return attempt

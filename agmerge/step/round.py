@@ -14,7 +14,7 @@ import torch
 from agmerge.exchanges import InFlight, SegmentBuffers
 from agmerge.exchanges.message.format import Flag, RoundHeader
 from agmerge.exchanges.routing import Message
-from agmerge.metrics.step_times import StepRecorder
+from agmerge.metrics.step_times import Clock, StepRecorder
 from agmerge.metrics.totals import Totals
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.queued_messages import said_by_all
@@ -38,7 +38,7 @@ class Round:
     ``dirty``: this rank's parameters are no longer those of ``buffers``. It sends what the plan asks for, but
     empty, and says so in every message; then all ranks discard the attempt. ``flags``: what else it says in every
     message, see :class:`Flag`. ``due``: the numbers of the merge buffers that are exchanged, the same on every rank;
-    None: all of them.
+    None: all of them. ``clock``: what the round is measured by; None: that of ``buffers``.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class Round:
         dirty: bool,
         flags: int = 0,
         due: Collection[int] | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.buffers, self.step, self.totals, self.dirty = buffers, step, totals, dirty
         self.flags, self._due = flags, due
@@ -57,7 +58,7 @@ class Round:
         self.used = [False] * len(buffers.layout.slots)  # by slot: any rank has a gradient, once all of them are there
         self.nonfinite = False  # a rank has found a gradient that is not finite: nothing of this may be kept
         self.guard = NonFiniteGuard()
-        self.recorder = StepRecorder(buffers.clock, len(buffers.layout.slots), len(buffers.messages))
+        self.recorder = StepRecorder(clock or buffers.clock, len(buffers.layout.slots), len(buffers.messages))
         # Tensors still to come, per merge buffer.
         self._missing = [count if self._is_due(buffer) else 0 for buffer, count in enumerate(buffers.plan.counts)]
         self._added: dict[int, bool] = {}  # by slot: whether there was a gradient

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
 
-from agmerge.metrics.running_times import KEEP, RunningStepTimes
-from agmerge.metrics.step_times import HostClock, Seconds, StepRecorder, StepTimes
+from agmerge.metrics.chrome_trace import Trace
+from agmerge.metrics.running_times import ENOUGH, KEEP, RunningStepTimes
+from agmerge.metrics.step_times import DeviceClock, HostClock, Seconds, StepRecorder, StepTimes, StoppedClock
 
 
 def times_of(ready: Sequence[float], travel: Sequence[float]) -> StepTimes:
@@ -48,6 +50,23 @@ def test_a_step_is_read_when_the_next_one_comes_and_once() -> None:
     averages.settle()
     averages.settle()
     assert [one.read for one in recorders] == [1] * 4 and len(averages.steps) == 4
+
+
+def test_with_a_dear_clock_a_few_steps_of_each_average_are_measured_and_all_that_are_traced() -> None:
+    averages, host, device = RunningStepTimes(), HostClock(), DeviceClock(torch.device("cuda"))
+    for _ in range(ENOUGH):
+        assert averages.measures_next(device)
+        averages.observe(Done(times_of([1.0], [1.0])))
+    assert averages.measures_next(host) and not averages.measures_next(device)
+    averages.observe(StepRecorder(StoppedClock(), 0, 0))  # nothing is read of it
+    averages.settle()
+    assert len(averages.steps) == ENOUGH
+    averages.record(Trace(0, "rank 0"))
+    assert averages.measures_next(device)
+    averages.record(None)
+    assert not averages.measures_next(device)
+    averages.restart()
+    assert averages.measures_next(device)
 
 
 @pytest.mark.parametrize("ask", ["ready", "travel", "typical", "restart", "forget"])
