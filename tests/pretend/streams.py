@@ -60,7 +60,7 @@ class DeviceStreams(streams.Streams):
         return event
 
     def wait(self, stream: Stream, event: Event) -> None:
-        stream.wait(event.clock)
+        current().wait(stream, event.clock)
 
     def has_ended(self, event: Event) -> bool:
         return event.query()
