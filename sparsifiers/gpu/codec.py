@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparsifiers.gpu.choice import runs_triton
 from sparsifiers.gpu.compact import bits_of
-from sparsifiers.gpu.layout import BITMAP, WIDTHS, IndexLayout
+from sparsifiers.gpu.layout import BITMAP, PLAIN, WIDTHS, IndexLayout
 from sparsifiers.gpu.slots import Slots
 
 
@@ -48,6 +48,9 @@ def encode_reference(slots: Slots, layout: IndexLayout, words: Tensor) -> None:
     """Do what :func:`encode_indices` does with torch's operations."""
     slot = torch.arange(layout.capacity, device=words.device)
     live = slot < slots.count
+    if layout.low == PLAIN:
+        words.copy_(slots.indices * live)
+        return
     index = slots.indices.long()
     *planes, unary = layout.planes
     places = [unary + (index if layout.low == BITMAP else (index >> layout.low) + slot)]
@@ -59,21 +62,34 @@ def encode_reference(slots: Slots, layout: IndexLayout, words: Tensor) -> None:
             fields.append((index >> shift & (1 << width) - 1) * live)
             shift += width
     bits = torch.cat(places)
+    # What is not in use falls behind the last word.
+    at = torch.where(live.repeat(len(places)), bits >> 5, len(words))
     # Unique bits: their sum is their union. In 64 bits the highest of a word is no sign.
     total = torch.zeros(len(words) + 1, dtype=torch.int64, device=words.device)
-    total.index_add_(
-        0, torch.where(torch.cat([live] * len(places)), bits >> 5, len(words)), torch.cat(fields) << (bits & 31)
-    )
+    total.index_add_(0, at, torch.cat(fields) << (bits & 31))
     words.copy_(words.long() | total[:-1])
 
 
 def decode_reference(words: Tensor, counts: Tensor, layout: IndexLayout, out: Tensor, wrong: Tensor) -> None:
     """Do what :func:`decode_indices` does with torch's operations."""
+    index, held = read_reference(words, counts, layout)
+    live = torch.arange(layout.capacity, device=words.device) < counts[:, None]
+    unsorted = ((index[:, 1:] <= index[:, :-1]) & live[:, 1:]).any(1)
+    outside = (((index < 0) | (index >= layout.length)) & live).any(1)
+    miscounted = (held != counts) | (counts > layout.capacity) | (counts < 0)
+    out.copy_(index)
+    wrong.copy_(unsorted | outside | miscounted)
+
+
+def read_reference(words: Tensor, counts: Tensor, layout: IndexLayout) -> tuple[Tensor, Tensor]:
+    """Return the indices of all slots, int64[W, capacity], whatever they are, and how many slots are held: int[W]."""
+    if layout.low == PLAIN:
+        return words.long(), counts
     *planes, unary = layout.planes
+    capacity = layout.capacity
     bits = bits_of(words)
     marks = bits[:, unary : unary + layout.marks]
     ranks = marks.cumsum(1)
-    capacity = layout.capacity
     slot = torch.where((marks > 0) & (ranks <= capacity), ranks - 1, capacity)
     at = torch.arange(layout.marks, device=words.device).expand_as(slot)
     places = torch.zeros(len(words), capacity + 1, dtype=torch.int64, device=words.device).scatter_(1, slot, at)[:, :-1]
@@ -86,9 +102,4 @@ def decode_reference(words: Tensor, counts: Tensor, layout: IndexLayout, out: Te
                 field = bits[:, start : start + capacity * width].reshape(len(words), capacity, width).long()
                 index = index + ((field << torch.arange(width, device=words.device)).sum(2) << shift)
                 shift += width
-    live = torch.arange(capacity, device=words.device) < counts[:, None]
-    unsorted = ((index[:, 1:] <= index[:, :-1]) & live[:, 1:]).any(1)
-    outside = ((index >= layout.length) & live).any(1)
-    miscounted = (marks.sum(1) != counts) | (counts > capacity)
-    out.copy_(index)
-    wrong.copy_(unsorted | outside | miscounted)
+    return index, marks.sum(1)

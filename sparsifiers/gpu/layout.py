@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 WIDTHS = (16, 8, 4, 2)  # of planes, in their order
-BITMAP = 0  # in the place of `low`
-TILE_BITS = 4096  # of the unary part that a program reads
+BITMAP, PLAIN = 0, -1  # in the place of `low`
+TILE_BITS = 1024  # of the unary part that a program reads
 
 
 @dataclass(frozen=True)
@@ -15,12 +15,12 @@ class IndexLayout:
 
     A section is a stream of bits in int32 words. In blocks of `2**low` elements the low bits of every slot stand side
     by side, in planes of 16, 8, 4 and 2 bits; behind them, in unary, how many slots lie in each block: slot j sets the
-    bit `(index >> low) + j`. A bitmap has a bit an element instead.
+    bit `(index >> low) + j`. A bitmap has a bit an element instead, and plain indices are a word a slot.
     """
 
     length: int
     capacity: int
-    low: int  # bits of a slot within its block: even, 2 to 30; or BITMAP
+    low: int  # bits of a slot within its block: even, 2 to 30; or BITMAP, or PLAIN
 
     @property
     def planes(self) -> tuple[int, ...]:
@@ -28,13 +28,15 @@ class IndexLayout:
         starts, start = [], 0
         for width in WIDTHS:
             starts.append(start)
-            if self.low & width:
+            if self.low > 0 and self.low & width:
                 start += 8 * -(-self.capacity * width // 8)
         return (*starts, start)
 
     @property
     def marks(self) -> int:
-        """Return the bits of the unary part, or of the bitmap, in whole bytes."""
+        """Return the bits of the unary part, or of the bitmap, in whole bytes; of plain indices all."""
+        if self.low == PLAIN:
+            return 32 * self.capacity
         bits = self.length if self.low == BITMAP else self.capacity + (max(self.length - 1, 0) >> self.low)
         return -(-bits // 8) * 8
 

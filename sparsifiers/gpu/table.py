@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK = 4096  # elements of a task
+BLOCK = 2048  # elements of a task
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsifiers.gpu.kernels.launching import launch
-from sparsifiers.gpu.layout import TILE_BITS, IndexLayout
+from sparsifiers.gpu.layout import PLAIN, TILE_BITS, IndexLayout
 from sparsifiers.gpu.slots import Slots
 
 BLOCK = 1024  # slots that a program writes
@@ -35,6 +35,9 @@ def encode_kernel(
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = slot < tl.minimum(tl.load(count), capacity)
     index = tl.load(indices + slot, mask=live, other=0)
+    if LOW < 0:
+        tl.store(words + slot, index, mask=slot < capacity)
+        return
     bit = index.to(tl.int64) + unary
     if LOW > 0:
         bit = ((index >> LOW) + slot).to(tl.int64) + unary
@@ -87,7 +90,7 @@ def low_bits(
 
 
 @triton.jit
-def count_kernel(
+def count_marks_kernel(
     words: tl.tensor, stride: tl.tensor, unary: tl.tensor, marks: tl.tensor, tiles: tl.tensor, wrong: tl.tensor,
     TILE_BITS: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -143,6 +146,28 @@ def decode_kernel(
         tl.atomic_or(wrong + rank, 1)
 
 
+@triton.jit
+def read_plain_kernel(
+    words: tl.tensor, stride: tl.tensor, counts: tl.tensor, count_stride: tl.tensor, indices: tl.tensor,
+    wrong: tl.tensor, length: tl.tensor, capacity: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """Copy the plain indices of one rank, which are few, and look whether they ascend."""
+    rank = tl.program_id(0)
+    count = tl.load(counts + rank.to(tl.int64) * count_stride)
+    words += rank.to(tl.int64) * stride
+    indices += rank.to(tl.int64) * capacity
+    broken = ((count > capacity) | (count < 0)).to(tl.int32)
+    for first in range(0, tl.minimum(count, capacity), BLOCK):
+        slot = first + tl.arange(0, BLOCK)
+        live = slot < tl.minimum(count, capacity)
+        index = tl.load(words + slot, mask=live, other=0)
+        before = tl.load(words + slot - 1, mask=live & (slot > 0), other=-1)
+        tl.store(indices + slot, index, mask=live)
+        broken |= tl.max((live & ((index <= before) | (index >= length) | (index < 0))).to(tl.int32), 0)
+    tl.store(wrong + rank, broken)
+
+
 def run_encode(slots: Slots, layout: IndexLayout, words: Tensor) -> None:
     """Launch it: see `sparsifiers.gpu.encode_indices`."""
     launch(
@@ -152,10 +177,16 @@ def run_encode(slots: Slots, layout: IndexLayout, words: Tensor) -> None:
 
 
 def run_decode(words: Tensor, counts: Tensor, layout: IndexLayout, out: Tensor, wrong: Tensor, tiles: Tensor) -> None:
-    """Launch both: see `sparsifiers.gpu.decode_indices`."""
+    """Launch the others: see `sparsifiers.gpu.decode_indices`."""
+    if layout.low == PLAIN:
+        launch(
+            read_plain_kernel, len(words), words,
+            words, words.stride(0), counts, counts.stride(0), out, wrong, layout.length, layout.capacity, BLOCK=BLOCK,
+        )  # fmt: skip
+        return
     programs = (layout.tiles, len(words))
     launch(
-        count_kernel, programs, words,
+        count_marks_kernel, programs, words,
         words, words.stride(0), layout.planes[-1], layout.marks, tiles, wrong, TILE_BITS=TILE_BITS,
     )  # fmt: skip
     launch(

@@ -13,7 +13,8 @@ from sparsifiers.gpu.kernels.launching import launch, power
 from sparsifiers.gpu.scratch import TILE, Scratch
 from sparsifiers.gpu.slots import Slots
 
-SCANNED = 4096  # tiles at once
+SCANNED = 2048  # tiles at once
+PART = 1024  # elements of a tile that a program compacts at once: all of them would take too many registers
 
 
 @triton.jit
@@ -72,39 +73,39 @@ def gather_kernel(
     work: tl.tensor, momentum: tl.tensor, above: tl.tensor, ties: tl.tensor, counts: tl.tensor, edge: tl.tensor,
     count: tl.tensor, indices: tl.tensor, values: tl.tensor, clear: tl.tensor, capacity: tl.tensor, words: tl.tensor,
     COMMIT: tl.constexpr, MASKED: tl.constexpr, TIES: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr,
-    SPAN: tl.constexpr, CLEARED: tl.constexpr,
+    PART: tl.constexpr, SPAN: tl.constexpr, CLEARED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write the slots of one tile, `SPAN` slots of those that are not in use, and `CLEARED` words."""
     tile = tl.program_id(0)
-    places = tl.arange(0, TILE)
-    at = tile * (TILE // 32) + places // 32
     room = tl.load(edge + 1) if TIES else 0
     before = tl.load(counts + 2 * tile)
     ties_before = tl.load(counts + 2 * tile + 1)
-
-    is_above = (tl.load(above + at) >> (places % 32)) & 1
-    if TIES:
-        # One scan of both: a tile has fewer than 2**15 elements, so neither half runs over.
-        is_tie = (tl.load(ties + at) >> (places % 32)) & 1
-        both = is_above + (is_tie << 16)
-        earlier = tl.cumsum(both, 0) - both
-        tie_rank = ties_before + (earlier >> 16)
-        live = (is_above | ((tie_rank < room) & (is_tie != 0))) != 0
-        slot = before + (earlier & 0xFFFF) + tl.minimum(tie_rank, room)
-    else:
-        live = is_above != 0
-        slot = before + tl.cumsum(is_above, 0) - is_above
-    live = live & (slot < capacity)
-    here = tile * TILE + places
-    value = tl.load(work + here, mask=live, other=0.0)
-    if LIMIT > 0:
-        inside = tl.where(value > LIMIT, LIMIT, tl.where(value < -LIMIT, -LIMIT, value))
-        value = inside + value * 0.0  # NaN for what is not finite
-    rounded = value.to(values.dtype.element_ty)
-    tl.store(indices + slot, here, mask=live)
-    tl.store(values + slot, rounded, mask=live)
-    if COMMIT:
-        take_off(work + here, momentum + here, rounded.to(tl.float32), live, MASKED)
+    for part in tl.static_range(0, TILE, PART):
+        places = tile * TILE + part + tl.arange(0, PART)
+        is_above = (tl.load(above + places // 32) >> (places % 32)) & 1
+        if TIES:
+            # One scan of both: a part has fewer than 2**15 elements, so neither half runs over.
+            is_tie = (tl.load(ties + places // 32) >> (places % 32)) & 1
+            both = is_above + (is_tie << 16)
+            earlier = tl.cumsum(both, 0) - both
+            tie_rank = ties_before + (earlier >> 16)
+            live = (is_above | ((tie_rank < room) & (is_tie != 0))) != 0
+            slot = before + (earlier & 0xFFFF) + tl.minimum(tie_rank, room)
+            ties_before += tl.sum(is_tie, 0)
+        else:
+            live = is_above != 0
+            slot = before + tl.cumsum(is_above, 0) - is_above
+        before += tl.sum(is_above, 0)
+        live = live & (slot < capacity)
+        value = tl.load(work + places, mask=live, other=0.0)
+        if LIMIT > 0:
+            inside = tl.where(value > LIMIT, LIMIT, tl.where(value < -LIMIT, -LIMIT, value))
+            value = inside + value * 0.0  # NaN for what is not finite
+        rounded = value.to(values.dtype.element_ty)
+        tl.store(indices + slot, places, mask=live)
+        tl.store(values + slot, rounded, mask=live)
+        if COMMIT:
+            take_off(work + places, momentum + places, rounded.to(tl.float32), live, MASKED)
 
     unused = tile * SPAN + tl.arange(0, SPAN)
     behind = (unused >= tl.load(count)) & (unused < capacity)
@@ -159,7 +160,7 @@ def run_gather(
         work, work if momentum is None else momentum, scratch.above, scratch.ties, scratch.counts, scratch.edge,
         slots.count, slots.indices, slots.values, scratch.edge if clear is None else clear, capacity, words,
         COMMIT=commit, MASKED=momentum is not None, TIES=ties,
-        LIMIT=0.0 if dtype == torch.float32 else torch.finfo(dtype).max, TILE=TILE,
+        LIMIT=0.0 if dtype == torch.float32 else torch.finfo(dtype).max, TILE=TILE, PART=PART,
         SPAN=power(-(-capacity // tiles)), CLEARED=power(-(-words // tiles)) if words else 0,
     )  # fmt: skip
 

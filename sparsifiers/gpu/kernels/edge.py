@@ -22,7 +22,7 @@ def keys_of(work: tl.tensor, places: tl.tensor, left: tl.tensor, TILE: tl.conste
 
 
 @triton.jit
-def count_kernel(
+def count_digits_kernel(
     work: tl.tensor, edge: tl.tensor, histogram: tl.tensor, length: tl.tensor, tiles: tl.tensor, share: tl.tensor,
     FIRST: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -62,7 +62,7 @@ def run_count(work: Tensor, level: int, scratch: Scratch) -> None:
     shift, bits = DIGITS[level]
     programs = persistent(scratch.tiles, work)
     launch(
-        count_kernel, programs, work,
+        count_digits_kernel, programs, work,
         work, scratch.edge, scratch.histogram, len(work), scratch.tiles, -(-scratch.tiles // max(programs, 1)),
         FIRST=level == 0, SHIFT=shift, BITS=bits, TILE=TILE,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from sparsifiers.gpu.kernels.launching import launch
 from sparsifiers.gpu.row_table import PANEL, RowTable
 from sparsifiers.gpu.scratch import TILE, Scratch
 
-BLOCK = 512  # places of each row at once: with eight rows, as many elements as in other kernels
+BLOCK = 256  # places of each row at once: with eight rows, as many elements as `compensate` takes
 
 
 @triton.jit
@@ -43,28 +43,27 @@ def rows_kernel(
     quota = tl.load(shares + 3 * tensor) + (turned < tl.load(shares + 3 * tensor + 1)).to(tl.int32)
     room = tl.where(row < rows, quota, 0)
     if tl.sum(room, 0) > 0:
-        # The quota-th largest key of each row, in digits of 8, 8, 8 and 7 bits: 256 bins a row, 2048 a program.
+        # The quota-th largest key of each row, in digits of 7, 8, 8 and 8 bits: 256 bins a row, 2048 a program.
         bound = tl.zeros([PANEL], tl.int32)
         bins = tl.arange(0, 256)[None, :]
         for level in tl.static_range(4):
-            SHIFT: tl.constexpr = 23 - 8 * level if level < 3 else 0
-            BITS: tl.constexpr = 8 if level < 3 else 7
             histogram = tl.zeros([PANEL * 256], tl.int32)
             for first in range(0, length, BLOCK):
                 place = first + tl.arange(0, BLOCK)
                 keys, at, live = panel_of(work + offset, row, place, rows, length, row_step, place_step)
                 if level > 0:
-                    live = live & ((keys >> (SHIFT + BITS)) == bound[:, None])
-                digits = tl.arange(0, PANEL)[:, None] * 256 + ((keys >> SHIFT) & ((1 << BITS) - 1))
+                    live = live & ((keys >> (32 - 8 * level)) == bound[:, None])
+                digits = tl.arange(0, PANEL)[:, None] * 256 + ((keys >> (24 - 8 * level)) & 255)
                 histogram += tl.histogram(
                     tl.reshape(digits, [PANEL * BLOCK]), PANEL * 256, mask=tl.reshape(live, [PANEL * BLOCK])
                 )
             table = tl.reshape(histogram, [PANEL, 256])
             from_top = tl.cumsum(table, 1, reverse=True)
             digit = tl.sum((from_top >= room[:, None]).to(tl.int32), 1) - 1
-            digit = tl.minimum(digit, (1 << BITS) - 1)  # the last one is all that a row without a quota reaches
+            # A row without a quota reaches the last digit: its bound is the largest key, and nothing is above that.
+            digit = tl.minimum(digit, 127 if level == 0 else 255)
             room -= tl.sum(tl.where(bins > digit[:, None], table, 0), 1)
-            bound = (bound << BITS) | digit
+            bound = (bound << 8) | digit
 
         # Of what equals the bound the first `room` are taken.
         equals = tl.zeros([PANEL], tl.int32)
