@@ -14,6 +14,7 @@ import json
 import sys
 import warnings
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from pretend import fused  # noqa: E402
 from pretend.books import COLLECTIVE, ELSEWHERE, HOOK, SYNCHRONIZE, Books  # noqa: E402
 from pretend.device import Device  # noqa: E402
 from pretend.training import on_devices  # noqa: E402
@@ -79,7 +81,8 @@ def count(arguments: argparse.Namespace) -> tuple[Books, int]:
 
     # What waits for other ranks in a hook cannot do so on autograd's device thread, which all ranks share here.
     own_thread = arguments.exchange in ("oktopk", "masked")
-    books = on_devices(arguments.workers, body, own_thread=own_thread, watched={0})[0]
+    with nullcontext() if arguments.torch else fused.installed():
+        books = on_devices(arguments.workers, body, own_thread=own_thread, watched={0})[0]
     return books, sum(weight.numel() for weight in model.parameters())
 
 
@@ -108,6 +111,7 @@ def main() -> None:
     parser.add_argument("--compression", default="topk")
     parser.add_argument("--exchange", default="sparse")
     parser.add_argument("--density", type=float, default=0.01)
+    parser.add_argument("--torch", action="store_true", help="count torch's operations, as where Triton is missing")
     parser.add_argument("--json", action="store_true", help="print one line of JSON, not which lines ask for what")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

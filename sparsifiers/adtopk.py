@@ -15,8 +15,8 @@ from torch import Tensor
 from sparsifiers import threshold_reuse
 from sparsifiers.arguments import Request
 from sparsifiers.base import Selection, Sparsifier
-from sparsifiers.device import largest_magnitudes_on_device
 from sparsifiers.estimated import padded
+from sparsifiers.largest import select_largest_on_device
 from sparsifiers.magnitude import bit_view, magnitude_mask
 from sparsifiers.rows import matrices
 from sparsifiers.rows_device import largest_in_rows_on_device, maxima_and_largest_on_device
@@ -77,7 +77,7 @@ class AdTopK(Keyed):
     def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
         if request.step % 2 == 0:
             return _row_wise_on_device(vector, request, request.step // 2)
-        return Selection(largest_magnitudes_on_device(vector, request.k), request.k)
+        return select_largest_on_device(vector, request.k)
 
     def options(self) -> dict[str, object]:
         return {"reuse": self.reuse}
@@ -106,7 +106,7 @@ class AdTopKFill(Sparsifier):
     def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
         forced = [matrix for matrix in matrices(request.shapes) if matrix.structured]
         if not forced:
-            return Selection(largest_magnitudes_on_device(vector, request.k), request.k)
+            return select_largest_on_device(vector, request.k)
         return Selection(maxima_and_largest_on_device(vector, request.k, request.step, forced), request.k)
 
 

@@ -24,6 +24,7 @@ class Selection:
 
     indices: Tensor  # int32[capacity]: first `count` unique places, ascending, then any in range, sent with value +0
     count: int | Tensor  # an int, or 0-dim int32 on the device of `indices`, so that selecting never waits for it
+    values: Tensor | None = None  # [capacity]: what stands there, and 0 in padding; None: nobody has looked
 
     def __post_init__(self) -> None:
         if self.indices.dtype != torch.int32 or self.indices.dim() != 1:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from sparsifiers.arguments import Request
 from sparsifiers.base import Selection, Sparsifier
-from sparsifiers.device import largest_magnitudes_on_device
 from sparsifiers.exact_topk import largest_magnitudes
+from sparsifiers.largest import select_largest_on_device
 from sparsifiers.magnitude import bit_view, magnitude_mask
 
 
@@ -32,4 +32,4 @@ class TopK(Sparsifier):
         return Selection(torch.from_numpy(indices), request.k)
 
     def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
-        return Selection(largest_magnitudes_on_device(vector, request.k), request.k)
+        return select_largest_on_device(vector, request.k)

@@ -52,7 +52,9 @@ class SparseExchange(Exchange):
                 elements += load.segment.numel
                 counts.append(0)
             else:
-                chosen = clear_behind(load.work.index_select(0, offer.indices), offer.count)
+                chosen = offer.values
+                if chosen is None:
+                    chosen = clear_behind(load.work.index_select(0, offer.indices), offer.count)
                 if not section.value.has_zero:
                     offer, chosen = without_zeros(offer, chosen)
                 if isinstance(section.index, Everything):

@@ -27,7 +27,7 @@ of its message) and an `IndexLayout`. `staging` tensors are pinned, and one each
 from __future__ import annotations
 
 from sparsifiers.gpu.add import add_ranks
-from sparsifiers.gpu.choice import runs_triton
+from sparsifiers.gpu.choice import has_kernels, runs_triton
 from sparsifiers.gpu.codec import decode_indices, encode_indices
 from sparsifiers.gpu.compact import commit, gather, mark
 from sparsifiers.gpu.compensation import INFINITY, compensate
@@ -56,6 +56,7 @@ __all__ = [
     "encode_indices",
     "find_edge",
     "gather",
+    "has_kernels",
     "mark",
     "mark_rows",
     "runs_triton",

@@ -39,6 +39,15 @@ class Device:
         """Let this thread make its tensors here."""
         _thread.device = self
 
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Write nothing down, inside, but waits of the host."""
+        before, self.is_watched = self.is_watched, False
+        try:
+            yield
+        finally:
+            self.is_watched = before
+
     # -- streams ------------------------------------------------------------------------------------------------
 
     @property
@@ -68,9 +77,20 @@ class Device:
         """Let this thread queue into ``stream`` from now on."""
         _streams()[self] = stream
 
-    def queue(self, operation: str, count: int, accesses: Sequence[Access], memory: Sequence[Memory | None]) -> None:
-        """Queue ``count`` kernels in the current stream. ``memory``: of each access; None: the host's."""
-        size = sum(one.elements * one.tensor.element_size() * (one.reads + one.writes) for one in accesses)
+    def queue(
+        self,
+        operation: str,
+        count: int,
+        accesses: Sequence[Access],
+        memory: Sequence[Memory | None],
+        size: int | None = None,
+    ) -> None:
+        """Queue ``count`` kernels in the current stream. ``memory``: of each access; None: the host's.
+
+        ``size``: bytes that they move; None: those of the accesses.
+        """
+        if size is None:
+            size = sum(one.elements * one.tensor.element_size() * (one.reads + one.writes) for one in accesses)
         what = f"{operation} {self.books.launched(operation, count, size).line}"
         stream, time = self.stream, self.stream.tick()
         for access, allocation in zip(accesses, memory, strict=True):
