@@ -46,13 +46,12 @@ def edge_kernel(histogram: tl.tensor, edge: tl.tensor, k: tl.tensor, FIRST: tl.c
     """Append a digit to the edge; a single program does it."""
     bins = tl.arange(0, 2048)
     counts = tl.load(histogram + bins)
+    prefix = 0 if FIRST else tl.load(edge)
     room = k if FIRST else tl.load(edge + 1)
     from_top = tl.cumsum(counts, 0, reverse=True)
     digit = tl.maximum(tl.sum((from_top >= room).to(tl.int32), 0) - 1, 0)
     larger = tl.sum(tl.where(bins > digit, counts, 0), 0)
-    if not FIRST:
-        digit = (tl.load(edge) << BITS) | digit
-    tl.store(edge, digit)
+    tl.store(edge, (prefix << BITS) | digit)
     tl.store(edge + 1, room - larger)
     tl.store(histogram + bins, tl.zeros([2048], tl.int32))
 
