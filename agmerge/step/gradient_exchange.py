@@ -181,6 +181,8 @@ class GradientExchange(AgreedState):
 
     def close(self) -> None:
         """Give the communicators back. Nothing can be exchanged any more."""
+        if self._round is not None:
+            self._round.let_go()
         self._broken = AGMergeError("this optimizer was closed")
         super().close()
 

@@ -31,6 +31,7 @@ from agmerge.exchanges.table import exchange_of
 from agmerge.metrics.step_times import clock_for
 from agmerge.options.config import Config
 from agmerge.step.importance import GradientEnergy
+from agmerge.step.side_streams import SideStreams
 from agmerge.step.update_home import InArenas
 from agmerge.tensors.arena import Arena, Unwritten, trim
 from agmerge.tensors.layout import Lane, Layout, Segment, Slot
@@ -95,6 +96,7 @@ class MergeBuffers:
         factored = [slot for slot in self.layout.slots if slot.lane.kind is Kind.LOW_RANK]
         low_rank = config.compressor.part(Kind.LOW_RANK)
         self.bases = Bases(low_rank, factored) if isinstance(low_rank, LowRank) and factored else None
+        self.side = SideStreams(dict.fromkeys(lane.device for lane in self.arenas))
         self.clock = clock_for(lane.device for lane in self.arenas)
         self.budgets: tuple[int, ...] | None = None  # by slot: elements to send, by importance, once that is known
         self.energy = GradientEnergy() if config.density.by_importance and config.compressor.selects else None

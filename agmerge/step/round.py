@@ -63,6 +63,7 @@ class Round:
         self._missing = [count if self._is_due(buffer) else 0 for buffer, count in enumerate(buffers.plan.counts)]
         self._added: dict[int, bool] = {}  # by slot: whether there was a gradient
         self._batches: dict[int, list[tuple[Slot, torch.Tensor | None]]] = {}  # by merge buffer: not yet in `work`
+        self._read: list[torch.Tensor] = []  # gradients on devices, which are perhaps still to be read
         self._offers: dict[int, Selection] = {}  # by slot, of tensors that are sparsified ahead
         self._is_prepared: set[int] = set()  # slots that were prepared when their gradient was added up
         self._has_moved: set[int] = set()  # of these, those whose gradient was copied to where the update will be
@@ -118,6 +119,8 @@ class Round:
     def _on_added(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> None:
         self._added[slot.index] = gradient is not None
         self.recorder.ready(slot.index)
+        if slot.lane.on_device:
+            self.buffers.side.note(slot.lane.device)
         self._missing[self.buffers.buffer_of[slot.index]] -= 1
         self._send_complete(slot)
         self._poll()
@@ -186,6 +189,7 @@ class Round:
         parts = [
             (slot.name, arena.work_of(slot) if kept else gradient) for slot, gradient in batch if gradient is not None
         ]
+        self._read += [gradient for _, gradient in batch if gradient is not None]
         self.guard.inspect_on_device(arena.accumulate_all(batch), parts)
         if self.buffers.energy is not None and arena.lane.sparse:
             for slot, gradient in batch:
@@ -230,12 +234,13 @@ class Round:
         if not self._is_due(buffer):
             self._in_flight.append([])
             return
-        if self._batches:
-            self._accumulate_batches(buffer)
-        first, *others = self.buffers.messages[buffer]
-        sent = [(first, self._start(first))]
-        self.recorder.mark(buffer)
-        sent += [(message, self._start(message)) for message in others]
+        with self.buffers.side.within():
+            if self._batches:
+                self._accumulate_batches(buffer)
+            first, *others = self.buffers.messages[buffer]
+            sent = [(first, self._start(first))]
+            self.recorder.mark(buffer)
+            sent += [(message, self._start(message)) for message in others]
         self._in_flight.append(sent)
 
     def _start(self, message: Message) -> InFlight:
@@ -301,6 +306,14 @@ class Round:
         Returns False, with nothing written, where the attempt has to be repeated after a new agreement.
         """
         self.add_all(gradient_of)
+        try:
+            with self.buffers.side.within():
+                return self._receive()
+        finally:
+            self.let_go()
+
+    def _receive(self) -> bool:
+        """Collective. Do what :meth:`receive` does, once all messages are on their way."""
         said = self._queue()
         agreed, first = True, True
         for buffer, messages in enumerate(self._in_flight):
@@ -361,6 +374,12 @@ class Round:
 
     # -- 3. or nothing comes of it ----------------------------------------------------------------------------------
 
+    def let_go(self) -> None:
+        """Let what is done on devices from now on come behind this round, which then needs nothing to stay there."""
+        self.buffers.side.join()
+        self._read.clear()
+
     def undo(self) -> None:
         """Make the compressor remember what it did before this attempt. Residuals are as they were anyway."""
+        self.let_go()
         self.buffers.config.compressor.load_state_dict(self._known)

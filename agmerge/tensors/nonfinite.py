@@ -40,6 +40,7 @@ class NonFiniteGuard:
         self._on_devices: list[tuple[str, torch.Tensor]] = []  # names, and what was looked at without a result yet
         # By device: the largest magnitudes of what was looked at there, 0-dim, which no message has told of.
         self._largest: dict[torch.device, list[torch.Tensor]] = {}
+        self._told: list[torch.Tensor] = []  # those that messages have told of; another stream may still read them
 
     def inspect(self, slot: Slot, tensor: torch.Tensor, finite: bool | None = None) -> bool:
         """Tell whether ``tensor`` is known to have an element that is not finite, and remember ``slot`` if so.
@@ -81,6 +82,7 @@ class NonFiniteGuard:
         None: it was given nothing. One message of a round that says so is enough.
         """
         largest = self._largest.pop(device, [])
+        self._told += largest
         if not largest:
             return None
         return functools.reduce(torch.maximum, largest) < torch.inf
