@@ -13,7 +13,7 @@ import torch
 
 from agmerge.errors import MessageError
 from agmerge.exchanges.base import Exchange, InFlight, SegmentBuffers
-from agmerge.exchanges.message import Everything
+from agmerge.exchanges.message import Everything, fused
 from agmerge.exchanges.message.codec import clear_behind
 from agmerge.exchanges.message.format import Flag, Format, RoundHeader, Section
 from agmerge.exchanges.message.indices import in_order
@@ -64,7 +64,10 @@ class SparseExchange(Exchange):
                         sent = clear_behind(sent.index_select(0, offer.indices), offer.count)
                 else:
                     count = offer.count
-                    section.index.encode(offer.indices, count, message[section.indices])
+                    if fused.writes(section, device):
+                        fused.encode_indices(section, offer.indices, count, message)
+                    else:
+                        section.index.encode(offer.indices, count, message[section.indices])
                     sent = section.value.encode(chosen, message[section.values], count)
                 self.commit(load.segment, offer.indices, sent)
                 elements += min(offer.indices.numel(), load.segment.numel)
@@ -134,7 +137,10 @@ class SparseExchange(Exchange):
         messages = pending.received.view(self.comm.size, -1)
         for number, (load, section) in enumerate(zip(pending.loads, layout.sections, strict=True)):
             total = self.accumulator(load)
-            if section.index is None or section.value is None:
+            if fused.adds(section, total):
+                good = fused.add(layout, number, messages, total, self.scale)
+                pending.said += [] if good is None else [good]
+            elif section.index is None or section.value is None:
                 rows = layout.whole(messages, section).to(total.dtype) * self.scale
                 total.copy_(rows[0])
                 for row in rows[1:]:

@@ -18,6 +18,7 @@ and written an element; n: elements, k: slots, W: ranks.
 | `select_rows(work, rows, k, turn, slots, scratch, staging=...)` | the same for rows | 4 | 4.5 to 20.5 |
 | `encode_indices(slots, layout, words)` | index codec | 1 | 12 k/n |
 | `decode_indices(words, counts, layout, out, wrong, tiles)` | index codec of all ranks | 2 | 14 W k/n |
+| `add_whole(update, rows, scale)` | the sum of what is sent whole, in rank order | 1 | 4 + 4 W |
 | `add_ranks(update, indices, values, counts, scale)` | K4: the sum in rank order | 1 | 4 + 18 W k/n |
 
 What a merge buffer keeps: a `TensorTable` and perhaps a `RowTable` (constants of its plan), a `Scratch`, `Slots` (parts
@@ -27,7 +28,7 @@ of its message) and an `IndexLayout`. `staging` tensors are pinned, and one each
 from __future__ import annotations
 
 from sparsifiers.gpu.add import add_ranks
-from sparsifiers.gpu.choice import has_kernels, runs_triton
+from sparsifiers.gpu.choice import has_kernels, is_fused, runs_triton
 from sparsifiers.gpu.codec import decode_indices, encode_indices
 from sparsifiers.gpu.compact import commit, gather, mark
 from sparsifiers.gpu.compensation import INFINITY, compensate
@@ -39,6 +40,7 @@ from sparsifiers.gpu.scratch import Scratch
 from sparsifiers.gpu.select import select_largest, select_rows
 from sparsifiers.gpu.slots import Slots
 from sparsifiers.gpu.table import Momenta, TensorTable
+from sparsifiers.gpu.whole import add_whole
 
 __all__ = [
     "INFINITY",
@@ -49,6 +51,7 @@ __all__ = [
     "Slots",
     "TensorTable",
     "add_ranks",
+    "add_whole",
     "commit",
     "compensate",
     "count_digits",
@@ -57,6 +60,7 @@ __all__ = [
     "find_edge",
     "gather",
     "has_kernels",
+    "is_fused",
     "mark",
     "mark_rows",
     "runs_triton",

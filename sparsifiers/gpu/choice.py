@@ -11,11 +11,14 @@ from torch import Tensor
 FUSED = {"cuda"}  # types of devices on which each call is the launches that it says; a test adds one that pretends
 
 
-def has_kernels(tensor: Tensor) -> bool:
-    """Tell whether calls of this package are fewer launches for `tensor` than torch's operations: it is fp32, there."""
-    if tensor.device.type not in FUSED or tensor.dtype != torch.float32 or not tensor.is_contiguous():
-        return False
-    return _installed() or not tensor.is_cuda
+def is_fused(device: torch.device) -> bool:
+    """Tell whether calls of this package are the few launches on `device` that they say: Triton is there."""
+    return device.type in FUSED and (device.type != "cuda" or _installed())
+
+
+def has_kernels(vector: Tensor) -> bool:
+    """Tell whether kernels take `vector` on such a device: it is fp32 and contiguous."""
+    return is_fused(vector.device) and vector.dtype == torch.float32 and vector.is_contiguous()
 
 
 def runs_triton(tensor: Tensor) -> bool:

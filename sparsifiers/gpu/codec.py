@@ -8,20 +8,21 @@ from torch import Tensor
 from sparsifiers.gpu.choice import runs_triton
 from sparsifiers.gpu.compact import bits_of
 from sparsifiers.gpu.layout import BITMAP, PLAIN, WIDTHS, IndexLayout
-from sparsifiers.gpu.slots import Slots
 
 
-def encode_indices(slots: Slots, layout: IndexLayout, words: Tensor) -> None:
-    """Write the indices of `slots` that are in use into `words`, int32[layout.words], all of which are 0.
+def encode_indices(indices: Tensor, count: Tensor, layout: IndexLayout, words: Tensor) -> None:
+    """Write the first `count`, int32, 0-dim, of `indices`, int32[capacity], into `words`, int32[layout.words].
+
+    All words are 0 before.
 
     One launch; reads 4 bytes a slot, and changes bits of as many words as there are planes, and one more.
     """
     if runs_triton(words):
         from sparsifiers.gpu.kernels import codec as kernel
 
-        kernel.run_encode(slots, layout, words)
+        kernel.run_encode(indices, count, layout, words)
     else:
-        encode_reference(slots, layout, words)
+        encode_reference(indices, count, layout, words)
 
 
 def decode_indices(
@@ -44,14 +45,14 @@ def decode_indices(
         decode_reference(words, counts, layout, out, wrong)
 
 
-def encode_reference(slots: Slots, layout: IndexLayout, words: Tensor) -> None:
+def encode_reference(indices: Tensor, count: Tensor, layout: IndexLayout, words: Tensor) -> None:
     """Do what :func:`encode_indices` does with torch's operations."""
     slot = torch.arange(layout.capacity, device=words.device)
-    live = slot < slots.count
+    live = slot < count
     if layout.low == PLAIN:
-        words.copy_(slots.indices * live)
+        words.copy_(indices * live)
         return
-    index = slots.indices.long()
+    index = indices.long()
     *planes, unary = layout.planes
     places = [unary + (index if layout.low == BITMAP else (index >> layout.low) + slot)]
     fields = [live.long()]

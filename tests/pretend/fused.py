@@ -49,8 +49,9 @@ TABLE = (
     ),
     Fused("compact", "commit_reference", 1, ("work", "momentum"), lambda a: 16 * a["slots"].indices.numel()),
     Fused("rows", "reference", 2, ("scratch",), lambda a: 20 * elements(a, "work")),
-    Fused("codec", "encode_reference", 1, ("words",), lambda a: 12 * a["slots"].indices.numel()),
+    Fused("codec", "encode_reference", 1, ("words",), lambda a: 12 * elements(a, "indices")),
     Fused("codec", "decode_reference", 2, ("out", "wrong"), lambda a: 14 * elements(a, "out")),
+    Fused("whole", "reference", 1, ("update",), lambda a: 4 * elements(a, "update") + 4 * elements(a, "rows")),
     Fused("add", "reference", 1, ("update",), lambda a: 4 * elements(a, "update") + 18 * elements(a, "values")),
 )
 

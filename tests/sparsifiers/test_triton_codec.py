@@ -75,7 +75,7 @@ def test_bytes_are_the_hosts(length: int, capacity: int, low: int | None, count:
         slots.indices[: len(chosen)] = chosen
         slots.count.fill_(len(chosen))
         words = torch.zeros(layout.words, dtype=torch.int32)
-        encode_indices(slots, layout, words)
+        encode_indices(slots.indices, slots.count, layout, words)
         return (words,)
 
     (words,) = assert_same(call)

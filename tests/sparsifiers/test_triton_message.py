@@ -77,7 +77,7 @@ def test_updates_and_residuals_are_the_hosts(launches: list[str], rows: bool, dt
             gpu.select_rows(work, row_table, K, 5, slots, scratch, staging=shares, clear=section)
         else:
             gpu.select_largest(work, K, slots, scratch, exact=True, counted=True, zeros=True, clear=section)
-        gpu.encode_indices(slots, layout, section)
+        gpu.encode_indices(slots.indices, slots.count, layout, section)
         assert len(launches) + rows <= 10  # rows clear their marks with one of torch's
 
         wanted = compensated(rank, residual)

@@ -44,6 +44,10 @@ class ValueCodec(ABC):
         Slots that are not in use may have any value.
         """
 
+    def read_rows(self, data: Tensor, slots: int, dtype: torch.dtype) -> Tensor:
+        """Return what :meth:`decode_rows` does to be read alone: in the dtype in which it travels, perhaps a view."""
+        return self.decode_rows(data, slots, dtype)
+
 
 def saturated(values: Tensor, limit: float) -> Tensor:
     """Return ``values`` with what is finite and beyond ``limit`` in magnitude at it, and what is not finite as NaN.

@@ -90,6 +90,11 @@ class Section:
         return self.value.identity << 8 | self.index.identity
 
     @property
+    def index_words(self) -> slice:
+        """Return the bytes of the message that the indices have, in whole words: what follows begins behind them."""
+        return slice(self.indices.start, aligned(self.indices.stop, 4))
+
+    @property
     def name(self) -> str:
         """Return the codecs as figures tell them."""
         return "plain" if self.index is None or self.value is None else f"{self.index.name}/{self.value.name}"

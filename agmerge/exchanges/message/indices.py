@@ -18,6 +18,7 @@ from torch import Tensor
 
 from agmerge.exchanges.message import bits, device_bits
 from sparsifiers import kernel
+from sparsifiers.gpu.layout import BITMAP, PLAIN, IndexLayout
 
 GRAIN = 16  # bytes; parts of a message start on such a boundary
 _LOWS = (8, 16, 24, 2, 4, 6, 10, 12, 14, 18, 20, 22, 26, 28, 30)  # whole bytes first: they are cheaper
@@ -29,6 +30,7 @@ class IndexCodec(ABC):
     name: str  # in figures and errors
     identity: int  # in a message, 1 to 255
     size: int  # bytes, a pure function of length and capacity
+    layout: IndexLayout | None = None  # as kernels of a device know it; None: there is nothing to write
 
     def __init__(self, length: int, capacity: int) -> None:
         self.length, self.capacity = length, capacity
@@ -85,7 +87,7 @@ class Int32(IndexCodec):
 
     def __init__(self, length: int, capacity: int) -> None:
         super().__init__(length, capacity)
-        self.size = 4 * capacity
+        self.size, self.layout = 4 * capacity, IndexLayout(length, capacity, PLAIN)
 
     def encode(self, indices: Tensor, count: int | Tensor, out: Tensor) -> None:
         held = out.view(torch.int32)
@@ -110,7 +112,7 @@ class Bitmap(IndexCodec):
 
     def __init__(self, length: int, capacity: int) -> None:
         super().__init__(length, capacity)
-        self.size = bits.bytes_of(length, 1)
+        self.size, self.layout = bits.bytes_of(length, 1), IndexLayout(length, capacity, BITMAP)
 
     def encode(self, indices: Tensor, count: int | Tensor, out: Tensor) -> None:
         if isinstance(count, Tensor):
@@ -158,6 +160,7 @@ class Blocks(IndexCodec):
     def __init__(self, length: int, capacity: int, low: int) -> None:
         super().__init__(length, capacity)
         self.low, self.name, self.identity = low, f"{low}-bit", 16 + low
+        self.layout = IndexLayout(length, capacity, low)
         self.last = max(length - 1, 0) >> low  # the last block
         self._planes = []
         start, shift = 0, 0

@@ -27,6 +27,9 @@ class Cast(ValueCodec):
     def decode_rows(self, data: Tensor, slots: int, dtype: torch.dtype) -> Tensor:
         return data.view(self.dtype).to(dtype, copy=True)
 
+    def read_rows(self, data: Tensor, slots: int, dtype: torch.dtype) -> Tensor:
+        return data.view(self.dtype)
+
 
 CASTS = (
     Cast("fp32", 1, torch.float32),

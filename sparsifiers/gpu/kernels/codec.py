@@ -8,7 +8,6 @@ from torch import Tensor
 
 from sparsifiers.gpu.kernels.launching import launch
 from sparsifiers.gpu.layout import PLAIN, TILE_BITS, IndexLayout
-from sparsifiers.gpu.slots import Slots
 
 BLOCK = 1024  # slots that a program writes
 SUMMED = 1024  # counts of tiles at once
@@ -168,11 +167,11 @@ def read_plain_kernel(
     tl.store(wrong + rank, broken)
 
 
-def run_encode(slots: Slots, layout: IndexLayout, words: Tensor) -> None:
+def run_encode(indices: Tensor, count: Tensor, layout: IndexLayout, words: Tensor) -> None:
     """Launch it: see `sparsifiers.gpu.encode_indices`."""
     launch(
         encode_kernel, -(-layout.capacity // BLOCK), words,
-        slots.indices, slots.count, words, *layout.planes, layout.capacity, LOW=layout.low, BLOCK=BLOCK,
+        indices, count, words, *layout.planes, layout.capacity, LOW=layout.low, BLOCK=BLOCK,
     )  # fmt: skip
 
 

@@ -1,0 +1,55 @@
+"""Write and read sections in kernels of the device, where it has them: the same bytes and the same sums.
+
+What ``sparsifiers.gpu`` does in a launch or two, torch's operations do in dozens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from agmerge.exchanges.message.format import Format, Section
+from sparsifiers import gpu
+
+
+def writes(section: Section, device: torch.device) -> bool:
+    """Tell whether kernels of ``device`` write the indices of a section."""
+    return section.index is not None and section.index.layout is not None and gpu.is_fused(device)
+
+
+def encode_indices(section: Section, indices: Tensor, count: int | Tensor, message: Tensor) -> None:
+    """Write the first ``count`` of ``indices``, int32[capacity], into the section of ``message``, uint8[size]."""
+    assert section.index is not None and section.index.layout is not None
+    if not isinstance(count, Tensor):
+        count = torch.full((), count, dtype=torch.int32, device=message.device)
+    words = message[section.index_words].view(torch.int32)
+    words.zero_()
+    gpu.encode_indices(indices, count, section.index.layout, words)
+
+
+def adds(section: Section, total: Tensor) -> bool:
+    """Tell whether kernels add up a section into ``total``, fp32[length]."""
+    return gpu.has_kernels(total) and (section.index is None or section.index.layout is not None)
+
+
+def add(layout: Format, number: int, messages: Tensor, total: Tensor, scale: float) -> Tensor | None:
+    """Write the sum of ``scale`` times what all ranks sent of section ``number`` into ``total``, fp32[length].
+
+    ``messages``: uint8[W, size]. Returns whose indices were right, bool[W]; None where all is sent. Whatever has
+    arrived, nothing is written outside of ``total``.
+    """
+    section = layout.sections[number]
+    if section.index is None or section.value is None:
+        gpu.add_whole(total, layout.whole(messages, section), scale)
+        return None
+    codec = section.index.layout
+    assert codec is not None
+    ranks, capacity, device = len(messages), section.index.capacity, messages.device
+    counts, words = layout.counts_of(messages, number), messages[:, section.index_words].view(torch.int32)
+    indices = torch.empty(ranks, capacity, dtype=torch.int32, device=device)
+    wrong = torch.empty(ranks, dtype=torch.int32, device=device)
+    tiles = torch.empty(ranks, codec.tiles, dtype=torch.int32, device=device)
+    gpu.decode_indices(words, counts, codec, indices, wrong, tiles)
+    values = section.value.read_rows(messages[:, section.values], capacity, total.dtype)
+    gpu.add_ranks(total, indices, values, counts, scale)
+    return wrong == 0

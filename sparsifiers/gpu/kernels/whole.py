@@ -1,0 +1,35 @@
+"""Add whole rows of all ranks, element by element."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsifiers.gpu.kernels.launching import launch
+
+BLOCK = 1024  # elements of a program
+
+
+@triton.jit
+def whole_kernel(
+    update: tl.tensor, rows: tl.tensor, stride: tl.tensor, length: tl.tensor, ranks: tl.tensor, scale: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write one block of the update."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    within = place < length
+    total = tl.load(rows + place, mask=within, other=0.0).to(tl.float32) * scale
+    for rank in range(1, ranks):
+        row = rows + rank.to(tl.int64) * stride
+        total += tl.load(row + place, mask=within, other=0.0).to(tl.float32) * scale
+    tl.store(update + place, total, mask=within)
+
+
+def run(update: Tensor, rows: Tensor, scale: float) -> None:
+    """Launch it: see `sparsifiers.gpu.add_whole`."""
+    programs = -(-len(update) // BLOCK)
+    launch(
+        whole_kernel, programs, update,
+        update, rows, rows.stride(0), len(update), len(rows), scale, BLOCK=BLOCK,
+    )  # fmt: skip
