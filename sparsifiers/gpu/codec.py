@@ -10,10 +10,10 @@ from sparsifiers.gpu.compact import bits_of
 from sparsifiers.gpu.layout import BITMAP, PLAIN, WIDTHS, IndexLayout
 
 
-def encode_indices(indices: Tensor, count: Tensor, layout: IndexLayout, words: Tensor) -> None:
-    """Write the first `count`, int32, 0-dim, of `indices`, int32[capacity], into `words`, int32[layout.words].
+def encode_indices(indices: Tensor, count: int | Tensor, layout: IndexLayout, words: Tensor) -> None:
+    """Write the first `count` of `indices`, int32[capacity], into `words`, int32[layout.words], all of which are 0.
 
-    All words are 0 before.
+    count: an int, or int32, 0-dim, on the device.
 
     One launch; reads 4 bytes a slot, and changes bits of as many words as there are planes, and one more.
     """
@@ -45,7 +45,7 @@ def decode_indices(
         decode_reference(words, counts, layout, out, wrong)
 
 
-def encode_reference(indices: Tensor, count: Tensor, layout: IndexLayout, words: Tensor) -> None:
+def encode_reference(indices: Tensor, count: int | Tensor, layout: IndexLayout, words: Tensor) -> None:
     """Do what :func:`encode_indices` does with torch's operations."""
     slot = torch.arange(layout.capacity, device=words.device)
     live = slot < count

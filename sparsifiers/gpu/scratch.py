@@ -33,7 +33,7 @@ class Scratch:
         """Return new buffers."""
         tiles = -(-length // TILE)
         words = tiles * TILE // 32
-        marks = torch.zeros(2 * words + 2 * tiles, dtype=torch.int32, device=device)
+        marks = torch.empty(2 * words + 2 * tiles, dtype=torch.int32, device=device)  # who marks writes all of them
         above, ties, counts = torch.split(marks, [words, words, 2 * tiles])
         small = torch.zeros(BINS + 3, dtype=torch.int32, device=device)
         histogram, edge, largest = torch.split(small, [BINS, 2, 1])

@@ -21,7 +21,7 @@ class Slots:
 
     @classmethod
     def of(cls, capacity: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Slots:
-        """Return new buffers, all 0."""
-        indices = torch.zeros(capacity, dtype=torch.int32, device=device)
-        values = torch.zeros(capacity, dtype=dtype, device=device)
-        return cls(indices, values, torch.zeros((), dtype=torch.int32, device=device))
+        """Return new buffers, which hold anything: `gather` writes all of them."""
+        indices = torch.empty(capacity, dtype=torch.int32, device=device)
+        values = torch.empty(capacity, dtype=dtype, device=device)
+        return cls(indices, values, torch.empty((), dtype=torch.int32, device=device))

@@ -13,11 +13,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
-from sparsifiers.gpu import choice
-from torch import Tensor
 
 from pretend.operations import Access
 from pretend.tensors import NAME, DeviceTensor
+from sparsifiers.gpu import choice
 
 
 class Fused(NamedTuple):
@@ -103,4 +102,6 @@ def tensors(values: dict[str, Any]) -> Iterator[tuple[str, DeviceTensor]]:
         elif hasattr(value, "__dataclass_fields__") or hasattr(value, "_fields"):
             fields = getattr(value, "_fields", None) or list(value.__dataclass_fields__)
             parts = ((f"{name}.{field}", getattr(value, field)) for field in fields)
-            yield from ((place, part) for place, part in parts if isinstance(part, Tensor) and isinstance(part, DeviceTensor))
+            yield from (
+                (place, part) for place, part in parts if isinstance(part, Tensor) and isinstance(part, DeviceTensor)
+            )

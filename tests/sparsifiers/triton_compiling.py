@@ -119,7 +119,12 @@ def calls() -> Iterator[str]:
         yield f"low {low}"
         layout = gpu.IndexLayout(N, K, low)
         counts, out = torch.zeros(W, dtype=torch.int32), torch.zeros(W, K, dtype=torch.int32)
-        gpu.encode_indices(*gpu.Slots.of(K, CPU)[::2], layout, torch.zeros(layout.words, dtype=torch.int32))
+        gpu.encode_indices(
+            torch.zeros(K, dtype=torch.int32),
+            torch.zeros((), dtype=torch.int32),
+            layout,
+            torch.zeros(layout.words, dtype=torch.int32),
+        )
         words, tiles = (torch.zeros(W, n, dtype=torch.int32) for n in (layout.words + 7, layout.tiles))
         gpu.decode_indices(words[:, : layout.words], counts, layout, out, torch.zeros(W, dtype=torch.int32), tiles)
     for ranks, length in ((W, N), (W, add_kernel.ENOUGH), (256, N)):

@@ -20,8 +20,6 @@ def writes(section: Section, device: torch.device) -> bool:
 def encode_indices(section: Section, indices: Tensor, count: int | Tensor, message: Tensor) -> None:
     """Write the first ``count`` of ``indices``, int32[capacity], into the section of ``message``, uint8[size]."""
     assert section.index is not None and section.index.layout is not None
-    if not isinstance(count, Tensor):
-        count = torch.full((), count, dtype=torch.int32, device=message.device)
     words = message[section.index_words].view(torch.int32)
     words.zero_()
     gpu.encode_indices(indices, count, section.index.layout, words)

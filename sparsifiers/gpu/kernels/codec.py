@@ -28,11 +28,12 @@ def set_field(
 def encode_kernel(
     indices: tl.tensor, count: tl.tensor, words: tl.tensor,
     at16: tl.tensor, at8: tl.tensor, at4: tl.tensor, at2: tl.tensor, unary: tl.tensor, capacity: tl.tensor,
-    LOW: tl.constexpr, BLOCK: tl.constexpr,
+    LOW: tl.constexpr, COUNTED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write `BLOCK` slots."""
+    """Write `BLOCK` slots. `COUNTED`: how many are in use lies on the device; else it is the number itself."""
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = slot < tl.minimum(tl.load(count), capacity)
+    used = tl.load(count) if COUNTED else count
+    live = slot < tl.minimum(used, capacity)
     index = tl.load(indices + slot, mask=live, other=0)
     if LOW < 0:
         tl.store(words + slot, index, mask=slot < capacity)
@@ -167,11 +168,12 @@ def read_plain_kernel(
     tl.store(wrong + rank, broken)
 
 
-def run_encode(indices: Tensor, count: Tensor, layout: IndexLayout, words: Tensor) -> None:
+def run_encode(indices: Tensor, count: int | Tensor, layout: IndexLayout, words: Tensor) -> None:
     """Launch it: see `sparsifiers.gpu.encode_indices`."""
     launch(
         encode_kernel, -(-layout.capacity // BLOCK), words,
-        indices, count, words, *layout.planes, layout.capacity, LOW=layout.low, BLOCK=BLOCK,
+        indices, count, words, *layout.planes, layout.capacity, LOW=layout.low,
+        COUNTED=isinstance(count, Tensor), BLOCK=BLOCK,
     )  # fmt: skip
 
 
