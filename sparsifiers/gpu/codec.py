@@ -5,24 +5,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparsifiers.gpu.bits import bits_of
 from sparsifiers.gpu.choice import runs_triton
-from sparsifiers.gpu.compact import bits_of
-from sparsifiers.gpu.layout import BITMAP, PLAIN, WIDTHS, IndexLayout
+from sparsifiers.gpu.layout import BITMAP, PLAIN, WIDTHS, IndexLayout, IndexSection
 
 
-def encode_indices(indices: Tensor, count: int | Tensor, layout: IndexLayout, words: Tensor) -> None:
-    """Write the first `count` of `indices`, int32[capacity], into `words`, int32[layout.words], all of which are 0.
+def encode_indices(indices: Tensor, count: int | Tensor, section: IndexSection) -> None:
+    """Write the first `count` of `indices`, int32[capacity], into `section`, all of whose words are 0.
 
-    count: an int, or int32, 0-dim, on the device.
+    count: an int, or int32, 0-dim, on the device. `gather` writes them, too.
 
     One launch; reads 4 bytes a slot, and changes bits of as many words as there are planes, and one more.
     """
-    if runs_triton(words):
+    if runs_triton(section.words):
         from sparsifiers.gpu.kernels import codec as kernel
 
-        kernel.run_encode(indices, count, layout, words)
+        kernel.run_encode(indices, count, section)
     else:
-        encode_reference(indices, count, layout, words)
+        encode_reference(indices, count, section)
 
 
 def decode_indices(
@@ -45,8 +45,9 @@ def decode_indices(
         decode_reference(words, counts, layout, out, wrong)
 
 
-def encode_reference(indices: Tensor, count: int | Tensor, layout: IndexLayout, words: Tensor) -> None:
+def encode_reference(indices: Tensor, count: int | Tensor, section: IndexSection) -> None:
     """Do what :func:`encode_indices` does with torch's operations."""
+    layout, words = section.layout, section.words
     slot = torch.arange(layout.capacity, device=words.device)
     live = slot < count
     if layout.low == PLAIN:

@@ -22,7 +22,7 @@ def encode_indices(section: Section, indices: Tensor, count: int | Tensor, messa
     assert section.index is not None and section.index.layout is not None
     words = message[section.index_words].view(torch.int32)
     words.zero_()
-    gpu.encode_indices(indices, count, section.index.layout, words)
+    gpu.encode_indices(indices, count, gpu.IndexSection(section.index.layout, words))
 
 
 def adds(section: Section, total: Tensor) -> bool:
