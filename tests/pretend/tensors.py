@@ -76,18 +76,9 @@ def put(host: Tensor, device: Device) -> DeviceTensor:
 def perform(operation: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an operation on the host's tensors, write it down, and return what it returns, on its device."""
     known: dict[int, Tensor] = {}  # what was handed in, by the identity of the host's tensor
-    owners: set[Device] = set()
-
-    def down(value: Any) -> Any:
-        if isinstance(value, DeviceTensor):
-            owners.add(value.owner)
-            known[id(value.host)] = value
-            return value.host
-        if isinstance(value, Tensor):
-            known[id(value)] = value
-        return [down(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-    host_args, host_kwargs = [down(value) for value in args], {key: down(value) for key, value in kwargs.items()}
+    host_args = [_down(value, known) for value in args]
+    host_kwargs = {key: _down(value, known) for key, value in kwargs.items()}
+    owners = {tensor.owner for tensor in known.values() if isinstance(tensor, DeviceTensor)}
     if len(owners) > 1:
         raise AssertionError(f"{operation}: tensors of several ranks' devices")
     device = owners.pop() if owners else current()
@@ -101,21 +92,11 @@ def perform(operation: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) 
     result = operation(*host_args, **host_kwargs)
     leaves = target is not None and torch.device(target).type == "cpu"
     base = known.get(id(host_args[0])) if operations.is_view(operation) else None
-
-    def up(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            if id(value) not in known:
-                if leaves:
-                    known[id(value)] = value
-                elif isinstance(base, DeviceTensor):
-                    known[id(value)] = DeviceTensor(value, device, base.memory)
-                else:
-                    known[id(value)] = put(value, device)
-            return known[id(value)]
-        return type(value)(up(one) for one in value) if isinstance(value, (list, tuple)) else value
-
-    lifted = up(result)
     results = [one for one in (result if isinstance(result, (list, tuple)) else [result]) if isinstance(one, Tensor)]
+    for host in results:
+        if id(host) not in known:
+            memory = base.memory if isinstance(base, DeviceTensor) else Memory(device.stream, device.books.raced)
+            known[id(host)] = host if leaves else DeviceTensor(host, device, memory)
     if device.is_watched:
         accesses = operations.accesses(operation, host_args, host_kwargs, results)
         count = operations.launches(operation, accesses, host_args)
@@ -126,7 +107,26 @@ def perform(operation: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) 
         device.wait_on_host(operations.name_of(operation))
     if copy is not None:
         _finish_copy(device, copy, before, result)
-    return lifted
+    return _up(result, known)
+
+
+# Not closures in `perform`: these would refer to themselves, and keep its tensors until the next collection of circles.
+
+
+def _down(value: Any, known: dict[int, Tensor]) -> Any:
+    """Return what the host is handed for ``value``, and remember tensors in ``known``."""
+    if isinstance(value, Tensor):
+        host = value.host if isinstance(value, DeviceTensor) else value
+        known[id(host)] = value
+        return host
+    return [_down(item, known) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _up(value: Any, known: dict[int, Tensor]) -> Any:
+    """Return what stands for the host's result ``value``."""
+    if isinstance(value, Tensor):
+        return known[id(value)]
+    return type(value)(_up(one, known) for one in value) if isinstance(value, (list, tuple)) else value
 
 
 class HostCopy(NamedTuple):
