@@ -135,6 +135,12 @@ def test_an_event_that_never_comes_ends_the_wait(
     assert 2 <= len(looks) <= 20  # it looks less often as time goes on
 
 
+def test_the_library_is_told_what_is_captured(device: Device, offered: Streams) -> None:
+    with device.capturing():
+        assert offered.is_capturing()
+    assert not offered.is_capturing()
+
+
 def test_a_fused_kernel_is_one_launch_with_its_own_bytes_and_its_accesses(device: Device, offered: Streams) -> None:
     class Reference:
         @staticmethod

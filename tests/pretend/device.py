@@ -33,6 +33,7 @@ class Device:
         self._streams = [self.default]
         self._host: Clock = {}  # what the host has waited for
         self._is_fused = False
+        self.is_capturing = False  # see `capturing`
         self.leave_out = ""
         self.waiting_lines: set[str] = set()  # of the library: where streams, or the host, wait for events
 
@@ -79,6 +80,15 @@ class Device:
         for access, allocation in zip(accesses, memory, strict=True):
             if allocation is not None and access.tensor.numel():
                 allocation.use(access.tensor, access.writes, stream, time, what)
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Say that what is queued inside is captured in a graph. (It is done all the same.)"""
+        self.is_capturing = True
+        try:
+            yield
+        finally:
+            self.is_capturing = False
 
     @contextmanager
     def fused(self) -> Iterator[None]:
