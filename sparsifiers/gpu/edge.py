@@ -22,7 +22,7 @@ def count_digits(work: Tensor, scratch: Scratch) -> None:
 
         kernel.run_count(work, scratch)
     else:
-        scratch.histogram.add_(histogram_of((work.view(torch.int32) & MASK) >> DIGITS[0].shift))
+        count_digits_reference(work, scratch)
 
 
 def count_ties(work: Tensor, level: int, scratch: Scratch) -> None:
@@ -52,6 +52,11 @@ def find_edge(k: int, level: int, scratch: Scratch) -> None:
         kernel.run_edge(k, level, scratch)
     else:
         find_edge_reference(k, level, scratch)
+
+
+def count_digits_reference(work: Tensor, scratch: Scratch) -> None:
+    """Do what :func:`count_digits` does with torch's operations."""
+    scratch.histogram.add_(histogram_of((work.view(torch.int32) & MASK) >> DIGITS[0].shift))
 
 
 def count_ties_reference(work: Tensor, level: int, scratch: Scratch) -> None:

@@ -32,21 +32,14 @@ class Device:
         self.default = Stream("default")
         self._streams = [self.default]
         self._host: Clock = {}  # what the host has waited for
+        self.is_fused = False  # what is asked for is part of a kernel that is written down
+        self.is_capturing = False  # see `capturing`
         self.leave_out = ""
         self.waiting_lines: set[str] = set()  # of the library: where streams, or the host, wait for events
 
     def use(self) -> None:
         """Let this thread make its tensors here."""
         _thread.device = self
-
-    @contextmanager
-    def unwatched(self) -> Iterator[None]:
-        """Write nothing down, inside, but waits of the host."""
-        before, self.is_watched = self.is_watched, False
-        try:
-            yield
-        finally:
-            self.is_watched = before
 
     # -- streams ------------------------------------------------------------------------------------------------
 
@@ -77,25 +70,34 @@ class Device:
         """Let this thread queue into ``stream`` from now on."""
         _streams()[self] = stream
 
-    def queue(
-        self,
-        operation: str,
-        count: int,
-        accesses: Sequence[Access],
-        memory: Sequence[Memory | None],
-        size: int | None = None,
-    ) -> None:
-        """Queue ``count`` kernels in the current stream. ``memory``: of each access; None: the host's.
-
-        ``size``: bytes that they move; None: those of the accesses.
-        """
-        if size is None:
+    def queue(self, operation: str, count: int, accesses: Sequence[Access], memory: Sequence[Memory | None]) -> None:
+        """Queue ``count`` kernels in the current stream. ``memory``: of each access; None: the host's."""
+        if not self.is_fused:
             size = sum(one.elements * one.tensor.element_size() * (one.reads + one.writes) for one in accesses)
-        what = f"{operation} {self.books.launched(operation, count, size).line}"
+            self.books.launched(operation, count, size)
+        what = f"{operation} {place().line}"
         stream, time = self.stream, self.stream.tick()
         for access, allocation in zip(accesses, memory, strict=True):
             if allocation is not None and access.tensor.numel():
                 allocation.use(access.tensor, access.writes, stream, time, what)
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Say that what is queued inside is captured in a graph. (It is done all the same.)"""
+        self.is_capturing = True
+        try:
+            yield
+        finally:
+            self.is_capturing = False
+
+    @contextmanager
+    def fused(self) -> Iterator[None]:
+        """Write down no launches inside: they are one, which the caller writes down."""
+        before, self.is_fused = self.is_fused, True
+        try:
+            yield
+        finally:
+            self.is_fused = before
 
     def wait(self, stream: Stream, clock: Clock) -> None:
         """Let what is queued in ``stream`` from now on wait for ``clock``, and the host go on."""
@@ -106,9 +108,13 @@ class Device:
         """Let the host wait until ``clock``; None: for the current stream, and that it does in any case."""
         if clock is not None and clock and self._is_left_out(place().line):
             return
-        if clock is None or not covers(self._host, clock):
+        if clock is None or not self.knows(clock):
             self.books.waited(what)
         self.know(self.stream.clock if clock is None else clock)
+
+    def knows(self, clock: Clock) -> bool:
+        """Whether the host knows that ``clock`` has come."""
+        return covers(self._host, clock)
 
     def know(self, clock: Clock) -> None:
         """Let the host know that ``clock`` has come; what it queues from now on is behind it."""
