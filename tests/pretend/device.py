@@ -86,9 +86,13 @@ class Device:
         """Let the host wait until ``clock``; None: for the current stream, and that it does in any case."""
         if clock is not None and clock and self._is_left_out(place().line):
             return
-        if clock is None or not covers(self._host, clock):
+        if clock is None or not self.knows(clock):
             self.books.waited(what)
         self.know(self.stream.clock if clock is None else clock)
+
+    def knows(self, clock: Clock) -> bool:
+        """Whether the host knows that ``clock`` has come."""
+        return covers(self._host, clock)
 
     def know(self, clock: Clock) -> None:
         """Let the host know that ``clock`` has come; what it queues from now on is behind it."""

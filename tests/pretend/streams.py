@@ -37,8 +37,9 @@ class Event:
         current().wait_on_host("Event.synchronize", self.clock)
 
     def elapsed_time(self, later: Event) -> float:
-        """Milliseconds from this event to ``later``."""
-        assert self._at is not None and later._at is not None, "an event was never recorded"
+        """Milliseconds from this event to ``later``; RuntimeError where the host does not know that both have come."""
+        if self._at is None or later._at is None or not (current().knows(self.clock) and current().knows(later.clock)):
+            raise RuntimeError("an event was never recorded, or not waited for")
         return 1e3 * (later._at - self._at)
 
 

@@ -12,7 +12,7 @@ from pretend.books import Books
 from pretend.device import Device
 from pretend.tensors import PLACE, DeviceTensor
 from pretend.training import on_devices
-from torch import Tensor
+from torch import Tensor, nn
 
 import agmerge
 import merging
@@ -29,8 +29,8 @@ class Trained:
     """What one rank has after its steps, on the host."""
 
     parameters: list[Tensor]
-    residuals: dict[str, Tensor]  # by name, of those that have one
-    books: list[Books]  # of each step; on the host none
+    residuals: dict[str, Tensor]  # by name of the parameter, of those that have one
+    books: list[Books]  # of each step, of rank 0 all, of others waits alone; on the host none
 
 
 def gradient(rank: int, step: int, number: int) -> Tensor:
@@ -39,24 +39,40 @@ def gradient(rank: int, step: int, number: int) -> Tensor:
     return torch.randn(SHAPES[number], generator=source)
 
 
-def backward(parameters: Sequence[Tensor], rank: int, step: int) -> None:
-    """Let autograd give every parameter its gradient."""
+class Given(nn.Module):
+    """Parameters of zeros, and a loss that gives them the gradients of a rank and step."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.given = nn.ParameterList(torch.zeros(shape, device=place) for shape in SHAPES)
+
+    def forward(self, rank: int, step: int) -> Tensor:
+        return loss(list(self.given), rank, step)
+
+
+def loss(parameters: Sequence[Tensor], rank: int, step: int) -> Tensor:
+    """What has these gradients."""
     given = [gradient(rank, step, number).to(p.device) for number, p in enumerate(parameters)]
-    sum((p * g).sum() for p, g in zip(parameters, given, strict=True)).backward()  # type: ignore[union-attr]
+    return torch.stack([(p * g).sum() for p, g in zip(parameters, given, strict=True)]).sum()
 
 
-def plain_steps(optimizer: Any, parameters: Sequence[Tensor], rank: int, step: int) -> None:
+def plain_step(optimizer: Any, model: Given, rank: int, step: int) -> None:
     """One step as most scripts make it."""
     optimizer.zero_grad()
-    backward(parameters, rank, step)
+    model(rank, step).backward()
     optimizer.step()
 
 
-def wrapped(parameters: Sequence[Tensor], **options: Any) -> agmerge.DistributedOptimizer:
+def wrapped(model: Given, **options: Any) -> agmerge.DistributedOptimizer:
     """An optimizer that adds up updates: parameters become the negative sum of them."""
-    inner = torch.optim.SGD(parameters, lr=1.0, foreach=False)
-    named = [(str(number), p) for number, p in enumerate(parameters)]
-    return agmerge.DistributedOptimizer(inner, named, **{"density": 0.05, "merging": PLAN, "timeout": 20.0, **options})
+    inner = torch.optim.SGD(model.parameters(), lr=1.0, foreach=False)
+    options = {"density": 0.05, "merging": PLAN, "timeout": 20.0, **options}
+    if options["merging"] == "dear":
+        options["model"] = model
+    return agmerge.DistributedOptimizer(inner, model.named_parameters(), **options)
+
+
+Each = Callable[[Any, Given, int, int], None]  # one step: optimizer, model, rank, step
 
 
 def train(
@@ -64,7 +80,7 @@ def train(
     place: str = PLACE,
     *,
     steps: int = 4,
-    each: Callable[[Any, Sequence[Tensor], int, int], None] = plain_steps,
+    each: Each = plain_step,
     leave_out: str = "",
     **options: Any,
 ) -> list[Trained]:
@@ -73,20 +89,20 @@ def train(
     def body(rank: int, device: Device | None = None) -> Trained:
         if device is not None:
             device.leave_out = leave_out
-        parameters = [torch.nn.Parameter(torch.zeros(shape, device=place)) for shape in SHAPES]
-        optimizer, books = wrapped(parameters, **options), []
+        model = Given(place)
+        optimizer, books = wrapped(model, **options), []
         for step in range(steps):
-            each(optimizer, parameters, rank, step)
+            each(optimizer, model, rank, step)
             if device is not None:
                 books.append(device.books.taken())
         residuals = testing.inspect(optimizer).residuals
-        return Trained([host(p) for p in parameters], {name: host(r) for name, r in residuals.items()}, books)
+        return Trained([host(p) for p in model.parameters()], {name: host(r) for name, r in residuals.items()}, books)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if place == "cpu":
             return testing.run(size, body)
-        return on_devices(size, body, own_thread=options.get("exchange") in WAITS_IN_HOOKS)
+        return on_devices(size, body, own_thread=options.get("exchange") in WAITS_IN_HOOKS, watched={0})
 
 
 def host(tensor: Tensor) -> Tensor:

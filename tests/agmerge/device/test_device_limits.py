@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from device_harness import SHAPES, gradient, train
-from pretend.books import ELSEWHERE, HOOK, SYNCHRONIZE
+from device_harness import SHAPES, Trained, gradient, train
+from pretend.books import ELSEWHERE, HOOK, SYNCHRONIZE, Books
 
 from agmerge.backends import topology
 
@@ -13,82 +15,94 @@ from agmerge.backends import topology
 # and launches. Whoever makes it less lowers the figure here; nothing raises one. Whether a node's sums arrive in a hook
 # or behind them is up to the threads.
 LIMITS: dict[tuple[str, str], tuple[int, int, int]] = {
-    ("sparse", "topk"): (2, 8, 365),
-    ("sparse", "randomk"): (4, 8, 329),
-    ("sparse", "threshold"): (2, 8, 887),
-    ("sparse", "dgc"): (2, 8, 1228),
-    ("sparse", "gaussiank"): (2, 8, 1493),
-    ("sparse", "redsync"): (2, 8, 1381),
-    ("sparse", "redsync-trim"): (2, 8, 987),
-    ("sparse", "sidco-e"): (2, 8, 1827),
-    ("sparse", "sidco-gp"): (2, 8, 2427),
-    ("sparse", "sidco-gamma"): (2, 8, 3017),
-    ("sparse", "adtopk"): (2, 8, 373),
-    ("sparse", "adtopk-row"): (2, 8, 373),
-    ("sparse", "adtopk-fill"): (2, 8, 431),
-    ("sparse", "none"): (2, 4, 47),
-    ("sparse", "fp16"): (2, 4, 53),
-    ("sparse", "powersgd"): (2, 8, 637),
-    ("sparse", "acpsgd"): (2, 6, 354),
-    ("oktopk", "topk"): (4, 81, 1128),
-    ("oktopk", "randomk"): (6, 71, 840),
-    ("oktopk", "threshold"): (4, 81, 1650),
-    ("oktopk", "dgc"): (4, 81, 2022),
-    ("oktopk", "gaussiank"): (4, 81, 2256),
-    ("oktopk", "redsync"): (4, 81, 2144),
-    ("oktopk", "redsync-trim"): (4, 81, 1750),
-    ("oktopk", "sidco-e"): (4, 81, 2590),
-    ("oktopk", "sidco-gp"): (4, 81, 3190),
-    ("oktopk", "sidco-gamma"): (4, 81, 3780),
-    ("oktopk", "adtopk"): (4, 78, 1005),
-    ("oktopk", "adtopk-row"): (4, 78, 1010),
-    ("oktopk", "adtopk-fill"): (4, 81, 1194),
-    ("masked", "topk"): (10, 16, 433),
-    ("masked", "randomk"): (6, 8, 123),
-    ("masked", "threshold"): (10, 16, 955),
-    ("masked", "dgc"): (10, 16, 1294),
-    ("masked", "gaussiank"): (10, 16, 1561),
-    ("masked", "redsync"): (10, 16, 1449),
-    ("masked", "redsync-trim"): (10, 16, 1055),
-    ("masked", "sidco-e"): (10, 16, 1895),
-    ("masked", "sidco-gp"): (10, 16, 2495),
-    ("masked", "sidco-gamma"): (10, 16, 3085),
-    ("masked", "adtopk"): (10, 16, 436),
-    ("masked", "adtopk-row"): (10, 16, 436),
-    ("masked", "adtopk-fill"): (10, 16, 499),
-    ("two-level", "topk"): (10, 18, 392),
-    ("two-level", "randomk"): (10, 18, 356),
-    ("two-level", "threshold"): (10, 18, 914),
-    ("two-level", "dgc"): (10, 18, 1257),
-    ("two-level", "gaussiank"): (10, 18, 1520),
-    ("two-level", "redsync"): (10, 18, 1408),
-    ("two-level", "redsync-trim"): (10, 18, 1014),
-    ("two-level", "sidco-e"): (10, 18, 1854),
-    ("two-level", "sidco-gp"): (10, 18, 2454),
-    ("two-level", "sidco-gamma"): (10, 18, 3044),
-    ("two-level", "adtopk"): (10, 18, 400),
-    ("two-level", "adtopk-row"): (10, 18, 400),
-    ("two-level", "adtopk-fill"): (10, 18, 458),
+    ("sparse", "topk"): (0, 1, 168),
+    ("sparse", "randomk"): (2, 1, 132),
+    ("sparse", "threshold"): (0, 1, 690),
+    ("sparse", "dgc"): (0, 1, 1029),
+    ("sparse", "gaussiank"): (0, 1, 1296),
+    ("sparse", "redsync"): (0, 1, 1184),
+    ("sparse", "redsync-trim"): (0, 1, 790),
+    ("sparse", "sidco-e"): (0, 1, 1630),
+    ("sparse", "sidco-gp"): (0, 1, 2230),
+    ("sparse", "sidco-gamma"): (0, 1, 2820),
+    ("sparse", "adtopk"): (0, 1, 176),
+    ("sparse", "adtopk-row"): (0, 1, 176),
+    ("sparse", "adtopk-fill"): (0, 1, 234),
+    ("sparse", "none"): (0, 1, 18),
+    ("sparse", "fp16"): (0, 1, 26),
+    ("sparse", "powersgd"): (0, 8, 612),
+    ("sparse", "acpsgd"): (0, 6, 329),
+    ("oktopk", "topk"): (0, 81, 785),
+    ("oktopk", "randomk"): (2, 71, 583),
+    ("oktopk", "threshold"): (0, 81, 1307),
+    ("oktopk", "dgc"): (0, 81, 1669),
+    ("oktopk", "gaussiank"): (0, 81, 1913),
+    ("oktopk", "redsync"): (0, 81, 1801),
+    ("oktopk", "redsync-trim"): (0, 81, 1407),
+    ("oktopk", "sidco-e"): (0, 81, 2247),
+    ("oktopk", "sidco-gp"): (0, 81, 2847),
+    ("oktopk", "sidco-gamma"): (0, 81, 3437),
+    ("oktopk", "adtopk"): (0, 78, 705),
+    ("oktopk", "adtopk-row"): (0, 78, 710),
+    ("oktopk", "adtopk-fill"): (0, 81, 851),
+    ("masked", "topk"): (6, 16, 300),
+    ("masked", "randomk"): (2, 8, 94),
+    ("masked", "threshold"): (6, 16, 822),
+    ("masked", "dgc"): (6, 16, 1159),
+    ("masked", "gaussiank"): (6, 16, 1428),
+    ("masked", "redsync"): (6, 16, 1316),
+    ("masked", "redsync-trim"): (6, 16, 922),
+    ("masked", "sidco-e"): (6, 16, 1762),
+    ("masked", "sidco-gp"): (6, 16, 2362),
+    ("masked", "sidco-gamma"): (6, 16, 2952),
+    ("masked", "adtopk"): (6, 16, 303),
+    ("masked", "adtopk-row"): (6, 16, 303),
+    ("masked", "adtopk-fill"): (6, 16, 366),
+    ("two-level", "topk"): (10, 9, 191),
+    ("two-level", "randomk"): (10, 9, 155),
+    ("two-level", "threshold"): (10, 9, 713),
+    ("two-level", "dgc"): (10, 9, 1056),
+    ("two-level", "gaussiank"): (10, 9, 1319),
+    ("two-level", "redsync"): (10, 9, 1207),
+    ("two-level", "redsync-trim"): (10, 9, 813),
+    ("two-level", "sidco-e"): (10, 9, 1653),
+    ("two-level", "sidco-gp"): (10, 9, 2253),
+    ("two-level", "sidco-gamma"): (10, 9, 2843),
+    ("two-level", "adtopk"): (10, 9, 199),
+    ("two-level", "adtopk-row"): (10, 9, 199),
+    ("two-level", "adtopk-fill"): (10, 9, 257),
 }
 EXACT = ("topk", "dgc", "adtopk", "adtopk-row", "adtopk-fill", "none", "fp16")  # the same bits as on the host
 ROUNDED = ("fp16",)  # what is lost on the way is not kept
 
 
+def trained(exchange: str, compression: str, **options: Any) -> list[Trained]:
+    """What the ranks of a row of the table have after four steps."""
+    size = 4 if exchange == "two-level" else 2
+    return train(size, exchange=exchange, compression=compression, **options)
+
+
+def asked(books: list[Books]) -> tuple[int, int, int]:
+    """The row of the table that these steps need."""
+    return (
+        max(len(one.waits_in(HOOK)) for one in books[1:]),
+        max(len(one.waits_in(SYNCHRONIZE, ELSEWHERE)) for one in books[1:]),
+        max(one.count() for one in books[1:]),
+    )
+
+
+@pytest.fixture(autouse=True)
+def two_ranks_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For two-level."""
+    monkeypatch.setenv(topology.VARIABLE, "2")
+
+
 @pytest.mark.thin
 @pytest.mark.parametrize("exchange, compression", LIMITS)
-def test_a_step_asks_for_no_more_than_it_did(exchange: str, compression: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(topology.VARIABLE, "2")
-    size = 4 if exchange == "two-level" else 2
-    options = {"exchange": exchange, "compression": compression}
-    found = train(size, **options)
-
-    books = found[0].books[1:]
-    asked = (
-        max(len(one.waits_in(HOOK)) for one in books),
-        max(len(one.waits_in(SYNCHRONIZE, ELSEWHERE)) for one in books),
-        max(one.count() for one in books),
-    )
-    assert all(one <= limit for one, limit in zip(asked, LIMITS[exchange, compression], strict=True)), asked
+def test_a_step_asks_for_no_more_than_it_did(exchange: str, compression: str) -> None:
+    found = trained(exchange, compression)
+    row, limits = asked(found[0].books), LIMITS[exchange, compression]
+    assert all(one <= limit for one, limit in zip(row, limits, strict=True)), f"{row}, where {limits} was enough"
     assert [race for one in found[0].books for race in one.races] == []
 
     for rank in found[1:]:
@@ -96,12 +110,12 @@ def test_a_step_asks_for_no_more_than_it_did(exchange: str, compression: str, mo
     # In two-level a rank keeps its shard of the node's residual, and dgc adds a momentum.
     if exchange != "two-level" and compression != "dgc":
         for number in range(len(SHAPES)):
-            given = sum(gradient(rank, step, number) for rank in range(size) for step in range(4))
-            kept = sum(rank.residuals.get(str(number), torch.zeros(())) for rank in found)
-            sent = -size * found[0].parameters[number]
+            given = sum(gradient(rank, step, number) for rank in range(len(found)) for step in range(4))
+            kept = sum(rank.residuals.get(f"given.{number}", torch.zeros(())) for rank in found)
+            sent = -len(found) * found[0].parameters[number]
             assert torch.allclose(sent + kept, given, rtol=0, atol=5e-2 if compression in ROUNDED else 1e-4)
     if compression in EXACT:
-        for ours, theirs in zip(found, train(size, "cpu", **options), strict=True):
+        for ours, theirs in zip(found, trained(exchange, compression, place="cpu"), strict=True):
             assert all(torch.equal(p, q) for p, q in zip(ours.parameters, theirs.parameters, strict=True))
             assert ours.residuals.keys() == theirs.residuals.keys()
             assert all(torch.equal(ours.residuals[name], theirs.residuals[name]) for name in ours.residuals)

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from device_harness import backward, plain_steps, train
+from device_harness import Each, Given, loss, plain_step, train
 from pretend.device import current
 from torch import Tensor
 
 from agmerge.errors import AGMergeError
 
-Each = Callable[[Any, Sequence[Tensor], int, int], None]
 
-
-def two_streams(optimizer: Any, parameters: Sequence[Tensor], rank: int, step: int) -> None:
+def two_streams(optimizer: Any, model: Given, rank: int, step: int) -> None:
     """Gradients of one merge buffer come in different streams, as with a forward under streams of the script."""
     device = current()
     mine = device.new_stream("the script's")
     optimizer.zero_grad()
     mine.wait(device.stream.clock)
-    moved = [InStream.apply(p, mine if number % 2 else device.default) for number, p in enumerate(parameters)]
-    backward(moved, rank, step)
+    moved = [InStream.apply(p, mine if number % 2 else device.default) for number, p in enumerate(model.given)]
+    loss(moved, rank, step).backward()
     device.default.wait(mine.clock)  # as autograd does for the stream that backward() was called in
     InStream.kept.clear()
     optimizer.step()
@@ -48,44 +45,53 @@ class InStream(torch.autograd.Function):
         return gradient.clone(), None
 
 
-def accumulated(optimizer: Any, parameters: Sequence[Tensor], rank: int, step: int) -> None:
+def accumulated(optimizer: Any, model: Given, rank: int, step: int) -> None:
     """Two backward passes a step."""
     optimizer.zero_grad()
-    backward(parameters, rank, 2 * step)
-    backward(parameters, rank, 2 * step + 1)
+    model(rank, 2 * step).backward()
+    model(rank, 2 * step + 1).backward()
     optimizer.step()
 
 
-def discarded(optimizer: Any, parameters: Sequence[Tensor], rank: int, step: int) -> None:
+def discarded(optimizer: Any, model: Given, rank: int, step: int) -> None:
     """A round comes to nothing after its messages have left."""
     optimizer.zero_grad()
-    backward(parameters, rank, step)
+    model(rank, step).backward()
     if step:
         optimizer.synchronize()
         optimizer.zero_grad()  # without step(): the update is discarded
-        backward(parameters, rank, step)
+        model(rank, step).backward()
     optimizer.step()
 
 
-def closed(optimizer: Any, parameters: Sequence[Tensor], rank: int, step: int) -> None:
+def measured(optimizer: Any, model: Given, rank: int, step: int) -> None:
+    """The script asks for figures of a step that the device may still be at."""
+    plain_step(optimizer, model, rank, step)
+    optimizer.stats()
+
+
+def closed(optimizer: Any, model: Given, rank: int, step: int) -> None:
     """The optimizer is closed between backward and step, at last."""
     optimizer.zero_grad()
-    backward(parameters, rank, step)
+    model(rank, step).backward()
     if step < 3:
         optimizer.step()
     else:
         optimizer.close()
-        for parameter in parameters:
+        for parameter in model.parameters():
             parameter.grad = None  # it may not have been read yet
 
 
 CASES: dict[str, tuple[Each, dict[str, Any]]] = {
-    "sparse": (plain_steps, {"compression": "topk", "exchange": "sparse"}),
-    "dense": (plain_steps, {"compression": "none"}),
-    "momentum": (plain_steps, {"compression": "dgc", "exchange": "sparse"}),
-    "low rank": (plain_steps, {"compression": "powersgd"}),
+    "sparse": (plain_step, {"compression": "topk", "exchange": "sparse"}),
+    "dense": (plain_step, {"compression": "none"}),
+    "momentum": (plain_step, {"compression": "dgc", "exchange": "sparse"}),
+    "low rank": (plain_step, {"compression": "powersgd"}),
     "accumulation": (accumulated, {"compression": "topk", "exchange": "sparse", "backward_passes_per_step": 2}),
+    "measured": (measured, {"compression": "powersgd"}),
     "discarded": (discarded, {"compression": "topk", "exchange": "sparse"}),
+    "dear": (plain_step, {"compression": "none", "merging": "dear"}),
+    "updates": (plain_step, {"sync": "updates", "compression": "topk"}),
     "closed": (closed, {"compression": "topk", "exchange": "sparse"}),
 }
 
@@ -95,15 +101,15 @@ def what_is_wrong(case: str, leave_out: str = "") -> tuple[list[str], set[str]]:
     each, options = CASES[case]
     lines: set[str] = set()
 
-    def watching(optimizer: Any, parameters: Sequence[Tensor], rank: int, step: int) -> None:
+    def watching(optimizer: Any, model: Given, rank: int, step: int) -> None:
         try:
-            each(optimizer, parameters, rank, step)
+            each(optimizer, model, rank, step)
         finally:
             lines.update(current().waiting_lines)
 
     try:
         found = train(2, each=watching, leave_out=leave_out, **options)
-    except AGMergeError as error:  # what the host has read before it was there
+    except (AGMergeError, RuntimeError) as error:  # what the host has read before it was there
         return [str(error)], lines
     return [str(race) for books in found[0].books for race in books.races], lines
 
@@ -118,11 +124,9 @@ def test_gradients_of_one_merge_buffer_may_come_in_several_streams() -> None:
 
 
 def test_each_wait_that_is_left_out_is_missed() -> None:
-    waits = [(line, case) for case in CASES for line in what_is_wrong(case)[1]]
-    missed: set[str] = set()  # in one case or another
-    for line, case in waits:
-        if line not in missed and what_is_wrong(case, leave_out=line)[0]:
-            missed.add(line)
-    # Times are read a step late, when the device has got there: that wait is for who asks earlier.
-    lines = {line for line, _ in waits if "step_times.py" not in line}
-    assert lines and lines - missed == set()
+    cases: dict[str, list[str]] = {}  # by line that waits
+    for case in CASES:
+        for line in what_is_wrong(case)[1]:
+            cases.setdefault(line, []).append(case)
+    assert cases
+    assert [line for line in cases if not any(what_is_wrong(case, leave_out=line)[0] for case in cases[line])] == []
