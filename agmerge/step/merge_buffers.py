@@ -232,6 +232,7 @@ class MergeBuffers:
 
     def forget_round(self) -> None:
         """Forget what a round has sent, received and staged: it has been applied, or comes to nothing."""
+        self.side.follow()
         self.sent.clear()
         self.received.clear()
         if self.bases is not None:

@@ -31,15 +31,23 @@ class SideStreams:
         if kind is not None and (stream := kind.current(device)) not in self._noted[device]:
             self._noted[device].append(stream)
 
+    def follow(self) -> None:
+        """Let what is queued within from now on wait for the streams that were noted, and for this thread's own.
+
+        Also before what was allocated within is let go of: others may have read it.
+        """
+        for device, kind in self._kinds.items():
+            self.note(device)
+            noted, self._noted[device] = self._noted[device], []
+            for stream in noted:
+                kind.wait(self._side[device], kind.record(stream))
+
     @contextmanager
     def within(self) -> Iterator[None]:
-        """Let this thread queue into the side streams, behind the streams that were noted and its own."""
+        """Let this thread queue into the side streams, see :meth:`follow`."""
+        self.follow()
         with ExitStack() as entered:
             for device, kind in self._kinds.items():
-                self.note(device)
-                noted, self._noted[device] = self._noted[device], []
-                for stream in noted:
-                    kind.wait(self._side[device], kind.record(stream))
                 entered.enter_context(kind.within(self._side[device]))
             yield
 

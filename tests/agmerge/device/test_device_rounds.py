@@ -1,0 +1,178 @@
+"""Rounds on a device that are repeated, skipped or refused end as they do on the host, and the one wait has an end."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from device_harness import Given, host, plain_step, train, wrapped
+from pretend.device import Device
+from pretend.tensors import PLACE
+from pretend.training import on_devices
+
+import agmerge
+from agmerge import testing
+from agmerge.backends.streams import Streams
+from agmerge.exchanges import InFlight
+from agmerge.step.queued_messages import said_by_all
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sparse": {"compression": "topk", "exchange": "sparse"},
+    "dense": {"compression": "none"},
+    "in rank order": {"compression": "none", "dense_sum": "ordered"},
+    "cast": {"compression": "fp16"},
+    "momentum": {"compression": "dgc", "exchange": "sparse"},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["None", "views of the last updates"])
+@pytest.mark.parametrize("loads", [0, 1])
+def test_a_round_that_is_repeated_finds_the_gradients_as_they_were(
+    loads: int, set_to_none: bool, options: dict[str, Any]
+) -> None:
+    """The device has written the updates of the first attempt by the time the host reads that it came to nothing."""
+
+    def step_of(optimizer: Any, model: Given, rank: int, step: int) -> None:
+        optimizer.zero_grad(set_to_none=set_to_none)
+        if step == 2 and rank == loads:
+            optimizer.load_state_dict(optimizer.state_dict())  # this rank needs a new agreement, the other does not
+        model(rank, step).backward()
+        optimizer.step()
+
+    ours, theirs = (train(2, place, each=step_of, **options) for place in (PLACE, "cpu"))
+    for one, other in zip(ours, theirs, strict=True):
+        assert all(torch.equal(p, q) for p, q in zip(one.parameters, other.parameters, strict=True))
+        assert all(torch.equal(one.residuals[name], other.residuals[name]) for name in other.residuals)
+        assert [race for books in one.books for race in books.races] == []
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_all_ranks_hear_whose_gradient_is_not_finite(number: int, set_to_none: bool, options: dict[str, Any]) -> None:
+    def step_of(optimizer: Any, model: Given, rank: int, step: int) -> None:
+        optimizer.zero_grad(set_to_none=set_to_none)
+        model(rank, step).backward()
+        if step != 2:
+            optimizer.step()
+            return
+        before = [host(p).clone() for p in model.parameters()]
+        with pytest.raises(agmerge.NonFiniteError, match=f"NaN: rank 1: 'given.{number}'. Parameters and"):
+            optimizer.step()
+        assert all(torch.equal(host(p), q) for p, q in zip(model.parameters(), before, strict=True))
+
+    def broken(optimizer: Any, model: Given, rank: int, step: int) -> None:
+        handle = model.given[number].register_hook(lambda g: g * torch.inf if (rank, step) == (1, 2) else g)
+        step_of(optimizer, model, rank, step)
+        handle.remove()
+
+    for one, other in zip(*(train(2, place, each=broken, **options) for place in (PLACE, "cpu")), strict=True):
+        assert all(torch.equal(p, q) for p, q in zip(one.parameters, other.parameters, strict=True))
+
+
+def test_a_step_that_is_skipped_leaves_the_next_one_as_it_was() -> None:
+    def step_of(optimizer: Any, model: Given, rank: int, step: int) -> None:
+        handle = model.given[2].register_hook(lambda g: g * torch.nan if (rank, step) == (0, 1) else g)
+        plain_step(optimizer, model, rank, step)
+        handle.remove()
+        assert optimizer.stats()["steps_skipped"] == (step >= 1)
+
+    options = {**OPTIONS["sparse"], "nonfinite": "skip"}
+    for one, other in zip(*(train(2, place, each=step_of, **options) for place in (PLACE, "cpu")), strict=True):
+        assert all(torch.equal(p, q) for p, q in zip(one.parameters, other.parameters, strict=True))
+
+
+@pytest.mark.parametrize("compression", ["topk", "none"])
+@pytest.mark.parametrize("bad", [None, 0, 3])
+def test_a_model_may_lie_on_the_host_and_on_a_device(compression: str, bad: int | None) -> None:
+    """What only the device knows is not told in a message of the host, which would read it before it is there."""
+
+    def body(rank: int, device: Device | None = None, place: str = PLACE) -> list[torch.Tensor]:
+        model = Given("cpu")
+        for number in (0, 1):
+            model.given[number] = torch.nn.Parameter(model.given[number].detach().to(place))
+        optimizer = wrapped(model, compression=compression)
+        for step in range(4):
+            optimizer.zero_grad()
+            losses = [(p * torch.full_like(p, (rank + 1) * (step + 1.0))).sum() for p in model.given]
+            for number, one in enumerate(losses):
+                (one * (torch.inf if (rank, step, number) == (1, 2, bad) else 1.0)).backward()
+            if step == 2 and bad is not None:
+                with pytest.raises(agmerge.NonFiniteError, match=f"NaN: rank 1: 'given.{bad}'. Parameters and"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+        return [host(p) for p in model.parameters()]
+
+    ours, theirs = on_devices(2, body), testing.run(2, functools.partial(body, place="cpu"))
+    assert all(
+        torch.equal(p, q) for one, other in zip(ours, theirs, strict=True) for p, q in zip(one, other, strict=True)
+    )
+
+
+class Slow(Streams):
+    """Streams of the host, that have not got anywhere before they were asked ``looks`` times."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    def current(self, device: torch.device) -> None: ...
+
+    def new(self, device: torch.device) -> None: ...
+
+    def within(self, stream: None) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def record(self, stream: None) -> None: ...
+
+    def wait(self, stream: None, event: None) -> None: ...
+
+    def has_ended(self, event: None) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+    def pinned(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(size, dtype=dtype)
+
+    def is_capturing(self) -> bool:
+        return False
+
+
+def messages(*done: bool) -> list[InFlight]:
+    """Messages under way, of which the collectives have ended or not."""
+    made = [
+        SimpleNamespace(
+            name=f"buffer {number}",
+            message=torch.zeros(4),
+            said=[torch.arange(6).view(2, 3)[:, :2], torch.tensor([number], dtype=torch.float16)],
+            handle=SimpleNamespace(done=lambda has_ended=has_ended: has_ended),
+        )
+        for number, has_ended in enumerate(done)
+    ]
+    return cast(list[InFlight], made)
+
+
+def test_what_ranks_say_comes_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agmerge.step.queued_messages.streams_of", lambda device: Slow(3))
+    under_way = messages(True, True)
+    said = said_by_all(under_way, 20.0)
+    for number, one in enumerate(under_way):
+        headers, flag = said[id(one)]
+        assert headers.tolist() == [[0, 1], [3, 4]] and flag.tolist() == [number] and flag.dtype == torch.float16
+    assert said_by_all([], 20.0) == {}
+
+
+@pytest.mark.parametrize(
+    "done, name", [((True, False, False), "buffer 1"), ((True, True), "buffer 1"), ((False,), "buffer 0")]
+)
+def test_the_one_wait_ends_and_names_the_first_message_that_is_missing(
+    done: tuple[bool, ...], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agmerge.step.queued_messages.streams_of", lambda device: Slow(10**9))
+    with pytest.raises(agmerge.CollectiveTimeout, match=f"{name}: no answer from all ranks within 0.05 s"):
+        said_by_all(messages(*done), 0.05)
