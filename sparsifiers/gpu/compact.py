@@ -134,7 +134,7 @@ def gather_reference(
     if commit:
         commit_reference(work, slots, slots.values, momentum)
     if section is not None:
-        encode_reference(slots, section)
+        encode_reference(slots.indices, slots.count, section)
 
 
 def commit_reference(work: Tensor, slots: Slots, sent: Tensor, momentum: Tensor | None) -> None:

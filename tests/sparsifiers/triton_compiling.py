@@ -133,6 +133,10 @@ def calls() -> Iterator[str]:
             go = torch.ones((), dtype=torch.int32)
             gpu.add_ranks(torch.zeros(length), indices, torch.zeros(ranks, K, dtype=wire), counts, 0.125, go=go)
 
+    for wire in (torch.float32, torch.bfloat16):
+        yield f"whole, {str(wire).removeprefix('torch.')}"
+        gpu.add_whole(torch.zeros(N), torch.zeros(W, N, dtype=wire), 0.125)
+
 
 def main(target: int, once: bool) -> None:
     """Print a line for each kernel in each form."""

@@ -13,9 +13,9 @@ from torch import Tensor
 os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported, and then as long as kernels run
 pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-test.txt")
 
-from sparsifiers.gpu import add, codec, compact, compensation, edge, rows  # noqa: E402
+from sparsifiers.gpu import add, codec, compact, compensation, edge, rows, whole  # noqa: E402
 
-MODULES = (add, codec, compact, compensation, edge, rows)
+MODULES = (add, codec, compact, compensation, edge, rows, whole)
 CPU = torch.device("cpu")
 SPECIALS = [0.0, -0.0, 1.4e-45, -1.4e-45, 1e-40, -1e-39, 3.4e38, float("inf"), -float("inf"), float("nan")]
 KINDS = ["normal", "laplace", "cauchy", "equal", "few", "zeros", "subnormal", "rounded", "specials"]

@@ -20,9 +20,9 @@ def whole_kernel(
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     within = place < length
     total = tl.load(rows + place, mask=within, other=0.0).to(tl.float32) * scale
-    for rank in range(1, ranks):
-        row = rows + rank.to(tl.int64) * stride
-        total += tl.load(row + place, mask=within, other=0.0).to(tl.float32) * scale
+    for _ in range(1, ranks):
+        rows += stride
+        total += tl.load(rows + place, mask=within, other=0.0).to(tl.float32) * scale
     tl.store(update + place, total, mask=within)
 
 
