@@ -15,7 +15,8 @@ from pretend.device import current
 def one_launch(owner: Any, name: str, size: Callable[..., float], launches: int = 1) -> Iterator[None]:
     """Let ``owner.name``, called on a pretended device, be one launch that moves ``size(*its arguments)`` bytes.
 
-    ``launches``: or so many. Within another such function it counts as a part of that. What it reads and writes is still looked at for races, operation by operation, and its host waits count.
+    ``launches``: or so many. Within another such function it counts as a part of that. What it reads and writes is
+    still looked at for races, operation by operation, and its host waits count.
     """
     reference = getattr(owner, name)
 
