@@ -83,7 +83,11 @@ def test_indices_of_a_damaged_message_write_nowhere_else() -> None:
     """The host finds the damage later: until then nothing else may have changed."""
     n, rng = 9000, np.random.default_rng(0)
     store = torch.full((n + 2000,), 5.0)
-    indices = torch.from_numpy(rng.integers(-(1 << 31), 1 << 31, (3, 500))).int()
+    wild = torch.from_numpy(rng.integers(-(1 << 31), 1 << 31, (3, 500))).int()
+    indices = wild.clone()
+    indices[:2] = torch.arange(500) * 18
+    indices[:2, 3::7] = wild[:2, 3::7]  # in stretches that bisection takes for those of a tile
+    indices[1, 5::7] = n + 3
     counts = torch.tensor([500, 1 << 30, -4], dtype=torch.int32)
     add.run(store[1000 : 1000 + n], indices, torch.ones(3, 500), counts, 1.0, None)
     assert (store[:1000] == 5.0).all() and (store[1000 + n :] == 5.0).all()

@@ -142,3 +142,20 @@ def test_two_slots_that_share_a_block_must_ascend() -> None:
         sections, counts = section.view(torch.int32)[None], torch.tensor([4], dtype=torch.int32)
         _, wrong = assert_same(lambda sections=sections, counts=counts: decoded(sections, counts, layout))
         assert wrong.tolist() == [int(not right)]
+
+
+@pytest.mark.parametrize("length, low", [(2_000_000_000, 30), ((1 << 31) - 1, 28), (5000, 8)])
+def test_a_mark_behind_the_last_block_is_found(length: int, low: int) -> None:
+    """Also where so large an index has no place in 32 bits."""
+    capacity = 3
+    codec, layout = codec_of(length, capacity, low)
+    good = host_section(codec, torch.tensor([0, 1, length - 1], dtype=torch.int32))
+    last = layout.planes[-1] + 2 + ((length - 1) >> low)
+    assert good[last // 32] >> last % 32 & 1
+    for moved in range(last + 1, layout.planes[-1] + layout.marks):
+        row = good.clone()
+        for bit in (last, moved):
+            row[bit // 32] ^= 1 << bit % 32 if bit % 32 < 31 else -(1 << 31)
+        counts = torch.tensor([capacity], dtype=torch.int32)
+        _, wrong = assert_same(lambda row=row, counts=counts: (counts, decoded(row[None], counts, layout)[1]))
+        assert wrong.tolist() == [1]

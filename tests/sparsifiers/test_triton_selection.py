@@ -11,7 +11,7 @@ from triton_harness import CPU, KINDS, assert_same, bits, both, for_interpreter,
 import sparsifiers
 from agmerge.exchanges.message.indices import Blocks, smallest
 from agmerge.exchanges.message.values import VALUES
-from sparsifiers.gpu import IndexLayout, IndexSection, Scratch, Slots, commit, select_largest
+from sparsifiers.gpu import IndexLayout, IndexSection, Scratch, Slots, commit, find_edge, select_largest
 from sparsifiers.gpu.compact import saturated
 from sparsifiers.gpu.digits import DIGITS, MASK
 
@@ -158,6 +158,24 @@ def test_a_section_is_written_on_the_way_and_buffers_serve_again() -> None:
 
     found = assert_same(call)
     assert len({tuple(one.tolist()) for one in found}) == 3
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_the_edge_lies_in_the_bin_of_the_kth(level: int) -> None:
+    """The digit, and how many of its bin are wanted: from all of them to one."""
+    bins, counts = torch.tensor([3, 200, 511]), torch.tensor([5, 7, 4], dtype=torch.int32)
+    for k, digit, room in [(1, 511, 1), (4, 511, 4), (5, 200, 1), (11, 200, 7), (12, 3, 1), (16, 3, 5), (20, 0, 4)]:
+
+        def call(k: int = k) -> tuple[Tensor, ...]:
+            scratch = Scratch.of(1, CPU)
+            scratch.histogram[bins] = counts
+            scratch.edge.copy_(torch.tensor([6, k]))  # of the digit before
+            find_edge(k, level, scratch)
+            return scratch.edge, scratch.histogram
+
+        edge, histogram = assert_same(call)
+        before = 6 << DIGITS[level].bits if level else 0
+        assert edge.tolist() == [before | digit, room] and not histogram.any()
 
 
 def test_more_than_the_slots_is_never_written() -> None:
