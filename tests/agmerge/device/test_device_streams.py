@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -88,23 +87,6 @@ CASES: dict[str, tuple[Each, dict[str, Any]]] = {
     "updates": (plain_step, {"sync": "updates", "compression": "topk"}),
     "closed": (closed, {"compression": "topk", "exchange": "sparse"}),
 }
-
-
-def test_hooks_come_on_a_thread_of_autograds_own() -> None:
-    threads: dict[str, set[int]] = {"hooks": set(), "ranks": set()}
-
-    def watching(optimizer: Any, model: Given, rank: int, step: int) -> None:
-        handles = [
-            p.register_post_accumulate_grad_hook(lambda p: threads["hooks"].add(threading.get_ident()))
-            for p in model.given
-        ]
-        threads["ranks"].add(threading.get_ident())
-        plain_step(optimizer, model, rank, step)
-        for handle in handles:
-            handle.remove()
-
-    train(2, each=watching, **CASES["sparse"][1])
-    assert len(threads["hooks"]) == 1 and not threads["hooks"] & threads["ranks"]
 
 
 def what_is_wrong(case: str, leave_out: str = "") -> tuple[list[str], set[str]]:
