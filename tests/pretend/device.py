@@ -32,6 +32,8 @@ class Device:
         self.default = Stream("default")
         self._streams = [self.default]
         self._host: Clock = {}  # what the host has waited for
+        self._is_fused = False
+        self.is_capturing = False  # see `capturing`
         self.leave_out = ""
         self.waiting_lines: set[str] = set()  # of the library: where streams, or the host, wait for events
 
@@ -70,12 +72,32 @@ class Device:
 
     def queue(self, operation: str, count: int, accesses: Sequence[Access], memory: Sequence[Memory | None]) -> None:
         """Queue ``count`` kernels in the current stream. ``memory``: of each access; None: the host's."""
-        size = sum(one.elements * one.tensor.element_size() * (one.reads + one.writes) for one in accesses)
-        what = f"{operation} {self.books.launched(operation, count, size).line}"
+        if not self._is_fused:
+            size = sum(one.elements * one.tensor.element_size() * (one.reads + one.writes) for one in accesses)
+            self.books.launched(operation, count, size)
+        what = f"{operation} {place().line}"
         stream, time = self.stream, self.stream.tick()
         for access, allocation in zip(accesses, memory, strict=True):
             if allocation is not None and access.tensor.numel():
                 allocation.use(access.tensor, access.writes, stream, time, what)
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Say that what is queued inside is captured in a graph. (It is done all the same.)"""
+        self.is_capturing = True
+        try:
+            yield
+        finally:
+            self.is_capturing = False
+
+    @contextmanager
+    def fused(self) -> Iterator[None]:
+        """Write down no launches inside: they are one, which the caller writes down."""
+        before, self._is_fused = self._is_fused, True
+        try:
+            yield
+        finally:
+            self._is_fused = before
 
     def wait(self, stream: Stream, clock: Clock) -> None:
         """Let what is queued in ``stream`` from now on wait for ``clock``, and the host go on."""

@@ -13,7 +13,7 @@ import torch
 from agmerge.backends import streams
 from pretend.clocks import Clock, Stream
 from pretend.device import current
-from pretend.tensors import NAME, install
+from pretend.registration import NAME, install
 
 
 class Event:
@@ -70,7 +70,7 @@ class DeviceStreams(streams.Streams):
         return current().pinned.allocate(size, dtype)
 
     def is_capturing(self) -> bool:
-        return False
+        return current().is_capturing
 
     def wait_on_host(self, event: Event, timeout: float) -> bool:
         event.synchronize()
