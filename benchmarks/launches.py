@@ -84,7 +84,7 @@ def count(arguments: argparse.Namespace) -> tuple[Books, int]:
         return device.books
 
     # What waits for other ranks in a hook cannot do so on autograd's device thread, which all ranks share here.
-    own_thread = arguments.exchange in ("oktopk", "masked")
+    own_thread = arguments.exchange in ("oktopk", "masked", "two-level")
     with nullcontext() if arguments.torch else fused.installed():
         books = on_devices(arguments.workers, body, own_thread=own_thread, watched={0})[0]
     return books, sum(weight.numel() for weight in model.parameters())

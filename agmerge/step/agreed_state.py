@@ -253,8 +253,8 @@ class AgreedState:
         return {**self._carried, **current}
 
     def copy_state(self) -> State:
-        """Return what this rank keeps from step to step, copied."""
-        return {key: tensor.clone() for key, tensor in self.state().items()}
+        """Return what this rank keeps from step to step, copied to the host: a device may have no room for it twice."""
+        return {key: tensor.to("cpu", copy=True) for key, tensor in self.state().items()}
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """Return every residual of this rank, by name: views."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -42,9 +42,12 @@ class SideStreams:
             for stream in noted:
                 kind.wait(self._side[device], kind.record(stream))
 
-    @contextmanager
-    def within(self) -> Iterator[None]:
+    def within(self) -> AbstractContextManager[None]:
         """Let this thread queue into the side streams, see :meth:`follow`."""
+        return self._within() if self._kinds else nullcontext()
+
+    @contextmanager
+    def _within(self) -> Iterator[None]:
         self.follow()
         with ExitStack() as entered:
             for device, kind in self._kinds.items():

@@ -1,0 +1,57 @@
+"""What torch's backend does of tensors on a GPU, as far as that shows without one."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from agmerge import CollectiveTimeout, PeerLost
+from agmerge.backends import torch as backend
+
+
+class Work:
+    """A collective of torch's that has ended. ``waits``: with what it was waited for."""
+
+    def __init__(self) -> None:
+        self.waits: list[tuple[Any, ...]] = []
+
+    def wait(self, *timeout: timedelta) -> None:
+        self.waits.append(timeout)
+
+
+@pytest.mark.parametrize("device, waits", [("cpu", [(timedelta(seconds=3),)]), ("meta", [()])])
+def test_a_device_waits_without_a_time_out_that_would_keep_the_host(device: str, waits: list[tuple[Any, ...]]) -> None:
+    work, finished = Work(), list[Any]()
+    handle = backend.TorchHandle(work, "buffer 0", [0, 1], finished, torch.empty(2, device=device))
+    handle.wait_on_stream(3.0)
+    assert work.waits == waits and finished == [work]
+
+
+@pytest.mark.parametrize("kinds, seconds", [("gloo", 10), ("cpu:gloo,cuda:nccl", 80)])
+def test_a_watchdog_of_nccl_leaves_time_for_our_error(
+    kinds: str, seconds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "_kinds", lambda dist: kinds)
+    found: dict[str, Any] = {}
+    backend._new_group(SimpleNamespace(new_group=lambda ranks, **given: found.update(given)), 10.0)
+    assert found["timeout"] == timedelta(seconds=seconds)
+
+
+@pytest.mark.parametrize(
+    "error, becomes",
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError),
+        (RuntimeError("NCCL error: invalid usage (run with NCCL_DEBUG=WARN). Duplicate GPU detected"), RuntimeError),
+        (RuntimeError("Timed out waiting 3000ms for recv operation to complete"), CollectiveTimeout),
+        (RuntimeError("Connection closed by peer [127.0.0.1]:4711"), PeerLost),
+    ],
+    ids=["memory", "usage", "time-out", "connection"],
+)
+def test_only_what_others_have_done_is_told_of_them(error: RuntimeError, becomes: type[Exception]) -> None:
+    with pytest.raises(RuntimeError) as caught, backend._translated("buffer 0"):
+        raise error
+    assert type(caught.value) is becomes
