@@ -25,22 +25,21 @@ class Call:
     def __init__(self, make: Callable[[], Request | None]) -> None:
         self._make = make
         self._request: Request | None = None  # once the call has begun; None: it has not, or needs none
-        self.begun = False  # those handed in later may begin
+        self.begun = threading.Event()  # set once it has begun, or could not
         self.error: Exception | None = None  # what it raised, once it has ended
         self.ended = threading.Event()
 
     def running(self) -> bool:
         """Begin, or go on; return False when it has ended. On the thread only."""
         try:
-            if not self.begun:
-                try:
-                    self._request = self._make()
-                finally:
-                    self.begun = True
+            if not self.begun.is_set():
+                self._request = self._make()
+                self.begun.set()
             if self._request is not None and not self._request.Test():
                 return True
         except Exception as error:
             self.error = error
+        self.begun.set()  # in vain, perhaps: the error is there then
         self.ended.set()
         return False
 

@@ -8,6 +8,8 @@ stream when the backend has ended. So a hook waits for nothing, and the order of
 
 from __future__ import annotations
 
+import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -71,11 +73,22 @@ def _module(tensor: torch.Tensor) -> Any:
 
 
 class Queued:
-    """Be one collective that the thread starts, by ``call()``, when its turn has come."""
+    """Be one collective that the thread starts, by ``call()``, when its turn has come.
+
+    It is finished by the thread, as soon as that sees its end, or by who waits for it: some calls of Gloo's end only
+    where they are waited for.
+    """
 
     def __init__(self, call: Callable[[], Handle]) -> None:
         self._call = call
         self._handle: Handle | None = None  # of the backend, once it has been started
+        self._finishing = threading.Lock()  # held by who looks at the handle: its methods are not for two threads
+        self._finished = False
+
+    @property
+    def finished(self) -> bool:
+        """Tell whether the result is there, or queued on the device."""
+        return self._finished
 
     def begin(self) -> Queued:
         """Start it. On the thread only."""
@@ -83,16 +96,29 @@ class Queued:
         return self
 
     def Test(self) -> bool:  # the name is Progress's
-        """Tell whether it has ended; raise what it ended with. On the thread only."""
+        """Tell whether it is finished; raise what it ended with. On the thread only."""
         assert self._handle is not None
-        if not self._handle.done():
-            return False
-        # Not wait(): what this rank is doing, and what peers say where it fails, belongs to who waits for the result.
-        self._handle._wait(ENDED)
-        return True
+        if not self._finishing.acquire(blocking=False):
+            return False  # somebody waits for it
+        try:
+            if not self._finished and self._handle.done():
+                self._finish(self._handle, ENDED)
+            return self._finished
+        finally:
+            self._finishing.release()
 
-    def join(self) -> None:
-        """Have what the caller queues from now on come behind the result."""
+    def result(self, timeout: float) -> None:
+        """Wait for it, up to ``timeout`` seconds, once it has begun; then what is queued comes behind its result."""
+        assert self._handle is not None
+        with self._finishing:
+            if not self._finished:
+                self._finish(self._handle, timeout)
+
+    def _finish(self, handle: Handle, timeout: float) -> None:
+        """Wait for the backend, up to ``timeout`` seconds."""
+        # Not wait(): what this rank is doing, and what peers say where it fails, is for our own handle to tell.
+        handle._wait(timeout)
+        self._finished = True
 
 
 class Staged(Queued):
@@ -117,13 +143,12 @@ class Staged(Queued):
         self._down.synchronize()  # later ones wait too: calls keep their order
         return super().begin()
 
-    def Test(self) -> bool:
-        if not super().Test():
-            return False
+    def _finish(self, handle: Handle, timeout: float) -> None:
+        super()._finish(handle, timeout)
         self._up = self._copies.copy(self._out, self._result, self._stream)
-        return True
 
-    def join(self) -> None:
+    def result(self, timeout: float) -> None:
+        super().result(timeout)
         assert self._up is not None
         self._copies.join(self._out, self._up)
 
@@ -136,14 +161,15 @@ class StagedHandle(Handle):
         self._call, self._queued = call, queued
 
     def done(self) -> bool:
-        return self._call.ended.is_set()
+        return self._queued.finished or self._call.ended.is_set()
 
     def _wait(self, timeout: float) -> None:
-        if not self._call.ended.wait(timeout):
-            raise CollectiveTimeout(f"{self._name}: no answer from all ranks within {timeout:g} s")
+        deadline = time.monotonic() + timeout
+        if not self._call.begun.wait(timeout):
+            raise CollectiveTimeout(f"{self._name}: its tensors have not come from the device within {timeout:g} s")
         if self._call.error is not None:
             raise self._call.error
-        self._queued.join()
+        self._queued.result(max(deadline - time.monotonic(), 0.0))
 
 
 class Line:
@@ -233,7 +259,7 @@ class StagedBackend(Backend):
         given = (tensor,) if out is None else (out, tensor)
         if self._line.copies.needed(tensor):
             queued: Queued = Staged(self._line.copies, call, tensor, out)
-        elif self._last is None or self._last.begun:
+        elif self._last is None or self._last.begun.is_set():
             return call(*given)
         else:
             queued = Queued(lambda: call(*given))

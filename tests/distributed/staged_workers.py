@@ -1,0 +1,73 @@
+"""Real workers whose tensors are on a pretended device, run by a launcher: ``python staged_workers.py FOLDER``.
+
+Every rank writes what collectives gave and how a model trained on the device and on the host: they must be the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parents[1] / "agmerge" / "backends")]
+from pretend import streams  # noqa: E402
+from pretend.copies import LateCopies  # noqa: E402
+from pretend.device import Device, DeviceTensor  # noqa: E402
+from support import batch, digest, mlp, seeded, sgd  # noqa: E402
+from test_staging import every_collective  # noqa: E402
+
+import agmerge  # noqa: E402
+from agmerge.backends import staging  # noqa: E402
+from agmerge.backends.staging import Line, StagedBackend  # noqa: E402
+from agmerge.runtime import workers  # noqa: E402
+
+STEPS = 4
+OPTIONS = {"compression": "topk", "density": 0.1, "exchange": "sparse", "merging": "layerwise"}
+
+
+def trained(model: nn.Module, place: str) -> list[str]:
+    """Train a copy of ``model`` at ``place``; its digest after each step."""
+    model = copy.deepcopy(model).to(place)
+    optimizer = agmerge.DistributedOptimizer(sgd(model), model.named_parameters(), **OPTIONS)
+    seen = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x, y = (one.to(place) for one in batch(agmerge.rank(), step))
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        seen.append(digest([parameter.detach().cpu() for parameter in model.parameters()]))
+    optimizer.close()
+    return seen
+
+
+def main() -> None:
+    """Find out, and write it."""
+    copies, device = LateCopies(), Device()
+    staging.staged = lambda backend: StagedBackend(backend, Line(backend.name, copies), range(backend.size))
+    agmerge.init()
+    device.use()
+    model = seeded(mlp, 0)
+    with copies.running(agmerge.rank()), streams.installed(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        given = every_collective(workers.world(), device.put)
+        expected = every_collective(workers.world(), lambda tensor: tensor)
+        equal = [torch.equal(getattr(one, "host", one), two) for one, two in zip(given, expected, strict=True)]
+        found = {
+            "backend": agmerge.backend_name(),
+            "away": sum(isinstance(one, DeviceTensor) for one in given),
+            "equal": equal,
+            "on the device": trained(model, "pretend"),
+            "on the host": trained(model, "cpu"),
+            "said": [str(one.message) for one in said if "no NCCL" in str(one.message)],
+        }
+    Path(sys.argv[1], f"found.{agmerge.rank()}.json").write_text(json.dumps(found))
+    agmerge.shutdown()
+
+
+if __name__ == "__main__":
+    main()
