@@ -11,7 +11,7 @@ pytestmark = pytest.mark.timeout(200)
 
 
 @pytest.mark.parametrize(
-    "launcher", ["torchrun", "mpirun, mpi4py", pytest.param("horovodrun, Gloo", marks=pytest.mark.long)]
+    "launcher", ["torchrun", "mpirun, mpi4py", "mpirun", pytest.param("horovodrun, Gloo", marks=pytest.mark.long)]
 )
 def test_tensors_of_a_device_give_the_bits_of_the_hosts(launcher: str, tmp_path: Path) -> None:
     why = missing(launcher)
@@ -24,5 +24,6 @@ def test_tensors_of_a_device_give_the_bits_of_the_hosts(launcher: str, tmp_path:
         assert one["backend"] == LAUNCHERS[launcher][1] and one["away"] > 10
         assert all(one["equal"])
         assert one["on the device"] == one["on the host"] == found[0]["on the host"]
+        assert one["own output"] == [1, 1, 1, 2, 2, 2]
         assert len(set(one["on the host"])) == 4  # it learns
         assert len(one["said"]) == 1 and "go through the host's memory" in one["said"][0]
