@@ -30,7 +30,7 @@ import agmerge  # noqa: E402
 import merging  # noqa: E402
 
 WIDTH = 64  # of every layer: its matrix is selected from, and its two vectors are sent whole
-WARM = 3  # steps that are not counted: ranks agree, compare replicas and allocate
+WARM = 2  # steps that are not counted: ranks agree, compare replicas and allocate
 
 
 class Layers(nn.Module):
@@ -77,7 +77,9 @@ def count(arguments: argparse.Namespace) -> tuple[Books, int]:
             optimizer.step()
         return device.books
 
-    books = on_devices(arguments.workers, body, own_thread=arguments.exchange in ("oktopk", "masked"))[0]
+    # What waits for other ranks in a hook cannot do so on autograd's device thread, which all ranks share here.
+    own_thread = arguments.exchange in ("oktopk", "masked")
+    books = on_devices(arguments.workers, body, own_thread=own_thread, watched={0})[0]
     return books, sum(weight.numel() for weight in model.parameters())
 
 
@@ -93,6 +95,7 @@ def figures(books: Books, elements: int) -> dict[str, float]:
         "launches_in_hooks": books.count(HOOK),
         "launches_per_message": round(books.count() / max(messages, 1), 1),
         "bytes_per_element": round(books.bytes() / elements, 1),
+        "races": len(books.races),
     }
 
 
@@ -119,7 +122,7 @@ def main() -> None:
         print(f"{name:30}{value:>12}")
     launches: Counter[str] = Counter()
     for launch in books.launches:
-        launches[f"{launch.place.phase:12} {launch.place.line}"] += launch.count if launch.place.line else 0
+        launches[f"{launch.place.phase:12} {launch.place.line}"] += launch.kernels if launch.place.line else 0
     for title, counter in (
         ("host waits", Counter(f"{wait.place.phase:12} {wait.place.line} ({wait.what})" for wait in books.waits_in())),
         ("launches", launches),

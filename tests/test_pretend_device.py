@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from pretend import streams
-from pretend.device import Device, DeviceTensor
+from pretend.device import Device
+from pretend.tensors import DeviceTensor, put
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def device() -> Iterator[Device]:
 
 def on(device: Device, *values: float) -> torch.Tensor:
     """A tensor of the device, without a copy."""
-    return device.put(torch.tensor(values, dtype=torch.float32))
+    return put(torch.tensor(values, dtype=torch.float32), device)
 
 
 def test_tensors_say_that_they_are_on_the_device_and_compute_what_the_host_would(device: Device) -> None:
@@ -34,11 +35,11 @@ def test_tensors_say_that_they_are_on_the_device_and_compute_what_the_host_would
 def test_kernels_and_their_bytes_are_counted_and_views_are_not(device: Device) -> None:
     a, b = on(device, *range(8)), on(device, *range(8))
     a.view(2, 4)[0].add_(b[:4])
-    assert [(one.operation, one.count, one.bytes) for one in device.books.launches] == [("add_", 1, 3 * 4 * 4)]
+    assert [(one.operation, one.kernels, one.bytes) for one in device.books.launches] == [("add_", 1, 3 * 4 * 4)]
 
 
 def test_what_touches_a_part_is_counted_by_that_part(device: Device) -> None:
-    a, places = on(device, *range(100)), device.put(torch.tensor([3, 5]))
+    a, places = on(device, *range(100)), put(torch.tensor([3, 5]), device)
     a.index_select(0, places)
     assert device.books.launches[0].bytes == 2 * (4 + 8 + 4)
 
@@ -46,7 +47,7 @@ def test_what_touches_a_part_is_counted_by_that_part(device: Device) -> None:
 def test_a_multi_tensor_kernel_takes_so_many_tensors_at_once(device: Device) -> None:
     many = [on(device, 1.0) for _ in range(111)]
     torch._foreach_mul_(many, 2.0)
-    assert [one.count for one in device.books.launches] == [2]
+    assert [one.kernels for one in device.books.launches] == [2]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_what_gives_the_host_a_value_is_a_wait(device: Device, look: Callable[[t
 
 
 def test_copies_of_pinned_memory_that_do_not_block_are_none(device: Device) -> None:
-    a, pinned = on(device, 1.0, 2.0), device.pinned(2, torch.float32)
+    a, pinned = on(device, 1.0, 2.0), device.pinned.allocate(2, torch.float32)
     a.copy_(pinned, non_blocking=True)
     pinned.copy_(a, non_blocking=True)
     assert not device.books.waits

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
 
+from pretend.clocks import Race
+
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = tuple(str(ROOT / name) + "/" for name in ("agmerge", "sparsifiers", "merging"))
 RANKS = str(ROOT / "agmerge" / "testing.py")  # calls what a rank does, so it is on every stack
@@ -29,7 +31,7 @@ class Launch(NamedTuple):
     """Kernels of one operation."""
 
     operation: str
-    count: int
+    kernels: int
     bytes: int  # read and written
     place: Place
 
@@ -43,35 +45,34 @@ class Wait(NamedTuple):
 
 
 class Books:
-    """Hold the launches and waits of one device since it was made, or since :meth:`clear`."""
+    """Hold the launches, waits and races of one device since it was made, or since :meth:`clear`."""
 
     def __init__(self) -> None:
-        self.launches: list[Launch] = []
-        self.waits: list[Wait] = []
-        self.queued = 0  # kernels since the device was made
-        self._ended = 0  # of these, how many had been queued when the host last waited for all: they are done
+        self.clear()
 
     def clear(self) -> None:
         """Forget what was written down."""
-        self.launches, self.waits = [], []
+        self.launches: list[Launch] = []
+        self.waits: list[Wait] = []
+        self.races: list[Race] = []
 
-    def launched(self, operation: str, count: int, size: int) -> None:
-        """Write down ``count`` kernels that move ``size`` bytes together."""
-        self.queued += count
-        self.launches.append(Launch(operation, count, size, place()))
+    def launched(self, operation: str, count: int, size: int) -> Place:
+        """Write down ``count`` kernels that move ``size`` bytes together; return what asked for them."""
+        where = place()
+        self.launches.append(Launch(operation, count, size, where))
+        return where
 
-    def waited(self, what: str, until: int | None = None) -> None:
-        """Write down that the host waits now for the first ``until`` kernels, unless these are known to have ended.
+    def waited(self, what: str) -> None:
+        """Write down that the host waits now."""
+        self.waits.append(Wait(what, place(), tuple(_lines(sys._getframe(1)))))
 
-        None: for all that are queued, which is what a copy waits for.
-        """
-        if until is None or until > self._ended:
-            self.waits.append(Wait(what, place(), tuple(_lines(sys._getframe(1)))))
-            self._ended = self.queued if until is None else until
+    def raced(self, race: Race) -> None:
+        """Write down a race."""
+        self.races.append(race)
 
     def count(self, *phases: str) -> int:
         """Kernels in these phases; without any, in all of the library."""
-        return sum(launch.count for launch in self.launches if _counts(launch.place, phases))
+        return sum(launch.kernels for launch in self.launches if _counts(launch.place, phases))
 
     def bytes(self, *phases: str) -> int:
         """Bytes that these kernels move."""
@@ -123,5 +124,4 @@ def _lines(frame: FrameType | None) -> Iterator[str]:
 
 
 def _line(frame: FrameType) -> str:
-    path = Path(frame.f_code.co_filename).relative_to(ROOT)
-    return f"{path}:{frame.f_lineno} {frame.f_code.co_name}"
+    return f"{frame.f_code.co_filename[len(str(ROOT)) + 1 :]}:{frame.f_lineno} {frame.f_code.co_name}"

@@ -38,9 +38,16 @@ class Access(NamedTuple):
     elements: int  # that are touched
 
 
+@functools.cache
 def name_of(operation: OpOverload) -> str:
     """The name without namespace and overload: ``"index_add_"``."""
     return operation._schema.name.partition("::")[2]
+
+
+@functools.cache
+def is_view(operation: OpOverload) -> bool:
+    """Whether the result lies in the memory of the first argument."""
+    return operation.is_view or name_of(operation) in ("_unsafe_view", "_reshape_alias", "lift_fresh")
 
 
 def launches(operation: OpOverload, accesses: Sequence[Access], given: Sequence[Any]) -> int:

@@ -1,36 +1,40 @@
-"""Pretended events: the library's clocks mark time with them."""
+"""Pretended streams and events, in the place of torch's and of the library's own."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
+from agmerge.backends import streams
+from pretend.clocks import Clock, Stream
 from pretend.device import current
+from pretend.tensors import NAME, install
 
 
 class Event:
-    """Stand for ``torch.Event``: what was queued before it has ended as soon as it is recorded."""
+    """Stand for ``torch.Event``: a place in a stream. It has come as soon as somebody looks."""
 
     def __init__(self, device: Any = None, *, enable_timing: bool = False, **others: Any) -> None:
         self._at: float | None = None  # seconds of the host's clock
-        self._until = 0  # kernels that were queued before it
+        self.clock: Clock = {}  # of the stream, when it was recorded
 
-    def record(self, stream: Any = None) -> None:
-        """Mark now."""
-        self._at, self._until = time.perf_counter(), current().books.queued
+    def record(self, stream: Stream | None = None) -> None:
+        """Mark what is queued now."""
+        self._at, self.clock = time.perf_counter(), dict((stream or current().stream).clock)
 
     def query(self) -> bool:
-        """Whether the device has got there."""
+        """Whether the device has got there: then the host knows."""
+        current().know(self.clock)
         return True
 
     def synchronize(self) -> None:
         """Let the host wait until the device has got there."""
-        current().books.waited("Event.synchronize", self._until)
+        current().wait_on_host("Event.synchronize", self.clock)
 
     def elapsed_time(self, later: Event) -> float:
         """Milliseconds from this event to ``later``."""
@@ -38,12 +42,48 @@ class Event:
         return 1e3 * (later._at - self._at)
 
 
+class DeviceStreams(streams.Streams):
+    """Offer the streams and events of the thread's pretended device."""
+
+    def current(self, device: torch.device) -> Stream:
+        return current().stream
+
+    def new(self, device: torch.device) -> Stream:
+        return current().new_stream("lane")
+
+    def within(self, stream: Stream) -> AbstractContextManager[Any]:
+        return current().within(stream)
+
+    def record(self, stream: Stream) -> Event:
+        event = Event()
+        event.record(stream)
+        return event
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        stream.wait(event.clock)
+
+    def has_ended(self, event: Event) -> bool:
+        return event.query()
+
+    def pinned(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        return current().pinned.allocate(size, dtype)
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def wait_on_host(self, event: Event, timeout: float) -> bool:
+        event.synchronize()
+        return True
+
+
 def _synchronize(device: Any = None) -> None:
-    current().books.waited("synchronize")
+    current().wait_for_all("synchronize")
 
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Let torch have these events, and count what waits for the whole device."""
+    """Let torch and the library have these streams and events."""
+    install()
+    streams.register(NAME, DeviceStreams())
     with patch.object(torch, "Event", Event), patch.object(torch.accelerator, "synchronize", _synchronize):
         yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import torch
@@ -11,23 +11,32 @@ from agmerge import testing
 from agmerge.runtime import workers
 from pretend import streams
 from pretend.device import Device
-from pretend.nccl import DeviceBackend
+from pretend.nccl import DeviceBackend, Turn
 
 T = TypeVar("T")
 
 
-def on_devices(size: int, body: Callable[[int, Device], T], *, own_thread: bool = False, **options: Any) -> list[T]:
-    """``body(rank, device)`` on every rank of an in-memory group.
+def on_devices(
+    size: int,
+    body: Callable[[int, Device], T],
+    *,
+    own_thread: bool = False,
+    watched: Collection[int] | None = None,
+    **options: Any,
+) -> list[T]:
+    """``body(rank, device)`` on every rank of an in-memory group; ``watched``: these ranks' devices; None: all.
 
     Hooks come on autograd's device thread, which all ranks share: what waits for another rank in a hook needs
     ``own_thread``, by which hooks come on the rank's. ``options``: of :func:`agmerge.testing.run`.
     """
 
+    turn = Turn()
+
     def rank_body(rank: int) -> T:
-        device = Device()
+        device = Device(is_watched=watched is None or rank in watched)
         device.use()
-        workers.bind(DeviceBackend(workers.world(), device))
-        with torch.autograd.set_multithreading_enabled(not own_thread):
+        workers.bind(DeviceBackend(workers.world(), device, turn))
+        with turn.taken(), torch.autograd.set_multithreading_enabled(not own_thread):
             return body(rank, device)
 
     with streams.installed():

@@ -1,0 +1,105 @@
+"""Name the streams and events of devices. No other module does, so that a test can stand in for a device.
+
+A device does what is queued in one stream in that order, and streams side by side. An event marks a place in a stream:
+another stream, or the host, can wait until the device has got there.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+SHORTEST, LONGEST = 20e-6, 1e-3  # seconds that the host sleeps between two looks at an event
+
+
+class Streams(ABC):
+    """Offer the streams and events of one kind of device. What these are, only this class and torch know."""
+
+    @abstractmethod
+    def current(self, device: torch.device) -> Any:
+        """Return the stream that this thread queues into now."""
+
+    @abstractmethod
+    def new(self, device: torch.device) -> Any:
+        """Return a stream of its own, whose kernels go before those of others."""
+
+    @abstractmethod
+    def within(self, stream: Any) -> AbstractContextManager[Any]:
+        """Return a context in which this thread queues into ``stream``."""
+
+    @abstractmethod
+    def record(self, stream: Any) -> Any:
+        """Return an event behind all that is queued in ``stream``."""
+
+    @abstractmethod
+    def wait(self, stream: Any, event: Any) -> None:
+        """Let what is queued in ``stream`` from now on wait for ``event``. The host does not wait."""
+
+    @abstractmethod
+    def has_ended(self, event: Any) -> bool:
+        """Tell whether the device has got to ``event``, without waiting."""
+
+    @abstractmethod
+    def pinned(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return zeros in memory of the host that copies with ``non_blocking=True`` do not wait for, 1-D."""
+
+    @abstractmethod
+    def is_capturing(self) -> bool:
+        """Tell whether what this thread queues is captured in a graph, and not done now."""
+
+    def wait_on_host(self, event: Any, timeout: float) -> bool:
+        """Wait until the device has got to ``event``, ``timeout`` seconds at most; tell whether it has."""
+        deadline, pause = time.monotonic() + timeout, SHORTEST
+        while not self.has_ended(event):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST)
+        return True
+
+
+class CudaStreams(Streams):
+    """Offer those of CUDA."""
+
+    def current(self, device: torch.device) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(device)
+
+    def new(self, device: torch.device) -> torch.cuda.Stream:
+        return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+    def within(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        stream.wait_event(event)
+
+    def has_ended(self, event: torch.cuda.Event) -> bool:
+        return bool(event.query())  # type: ignore[no-untyped-call]
+
+    def pinned(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(size, dtype=dtype, pin_memory=True)
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+
+_kinds: dict[str, Streams] = {"cuda": CudaStreams()}  # by type of device; written by register alone
+
+
+def register(kind: str, streams: Streams) -> None:
+    """Offer ``streams`` for devices of the type ``kind``, such as ``"cuda"``."""
+    _kinds[kind] = streams
+
+
+def streams_of(device: torch.device) -> Streams | None:
+    """Return the streams of a device's kind; None where the host computes, or none are known."""
+    return _kinds.get(device.type)
