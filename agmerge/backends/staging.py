@@ -12,13 +12,14 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from agmerge.backends.base import Backend, Handle
 from agmerge.backends.progress import Call, Progress
-from agmerge.errors import CollectiveTimeout
+from agmerge.backends.streams import Streams, streams_of
+from agmerge.errors import AGMergeError, CollectiveTimeout
 
 ENDED = 1.0  # seconds, for the wait for a call that is known to have ended
 SLOW = (
@@ -27,15 +28,8 @@ SLOW = (
 )
 
 
-class Event(Protocol):
-    """Stand for a moment of a stream."""
-
-    def synchronize(self) -> None:
-        """Wait on the host until the stream has come there."""
-
-
 class Copies:
-    """Copy between devices and the host, without waiting. Tests have another, for tensors that only say they are away.
+    """Copy between devices and the host, without waiting. Tests have another, whose copies are made late.
 
     Memory of the host is pinned, and comes from torch's cache of such memory: after the first steps nothing is
     allocated, and what is handed back is not taken again before the copies that use it have ended.
@@ -51,25 +45,30 @@ class Copies:
 
     def stream(self, tensor: torch.Tensor) -> Any:
         """Return the stream that is current for the device of ``tensor`` on this thread."""
-        return _module(tensor).current_stream(tensor.device)
+        return _streams(tensor.device).current(tensor.device)
 
-    def copy(self, to: torch.Tensor, source: torch.Tensor, stream: Any) -> Event:
-        """Queue a copy on ``stream``; return the moment at which it has ended. One of the tensors is a twin."""
-        module = _module(to if self.needed(to) else source)
-        with module.stream(stream):
+    def copy(self, to: torch.Tensor, source: torch.Tensor, device: torch.device, stream: Any) -> Any:
+        """Queue a copy on ``stream`` of ``device``, where one of the tensors lies; return the event behind it."""
+        streams = _streams(device)
+        with streams.within(stream):
             to.copy_(source, non_blocking=True)
-            event: Event = module.Event(blocking=True)  # a wait on the host sleeps
-            event.record(stream)  # type: ignore[attr-defined]  # of every device's events
-        return event
+        return streams.record(stream)
 
-    def join(self, tensor: torch.Tensor, event: Event) -> None:
+    def wait_on_host(self, device: torch.device, event: Any) -> None:
+        """Wait until ``device`` has got to ``event``."""
+        _streams(device).wait_on_host(event, float("inf"))
+
+    def join(self, tensor: torch.Tensor, event: Any) -> None:
         """Have the stream that is current for ``tensor`` wait for ``event``; the host goes on."""
-        self.stream(tensor).wait_event(event)
+        _streams(tensor.device).wait(self.stream(tensor), event)
 
 
-def _module(tensor: torch.Tensor) -> Any:
-    """Return torch's module for the device of ``tensor``, such as ``torch.cuda``."""
-    return getattr(torch, tensor.device.type)
+def _streams(device: torch.device) -> Streams:
+    """Return the streams of a device; raise :class:`agmerge.AGMergeError` for a kind that has none here."""
+    known = streams_of(device)
+    if known is None:
+        raise AGMergeError(f"tensors on {device} cannot be exchanged: move them to the CPU, or to a GPU of CUDA")
+    return known
 
 
 class Queued:
@@ -130,26 +129,25 @@ class Staged(Queued):
     def __init__(
         self, copies: Copies, call: Callable[..., Handle], tensor: torch.Tensor, out: torch.Tensor | None
     ) -> None:
+        self._copies, self._device, self._stream = copies, tensor.device, copies.stream(tensor)
         twin = copies.twin(tensor)
-        self._copies, self._stream = copies, copies.stream(tensor)
-        self._down = copies.copy(twin, tensor, self._stream)
+        self._down = copies.copy(twin, tensor, self._device, self._stream)
         self._out = tensor if out is None else out  # what the result is for
         self._result = twin if out is None else copies.twin(out)
-        self._up: Event | None = None  # the result is in place
+        self._up: Any = None  # the event behind the result
         given = (twin,) if out is None else (self._result, twin)
         super().__init__(lambda: call(*given))
 
     def begin(self) -> Queued:
-        self._down.synchronize()  # later ones wait too: calls keep their order
+        self._copies.wait_on_host(self._device, self._down)  # later ones wait too: calls keep their order
         return super().begin()
 
     def _finish(self, handle: Handle, timeout: float) -> None:
         super()._finish(handle, timeout)
-        self._up = self._copies.copy(self._out, self._result, self._stream)
+        self._up = self._copies.copy(self._out, self._result, self._device, self._stream)
 
     def result(self, timeout: float) -> None:
         super().result(timeout)
-        assert self._up is not None
         self._copies.join(self._out, self._up)
 
 
@@ -269,8 +267,9 @@ class StagedBackend(Backend):
 
 def staged(backend: Backend) -> Backend:
     """Return ``backend``, able to take tensors of devices too where there are any."""
-    away = torch.accelerator.is_available() if hasattr(torch, "accelerator") else torch.cuda.is_available()
-    return _root(backend, Line(backend.name, Copies())) if backend.through_host and away else backend
+    if not (backend.through_host and torch.cuda.is_available()):
+        return backend
+    return _root(backend, Line(backend.name, Copies()))
 
 
 def _root(backend: Backend, line: Line) -> StagedBackend:

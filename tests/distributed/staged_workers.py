@@ -17,7 +17,8 @@ from torch import nn
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parents[1] / "agmerge" / "backends")]
 from pretend import streams  # noqa: E402
 from pretend.copies import LateCopies  # noqa: E402
-from pretend.device import Device, DeviceTensor  # noqa: E402
+from pretend.device import Device  # noqa: E402
+from pretend.tensors import DeviceTensor, put  # noqa: E402
 from support import batch, digest, mlp, seeded, sgd  # noqa: E402
 from test_staging import every_collective  # noqa: E402
 
@@ -70,7 +71,7 @@ def main() -> None:
     model = seeded(mlp, 0)
     with copies.running(agmerge.rank()), streams.installed(), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        given = every_collective(workers.world(), device.put)
+        given = every_collective(workers.world(), lambda tensor: put(tensor, device))
         expected = every_collective(workers.world(), lambda tensor: tensor)
         equal = [torch.equal(getattr(one, "host", one), two) for one, two in zip(given, expected, strict=True)]
         found = {

@@ -13,18 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agmerge.backends.staging import Copies, Event
-from pretend.device import DeviceTensor
+from agmerge.backends.staging import Copies
+from pretend.tensors import DeviceTensor
 
 UNTOUCHED = 119  # of every byte of a twin: what is sent too early shows
-
-
-class Moment(threading.Event):
-    """Stand for the end of a copy."""
-
-    def synchronize(self) -> None:
-        """Let the host wait for it."""
-        assert self.wait(30), "a copy was never made"
 
 
 class LateCopies(Copies):
@@ -32,33 +24,35 @@ class LateCopies(Copies):
 
     def __init__(self) -> None:
         self.queued = 0
-        self._queue: queue.SimpleQueue[tuple[Tensor, Tensor, Moment] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Tensor, Tensor, threading.Event] | None] = queue.SimpleQueue()
 
     def twin(self, tensor: Tensor) -> Tensor:
-        assert isinstance(tensor, DeviceTensor)
-        bytes_ = tensor.owner.pinned(tensor.numel() * tensor.element_size(), torch.uint8).fill_(UNTOUCHED)
-        return bytes_.view(tensor.dtype).view(tensor.shape)
+        size = tensor.numel() * tensor.element_size()
+        return torch.full((size,), UNTOUCHED, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
 
     def stream(self, tensor: Tensor) -> Any:
         return "current"
 
-    def copy(self, to: Tensor, source: Tensor, stream: Any) -> Event:
-        assert stream == "current"
-        moment = Moment()
+    def copy(self, to: Tensor, source: Tensor, device: torch.device, stream: Any) -> threading.Event:
+        assert stream == "current" and device in (to.device, source.device)
+        made = threading.Event()
         self.queued += 1
-        self._queue.put((to, source, moment))
-        return moment
+        self._queue.put((to, source, made))
+        return made
 
-    def join(self, tensor: Tensor, event: Event) -> None:
-        event.synchronize()  # what is queued on a pretended device runs at once
+    def wait_on_host(self, device: torch.device, event: threading.Event) -> None:
+        assert event.wait(30), "a copy was never made"
+
+    def join(self, tensor: Tensor, event: threading.Event) -> None:
+        self.wait_on_host(tensor.device, event)  # what is queued on a pretended device runs at once
 
     def run_one(self) -> bool:
         """Make the next copy, waiting until one is asked for; return False at the end."""
         asked = self._queue.get()
         if asked is not None:
-            to, source, moment = asked
-            to.copy_(source, non_blocking=True)
-            moment.set()
+            to, source, made = asked
+            _host(to).copy_(_host(source))
+            made.set()
         return asked is not None
 
     @contextmanager
@@ -75,3 +69,7 @@ class LateCopies(Copies):
         yield self
         self._queue.put(None)
         thread.join()
+
+
+def _host(tensor: Tensor) -> Tensor:
+    return tensor.host if isinstance(tensor, DeviceTensor) else tensor

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pretend.device import Device
+from pretend.tensors import install, put
 
 from agmerge.backends import horovod
 from agmerge.backends.horovod import SETTINGS, HorovodBackend, HorovodHandle
@@ -53,9 +54,10 @@ def test_a_handle_refers_to_the_tensors_of_its_call_in_c_until_it_has_been_waite
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_devices_gather_writes_into_our_output_under_the_callers_stream(size: int) -> None:
+    install()
     device, handed = Device(), []
     device.use()
-    tensor, out = device.put(torch.tensor([1.5, 2.5])), device.put(torch.zeros(2 * size))
+    tensor, out = put(torch.tensor([1.5, 2.5]), device), put(torch.zeros(2 * size), device)
 
     def gather(sent: torch.Tensor, received: torch.Tensor, name: str, process_set: object) -> int:
         handed.append((threading.get_ident(), name, process_set))

@@ -8,15 +8,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from pretend import streams
 from pretend.copies import LateCopies
 from pretend.device import Device
+from pretend.tensors import install, put
 
 from agmerge import testing
 from agmerge.backends import status
 from agmerge.backends.base import Backend, Handle
 from agmerge.backends.local import LocalBackend
-from agmerge.backends.staging import Line, StagedBackend, StagedHandle, staged
-from agmerge.errors import CollectiveTimeout, PeerLost
+from agmerge.backends.staging import Copies, Line, StagedBackend, StagedHandle, staged
+from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost
 from agmerge.runtime import workers
 
 WAIT = 30.0  # seconds; only a failing test ever waits so long
@@ -29,12 +31,18 @@ def over(copies: LateCopies, backend: Backend | None = None) -> StagedBackend:
     return StagedBackend(inner, Line(inner.name, copies), range(inner.size))
 
 
-@pytest.fixture
-def device() -> Device:
+def pretended() -> Device:
     """A device of this thread."""
+    install()
     device = Device()
     device.use()
     return device
+
+
+@pytest.fixture
+def device() -> Device:
+    """The same, for a test of one thread."""
+    return pretended()
 
 
 # -- what comes out -----------------------------------------------------------------------------------------
@@ -73,10 +81,9 @@ def every_collective(comm: Backend, put: Callable[[torch.Tensor], torch.Tensor])
 def test_every_collective_gives_what_it_gives_on_the_host(size: int) -> None:
     def body(rank: int) -> None:
         expected = every_collective(workers.world(), lambda tensor: tensor)
-        device = Device()
-        device.use()
+        device = pretended()
         with LateCopies().running(rank) as copies:
-            found = every_collective(over(copies), device.put)
+            found = every_collective(over(copies), lambda tensor: put(tensor, device))
         for own, other in zip(found, expected, strict=True):
             assert torch.equal(getattr(own, "host", own), other)
 
@@ -85,8 +92,7 @@ def test_every_collective_gives_what_it_gives_on_the_host(size: int) -> None:
 
 def test_communicators_that_are_made_of_it_take_tensors_of_devices_too() -> None:
     def body(rank: int) -> list[list[float]]:
-        device = Device()
-        device.use()
+        device = pretended()
         with LateCopies().running(rank) as copies:
             comm = over(copies)
             members = [2, 0]
@@ -94,7 +100,7 @@ def test_communicators_that_are_made_of_it_take_tensors_of_devices_too() -> None
             assert (made[1] is None) is (rank not in members)
             found = []
             for one in filter(None, made):
-                tensor = device.put(torch.tensor([float(10 + rank)]))
+                tensor = put(torch.tensor([float(10 + rank)]), device)
                 one.broadcast(tensor, 0, "first").wait(WAIT)
                 found.append(tensor.host.tolist())
             assert made[1] is None or made[1]._ranks == members
@@ -106,11 +112,11 @@ def test_communicators_that_are_made_of_it_take_tensors_of_devices_too() -> None
 # -- when -----------------------------------------------------------------------------------------------------
 
 
-class Slow(LocalBackend):
+class Alone(LocalBackend):
     """Be alone, and write down what is started, in which order and with what."""
 
     def __init__(self) -> None:
-        self.name, self.rank, self.size, self.local_rank, self.local_size = "slow", 0, 1, 0, 1
+        self.name, self.rank, self.size, self.local_rank, self.local_size = "alone", 0, 1, 0, 1
         self.started: list[tuple[str, list[float]]] = []
         self.error: Exception | None = None
 
@@ -143,20 +149,20 @@ def until(what: Callable[[], bool]) -> None:
         time.sleep(1e-3)
 
 
-@pytest.mark.filterwarnings("ignore:the backend 'slow' has no NCCL")
+@pytest.mark.filterwarnings("ignore:the backend 'alone' has no NCCL")
 def test_calls_start_in_their_order_whichever_copy_arrives_and_none_waits(device: Device) -> None:
-    copies, slow = LateCopies(), Slow()
-    comm = over(copies, slow)
-    first, second = device.put(torch.tensor([1.0])), device.put(torch.tensor([2.0]))
+    copies, alone = LateCopies(), Alone()
+    comm = over(copies, alone)
+    first, second = put(torch.tensor([1.0]), device), put(torch.tensor([2.0]), device)
     host = torch.tensor([3.0])
     handles = [comm.all_reduce(one, name) for one, name in ((first, "a"), (host, "b"), (second, "c"))]
     time.sleep(0.05)
-    assert not slow.started and not any(handle.done() for handle in handles)  # no copy has been made
+    assert not alone.started and not any(handle.done() for handle in handles)  # no copy has been made
     copies.run_one()
-    until(lambda: len(slow.started) == 2)  # "c" is behind its own copy
+    until(lambda: len(alone.started) == 2)  # "c" is behind its own copy
     copies.run_one()
     until(lambda: copies.queued == 4)  # two down, two up
-    assert slow.started == [("a", [1.0]), ("b", [3.0]), ("c", [2.0])]
+    assert alone.started == [("a", [1.0]), ("b", [3.0]), ("c", [2.0])]
     for handle in handles:
         until(handle.done)
     assert (first.host.item(), host.item(), second.host.item()) == (1.0, 4.0, 2.0)  # no copy up has been made
@@ -165,25 +171,25 @@ def test_calls_start_in_their_order_whichever_copy_arrives_and_none_waits(device
     for handle in handles:
         handle.wait(WAIT)
     assert (first.host.item(), second.host.item()) == (2.0, 3.0)
-    assert comm.all_reduce(host, "d").done() and slow.started[-1] == ("d", [4.0])  # at once: nothing is before it
+    assert comm.all_reduce(host, "d").done() and alone.started[-1] == ("d", [4.0])  # at once: nothing is before it
 
 
-@pytest.mark.filterwarnings("ignore:the backend 'slow' has no NCCL")
+@pytest.mark.filterwarnings("ignore:the backend 'alone' has no NCCL")
 def test_a_copy_that_never_arrives_is_a_time_out(device: Device) -> None:
     copies = LateCopies()
-    handle = over(copies, Slow()).all_reduce(device.put(torch.ones(2)), "buffer 3")
+    handle = over(copies, Alone()).all_reduce(put(torch.ones(2), device), "buffer 3")
     with pytest.raises(CollectiveTimeout, match="buffer 3: its tensors have not come from the device within 0.05 s"):
         handle.wait(0.05)
     copies.run_one()
 
 
-@pytest.mark.filterwarnings("ignore:the backend 'slow' has no NCCL")
+@pytest.mark.filterwarnings("ignore:the backend 'alone' has no NCCL")
 def test_an_error_of_the_backend_is_raised_where_it_is_waited_for_and_nothing_is_copied(device: Device) -> None:
     with LateCopies().running() as copies:
-        slow = Slow()
-        slow.error = PeerLost("buffer 3: the connection to another rank broke")
-        tensor = device.put(torch.ones(2))
-        handle = over(copies, slow).all_reduce(tensor, "buffer 3")
+        alone = Alone()
+        alone.error = PeerLost("buffer 3: the connection to another rank broke")
+        tensor = put(torch.ones(2), device)
+        handle = over(copies, alone).all_reduce(tensor, "buffer 3")
         with pytest.raises(PeerLost, match="buffer 3: the connection to another rank broke") as caught:
             handle.wait(WAIT)
         assert caught.value.call == "buffer 3" and tensor.host.tolist() == [1.0, 1.0] and copies.queued == 1
@@ -202,15 +208,15 @@ def test_an_error_is_located_once() -> None:
 
 def test_the_first_tensor_of_a_device_warns_and_no_other(device: Device) -> None:
     with LateCopies().running() as copies:
-        comm = over(copies, Slow())
+        comm = over(copies, Alone())
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             comm.all_reduce(torch.ones(1), "of the host").wait(WAIT)
-        with pytest.warns(UserWarning, match="'slow' has no NCCL here: tensors on pretend:0 go through the host"):
-            comm.all_reduce(device.put(torch.ones(1)), "a").wait(WAIT)
+        with pytest.warns(UserWarning, match="'alone' has no NCCL here: tensors on pretend:0 go through the host"):
+            comm.all_reduce(put(torch.ones(1), device), "a").wait(WAIT)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            comm.all_reduce(device.put(torch.ones(1)), "b").wait(WAIT)
+            comm.all_reduce(put(torch.ones(1), device), "b").wait(WAIT)
 
 
 @pytest.mark.parametrize("through_host", [True, False])
@@ -218,9 +224,31 @@ def test_the_first_tensor_of_a_device_warns_and_no_other(device: Device) -> None
 def test_only_a_backend_without_nccl_is_staged_and_only_where_there_are_devices(
     through_host: bool, away: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: away)
-    slow = Slow()
-    monkeypatch.setattr(Slow, "through_host", through_host)
-    made = staged(slow)
-    assert isinstance(made, StagedBackend) is (through_host and away) and (made is slow) is not (through_host and away)
-    assert made.name == "slow" and made.size == 1
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: away)
+    alone = Alone()
+    monkeypatch.setattr(Alone, "through_host", through_host)
+    made = staged(alone)
+    assert isinstance(made, StagedBackend) is (through_host and away) and (made is alone) is not (through_host and away)
+    assert made.name == "alone" and made.size == 1
+
+
+def test_a_kind_of_device_that_has_no_streams_is_refused() -> None:
+    with pytest.raises(AGMergeError, match="tensors on meta cannot be exchanged: move them to the CPU"):
+        over(Copies(), Alone()).all_reduce(torch.empty(3, device="meta"), "buffer 3")
+
+
+def test_the_librarys_own_copies_wait_for_no_device(device: Device) -> None:
+    class Ours(Copies):
+        def twin(self, tensor: torch.Tensor) -> torch.Tensor:  # a CPU build pins nothing
+            return device.pinned.allocate(tensor.numel(), tensor.dtype)
+
+        def wait_on_host(self, place: torch.device, event: object) -> None:
+            device.use()  # on the thread of the calls, too
+            super().wait_on_host(place, event)
+
+    with streams.installed(), pytest.warns(UserWarning, match="no NCCL"):
+        tensor = put(torch.tensor([1.0, 2.0]), device)
+        handle = over(Ours(), Alone()).all_reduce(tensor, "buffer 3")
+        assert not device.books.waits
+        handle.wait(WAIT)
+    assert tensor.host.tolist() == [2.0, 3.0] and not device.books.races
