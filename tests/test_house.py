@@ -16,7 +16,7 @@ PACKAGES = ("agmerge", "sparsifiers", "merging")
 STDLIB = sys.stdlib_module_names
 KNOWS = {  # besides the standard library and itself
     "agmerge": {"sparsifiers", "merging", "torch", "numpy"},
-    "sparsifiers": {"torch", "numpy"},
+    "sparsifiers": {"torch", "numpy", "triton"},  # triton in sparsifiers.gpu.kernels alone
     "merging": {"numpy"},
 }
 GROUND = ("errors", "ops", "version")  # files of agmerge/ that every room may import

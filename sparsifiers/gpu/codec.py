@@ -1,0 +1,105 @@
+"""Write ascending indices in few bits, and read those of all ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparsifiers.gpu.choice import runs_triton
+from sparsifiers.gpu.compact import bits_of
+from sparsifiers.gpu.layout import BITMAP, PLAIN, WIDTHS, IndexLayout
+from sparsifiers.gpu.slots import Slots
+
+
+def encode_indices(slots: Slots, layout: IndexLayout, words: Tensor) -> None:
+    """Write the indices of `slots` that are in use into `words`, int32[layout.words], all of which are 0.
+
+    One launch; reads 4 bytes a slot, and changes bits of as many words as there are planes, and one more.
+    """
+    if runs_triton(words):
+        from sparsifiers.gpu.kernels import codec as kernel
+
+        kernel.run_encode(slots, layout, words)
+    else:
+        encode_reference(slots, layout, words)
+
+
+def decode_indices(
+    words: Tensor, counts: Tensor, layout: IndexLayout, out: Tensor, wrong: Tensor, tiles: Tensor
+) -> None:
+    """Read the indices of all W ranks.
+
+    words: int32[W, layout.words], a section a rank; rows may be any number of words apart. counts: int32[W] of any
+    stride: how many each announces. out: int32[W, capacity]; slots at and behind the count are not to be looked at.
+    wrong: int32[W], set to 1 where a section does not hold as many as were announced, ascending, within the vector, and
+    else to 0; whatever a section holds, nothing is written outside of `out`. tiles: int32[W, layout.tiles], scratch.
+
+    Two launches; reads the marks twice, and two words a slot and plane.
+    """
+    if runs_triton(words):
+        from sparsifiers.gpu.kernels import codec as kernel
+
+        kernel.run_decode(words, counts, layout, out, wrong, tiles)
+    else:
+        decode_reference(words, counts, layout, out, wrong)
+
+
+def encode_reference(slots: Slots, layout: IndexLayout, words: Tensor) -> None:
+    """Do what :func:`encode_indices` does with torch's operations."""
+    slot = torch.arange(layout.capacity, device=words.device)
+    live = slot < slots.count
+    if layout.low == PLAIN:
+        words.copy_(slots.indices * live)
+        return
+    index = slots.indices.long()
+    *planes, unary = layout.planes
+    places = [unary + (index if layout.low == BITMAP else (index >> layout.low) + slot)]
+    fields = [live.long()]
+    shift = 0
+    for width, start in zip(WIDTHS, planes, strict=True):
+        if layout.low & width:
+            places.append(start + slot * width)
+            fields.append((index >> shift & (1 << width) - 1) * live)
+            shift += width
+    bits = torch.cat(places)
+    # What is not in use falls behind the last word.
+    at = torch.where(live.repeat(len(places)), bits >> 5, len(words))
+    # Unique bits: their sum is their union. In 64 bits the highest of a word is no sign.
+    total = torch.zeros(len(words) + 1, dtype=torch.int64, device=words.device)
+    total.index_add_(0, at, torch.cat(fields) << (bits & 31))
+    words.copy_(words.long() | total[:-1])
+
+
+def decode_reference(words: Tensor, counts: Tensor, layout: IndexLayout, out: Tensor, wrong: Tensor) -> None:
+    """Do what :func:`decode_indices` does with torch's operations."""
+    index, held = read_reference(words, counts, layout)
+    live = torch.arange(layout.capacity, device=words.device) < counts[:, None]
+    unsorted = ((index[:, 1:] <= index[:, :-1]) & live[:, 1:]).any(1)
+    outside = (((index < 0) | (index >= layout.length)) & live).any(1)
+    miscounted = (held != counts) | (counts > layout.capacity) | (counts < 0)
+    out.copy_(index)
+    wrong.copy_(unsorted | outside | miscounted)
+
+
+def read_reference(words: Tensor, counts: Tensor, layout: IndexLayout) -> tuple[Tensor, Tensor]:
+    """Return the indices of all slots, int64[W, capacity], whatever they are, and how many slots are held: int[W]."""
+    if layout.low == PLAIN:
+        return words.long(), counts
+    *planes, unary = layout.planes
+    capacity = layout.capacity
+    bits = bits_of(words)
+    marks = bits[:, unary : unary + layout.marks]
+    ranks = marks.cumsum(1)
+    slot = torch.where((marks > 0) & (ranks <= capacity), ranks - 1, capacity)
+    at = torch.arange(layout.marks, device=words.device).expand_as(slot)
+    places = torch.zeros(len(words), capacity + 1, dtype=torch.int64, device=words.device).scatter_(1, slot, at)[:, :-1]
+    index = places
+    if layout.low != BITMAP:
+        index = places - torch.arange(capacity, device=words.device) << layout.low
+        shift = 0
+        for width, start in zip(WIDTHS, planes, strict=True):
+            if layout.low & width:
+                field = bits[:, start : start + capacity * width].reshape(len(words), capacity, width).long()
+                index = index + ((field << torch.arange(width, device=words.device)).sum(2) << shift)
+                shift += width
+    return index, marks.sum(1)

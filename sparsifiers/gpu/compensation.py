@@ -1,0 +1,89 @@
+"""Add the gradients of a merge buffer to its residual, and take the histogram that selection begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparsifiers.gpu.choice import runs_triton
+from sparsifiers.gpu.digits import BINS, DIGITS, MASK
+from sparsifiers.gpu.scratch import Scratch
+from sparsifiers.gpu.table import Momenta, TensorTable
+
+INFINITY = 0x7F800000  # the key of infinity: that of a NaN is larger
+
+
+def compensate(
+    table: TensorTable,
+    gradients: Sequence[Tensor | None],
+    residual: Tensor | None,
+    work: Tensor,
+    *,
+    staging: Tensor,
+    scratch: Scratch | None = None,
+    scale: Tensor | None = None,
+    momenta: Momenta | None = None,
+) -> None:
+    """Write `work = residual + scale * gradient` for all tensors of `table`; padding between them is left as it is.
+
+    gradients: one a tensor, fp32, fp16 or bf16; None: the tensor got none. residual: fp32[n], not `work`; None: there
+    is none. work: fp32[n]; any float dtype where there is no residual, so that it may be part of a message.
+    staging: see `TensorTable.send_addresses`. scale: fp32, 0-dim, on the device: the inverse of a loss scale.
+    scratch: adds to its histogram the first digits of all keys written, and raises `largest` to the largest of them;
+    None: neither. momenta: as the memory `dgc` has it, without clipping.
+
+    One launch and one copy of 8 bytes a tensor; nothing waits. fp32: reads 8 and writes 4 bytes an element; with
+    `momenta` 12 and 8. ValueError for tensors that do not fit.
+    """
+    dtype = table.check(gradients)
+    if runs_triton(work):
+        from sparsifiers.gpu.kernels import compensation as kernel
+
+        aligned = table.send_addresses(gradients, staging)
+        kernel.run(table, dtype, aligned, residual, work, scratch, scale, momenta)
+    else:
+        reference(table, gradients, residual, work, scratch, scale, momenta)
+
+
+def reference(
+    table: TensorTable,
+    gradients: Sequence[Tensor | None],
+    residual: Tensor | None,
+    work: Tensor,
+    scratch: Scratch | None,
+    scale: Tensor | None,
+    momenta: Momenta | None,
+) -> None:
+    """Do what :func:`compensate` does with torch's operations, some for each tensor; nothing waits."""
+    for gradient, offset, length in zip(gradients, table.offsets, table.lengths, strict=True):
+        place = slice(offset, offset + length)
+        total = None if gradient is None else gradient.reshape(-1).to(torch.float32)
+        if total is not None and scale is not None:
+            total = total * scale
+        if momenta is not None:
+            total = _with_momentum(total, momenta, place)
+        if residual is not None:
+            total = residual[place] if total is None else total + residual[place]
+        written = work[place].zero_() if total is None else work[place].copy_(total)
+        if scratch is not None:
+            keys = written.view(torch.int32) & MASK
+            scratch.histogram.add_(histogram_of(keys >> DIGITS[0].shift))
+            if length:
+                scratch.largest.copy_(torch.maximum(scratch.largest, keys.max()))
+
+
+def histogram_of(bins: Tensor) -> Tensor:
+    """Return how often each of `BINS` numbers occurs: int32[BINS]. Nothing waits."""
+    ones = torch.ones_like(bins, dtype=torch.int32)
+    return torch.zeros(BINS, dtype=torch.int32, device=bins.device).index_add_(0, bins, ones)
+
+
+def _with_momentum(gradient: Tensor | None, momenta: Momenta, place: slice) -> Tensor:
+    """Write the momentum after this step, and return what is added to the residual."""
+    before, after = momenta.before[place], momenta.after[place]
+    gradient = torch.zeros_like(before) if gradient is None else gradient
+    if momenta.nesterov:
+        return torch.add(before, gradient, out=after).mul_(momenta.factor) + gradient
+    return torch.mul(before, momenta.factor, out=after).add_(gradient)

@@ -1,0 +1,118 @@
+"""Compensate all tensors of a merge buffer in one launch, and take a histogram on the way (K1)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsifiers.gpu.kernels.launching import launch, persistent
+from sparsifiers.gpu.scratch import Scratch
+from sparsifiers.gpu.table import BLOCK, Momenta, TensorTable
+
+DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+NONE, PLAIN, NESTEROV = 0, 1, 2  # forms of momentum
+
+
+@triton.jit
+def add_part(
+    gradient: tl.tensor, residual: tl.tensor, work: tl.tensor, before: tl.tensor, after: tl.tensor,
+    scale: tl.tensor, factor: tl.tensor, given: tl.tensor, left: tl.tensor,
+    SCALED: tl.constexpr, RESIDUAL: tl.constexpr, MOMENTUM: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Write `BLOCK` elements, or the `left` first of them; return their keys, 0 for those that are not there."""
+    places = tl.arange(0, BLOCK)
+    live = (places >= 0) if FULL else (places < left)
+    none = tl.zeros([BLOCK], tl.float32)
+    if FULL:
+        g = none
+        if given:
+            g = tl.load(gradient + places).to(tl.float32)
+        r = tl.load(residual + places) if RESIDUAL else none
+    else:
+        g = tl.load(gradient + places, mask=places < tl.where(given, left, 0), other=0.0).to(tl.float32)
+        r = tl.load(residual + places, mask=live, other=0.0) if RESIDUAL else none
+    if SCALED:
+        g = g * scale
+    if MOMENTUM:
+        u = tl.load(before + places, mask=live, other=0.0)
+        u = (u + g) * factor if MOMENTUM == 2 else u * factor + g
+        tl.store(after + places, u, mask=live)
+        w = (g + u if MOMENTUM == 2 else u) + r if RESIDUAL else (g + u if MOMENTUM == 2 else u)
+    else:
+        # Where nothing is added, also the sign of a zero stays.
+        w = tl.where(given, g + r, r) if RESIDUAL else g
+    if FULL:
+        tl.store(work + places, w)
+    else:
+        tl.store(work + places, w, mask=live)
+    return w.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def compensate_kernel(
+    tasks: tl.tensor, addresses: tl.tensor, places: tl.tensor, residual: tl.tensor, work: tl.tensor,
+    before: tl.tensor, after: tl.tensor, scales: tl.tensor, histogram: tl.tensor, largest: tl.tensor,
+    factor: tl.tensor, count: tl.tensor, share: tl.tensor,
+    GRADIENT: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr, RESIDUAL: tl.constexpr,
+    MOMENTUM: tl.constexpr, COUNTED: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """Take the tasks `share * program` and so on, and add up one histogram of all of them."""
+    scale = tl.load(scales) if SCALED else 1.0
+    counts = tl.zeros([2048], tl.int32)
+    most = tl.zeros([BLOCK], tl.int32)
+    first = tl.program_id(0) * share
+    for task in range(first, tl.minimum(first + share, count)):
+        tensor = tl.load(tasks + 2 * task)
+        start = tl.load(tasks + 2 * task + 1)
+        offset = tl.load(places + 2 * tensor) + start
+        length = tl.load(places + 2 * tensor + 1)
+        address = tl.load(addresses + tensor)
+        gradient = address.to(tl.pointer_type(GRADIENT)) + start
+        left = length - start
+        if ALIGNED:
+            gradient = tl.multiple_of(gradient, 16)
+            offset = tl.multiple_of(offset, 16)
+        if left >= BLOCK:
+            keys = add_part(
+                gradient, residual + offset, work + offset, before + offset, after + offset, scale, factor,
+                address != 0, left, SCALED, RESIDUAL, MOMENTUM, True, BLOCK,
+            )  # fmt: skip
+        else:
+            keys = add_part(
+                gradient, residual + offset, work + offset, before + offset, after + offset, scale, factor,
+                address != 0, left, SCALED, RESIDUAL, MOMENTUM, False, BLOCK,
+            )  # fmt: skip
+        if COUNTED:
+            counts += tl.histogram(keys >> 20, 2048, mask=tl.arange(0, BLOCK) < left)
+            most = tl.maximum(most, keys)
+    if COUNTED:
+        tl.atomic_add(histogram + tl.arange(0, 2048), counts, mask=counts > 0)
+        tl.atomic_max(largest, tl.max(most, 0))
+
+
+def run(
+    table: TensorTable,
+    dtype: torch.dtype,
+    aligned: bool,
+    residual: Tensor | None,
+    work: Tensor,
+    scratch: Scratch | None,
+    scale: Tensor | None,
+    momenta: Momenta | None,
+) -> None:
+    """Launch it: see `sparsifiers.gpu.compensate`. `aligned`: all addresses are multiples of 16 bytes."""
+    tasks = len(table.tasks)
+    programs = persistent(tasks, work)
+    form = NONE if momenta is None else NESTEROV if momenta.nesterov else PLAIN
+    launch(
+        compensate_kernel, programs, work,
+        table.tasks, table.addresses, table.places, work if residual is None else residual, work,
+        work if momenta is None else momenta.before, work if momenta is None else momenta.after,
+        work if scale is None else scale,
+        table.tasks if scratch is None else scratch.histogram, table.tasks if scratch is None else scratch.largest,
+        0.0 if momenta is None else momenta.factor, tasks, -(-tasks // max(programs, 1)),
+        GRADIENT=DTYPES[dtype], ALIGNED=aligned, SCALED=scale is not None, RESIDUAL=residual is not None,
+        MOMENTUM=form, COUNTED=scratch is not None, BLOCK=BLOCK,
+    )  # fmt: skip

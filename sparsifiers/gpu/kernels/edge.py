@@ -1,0 +1,75 @@
+"""Count digits of keys, and find the k-th largest key's digit in their histogram (K2)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsifiers.gpu.digits import DIGITS
+from sparsifiers.gpu.kernels.launching import launch, persistent
+from sparsifiers.gpu.scratch import TILE, Scratch
+
+
+@triton.jit
+def keys_of(work: tl.tensor, places: tl.tensor, left: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
+    """Return the keys of the fp32 numbers at `places`, and 0 for those at and behind `left`."""
+    if left >= TILE:  # without a mask, so that loads are 16 bytes wide
+        bits = tl.load(work + places).to(tl.int32, bitcast=True)
+    else:
+        bits = tl.load(work + places, mask=places < left, other=0.0).to(tl.int32, bitcast=True)
+    return bits & 0x7FFFFFFF
+
+
+@triton.jit
+def count_digits_kernel(
+    work: tl.tensor, edge: tl.tensor, histogram: tl.tensor, length: tl.tensor, tiles: tl.tensor, share: tl.tensor,
+    FIRST: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Count the digits in the tiles `share * program` and so on, and add up one histogram of all of them."""
+    counts = tl.zeros([2048], tl.int32)
+    places = tl.arange(0, TILE)
+    prefix = 0 if FIRST else tl.load(edge)
+    first = tl.program_id(0) * share
+    for tile in range(first, tl.minimum(first + share, tiles)):
+        left = length - tile * TILE
+        keys = keys_of(work + tile * TILE, places, left, TILE)
+        counted = places < left
+        if not FIRST:
+            counted = counted & (keys >> (SHIFT + BITS) == prefix)
+        counts += tl.histogram((keys >> SHIFT) & ((1 << BITS) - 1), 2048, mask=counted)
+    tl.atomic_add(histogram + tl.arange(0, 2048), counts, mask=counts > 0)
+
+
+@triton.jit(do_not_specialize=["k"])
+def edge_kernel(histogram: tl.tensor, edge: tl.tensor, k: tl.tensor, FIRST: tl.constexpr, BITS: tl.constexpr) -> None:
+    """Append a digit to the edge; a single program does it."""
+    bins = tl.arange(0, 2048)
+    counts = tl.load(histogram + bins)
+    prefix = 0 if FIRST else tl.load(edge)
+    room = k if FIRST else tl.load(edge + 1)
+    from_top = tl.cumsum(counts, 0, reverse=True)
+    digit = tl.maximum(tl.sum((from_top >= room).to(tl.int32), 0) - 1, 0)
+    larger = tl.sum(tl.where(bins > digit, counts, 0), 0)
+    tl.store(edge, (prefix << BITS) | digit)
+    tl.store(edge + 1, room - larger)
+    tl.store(histogram + bins, tl.zeros([2048], tl.int32))
+
+
+def run_count(work: Tensor, level: int, scratch: Scratch) -> None:
+    """Launch the first: see `sparsifiers.gpu.count_digits`."""
+    shift, bits = DIGITS[level]
+    programs = persistent(scratch.tiles, work)
+    launch(
+        count_digits_kernel, programs, work,
+        work, scratch.edge, scratch.histogram, len(work), scratch.tiles, -(-scratch.tiles // max(programs, 1)),
+        FIRST=level == 0, SHIFT=shift, BITS=bits, TILE=TILE,
+    )  # fmt: skip
+
+
+def run_edge(k: int, level: int, scratch: Scratch) -> None:
+    """Launch the second: see `sparsifiers.gpu.find_edge`."""
+    launch(
+        edge_kernel, 1, scratch.edge,
+        scratch.histogram, scratch.edge, k, FIRST=level == 0, BITS=DIGITS[level].bits,
+    )  # fmt: skip

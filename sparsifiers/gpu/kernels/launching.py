@@ -1,0 +1,46 @@
+"""Queue kernels on the current stream of the device where their tensors are."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WARPS = 8  # 256 threads: the number that the limit of 128 registers is said for
+RESIDENT = 8  # programs of that many threads that a processor of a GPU holds at once
+ON_HOST = 3  # programs in place of a whole device's, in Triton's interpreter: few, so that each takes several tasks
+
+# Sums and products round by themselves, as they do on the host: `t + v * scale` must round twice.
+OPTIONS: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False}
+
+
+def launch(kernel: Any, programs: int | tuple[int, int], tensor: Tensor, *arguments: Any, **constants: Any) -> None:
+    """Queue `kernel` for so many programs on the current stream of the device of `tensor`; nothing waits.
+
+    `arguments` and `constants` are those of the kernel. Does nothing for no programs.
+    """
+    grid = programs if isinstance(programs, tuple) else (programs, 1)
+    if not all(grid):
+        return
+    where = torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+    with where:
+        kernel[grid](*arguments, **constants, **OPTIONS)
+
+
+def persistent(tasks: int, tensor: Tensor) -> int:
+    """Return how many programs share `tasks` where each of them keeps something from task to task."""
+    return min(tasks, _at_once(tensor.device) if tensor.is_cuda else ON_HOST)
+
+
+def power(number: int) -> int:
+    """Return the lowest power of two that is not below `number`."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+@functools.cache
+def _at_once(device: torch.device) -> int:
+    """Return how many programs a device runs at once."""
+    return RESIDENT * torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,89 @@
+"""Find the bounds of eight rows at once, digit by digit, and mark what reaches them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsifiers.gpu.kernels.launching import launch
+from sparsifiers.gpu.row_table import PANEL, RowTable
+from sparsifiers.gpu.scratch import TILE, Scratch
+
+BLOCK = 256  # places of each row at once: with eight rows, as many elements as `compensate` takes
+
+
+@triton.jit
+def panel_of(
+    work: tl.tensor, row: tl.tensor, place: tl.tensor, rows: tl.tensor, length: tl.tensor,
+    row_step: tl.tensor, place_step: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Return the keys of rows and places, where they lie behind `work`, and which of them there are."""
+    live = (row < rows)[:, None] & (place < length)[None, :]
+    at = row[:, None] * row_step + place[None, :] * place_step
+    keys = tl.load(work + at, mask=live, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return keys, at, live
+
+
+@triton.jit
+def rows_kernel(
+    work: tl.tensor, panels: tl.tensor, places: tl.tensor, shares: tl.tensor, above: tl.tensor, counts: tl.tensor,
+    PANEL: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Mark the elements of one panel."""
+    panel = tl.program_id(0)
+    tensor = tl.load(panels + 2 * panel)
+    offset = tl.load(places + 5 * tensor)
+    rows = tl.load(places + 5 * tensor + 1)
+    length = tl.load(places + 5 * tensor + 2)
+    row_step = tl.load(places + 5 * tensor + 3)
+    place_step = tl.load(places + 5 * tensor + 4)
+    row = tl.load(panels + 2 * panel + 1) + tl.arange(0, PANEL)
+    turned = (row - tl.load(shares + 3 * tensor + 2) + rows) % rows
+    quota = tl.load(shares + 3 * tensor) + (turned < tl.load(shares + 3 * tensor + 1)).to(tl.int32)
+    room = tl.where(row < rows, quota, 0)
+    if tl.sum(room, 0) > 0:
+        # The quota-th largest key of each row, in digits of 7, 8, 8 and 8 bits: 256 bins a row, 2048 a program.
+        bound = tl.zeros([PANEL], tl.int32)
+        bins = tl.arange(0, 256)[None, :]
+        for level in tl.static_range(4):
+            histogram = tl.zeros([PANEL * 256], tl.int32)
+            for first in range(0, length, BLOCK):
+                place = first + tl.arange(0, BLOCK)
+                keys, at, live = panel_of(work + offset, row, place, rows, length, row_step, place_step)
+                if level > 0:
+                    live = live & ((keys >> (32 - 8 * level)) == bound[:, None])
+                digits = tl.arange(0, PANEL)[:, None] * 256 + ((keys >> (24 - 8 * level)) & 255)
+                histogram += tl.histogram(
+                    tl.reshape(digits, [PANEL * BLOCK]), PANEL * 256, mask=tl.reshape(live, [PANEL * BLOCK])
+                )
+            table = tl.reshape(histogram, [PANEL, 256])
+            from_top = tl.cumsum(table, 1, reverse=True)
+            digit = tl.sum((from_top >= room[:, None]).to(tl.int32), 1) - 1
+            # A row without a quota reaches the last digit: its bound is the largest key, and nothing is above that.
+            digit = tl.minimum(digit, 127 if level == 0 else 255)
+            room -= tl.sum(tl.where(bins > digit[:, None], table, 0), 1)
+            bound = (bound << 8) | digit
+
+        # Of what equals the bound the first `room` are taken.
+        equals = tl.zeros([PANEL], tl.int32)
+        for first in range(0, length, BLOCK):
+            place = first + tl.arange(0, BLOCK)
+            keys, at, live = panel_of(work + offset, row, place, rows, length, row_step, place_step)
+            equal = (live & (keys == bound[:, None])).to(tl.int32)
+            rank = equals[:, None] + tl.cumsum(equal, 1)
+            taken = live & ((keys > bound[:, None]) | ((equal != 0) & (rank <= room[:, None])))
+            index = offset + at
+            tl.atomic_or(above + index // 32, tl.full([PANEL, BLOCK], 1, tl.int32) << (index % 32), mask=taken)
+            tl.atomic_add(counts + 2 * (index // TILE), tl.full([PANEL, BLOCK], 1, tl.int32), mask=taken)
+            equals += tl.sum(equal, 1)
+
+
+def run(work: Tensor, rows: RowTable, scratch: Scratch) -> None:
+    """Clear the marks, and launch it: see `sparsifiers.gpu.mark_rows`."""
+    scratch.marks.zero_()
+    launch(
+        rows_kernel, len(rows.panels), work,
+        work, rows.panels, rows.places, rows.shares, scratch.above, scratch.counts,
+        PANEL=PANEL, BLOCK=BLOCK, TILE=TILE,
+    )  # fmt: skip

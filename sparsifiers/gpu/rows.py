@@ -1,0 +1,46 @@
+"""Mark the largest of each row of a segment's tensors, as many as each row is dealt."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparsifiers.gpu.choice import runs_triton
+from sparsifiers.gpu.compact import bits_of, pack_bits
+from sparsifiers.gpu.digits import MASK
+from sparsifiers.gpu.row_table import RowTable
+from sparsifiers.gpu.scratch import Scratch
+from sparsifiers.rows import deal
+from sparsifiers.rows_device import table, top
+
+
+def mark_rows(work: Tensor, rows: RowTable, k: int, turn: int, scratch: Scratch, *, staging: Tensor) -> None:
+    """Mark in `scratch.above` the largest of each row of `work`, fp32[n], k in all; of equals the first.
+
+    k, turn: see `sparsifiers.rows.deal`. staging: see `RowTable.send_shares`. Ties are not used: `gather` is called
+    with ties=False. Two launches, one of which clears the marks; reads a row five times, and the device once or, where
+    a panel of eight rows does not stay in its cache, five times: 4 to 20 bytes an element.
+    """
+    if runs_triton(work):
+        from sparsifiers.gpu.kernels import rows as kernel
+
+        rows.send_shares(k, turn, staging)
+        kernel.run(work, rows, scratch)
+    else:
+        reference(work, rows, k, turn, scratch)
+
+
+def reference(work: Tensor, rows: RowTable, k: int, turn: int, scratch: Scratch) -> None:
+    """Do what :func:`mark_rows` does with torch's operations."""
+    keys = work.view(torch.int32) & MASK
+    taken = torch.zeros_like(keys, dtype=torch.bool)
+    for share in deal(rows.tensors, k, turn):
+        if share.count:
+            each, more = divmod(share.count, share.matrix.rows)
+            turned = (torch.arange(share.matrix.rows, device=keys.device) - share.start) % share.matrix.rows
+            quotas = (turned < more) + each
+            table(taken, share.matrix)[:] = top(table(keys, share.matrix), quotas, each + (more > 0))
+    pack_bits(taken, scratch.above)
+    scratch.ties.zero_()
+    scratch.counts.zero_()
+    scratch.counts[:, 0] = bits_of(scratch.above).view(scratch.tiles, -1).sum(1)

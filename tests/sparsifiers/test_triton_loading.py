@@ -1,0 +1,48 @@
+"""Triton is imported when a kernel runs, by modules that hold kernels alone; without it torch's operations run."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsifiers import gpu
+from sparsifiers.gpu import choice
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_only_kernels_import_triton() -> None:
+    importing = set()
+    for path in (ROOT / "sparsifiers").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if any(name.partition(".")[0] == "triton" for name in names):
+                importing.add(path.parent.name)
+    assert importing == {"kernels"}
+
+
+def test_nothing_imports_triton_for_a_tensor_of_the_host() -> None:
+    code = (
+        "import sys, torch\nfrom sparsifiers import gpu\n"
+        "slots, work = gpu.Slots.of(3, torch.device('cpu')), torch.arange(9.0)\n"
+        "gpu.select_largest(work, 3, slots, gpu.Scratch.of(9, work.device), exact=True, counted=False)\n"
+        "assert slots.indices.tolist() == [6, 7, 8]\n"
+        "sys.exit('triton' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_choice_needs_a_device_and_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGPU:
+        is_cuda = True
+
+    for installed in (False, True):
+        monkeypatch.setattr(choice, "_installed", lambda installed=installed: installed)
+        assert choice.runs_triton(OnGPU()) is installed  # type: ignore[arg-type]
+        assert not gpu.runs_triton(torch.zeros(1))

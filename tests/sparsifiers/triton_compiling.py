@@ -1,0 +1,156 @@
+"""Compile every kernel for a GPU that is not there: `python triton_compiling.py 90` prints a line of JSON a form.
+
+With `once` behind it, one form of each kernel is compiled.
+
+Kernels are called as the library calls them, on the host's tensors, and what would be launched is compiled instead, for
+the types and the alignments of these arguments: what a launch does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sparsifiers import gpu
+from sparsifiers.gpu import add, codec, compact, compensation, edge, rows
+from sparsifiers.gpu.kernels import add as add_kernel
+from sparsifiers.gpu.kernels import codec as codec_kernel
+from sparsifiers.gpu.kernels import compact as compact_kernel
+from sparsifiers.gpu.kernels import compensation as compensation_kernel
+from sparsifiers.gpu.kernels import edge as edge_kernel
+from sparsifiers.gpu.kernels import launching
+from sparsifiers.gpu.kernels import rows as rows_kernel
+
+CPU, N, K, W = torch.device("cpu"), 1 << 16, 656, 8
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+def type_of(argument: Any) -> str:
+    """As Triton says it."""
+    if isinstance(argument, Tensor):
+        return POINTERS[argument.dtype]
+    return "fp32" if isinstance(argument, float) else "i32"
+
+
+def is_aligned(argument: Any) -> bool:
+    place = argument.data_ptr() if isinstance(argument, Tensor) else argument
+    return isinstance(place, int) and place % 16 == 0
+
+
+def compiled(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], target: int) -> dict[str, Any]:
+    """What the assembler says, and some of what the code does."""
+    given = dict(zip(kernel.arg_names, arguments, strict=False))
+    signature = {name: type_of(given[name]) if name in given else "constexpr" for name in kernel.arg_names}
+    attributes = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(kernel.arg_names)
+        if name in given and is_aligned(given[name])
+    }
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    log = io.StringIO()
+    with contextlib.redirect_stdout(log):
+        result = triton.compile(source, target=GPUTarget("cuda", target, 32), options=launching.OPTIONS)
+    ptx = result.asm["ptx"]
+    number = {what: re.search(rf"(\d+) {what}", log.getvalue()) for what in ("registers",)}
+    assert number["registers"] is not None, log.getvalue()
+    return {
+        "kernel": kernel.__name__.removesuffix("_kernel"),
+        "registers": int(number["registers"][1]),
+        "spilled": sum(int(found) for found in re.findall(r"(\d+) bytes spill", log.getvalue())),
+        "stack": sum(int(found) for found in re.findall(r"(\d+) bytes stack", log.getvalue())),
+        "shared": result.metadata.shared,
+        "wide": len(re.findall(r"ld\.global\.v4\.b32", ptx)),  # loads of 16 bytes
+        "fused": len(re.findall(r"\bfma\.", ptx)),
+        "flushing": len(re.findall(r"\.ftz", ptx)),
+        "to_bf16": len(re.findall(r"cvt\.rn\.bf16", ptx)),
+    }
+
+
+def calls() -> Iterator[str]:
+    """Call everything; says what before it is called."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for form in ("plain", "unaligned", "scaled", "momentum", "nesterov", "whole"):
+            yield f"{str(dtype).removeprefix('torch.')}, {form}"
+            home, given = torch.zeros(N + 8, dtype=dtype), slice(1, 40_001) if form == "unaligned" else slice(40_000)
+            gradients = [home[given], None]
+            momenta = gpu.Momenta(torch.zeros(N), torch.zeros(N), 0.9, form == "nesterov")
+            gpu.compensate(
+                gpu.TensorTable.of([0, 40_000], [40_000, 20_000], CPU),
+                gradients,
+                None if form == "whole" else torch.zeros(N),
+                torch.zeros(N, dtype=dtype if form == "whole" else torch.float32),
+                staging=torch.zeros(2, dtype=torch.int64),
+                scratch=None if form == "whole" else gpu.Scratch.of(N, CPU),
+                scale=torch.ones(()) if form == "scaled" else None,
+                momenta=momenta if form in ("momentum", "nesterov") else None,
+            )
+    for wire in (torch.float32, torch.float16, torch.bfloat16):
+        for exact in (False, True):
+            yield f"{str(wire).removeprefix('torch.')}, {'exact' if exact else 'one digit'}"
+            slots, momentum = gpu.Slots.of(K, CPU, wire), torch.zeros(N) if exact else None
+            words, work, scratch = torch.zeros(400, dtype=torch.int32), torch.zeros(N), gpu.Scratch.of(N, CPU)
+            gpu.select_largest(
+                work, K, slots, scratch, exact=exact, counted=False, zeros=exact, momentum=momentum, clear=words
+            )
+    yield "lossy"
+    gpu.commit(torch.zeros(N), gpu.Slots.of(K, CPU), torch.zeros(K), torch.zeros(N))
+    yield "rows"
+    table = gpu.RowTable.of([(256, 256)], CPU)
+    staging = torch.zeros(1, 3, dtype=torch.int32)
+    gpu.select_rows(torch.zeros(N), table, K, 0, gpu.Slots.of(K, CPU), gpu.Scratch.of(N, CPU), staging=staging)
+    for low in (-1, 0, 6, 16, 30):
+        yield f"low {low}"
+        layout = gpu.IndexLayout(N, K, low)
+        counts, out = torch.zeros(W, dtype=torch.int32), torch.zeros(W, K, dtype=torch.int32)
+        gpu.encode_indices(gpu.Slots.of(K, CPU), layout, torch.zeros(layout.words, dtype=torch.int32))
+        words, tiles = (torch.zeros(W, n, dtype=torch.int32) for n in (layout.words + 7, layout.tiles))
+        gpu.decode_indices(words[:, : layout.words], counts, layout, out, torch.zeros(W, dtype=torch.int32), tiles)
+    for ranks, length in ((W, N), (W, add_kernel.ENOUGH), (256, N)):
+        for wire in (torch.float32, torch.bfloat16):
+            yield f"{ranks} ranks, {length} elements, {str(wire).removeprefix('torch.')}"
+            indices, counts = torch.zeros(ranks, K, dtype=torch.int32), torch.zeros(ranks, dtype=torch.int32)
+            go = torch.ones((), dtype=torch.int32)
+            gpu.add_ranks(torch.zeros(length), indices, torch.zeros(ranks, K, dtype=wire), counts, 0.125, go=go)
+
+
+def main(target: int, once: bool) -> None:
+    """Print a line for each kernel in each form."""
+    seen: set[str] = set()
+    form = ""
+
+    def instead(kernel: Any, programs: object, tensor: Tensor, *arguments: Any, **constants: Any) -> None:
+        types = [(type_of(one), is_aligned(one)) for one in arguments]
+        key = kernel.__name__ if once else repr((kernel.__name__, types, constants))
+        if key not in seen:
+            seen.add(key)
+            print(json.dumps({**compiled(kernel, arguments, constants, target), "form": form}), flush=True)
+
+    for module in (add, codec, compact, compensation, edge, rows):
+        module.runs_triton = lambda tensor: True
+    for module in (add_kernel, codec_kernel, compact_kernel, compensation_kernel, edge_kernel, rows_kernel):
+        module.launch = instead
+    triton.knobs.nvidia.dump_ptxas_log = True
+    triton.knobs.compilation.always_compile = True
+    for form in calls():  # noqa: B007  # `instead` reads it
+        pass
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), "once" in sys.argv)
