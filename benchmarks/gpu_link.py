@@ -24,8 +24,15 @@ class LinkHandle(Handle):
     def done(self) -> bool:
         return self._inner.done() and (self._event is None or self._event.query())
 
+    def wait_on_stream(self, timeout: float) -> None:
+        self._inner.wait_on_stream(timeout)
+        self._follow()
+
     def _wait(self, timeout: float) -> None:
         self._inner.wait(timeout)
+        self._follow()
+
+    def _follow(self) -> None:
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
 
