@@ -8,20 +8,27 @@ and written an element; n: elements, k: slots, W: ranks.
 | call | what it does | launches | B/e |
 |---|---|---|---|
 | `compensate(table, gradients, residual, work, staging=...)` | K1: work = residual + gradient, histogram | 1 | 12 |
-| `count_digits(work, level, scratch)` | histogram of one digit of keys | 1 | 4 |
-| `find_edge(k, level, scratch)` | K2: one digit of the k-th largest key | 1 | 0 |
-| `mark(work, level, least, scratch)` | K3: bitmaps of what is above the edge and on it | 1 | 4.25 |
-| `mark_rows(work, rows, k, turn, scratch, staging=...)` | bitmap of the largest of each row | 2 | 4 to 20 |
-| `gather(work, slots, scratch, commit=...)` | K3: slots and count; takes them off `work` | 2 | 0.25 + 24 k/n |
-| `commit(work, slots, sent)` | takes off what a lossy codec has sent | 1 | 16 k/n |
-| `select_largest(work, k, slots, scratch, exact=..., counted=...)` | all of K2 and K3 | 4, exact 8 | 4.5, exact 12.5 |
-| `select_rows(work, rows, k, turn, slots, scratch, staging=...)` | the same for rows | 4 | 4.5 to 20.5 |
-| `encode_indices(slots, layout, words)` | index codec | 1 | 12 k/n |
-| `decode_indices(words, counts, layout, out, wrong, tiles)` | index codec of all ranks | 2 | 14 W k/n |
-| `add_ranks(update, indices, values, counts, scale)` | K4: the sum in rank order | 1 | 4 + 18 W k/n |
+| `select_largest(work, k, slots, scratch, exact=..., counted=...)` | K2, K3 | 4, exact 9 | 4.5 + 72 k/n, exact 5.5 |
+| `select_rows(work, rows, k, turn, slots, scratch, staging=...)` | the same for rows | 5 | 4.5 to 20.5 + 72 k/n |
+| `commit(work, slots, sent)` | takes off what a lossy codec has sent | 1 | 72 k/n |
+| `encode_indices(slots, section)` | index codec, where a selection has not done it | 1 | 8 k/n |
+| `decode_indices(words, counts, layout, out, wrong, tiles)` | index codec of all ranks | 2 | 8 W k/n |
+| `add_ranks(update, indices, values, counts, scale)` | K4: the sum in rank order | 1 | 4 + 8 W k/n |
 
-What a merge buffer keeps: a `TensorTable` and perhaps a `RowTable` (constants of its plan), a `Scratch`, `Slots` (parts
-of its message) and an `IndexLayout`. `staging` tensors are pinned, and one each for steps under way.
+Selections consist of
+
+| call | what it does | launches | B/e |
+|---|---|---|---|
+| `count_digits(work, scratch)` | histogram of first digits, where `compensate` has taken none | 1 | 4 |
+| `find_edge(k, level, scratch)` | K2: one digit of the k-th largest key | 1 | 0 |
+| `mark(work, least, scratch, section)` | K3: bitmaps of what is above the edge and on it | 1 | 4.25 |
+| `count_ties(work, level, scratch)` | histogram of the next digit of what is on it | 1 | 0.125 + what is on it |
+| `settle_ties(work, scratch)` | bitmaps of what is above the k-th key and on it | 1 | 0.5 + what is on the edge |
+| `mark_rows(work, rows, k, turn, scratch, staging=...)` | bitmap of the largest of each row | 2 or 3 | 4 to 20 |
+| `gather(work, slots, scratch, commit=..., section=...)` | K3: slots, index codec; off `work` | 2 | 0.25 + 72 k/n |
+
+What a merge buffer keeps: a `TensorTable` and perhaps a `RowTable` (constants of its plan), a `Scratch`, `Slots`
+and an `IndexSection` (parts of its message). `staging` tensors are pinned, and one each for steps under way.
 """
 
 from __future__ import annotations
@@ -29,10 +36,10 @@ from __future__ import annotations
 from sparsifiers.gpu.add import add_ranks
 from sparsifiers.gpu.choice import runs_triton
 from sparsifiers.gpu.codec import decode_indices, encode_indices
-from sparsifiers.gpu.compact import commit, gather, mark
+from sparsifiers.gpu.compact import commit, gather, mark, settle_ties
 from sparsifiers.gpu.compensation import INFINITY, compensate
-from sparsifiers.gpu.edge import count_digits, find_edge
-from sparsifiers.gpu.layout import IndexLayout
+from sparsifiers.gpu.edge import count_digits, count_ties, find_edge
+from sparsifiers.gpu.layout import IndexLayout, IndexSection
 from sparsifiers.gpu.row_table import RowTable
 from sparsifiers.gpu.rows import mark_rows
 from sparsifiers.gpu.scratch import Scratch
@@ -43,6 +50,7 @@ from sparsifiers.gpu.table import Momenta, TensorTable
 __all__ = [
     "INFINITY",
     "IndexLayout",
+    "IndexSection",
     "Momenta",
     "RowTable",
     "Scratch",
@@ -52,6 +60,7 @@ __all__ = [
     "commit",
     "compensate",
     "count_digits",
+    "count_ties",
     "decode_indices",
     "encode_indices",
     "find_edge",
@@ -61,4 +70,5 @@ __all__ = [
     "runs_triton",
     "select_largest",
     "select_rows",
+    "settle_ties",
 ]

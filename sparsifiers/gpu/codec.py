@@ -5,23 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparsifiers.gpu.bits import bits_of
 from sparsifiers.gpu.choice import runs_triton
-from sparsifiers.gpu.compact import bits_of
-from sparsifiers.gpu.layout import BITMAP, PLAIN, WIDTHS, IndexLayout
+from sparsifiers.gpu.layout import BITMAP, PLAIN, WIDTHS, IndexLayout, IndexSection
 from sparsifiers.gpu.slots import Slots
 
 
-def encode_indices(slots: Slots, layout: IndexLayout, words: Tensor) -> None:
-    """Write the indices of `slots` that are in use into `words`, int32[layout.words], all of which are 0.
+def encode_indices(slots: Slots, section: IndexSection) -> None:
+    """Write the indices of `slots` that are in use into `section`, all of whose words are 0. `gather` does it, too.
 
     One launch; reads 4 bytes a slot, and changes bits of as many words as there are planes, and one more.
     """
-    if runs_triton(words):
+    if runs_triton(section.words):
         from sparsifiers.gpu.kernels import codec as kernel
 
-        kernel.run_encode(slots, layout, words)
+        kernel.run_encode(slots, section)
     else:
-        encode_reference(slots, layout, words)
+        encode_reference(slots, section)
 
 
 def decode_indices(
@@ -44,8 +44,9 @@ def decode_indices(
         decode_reference(words, counts, layout, out, wrong)
 
 
-def encode_reference(slots: Slots, layout: IndexLayout, words: Tensor) -> None:
+def encode_reference(slots: Slots, section: IndexSection) -> None:
     """Do what :func:`encode_indices` does with torch's operations."""
+    layout, words = section.layout, section.words
     slot = torch.arange(layout.capacity, device=words.device)
     live = slot < slots.count
     if layout.low == PLAIN:

@@ -5,24 +5,40 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparsifiers.gpu.bits import bits_of, pack_bits
 from sparsifiers.gpu.choice import runs_triton
+from sparsifiers.gpu.codec import encode_reference
 from sparsifiers.gpu.digits import DIGITS, MASK
+from sparsifiers.gpu.layout import IndexSection
 from sparsifiers.gpu.scratch import Scratch
 from sparsifiers.gpu.slots import Slots
 
 
-def mark(work: Tensor, level: int, least: int, scratch: Scratch) -> None:
-    """Mark all elements of `work`, fp32[n], above the edge, and those on it, and count both in each tile.
+def mark(work: Tensor, least: int, scratch: Scratch, section: IndexSection | None = None) -> None:
+    """Mark all elements of `work`, fp32[n], above the edge of one digit, and those on it, and count both in each tile.
 
-    level: of the edge's last digit. least: the smallest key that may be on it: 1 leaves zeros out. One launch; reads 4
-    and writes 0.25 bytes an element.
+    least: the smallest key that may be on it: 1 leaves zeros out. section: its words are set to 0, as writing indices
+    wants them. One launch; reads 4 and writes 0.25 bytes an element.
     """
     if runs_triton(work):
         from sparsifiers.gpu.kernels import compact as kernel
 
-        kernel.run_mark(work, level, least, scratch)
+        kernel.run_mark(work, least, scratch, section)
     else:
-        mark_reference(work, level, least, scratch)
+        mark_reference(work, least, scratch, section)
+
+
+def settle_ties(work: Tensor, scratch: Scratch) -> None:
+    """Compare what `mark` found on the edge of one digit with that of all digits, and correct both bitmaps and counts.
+
+    One launch; reads 0.25 bytes an element and `work` where it lies on the edge, writes 0.25.
+    """
+    if runs_triton(work):
+        from sparsifiers.gpu.kernels import compact as kernel
+
+        kernel.run_settle(work, scratch)
+    else:
+        settle_reference(work, scratch)
 
 
 def gather(
@@ -33,7 +49,7 @@ def gather(
     commit: bool,
     ties: bool = True,
     momentum: Tensor | None = None,
-    clear: Tensor | None = None,
+    section: IndexSection | None = None,
 ) -> None:
     """Write the marked elements of `work`, fp32[n], to `slots`: all that are above, and of ties as many as are wanted.
 
@@ -41,22 +57,22 @@ def gather(
     what is not finite becomes NaN where the dtype is narrower. At most as many are written as there are slots.
 
     commit: take what was written off `work`. ties: False where only `above` was marked. momentum: fp32[n], multiplied
-    by 0 where what was taken off is not 0. clear: int32 words that are set to 0, as `encode_indices` wants them.
+    by 0 where what was taken off is not 0. section: the indices are written there, too; its words are 0 before.
 
-    Two launches; reads 0.25 bytes an element and 12 a slot, writes 12 a slot.
+    Two launches; reads 0.25 bytes an element; 72 bytes a slot, most of them around single elements of `work`.
     """
     if runs_triton(work):
         from sparsifiers.gpu.kernels import compact as kernel
 
-        kernel.run_gather(work, slots, scratch, commit, ties, momentum, clear)
+        kernel.run_gather(work, slots, scratch, commit, ties, momentum, section)
     else:
-        gather_reference(work, slots, scratch, commit, ties, momentum, clear)
+        gather_reference(work, slots, scratch, commit, ties, momentum, section)
 
 
 def commit(work: Tensor, slots: Slots, sent: Tensor, momentum: Tensor | None = None) -> None:
     """Take `sent`, of any float dtype, (capacity,), off `work`, fp32[n], at the indices of `slots` that are in use.
 
-    It is for codecs that round more than a cast; `gather` does it for others. momentum: as there. One launch; 16 bytes
+    It is for codecs that round more than a cast; `gather` does it for others. momentum: as there. One launch; 72 bytes
     a slot.
     """
     if runs_triton(work):
@@ -67,13 +83,26 @@ def commit(work: Tensor, slots: Slots, sent: Tensor, momentum: Tensor | None = N
         commit_reference(work, slots, sent, momentum)
 
 
-def mark_reference(work: Tensor, level: int, least: int, scratch: Scratch) -> None:
+def mark_reference(work: Tensor, least: int, scratch: Scratch, section: IndexSection | None) -> None:
     """Do what :func:`mark` does with torch's operations."""
     keys = work.view(torch.int32) & MASK
-    leading = keys >> DIGITS[level].shift
-    pack_bits(leading > scratch.edge[0], scratch.above)
-    pack_bits((leading == scratch.edge[0]) & (keys >= least), scratch.ties)
-    for place, words in enumerate((scratch.above, scratch.ties)):
+    digit = keys >> DIGITS[0].shift
+    _write_marks(digit > scratch.edge[0], (digit == scratch.edge[0]) & (keys >= least), scratch)
+    if section is not None:
+        section.words.zero_()
+
+
+def settle_reference(work: Tensor, scratch: Scratch) -> None:
+    """Do what :func:`settle_ties` does with torch's operations."""
+    keys = work.view(torch.int32) & MASK
+    above, ties = (bits_of(words)[: len(work)] > 0 for words in (scratch.above, scratch.ties))
+    _write_marks(above | (ties & (keys > scratch.edge[0])), ties & (keys == scratch.edge[0]), scratch)
+
+
+def _write_marks(above: Tensor, ties: Tensor, scratch: Scratch) -> None:
+    """Write both bitmaps, bool[n], and their counts."""
+    for place, (flags, words) in enumerate([(above, scratch.above), (ties, scratch.ties)]):
+        pack_bits(flags, words)
         scratch.counts[:, place] = bits_of(words).view(scratch.tiles, -1).sum(1)
 
 
@@ -84,7 +113,7 @@ def gather_reference(
     commit: bool,
     ties: bool,
     momentum: Tensor | None,
-    clear: Tensor | None,
+    section: IndexSection | None,
 ) -> None:
     """Do what :func:`gather` does with torch's operations."""
     capacity = len(slots.indices)
@@ -104,8 +133,8 @@ def gather_reference(
     slots.values.copy_(saturated(values, slots.values.dtype))
     if commit:
         commit_reference(work, slots, slots.values, momentum)
-    if clear is not None:
-        clear.zero_()
+    if section is not None:
+        encode_reference(slots, section)
 
 
 def commit_reference(work: Tensor, slots: Slots, sent: Tensor, momentum: Tensor | None) -> None:
@@ -121,17 +150,3 @@ def saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Return fp32 `values` within the range of `dtype`, and NaN for what is not finite where that is narrower."""
     limit = torch.finfo(dtype).max
     return values if dtype == torch.float32 else values.clamp(-limit, limit).add_(values, alpha=0.0)
-
-
-def pack_bits(flags: Tensor, words: Tensor) -> None:
-    """Write bool[n] into int32 words, the first in the lowest bit; the bits behind them are 0."""
-    spread = torch.zeros(32 * len(words), dtype=torch.int32, device=words.device)
-    spread[: len(flags)] = flags
-    lanes = torch.arange(32, dtype=torch.int32, device=words.device)
-    words.copy_((spread.view(-1, 32) << lanes).sum(1, dtype=torch.int32))
-
-
-def bits_of(words: Tensor) -> Tensor:
-    """Return the bits of int32 words along the last dimension, the lowest first: int32[..., 32 * words]."""
-    lanes = torch.arange(32, dtype=torch.int32, device=words.device)
-    return (words[..., None] >> lanes & 1).flatten(-2)

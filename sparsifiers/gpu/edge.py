@@ -5,24 +5,38 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparsifiers.gpu.bits import bits_of
 from sparsifiers.gpu.choice import runs_triton
 from sparsifiers.gpu.compensation import histogram_of
 from sparsifiers.gpu.digits import DIGITS, MASK
 from sparsifiers.gpu.scratch import Scratch
 
 
-def count_digits(work: Tensor, level: int, scratch: Scratch) -> None:
-    """Add to the histogram the digit `level` of the keys of `work`, fp32[n], whose digits before it are the edge's.
+def count_digits(work: Tensor, scratch: Scratch) -> None:
+    """Add to the histogram the first digits of the keys of `work`, fp32[n], which `compensate` has not written.
 
-    Level 0 is for vectors that `compensate` has not written: there are no digits before it. One launch; reads 4 bytes
-    an element.
+    One launch; reads 4 bytes an element.
     """
     if runs_triton(work):
         from sparsifiers.gpu.kernels import edge as kernel
 
-        kernel.run_count(work, level, scratch)
+        kernel.run_count(work, scratch)
     else:
-        count_digits_reference(work, level, scratch)
+        scratch.histogram.add_(histogram_of((work.view(torch.int32) & MASK) >> DIGITS[0].shift))
+
+
+def count_ties(work: Tensor, level: int, scratch: Scratch) -> None:
+    """Add to the histogram the digit `level` of those elements of `work`, fp32[n], that `mark` has found on the edge.
+
+    Of these only where the digits before this one are the edge's. One launch; reads 0.125 bytes an element, and `work`
+    where it lies on the edge.
+    """
+    if runs_triton(work):
+        from sparsifiers.gpu.kernels import edge as kernel
+
+        kernel.run_ties(work, level, scratch)
+    else:
+        count_ties_reference(work, level, scratch)
 
 
 def find_edge(k: int, level: int, scratch: Scratch) -> None:
@@ -40,19 +54,16 @@ def find_edge(k: int, level: int, scratch: Scratch) -> None:
         find_edge_reference(k, level, scratch)
 
 
-def count_digits_reference(work: Tensor, level: int, scratch: Scratch) -> None:
-    """Do what :func:`count_digits` does with torch's operations."""
+def count_ties_reference(work: Tensor, level: int, scratch: Scratch) -> None:
+    """Do what :func:`count_ties` does with torch's operations."""
     shift, bits = DIGITS[level]
     keys = work.view(torch.int32) & MASK
-    digits = keys >> shift & (1 << bits) - 1
-    if level:
-        # What has other digits before this one falls behind the last bin.
-        counted = keys >> shift + bits == scratch.edge[0]
-        counts = torch.zeros(len(scratch.histogram) + 1, dtype=torch.int32, device=work.device)
-        digits = torch.where(counted, digits, len(scratch.histogram))
-        scratch.histogram.add_(counts.index_add_(0, digits, counted.to(torch.int32))[:-1])
-    else:
-        scratch.histogram.add_(histogram_of(digits))
+    counted = (bits_of(scratch.ties)[: len(work)] > 0) & (keys >> shift + bits == scratch.edge[0])
+    # What is not counted falls behind the last bin.
+    bins = len(scratch.histogram)
+    digits = torch.where(counted, keys >> shift & (1 << bits) - 1, bins)
+    counts = torch.zeros(bins + 1, dtype=torch.int32, device=work.device)
+    scratch.histogram.add_(counts.index_add_(0, digits, counted.to(torch.int32))[:-1])
 
 
 def find_edge_reference(k: int, level: int, scratch: Scratch) -> None:

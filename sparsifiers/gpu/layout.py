@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 WIDTHS = (16, 8, 4, 2)  # of planes, in their order
 BITMAP, PLAIN = 0, -1  # in the place of `low`
 TILE_BITS = 1024  # of the unary part that a program reads
@@ -49,3 +51,11 @@ class IndexLayout:
     def tiles(self) -> int:
         """Return how many programs read the unary part of a rank."""
         return -(-self.marks // TILE_BITS)
+
+
+@dataclass(frozen=True)
+class IndexSection:
+    """Hold the part of a message where the indices of one rank stand."""
+
+    layout: IndexLayout
+    words: Tensor  # int32[layout.words]

@@ -5,22 +5,36 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparsifiers.gpu.bits import bits_of, pack_bits
 from sparsifiers.gpu.choice import runs_triton
-from sparsifiers.gpu.compact import bits_of, pack_bits
 from sparsifiers.gpu.digits import MASK
+from sparsifiers.gpu.layout import IndexSection
 from sparsifiers.gpu.row_table import RowTable
 from sparsifiers.gpu.scratch import Scratch
 from sparsifiers.rows import deal
 from sparsifiers.rows_device import table, top
 
 
-def mark_rows(work: Tensor, rows: RowTable, k: int, turn: int, scratch: Scratch, *, staging: Tensor) -> None:
+def mark_rows(
+    work: Tensor,
+    rows: RowTable,
+    k: int,
+    turn: int,
+    scratch: Scratch,
+    *,
+    staging: Tensor,
+    section: IndexSection | None = None,
+) -> None:
     """Mark in `scratch.above` the largest of each row of `work`, fp32[n], k in all; of equals the first.
 
-    k, turn: see `sparsifiers.rows.deal`. staging: see `RowTable.send_shares`. Ties are not used: `gather` is called
-    with ties=False. Two launches, one of which clears the marks; reads a row five times, and the device once or, where
-    a panel of eight rows does not stay in its cache, five times: 4 to 20 bytes an element.
+    k, turn: see `sparsifiers.rows.deal`. staging: see `RowTable.send_shares`. section: see `mark`. Ties are not used:
+    `gather` is called with ties=False. Two launches, one of which clears the marks, a third for a section; reads a row
+    five times, and the device once or, where a panel of eight rows does not stay in its cache, five times: 4 to 20
+    bytes an element.
     """
+    scratch.marks.zero_()
+    if section is not None:
+        section.words.zero_()
     if runs_triton(work):
         from sparsifiers.gpu.kernels import rows as kernel
 
@@ -41,6 +55,4 @@ def reference(work: Tensor, rows: RowTable, k: int, turn: int, scratch: Scratch)
             quotas = (turned < more) + each
             table(taken, share.matrix)[:] = top(table(keys, share.matrix), quotas, each + (more > 0))
     pack_bits(taken, scratch.above)
-    scratch.ties.zero_()
-    scratch.counts.zero_()
     scratch.counts[:, 0] = bits_of(scratch.above).view(scratch.tiles, -1).sum(1)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sparsifiers.gpu.compact import gather, mark
+from sparsifiers.gpu.compact import gather, mark, settle_ties
 from sparsifiers.gpu.digits import DIGITS
-from sparsifiers.gpu.edge import count_digits, find_edge
+from sparsifiers.gpu.edge import count_digits, count_ties, find_edge
+from sparsifiers.gpu.layout import IndexSection
 from sparsifiers.gpu.row_table import RowTable
 from sparsifiers.gpu.rows import mark_rows
 from sparsifiers.gpu.scratch import Scratch
@@ -24,27 +25,28 @@ def select_largest(
     zeros: bool = False,
     commit: bool = True,
     momentum: Tensor | None = None,
-    clear: Tensor | None = None,
+    section: IndexSection | None = None,
 ) -> None:
     """Take the k largest magnitudes of `work`, fp32[n]: 1 <= k <= n, at most as many as there are slots.
 
     exact: the k largest, of equals those of lowest index, which is what `topk` selects. Else all that are larger than
     the k-th by an eighth of an octave, and of those in the k-th one's bin the first; a function of the bits alone.
     counted: `compensate` has just taken the histogram of `work`; else it is taken here. zeros: they may be taken too,
-    so that the count is always k; else it is lower where there are fewer that are not 0. commit, momentum, clear: see
+    so that the count is always k; else it is lower where there are fewer that are not 0. commit, momentum, section: see
     `gather`.
 
-    4 launches, exact 8, one more if not counted; 4.5 bytes an element, 8 more if exact, 4 more if not counted.
+    4 launches, exact 9, one more if not counted; 4.5 bytes an element, about 1 more if exact, 4 more if not counted.
     """
     if not counted:
-        count_digits(work, 0, scratch)
+        count_digits(work, scratch)
     find_edge(k, 0, scratch)
-    last = len(DIGITS) - 1 if exact else 0
-    for level in range(1, last + 1):
-        count_digits(work, level, scratch)
-        find_edge(k, level, scratch)
-    mark(work, last, 0 if zeros else 1, scratch)
-    gather(work, slots, scratch, commit=commit, momentum=momentum, clear=clear)
+    mark(work, 0 if zeros else 1, scratch, section)
+    if exact:
+        for level in range(1, len(DIGITS)):
+            count_ties(work, level, scratch)
+            find_edge(k, level, scratch)
+        settle_ties(work, scratch)
+    gather(work, slots, scratch, commit=commit, momentum=momentum, section=section)
 
 
 def select_rows(
@@ -58,11 +60,11 @@ def select_rows(
     staging: Tensor,
     commit: bool = True,
     momentum: Tensor | None = None,
-    clear: Tensor | None = None,
+    section: IndexSection | None = None,
 ) -> None:
     """Take the largest of each row of `work`, fp32[n], k in all, as `adtopk-row` deals them: the count is k.
 
-    turn, staging: see `mark_rows`; commit, momentum, clear: see `gather`. 4 launches; 4.5 to 20.5 bytes an element.
+    turn, staging: see `mark_rows`; commit, momentum, section: see `gather`. 5 launches; 4.5 to 20.5 bytes an element.
     """
-    mark_rows(work, rows, k, turn, scratch, staging=staging)
-    gather(work, slots, scratch, commit=commit, ties=False, momentum=momentum, clear=clear)
+    mark_rows(work, rows, k, turn, scratch, staging=staging, section=section)
+    gather(work, slots, scratch, commit=commit, ties=False, momentum=momentum, section=section)

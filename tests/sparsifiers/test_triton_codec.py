@@ -9,7 +9,7 @@ from torch import Tensor
 from triton_harness import CPU, assert_same, both
 
 from agmerge.exchanges.message.indices import Bitmap, Blocks, IndexCodec, Int32, smallest
-from sparsifiers.gpu import IndexLayout, Slots, decode_indices, encode_indices
+from sparsifiers.gpu import IndexLayout, IndexSection, Slots, decode_indices, encode_indices
 from sparsifiers.gpu.layout import BITMAP, PLAIN
 
 CASES = [  # length, capacity, low; None: what a message would take
@@ -75,7 +75,7 @@ def test_bytes_are_the_hosts(length: int, capacity: int, low: int | None, count:
         slots.indices[: len(chosen)] = chosen
         slots.count.fill_(len(chosen))
         words = torch.zeros(layout.words, dtype=torch.int32)
-        encode_indices(slots, layout, words)
+        encode_indices(slots, IndexSection(layout, words))
         return (words,)
 
     (words,) = assert_same(call)

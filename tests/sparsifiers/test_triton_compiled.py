@@ -21,6 +21,7 @@ KERNELS = {
     "compensate",
     "count_digits",
     "count_marks",
+    "count_ties",
     "decode",
     "edge",
     "encode",
@@ -29,6 +30,7 @@ KERNELS = {
     "read_plain",
     "rows",
     "scan",
+    "settle",
 }
 pytestmark = [
     pytest.mark.skipif(

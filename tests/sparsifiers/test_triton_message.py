@@ -1,4 +1,4 @@
-"""A whole message in Triton's interpreter, from gradients to the update: the bits of the host's path, in few launches."""
+"""A whole message in Triton's interpreter, from gradients to the update: the bits of the host, in few launches."""
 
 from __future__ import annotations
 
@@ -68,17 +68,16 @@ def test_updates_and_residuals_are_the_hosts(launches: list[str], rows: bool, dt
     for rank, (message, residual) in enumerate(zip(received, residuals, strict=True)):
         launches.clear()
         work, scratch = torch.zeros(N), gpu.Scratch.of(N, CPU)
-        section = message[HEAD : HEAD + layout.words]
+        section = gpu.IndexSection(layout, message[HEAD : HEAD + layout.words])
         slots = gpu.Slots(torch.zeros(K, dtype=torch.int32), message[start:].view(dtype), message[2])
         addresses = torch.zeros(len(LENGTHS), dtype=torch.int64)
         gpu.compensate(table, gradients(rank), residual, work, staging=addresses, scratch=None if rows else scratch)
         if rows:
             shares = torch.zeros(len(row_table.tensors), 3, dtype=torch.int32)
-            gpu.select_rows(work, row_table, K, 5, slots, scratch, staging=shares, clear=section)
+            gpu.select_rows(work, row_table, K, 5, slots, scratch, staging=shares, section=section)
         else:
-            gpu.select_largest(work, K, slots, scratch, exact=True, counted=True, zeros=True, clear=section)
-        gpu.encode_indices(slots, layout, section)
-        assert len(launches) + rows <= 10  # rows clear their marks with one of torch's
+            gpu.select_largest(work, K, slots, scratch, exact=True, counted=True, zeros=True, section=section)
+        assert len(launches) + 2 * rows == (6 if rows else 10)  # rows clear marks and section with torch's
 
         wanted = compensated(rank, residual)
         sparsifier = sparsifiers.get("adtopk-row" if rows else "topk")
@@ -90,7 +89,7 @@ def test_updates_and_residuals_are_the_hosts(launches: list[str], rows: bool, dt
         assert bits(work) == bits(wanted)
         host_bytes = torch.zeros(4 * layout.words, dtype=torch.uint8)
         codec.encode(slots.indices, K, host_bytes[: codec.size])
-        assert torch.equal(section.view(torch.uint8), host_bytes)
+        assert torch.equal(section.words.view(torch.uint8), host_bytes)
         host_update.index_add_(0, chosen, sent.float().mul_(1 / W))
 
     launches.clear()
@@ -109,4 +108,5 @@ def test_launches_are_as_the_table_says(launches: list[str]) -> None:
     assert launches == ["count_digits", "edge", "mark", "scan", "gather"]
     launches.clear()
     gpu.select_largest(vector("normal", N), K, slots, scratch, exact=True, counted=False)
-    assert launches == ["count_digits", "edge"] * 3 + ["mark", "scan", "gather"]
+    exact = ["count_digits", "edge", "mark", *["count_ties", "edge"] * 2, "settle", "scan", "gather"]
+    assert launches == exact

@@ -9,8 +9,9 @@ from torch import Tensor
 from triton_harness import CPU, KINDS, assert_same, bits, both, for_interpreter, vector
 
 import sparsifiers
+from agmerge.exchanges.message.indices import Blocks, smallest
 from agmerge.exchanges.message.values import VALUES
-from sparsifiers.gpu import Scratch, Slots, commit, select_largest
+from sparsifiers.gpu import IndexLayout, IndexSection, Scratch, Slots, commit, select_largest
 from sparsifiers.gpu.compact import saturated
 from sparsifiers.gpu.digits import DIGITS, MASK
 
@@ -137,17 +138,22 @@ def test_a_lossy_codec_commits_later() -> None:
     assert int((work != original).sum()) == int((sent != 0).sum())
 
 
-def test_words_are_cleared_on_the_way_and_scratch_serves_again() -> None:
+def test_a_section_is_written_on_the_way_and_buffers_serve_again() -> None:
     n, k = 12345, 77
+    codec = smallest(n, k)
+    assert isinstance(codec, Blocks)
+    layout = IndexLayout(n, k, codec.low)
 
     def call() -> tuple[Tensor, ...]:
-        slots, scratch, words = Slots.of(k, CPU), Scratch.of(n, CPU), torch.full((1000,), -1, dtype=torch.int32)
+        slots, scratch, words = Slots.of(k, CPU), Scratch.of(n, CPU), torch.full((layout.words,), -1, dtype=torch.int32)
         found = []
         for turn, exact in enumerate([True, False, True]):
             work = vector("normal", n, turn)
-            select_largest(work, k, slots, scratch, exact=exact, counted=False, clear=words)
-            found.append(slots.indices.clone())
-            assert not words.any()
+            select_largest(work, k, slots, scratch, exact=exact, counted=False, section=IndexSection(layout, words))
+            found.append(words.clone())
+            data = words.view(torch.uint8)[: codec.size]
+            indices, good = codec.decode(data, k)
+            assert good and torch.equal(indices, slots.indices)
         return tuple(found)
 
     found = assert_same(call)

@@ -105,9 +105,11 @@ def calls() -> Iterator[str]:
         for exact in (False, True):
             yield f"{str(wire).removeprefix('torch.')}, {'exact' if exact else 'one digit'}"
             slots, momentum = gpu.Slots.of(K, CPU, wire), torch.zeros(N) if exact else None
-            words, work, scratch = torch.zeros(400, dtype=torch.int32), torch.zeros(N), gpu.Scratch.of(N, CPU)
+            layout = gpu.IndexLayout(N, K, 14 if exact else 6)
+            section = gpu.IndexSection(layout, torch.zeros(layout.words, dtype=torch.int32))
+            work, scratch = torch.zeros(N), gpu.Scratch.of(N, CPU)
             gpu.select_largest(
-                work, K, slots, scratch, exact=exact, counted=False, zeros=exact, momentum=momentum, clear=words
+                work, K, slots, scratch, exact=exact, counted=False, zeros=exact, momentum=momentum, section=section
             )
     yield "lossy"
     gpu.commit(torch.zeros(N), gpu.Slots.of(K, CPU), torch.zeros(K), torch.zeros(N))
@@ -119,7 +121,8 @@ def calls() -> Iterator[str]:
         yield f"low {low}"
         layout = gpu.IndexLayout(N, K, low)
         counts, out = torch.zeros(W, dtype=torch.int32), torch.zeros(W, K, dtype=torch.int32)
-        gpu.encode_indices(gpu.Slots.of(K, CPU), layout, torch.zeros(layout.words, dtype=torch.int32))
+        section = gpu.IndexSection(layout, torch.zeros(layout.words, dtype=torch.int32))
+        gpu.encode_indices(gpu.Slots.of(K, CPU), section)
         words, tiles = (torch.zeros(W, n, dtype=torch.int32) for n in (layout.words + 7, layout.tiles))
         gpu.decode_indices(words[:, : layout.words], counts, layout, out, torch.zeros(W, dtype=torch.int32), tiles)
     for ranks, length in ((W, N), (W, add_kernel.ENOUGH), (256, N)):

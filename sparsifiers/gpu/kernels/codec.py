@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsifiers.gpu.kernels.launching import launch
-from sparsifiers.gpu.layout import PLAIN, TILE_BITS, IndexLayout
+from sparsifiers.gpu.layout import PLAIN, TILE_BITS, IndexLayout, IndexSection
 from sparsifiers.gpu.slots import Slots
 
 BLOCK = 1024  # slots that a program writes
@@ -26,6 +26,29 @@ def set_field(
 
 
 @triton.jit
+def set_index(
+    words: tl.tensor, at16: tl.tensor, at8: tl.tensor, at4: tl.tensor, at2: tl.tensor, unary: tl.tensor,
+    slot: tl.tensor, index: tl.tensor, live: tl.tensor, LOW: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write the indices of some slots into words that were 0."""
+    if LOW < 0:
+        tl.store(words + slot, index, mask=live)
+    else:
+        bit = index.to(tl.int64) + unary
+        if LOW > 0:
+            bit = ((index >> LOW) + slot).to(tl.int64) + unary
+        tl.atomic_or(words + (bit >> 5), (live.to(tl.int32)) << (bit & 31).to(tl.int32), mask=live)
+        if LOW & 16:
+            set_field(words, at16, slot, index, live, LOW, 16)
+        if LOW & 8:
+            set_field(words, at8, slot, index, live, LOW, 8)
+        if LOW & 4:
+            set_field(words, at4, slot, index, live, LOW, 4)
+        if LOW & 2:
+            set_field(words, at2, slot, index, live, LOW, 2)
+
+
+@triton.jit
 def encode_kernel(
     indices: tl.tensor, count: tl.tensor, words: tl.tensor,
     at16: tl.tensor, at8: tl.tensor, at4: tl.tensor, at2: tl.tensor, unary: tl.tensor, capacity: tl.tensor,
@@ -35,21 +58,7 @@ def encode_kernel(
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = slot < tl.minimum(tl.load(count), capacity)
     index = tl.load(indices + slot, mask=live, other=0)
-    if LOW < 0:
-        tl.store(words + slot, index, mask=slot < capacity)
-        return
-    bit = index.to(tl.int64) + unary
-    if LOW > 0:
-        bit = ((index >> LOW) + slot).to(tl.int64) + unary
-    tl.atomic_or(words + (bit >> 5), tl.full([BLOCK], 1, tl.int32) << (bit & 31).to(tl.int32), mask=live)
-    if LOW & 16:
-        set_field(words, at16, slot, index, live, LOW, 16)
-    if LOW & 8:
-        set_field(words, at8, slot, index, live, LOW, 8)
-    if LOW & 4:
-        set_field(words, at4, slot, index, live, LOW, 4)
-    if LOW & 2:
-        set_field(words, at2, slot, index, live, LOW, 2)
+    set_index(words, at16, at8, at4, at2, unary, slot, index, live, LOW)
 
 
 @triton.jit
@@ -168,8 +177,9 @@ def read_plain_kernel(
     tl.store(wrong + rank, broken)
 
 
-def run_encode(slots: Slots, layout: IndexLayout, words: Tensor) -> None:
+def run_encode(slots: Slots, section: IndexSection) -> None:
     """Launch it: see `sparsifiers.gpu.encode_indices`."""
+    layout, words = section.layout, section.words
     launch(
         encode_kernel, -(-layout.capacity // BLOCK), words,
         slots.indices, slots.count, words, *layout.planes, layout.capacity, LOW=layout.low, BLOCK=BLOCK,

@@ -8,8 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsifiers.gpu.digits import DIGITS
+from sparsifiers.gpu.kernels.codec import set_index
 from sparsifiers.gpu.kernels.edge import keys_of
 from sparsifiers.gpu.kernels.launching import launch, power
+from sparsifiers.gpu.layout import IndexSection
 from sparsifiers.gpu.scratch import TILE, Scratch
 from sparsifiers.gpu.slots import Slots
 
@@ -19,10 +21,11 @@ PART = 1024  # elements of a tile that a program compacts at once: all of them w
 
 @triton.jit
 def mark_kernel(
-    work: tl.tensor, edge: tl.tensor, above: tl.tensor, ties: tl.tensor, counts: tl.tensor, length: tl.tensor,
-    SHIFT: tl.constexpr, LEAST: tl.constexpr, TILE: tl.constexpr,
+    work: tl.tensor, edge: tl.tensor, above: tl.tensor, ties: tl.tensor, counts: tl.tensor, clear: tl.tensor,
+    length: tl.tensor, cleared: tl.tensor,
+    SHIFT: tl.constexpr, LEAST: tl.constexpr, TILE: tl.constexpr, CLEARED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Mark one tile."""
+    """Mark one tile, and clear `CLEARED` words."""
     tile = tl.program_id(0)
     words = tl.arange(0, TILE // 32)
     lanes = tl.arange(0, 32)[None, :]
@@ -30,12 +33,41 @@ def mark_kernel(
     left = length - tile * TILE
     keys = keys_of(work + tile * TILE, places, left, TILE)
     prefix = tl.load(edge)
-    is_above = (keys >> SHIFT) > prefix  # never so behind the end, where keys are 0
-    is_tie = ((keys >> SHIFT) == prefix) & (keys >= LEAST) & (places < left)
-    tl.store(above + tile * (TILE // 32) + words, tl.sum(is_above.to(tl.int32) << lanes, 1))
-    tl.store(ties + tile * (TILE // 32) + words, tl.sum(is_tie.to(tl.int32) << lanes, 1))
-    tl.store(counts + 2 * tile, tl.sum(tl.sum(is_above.to(tl.int32), 1), 0))
-    tl.store(counts + 2 * tile + 1, tl.sum(tl.sum(is_tie.to(tl.int32), 1), 0))
+    is_above = ((keys >> SHIFT) > prefix).to(tl.int32)  # never so behind the end, where keys are 0
+    is_tie = (((keys >> SHIFT) == prefix) & (keys >= LEAST) & (places < left)).to(tl.int32)
+    tl.store(above + tile * (TILE // 32) + words, tl.sum(is_above << lanes, 1))
+    tl.store(ties + tile * (TILE // 32) + words, tl.sum(is_tie << lanes, 1))
+    tl.store(counts + 2 * tile, tl.sum(tl.sum(is_above, 1), 0))
+    tl.store(counts + 2 * tile + 1, tl.sum(tl.sum(is_tie, 1), 0))
+    if CLEARED > 0:
+        word = tile * CLEARED + tl.arange(0, CLEARED)
+        tl.store(clear + word, tl.zeros([CLEARED], tl.int32), mask=word < cleared)
+
+
+@triton.jit
+def settle_kernel(
+    work: tl.tensor, edge: tl.tensor, above: tl.tensor, ties: tl.tensor, counts: tl.tensor, TILE: tl.constexpr
+) -> None:
+    """Compare the ties of one tile with the whole key that is the edge."""
+    tile = tl.program_id(0)
+    if tl.load(counts + 2 * tile + 1) > 0:
+        words = tl.arange(0, TILE // 32)
+        lanes = tl.arange(0, 32)[None, :]
+        places = words[:, None] * 32 + lanes
+        at = tile * (TILE // 32) + words
+        above_before = tl.load(above + at)
+        was_tie = ((tl.load(ties + at)[:, None] >> lanes) & 1) != 0
+        count = tl.load(counts + 2 * tile)
+        keys = tl.load(work + tile * TILE + places, mask=was_tie, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        bound = tl.load(edge)
+        is_above = (was_tie & (keys > bound)).to(tl.int32)
+        is_tie = (was_tie & (keys == bound)).to(tl.int32)
+        # What is written below, several threads may have read above.
+        tl.debug_barrier()
+        tl.store(above + at, above_before | tl.sum(is_above << lanes, 1))
+        tl.store(ties + at, tl.sum(is_tie << lanes, 1))
+        tl.store(counts + 2 * tile, count + tl.sum(tl.sum(is_above, 1), 0))
+        tl.store(counts + 2 * tile + 1, tl.sum(tl.sum(is_tie, 1), 0))
 
 
 @triton.jit
@@ -60,27 +92,26 @@ def scan_kernel(
 
 
 @triton.jit
-def take_off(work: tl.tensor, momentum: tl.tensor, sent: tl.tensor, live: tl.tensor, MASKED: tl.constexpr) -> None:
-    """Subtract fp32 numbers at the places that the pointers `work` say, and clear the momentum where they are not 0."""
-    tl.store(work, tl.load(work, mask=live, other=0.0) - sent, mask=live)
-    if MASKED:
-        kept = tl.load(momentum, mask=live, other=0.0) * tl.where(sent == 0.0, 1.0, 0.0)
-        tl.store(momentum, kept, mask=live)
+def clear_momentum(momentum: tl.tensor, sent: tl.tensor, live: tl.tensor) -> None:
+    """Multiply by 0 where something was sent."""
+    kept = tl.load(momentum, mask=live, other=0.0) * tl.where(sent == 0.0, 1.0, 0.0)
+    tl.store(momentum, kept, mask=live)
 
 
 @triton.jit
 def gather_kernel(
     work: tl.tensor, momentum: tl.tensor, above: tl.tensor, ties: tl.tensor, counts: tl.tensor, edge: tl.tensor,
-    count: tl.tensor, indices: tl.tensor, values: tl.tensor, clear: tl.tensor, capacity: tl.tensor, words: tl.tensor,
+    count: tl.tensor, indices: tl.tensor, values: tl.tensor, capacity: tl.tensor, words: tl.tensor,
+    at16: tl.tensor, at8: tl.tensor, at4: tl.tensor, at2: tl.tensor, unary: tl.tensor,
     COMMIT: tl.constexpr, MASKED: tl.constexpr, TIES: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr,
-    PART: tl.constexpr, SPAN: tl.constexpr, CLEARED: tl.constexpr,
+    PART: tl.constexpr, SPAN: tl.constexpr, CODED: tl.constexpr, LOW: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the slots of one tile, `SPAN` slots of those that are not in use, and `CLEARED` words."""
+    """Write the slots of one tile, and `SPAN` slots of those that are not in use."""
     tile = tl.program_id(0)
     room = tl.load(edge + 1) if TIES else 0
     before = tl.load(counts + 2 * tile)
     ties_before = tl.load(counts + 2 * tile + 1)
-    for part in tl.static_range(0, TILE, PART):
+    for part in range(0, TILE, PART):
         places = tile * TILE + part + tl.arange(0, PART)
         is_above = (tl.load(above + places // 32) >> (places % 32)) & 1
         if TIES:
@@ -97,23 +128,26 @@ def gather_kernel(
             slot = before + tl.cumsum(is_above, 0) - is_above
         before += tl.sum(is_above, 0)
         live = live & (slot < capacity)
-        value = tl.load(work + places, mask=live, other=0.0)
+        held = tl.load(work + places, mask=live, other=0.0)
+        value = held
         if LIMIT > 0:
-            inside = tl.where(value > LIMIT, LIMIT, tl.where(value < -LIMIT, -LIMIT, value))
-            value = inside + value * 0.0  # NaN for what is not finite
+            inside = tl.where(held > LIMIT, LIMIT, tl.where(held < -LIMIT, -LIMIT, held))
+            value = inside + held * 0.0  # NaN for what is not finite
         rounded = value.to(values.dtype.element_ty)
         tl.store(indices + slot, places, mask=live)
         tl.store(values + slot, rounded, mask=live)
+        if CODED:
+            set_index(words, at16, at8, at4, at2, unary, slot, places, live, LOW)
         if COMMIT:
-            take_off(work + places, momentum + places, rounded.to(tl.float32), live, MASKED)
+            sent = rounded.to(tl.float32)
+            tl.store(work + places, held - sent, mask=live)
+            if MASKED:
+                clear_momentum(momentum + places, sent, live)
 
     unused = tile * SPAN + tl.arange(0, SPAN)
     behind = (unused >= tl.load(count)) & (unused < capacity)
     tl.store(indices + unused, tl.zeros([SPAN], tl.int32), mask=behind)
     tl.store(values + unused, tl.zeros([SPAN], tl.float32).to(values.dtype.element_ty), mask=behind)
-    if CLEARED > 0:
-        word = tile * CLEARED + tl.arange(0, CLEARED)
-        tl.store(clear + word, tl.zeros([CLEARED], tl.int32), mask=word < words)
 
 
 @triton.jit
@@ -126,15 +160,27 @@ def commit_kernel(
     live = slot < tl.minimum(tl.load(count), capacity)
     index = tl.load(indices + slot, mask=live, other=0)
     off = tl.load(sent + slot, mask=live, other=0.0).to(tl.float32)
-    take_off(work + index, momentum + index, off, live, MASKED)
+    tl.store(work + index, tl.load(work + index, mask=live, other=0.0) - off, mask=live)
+    if MASKED:
+        clear_momentum(momentum + index, off, live)
 
 
-def run_mark(work: Tensor, level: int, least: int, scratch: Scratch) -> None:
+def run_mark(work: Tensor, least: int, scratch: Scratch, section: IndexSection | None) -> None:
     """Launch it: see `sparsifiers.gpu.mark`."""
+    clear = scratch.edge[:0] if section is None else section.words
+    each = power(-(-len(clear) // scratch.tiles)) if len(clear) else 0
     launch(
         mark_kernel, scratch.tiles, work,
-        work, scratch.edge, scratch.above, scratch.ties, scratch.counts, len(work),
-        SHIFT=DIGITS[level].shift, LEAST=least, TILE=TILE,
+        work, scratch.edge, scratch.above, scratch.ties, scratch.counts, clear, len(work), len(clear),
+        SHIFT=DIGITS[0].shift, LEAST=least, TILE=TILE, CLEARED=each,
+    )  # fmt: skip
+
+
+def run_settle(work: Tensor, scratch: Scratch) -> None:
+    """Launch it: see `sparsifiers.gpu.settle_ties`."""
+    launch(
+        settle_kernel, scratch.tiles, work,
+        work, scratch.edge, scratch.above, scratch.ties, scratch.counts, TILE=TILE,
     )  # fmt: skip
 
 
@@ -145,11 +191,10 @@ def run_gather(
     commit: bool,
     ties: bool,
     momentum: Tensor | None,
-    clear: Tensor | None,
+    section: IndexSection | None,
 ) -> None:
     """Launch the scan and the compaction: see `sparsifiers.gpu.gather`."""
     capacity, tiles = len(slots.indices), scratch.tiles
-    words = 0 if clear is None else len(clear)
     dtype = slots.values.dtype
     launch(
         scan_kernel, 1, work,
@@ -158,10 +203,12 @@ def run_gather(
     launch(
         gather_kernel, tiles, work,
         work, work if momentum is None else momentum, scratch.above, scratch.ties, scratch.counts, scratch.edge,
-        slots.count, slots.indices, slots.values, scratch.edge if clear is None else clear, capacity, words,
+        slots.count, slots.indices, slots.values, capacity, scratch.edge if section is None else section.words,
+        *((0,) * 5 if section is None else section.layout.planes),
         COMMIT=commit, MASKED=momentum is not None, TIES=ties,
         LIMIT=0.0 if dtype == torch.float32 else torch.finfo(dtype).max, TILE=TILE, PART=PART,
-        SPAN=power(-(-capacity // tiles)), CLEARED=power(-(-words // tiles)) if words else 0,
+        SPAN=power(-(-capacity // tiles)), CODED=section is not None,
+        LOW=0 if section is None else section.layout.low,
     )  # fmt: skip
 
 

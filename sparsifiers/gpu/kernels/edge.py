@@ -10,6 +10,8 @@ from sparsifiers.gpu.digits import DIGITS
 from sparsifiers.gpu.kernels.launching import launch, persistent
 from sparsifiers.gpu.scratch import TILE, Scratch
 
+PART = 2048  # elements of a tile at once where a bitmap says which are looked at
+
 
 @triton.jit
 def keys_of(work: tl.tensor, places: tl.tensor, left: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
@@ -23,21 +25,38 @@ def keys_of(work: tl.tensor, places: tl.tensor, left: tl.tensor, TILE: tl.conste
 
 @triton.jit
 def count_digits_kernel(
-    work: tl.tensor, edge: tl.tensor, histogram: tl.tensor, length: tl.tensor, tiles: tl.tensor, share: tl.tensor,
-    FIRST: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
+    work: tl.tensor, histogram: tl.tensor, length: tl.tensor, tiles: tl.tensor, share: tl.tensor,
+    SHIFT: tl.constexpr, TILE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Count the digits in the tiles `share * program` and so on, and add up one histogram of all of them."""
+    """Count the first digits in the tiles `share * program` and so on, and add up one histogram of all of them."""
     counts = tl.zeros([2048], tl.int32)
     places = tl.arange(0, TILE)
-    prefix = 0 if FIRST else tl.load(edge)
     first = tl.program_id(0) * share
     for tile in range(first, tl.minimum(first + share, tiles)):
         left = length - tile * TILE
         keys = keys_of(work + tile * TILE, places, left, TILE)
-        counted = places < left
-        if not FIRST:
-            counted = counted & (keys >> (SHIFT + BITS) == prefix)
-        counts += tl.histogram((keys >> SHIFT) & ((1 << BITS) - 1), 2048, mask=counted)
+        counts += tl.histogram(keys >> SHIFT, 2048, mask=places < left)
+    tl.atomic_add(histogram + tl.arange(0, 2048), counts, mask=counts > 0)
+
+
+@triton.jit
+def count_ties_kernel(
+    work: tl.tensor, ties: tl.tensor, tie_counts: tl.tensor, edge: tl.tensor, histogram: tl.tensor, tiles: tl.tensor,
+    share: tl.tensor,
+    SHIFT: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr,
+) -> None:  # fmt: skip
+    """Count a later digit of what is marked in the tiles `share * program` and so on."""
+    counts = tl.zeros([2048], tl.int32)
+    prefix = tl.load(edge)
+    first = tl.program_id(0) * share
+    for tile in range(first, tl.minimum(first + share, tiles)):
+        if tl.load(tie_counts + 2 * tile + 1) > 0:
+            for part in range(0, TILE, PART):
+                places = tile * TILE + part + tl.arange(0, PART)
+                is_tie = ((tl.load(ties + places // 32) >> (places % 32)) & 1) != 0
+                keys = tl.load(work + places, mask=is_tie, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+                counted = is_tie & ((keys >> (SHIFT + BITS)) == prefix)
+                counts += tl.histogram((keys >> SHIFT) & ((1 << BITS) - 1), 2048, mask=counted)
     tl.atomic_add(histogram + tl.arange(0, 2048), counts, mask=counts > 0)
 
 
@@ -56,19 +75,29 @@ def edge_kernel(histogram: tl.tensor, edge: tl.tensor, k: tl.tensor, FIRST: tl.c
     tl.store(histogram + bins, tl.zeros([2048], tl.int32))
 
 
-def run_count(work: Tensor, level: int, scratch: Scratch) -> None:
-    """Launch the first: see `sparsifiers.gpu.count_digits`."""
-    shift, bits = DIGITS[level]
+def run_count(work: Tensor, scratch: Scratch) -> None:
+    """Launch it: see `sparsifiers.gpu.count_digits`."""
     programs = persistent(scratch.tiles, work)
     launch(
         count_digits_kernel, programs, work,
-        work, scratch.edge, scratch.histogram, len(work), scratch.tiles, -(-scratch.tiles // max(programs, 1)),
-        FIRST=level == 0, SHIFT=shift, BITS=bits, TILE=TILE,
+        work, scratch.histogram, len(work), scratch.tiles, -(-scratch.tiles // programs),
+        SHIFT=DIGITS[0].shift, TILE=TILE,
+    )  # fmt: skip
+
+
+def run_ties(work: Tensor, level: int, scratch: Scratch) -> None:
+    """Launch it: see `sparsifiers.gpu.count_ties`."""
+    programs = persistent(scratch.tiles, work)
+    launch(
+        count_ties_kernel, programs, work,
+        work, scratch.ties, scratch.counts, scratch.edge, scratch.histogram, scratch.tiles,
+        -(-scratch.tiles // programs),
+        SHIFT=DIGITS[level].shift, BITS=DIGITS[level].bits, TILE=TILE, PART=PART,
     )  # fmt: skip
 
 
 def run_edge(k: int, level: int, scratch: Scratch) -> None:
-    """Launch the second: see `sparsifiers.gpu.find_edge`."""
+    """Launch it: see `sparsifiers.gpu.find_edge`."""
     launch(
         edge_kernel, 1, scratch.edge,
         scratch.histogram, scratch.edge, k, FIRST=level == 0, BITS=DIGITS[level].bits,

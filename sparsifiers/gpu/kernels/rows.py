@@ -80,8 +80,7 @@ def rows_kernel(
 
 
 def run(work: Tensor, rows: RowTable, scratch: Scratch) -> None:
-    """Clear the marks, and launch it: see `sparsifiers.gpu.mark_rows`."""
-    scratch.marks.zero_()
+    """Launch it, with all marks 0: see `sparsifiers.gpu.mark_rows`."""
     launch(
         rows_kernel, len(rows.panels), work,
         work, rows.panels, rows.places, rows.shares, scratch.above, scratch.counts,
