@@ -57,11 +57,11 @@ def kernel_calls(gradient: Tensor, k: int, ranks: int = RANKS) -> Calls:
     def compensate() -> None:
         gpu.compensate(table, [gradient], residual, work, staging=staging, scratch=scratch)
 
-    def select(commit: bool = True) -> None:
-        gpu.select_largest(work, k, slots, scratch, exact=False, counted=True, commit=commit)
+    def select(commit: bool = True, exact: bool = False) -> None:
+        gpu.select_largest(work, k, slots, scratch, exact=exact, counted=True, commit=commit)
 
     def compact() -> None:
-        gpu.mark(work, 0, 1, scratch)
+        gpu.mark(work, 1, scratch)
         gpu.gather(work, slots, scratch, commit=False)  # else there was less to find each time
 
     def add() -> Tensor:
@@ -77,6 +77,7 @@ def kernel_calls(gradient: Tensor, k: int, ranks: int = RANKS) -> Calls:
         "K3": compact,
         "K4": add,
         "K1+K2+K3": lambda: (compensate(), select()),
+        "K1+K2+K3, exact": lambda: (compensate(), select(exact=True)),
         "K2": lambda: gpu.find_edge(k, 0, scratch),
     }
 

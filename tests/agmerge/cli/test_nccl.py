@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -160,4 +161,16 @@ def test_horovods_cuda_sources_compile(name: str, sources: tuple[Path, list[str]
     done = subprocess.run(
         [*compiler, *flags, str(root / "horovod" / name)], capture_output=True, text=True, timeout=550
     )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_horovods_cuda_kernels_compile(sources: tuple[Path, list[str]], tmp_path: Path) -> None:
+    root = sources[0]
+    if shutil.which("nvcc") is None:
+        pytest.skip("no nvcc on PATH")
+    file = root / "horovod" / "common" / "ops" / "cuda" / "cuda_kernels.cu"
+    command = ["nvcc", "-std=c++11", "-O3", "-Xcompiler", "-fPIC", f"-I{root}", "-c", str(file)]  # as CMake calls it
+    done = subprocess.run([*command, "-o", str(tmp_path / "kernels.o")], capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr[-3000:]
