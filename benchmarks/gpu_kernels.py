@@ -70,7 +70,8 @@ def kernel_calls(gradient: Tensor, k: int, ranks: int = RANKS) -> Calls:
 
     compensate()
     select(commit=False)
-    indices, values = slots.indices.expand(ranks, k).contiguous(), slots.values.expand(ranks, k).contiguous()
+    each = 1 / torch.arange(3, 3 + ranks, device=device).unsqueeze(1)  # sums of these depend on their order
+    indices, values = slots.indices.expand(ranks, k).contiguous(), slots.values * each
     counts = slots.count.expand(ranks).contiguous()
     return {
         "K1": compensate,

@@ -83,6 +83,7 @@ class Queued:
         self._handle: Handle | None = None  # of the backend, once it has been started
         self._finishing = threading.Lock()  # held by who looks at the handle: its methods are not for two threads
         self._finished = False
+        self._error: Exception | None = None  # what it ended with
 
     @property
     def finished(self) -> bool:
@@ -110,13 +111,19 @@ class Queued:
         """Wait for it, up to ``timeout`` seconds, once it has begun; then what is queued comes behind its result."""
         assert self._handle is not None
         with self._finishing:
+            if self._error is not None:  # some handles say it once
+                raise self._error
             if not self._finished:
                 self._finish(self._handle, timeout)
 
     def _finish(self, handle: Handle, timeout: float) -> None:
         """Wait for the backend, up to ``timeout`` seconds."""
         # Not wait(): what this rank is doing, and what peers say where it fails, is for our own handle to tell.
-        handle._wait(timeout)
+        try:
+            handle._wait(timeout)
+        except Exception as error:
+            self._error = error
+            raise
         self._finished = True
 
 

@@ -17,7 +17,7 @@ from agmerge import testing
 from agmerge.backends import status
 from agmerge.backends.base import Backend, Handle
 from agmerge.backends.local import LocalBackend
-from agmerge.backends.staging import Copies, Line, StagedBackend, StagedHandle, staged
+from agmerge.backends.staging import Copies, Line, Queued, StagedBackend, StagedHandle, staged
 from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost
 from agmerge.runtime import workers
 
@@ -193,6 +193,20 @@ def test_an_error_of_the_backend_is_raised_where_it_is_waited_for_and_nothing_is
         with pytest.raises(PeerLost, match="buffer 3: the connection to another rank broke") as caught:
             handle.wait(WAIT)
         assert caught.value.call == "buffer 3" and tensor.host.tolist() == [1.0, 1.0] and copies.queued == 1
+
+
+def test_an_error_that_the_thread_has_seen_is_raised_by_every_wait() -> None:
+    class Once(Ended):
+        def _wait(self, timeout: float) -> None:
+            error, self._error = self._error, None
+            if error is not None:
+                raise error
+
+    queued = Queued(lambda: Once("buffer 3", PeerLost("gone"))).begin()
+    for wait in (queued.Test, lambda: queued.result(WAIT), lambda: queued.result(WAIT)):
+        with pytest.raises(PeerLost, match="gone"):
+            wait()
+    assert not queued.finished
 
 
 def test_an_error_is_located_once() -> None:
