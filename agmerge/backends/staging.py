@@ -121,10 +121,14 @@ class Queued:
         # Not wait(): what this rank is doing, and what peers say where it fails, is for our own handle to tell.
         try:
             handle._wait(timeout)
+            self._deliver()
         except Exception as error:
             self._error = error
             raise
         self._finished = True
+
+    def _deliver(self) -> None:
+        """Bring the result where it belongs; it is there already."""
 
 
 class Staged(Queued):
@@ -149,8 +153,7 @@ class Staged(Queued):
         self._copies.wait_on_host(self._device, self._down)  # later ones wait too: calls keep their order
         return super().begin()
 
-    def _finish(self, handle: Handle, timeout: float) -> None:
-        super()._finish(handle, timeout)
+    def _deliver(self) -> None:
         self._up = self._copies.copy(self._out, self._result, self._device, self._stream)
 
     def result(self, timeout: float) -> None:
