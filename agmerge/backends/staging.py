@@ -22,6 +22,7 @@ from agmerge.backends.streams import Streams, streams_of
 from agmerge.errors import AGMergeError, CollectiveTimeout
 
 ENDED = 1.0  # seconds, for the wait for a call that is known to have ended
+SHORTEST = 1e-3  # seconds: to some libraries 0 means for ever
 SLOW = (
     "the backend {name!r} has no NCCL here: tensors on {device} go through the host's memory, which takes two copies a "
     "message; `python -m agmerge doctor` says what GPU tensors go through"
@@ -177,7 +178,7 @@ class StagedHandle(Handle):
             raise CollectiveTimeout(f"{self._name}: its tensors have not come from the device within {timeout:g} s")
         if self._call.error is not None:
             raise self._call.error
-        self._queued.result(max(deadline - time.monotonic(), 0.0))
+        self._queued.result(max(deadline - time.monotonic(), SHORTEST))
 
 
 class Line:
