@@ -20,8 +20,9 @@ def parser() -> argparse.ArgumentParser:
     build = commands.add_parser(
         "build-horovod",
         help="build Horovod for the torch installed here, and install it",
-        epilog="Variables of Horovod's own build pass through, e.g. HOROVOD_GPU_OPERATIONS=NCCL or "
-        "HOROVOD_WITHOUT_MPI=1. Wheels are kept in $XDG_CACHE_HOME/agmerge/wheels (~/.cache if it is not set).",
+        epilog="Tensors on GPUs go through NCCL where torch has CUDA and nvcc is here. Variables of Horovod's own "
+        "build pass through, e.g. HOROVOD_GPU_OPERATIONS= (without NCCL) or HOROVOD_WITHOUT_MPI=1. Wheels are kept in "
+        "$XDG_CACHE_HOME/agmerge/wheels (~/.cache if it is not set).",
     )
     build.add_argument("--force", action="store_true", help="build anew, also where the cache has a wheel")
     plan = commands.add_parser("plan", help="compare all planners on what a training run has measured")

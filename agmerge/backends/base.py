@@ -84,6 +84,11 @@ class Backend(ABC):
         """Tell whether the group has been made anew behind our back, as an elastic Horovod does."""
         return False
 
+    @property
+    def through_host(self) -> bool:
+        """Tell whether it moves tensors of the CPU alone, so that those on devices are to be copied (staging)."""
+        return False
+
     def renewed(self) -> Backend:
         """Return the communicator of all workers as they are now. Not collective."""
         return self

@@ -1,6 +1,8 @@
 """Move bytes by Horovod: NCCL for tensors on a GPU (not tested on one yet), MPI or Gloo for those on the CPU.
 
-Horovod matches calls by name, so every communicator puts its own prefix in front of stable names.
+Horovod matches calls by name, so every communicator puts its own prefix in front of stable names. Of a GPU's tensor it
+notes, on the thread and in the stream of the call, when it is ready, so calls are made where that stream is current. A
+build without NCCL is given tensors of the CPU alone (see staging): its own copies go through pageable memory.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ print(json.dumps({"version": horovod.__version__, "mpi": bool(hvd.mpi_built()), 
 # and so do the bits it gives. A message lies for half a cycle (milliseconds) before it leaves, but in each cycle all
 # workers wake and talk: where every core trains, short ones cost more than they save (docs/migrate.md).
 SETTINGS = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_CYCLE_TIME": "5", "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+ON_DEVICES = {**SETTINGS, "HOROVOD_CYCLE_TIME": "1"}  # cores are idle there while a GPU trains
 STARTING = (
     "Was each worker started, and do they see each other? HOROVOD_GLOO_IFACE=<interface> chooses the network for "
     "horovodrun --gloo, --network-interfaces for horovodrun, AGMERGE_TIMEOUT gives workers longer to start"
@@ -78,7 +81,7 @@ def open(env: Mapping[str, str], timeout: float, listen: Listen) -> HorovodBacke
         ) from error
     owned = not hvd.is_initialized()
     if owned:
-        for name, value in SETTINGS.items():
+        for name, value in (ON_DEVICES if torch.cuda.is_available() else SETTINGS).items():
             os.environ.setdefault(name, value)
         timeouts.bounded(lambda: _init(hvd), timeout, "init()", STARTING)
     return HorovodBackend(hvd, None, "agmerge", owned=owned)
@@ -183,6 +186,10 @@ class HorovodBackend(Backend):
         number = self._of_sets[process_set.process_set_id] = self._of_sets.get(process_set.process_set_id, 0) + 1
         return HorovodBackend(self._hvd, process_set, f"{self._prefix}.set{process_set.process_set_id}.{number}")
 
+    @property
+    def through_host(self) -> bool:
+        return not self._hvd.nccl_built()
+
     def _options(self, name: str) -> dict[str, Any]:
         """Return the arguments that every call of Horovod's gets from us: its name and its process set."""
         options: dict[str, Any] = {"name": f"{self._prefix}/{matched(name)}"}
@@ -211,7 +218,17 @@ class HorovodBackend(Backend):
         return self._start(name, place, self._hvd.allreduce_async_, sent, op=getattr(self._hvd, op.capitalize()))
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
-        return self._start(name, _bytes(out).copy_, self._hvd.allgather_async, _bytes(tensor))
+        if tensor.device.type == "cpu":
+            return self._start(name, _bytes(out).copy_, self._hvd.allgather_async, _bytes(tensor))
+        return self.gather_into(_bytes(out), _bytes(tensor), name)
+
+    def gather_into(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
+        """Collective. Do what ``all_gather`` does, of bytes, without an output of Horovod's own.
+
+        Its thread would allocate that in another stream, and have NCCL wait for all that stands there.
+        """
+        members = {} if self._set is not None else {"process_set": self._hvd.global_process_set}
+        return self._start(name, lambda result: None, self._hvd.mpi_ops._allgather_async, tensor, out, **members)
 
     def all_to_all(
         self,

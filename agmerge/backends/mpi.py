@@ -1,4 +1,4 @@
-"""Move bytes by MPI through mpi4py, for tensors on the CPU.
+"""Move bytes by MPI through mpi4py: tensors on the CPU, and those on devices by way of it (see staging).
 
 One thread makes every MPI call and keeps testing what is under way: without it a collective advances only
 while somebody waits for it, and nothing overlaps with the backward pass.
@@ -6,13 +6,10 @@ while somebody waits for it, and nothing overlaps with the backward pass.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import importlib.util
 import sys
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -22,6 +19,7 @@ import torch
 from agmerge.backends import timeouts
 from agmerge.backends.base import OPERATIONS, Backend, Handle, Listen
 from agmerge.backends.diagnosis import ProbeResult, Row
+from agmerge.backends.progress import Call, Progress
 from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost
 
 # Of each MPI library's launcher: the rank that it gives a process, and the number of processes.
@@ -34,7 +32,6 @@ from mpi4py import MPI
 print(json.dumps({"version": mpi4py.__version__, "threads": MPI.Query_thread() >= MPI.THREAD_SERIALIZED,
                   "library": MPI.Get_library_version().split(",")[0].strip()}))
 """
-PAUSE = 5e-5  # seconds between two looks at what is under way: costs little, and adds little to a message
 LAST_WORDS = 0.5  # seconds: the launcher drops what it has not passed on when a rank aborts
 LARGEST = 2**31 - 1  # elements, or bytes where bytes are moved, of one MPI call
 
@@ -81,9 +78,9 @@ def open(env: Mapping[str, str], timeout: float, listen: Listen) -> MpiBackend:
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise AGMergeError("the mpi backend needs MPI_THREAD_SERIALIZED; leave mpi4py.rc.thread_level as it is")
     _abort_on_error(MPI)
-    progress = Progress()
-    world = progress.call(MPI.COMM_WORLD.Dup, timeout, "init()")
-    node = progress.call(lambda: world.Split_type(MPI.COMM_TYPE_SHARED), timeout, "init()")
+    progress = Progress("agmerge mpi")
+    world = _result(progress, MPI.COMM_WORLD.Dup, timeout, "init()")
+    node = _result(progress, lambda: world.Split_type(MPI.COMM_TYPE_SHARED), timeout, "init()")
     return MpiBackend(MPI, progress, world, range(world.Get_size()), node.Get_rank(), node.Get_size())
 
 
@@ -113,76 +110,6 @@ def _abort_on_error(MPI: Any) -> None:
     sys.excepthook = hook
 
 
-class Call:
-    """Follow one call of MPI from the moment it is handed to the thread that makes it. ``make``: begins it."""
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make = make
-        self._request: Any = None  # of MPI, once the call has begun; None: it has not, or needs none
-        self.error: Exception | None = None  # what MPI raised, once it has ended
-        self.ended = threading.Event()
-
-    def running(self) -> bool:
-        """Begin, or go on; return False when it has ended. On the thread only."""
-        try:
-            if self._request is None:
-                self._request = self._make()
-            if self._request is not None and not self._request.Test():
-                return True
-        except Exception as error:
-            self.error = error
-        self.ended.set()
-        return False
-
-
-class Progress:
-    """Talk to MPI on a thread of its own. Calls are made in the order in which they were handed in."""
-
-    def __init__(self) -> None:
-        self._calls: deque[Call] = deque()  # handed in, not begun
-        self._wake = threading.Event()  # set when a call is handed in, or the end has come
-        self._end = False
-        self._thread = threading.Thread(target=self._run, name="agmerge mpi", daemon=True)
-        self._thread.start()
-        atexit.register(self.end)  # runs before mpi4py's own, which finalises
-
-    def start(self, make: Callable[[], Any]) -> Call:
-        """Have ``make()`` called. What it returns is a request to be tested until it is complete, or None."""
-        call = Call(make)
-        self._calls.append(call)
-        self._wake.set()
-        return call
-
-    def call(self, make: Callable[[], Any], timeout: float, what: str) -> Any:
-        """Return the result of ``make()``, which may block.
-
-        Raises :class:`agmerge.CollectiveTimeout` after ``timeout`` seconds. ``what``: the name of the call, for errors.
-        """
-        results: list[Any] = []
-        MpiHandle(self.start(lambda: results.append(make())), what, ()).wait(timeout)
-        return results[0]
-
-    def end(self) -> None:
-        """Stop the thread; calls that are under way stay unfinished."""
-        self._end = True
-        self._wake.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        # Not queue.SimpleQueue.get(timeout): with time-outs as short as these CPython 3.11's can wait for ever.
-        """Make calls and test those that are under way, until the end of the process."""
-        under_way: list[Call] = []
-        while not self._end:
-            if under_way and not self._calls:
-                time.sleep(PAUSE)
-            elif not self._calls:
-                self._wake.wait()
-                self._wake.clear()
-            while self._calls:
-                under_way.append(self._calls.popleft())
-            under_way = [call for call in under_way if call.running()]
-
-
 class MpiHandle(Handle):
     """Follow a call under way. Keeps its tensors alive through ``make``."""
 
@@ -200,6 +127,16 @@ class MpiHandle(Handle):
             raise PeerLost(f"{self._name}: MPI failed", self._call.error) from self._call.error
 
 
+def _result(progress: Progress, make: Callable[[], Any], timeout: float, what: str) -> Any:
+    """Return the result of ``make()``, which is called on the thread of ``progress`` and may block.
+
+    Raises :class:`agmerge.CollectiveTimeout` after ``timeout`` seconds. ``what``: the name of the call, for errors.
+    """
+    results: list[Any] = []
+    MpiHandle(progress.start(lambda: results.append(make())), what, ()).wait(timeout)
+    return results[0]
+
+
 class MpiBackend(Backend):
     """Call collectives of one MPI communicator, ``comm``.
 
@@ -215,6 +152,10 @@ class MpiBackend(Backend):
         self._mpi, self._progress, self._comm, self._ranks = MPI, progress, comm, list(ranks)
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.local_rank, self.local_size = local_rank, local_size
+
+    @property
+    def through_host(self) -> bool:
+        return True
 
     def _start(self, name: str, make: Callable[[], Any]) -> Handle:
         """Have ``make()`` begin the collective ``name``."""
@@ -255,14 +196,14 @@ class MpiBackend(Backend):
         return self._start(name, self._comm.Ibarrier)
 
     def duplicate(self, label: str, timeout: float) -> MpiBackend:
-        comm = self._progress.call(self._comm.Dup, timeout, label)
+        comm = _result(self._progress, self._comm.Dup, timeout, label)
         return MpiBackend(self._mpi, self._progress, comm, self._ranks, self.local_rank, self.local_size)
 
     def subgroup(self, ranks: Sequence[int], label: str, timeout: float) -> MpiBackend | None:
         member = self.rank in ranks
         color = 0 if member else self._mpi.UNDEFINED
         key = list(ranks).index(self.rank) if member else 0
-        comm = self._progress.call(lambda: self._comm.Split(color, key), timeout, label)
+        comm = _result(self._progress, lambda: self._comm.Split(color, key), timeout, label)
         if not member:
             return None
         of_world = [self._ranks[rank] for rank in ranks]
@@ -299,8 +240,8 @@ def _flat(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """Return a tensor of the CPU in one dimension, or raise :class:`agmerge.AGMergeError` if MPI cannot take it."""
     if tensor.device.type != "cpu":
         raise AGMergeError(
-            f"{name}: the mpi backend moves tensors on the CPU, this one is on {tensor.device}; launch with "
-            "torchrun, or build Horovod, for tensors on a GPU"
+            f"{name}: MPI moves tensors on the CPU, this one is on {tensor.device}, and torch said that there is no "
+            "such device when agmerge.init() was called; call it after the device is there"
         )
     if tensor.numel() * tensor.element_size() > LARGEST:
         raise AGMergeError(f"{name}: a message of 2 GiB or more is too large for MPI; use smaller merge buffers")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from agmerge.backends import horovod, local, mpi, slurm, torch
+from agmerge.backends import horovod, local, mpi, slurm, staging, torch
 from agmerge.backends.base import Backend, Listen
 from agmerge.backends.diagnosis import ProbeResult, Row
 
@@ -76,6 +76,14 @@ def detect(env: Mapping[str, str]) -> str:
     launched = (name for name, backend in BACKENDS.items() if backend.launched(env))
     joinable = (name for name, backend in BACKENDS.items() if backend.can_join(env))
     return next(launched, None) or next(joinable, None) or ALONE
+
+
+def open_backend(name: str, env: Mapping[str, str], timeout: float, listen: Listen) -> Backend:
+    """Collective. Join the other workers by the backend ``name``, so that tensors of any device can be exchanged.
+
+    The other arguments, and errors, as those of :meth:`BackendModule.open`.
+    """
+    return staging.staged(BACKENDS[name].open(env, timeout, listen))
 
 
 def size_variable(env: Mapping[str, str], backend: str) -> str | None:

@@ -130,6 +130,8 @@ def annotate(error: NoAnswer, call: str, ranks: Sequence[int]) -> None:
 
     ``call`` and ``ranks`` as those of :func:`waiting_for`. Asks other processes, which takes up to 2.5 seconds.
     """
+    if error.call:  # it was located where a thread of ours started the call
+        return
     status = current()
     waited, answers, missing = status.fail_at(call), "", None
     if status is _process:

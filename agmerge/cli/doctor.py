@@ -83,6 +83,10 @@ def examine(
         mpirun = pool.submit(version_of, "mpirun").result()
         probes = {name: result.result() for name, result in running.items()}
     backends = {name: backend_row(name, probes.get(name, ProbeResult()), mpirun) for name in names}
+    if probes[REQUIRED].facts.get("gpus"):
+        backends = {
+            name: with_way(row, probes[name].facts) if name in probes else row for name, row in backends.items()
+        }
     return [
         *backends.values(),
         torchrun_row(backends["torch"]),
@@ -99,6 +103,15 @@ def backend_row(name: str, probe: ProbeResult, mpirun: str) -> Row:
     """Return the row of the backend ``name``. ``mpirun``: what it says of itself; empty where there is none."""
     row = BACKENDS[name].diagnose(probe, python(), mpirun)
     return replace(row, fix=with_patience()) if probe.late else row
+
+
+def with_way(row: Row, facts: Mapping[str, object]) -> Row:
+    """Return the row of a backend with what tensors on GPUs go through. ``facts``: of the backend's probe."""
+    if not row.works:
+        return row
+    way = "GPU tensors go through NCCL" if facts.get("nccl") else "no NCCL: GPU tensors go through the host"
+    # Horovod has no bfloat16: twice the bytes. What is sparse or gathered goes as bytes, and is not affected.
+    return replace(row, detail=f"{row.detail}; {way}{', bfloat16 sums as float32' * (row.name == 'horovod')}")
 
 
 def torchrun_row(torch: Row) -> Row:

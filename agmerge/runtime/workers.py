@@ -40,7 +40,7 @@ def init(backend: str | None = None) -> None:
         raise ValueError(f"unknown backend {name!r}; backends: {', '.join(BACKENDS)}")
     timeout = timeouts.default()
     try:
-        opened = BACKENDS[name].open(env, timeout, monitor.listen)
+        opened = registry.open_backend(name, env, timeout, monitor.listen)
     finally:
         if name != ALONE:
             exit_guard.install()

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pretend.device import Device
+from pretend.tensors import install, put
 
 from agmerge.backends import horovod
-from agmerge.backends.horovod import SETTINGS, HorovodHandle
+from agmerge.backends.horovod import SETTINGS, HorovodBackend, HorovodHandle
 
 
 @pytest.mark.slow
@@ -50,7 +52,37 @@ def test_a_handle_refers_to_the_tensors_of_its_call_in_c_until_it_has_been_waite
     assert [tensor._use_count() for tensor in (given, output)] == alone
 
 
-def test_init_sets_what_the_user_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_devices_gather_writes_into_our_output_under_the_callers_stream(size: int) -> None:
+    install()
+    device, handed = Device(), []
+    device.use()
+    tensor, out = put(torch.tensor([1.5, 2.5]), device), put(torch.zeros(2 * size), device)
+
+    def gather(sent: torch.Tensor, received: torch.Tensor, name: str, process_set: object) -> int:
+        handed.append((threading.get_ident(), name, process_set))
+        assert received.host.data_ptr() == out.host.data_ptr() and not received._is_view()
+        received.host.copy_(sent.host.repeat(size))
+        return 7
+
+    hvd = SimpleNamespace(mpi_ops=SimpleNamespace(_allgather_async=gather), global_process_set="all")
+    hvd.rank, hvd.size, hvd.local_rank, hvd.local_size = lambda: 0, lambda: size, lambda: 0, lambda: 1
+    hvd.poll, hvd.synchronize = lambda handle: True, lambda handle: None
+    HorovodBackend(hvd, None, "own").all_gather(out, tensor, "buffer 3 (step 4)").wait(1)
+    assert out.host.tolist() == [1.5, 2.5] * size
+    assert handed == [(threading.get_ident(), "own/buffer 3", "all")]
+
+
+@pytest.mark.parametrize("nccl", [0, 22703])
+def test_without_nccl_tensors_go_through_the_host(nccl: int) -> None:
+    hvd = SimpleNamespace(nccl_built=lambda: nccl)
+    hvd.rank, hvd.size, hvd.local_rank, hvd.local_size = lambda: 0, lambda: 1, lambda: 0, lambda: 1
+    assert HorovodBackend(hvd, None, "own").through_host is (nccl == 0)
+
+
+@pytest.mark.parametrize("gpus", [False, True])
+def test_init_sets_what_the_user_has_not(gpus: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
     seen: dict[str, str | None] = {}
 
     def init() -> None:
@@ -61,6 +93,7 @@ def test_init_sets_what_the_user_has_not(monkeypatch: pytest.MonkeyPatch) -> Non
         setattr(hvd, name, lambda name=name: int("size" in name))
     monkeypatch.setitem(sys.modules, "horovod", SimpleNamespace(torch=hvd))
     monkeypatch.setitem(sys.modules, "horovod.torch", hvd)
-    monkeypatch.setattr(os, "environ", {"HOROVOD_CYCLE_TIME": "20"})
-    horovod.open({}, timeout=10, listen=lambda rank, gather, env: None)
-    assert seen == {**SETTINGS, "HOROVOD_CYCLE_TIME": "20"}
+    for given in ({"HOROVOD_CYCLE_TIME": "20"}, {}):
+        monkeypatch.setattr(os, "environ", dict(given))
+        horovod.open({}, timeout=10, listen=lambda rank, gather, env: None)
+        assert seen == {**SETTINGS, "HOROVOD_CYCLE_TIME": "1" if gpus else "5", **given}

@@ -138,6 +138,23 @@ def test_what_horovodrun_can_use() -> None:
     assert list(broken(rows(horovodrun=ProbeResult(error="ModuleNotFoundError: distutils")))) == ["horovodrun"]
 
 
+def test_where_there_are_gpus_it_is_said_what_their_tensors_go_through() -> None:
+    def horovod(nccl: bool) -> ProbeResult:
+        return ProbeResult({"version": "0.28.1", "mpi": True, "gloo": True, "nccl": nccl})
+
+    gpus = ProbeResult({"version": "2.13.0", "distributed": True, "gloo": True, "nccl": True, "gpus": 8})
+    table = rows(torch=gpus, horovod=horovod(False))
+    assert broken(table) == {}
+    assert table["torch"].detail == "torch 2.13.0: Gloo, NCCL; 8 GPUs; GPU tensors go through NCCL"
+    through_host = "no NCCL: GPU tensors go through the host"
+    assert table["horovod"].detail.endswith(f"(no NCCL); {through_host}, bfloat16 sums as float32")
+    assert table["mpi"].detail.endswith(f"v5.0.11; {through_host}")
+    assert "GPU" not in table["local"].detail
+    assert "; GPU tensors go through NCCL, bfloat16" in rows(torch=gpus, horovod=horovod(True))["horovod"].detail
+    missing = rows(torch=gpus, mpi4py=ProbeResult(error="No module named 'mpi4py'"))["mpi"]
+    assert missing.detail == "No module named 'mpi4py'"
+
+
 def test_a_torch_without_gloo_and_nccl_does_not_work() -> None:
     bare = ProbeResult({"version": "2.13.0", "distributed": False, "gloo": False, "nccl": False, "gpus": 0})
     assert set(broken(rows(torch=bare))) == {"torch", "torchrun"}

@@ -1,0 +1,83 @@
+"""Make the calls of a library on a thread of its own, one after the other, and look after those that are under way."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+PAUSE = 5e-5  # seconds between two looks at what is under way: costs little, and adds little to a message
+
+
+class Request(Protocol):
+    """Follow what a call has begun."""
+
+    def Test(self) -> bool:  # the name is MPI's
+        """Tell whether it has ended; finish it, or raise what it ended with."""
+
+
+class Call:
+    """Follow one call from the moment it is handed in. ``make``: begins it; None instead of a request: it has ended."""
+
+    def __init__(self, make: Callable[[], Request | None]) -> None:
+        self._make = make
+        self._request: Request | None = None  # once the call has begun; None: it has not, or needs none
+        self.begun = threading.Event()  # set once it has begun, or could not
+        self.error: Exception | None = None  # what it raised, once it has ended
+        self.ended = threading.Event()
+
+    def running(self) -> bool:
+        """Begin, or go on; return False when it has ended. On the thread only."""
+        try:
+            if not self.begun.is_set():
+                self._request = self._make()
+                self.begun.set()
+            if self._request is not None and not self._request.Test():
+                return True
+        except Exception as error:
+            self.error = error
+        self.begun.set()  # in vain, perhaps: the error is there then
+        self.ended.set()
+        return False
+
+
+class Progress:
+    """Run a thread that makes calls, in the order in which they were handed in. ``name``: the thread's."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: deque[Call] = deque()  # handed in, not begun
+        self._wake = threading.Event()  # set when a call is handed in, or the end has come
+        self._end = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+        atexit.register(self.end)  # runs before what the library has registered, which may finalise it
+
+    def start(self, make: Callable[[], Request | None]) -> Call:
+        """Have ``make()`` called. What it returns is tested until it has ended."""
+        call = Call(make)
+        self._calls.append(call)
+        self._wake.set()
+        return call
+
+    def end(self) -> None:
+        """Stop the thread; calls that are under way stay unfinished."""
+        self._end = True
+        self._wake.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        """Make calls and test those that are under way, until the end of the process."""
+        # Not queue.SimpleQueue.get(timeout): with time-outs as short as these CPython 3.11's can wait for ever.
+        under_way: list[Call] = []
+        while not self._end:
+            if under_way and not self._calls:
+                time.sleep(PAUSE)
+            elif not self._calls:
+                self._wake.wait()
+                self._wake.clear()
+            while self._calls:
+                under_way.append(self._calls.popleft())
+            under_way = [call for call in under_way if call.running()]

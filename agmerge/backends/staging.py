@@ -1,0 +1,288 @@
+"""Carry tensors of devices through the host's memory, for backends that move tensors of the CPU alone.
+
+MPI, Gloo without NCCL, and a Horovod that was built without NCCL are such backends. A call copies what it reads down to
+pinned memory, on the stream that is current where it is made, and returns. A thread takes the calls in their order,
+which is plan order: it starts each on the backend when its copy has arrived, and queues the copies up on the same
+stream when the backend has ended. So a hook waits for nothing, and the order of calls does not depend on a device.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from agmerge.backends.base import Backend, Handle
+from agmerge.backends.progress import Call, Progress
+from agmerge.backends.streams import Streams, streams_of
+from agmerge.errors import AGMergeError, CollectiveTimeout
+
+ENDED = 1.0  # seconds, for the wait for a call that is known to have ended
+SHORTEST = 1e-3  # seconds: to some libraries 0 means for ever
+SLOW = (
+    "the backend {name!r} has no NCCL here: tensors on {device} go through the host's memory, which takes two copies a "
+    "message; `python -m agmerge doctor` says what GPU tensors go through"
+)
+
+
+class Copies:
+    """Copy between devices and the host, without waiting. Tests have another, whose copies are made late.
+
+    Memory of the host is pinned, and comes from torch's cache of such memory: after the first steps nothing is
+    allocated, and what is handed back is not taken again before the copies that use it have ended.
+    """
+
+    def needed(self, tensor: torch.Tensor) -> bool:
+        """Tell whether ``tensor`` lies on a device."""
+        return tensor.device.type != "cpu"
+
+    def twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return memory of the host for ``tensor``, of its shape and dtype."""
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+
+    def stream(self, tensor: torch.Tensor) -> Any:
+        """Return the stream that is current for the device of ``tensor`` on this thread."""
+        return _streams(tensor.device).current(tensor.device)
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor, device: torch.device, stream: Any) -> Any:
+        """Queue a copy on ``stream`` of ``device``, where one of the tensors lies; return the event behind it."""
+        streams = _streams(device)
+        with streams.within(stream):
+            to.copy_(source, non_blocking=True)
+        return streams.record(stream)
+
+    def wait_on_host(self, device: torch.device, event: Any) -> None:
+        """Wait until ``device`` has got to ``event``."""
+        _streams(device).wait_on_host(event, float("inf"))
+
+    def join(self, tensor: torch.Tensor, event: Any) -> None:
+        """Have the stream that is current for ``tensor`` wait for ``event``; the host goes on."""
+        _streams(tensor.device).wait(self.stream(tensor), event)
+
+
+def _streams(device: torch.device) -> Streams:
+    """Return the streams of a device; raise :class:`agmerge.AGMergeError` for a kind that has none here."""
+    known = streams_of(device)
+    if known is None:
+        raise AGMergeError(f"tensors on {device} cannot be exchanged: move them to the CPU, or to a GPU of CUDA")
+    return known
+
+
+class Queued:
+    """Be one collective that the thread starts, by ``call()``, when its turn has come.
+
+    It is finished by the thread, as soon as that sees its end, or by who waits for it: some calls of Gloo's end only
+    where they are waited for.
+    """
+
+    def __init__(self, call: Callable[[], Handle]) -> None:
+        self._call = call
+        self._handle: Handle | None = None  # of the backend, once it has been started
+        self._finishing = threading.Lock()  # held by who looks at the handle: its methods are not for two threads
+        self._finished = False
+        self._error: Exception | None = None  # what it ended with
+
+    @property
+    def finished(self) -> bool:
+        """Tell whether the result is there, or queued on the device."""
+        return self._finished
+
+    def begin(self) -> Queued:
+        """Start it. On the thread only."""
+        self._handle = self._call()
+        return self
+
+    def Test(self) -> bool:  # the name is Progress's
+        """Tell whether it is finished; raise what it ended with. On the thread only."""
+        assert self._handle is not None
+        if not self._finishing.acquire(blocking=False):
+            return False  # somebody waits for it
+        try:
+            if not self._finished and self._handle.done():
+                self._finish(self._handle, ENDED)
+            return self._finished
+        finally:
+            self._finishing.release()
+
+    def result(self, timeout: float) -> None:
+        """Wait for it, up to ``timeout`` seconds, once it has begun; then what is queued comes behind its result."""
+        assert self._handle is not None
+        with self._finishing:
+            if self._error is not None:  # some handles say it once
+                raise self._error
+            if not self._finished:
+                self._finish(self._handle, timeout)
+
+    def _finish(self, handle: Handle, timeout: float) -> None:
+        """Wait for the backend, up to ``timeout`` seconds."""
+        # Not wait(): what this rank is doing, and what peers say where it fails, is for our own handle to tell.
+        try:
+            handle._wait(timeout)
+            self._deliver()
+        except Exception as error:
+            self._error = error
+            raise
+        self._finished = True
+
+    def _deliver(self) -> None:
+        """Bring the result where it belongs; it is there already."""
+
+
+class Staged(Queued):
+    """Be one collective of tensors on a device, from the copy down, which is queued at once, to the copy up.
+
+    ``call``: starts it on the backend, given twins of (out, tensor), or of (tensor,) where ``out`` is None: in place.
+    """
+
+    def __init__(
+        self, copies: Copies, call: Callable[..., Handle], tensor: torch.Tensor, out: torch.Tensor | None
+    ) -> None:
+        self._copies, self._device, self._stream = copies, tensor.device, copies.stream(tensor)
+        twin = copies.twin(tensor)
+        self._down = copies.copy(twin, tensor, self._device, self._stream)
+        self._out = tensor if out is None else out  # what the result is for
+        self._result = twin if out is None else copies.twin(out)
+        self._up: Any = None  # the event behind the result
+        given = (twin,) if out is None else (self._result, twin)
+        super().__init__(lambda: call(*given))
+
+    def begin(self) -> Queued:
+        self._copies.wait_on_host(self._device, self._down)  # later ones wait too: calls keep their order
+        return super().begin()
+
+    def _deliver(self) -> None:
+        self._up = self._copies.copy(self._out, self._result, self._device, self._stream)
+
+    def result(self, timeout: float) -> None:
+        super().result(timeout)
+        self._copies.join(self._out, self._up)
+
+
+class StagedHandle(Handle):
+    """Follow a collective on the thread. ``wait`` lets the host wait for the other ranks, never for the device."""
+
+    def __init__(self, call: Call, queued: Queued, name: str, ranks: Sequence[int]) -> None:
+        super().__init__(name, ranks)
+        self._call, self._queued = call, queued
+
+    def done(self) -> bool:
+        return self._queued.finished or self._call.ended.is_set()
+
+    def _wait(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        if not self._call.begun.wait(timeout):
+            raise CollectiveTimeout(f"{self._name}: its tensors have not come from the device within {timeout:g} s")
+        if self._call.error is not None:
+            raise self._call.error
+        self._queued.result(max(deadline - time.monotonic(), SHORTEST))
+
+
+class Line:
+    """Keep the thread that all communicators of one backend share. ``name``: the backend's."""
+
+    def __init__(self, name: str, copies: Copies) -> None:
+        self.name, self.copies = name, copies
+        self._progress: Progress | None = None  # from the first tensor of a device on
+
+    def start(self, queued: Queued, device: torch.device) -> Call:
+        """Have the thread begin ``queued`` behind all that it was given before. ``device``: for the warning, once."""
+        if self._progress is None:
+            warnings.warn(SLOW.format(name=self.name, device=device), stacklevel=3)
+            self._progress = Progress(f"agmerge {self.name} staging")
+        return self._progress.start(queued.begin)
+
+
+class StagedBackend(Backend):
+    """Call collectives of ``inner``: those of the host's tensors as they are, those of a device's by way of the host.
+
+    ``ranks``: those of ``inner``, by their numbers in the world.
+    """
+
+    def __init__(self, inner: Backend, line: Line, ranks: Sequence[int]) -> None:
+        self._inner, self._line, self._ranks, self.name = inner, line, list(ranks), inner.name
+        self.rank, self.size = inner.rank, inner.size
+        self.local_rank, self.local_size = inner.local_rank, inner.local_size
+        self._last: Call | None = None  # the last one of this communicator that the thread was given
+
+    @property
+    def stale(self) -> bool:
+        return self._inner.stale
+
+    def renewed(self) -> Backend:
+        return _root(self._inner.renewed(), self._line)
+
+    def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Handle:
+        return self._start(name, lambda tensor: self._inner.all_reduce(tensor, name, op), tensor)
+
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
+        return self._start(name, lambda out, tensor: self._inner.all_gather(out, tensor, name), tensor, out)
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        tensor: torch.Tensor,
+        out_splits: Sequence[int],
+        splits: Sequence[int],
+        name: str,
+    ) -> Handle:
+        def call(out: torch.Tensor, tensor: torch.Tensor) -> Handle:
+            return self._inner.all_to_all(out, tensor, out_splits, splits, name)
+
+        return self._start(name, call, tensor, out)
+
+    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
+        return self._start(name, lambda out, tensor: self._inner.reduce_scatter(out, tensor, name), tensor, out)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Handle:
+        return self._start(name, lambda tensor: self._inner.broadcast(tensor, root, name), tensor)
+
+    def barrier(self, name: str) -> Handle:
+        return self._start(name, lambda tensor: self._inner.barrier(name), torch.empty(0))
+
+    def duplicate(self, label: str, timeout: float) -> Backend:
+        return StagedBackend(self._inner.duplicate(label, timeout), self._line, self._ranks)
+
+    def subgroup(self, ranks: Sequence[int], label: str, timeout: float) -> Backend | None:
+        made = self._inner.subgroup(ranks, label, timeout)
+        of_world = [self._ranks[rank] for rank in ranks]
+        return None if made is None else StagedBackend(made, self._line, of_world)
+
+    def over(self, process_set: Any) -> Backend | None:
+        made = self._inner.over(process_set)
+        return None if made is None else StagedBackend(made, self._line, process_set.ranks)
+
+    def drop(self) -> None:
+        self._inner.drop()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _start(
+        self, name: str, call: Callable[..., Handle], tensor: torch.Tensor, out: torch.Tensor | None = None
+    ) -> Handle:
+        """Collective. Start ``call``, given (out, tensor), or (tensor,) if it is in place, behind those before it."""
+        given = (tensor,) if out is None else (out, tensor)
+        if self._line.copies.needed(tensor):
+            queued: Queued = Staged(self._line.copies, call, tensor, out)
+        elif self._last is None or self._last.begun.is_set():
+            return call(*given)
+        else:
+            queued = Queued(lambda: call(*given))
+        self._last = self._line.start(queued, tensor.device)
+        return StagedHandle(self._last, queued, name, self._ranks)
+
+
+def staged(backend: Backend) -> Backend:
+    """Return ``backend``, able to take tensors of devices too where there are any."""
+    if not (backend.through_host and torch.cuda.is_available()):
+        return backend
+    return _root(backend, Line(backend.name, Copies()))
+
+
+def _root(backend: Backend, line: Line) -> StagedBackend:
+    """Return the communicator of all workers, whose calls go through ``line``."""
+    return StagedBackend(backend, line, range(backend.size))

@@ -1,0 +1,113 @@
+"""Judge a GPU: is every rule of the device path kept on this machine, and how fast is it?
+
+    python benchmarks/gpu.py [--json F] [--checks 1 2 3]               # one GPU; a quarter of an hour
+    torchrun --nproc_per_node N benchmarks/gpu.py --world [--json F]   # several: steps beside DDP's, a lost peer
+
+A line a figure: ``ok`` or ``FAILED``, what was found, and the limit. The exit code is 1 if one failed, 2 where there is
+no GPU. What is checked: docs/gpu.md. Times: CUDA events over 50 runs after 10, median, with the cache flushed between.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+
+import gpu_kernels  # noqa: E402
+import gpu_rules  # noqa: E402
+import gpu_training  # noqa: E402
+import gpu_world  # noqa: E402
+from gpu_bench import Bench  # noqa: E402
+from gpu_figures import Figure, as_json, broke, exit_code  # noqa: E402
+
+Check = Callable[[Bench], Iterator[Figure]]
+CHECKS: dict[int, Check] = {
+    1: gpu_kernels.bandwidth,
+    2: gpu_kernels.kernels,
+    3: gpu_kernels.compressors,
+    4: gpu_rules.right,
+    5: gpu_training.hooks,
+    6: gpu_training.overlap,
+    7: gpu_training.memory,
+    9: gpu_training.graph,
+}
+WORLD: dict[int, Check] = {8: gpu_world.world}
+
+
+def about() -> dict[str, str]:
+    """The machine, and what drives it."""
+    properties = torch.cuda.get_device_properties(0)
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    triton = importlib.metadata.version("triton") if importlib.util.find_spec("triton") else ""
+    return {
+        "device": f"{properties.name}, sm_{properties.major}{properties.minor}",
+        "memory": f"{properties.total_memory / 2**30:.0f} GiB",
+        "devices": str(torch.cuda.device_count()),
+        "driver": (driver.stdout.splitlines() or ["unknown"])[0],
+        "CUDA": str(torch.version.cuda),
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
+        "torch": torch.__version__,
+        "Triton": triton or "none: torch's operations stand in for kernels",
+    }
+
+
+def main(argv: Sequence[str] | None = None, checks: Mapping[int, Check] | None = None) -> int:
+    """Run the checks, print what they find, and return the exit code. ``checks``: None: all of this machine's."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="F", help="write everything there, too")
+    parser.add_argument("--world", action="store_true", help="the check of several GPUs, under torchrun")
+    parser.add_argument("--checks", type=int, nargs="+", choices=range(1, 10), help="these alone")
+    arguments = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("there is no GPU here that torch can use: nothing was judged")
+        return 2
+    first = int(os.environ.get("RANK", "0")) == 0
+    if arguments.world:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    known = about()
+    tell(first, *(f"{name}: {value}" for name, value in known.items()))
+    bench, figures = Bench(torch.device("cuda")), list[Figure]()
+    for number, check in (checks or (WORLD if arguments.world else CHECKS)).items():
+        if arguments.checks is None or number in arguments.checks:
+            for figure in found_by(number, check, bench):
+                tell(first, figure.line())
+                figures.append(figure)
+    judged = sum(figure.limit is not None for figure in figures)
+    tell(first, f"{len(figures)} figures, {judged} judged, {sum(figure.failed for figure in figures)} failed")
+    if arguments.json is not None and first:
+        arguments.json.write_text(json.dumps(as_json(known, figures), indent=1, allow_nan=False), encoding="utf-8")
+    return exit_code(figures)
+
+
+def found_by(number: int, check: Check, bench: Bench) -> Iterator[Figure]:
+    """What a check finds; an error of it is one more figure, which has failed."""
+    try:
+        yield from check(bench)
+    except Exception as error:  # the others are still to be seen
+        yield broke(number, f"check {number}", error)
+
+
+def tell(aloud: bool, *lines: str) -> None:
+    """Print, on one rank."""
+    for line in lines if aloud else ():
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""What the checks of ``benchmarks/gpu.py`` run on: a GPU with its clock, or, to try the checks themselves, the CPU."""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import agmerge
+
+FLUSH = 2  # times the size of the cache is written between two runs
+HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Hold where the checks run, and how much of everything."""
+
+    device: torch.device
+    sizes: tuple[int, ...] = (1_000_000, 16_000_000, 100_000_000)  # elements
+    runs: int = 50  # that are timed, after `warm` others
+    warm: int = 10
+    tiny: bool = False  # models of some layers
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether there is something to measure."""
+        return self.device.type == "cuda"
+
+    def synchronize(self) -> None:
+        """Wait until the device has nothing to do."""
+        if self.is_gpu:
+            torch.cuda.synchronize()
+
+    def micros(self, call: Callable[[], object]) -> float:
+        """Microseconds of the device for what ``call`` queues, with cold caches: the median."""
+        cache = torch.cuda.get_device_properties(self.device).L2_cache_size if self.is_gpu else 1 << 16
+        flush = torch.empty(FLUSH * cache, dtype=torch.uint8, device=self.device)
+        took = []
+        for run in range(self.warm + self.runs):
+            flush.zero_()
+            seconds = self._timed(call)
+            if run >= self.warm:
+                took.append(1e6 * seconds)
+        return statistics.median(took)
+
+    def _timed(self, call: Callable[[], object]) -> float:
+        if not self.is_gpu:
+            start = time.perf_counter()
+            call()
+            return time.perf_counter() - start
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+        call()
+        events[1].record()
+        events[1].synchronize()
+        return events[0].elapsed_time(events[1]) / 1e3
+
+    def launches(self, call: Callable[[], object]) -> int:
+        """How many kernels ``call`` queues; 0 on the CPU."""
+        if not self.is_gpu:
+            call()
+            return 0
+        from torch.profiler import ProfilerActivity, profile
+
+        call()
+        self.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            call()
+            self.synchronize()
+        return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in seen.events())
+
+    def normal(self, n: int, seed: int = 0) -> Tensor:
+        """Normal numbers, the same on any device."""
+        return torch.randn(n, generator=torch.Generator().manual_seed(seed)).to(self.device)
+
+    def laplace(self, n: int, seed: int = 0) -> Tensor:
+        """Laplace's, likewise."""
+        uniform = torch.rand(n, generator=torch.Generator().manual_seed(seed)).sub_(0.5).to(self.device)
+        return uniform.sign() * torch.log1p(-2 * uniform.abs()).clamp_(min=-30)
+
+    def trained(self, n: int, seed: int = 0) -> Tensor:
+        """As a trained model's: normal, each thousand with a scale of its own, log-normal."""
+        scales = torch.randn(-(-n // 1024), generator=torch.Generator().manual_seed(seed + 1)).exp_().to(self.device)
+        return self.normal(n, seed) * scales.repeat_interleave(1024)[:n]
+
+    def data(self) -> Mapping[str, Callable[[int], Tensor]]:
+        """What selections are tried on, by name."""
+        return {"normal": self.normal, "Laplace": self.laplace, "trained": self.trained}
+
+
+@dataclass(frozen=True)
+class Job:
+    """Hold a model and how a backward of it is begun."""
+
+    name: str
+    model: nn.Module
+    loss: Callable[[], Tensor]
+
+    @property
+    def elements(self) -> int:
+        """Of all parameters."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def tensors(self) -> int:
+        """How many parameters there are."""
+        return sum(1 for _ in self.model.parameters())
+
+
+def resnet(bench: Bench) -> Job:
+    """ResNet-50 with a batch so small that launches are what takes time."""
+    from networks.resnet import bottlenecks
+
+    torch.manual_seed(0)
+    model = bottlenecks(50, small=bench.tiny, tiny=bench.tiny).to(bench.device)
+    x = torch.randn(2, 3, 64, 64, device=bench.device)
+    return Job("ResNet-50", model, lambda: model(x).square().mean())
+
+
+def transformer(bench: Bench) -> Job:
+    """A model of the sizes of GPT-2 small, without its mask and its dropout."""
+    width, layers, tokens = (32, 2, 100) if bench.tiny else (768, 12, 50_257)
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(width, width // 16, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+    blocks = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+    model = nn.Sequential(nn.Embedding(tokens, width), blocks, nn.Linear(width, tokens)).to(bench.device)
+    x = torch.randint(tokens, (1, 32), device=bench.device)
+    return Job("GPT-2 small", model, lambda: model(x).square().mean())
+
+
+def alone() -> None:
+    """Collective. Join a world of one rank, by NCCL on a GPU; nothing happens where there is a world already."""
+    if agmerge.is_initialized():
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    own = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in own.items():
+        os.environ.setdefault(name, value)
+    agmerge.init("torch")
+
+
+def wrapped(job: Job, lr: float = 1e-3, **options: object) -> agmerge.DistributedOptimizer:
+    """Collective. SGD for a job, with every message compressed unless ``options`` say otherwise."""
+    alone()
+    given = {"compression": "topk", "density": 0.01, "exchange": "sparse", "merging": "threshold", **options}
+    return agmerge.DistributedOptimizer(
+        torch.optim.SGD(job.model.parameters(), lr=lr), job.model.named_parameters(), **given
+    )

@@ -1,0 +1,123 @@
+"""Checks 1 to 3 of ``benchmarks/gpu.py``: memory's bandwidth, the kernels alone, and every compressor's selection."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from gpu_bench import Bench
+from gpu_figures import LARGE, Figure, of_bandwidth, of_compressor, of_kernels
+from torch import Tensor
+
+import sparsifiers
+
+DENSITIES = (0.1, 0.01, 0.001)
+RANKS = 8  # whose messages K4 adds
+Calls = dict[str, Callable[[], Any]]
+
+
+def unit(bench: Bench, n: int) -> float:
+    """U(n): microseconds of one add."""
+    r, g, w = (torch.zeros(n, device=bench.device) for _ in range(3))
+    return bench.micros(lambda: torch.add(r, g, out=w))
+
+
+def bandwidth(bench: Bench) -> Iterator[Figure]:
+    """1. Copy, read, add."""
+    for n in bench.sizes:
+        yield from of_bandwidth(n, passes(bench, n))
+
+
+def passes(bench: Bench, n: int) -> dict[str, tuple[float, float]]:
+    """Microseconds and bytes of each way to go over memory."""
+    r, g, w = (torch.zeros(n, device=bench.device) for _ in range(3))
+    return {
+        "copy": (bench.micros(lambda: w.copy_(r)), 8.0 * n),
+        "read": (bench.micros(lambda: r.sum()), 4.0 * n),
+        "add": (bench.micros(lambda: torch.add(r, g, out=w)), 12.0 * n),
+    }
+
+
+def kernel_calls(gradient: Tensor, k: int, ranks: int = RANKS) -> Calls:
+    """The kernels of the library, ready to be called one by one, for a merge buffer with this gradient alone.
+
+    K3 compacts what K1 and K2 found here, and K4 returns the sum. Nothing else in this benchmark knows how kernels are
+    called.
+    """
+    from sparsifiers import gpu
+
+    n, device = gradient.numel(), gradient.device
+    staging = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+    table, scratch = gpu.TensorTable.of([0], [n], device), gpu.Scratch.of(n, device)
+    slots = gpu.Slots.of(k, device)
+    residual, work, update = (torch.zeros(n, device=device) for _ in range(3))
+
+    def compensate() -> None:
+        gpu.compensate(table, [gradient], residual, work, staging=staging, scratch=scratch)
+
+    def select(commit: bool = True, exact: bool = False) -> None:
+        gpu.select_largest(work, k, slots, scratch, exact=exact, counted=True, commit=commit)
+
+    def compact() -> None:
+        gpu.mark(work, 1, scratch)
+        gpu.gather(work, slots, scratch, commit=False)  # else there was less to find each time
+
+    def add() -> Tensor:
+        gpu.add_ranks(update, indices, values, counts, 1 / ranks)
+        return update
+
+    compensate()
+    select(commit=False)
+    each = 1 / torch.arange(3, 3 + ranks, device=device).unsqueeze(1)  # sums of these depend on their order
+    indices, values = slots.indices.expand(ranks, k).contiguous(), slots.values * each
+    counts = slots.count.expand(ranks).contiguous()
+    return {
+        "K1": compensate,
+        "K3": compact,
+        "K4": add,
+        "K1+K2+K3": lambda: (compensate(), select()),
+        "K1+K2+K3, exact": lambda: (compensate(), select(exact=True)),
+        "K2": lambda: gpu.find_edge(k, 0, scratch),
+    }
+
+
+def kernels(bench: Bench) -> Iterator[Figure]:
+    """2. K1 to K4."""
+    for n in bench.sizes:
+        one = unit(bench, n)
+        for data, make in bench.data().items():
+            for density in DENSITIES if data == "normal" else (0.01,):
+                calls = kernel_calls(make(n), max(1, int(density * n)))
+                took = {name: bench.micros(call) for name, call in calls.items()}
+                if n in LARGE and density != 0.01:
+                    took.pop("K4")  # its limit is of 1 %
+                yield from of_kernels(n, f"{data}, {density:g}", took, one)
+
+
+def compressors(bench: Bench) -> Iterator[Figure]:
+    """3. Every compressor as it is called, beside what torch has."""
+    for n in bench.sizes:
+        one, k, vector = unit(bench, n), max(1, n // 100), bench.trained(n)
+        for name, call in peers(vector, k).items():
+            yield Figure(3, f"{name}, {n:,}", bench.micros(call) / one, "U")
+        for name in sparsifiers.names():
+            select = selection(name, vector, k)
+            yield from of_compressor(n, name, bench.micros(select), bench.launches(select), one)
+
+
+def peers(vector: Tensor, k: int) -> Calls:
+    """What torch has for the same."""
+    return {
+        "torch.topk": lambda: vector.abs().topk(k, sorted=False),
+        "torch.kthvalue": lambda: vector.abs().kthvalue(vector.numel() - k + 1),
+        "torch.sort": lambda: vector.abs().sort(),
+    }
+
+
+def selection(name: str, vector: Tensor, k: int) -> Callable[[], Any]:
+    """The next step of the compressor ``name``, as often as it is called."""
+    steps, chosen = itertools.count(), sparsifiers.get(name, 0.01)
+    shapes = [(vector.numel() // 1000, 1000)]
+    return lambda: chosen.select(vector, k=k, key="all", step=next(steps), shapes=shapes)
