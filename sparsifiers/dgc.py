@@ -9,12 +9,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sparsifiers import gpu
 from sparsifiers.arguments import Request
 from sparsifiers.base import Selection, Sparsifier
 from sparsifiers.device import bracket, keys_of, take
 from sparsifiers.estimated import LEAST, key_floor, number, padded
 from sparsifiers.estimator_sample import strided
 from sparsifiers.exact_topk import largest_magnitudes, scan
+from sparsifiers.largest import select_in_kernels
 from sparsifiers.magnitude import INTEGERS, bit_view, magnitude_mask
 
 REACHED = 32  # sampled elements among the k largest, at least; the authors' code has 2
@@ -88,6 +90,8 @@ class DGC(Sparsifier):
 
     def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
         """Select on any device; no value is read by the host. count is a tensor in mode "paper", else k."""
+        if self.mode == "exact" and gpu.has_kernels(vector):
+            return select_in_kernels(vector, request.k, exact=True)
         keys, dtype, k = keys_of(vector), vector.dtype, request.k
         key = self._threshold(vector, request)
         if self.mode == "exact":

@@ -18,11 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sparsifiers import gpu
 from sparsifiers.arguments import Request
 from sparsifiers.base import Selection
 from sparsifiers.device import bracket, keys_of, take
 from sparsifiers.estimator_sample import Sample, normalised, strided
 from sparsifiers.exact_topk import largest_magnitudes, scan
+from sparsifiers.largest import select_in_kernels
 from sparsifiers.magnitude import INTEGERS, bit_view, magnitude_mask
 from sparsifiers.stateful import Keyed
 from sparsifiers.threshold_correction import above, reaching
@@ -71,7 +73,9 @@ class Estimated(Keyed):
         return padded(indices if enough else largest_magnitudes(bits, mask, k), k)
 
     def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
-        """Select k by bisection from the estimate, on any device; no value is read by the host."""
+        """Select k on any device, by a histogram or by bisection from the estimate; no value is read by the host."""
+        if gpu.has_kernels(vector):
+            return select_in_kernels(vector, request.k, exact=False)
         keys, start = keys_of(vector), key_floor(self.start(vector, request)[0], vector.dtype)
         return Selection(take(keys, *bracket(keys, request.k, vector.dtype, start=start), request.k)[0], request.k)
 

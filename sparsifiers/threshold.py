@@ -7,11 +7,13 @@ import math
 import torch
 from torch import Tensor
 
+from sparsifiers import gpu
 from sparsifiers.arguments import Request
 from sparsifiers.base import Selection
 from sparsifiers.device import bracket, keys_of, take
 from sparsifiers.estimated import key_floor, number, padded
 from sparsifiers.exact_topk import scan
+from sparsifiers.largest import select_in_kernels
 from sparsifiers.magnitude import bit_view, magnitude_mask
 from sparsifiers.stateful import Keyed
 from sparsifiers.threshold_reuse import key_from, reuse
@@ -58,6 +60,8 @@ class Threshold(Keyed):
     def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
         """Select on any device; no value is read by the host. count is a tensor where tau is given, else k."""
         k, n, dtype = request.k, vector.numel(), vector.dtype
+        if self.tau is None and gpu.has_kernels(vector):
+            return select_in_kernels(vector, k, exact=False)
         keys = keys_of(vector)
         if self.tau is not None:
             floor = key_floor(_on_device(self.tau, vector.device), dtype)
