@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import train
+from report import read_all
+from reporting import comparison
 from training import assemble, show
 from training import options as train_options
 from training.stopping import Stopping
@@ -117,3 +119,15 @@ def test_the_log_says_what_ran_and_what_came_of_it(tmp_path: Path) -> None:
         assert entry["stats"]["bytes_sent"] > 0 and 0 < entry["stats"]["selection"]["contraction_mean"] < 1
     assert last["kind"] == "end" and last["reason"] == "done" and last["replicas_equal"] is True
     assert last["best"]["accuracy"] == max(entry["metrics"]["accuracy"] for entry in epochs)
+
+
+def test_the_report_reads_what_a_run_writes_and_puts_seeds_together(tmp_path: Path) -> None:
+    logs = []
+    for seed in (1, 2):
+        args = f"digits --compression topk --batch-size 256 --epochs 2 --seed {seed} --target 0.01 --log-dir {tmp_path}"
+        given = train_options.arguments([*args.split(), "--run-name", f"seed {seed}"])
+        run(2, lambda rank, given=given: train.train(given, Stopping()))
+        logs.append(tmp_path / f"seed {seed}" / "log.jsonl")
+    (row,) = comparison.rows(read_all(logs))
+    assert row.runs == ["seed 1", "seed 2"] and row.compression == "topk" and row.replicas_equal
+    assert row.steps.median == 2 and row.megabytes.median > 0 and row.train_seconds.low > 0
