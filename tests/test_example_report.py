@@ -17,7 +17,7 @@ Line = dict[str, Any]
 
 
 def start(run: str = "a", compression: str = "none", step: int = 0, **more: Any) -> Line:
-    settings = {"job": "digits", "run": run, "log_dir": "runs", "compression": compression, **more}
+    settings = {"job": "digits", "run_name": run, "log_dir": "runs", "compression": compression, **more}
     optimizer = {"sync": more.get("sync", "gradients"), "compression": compression, "density": "0.01"}
     found = {"kind": "start", "job": more.get("job", "digits"), "run": run, "settings": settings, "step": step}
     return found | {"optimizer": optimizer, "metric": more.get("metric", "accuracy"), "unit": "images", "workers": 2}

@@ -48,6 +48,8 @@ def run(commands: Sequence[Sequence[str]], grace: float = GRACE) -> Ended:
                     kept_open = subprocess.PIPE if command[0] == "ssh" else None
                     # A session of its own: a terminal's Ctrl-C reaches it through us alone, and so once.
                     processes.append(subprocess.Popen(command, stdin=kept_open, env=env, start_new_session=True))
+                    if told:  # while it was being started, so that nobody told it
+                        _tell(processes[-1:], told[-1])
         except FileNotFoundError:
             _tell(processes, signal.SIGTERM)
             _codes(processes, grace)

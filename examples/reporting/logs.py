@@ -13,7 +13,7 @@ from typing import Any
 LESS_IS_BETTER = frozenset({"perplexity", "loss"})  # as in jobs/base.py, which needs torch
 WITHOUT_DENSITY = frozenset({"none", "fp16", "bf16", "powersgd", "acpsgd"})
 NOT_A_SETTING = frozenset(  # flags that say where a run is kept and how far it goes, not what it does
-    "run log_dir checkpoint_dir portable resume json seed data readers target stop_at_target max_steps".split()
+    "run_name log_dir checkpoint_dir portable resume json seed data readers target stop_at_target max_steps".split()
 )
 REQUIRED = {  # what a report needs of the lines of each kind; other kinds are for others
     "start": ("job", "run", "settings", "optimizer", "metric", "unit", "workers", "step"),

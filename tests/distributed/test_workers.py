@@ -307,13 +307,12 @@ def test_the_main_job_reaches_its_accuracy(tmp_path: Path) -> None:
 
 def test_the_language_model_learns_from_updates(tmp_path: Path) -> None:
     out = tmp_path / "lm.json"
-    options = ["--steps", "60", "--batch-size", "2", "--lr", "0.01", "--json", str(out), "--save", str(tmp_path)]
+    options = ["--max-steps", "60", "--batch-size", "2", "--lr", "0.01", "--log-dir", str(tmp_path), "--json", str(out)]
     ended = torchrun(2, ROOT / "examples" / "train_lm.py", *options, timeout=170)
     assert ended.code == 0, ended.output[-3000:]
     found = json.loads(out.read_text())
-    assert found["workers"] == 2 and found["validation_loss"] < found["unigram_loss"]
+    assert found["workers"] == 2 and found["perplexity"] < 50  # a guess has 128
     assert found["bytes_sent"] < found["bytes_dense"] / 40
-    assert {path.name for path in tmp_path.glob("*.pt")} == {"worker0.pt", "worker1.pt", "model.pt"}
 
 
 def test_the_main_job_runs_alone(tmp_path: Path) -> None:
