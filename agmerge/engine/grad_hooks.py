@@ -11,8 +11,15 @@ from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from agmerge.backends.streams import streams_of
 from agmerge.errors import CHANGED, AGMergeError, and_more
 from agmerge.tensors.parameters import ParameterTable
+
+CAPTURED = (
+    "the backward pass of parameter {!r} is being captured in a CUDA graph. Its replays run no hooks, so that nothing "
+    "would be exchanged: leave backward() out of the graph, or capture modules by torch.cuda.make_graphed_callables, "
+    "whose gradients autograd accumulates as ever"
+)
 
 
 class GradientListener(Protocol):
@@ -111,6 +118,9 @@ def _hook(reference: weakref.ref[GradientListener], name: str) -> Callable[[torc
         listener = reference()
         if listener is None:
             return
+        streams = streams_of(parameter.device)
+        if streams is not None and streams.is_capturing():
+            raise AGMergeError(CAPTURED.format(name))
         if torch.is_grad_enabled():  # under create_graph=True; elsewhere its context would be half the cost of a hook
             with torch.no_grad():
                 listener.on_gradient(parameter, name)
