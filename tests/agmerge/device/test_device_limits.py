@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from device_harness import SHAPES, Trained, gradient, train
+from pretend import fused
 from pretend.books import ELSEWHERE, HOOK, SYNCHRONIZE, Books
 
 from agmerge.backends import topology
@@ -72,6 +73,22 @@ LIMITS: dict[tuple[str, str], tuple[int, int, int]] = {
     ("two-level", "adtopk-row"): (10, 9, 199),
     ("two-level", "adtopk-fill"): (10, 9, 257),
 }
+# The same with the kernels of sparsifiers.gpu, each counted as the launches that it says, exchange="sparse".
+KERNELS: dict[str, tuple[int, int, int]] = {
+    "topk": (0, 1, 70),
+    "threshold": (0, 1, 60),
+    "dgc": (0, 1, 100),
+    "gaussiank": (0, 1, 60),
+    "redsync": (0, 1, 60),
+    "redsync-trim": (0, 1, 60),
+    "sidco-e": (0, 1, 60),
+    "sidco-gp": (0, 1, 60),
+    "sidco-gamma": (0, 1, 60),
+    "adtopk": (0, 1, 200),
+    "adtopk-row": (0, 1, 200),
+    "none": (0, 1, 60),
+    "fp16": (0, 1, 60),
+}
 EXACT = ("topk", "dgc", "adtopk", "adtopk-row", "adtopk-fill", "none", "fp16")  # the same bits as on the host
 ROUNDED = ("fp16",)  # what is lost on the way is not kept
 
@@ -100,8 +117,28 @@ def two_ranks_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.thin
 @pytest.mark.parametrize("exchange, compression", LIMITS)
 def test_a_step_asks_for_no_more_than_it_did(exchange: str, compression: str) -> None:
-    found = trained(exchange, compression)
-    row, limits = asked(found[0].books), LIMITS[exchange, compression]
+    check(exchange, compression, trained(exchange, compression), LIMITS[exchange, compression])
+
+
+@pytest.mark.parametrize("compression", KERNELS)
+def test_kernels_ask_for_less_and_give_the_same_bits(compression: str) -> None:
+    with fused.installed():
+        found = trained("sparse", compression)
+    check("sparse", compression, found, KERNELS[compression])
+
+
+@pytest.mark.parametrize("wire", ["fp16", "bf16", "int8", "sign"])
+def test_kernels_take_every_value_codec(wire: str) -> None:
+    with fused.installed():
+        found = trained("sparse", "topk", wire=wire)
+    for ours, theirs in zip(found, trained("sparse", "topk", wire=wire, place="cpu"), strict=True):
+        assert all(torch.equal(p, q) for p, q in zip(ours.parameters, theirs.parameters, strict=True))
+    assert asked(found[0].books)[:2] == (0, 1)
+
+
+def check(exchange: str, compression: str, found: list[Trained], limits: tuple[int, int, int]) -> None:
+    """It asks for no more than ``limits``, loses nothing, has no race, and replicas are equal, some to the host's."""
+    row = asked(found[0].books)
     assert all(one <= limit for one, limit in zip(row, limits, strict=True)), f"{row}, where {limits} was enough"
     assert [race for one in found[0].books for race in one.races] == []
 
