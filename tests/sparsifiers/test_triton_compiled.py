@@ -76,7 +76,7 @@ def test_every_form_compiles_without_spills(tmp_path: Path, target: int) -> None
     rows = compiled(tmp_path, target)
     check(rows, target)
     for row in rows:
-        if row["kernel"] in ("compensate", "count_digits", "mark"):
+        if row["kernel"] in ("compensate", "count_digits", "mark") and row["form"] != "one":
             # Of what a program takes whole; of a tensor's end each element is loaded by itself.
             assert bool(row["wide"]) is ("unaligned" not in row["form"]), row
         if row["kernel"] == "gather":  # to the nearest, which the interpreter does not do

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import re
 import sys
@@ -54,16 +55,23 @@ def is_aligned(argument: Any) -> bool:
     return isinstance(place, int) and place % 16 == 0
 
 
+def is_one(argument: Any) -> bool:
+    """Triton takes it for a constant."""
+    return isinstance(argument, int) and argument == 1
+
+
 def compiled(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], target: int) -> dict[str, Any]:
     """What the assembler says, and some of what the code does."""
     given = dict(zip(kernel.arg_names, arguments, strict=False))
+    ones = {name: 1 for name, one in given.items() if is_one(one) and name != "k"}  # k changes: not specialized
+    given = {name: one for name, one in given.items() if name not in ones}
     signature = {name: type_of(given[name]) if name in given else "constexpr" for name in kernel.arg_names}
     attributes = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(kernel.arg_names)
         if name in given and is_aligned(given[name])
     }
-    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    source = ASTSource(kernel, signature, constexprs={**constants, **ones}, attrs=attributes)
     log = io.StringIO()
     with contextlib.redirect_stdout(log):
         result = triton.compile(source, target=GPUTarget("cuda", target, 32), options=launching.OPTIONS)
@@ -138,13 +146,31 @@ def calls() -> Iterator[str]:
         gpu.add_whole(torch.zeros(N), torch.zeros(W, N, dtype=wire), 0.125)
 
 
+def calls_of_one() -> Iterator[str]:
+    """Call everything for one element, one slot and one rank."""
+    yield "one"
+    table, rows = gpu.TensorTable.of([0], [1], CPU), gpu.RowTable.of([(1,)], CPU)
+    scratch, slots, work = gpu.Scratch.of(1, CPU), gpu.Slots.of(1, CPU), torch.zeros(1)
+    gpu.compensate(table, [None], work, torch.zeros(1), staging=torch.zeros(1, dtype=torch.int64), scratch=scratch)
+    gpu.select_rows(work, rows, 1, 0, slots, scratch, staging=torch.zeros(1, 3, dtype=torch.int32))
+    gpu.commit(work, slots, torch.zeros(1))
+    for low in (-1, 0, 2):
+        layout, count = gpu.IndexLayout(1, 1, low), torch.zeros(1, dtype=torch.int32)
+        words, tiles = torch.zeros(1, layout.words, dtype=torch.int32), torch.zeros(1, layout.tiles, dtype=torch.int32)
+        section = gpu.IndexSection(layout, words[0])
+        gpu.select_largest(work, 1, slots, scratch, exact=True, counted=False, section=section)
+        gpu.encode_indices(slots, section)
+        gpu.decode_indices(words, count, layout, torch.zeros(1, 1, dtype=torch.int32), count, tiles)
+    gpu.add_ranks(work, torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1), torch.zeros(1, dtype=torch.int32), 0.5)
+
+
 def main(target: int, once: bool) -> None:
     """Print a line for each kernel in each form."""
     seen: set[str] = set()
     form = ""
 
     def instead(kernel: Any, programs: object, tensor: Tensor, *arguments: Any, **constants: Any) -> None:
-        types = [(type_of(one), is_aligned(one)) for one in arguments]
+        types = [(type_of(one), is_aligned(one), is_one(one)) for one in arguments]
         key = kernel.__name__ if once else repr((kernel.__name__, types, constants))
         if key not in seen:
             seen.add(key)
@@ -156,7 +182,7 @@ def main(target: int, once: bool) -> None:
         module.launch = instead
     triton.knobs.nvidia.dump_ptxas_log = True
     triton.knobs.compilation.always_compile = True
-    for form in calls():  # noqa: B007  # `instead` reads it
+    for form in itertools.chain(calls(), calls_of_one()):  # noqa: B007  # `instead` reads it
         pass
 
 
