@@ -34,6 +34,7 @@ stamp = $(VENV)/.$(1)-$(shell { $(PYTHON) -c "$(ABOUT)"; pwd -P; cat $(2); } 2>&
 BASE := $(call stamp,base,requirements.txt setup.py $(KERNEL))
 EXAMPLES := $(call stamp,examples,requirements.txt setup.py $(KERNEL) requirements-examples.txt)
 TEST := $(call stamp,test,requirements.txt setup.py $(KERNEL) requirements-examples.txt requirements-test.txt)
+TRITON := $(call stamp,triton,requirements.txt setup.py $(KERNEL) requirements-test.txt requirements-triton.txt)
 HOROVOD := $(call stamp,horovod,requirements.txt setup.py $(KERNEL) requirements-horovod.txt agmerge/cli/build_horovod.py)
 # The settings of Horovod's own build count too.
 HOROVOD := $(HOROVOD)-$(shell env | grep '^HOROVOD_' | sort | cksum | cut -d ' ' -f 1)
@@ -76,7 +77,7 @@ check: $(TEST)
 test: $(TEST) $(HOROVOD)
 	$(RUN) tests/together.py $(ARGS)
 
-test-all: $(TEST) $(HOROVOD)
+test-all: $(TEST) $(HOROVOD) $(TRITON)
 	$(RUN) tests/together.py --all $(ARGS)
 
 bench: $(TEST) $(HOROVOD)
@@ -94,7 +95,7 @@ $(BASE):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	    { echo 'agmerge needs Python 3.10 or newer; name one: make PYTHON=python3.12 ...' >&2; exit 1; }
 	@echo 'Setting up $(VENV) from requirements.txt (minutes the first time)'
-	@rm -f $(VENV)/.base-* $(VENV)/.examples-* $(VENV)/.test-* $(VENV)/.horovod-*
+	@rm -f $(VENV)/.base-* $(VENV)/.triton-* $(VENV)/.examples-* $(VENV)/.test-* $(VENV)/.horovod-*
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PIP) -r requirements.txt
 	$(PIP) --no-deps --editable .
@@ -110,6 +111,12 @@ $(TEST): $(BASE)
 	@echo 'Adding requirements-test.txt to $(VENV)'
 	@rm -f $(VENV)/.test-*
 	$(PIP) -r requirements-test.txt
+	@touch $@
+
+$(TRITON): $(TEST)
+	@echo 'Adding requirements-triton.txt to $(VENV)'
+	@rm -f $(VENV)/.triton-*
+	$(PIP) -r requirements-triton.txt
 	@touch $@
 
 $(HOROVOD): $(BASE)

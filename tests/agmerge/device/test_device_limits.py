@@ -75,19 +75,19 @@ LIMITS: dict[tuple[str, str], tuple[int, int, int]] = {
 }
 # The same with the kernels of sparsifiers.gpu, each counted as the launches that it says, exchange="sparse".
 KERNELS: dict[str, tuple[int, int, int]] = {
-    "topk": (0, 1, 70),
-    "threshold": (0, 1, 60),
-    "dgc": (0, 1, 100),
-    "gaussiank": (0, 1, 60),
-    "redsync": (0, 1, 60),
-    "redsync-trim": (0, 1, 60),
-    "sidco-e": (0, 1, 60),
-    "sidco-gp": (0, 1, 60),
-    "sidco-gamma": (0, 1, 60),
-    "adtopk": (0, 1, 200),
-    "adtopk-row": (0, 1, 200),
-    "none": (0, 1, 60),
-    "fp16": (0, 1, 60),
+    "topk": (0, 1, 64),
+    "threshold": (0, 1, 54),
+    "dgc": (0, 1, 79),
+    "gaussiank": (0, 1, 54),
+    "redsync": (0, 1, 54),
+    "redsync-trim": (0, 1, 54),
+    "sidco-e": (0, 1, 54),
+    "sidco-gp": (0, 1, 54),
+    "sidco-gamma": (0, 1, 54),
+    "adtopk": (0, 1, 90),
+    "adtopk-row": (0, 1, 90),
+    "none": (0, 1, 18),
+    "fp16": (0, 1, 26),
 }
 EXACT = ("topk", "dgc", "adtopk", "adtopk-row", "adtopk-fill", "none", "fp16")  # the same bits as on the host
 ROUNDED = ("fp16",)  # what is lost on the way is not kept
