@@ -3,8 +3,8 @@
     python benchmarks/launches.py --tensors 161 --messages 17 --workers 8 --compression topk --json
 
 Ranks are threads, and their tensors say that they lie on a device while the host computes (``tests/pretend``). The
-figures are of rank 0 in one step after the first ones: they say nothing of time. What the script's own model and
-optimizer ask for is not counted.
+figures are of rank 0 in one step after the first ones (races: in all of them), and say nothing of time. What the
+script's own model and optimizer ask for is not counted.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from pretend.books import COLLECTIVE, ELSEWHERE, HOOK, SYNCHRONIZE, Books  # noqa: E402
+from pretend.clocks import Race  # noqa: E402
 from pretend.device import Device  # noqa: E402
 from pretend.training import on_devices  # noqa: E402
 
@@ -70,15 +72,17 @@ def count(arguments: argparse.Namespace) -> tuple[Books, int]:
             density=arguments.density,
             merging=even(arguments.tensors, arguments.messages),
         )
+        races: list[Race] = []
         for _ in range(WARM + 1):
-            device.books.clear()
+            races += device.books.taken().races
             optimizer.zero_grad()
             own(inputs[rank].to("pretend")).square().mean().backward()
             optimizer.step()
+        device.books.races[:0] = races  # of all steps
         return device.books
 
     # What waits for other ranks in a hook cannot do so on autograd's device thread, which all ranks share here.
-    own_thread = arguments.exchange in ("oktopk", "masked")
+    own_thread = arguments.exchange in ("oktopk", "masked", "two-level")
     books = on_devices(arguments.workers, body, own_thread=own_thread, watched={0})[0]
     return books, sum(weight.numel() for weight in model.parameters())
 
@@ -99,8 +103,8 @@ def figures(books: Books, elements: int) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    """Parse the command line, count, and print."""
+def main(given: Sequence[str] | None = None) -> None:
+    """Parse the command line (``given``: in its place), count, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensors", type=int, default=161, help="parameters of the model (161: as ResNet-50)")
     parser.add_argument("--messages", type=int, default=17, help="merge buffers")
@@ -109,7 +113,7 @@ def main() -> None:
     parser.add_argument("--exchange", default="sparse")
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--json", action="store_true", help="print one line of JSON, not which lines ask for what")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,6 +56,12 @@ class Books:
         self.launches: list[Launch] = []
         self.waits: list[Wait] = []
         self.races: list[Race] = []
+
+    def taken(self) -> Books:
+        """Return what was written down, and begin anew."""
+        taken = copy.copy(self)
+        self.clear()
+        return taken
 
     def launched(self, operation: str, count: int, size: int) -> Place:
         """Write down ``count`` kernels that move ``size`` bytes together; return what asked for them."""

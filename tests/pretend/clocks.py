@@ -104,6 +104,6 @@ class Memory:
 
 def extent(tensor: Tensor) -> tuple[int, int]:
     """The first byte of a tensor in its storage, and the one after its last."""
-    first = tensor.storage_offset()
+    first = int(tensor.storage_offset())
     last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return first * tensor.element_size(), (last + 1) * tensor.element_size()

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from pretend.books import Books
+from pretend.books import Books, place
 from pretend.clocks import Clock, Memory, Stream, covers, merge
 from pretend.operations import Access
 from pretend.pinned import PinnedMemory
@@ -22,6 +22,7 @@ class Device:
     """Be one rank's accelerator: what is asked of it is written into ``books``.
 
     ``is_watched``: launches and races, too, which takes more time than to compute; else waits alone.
+    ``leave_out``: do not wait where this line of the library asks for it, to see that it is missed; empty: wait.
     """
 
     def __init__(self, *, is_watched: bool = True) -> None:
@@ -31,6 +32,10 @@ class Device:
         self.default = Stream("default")
         self._streams = [self.default]
         self._host: Clock = {}  # what the host has waited for
+        self._is_fused = False
+        self.is_capturing = False  # see `capturing`
+        self.leave_out = ""
+        self.waiting_lines: set[str] = set()  # of the library: where streams, or the host, wait for events
 
     def use(self) -> None:
         """Let this thread make its tensors here."""
@@ -55,26 +60,61 @@ class Device:
     def within(self, stream: Stream) -> Iterator[None]:
         """Let this thread queue into ``stream``."""
         before = self.stream
-        _streams()[self] = stream
+        self.enter(stream)
         try:
             yield
         finally:
-            _streams()[self] = before
+            self.enter(before)
+
+    def enter(self, stream: Stream) -> None:
+        """Let this thread queue into ``stream`` from now on."""
+        _streams()[self] = stream
 
     def queue(self, operation: str, count: int, accesses: Sequence[Access], memory: Sequence[Memory | None]) -> None:
         """Queue ``count`` kernels in the current stream. ``memory``: of each access; None: the host's."""
-        size = sum(one.elements * one.tensor.element_size() * (one.reads + one.writes) for one in accesses)
-        what = f"{operation} {self.books.launched(operation, count, size).line}"
+        if not self._is_fused:
+            size = sum(one.elements * one.tensor.element_size() * (one.reads + one.writes) for one in accesses)
+            self.books.launched(operation, count, size)
+        what = f"{operation} {place().line}"
         stream, time = self.stream, self.stream.tick()
         for access, allocation in zip(accesses, memory, strict=True):
             if allocation is not None and access.tensor.numel():
                 allocation.use(access.tensor, access.writes, stream, time, what)
 
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Say that what is queued inside is captured in a graph. (It is done all the same.)"""
+        self.is_capturing = True
+        try:
+            yield
+        finally:
+            self.is_capturing = False
+
+    @contextmanager
+    def fused(self) -> Iterator[None]:
+        """Write down no launches inside: they are one, which the caller writes down."""
+        before, self._is_fused = self._is_fused, True
+        try:
+            yield
+        finally:
+            self._is_fused = before
+
+    def wait(self, stream: Stream, clock: Clock) -> None:
+        """Let what is queued in ``stream`` from now on wait for ``clock``, and the host go on."""
+        if not self._is_left_out(place().line):
+            stream.wait(clock)
+
     def wait_on_host(self, what: str, clock: Clock | None = None) -> None:
         """Let the host wait until ``clock``; None: for the current stream, and that it does in any case."""
-        if clock is None or not covers(self._host, clock):
+        if clock is not None and clock and self._is_left_out(place().line):
+            return
+        if clock is None or not self.knows(clock):
             self.books.waited(what)
         self.know(self.stream.clock if clock is None else clock)
+
+    def knows(self, clock: Clock) -> bool:
+        """Whether the host knows that ``clock`` has come."""
+        return covers(self._host, clock)
 
     def know(self, clock: Clock) -> None:
         """Let the host know that ``clock`` has come; what it queues from now on is behind it."""
@@ -82,6 +122,11 @@ class Device:
         for stream in self._streams:
             stream.wait(clock)
         self.pinned.waited(self._host)
+
+    def _is_left_out(self, line: str) -> bool:
+        if line:
+            self.waiting_lines.add(line)
+        return bool(line) and line == self.leave_out
 
     def wait_for_all(self, what: str) -> None:
         """Let the host wait until there is nothing to do."""

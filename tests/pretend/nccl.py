@@ -64,7 +64,7 @@ class DeviceHandle(Handle):
     def wait_on_stream(self, timeout: float) -> None:
         """Let the current stream wait. (The values are here at once, since the host computes them.)"""
         self._let_others(timeout)
-        self._device.stream.wait(self._clock)
+        self._device.wait(self._device.stream, self._clock)
         self._tensors = ()
 
     def _let_others(self, timeout: float) -> None:

@@ -13,7 +13,7 @@ import torch
 from agmerge.backends import streams
 from pretend.clocks import Clock, Stream
 from pretend.device import current
-from pretend.tensors import NAME, install
+from pretend.registration import NAME, install
 
 
 class Event:
@@ -37,8 +37,9 @@ class Event:
         current().wait_on_host("Event.synchronize", self.clock)
 
     def elapsed_time(self, later: Event) -> float:
-        """Milliseconds from this event to ``later``."""
-        assert self._at is not None and later._at is not None, "an event was never recorded"
+        """Milliseconds from this event to ``later``; RuntimeError where the host does not know that both have come."""
+        if self._at is None or later._at is None or not (current().knows(self.clock) and current().knows(later.clock)):
+            raise RuntimeError("an event was never recorded, or not waited for")
         return 1e3 * (later._at - self._at)
 
 
@@ -60,7 +61,7 @@ class DeviceStreams(streams.Streams):
         return event
 
     def wait(self, stream: Stream, event: Event) -> None:
-        stream.wait(event.clock)
+        current().wait(stream, event.clock)
 
     def has_ended(self, event: Event) -> bool:
         return event.query()
@@ -69,7 +70,7 @@ class DeviceStreams(streams.Streams):
         return current().pinned.allocate(size, dtype)
 
     def is_capturing(self) -> bool:
-        return False
+        return current().is_capturing
 
     def wait_on_host(self, event: Event, timeout: float) -> bool:
         event.synchronize()

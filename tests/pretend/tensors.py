@@ -1,26 +1,23 @@
 """Tensors that say they lie on ``pretend:0``: each holds one of the host, and every operation on it is written down.
 
-torch's PrivateUse1 hooks give the CPU build a device guard and a device thread in autograd.
+:mod:`pretend.registration` makes the device known to torch.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils import backend_registration
 
 from pretend import operations
 from pretend.books import place
 from pretend.clocks import Memory
 from pretend.device import Device, current
 
-NAME = "pretend"
-PLACE = f"{NAME}:0"
+PLACE = "pretend:0"
 
 
 class DeviceTensor(Tensor):
@@ -32,13 +29,13 @@ class DeviceTensor(Tensor):
 
     @staticmethod
     def __new__(cls, host: Tensor, owner: Device, memory: Memory) -> DeviceTensor:
-        tensor: DeviceTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        tensor: DeviceTensor = Tensor._make_wrapper_subclass(
             cls,
             host.shape,
             strides=host.stride(),
             storage_offset=host.storage_offset(),
             dtype=host.dtype,
-            device=PLACE,
+            device=torch.device(PLACE),
         )
         tensor.host, tensor.owner, tensor.memory = host, owner, memory
         return tensor
@@ -76,18 +73,9 @@ def put(host: Tensor, device: Device) -> DeviceTensor:
 def perform(operation: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an operation on the host's tensors, write it down, and return what it returns, on its device."""
     known: dict[int, Tensor] = {}  # what was handed in, by the identity of the host's tensor
-    owners: set[Device] = set()
-
-    def down(value: Any) -> Any:
-        if isinstance(value, DeviceTensor):
-            owners.add(value.owner)
-            known[id(value.host)] = value
-            return value.host
-        if isinstance(value, Tensor):
-            known[id(value)] = value
-        return [down(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-    host_args, host_kwargs = [down(value) for value in args], {key: down(value) for key, value in kwargs.items()}
+    host_args = [_down(value, known) for value in args]
+    host_kwargs = {key: _down(value, known) for key, value in kwargs.items()}
+    owners = {tensor.owner for tensor in known.values() if isinstance(tensor, DeviceTensor)}
     if len(owners) > 1:
         raise AssertionError(f"{operation}: tensors of several ranks' devices")
     device = owners.pop() if owners else current()
@@ -101,32 +89,41 @@ def perform(operation: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) 
     result = operation(*host_args, **host_kwargs)
     leaves = target is not None and torch.device(target).type == "cpu"
     base = known.get(id(host_args[0])) if operations.is_view(operation) else None
-
-    def up(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            if id(value) not in known:
-                if leaves:
-                    known[id(value)] = value
-                elif isinstance(base, DeviceTensor):
-                    known[id(value)] = DeviceTensor(value, device, base.memory)
-                else:
-                    known[id(value)] = put(value, device)
-            return known[id(value)]
-        return type(value)(up(one) for one in value) if isinstance(value, (list, tuple)) else value
-
-    lifted = up(result)
     results = [one for one in (result if isinstance(result, (list, tuple)) else [result]) if isinstance(one, Tensor)]
+    for host in results:
+        if id(host) not in known:
+            memory = base.memory if isinstance(base, DeviceTensor) else Memory(device.stream, device.books.raced)
+            known[id(host)] = host if leaves else DeviceTensor(host, device, memory)
     if device.is_watched:
         accesses = operations.accesses(operation, host_args, host_kwargs, results)
         count = operations.launches(operation, accesses, host_args)
         if count:
-            memory = [getattr(known[id(one.tensor)], "memory", None) for one in accesses]
-            device.queue(operations.name_of(operation), count, accesses, memory)
+            allocations = [getattr(known[id(one.tensor)], "memory", None) for one in accesses]
+            device.queue(operations.name_of(operation), count, accesses, allocations)
     if operations.waits(operation, host_args, host_kwargs):
         device.wait_on_host(operations.name_of(operation))
     if copy is not None:
         _finish_copy(device, copy, before, result)
-    return lifted
+    return _up(result, known)
+
+
+# Not closures in `perform`: these would refer to themselves, and keep its tensors until the next collection of circles.
+
+
+def _down(value: Any, known: dict[int, Tensor]) -> Any:
+    """Return what the host is handed for ``value``, and remember tensors in ``known``."""
+    if isinstance(value, Tensor):
+        host = value.host if isinstance(value, DeviceTensor) else value
+        known[id(host)] = value
+        return host
+    return [_down(item, known) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _up(value: Any, known: dict[int, Tensor]) -> Any:
+    """Return what stands for the host's result ``value``."""
+    if isinstance(value, Tensor):
+        return known[id(value)]
+    return type(value)(_up(one, known) for one in value) if isinstance(value, (list, tuple)) else value
 
 
 class HostCopy(NamedTuple):
@@ -168,38 +165,3 @@ def _finish_copy(device: Device, copy: HostCopy, before: Tensor | None, result: 
     else:
         assert before is not None
         device.pinned.arriving(ours, before, dict(device.stream.clock), place().line)
-
-
-_installing = threading.Lock()
-_library: torch.library.Library | None = None  # keeps what is registered; written by install alone
-
-
-def install() -> None:
-    """Make the device known to torch, once in a process."""
-    global _library
-    with _installing:
-        if _library is not None:
-            return
-        backend_registration._setup_privateuseone_for_python_backend(NAME)
-        _library = torch.library.Library("aten", "IMPL", "PrivateUse1")
-        for name in (
-            "empty.memory_format", "empty_strided", "arange", "arange.start", "arange.start_step",
-        ):  # fmt: skip
-            _library.impl(name, _factory(name))
-        _library.impl("_copy_from", _copy_from)
-
-
-def _factory(name: str) -> Callable[..., Tensor]:
-    packet, _, overload = name.partition(".")
-    operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
-
-    def make(*args: Any, **kwargs: Any) -> Tensor:
-        result: Tensor = perform(operation, args, {**kwargs, "device": PLACE})
-        return result
-
-    return make
-
-
-def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
-    result: Tensor = perform(torch.ops.aten.copy_.default, (target, source, non_blocking), {})
-    return result
