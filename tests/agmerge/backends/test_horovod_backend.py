@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pretend.device import Device
-from pretend.tensors import install, put
+from pretend.registration import install
+from pretend.tensors import put
 
 from agmerge.backends import horovod
 from agmerge.backends.horovod import SETTINGS, HorovodBackend, HorovodHandle

@@ -11,7 +11,8 @@ import torch
 from pretend import streams
 from pretend.copies import LateCopies
 from pretend.device import Device
-from pretend.tensors import install, put
+from pretend.registration import install
+from pretend.tensors import put
 
 from agmerge import testing
 from agmerge.backends import status
