@@ -11,13 +11,16 @@ the same in every run; ``--hypothesis-profile=long`` draws more, and others each
 
 from __future__ import annotations
 
+import functools
 import subprocess
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 from covering import cover
 from hypothesis import settings
 from kinds import TESTS, kind_of
+from pretend import registration
 
 settings.register_profile("short", deadline=None, derandomize=True, max_examples=40)
 settings.register_profile("once", deadline=None, derandomize=True, max_examples=10)
@@ -55,6 +58,21 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
         report.outcome, report.longrepr = "skipped", (str(item.path), 0, NO_PROCESSES)
     started.clear()
     return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Make the pretended device known before any backward pass, if a test names it.
+
+    autograd makes a thread for each kind of device that there is at its first pass, and none later.
+    """
+    if any(_names_device(item.path) for item in session.items):
+        registration.install()
+
+
+@functools.cache
+def _names_device(path: Path) -> bool:
+    return path.parent.name == "device" or "pretend" in path.read_text(encoding="utf-8")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by the marks that are set here

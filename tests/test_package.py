@@ -23,11 +23,6 @@ KERNELS = "sparsifiers.gpu.kernels."  # need Triton, and are imported for tensor
 IMPORT_ALL = f"""
 import pkgutil, sys
 import agmerge, merging, sparsifiers
-def loads(name):
-    try:
-        return __import__(name)
-    except ModuleNotFoundError as error:
-        return error.name == "triton" and name.startswith("sparsifiers.gpu.kernels.")  # for a GPU alone
 print(*(module.name for package in (agmerge, merging, sparsifiers)
         for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
         if not module.name.startswith("{KERNELS}") and __import__(module.name)))

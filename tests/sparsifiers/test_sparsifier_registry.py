@@ -185,11 +185,12 @@ def test_the_package_imports_torch_numpy_and_the_standard_library_only() -> None
     files = sorted(Path(sparsifiers.__file__).parent.rglob("*.py"))
     assert len(files) > 5
     for file in files:
+        of_gpu = {"triton"} if file.parent.name == "kernels" else set()  # loaded where a tensor lies on one
         for node in ast.walk(ast.parse(file.read_text())):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):
                 assert node.level == 0
                 modules = [str(node.module)]
             for module in modules:
-                assert module.split(".")[0] in allowed, (file.name, module)
+                assert module.split(".")[0] in allowed | of_gpu, (file.name, module)
                 assert not module.startswith("torch.distributed"), file.name

@@ -187,7 +187,7 @@ def test_the_device_path_reads_no_value_on_the_host() -> None:
 
 
 def test_the_cpu_takes_the_path_without_large_temporaries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsifiers.topk.largest_magnitudes_on_device", None)
+    monkeypatch.setattr("sparsifiers.topk.select_largest_on_device", None)
     assert select(torch.tensor([1.0, -2.0]), 1) == [1]
 
 

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported, and then as long as kernels run
-pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-triton.txt; make test-all does")
+pytest.importorskip(
+    "triton", reason="triton is not installed: pip install -r requirements-triton.txt; make test-all does"
+)
 
 from sparsifiers.gpu import add, codec, compact, compensation, edge, rows, whole  # noqa: E402
 
