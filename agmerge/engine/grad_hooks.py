@@ -61,6 +61,8 @@ class GradientHooks:
                 )
         for parameter in new:
             hook = _hook(self._listener, names.name_of(parameter))
+            if parameter.device.type != "cpu":  # there it would cost more than it is worth: two microseconds a hook
+                hook = _disable_dynamo(hook)  # what it does depends on messages: torch.compile must not trace it
             _owners[parameter] = weakref.ref(self)
             self._handles[parameter] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
@@ -113,7 +115,6 @@ class HandedOver:
 def _hook(reference: weakref.ref[GradientListener], name: str) -> Callable[[torch.Tensor], None]:
     """Return the hook that tells the listener, if it still lives, without gradient recording."""
 
-    @_disable_dynamo  # what this does depends on messages, and must not be traced by torch.compile
     def hook(parameter: torch.Tensor) -> None:
         listener = reference()
         if listener is None:

@@ -89,7 +89,7 @@ class InFlight:
     @property
     def has_streams(self) -> bool:
         """Tell whether its device can be told to wait, instead of the host."""
-        return streams_of(self.message.device) is not None
+        return self.on_device and streams_of(self.message.device) is not None
 
 
 class Exchange(ABC):

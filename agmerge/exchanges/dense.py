@@ -50,11 +50,10 @@ class DenseExchange(Exchange):
     ) -> InFlight:
         """Collective. Start the all-reduces; what is sent is committed, where a residual is kept."""
         dtype = self.cast or loads[0].update.dtype
-        tail = encode(control)
         large = [load for load in loads if self._stays(load)]
         packed = [load for load in loads if not self._stays(load)]
         elements = sum(load.segment.length for load in packed)
-        length = elements + len(tail)
+        end = length = elements + tail_length(control)
         length += -length % self.comm.size  # whole shards
         message = self.keep(("message", name), length, dtype, loads[0].work.device)
         for load, payload in _parts(message, packed):
@@ -62,7 +61,7 @@ class DenseExchange(Exchange):
             if self.keeps:
                 # Before it leaves: the message is summed in place.
                 self.commit(load.segment, None, self._sent(load, payload))
-        write_tail(control, message[elements : elements + len(tail)])
+        write_tail(control, message[elements:end])
         received = self.keep(("received", name), length, dtype, message.device) if self.ordered else None
         sums = [
             all_reduce.start(self.comm, load.work, None, f"{name}/whole {number}") for number, load in enumerate(large)
@@ -155,6 +154,11 @@ def largest_summand(dtype: torch.dtype, size: int) -> float:
     return torch.finfo(dtype).max / steps * max(steps // size, 1)
 
 
+def tail_length(control: RoundHeader) -> int:
+    """Return how many numbers :func:`encode` makes of ``control``."""
+    return 2 * _HOT + _FLAGS + len(control.used)
+
+
 def encode(control: RoundHeader) -> list[float]:
     """Return control as numbers that mean the same after summing: step and buffer one-hot, flags, used bits."""
     tail = [0.0] * (2 * _HOT + _FLAGS)
@@ -177,7 +181,7 @@ def write_tail(control: RoundHeader, out: torch.Tensor) -> None:
 
 def tail_of(control: RoundHeader, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the numbers of :func:`write_tail` on a device, 1-D."""
-    tail = torch.empty(len(encode(control)), dtype=dtype, device=device)
+    tail = torch.empty(tail_length(control), dtype=dtype, device=device)
     write_tail(control, tail)
     return tail
 

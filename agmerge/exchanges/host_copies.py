@@ -17,7 +17,8 @@ from agmerge.backends.streams import Streams, streams_of
 
 def write(numbers: Sequence[float], out: Tensor) -> None:
     """Write ``numbers`` into ``out``, 1-D; the host goes on at once, if the streams of the device are known."""
-    values, streams = torch.tensor(numbers, dtype=out.dtype), streams_of(out.device)
+    values = torch.tensor(numbers, dtype=out.dtype)
+    streams = None if out.device.type == "cpu" else streams_of(out.device)
     if streams is None:
         out.copy_(values)
     else:

@@ -16,7 +16,7 @@ import torch
 from agmerge.backends import Handle
 from agmerge.backends.topology import Nodes
 from agmerge.exchanges.all_reduce import in_rank_order
-from agmerge.exchanges.dense import decode, encode, tail_of
+from agmerge.exchanges.dense import decode, tail_length, tail_of
 from agmerge.exchanges.message.format import RoundHeader
 from agmerge.exchanges.routing import group_by_dtype
 from agmerge.tensors.arena import Arena, move_to_update, view
@@ -110,7 +110,7 @@ class NodeShards:
     def _message(self, buffer: int, number: int, segments: Sequence[Segment]) -> _Message:
         """Make the message of the ``segments`` of one device and dtype, the ``number``-th of its merge buffer."""
         lane, places, tail = segments[0].lane, self.nodes.places, sum(segment.length for segment in segments)
-        width = tail + len(encode(RoundHeader(0, 0, 0, 0, (False,) * len(self._tensors[buffer]))))
+        width = tail + tail_length(RoundHeader(0, 0, 0, 0, (False,) * len(self._tensors[buffer])))
         name = f"buffer {buffer}/node" if number == 0 else f"buffer {buffer}.{number}/node"
         received = _memory(lane, places * width) if self.ordered else None
         rows = _memory(lane, places * width).view(places, width)

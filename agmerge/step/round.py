@@ -95,12 +95,15 @@ class Round:
         """
         if not self._added:
             self.recorder.begin()
-        moves = gradient is not None and not self.dirty and self.buffers.may_move[slot.index]
-        if gradient is not None and moves and slot.lane.on_device:
-            gradient = self._moved(slot, gradient)  # first, for it may wait for its merge buffer
-        self._on_gradient(slot, gradient)
         held = gradient
-        if gradient is not None and moves and not slot.lane.on_device:
+        moves = not self.dirty and self.buffers.may_move[slot.index]
+        if gradient is None or not moves:
+            self._on_gradient(slot, gradient)
+        elif slot.lane.on_device:  # there it may wait for its merge buffer: it has to lie where it will be read
+            held = gradient = self._moved(slot, gradient)
+            self._on_gradient(slot, gradient)
+        else:
+            self._on_gradient(slot, gradient)
             held = self._moved(slot, gradient)
         self._on_added(slot, gradient)
         return held

@@ -29,7 +29,7 @@ class Lane:
         """Tell whether a sparsifier selects from the lane."""
         return self.kind is Kind.SPARSE
 
-    @property
+    @cached_property
     def on_device(self) -> bool:
         """Tell whether the lane is not in the host's memory."""
         return self.device.type != "cpu"
