@@ -62,7 +62,7 @@ class GradientHooks:
         for parameter in new:
             hook = _hook(self._listener, names.name_of(parameter))
             if parameter.device.type != "cpu":  # there it would cost more than it is worth: two microseconds a hook
-                hook = _disable_dynamo(hook)  # what it does depends on messages: torch.compile must not trace it
+                hook = _on_device(hook, names.name_of(parameter))
             _owners[parameter] = weakref.ref(self)
             self._handles[parameter] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
@@ -119,9 +119,6 @@ def _hook(reference: weakref.ref[GradientListener], name: str) -> Callable[[torc
         listener = reference()
         if listener is None:
             return
-        streams = streams_of(parameter.device)
-        if streams is not None and streams.is_capturing():
-            raise AGMergeError(CAPTURED.format(name))
         if torch.is_grad_enabled():  # under create_graph=True; elsewhere its context would be half the cost of a hook
             with torch.no_grad():
                 listener.on_gradient(parameter, name)
@@ -129,3 +126,16 @@ def _hook(reference: weakref.ref[GradientListener], name: str) -> Callable[[torc
             listener.on_gradient(parameter, name)
 
     return hook
+
+
+def _on_device(hook: Callable[[torch.Tensor], None], name: str) -> Callable[[torch.Tensor], None]:
+    """Return ``hook`` for the gradient ``name`` of a device: not traced by torch.compile, nor captured in a graph."""
+
+    @_disable_dynamo  # what it does depends on messages
+    def outside(parameter: torch.Tensor) -> None:
+        streams = streams_of(parameter.device)
+        if streams is not None and streams.is_capturing():
+            raise AGMergeError(CAPTURED.format(name))
+        hook(parameter)
+
+    return outside
