@@ -40,7 +40,7 @@ class Estimated(Keyed):
 
     On the CPU the vector is read once where the sample bears the estimate out; where more than k are found they are
     cut to the k largest, and fewer than `least` of k are replaced by the exact k. On a device the estimate starts a
-    bisection for the k-th largest key, and count is always k.
+    bisection for the k-th largest key, and count is always k; with kernels (`sparsifiers.gpu`) a histogram finds it.
     """
 
     least: float = LEAST  # the smallest part of k that is sent, where there are as many non-zeros

@@ -21,8 +21,9 @@ class TopK(Sparsifier):
     a function of the vector's bits alone.
 
     Use it where the selection must be exact. On the CPU, with the compiled loops, it costs little more than
-    reading the vector; on a device `torch.topk` dominates and a threshold estimator is cheaper. A density of
-    0.01 is the usual start; 0.001 needs a warm-up.
+    reading the vector, and so it does on a GPU with Triton, by computation (`sparsifiers.gpu`); on other devices
+    `torch.topk` dominates and a threshold estimator is cheaper. A density of 0.01 is the usual start; 0.001 needs a
+    warm-up.
     """
 
     name = "topk"
