@@ -31,11 +31,12 @@ KERNELS = {
     "rows",
     "scan",
     "settle",
+    "whole",
 }
 pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("triton") is None,
-        reason="triton is not installed: pip install -r requirements-test.txt",
+        reason="triton is not installed: make test-all installs it",
     ),
     pytest.mark.timeout(600),
 ]

@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sparsifiers import gpu
-from sparsifiers.gpu import add, codec, compact, compensation, edge, rows
+from sparsifiers.gpu import add, codec, compact, compensation, edge, rows, whole
 from sparsifiers.gpu.kernels import add as add_kernel
 from sparsifiers.gpu.kernels import codec as codec_kernel
 from sparsifiers.gpu.kernels import compact as compact_kernel
@@ -32,6 +32,7 @@ from sparsifiers.gpu.kernels import compensation as compensation_kernel
 from sparsifiers.gpu.kernels import edge as edge_kernel
 from sparsifiers.gpu.kernels import launching
 from sparsifiers.gpu.kernels import rows as rows_kernel
+from sparsifiers.gpu.kernels import whole as whole_kernel
 
 CPU, N, K, W = torch.device("cpu"), 1 << 16, 656, 8
 POINTERS = {
@@ -140,7 +141,6 @@ def calls() -> Iterator[str]:
             indices, counts = torch.zeros(ranks, K, dtype=torch.int32), torch.zeros(ranks, dtype=torch.int32)
             go = torch.ones((), dtype=torch.int32)
             gpu.add_ranks(torch.zeros(length), indices, torch.zeros(ranks, K, dtype=wire), counts, 0.125, go=go)
-
     for wire in (torch.float32, torch.bfloat16):
         yield f"whole, {str(wire).removeprefix('torch.')}"
         gpu.add_whole(torch.zeros(N), torch.zeros(W, N, dtype=wire), 0.125)
@@ -159,7 +159,7 @@ def calls_of_one() -> Iterator[str]:
         words, tiles = torch.zeros(1, layout.words, dtype=torch.int32), torch.zeros(1, layout.tiles, dtype=torch.int32)
         section = gpu.IndexSection(layout, words[0])
         gpu.select_largest(work, 1, slots, scratch, exact=True, counted=False, section=section)
-        gpu.encode_indices(slots, section)
+        gpu.encode_indices(slots.indices, slots.count, section)
         gpu.decode_indices(words, count, layout, torch.zeros(1, 1, dtype=torch.int32), count, tiles)
     gpu.add_ranks(work, torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1), torch.zeros(1, dtype=torch.int32), 0.5)
 
@@ -176,9 +176,10 @@ def main(target: int, once: bool) -> None:
             seen.add(key)
             print(json.dumps({**compiled(kernel, arguments, constants, target), "form": form}), flush=True)
 
-    for module in (add, codec, compact, compensation, edge, rows):
+    for module in (add, codec, compact, compensation, edge, rows, whole):
         module.runs_triton = lambda tensor: True
-    for module in (add_kernel, codec_kernel, compact_kernel, compensation_kernel, edge_kernel, rows_kernel):
+    kernels = (add_kernel, codec_kernel, compact_kernel, compensation_kernel, edge_kernel, rows_kernel, whole_kernel)
+    for module in kernels:
         module.launch = instead
     triton.knobs.nvidia.dump_ptxas_log = True
     triton.knobs.compilation.always_compile = True
