@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parents[1] / "agmerge" / "backends")]
+TESTS = Path(__file__).parents[1]  # has folders of the library's names, so that the library comes first
+sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "agmerge" / "backends")]
 from pretend import streams  # noqa: E402
 from pretend.copies import LateCopies  # noqa: E402
 from pretend.device import Device  # noqa: E402
