@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 
 import torch
 from torch import Tensor
@@ -28,4 +29,5 @@ def runs_triton(tensor: Tensor) -> bool:
 
 @functools.cache
 def _installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    """Tell whether Triton is here, unless `AGMERGE_KERNEL=off` goes without all of our kernels; read once."""
+    return os.environ.get("AGMERGE_KERNEL") != "off" and importlib.util.find_spec("triton") is not None
