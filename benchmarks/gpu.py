@@ -46,7 +46,7 @@ WORLD: dict[int, Check] = {8: gpu_world.world}
 
 
 def about() -> dict[str, str]:
-    """The machine, and what drives it."""
+    """Return the machine, and what drives it."""
     properties = torch.cuda.get_device_properties(0)
     driver = subprocess.run(
         ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None, checks: Mapping[int, Check] | None =
 
 
 def found_by(number: int, check: Check, bench: Bench) -> Iterator[Figure]:
-    """What a check finds; an error of it is one more figure, which has failed."""
+    """Return what a check finds; an error of it is one more figure, which has failed."""
     try:
         yield from check(bench)
     except Exception as error:  # the others are still to be seen

@@ -1,4 +1,4 @@
-"""What the checks of ``benchmarks/gpu.py`` run on: a GPU with its clock, or, to try the checks themselves, the CPU."""
+"""Run the checks of ``benchmarks/gpu.py`` on a GPU with its clock, or, to try the checks themselves, the CPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Bench:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether there is something to measure."""
+        """Tell whether there is something to measure."""
         return self.device.type == "cuda"
 
     def synchronize(self) -> None:
@@ -39,7 +39,7 @@ class Bench:
             torch.cuda.synchronize()
 
     def micros(self, call: Callable[[], object]) -> float:
-        """Microseconds of the device for what ``call`` queues, with cold caches: the median."""
+        """Measure the microseconds of the device for what ``call`` queues, with cold caches: the median."""
         cache = torch.cuda.get_device_properties(self.device).L2_cache_size if self.is_gpu else 1 << 16
         flush = torch.empty(FLUSH * cache, dtype=torch.uint8, device=self.device)
         took = []
@@ -63,7 +63,7 @@ class Bench:
         return events[0].elapsed_time(events[1]) / 1e3
 
     def launches(self, call: Callable[[], object]) -> int:
-        """How many kernels ``call`` queues; 0 on the CPU."""
+        """Count the kernels that ``call`` queues; 0 on the CPU."""
         if not self.is_gpu:
             call()
             return 0
@@ -77,21 +77,21 @@ class Bench:
         return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in seen.events())
 
     def normal(self, n: int, seed: int = 0) -> Tensor:
-        """Normal numbers, the same on any device."""
+        """Draw normal numbers, the same on any device."""
         return torch.randn(n, generator=torch.Generator().manual_seed(seed)).to(self.device)
 
     def laplace(self, n: int, seed: int = 0) -> Tensor:
-        """Laplace's, likewise."""
+        """Draw numbers of Laplace's distribution, the same on any device."""
         uniform = torch.rand(n, generator=torch.Generator().manual_seed(seed)).sub_(0.5).to(self.device)
         return uniform.sign() * torch.log1p(-2 * uniform.abs()).clamp_(min=-30)
 
     def trained(self, n: int, seed: int = 0) -> Tensor:
-        """As a trained model's: normal, each thousand with a scale of its own, log-normal."""
+        """Draw numbers like a trained model's: normal, each thousand with a scale of its own, log-normal."""
         scales = torch.randn(-(-n // 1024), generator=torch.Generator().manual_seed(seed + 1)).exp_().to(self.device)
         return self.normal(n, seed) * scales.repeat_interleave(1024)[:n]
 
     def data(self) -> Mapping[str, Callable[[int], Tensor]]:
-        """What selections are tried on, by name."""
+        """Return what selections are tried on, by name."""
         return {"normal": self.normal, "Laplace": self.laplace, "trained": self.trained}
 
 
@@ -105,17 +105,17 @@ class Job:
 
     @property
     def elements(self) -> int:
-        """Of all parameters."""
+        """Count the elements of all parameters."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     @property
     def tensors(self) -> int:
-        """How many parameters there are."""
+        """Count the parameters."""
         return sum(1 for _ in self.model.parameters())
 
 
 def resnet(bench: Bench) -> Job:
-    """ResNet-50 with a batch so small that launches are what takes time."""
+    """Build ResNet-50 with a batch so small that launches are what takes time."""
     from networks.resnet import bottlenecks
 
     torch.manual_seed(0)
@@ -125,7 +125,7 @@ def resnet(bench: Bench) -> Job:
 
 
 def transformer(bench: Bench) -> Job:
-    """A model of the sizes of GPT-2 small, without its mask and its dropout."""
+    """Build a model of the sizes of GPT-2 small, without its mask and its dropout."""
     width, layers, tokens = (32, 2, 100) if bench.tiny else (768, 12, 50_257)
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(width, width // 16, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
@@ -149,7 +149,7 @@ def alone() -> None:
 
 
 def wrapped(job: Job, lr: float = 1e-3, **options: object) -> agmerge.DistributedOptimizer:
-    """Collective. SGD for a job, with every message compressed unless ``options`` say otherwise."""
+    """Collective. Wrap SGD for a job, with every message compressed unless ``options`` say otherwise."""
     alone()
     given = {"compression": "topk", "density": 0.01, "exchange": "sparse", "merging": "threshold", **options}
     return agmerge.DistributedOptimizer(

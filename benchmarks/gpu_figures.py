@@ -1,4 +1,4 @@
-"""What ``benchmarks/gpu.py`` judges by: figures with their limits, and the rules that make them from what was measured.
+"""Judge for ``benchmarks/gpu.py``: figures with their limits, and the rules that make them from what was measured.
 
 Nothing here needs a GPU. U(n) is the time of ``torch.add(r, g, out=w)`` over n elements of fp32 on the same GPU.
 """
@@ -27,11 +27,11 @@ class Figure:
 
     @property
     def failed(self) -> bool:
-        """Whether it is over its limit."""
+        """Tell whether it is over its limit."""
         return self.limit is not None and not self.value <= self.limit
 
     def line(self) -> str:
-        """The line that is printed."""
+        """Return the line that is printed."""
         word = "FAILED" if self.failed else "      " if self.limit is None else "ok    "
         limit = "" if self.limit is None else f"  (limit {shown(self.limit)})"
         return (
@@ -42,28 +42,28 @@ class Figure:
 
 
 def shown(value: float) -> str:
-    """A number in as many digits as are of use."""
+    """Return a number in as many digits as are of use."""
     return str(int(value)) if math.isfinite(value) and value == int(value) else f"{value:.3g}"
 
 
 def must(check: int, what: str, right: bool, note: str = "") -> Figure:
-    """Something that is right or not: 0 faults are allowed."""
+    """Judge something that is right or not: 0 faults are allowed."""
     return Figure(check, what, 0 if right else 1, "faults", 0, "" if right else note)
 
 
 def broke(check: int, what: str, error: BaseException) -> Figure:
-    """A check that ended with an error."""
+    """Report a check that ended with an error."""
     return Figure(check, what, math.nan, "", 0, f"{type(error).__name__}: {error}".splitlines()[0])
 
 
 def exit_code(figures: Sequence[Figure]) -> int:
-    """1 if one has failed, or none was judged."""
+    """Return 1 if one has failed, or none was judged."""
     judged = [figure for figure in figures if figure.limit is not None]
     return 1 if not judged or any(figure.failed for figure in judged) else 0
 
 
 def as_json(about: Mapping[str, Any], figures: Sequence[Figure]) -> dict[str, Any]:
-    """What ``--json`` writes: the machine, and each figure with whether it failed. NaN becomes None."""
+    """Return what ``--json`` writes: the machine, and each figure with whether it failed. NaN becomes None."""
     rows = [{**asdict(figure), "failed": figure.failed} for figure in figures]
     found = [{**row, "value": None if math.isnan(row["value"]) else row["value"]} for row in rows]
     return {"about": dict(about), "figures": found, "exit_code": exit_code(figures)}
@@ -73,7 +73,7 @@ def as_json(about: Mapping[str, Any], figures: Sequence[Figure]) -> dict[str, An
 
 
 def of_bandwidth(n: int, took: Mapping[str, tuple[float, float]]) -> list[Figure]:
-    """1. ``took``: by name (microseconds, bytes moved). The add is U."""
+    """Judge check 1. ``took``: by name (microseconds, bytes moved). The add is U."""
     return [
         Figure(1, f"{name}, {n:,} elements", size / micros / 1e3, f"GB/s in {shown(micros)} us")
         for name, (micros, size) in took.items()
@@ -81,7 +81,7 @@ def of_bandwidth(n: int, took: Mapping[str, tuple[float, float]]) -> list[Figure
 
 
 def of_kernels(n: int, what: str, took: Mapping[str, float], unit: float) -> list[Figure]:
-    """2. ``took``: microseconds by K1, K2, K3, K4 and "K1+K2+K3". ``what``: data and density. ``unit``: U(n)."""
+    """Judge check 2. ``took``: microseconds by name ("K1" to "K4" and sums). ``what``: data, density. ``unit``: U."""
     limits = {"K1": 1.10, "K3": 0.45, "K1+K2+K3": 1.5, "K4": 1.0}  # of U
     if n in LARGE:
         return [
@@ -93,7 +93,7 @@ def of_kernels(n: int, what: str, took: Mapping[str, float], unit: float) -> lis
 
 
 def of_compressor(n: int, name: str, micros: float, launches: float, unit: float) -> list[Figure]:
-    """3. One selection of a compressor. ``unit``: U(n)."""
+    """Judge check 3: one selection of a compressor. ``unit``: U(n)."""
     return [
         Figure(3, f"{name}, {n:,}: time", micros / unit, f"U = {shown(micros)} us", 3.0),
         Figure(3, f"{name}, {n:,}: kernels", launches, "launches", 10),
@@ -101,7 +101,7 @@ def of_compressor(n: int, name: str, micros: float, launches: float, unit: float
 
 
 def of_hooks(model: str, plain: float, wrapped: float, tensors: int) -> list[Figure]:
-    """5. ``plain``, ``wrapped``: seconds of the host in a backward without and with the optimizer's hooks."""
+    """Judge check 5. ``plain``, ``wrapped``: seconds of the host in a backward without and with hooks."""
     return [
         Figure(5, f"{model}: host time of backward", 100 * (wrapped / plain - 1), "% more", 10),
         Figure(5, f"{model}: host time of a hook", 1e6 * (wrapped - plain) / tensors, "us a tensor", 2),
@@ -109,7 +109,7 @@ def of_hooks(model: str, plain: float, wrapped: float, tensors: int) -> list[Fig
 
 
 def finish_of(ready: Sequence[float], travel: Sequence[float]) -> float:
-    """When the last message is there, in seconds: each leaves when it is ready and the one before it has arrived."""
+    """Return when the last is there, in seconds: each message leaves when ready and the one before has arrived."""
     end = 0.0
     for start, seconds in zip(ready, travel, strict=True):
         end = max(end, start) + seconds
@@ -117,7 +117,7 @@ def finish_of(ready: Sequence[float], travel: Sequence[float]) -> float:
 
 
 def of_overlap(model: str, predicted: float, exposed: float, travel: float) -> list[Figure]:
-    """6. Seconds that the exchange adds to a step, as predicted and as measured; ``travel``: of all its messages."""
+    """Judge check 6: seconds the exchange adds to a step, predicted and measured; ``travel``: of all its messages."""
     hidden = 100 * (1 - exposed / travel) if travel else 0.0
     return [
         Figure(6, f"{model}: exchange under backward", hidden, "%"),
@@ -126,7 +126,7 @@ def of_overlap(model: str, predicted: float, exposed: float, travel: float) -> l
 
 
 def of_memory(model: str, elements: int, base: int, peak: int, more: float) -> list[Figure]:
-    """7. ``base``, ``peak``: bytes of a step without and with the library; ``more``: its allocations a step."""
+    """Judge check 7. ``base``, ``peak``: bytes of a step without and with the library; ``more``: allocations a step."""
     return [
         Figure(7, f"{model}: memory beside model and optimizer", (peak - base) / elements, "bytes an element", 12.6),
         Figure(7, f"{model}: allocations in steps 3 to 5", more, "a step", 0),
@@ -134,7 +134,7 @@ def of_memory(model: str, elements: int, base: int, peak: int, more: float) -> l
 
 
 def of_world(took: Mapping[str, float]) -> list[Figure]:
-    """8. ``took``: seconds a step by contender. "ours, auto" is held against "DDP, dense"."""
+    """Judge check 8. ``took``: seconds a step by contender. "ours, auto" is held against "DDP, dense"."""
     dense = took["DDP, dense"]
     judged = {"ours, auto": 1.05}
     return [Figure(8, f"step, {name}", took[name] / dense, f"of DDP's = {1e3 * took[name]:.3g} ms", judged.get(name))

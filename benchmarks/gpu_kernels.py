@@ -19,19 +19,19 @@ Calls = dict[str, Callable[[], Any]]
 
 
 def unit(bench: Bench, n: int) -> float:
-    """U(n): microseconds of one add."""
+    """Measure U(n): microseconds of one add."""
     r, g, w = (torch.zeros(n, device=bench.device) for _ in range(3))
     return bench.micros(lambda: torch.add(r, g, out=w))
 
 
 def bandwidth(bench: Bench) -> Iterator[Figure]:
-    """1. Copy, read, add."""
+    """Run check 1: copy, read, add."""
     for n in bench.sizes:
         yield from of_bandwidth(n, passes(bench, n))
 
 
 def passes(bench: Bench, n: int) -> dict[str, tuple[float, float]]:
-    """Microseconds and bytes of each way to go over memory."""
+    """Measure microseconds and bytes of each way to go over memory."""
     r, g, w = (torch.zeros(n, device=bench.device) for _ in range(3))
     return {
         "copy": (bench.micros(lambda: w.copy_(r)), 8.0 * n),
@@ -84,7 +84,7 @@ def kernel_calls(gradient: Tensor, k: int, ranks: int = RANKS) -> Calls:
 
 
 def kernels(bench: Bench) -> Iterator[Figure]:
-    """2. K1 to K4."""
+    """Run check 2: K1 to K4."""
     for n in bench.sizes:
         one = unit(bench, n)
         for data, make in bench.data().items():
@@ -97,7 +97,7 @@ def kernels(bench: Bench) -> Iterator[Figure]:
 
 
 def compressors(bench: Bench) -> Iterator[Figure]:
-    """3. Every compressor as it is called, beside what torch has."""
+    """Run check 3: every compressor as it is called, beside what torch has."""
     for n in bench.sizes:
         one, k, vector = unit(bench, n), max(1, n // 100), bench.trained(n)
         for name, call in peers(vector, k).items():
@@ -108,7 +108,7 @@ def compressors(bench: Bench) -> Iterator[Figure]:
 
 
 def peers(vector: Tensor, k: int) -> Calls:
-    """What torch has for the same."""
+    """Time what torch has for the same."""
     return {
         "torch.topk": lambda: vector.abs().topk(k, sorted=False),
         "torch.kthvalue": lambda: vector.abs().kthvalue(vector.numel() - k + 1),
@@ -117,7 +117,7 @@ def peers(vector: Tensor, k: int) -> Calls:
 
 
 def selection(name: str, vector: Tensor, k: int) -> Callable[[], Any]:
-    """The next step of the compressor ``name``, as often as it is called."""
+    """Do the next step of the compressor ``name``, as often as it is called."""
     steps, chosen = itertools.count(), sparsifiers.get(name, 0.01)
     shapes = [(vector.numel() // 1000, 1000)]
     return lambda: chosen.select(vector, k=k, key="all", step=next(steps), shapes=shapes)

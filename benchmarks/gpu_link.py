@@ -96,7 +96,7 @@ class Link(Backend):
 
 
 def cycles_a_second(device: torch.device) -> float:
-    """How fast a spinning kernel counts, measured; the CPU has none."""
+    """Return how fast a spinning kernel counts, measured; the CPU has none."""
     if device.type != "cuda":
         return CLOCK
     torch.cuda._sleep(int(CLOCK / 100))

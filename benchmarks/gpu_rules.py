@@ -22,7 +22,7 @@ STEPS = 4
 
 
 def right(bench: Bench) -> Iterator[Figure]:
-    """4. Selections, sums, conservation, what is not finite, host waits, and torch's sanitizer."""
+    """Run check 4: selections, sums, conservation, what is not finite, host waits, and torch's sanitizer."""
     n = bench.sizes[0]
     for name in sparsifiers.names():
         yield from selections(bench, name, n)
@@ -35,7 +35,7 @@ def right(bench: Bench) -> Iterator[Figure]:
 
 
 def selections(bench: Bench, name: str, n: int) -> Iterator[Figure]:
-    """Equal to the host's where that is the promise, within the contract, and the same twice."""
+    """Check selections: equal to the host's where that is the promise, within the contract, and the same twice."""
     k = max(1, n // 100)
     for data, make in bench.data().items():
         vector = make(n)
@@ -50,7 +50,7 @@ def selections(bench: Bench, name: str, n: int) -> Iterator[Figure]:
 
 
 def sums(bench: Bench, n: int) -> Iterator[Figure]:
-    """W pretended ranks, added in rank order: the host's bits."""
+    """Check the sum of W pretended ranks, added in rank order: the host's bits."""
     for ranks in (1, 2, 8):
         gradient = bench.normal(n)
         found, expected = (
@@ -61,7 +61,7 @@ def sums(bench: Bench, n: int) -> Iterator[Figure]:
 
 
 def conservation(bench: Bench) -> Iterator[Figure]:
-    """Nothing is lost or invented: what is unsent and what was sent are what there was, to the bit."""
+    """Check that nothing is lost or invented: what is unsent and what was sent are what there was, to the bit."""
     job = resnet(bench)
     optimizer = wrapped(job)
     parameters = dict(job.model.named_parameters())
@@ -82,7 +82,7 @@ def conservation(bench: Bench) -> Iterator[Figure]:
 
 
 def nonfinite(bench: Bench) -> Iterator[Figure]:
-    """An infinity or a NaN in one gradient is an error that names its parameter."""
+    """Check that an infinity or a NaN in one gradient is an error that names its parameter."""
     job = resnet(bench)
     optimizer = wrapped(job)
     name, parameter = next((n, p) for n, p in job.model.named_parameters() if p.dim() > 1)
@@ -102,7 +102,7 @@ def nonfinite(bench: Bench) -> Iterator[Figure]:
 
 
 def waits(bench: Bench) -> Figure:
-    """Nothing waits in a hook, and ``synchronize()`` does once."""
+    """Check that nothing waits in a hook, and ``synchronize()`` does once."""
     job = resnet(bench)
     optimizer = wrapped(job)
     for _ in range(STEPS):  # ranks agree, plan and allocate
@@ -125,7 +125,7 @@ def waits(bench: Bench) -> Figure:
 
 
 def sanitized() -> Figure:
-    """Under torch's sanitizer of streams a training of some steps has nothing to say."""
+    """Check that torch's sanitizer of streams has nothing to say about a training of some steps."""
     code = "import gpu_rules; gpu_rules.some_steps()"
     ended = subprocess.run(
         [sys.executable, "-c", code],

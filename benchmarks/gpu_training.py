@@ -22,7 +22,7 @@ Step = Callable[[], object]
 
 
 def step_of(job: Job, optimizer: torch.optim.Optimizer) -> Step:
-    """A whole step."""
+    """Do a whole step."""
 
     def step() -> None:
         optimizer.zero_grad()
@@ -33,7 +33,7 @@ def step_of(job: Job, optimizer: torch.optim.Optimizer) -> Step:
 
 
 def backward_seconds(bench: Bench, job: Job, optimizer: torch.optim.Optimizer) -> float:
-    """Of the host, for one backward that begins with an idle device: the median."""
+    """Measure seconds of the host for one backward that begins with an idle device: the median."""
     took = []
     for step in range(WARM + STEPS):
         optimizer.zero_grad()
@@ -48,7 +48,7 @@ def backward_seconds(bench: Bench, job: Job, optimizer: torch.optim.Optimizer) -
 
 
 def hooks(bench: Bench) -> Iterator[Figure]:
-    """5. The host's time of a backward with and without hooks."""
+    """Run check 5: the host's time of a backward with and without hooks."""
     for make in (resnet, transformer):
         job = make(bench)
         plain = backward_seconds(bench, job, torch.optim.SGD(job.model.parameters(), lr=1e-3))
@@ -59,7 +59,7 @@ def hooks(bench: Bench) -> Iterator[Figure]:
 
 
 def seconds_of(bench: Bench, step: Step) -> float:
-    """Of a whole step, device included: the median."""
+    """Measure seconds of a whole step, device included: the median."""
     took = []
     for number in range(WARM + STEPS):
         bench.synchronize()
@@ -72,7 +72,7 @@ def seconds_of(bench: Bench, step: Step) -> float:
 
 
 def overlap(bench: Bench) -> Iterator[Figure]:
-    """6. With a pretended link: what of the exchange is not under backward."""
+    """Run check 6: with a pretended link: what of the exchange is not under backward."""
     alone()
     own = workers.bound()
     for make in (resnet, transformer):
@@ -92,7 +92,7 @@ def overlap(bench: Bench) -> Iterator[Figure]:
 
 
 def exposed_by(link: Link, job: Job, optimizer: torch.optim.Optimizer) -> float:
-    """Seconds that the last message of one step is on its way after backward, by when each was ready."""
+    """Return the seconds that the last message of one step is on its way after backward, by when each was ready."""
     begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     link.sent.clear()
@@ -108,7 +108,7 @@ def exposed_by(link: Link, job: Job, optimizer: torch.optim.Optimizer) -> float:
 
 
 def memory(bench: Bench) -> Iterator[Figure]:
-    """7. The most that was allocated, and how often, beside a step without the library."""
+    """Run check 7: the most that was allocated, and how often, beside a step without the library."""
     for make in (resnet, transformer):
         found = []
         for with_library in (False, True):
@@ -124,7 +124,7 @@ def memory(bench: Bench) -> Iterator[Figure]:
 
 
 def allocated(bench: Bench, step: Step) -> tuple[int, float]:
-    """Bytes at the peak of steps 3 to 5, and allocations a step in them."""
+    """Measure bytes at the peak of steps 3 to 5, and allocations a step in them."""
     for _ in range(2):
         step()
     if not bench.is_gpu:
@@ -139,7 +139,7 @@ def allocated(bench: Bench, step: Step) -> tuple[int, float]:
 
 
 def graph(bench: Bench) -> Iterator[Figure]:
-    """9. Forward and backward as a CUDA graph, then ``step()``: eager bits, or an error that names CUDA graphs."""
+    """Run check 9: forward and backward as a CUDA graph, then ``step()``: eager bits, or an error that names graphs."""
     if not bench.is_gpu:
         return
     eager = resnet(bench)
@@ -165,7 +165,7 @@ def graph(bench: Bench) -> Iterator[Figure]:
 
 
 def capture(job: Job, optimizer: torch.optim.Optimizer) -> Step:
-    """A graph of forward and backward; gradients keep their place."""
+    """Capture a graph of forward and backward; gradients keep their place."""
     optimizer.zero_grad(set_to_none=False)
     torch.cuda.synchronize()
     recorded = torch.cuda.CUDAGraph()

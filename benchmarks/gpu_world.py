@@ -24,7 +24,7 @@ SIZES = (1 << 16, 1 << 20, 1 << 24)  # bytes of messages alone
 
 
 def world(bench: Bench) -> Iterator[Figure]:
-    """8. Collective. Steps, messages, replicas, and two failures."""
+    """Collective. Run check 8: steps, messages, replicas, and two failures."""
     import torch.distributed as dist
 
     dist.init_process_group("nccl")
@@ -38,7 +38,7 @@ def world(bench: Bench) -> Iterator[Figure]:
 
 
 def contenders(bench: Bench) -> dict[str, tuple[Job, torch.optim.Optimizer]]:
-    """A job of its own for each, from the same parameters."""
+    """Make a job of its own for each, from the same parameters."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
     base = resnet(bench)
@@ -60,7 +60,7 @@ def contenders(bench: Bench) -> dict[str, tuple[Job, torch.optim.Optimizer]]:
 
 
 def steps(bench: Bench) -> Iterator[Figure]:
-    """Seconds a step, in turn; then whether replicas are equal."""
+    """Measure seconds a step, in turn; then whether replicas are equal."""
     running = contenders(bench)
     took: dict[str, list[float]] = {name: [] for name in running}
 
@@ -91,7 +91,7 @@ def steps(bench: Bench) -> Iterator[Figure]:
 
 
 def messages(bench: Bench) -> Iterator[Figure]:
-    """NCCL's all-gather and all-reduce of messages alone."""
+    """Measure NCCL's all-gather and all-reduce of messages alone."""
     for size in SIZES:
         sent = torch.zeros(size, dtype=torch.uint8, device=bench.device)
         summed = torch.zeros(size // 4, device=bench.device)
@@ -101,7 +101,7 @@ def messages(bench: Bench) -> Iterator[Figure]:
 
 
 def launched(what: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """Two ranks of :func:`child`, by a launcher of their own."""
+    """Run two ranks of :func:`child`, by a launcher of their own."""
     dropped = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "GROUP_", "ROLE_")
     env = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     env |= {"AGMERGE_TIMEOUT": str(TIMEOUT), "PYTHONPATH": os.pathsep.join(sys.path), **more}
@@ -111,7 +111,7 @@ def launched(what: str, **more: str) -> subprocess.CompletedProcess[str]:
 
 
 def lost_peer() -> Figure:
-    """A rank is killed: the other's error names it in time, and is printed before the process ends."""
+    """Check that where a rank is killed the other's error names it in time, and is printed before the process ends."""
     said = launched("killed")
     lines = [line for line in said.stdout.splitlines() if line.startswith("FOUND ")]
     seconds = float(lines[0].split()[1]) if lines else float("nan")
@@ -121,7 +121,7 @@ def lost_peer() -> Figure:
 
 
 def one_gpu() -> Figure:
-    """Two ranks on one GPU: the error says so, and what to do."""
+    """Check that with two ranks on one GPU the error says so, and what to do."""
     said = launched("crowded", CUDA_VISIBLE_DEVICES="0")
     return must(8, "two ranks on one GPU: the error says set_device", "set_device" in said.stdout + said.stderr)
 
