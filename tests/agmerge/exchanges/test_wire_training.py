@@ -51,7 +51,7 @@ def test_what_receivers_did_not_get_is_kept_at_density_1(
 
 
 def check_that_the_rest_is_kept(
-    wire: str, compression: str, sparsify: str, density: float, monkeypatch: pytest.MonkeyPatch, steps: int = 10
+    wire: str, compression: str, sparsify: str, density: float, monkeypatch: pytest.MonkeyPatch, steps: int = 5
 ) -> set[str]:
     """Train so many steps; return the codecs in use."""
     sent = Sent(monkeypatch)
