@@ -49,19 +49,18 @@ def kernel_calls(gradient: Tensor, k: int, ranks: int = RANKS) -> Calls:
     from sparsifiers import gpu
 
     n, device = gradient.numel(), gradient.device
-    staging = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
-    table, scratch = gpu.TensorTable.of([0], [n], device), gpu.Scratch.of(n, device)
+    table, scratch, largest = gpu.TensorTable([0], [n], device), gpu.Scratch(n, device), gpu.LargestKey(device)
     slots = gpu.Slots.of(k, device)
     residual, work, update = (torch.zeros(n, device=device) for _ in range(3))
 
     def compensate() -> None:
-        gpu.compensate(table, [gradient], residual, work, staging=staging, scratch=scratch)
+        gpu.compensate(table, [gradient], residual, work, scratch=scratch, largest=largest)
 
     def select(commit: bool = True, exact: bool = False) -> None:
-        gpu.select_largest(work, k, slots, scratch, exact=exact, counted=True, commit=commit)
+        gpu.select_largest(work, k, scratch, slots, exact=exact, commit=commit)
 
     def compact() -> None:
-        gpu.mark(work, 1, scratch)
+        gpu.mark(work, scratch)
         gpu.gather(work, slots, scratch, commit=False)  # else there was less to find each time
 
     def add() -> Tensor:

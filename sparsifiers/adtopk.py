@@ -16,10 +16,10 @@ from sparsifiers import threshold_reuse
 from sparsifiers.arguments import Request
 from sparsifiers.base import Selection, Sparsifier
 from sparsifiers.estimated import padded
-from sparsifiers.largest import select_largest_on_device
+from sparsifiers.largest import select_largest_on_device, select_rows_on_device
 from sparsifiers.magnitude import bit_view, magnitude_mask
 from sparsifiers.rows import matrices
-from sparsifiers.rows_device import largest_in_rows_on_device, maxima_and_largest_on_device
+from sparsifiers.rows_device import maxima_and_largest_on_device
 from sparsifiers.rows_host import largest_in_rows, maxima_and_largest
 from sparsifiers.stateful import Keyed
 
@@ -36,12 +36,13 @@ class AdTopKRow(Sparsifier):
     """
 
     name = "adtopk-row"
+    has_kernels = True
 
     def _select(self, vector: Tensor, request: Request) -> Selection:
         return _row_wise(vector, request, request.step)
 
     def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
-        return _row_wise_on_device(vector, request, request.step)
+        return select_rows_on_device(vector, request, request.step)
 
 
 class AdTopK(Keyed):
@@ -58,6 +59,7 @@ class AdTopK(Keyed):
     """
 
     name = "adtopk"
+    has_kernels = True
 
     def __init__(self, density: float = 0.01, reuse: bool = True) -> None:
         super().__init__(density)
@@ -76,8 +78,8 @@ class AdTopK(Keyed):
 
     def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
         if request.step % 2 == 0:
-            return _row_wise_on_device(vector, request, request.step // 2)
-        return select_largest_on_device(vector, request.k)
+            return select_rows_on_device(vector, request, request.step // 2)
+        return select_largest_on_device(vector, request)
 
     def options(self) -> dict[str, object]:
         return {"reuse": self.reuse}
@@ -106,14 +108,10 @@ class AdTopKFill(Sparsifier):
     def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
         forced = [matrix for matrix in matrices(request.shapes) if matrix.structured]
         if not forced:
-            return select_largest_on_device(vector, request.k)
+            return select_largest_on_device(vector, request)
         return Selection(maxima_and_largest_on_device(vector, request.k, request.step, forced), request.k)
 
 
 def _row_wise(vector: Tensor, request: Request, turn: int) -> Selection:
     bits, mask = bit_view(vector).numpy(), magnitude_mask(vector.dtype)
     return Selection(torch.from_numpy(largest_in_rows(bits, mask, request.k, turn, request.shapes)), request.k)
-
-
-def _row_wise_on_device(vector: Tensor, request: Request, turn: int) -> Selection:
-    return Selection(largest_in_rows_on_device(vector, request.k, turn, request.shapes), request.k)

@@ -15,6 +15,8 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
+from sparsifiers.gpu import Scratch
+
 NUMEL_LIMIT = 2**31  # indices travel as int32
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of vectors
 PLAIN = frozenset({int})  # of sizes; a bool is an int, but not of this type
@@ -28,6 +30,7 @@ class Request:
     key: str  # names the vector, and owns the state that belongs to it; "" in `capacity`
     step: int  # committed exchanges so far, equal on all ranks
     shapes: tuple[tuple[int, ...], ...]  # of the tensors that the vector concatenates; (numel,) where not given
+    scratch: Scratch | None = None  # kept beside the vector, for a selection that may be made later; None: make it now
 
 
 def budget(density: float, numel: int) -> int:
@@ -83,6 +86,7 @@ def check_request(
     key: str,
     step: int,
     shapes: Sequence[Sequence[int]] | None,
+    scratch: Scratch | None = None,
 ) -> Request:
     """Return the call as a Request, with k from the density where it is None.
 
@@ -106,7 +110,11 @@ def check_request(
     if step < 0:
         raise ValueError(f"{_where(owner, key)}: step is {step}; it counts committed exchanges from 0")
     parts = ((numel,),) if shapes is None else _shapes(owner, key, numel, shapes)
-    return Request(k, key, step, parts)
+    if scratch is not None and scratch.length != numel:
+        raise ValueError(
+            f"{_where(owner, key)}: the scratch is of {scratch.length} elements, but the vector has {numel}"
+        )
+    return Request(k, key, step, parts, scratch)
 
 
 def _shapes(owner: object, key: str, numel: int, shapes: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from sparsifiers.arguments import Request, check_density, check_request, check_vector
 from sparsifiers.canonical import canonical
 from sparsifiers.compressor import Compressor, Kind
+from sparsifiers.gpu import Scratch
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +42,11 @@ class Selection:
         elif not 0 <= self.count <= self.indices.numel():
             raise ValueError(f"Selection: count is {self.count}, outside [0, {self.indices.numel()}], the capacity")
 
+    @property
+    def capacity(self) -> int:
+        """Return how many slots there are."""
+        return self.indices.numel()
+
     def trimmed(self) -> Tensor:
         """Return the selected indices without padding, int64[count]. Waits for the device if `count` is on one."""
         return self.indices[: int(self.count)].long()
@@ -57,6 +63,7 @@ class Sparsifier(Compressor):
 
     kind = Kind.SPARSE
     memory = "residual"
+    has_kernels = False  # where a device has kernels, they make its selections: it may be given a `Scratch`
     density: float  # selected / total elements, in (0, 1]; used where the caller gives no k
 
     def __init__(self, density: float = 0.01) -> None:
@@ -70,6 +77,7 @@ class Sparsifier(Compressor):
         key: str = "",
         step: int = 0,
         shapes: Sequence[Sequence[int]] | None = None,
+        scratch: Scratch | None = None,
     ) -> Selection:
         """Choose at most k coordinates of `vector`, which is 1-D, of any float dtype, stride and device.
 
@@ -77,12 +85,17 @@ class Sparsifier(Compressor):
         key: names the vector, and owns the state that belongs to it; a key not seen before starts cold.
         step: committed exchanges so far, the only clock; equal on all ranks.
         shapes: those of the tensors that the vector concatenates; None: it is one 1-D tensor.
+        scratch: what kernels keep beside the vector, where the sparsifier `has_kernels`. The selection is then made
+            when somebody looks at it, or says where it is to be written (`Deferred`): till then the vector must stay as
+            it is. None: it is made now.
 
         The vector is not changed, no gradient is recorded, and nothing waits for a device. ValueError or TypeError
         for arguments outside the contract.
         """
         check_vector(self, vector, key)
-        request = check_request(self, self.density, vector.numel(), k=k, key=key, step=step, shapes=shapes)
+        request = check_request(
+            self, self.density, vector.numel(), k=k, key=key, step=step, shapes=shapes, scratch=scratch
+        )
         if request.k == 0:
             return Selection(torch.empty(0, dtype=torch.int32, device=vector.device), 0)
         vector = vector.detach().resolve_neg()

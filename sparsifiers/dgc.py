@@ -69,6 +69,7 @@ class DGC(Sparsifier):
             raise ValueError(f"dgc: sample_ratio is {sample_ratio!r}, outside (0, 1]; the authors take 0.01")
         if mode not in ("exact", "paper"):
             raise ValueError(f"dgc: mode is {mode!r}; choose 'exact' or 'paper'")
+        self.has_kernels = mode == "exact"
 
     def options(self) -> dict[str, object]:
         return {"sample_ratio": self.sample_ratio, "mode": self.mode}
@@ -90,8 +91,8 @@ class DGC(Sparsifier):
 
     def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
         """Select on any device; no value is read by the host. count is a tensor in mode "paper", else k."""
-        if self.mode == "exact" and gpu.has_kernels(vector):
-            return select_in_kernels(vector, request.k, exact=True)
+        if self.has_kernels and gpu.has_kernels(vector):
+            return select_in_kernels(vector, request, exact=True)
         keys, dtype, k = keys_of(vector), vector.dtype, request.k
         key = self._threshold(vector, request)
         if self.mode == "exact":

@@ -76,10 +76,13 @@ class DGCMemory(Memory):
         else:
             torch.add(residual, momentum.after, out=work)
 
+    def rate_of(self, rate: Rate | None) -> Rate:
+        """Return the momentum that is applied. `rate`: what the optimizer says of it; None: nothing."""
+        return Rate(MOMENTUM if self.momentum is None else self.momentum, self.nesterov) if rate is None else rate
+
     def _advance(self, gradient: Tensor, momentum: Momentum) -> bool:
         """Write the momentum of this step to `momentum.after`; return whether it is in Nesterov's form."""
-        own = Rate(MOMENTUM if self.momentum is None else self.momentum, self.nesterov)
-        factor, nesterov = own if momentum.rate is None else momentum.rate
+        factor, nesterov = self.rate_of(momentum.rate)
         if nesterov:
             torch.add(momentum.before, gradient, out=momentum.after).mul_(factor)
         else:

@@ -43,6 +43,7 @@ class Estimated(Keyed):
     bisection for the k-th largest key, and count is always k; with kernels (`sparsifiers.gpu`) a histogram finds it.
     """
 
+    has_kernels = True
     least: float = LEAST  # the smallest part of k that is sent, where there are as many non-zeros
 
     @abstractmethod
@@ -75,7 +76,7 @@ class Estimated(Keyed):
     def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
         """Select k on any device, by a histogram or by bisection from the estimate; no value is read by the host."""
         if gpu.has_kernels(vector):
-            return select_in_kernels(vector, request.k, exact=False)
+            return select_in_kernels(vector, request, exact=False)
         keys, start = keys_of(vector), key_floor(self.start(vector, request)[0], vector.dtype)
         return Selection(take(keys, *bracket(keys, request.k, vector.dtype, start=start), request.k)[0], request.k)
 

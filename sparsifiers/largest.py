@@ -2,30 +2,48 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from sparsifiers import gpu
+from sparsifiers.arguments import Request
 from sparsifiers.base import Selection
+from sparsifiers.deferred import Deferred, Select
 from sparsifiers.device import largest_magnitudes_on_device
+from sparsifiers.rows_device import largest_in_rows_on_device
 
 
-def select_largest_on_device(vector: Tensor, k: int) -> Selection:
+def select_largest_on_device(vector: Tensor, request: Request) -> Selection:
     """Return the k largest magnitudes of floats [n], 1 <= k <= n, ascending; of equals the lowest index, NaN largest.
 
     Nothing waits for the device.
     """
     if gpu.has_kernels(vector):
-        return select_in_kernels(vector, k, exact=True)
-    return Selection(largest_magnitudes_on_device(vector, k), k)
+        return select_in_kernels(vector, request, exact=True)
+    return Selection(largest_magnitudes_on_device(vector, request.k), request.k)
 
 
-def select_in_kernels(vector: Tensor, k: int, *, exact: bool) -> Selection:
+def select_rows_on_device(vector: Tensor, request: Request, turn: int) -> Selection:
+    """Return the largest of each row, k in all, as `sparsifiers.rows.deal` deals them; nothing waits for the device."""
+    if not gpu.has_kernels(vector):
+        return Selection(largest_in_rows_on_device(vector, request.k, turn, request.shapes), request.k)
+    scratch = request.scratch or gpu.Scratch(vector.numel(), vector.device)
+    rows = scratch.row_table(request.shapes)
+    return _later_or_now(vector, request, partial(gpu.select_rows, vector, rows, request.k, turn, scratch))
+
+
+def select_in_kernels(vector: Tensor, request: Request, *, exact: bool) -> Selection:
     """Return k of the largest magnitudes of fp32 [n], 1 <= k <= n, ascending, with their values; nothing waits.
 
     exact: the k largest. Else all that are larger than the k-th by an eighth of an octave, and of those as large as it
     within that the first: for methods that estimate where the k-th lies, which a histogram tells in one pass.
     """
-    slots = gpu.Slots.of(k, vector.device)
-    scratch = gpu.Scratch.of(vector.numel(), vector.device)
-    gpu.select_largest(vector, k, slots, scratch, exact=exact, counted=False, zeros=True, commit=False)
-    return Selection(slots.indices, k, slots.values)
+    scratch = request.scratch or gpu.Scratch(vector.numel(), vector.device)
+    return _later_or_now(vector, request, partial(gpu.select_largest, vector, request.k, scratch, exact=exact))
+
+
+def _later_or_now(vector: Tensor, request: Request, select: Select) -> Selection:
+    """Return what `select` makes, later where the request has a scratch: then somebody may say where."""
+    deferred = Deferred(request.k, vector.device, select)
+    return deferred if request.scratch is not None else Selection(deferred.indices, deferred.count, deferred.values)

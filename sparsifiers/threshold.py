@@ -43,6 +43,7 @@ class Threshold(Keyed):
         self.tau = None if tau is None else number("threshold", "tau", tau)
         if self.tau is not None and not 0.0 < self.tau < math.inf:
             raise ValueError(f"threshold: tau is {tau!r}; it must be finite and above 0, or None to follow k")
+        self.has_kernels = self.tau is None
 
     def options(self) -> dict[str, object]:
         return {"tau": self.tau}
@@ -60,8 +61,8 @@ class Threshold(Keyed):
     def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
         """Select on any device; no value is read by the host. count is a tensor where tau is given, else k."""
         k, n, dtype = request.k, vector.numel(), vector.dtype
-        if self.tau is None and gpu.has_kernels(vector):
-            return select_in_kernels(vector, k, exact=False)
+        if self.has_kernels and gpu.has_kernels(vector):
+            return select_in_kernels(vector, request, exact=False)
         keys = keys_of(vector)
         if self.tau is not None:
             floor = key_floor(_on_device(self.tau, vector.device), dtype)

@@ -27,10 +27,11 @@ class TopK(Sparsifier):
     """
 
     name = "topk"
+    has_kernels = True
 
     def _select(self, vector: Tensor, request: Request) -> Selection:
         indices = largest_magnitudes(bit_view(vector).numpy(), magnitude_mask(vector.dtype), request.k)
         return Selection(torch.from_numpy(indices), request.k)
 
     def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
-        return select_largest_on_device(vector, request.k)
+        return select_largest_on_device(vector, request)

@@ -23,11 +23,16 @@ from agmerge.ops import ReduceOp
 from agmerge.tensors.arena import Unwritten
 from agmerge.tensors.layout import Segment, Slot
 from sparsifiers import Selection
+from sparsifiers.deferred import Deferred
+from sparsifiers.gpu import IndexSection, Slots
 
 # commit(segment, indices, sent) takes this rank's part of the update off the segment's work: work[indices] -= sent.
 # indices: int32 or int64, (n,), or None: of all its elements. sent: (n,), or None: all there is, as it is.
 Commit = Callable[[Segment, "torch.Tensor | None", "torch.Tensor | Unwritten | None"], None]
 
+# take(segment, offer, slots, section) writes what is offered of a segment into its message, and takes that off the
+# segment's work in the same pass. Returns False, with nothing done, where that takes two.
+Take = Callable[[Segment, Deferred, Slots, IndexSection], bool]
 
 # What all ranks have sent of a segment, (indices, values) by rank, and the factor of these values. Returns whether that
 # is enough: then no update is written.
@@ -49,6 +54,7 @@ class ExchangeContext:
     cast: torch.dtype | None = None  # dtype of dense segments on the wire; None: the gradient's own
     keeps: bool = False  # `work` of dense segments holds a residual, so that what is sent has to be committed
     receive: Receive = lambda segment, parts, scale: False  # asked where ranks' selections are at hand, one by one
+    take: Take = lambda segment, offer, slots, section: False  # asked where a message has the values themselves
     bases: Bases | None = None  # of low-rank lanes; None: there are none
     workers: int | None = None  # whose gradients a sum has; None: one of each rank of `comm`
 

@@ -18,6 +18,7 @@ from agmerge.exchanges.message.codec import clear_behind
 from agmerge.exchanges.message.format import Flag, Format, RoundHeader, Section
 from agmerge.exchanges.message.indices import in_order
 from sparsifiers import Selection, kernel
+from sparsifiers.deferred import Deferred
 
 Part = tuple[torch.Tensor, torch.Tensor]  # indices (int32) and values of one rank
 
@@ -39,7 +40,7 @@ class SparseExchange(Exchange):
         self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
     ) -> InFlight:
         """Collective. Encode what is offered, commit what receivers will read of it, and start the all-gather."""
-        capacities = [None if offer is None else offer.indices.numel() for offer in offers]
+        capacities = [None if offer is None else offer.capacity for offer in offers]
         layout = self.format_of(name, loads, capacities, self.context.wire)
         device = loads[0].work.device
         message = self.keep(("message", name), layout.size, torch.uint8, device)
@@ -47,36 +48,47 @@ class SparseExchange(Exchange):
         elements = 0
         counts: list[int | torch.Tensor] = []
         for load, offer, section in zip(loads, offers, layout.sections, strict=True):
-            if offer is None or section.index is None or section.value is None:
+            if offer is None:
                 message[section.values].view(load.segment.lane.dtype).copy_(load.work)
                 elements += load.segment.numel
                 counts.append(0)
             else:
-                chosen = offer.values
-                if chosen is None:
-                    chosen = clear_behind(load.work.index_select(0, offer.indices), offer.count)
-                if not section.value.has_zero:
-                    offer, chosen = without_zeros(offer, chosen)
-                if isinstance(section.index, Everything):
-                    values, count = spread(offer, chosen, section.index.length)
-                    sent = section.value.encode(values, message[section.values])
-                    if values is not chosen:
-                        sent = clear_behind(sent.index_select(0, offer.indices), offer.count)
-                else:
-                    count = offer.count
-                    if fused.writes(section, device):
-                        fused.encode_indices(section, offer.indices, count, message)
-                    else:
-                        section.index.encode(offer.indices, count, message[section.indices])
-                    sent = section.value.encode(chosen, message[section.values], count)
-                self.commit(load.segment, offer.indices, sent)
-                elements += min(offer.indices.numel(), load.segment.numel)
-                counts.append(count)
+                elements += min(offer.capacity, load.segment.numel)
+                counts.append(self._write(load, offer, section, message))
         layout.write_header(message, control, counts, seal=True)
         handle = self.comm.all_gather(received, message, name)
         return InFlight(
             name, loads, control, handle, layout.size, elements, message, received, layout, codecs=layout.by_codec
         )
+
+    def _write(
+        self, load: SegmentBuffers, offer: Selection, section: Section, message: torch.Tensor
+    ) -> int | torch.Tensor:
+        """Write what is offered of one segment, and take it off its work; return the count to announce."""
+        if isinstance(offer, Deferred):
+            places = fused.places(section, message)
+            if places is not None and self.context.take(load.segment, offer, *places):
+                return offer.count
+        assert section.index is not None and section.value is not None
+        chosen = offer.values
+        if chosen is None:
+            chosen = clear_behind(load.work.index_select(0, offer.indices), offer.count)
+        if not section.value.has_zero:
+            offer, chosen = without_zeros(offer, chosen)
+        if isinstance(section.index, Everything):
+            values, count = spread(offer, chosen, section.index.length)
+            sent = section.value.encode(values, message[section.values])
+            if values is not chosen:
+                sent = clear_behind(sent.index_select(0, offer.indices), offer.count)
+        else:
+            count = offer.count
+            if fused.writes(section, message.device):
+                fused.encode_indices(section, offer.indices, count, message)
+            else:
+                section.index.encode(offer.indices, count, message[section.indices])
+            sent = section.value.encode(chosen, message[section.values], count)
+        self.commit(load.segment, offer.indices, sent)
+        return count
 
     def wait(self, pending: InFlight) -> RoundHeader:
         """Collective. Wait for the all-gather, check all messages, and return what all ranks say together."""

@@ -31,12 +31,15 @@ from agmerge.exchanges.table import exchange_of
 from agmerge.metrics.step_times import clock_for
 from agmerge.options.config import Config
 from agmerge.step.importance import GradientEnergy
+from agmerge.step.kernel_buffers import KernelBuffers
 from agmerge.step.side_streams import SideStreams
 from agmerge.step.update_home import InArenas
 from agmerge.tensors.arena import Arena, Unwritten, trim
 from agmerge.tensors.layout import Lane, Layout, Segment, Slot
 from agmerge.tensors.parameters import ParameterInfo
 from sparsifiers import Kind, LowRank, kernel
+from sparsifiers.deferred import Deferred
+from sparsifiers.gpu import IndexSection, Slots
 from sparsifiers.memories import NoMemory
 
 BATCH_COPY_LIMIT = 1 << 14  # elements up to which a tensor that is sent whole waits for its merge buffer
@@ -142,6 +145,7 @@ class MergeBuffers:
                 exchange = exchanges[Kind.DENSE if goes_dense else group[0].lane.kind]
                 messages.append(Message(message_name(index, number), index, exchange, tuple(group)))
             self.messages.append(messages)
+        self.kernels = KernelBuffers(self.messages, self.config.compressor)
         self.buffer_of = [index for index, count in enumerate(plan.counts) for _ in range(count)]
         # By slot: its own segment, if it is selected from before it is merged; in parts, each is when its turn comes.
         self.presparsified = {
@@ -198,6 +202,7 @@ class MergeBuffers:
             cast=config.cast,
             keeps=any(config.memory_of(kind).has_residual or config.memory_of(kind).hands_back for kind in Kind),
             receive=self._receive,
+            take=self._take,
             bases=self.bases,
             workers=self.comm.size,  # a node's sum counts for all of its ranks
         )
@@ -229,6 +234,10 @@ class MergeBuffers:
             self.sent.append((segment, indices, sent))
         else:
             arena.commit(segment, indices, sent)
+
+    def _take(self, segment: Segment, offer: Deferred, slots: Slots, section: IndexSection) -> bool:
+        """Write what is offered of a segment, and take it off what is kept in the same pass, where that can be done."""
+        return self.arenas[segment.lane].take(segment, offer, slots, section)
 
     def forget_round(self) -> None:
         """Forget what a round has sent, received and staged: it has been applied, or comes to nothing."""
@@ -272,7 +281,7 @@ class MergeBuffers:
                 self._fixed_budgets[segment.key] = k
         work, shapes = self.arenas[segment.lane].work[segment.start : segment.stop], segment.shapes
         if len(segment.slots) == 1:
-            return work[: segment.numel], k, shapes[:1]  # no padding
+            return work[: segment.vector_length], k, shapes[:1]  # no padding
         # Everything, padding too: else it could be chosen in place of an element.
         return work, segment.length if k == segment.numel else k, shapes
 

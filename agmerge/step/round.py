@@ -16,12 +16,13 @@ from agmerge.exchanges.message.format import Flag, RoundHeader
 from agmerge.exchanges.routing import Message
 from agmerge.metrics.step_times import Clock, StepRecorder
 from agmerge.metrics.totals import Totals
+from agmerge.step.batches import Batches
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.queued_messages import said_by_all
-from agmerge.tensors.arena import Add, Arena, is_movable
+from agmerge.tensors.arena import Add, is_movable
 from agmerge.tensors.difference import Difference
-from agmerge.tensors.layout import Lane, Segment, Slot
-from agmerge.tensors.nonfinite import NonFiniteGuard, is_finite
+from agmerge.tensors.layout import Segment, Slot
+from agmerge.tensors.nonfinite import NonFiniteGuard
 from sparsifiers import Kind, Selection, Sparsifier
 
 # Asked for a tensor that nobody has handed over, by name.
@@ -62,8 +63,7 @@ class Round:
         # Tensors still to come, per merge buffer.
         self._missing = [count if self._is_due(buffer) else 0 for buffer, count in enumerate(buffers.plan.counts)]
         self._added: dict[int, bool] = {}  # by slot: whether there was a gradient
-        self._batches: dict[int, list[tuple[Slot, torch.Tensor | None]]] = {}  # by merge buffer: not yet in `work`
-        self._read: list[torch.Tensor] = []  # gradients on devices, which are perhaps still to be read
+        self._batches = Batches(buffers, self.guard)
         self._offers: dict[int, Selection] = {}  # by slot, of tensors that are sparsified ahead
         self._is_prepared: set[int] = set()  # slots that were prepared when their gradient was added up
         self._has_moved: set[int] = set()  # of these, those whose gradient was copied to where the update will be
@@ -95,16 +95,11 @@ class Round:
         """
         if not self._added:
             self.recorder.begin()
-        held = gradient
         moves = not self.dirty and self.buffers.may_move[slot.index]
-        if gradient is None or not moves:
-            self._on_gradient(slot, gradient)
-        elif slot.lane.on_device:  # there it may wait for its merge buffer: it has to lie where it will be read
-            held = gradient = self._moved(slot, gradient)
-            self._on_gradient(slot, gradient)
-        else:
-            self._on_gradient(slot, gradient)
-            held = self._moved(slot, gradient)
+        if gradient is not None and moves and slot.lane.on_device:
+            gradient = self._moved(slot, gradient)  # it may wait for its merge buffer: it has to lie where it is read
+        self._on_gradient(slot, gradient)
+        held = self._moved(slot, gradient) if gradient is not None and moves and not slot.lane.on_device else gradient
         self._on_added(slot, gradient)
         return held
 
@@ -146,7 +141,7 @@ class Round:
             return
         if slot.index in self.buffers.batched and (gradient is not None or slot.lane.on_device):
             gradient = gradient.tensor() if isinstance(gradient, Difference) else gradient
-            self._batches.setdefault(self.buffers.buffer_of[slot.index], []).append((slot, gradient))
+            self._batches.hold(slot, gradient)
             return
         arena = self.buffers.arena_of[slot.index]
         finite = arena.accumulate(slot, gradient, self._add_and_prepare(slot))
@@ -176,40 +171,6 @@ class Round:
 
         return add
 
-    def _accumulate_batches(self, buffer: int) -> None:
-        """Accumulate all tensors of a merge buffer that have waited for it to be complete, lane by lane."""
-        by_lane: dict[Lane, list[tuple[Slot, torch.Tensor | None]]] = {}
-        for slot, gradient in self._batches.pop(buffer, ()):
-            by_lane.setdefault(slot.lane, []).append((slot, gradient))
-        for lane, batch in by_lane.items():
-            accumulate = self._accumulate_on_device if lane.on_device else self._copy_batch
-            accumulate(self.buffers.arenas[lane], batch)
-
-    def _accumulate_on_device(self, arena: Arena, batch: list[tuple[Slot, torch.Tensor | None]]) -> None:
-        """Accumulate all tensors of a merge buffer that lie in ``arena``: in few launches, one look at all."""
-        # What is kept is this rank's own to the end of the round, and so is a gradient; a sum over ranks is not.
-        kept = arena.memory.has_residual
-        parts = [
-            (slot.name, arena.work_of(slot) if kept else gradient) for slot, gradient in batch if gradient is not None
-        ]
-        self._read += [gradient for _, gradient in batch if gradient is not None]
-        self.guard.inspect_on_device(arena.accumulate_all(batch), parts)
-        if self.buffers.energy is not None and arena.lane.sparse:
-            for slot, gradient in batch:
-                self.buffers.energy.add(slot, gradient)
-
-    def _copy_batch(self, arena: Arena, batch: list[tuple[Slot, torch.Tensor | None]]) -> None:
-        """Put all small tensors of a merge buffer that are sent whole into ``arena``: one call, one look at all."""
-        given = [gradient for _, gradient in batch if gradient is not None]  # all of them
-        torch._foreach_copy_([arena.work_of(slot) for slot, _ in batch], given)
-        start, stop = min(slot.offset for slot, _ in batch), max(slot.end for slot, _ in batch)
-        # What lies between them is of the same merge buffer, and finite, or padding.
-        if is_finite(arena.work[start:stop]):
-            return
-        for slot, _ in batch:
-            if self.guard.inspect(slot, arena.work_of(slot)):
-                arena.accumulate(slot, None)
-
     # -- messages leave -------------------------------------------------------------------------------------------
 
     def _send_complete(self, slot: Slot) -> None:
@@ -238,8 +199,7 @@ class Round:
             self._in_flight.append([])
             return
         with self.buffers.side.within():
-            if self._batches:
-                self._accumulate_batches(buffer)
+            self._batches.accumulate(buffer)
             first, *others = self.buffers.messages[buffer]
             sent = [(first, self._start(first))]
             self.recorder.mark(buffer)
@@ -281,7 +241,8 @@ class Round:
         if self.dirty:
             capacity = sparsifier.capacity(work.numel(), k=k, step=self.step, shapes=shapes)
             return Selection(torch.zeros(capacity, dtype=torch.int32, device=work.device), 0)
-        return sparsifier.select(work, k=k, key=segment.key, step=self.step, shapes=shapes)
+        scratch = self.buffers.kernels.scratch(segment)
+        return sparsifier.select(work, k=k, key=segment.key, step=self.step, shapes=shapes, scratch=scratch)
 
     def _poll(self) -> None:
         """See what has arrived: without it, nothing would be known of exchanges that backward hides."""
@@ -380,7 +341,7 @@ class Round:
     def let_go(self) -> None:
         """Let what is done on devices from now on come behind this round, which then needs nothing to stay there."""
         self.buffers.side.join()
-        self._read.clear()
+        self._batches.let_go()
 
     def undo(self) -> None:
         """Make the compressor remember what it did before this attempt. Residuals are as they were anyway."""

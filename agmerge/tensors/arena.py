@@ -19,6 +19,9 @@ import torch
 from agmerge.tensors.difference import Difference
 from agmerge.tensors.layout import Lane, Segment, Slot
 from sparsifiers import Memory, Momentum, Rate, kernel
+from sparsifiers.deferred import Deferred
+from sparsifiers.dgc_memory import DGCMemory
+from sparsifiers.gpu import IndexSection, LargestKey, Momenta, Scratch, Slots, TensorTable, compensate, has_kernels
 from sparsifiers.memories import NoMemory, Residual
 
 LINE = 64  # bytes
@@ -128,6 +131,10 @@ class Arena:
         self._adds_up = type(memory)._compensate is Residual._compensate  # work is residual + gradient, and that is all
         self._is_sum = self._adds_up or type(memory)._compensate is NoMemory._compensate  # or the gradient alone
         self._momentum_of_gradients = memory.has_momentum and memory.has_residual
+        # Kernels know the momentum of deep gradient compression; its clipping looks at each tensor before.
+        self._is_dgc = isinstance(memory, DGCMemory) and type(memory)._compensate is DGCMemory._compensate
+        self._is_clipped = isinstance(memory, DGCMemory) and memory.clipping is not None
+        self._tables: dict[tuple[int, ...], TensorTable] = {}  # of tensors that are accumulated together, by index
         self.in_place = not memory.has_residual and lane.dtype == lane.storage
         self.update = first if self.in_place else zeros(length, lane.dtype, lane.device)
         # `.data`: each with a version of its own, which tells whether a script has written to it.
@@ -193,17 +200,35 @@ class Arena:
                 return finite
         return self.memory.compensate(self._views[self._turn][index], residual, gradient, momentum, self._size)
 
-    def accumulate_all(self, gradients: Sequence[tuple[Slot, torch.Tensor | None]]) -> torch.Tensor:
+    def accumulate_all(
+        self, gradients: Sequence[tuple[Slot, torch.Tensor | None]], largest: LargestKey, scratch: Scratch | None
+    ) -> torch.Tensor:
         """Do what :meth:`accumulate` does, on a device, for all tensors of one merge buffer: in few launches.
 
-        They lie side by side. Returns their part of ``work``, 1-D.
+        They lie side by side. ``largest``: for all that a merge buffer has on the device. ``scratch``: of their part of
+        ``work``, if that is selected from as it is. Returns their largest magnitude, 0-dim.
         """
-        start, stop = min(slot.offset for slot, _ in gradients), max(slot.end for slot, _ in gradients)
-        work = self.work[start:stop]
-        if not self._is_sum:
+        slots = [slot for slot, _ in gradients]
+        part = slice(min(slot.offset for slot in slots), max(slot.end for slot in slots))
+        work = self.work[part]
+        if scratch is not None:
+            scratch.forget()
+        if self._in_one_pass(gradients) and has_kernels(work):
+            rows = [None if gradient is None else gradient.contiguous() for _, gradient in gradients]
+            residual = self._slabs[1 - self._turn][part] if self.memory.has_residual else None
+            momenta = self._momenta_of(part, slots[0])
+            compensate(self._table(slots), rows, residual, work, largest=largest, scratch=scratch, momenta=momenta)
+            return largest.magnitude
+        if self._is_sum:
+            self._add_up(gradients, part)
+        else:
             for slot, gradient in gradients:
                 self.accumulate(slot, gradient)
-            return work
+        magnitude: torch.Tensor = torch.linalg.vector_norm(work, torch.inf)
+        return magnitude
+
+    def _add_up(self, gradients: Sequence[tuple[Slot, torch.Tensor | None]], part: slice) -> None:
+        """Write ``work = residual + gradient`` for tensors side by side in ``part``, with torch's operations."""
         views = self._views[self._turn]
         given = [(views[slot.index], gradient) for slot, gradient in gradients if gradient is not None]
         missing = [views[slot.index] for slot, gradient in gradients if gradient is None]
@@ -212,8 +237,33 @@ class Arena:
         if missing:
             torch._foreach_zero_(missing)
         if self.memory.has_residual:
-            work.add_(self._slabs[1 - self._turn][start:stop])  # padding is 0 in both
-        return work
+            self.work[part].add_(self._slabs[1 - self._turn][part])  # padding is 0 in both
+
+    def _in_one_pass(self, gradients: Sequence[tuple[Slot, torch.Tensor | None]]) -> bool:
+        """Tell whether a kernel does what the memory does, for all of these tensors alike."""
+        if any(gradient is not None and gradient.dtype != self.lane.dtype for _, gradient in gradients):
+            return False
+        if not self._is_dgc:
+            return self._is_sum
+        return not self._is_clipped and len({self._rate_of(slot) for slot, _ in gradients}) == 1
+
+    def _momenta_of(self, part: slice, slot: Slot) -> Momenta | None:
+        """Return what a kernel is given of the momentum of gradients, that of ``slot``; None: there is none."""
+        if not isinstance(self.memory, DGCMemory) or not self._is_dgc:
+            return None
+        factor, nesterov = self.memory.rate_of(self._rate_of(slot))
+        return Momenta(self._momenta[1 - self._turn][part], self._momenta[self._turn][part], factor, nesterov)
+
+    def _rate_of(self, slot: Slot) -> Rate | None:
+        return None if self._rate is None else self._rate(slot)
+
+    def _table(self, slots: Sequence[Slot]) -> TensorTable:
+        """Return where tensors that lie side by side begin and end, in elements from the first one on."""
+        key = tuple(slot.index for slot in slots)
+        if key not in self._tables:
+            offsets = [slot.offset - slots[0].offset for slot in slots]
+            self._tables[key] = TensorTable(offsets, [slot.numel for slot in slots], self.lane.device)
+        return self._tables[key]
 
     def move_to_update(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
         """Return what ``p.grad`` should be until the exchange has ended: see :func:`move_to_update`.
@@ -246,6 +296,21 @@ class Arena:
         if self.memory.has_momentum and indices is not None and sent is not None:
             self.memory.mask(self._momenta[self._turn][part], indices, sent)
 
+    def take(self, segment: Segment, offer: Deferred, slots: Slots, section: IndexSection) -> bool:
+        """Write what is offered of ``segment`` to a message, and take it off ``work``, in the same pass.
+
+        Returns False, with nothing done, where kernels do not know what the memory does when something is sent.
+        """
+        part, momentum = slice(segment.start, segment.stop), None
+        if self._momentum_of_gradients:
+            if not isinstance(self.memory, DGCMemory) or type(self.memory).mask is not DGCMemory.mask:
+                return False
+            momentum = self._momenta[self._turn][part] if self.memory.masking else None
+        elif self.memory.hands_back:
+            return False
+        offer.write(slots, section, commit=self.memory.has_residual, momentum=momentum)
+        return True
+
     def apply_momentum(self, unused: Iterable[Slot] = ()) -> None:
         """Apply the momentum of what is sent whole to its average, once every message has arrived.
 
@@ -253,7 +318,7 @@ class Arena:
         that apply theirs before selection, or have none.
         """
         if self.memory.has_momentum and not self.memory.has_residual:
-            rates = {self._rate(slot) for slot in self._slots} if self._rate is not None else {None}
+            rates = {self._rate_of(slot) for slot in self._slots}
             if len(rates) == 1:
                 before, after = self._momenta[1 - self._turn], self._momenta[self._turn]
                 self.memory.correct(self.update, Momentum(before, after, *rates))
@@ -271,7 +336,7 @@ class Arena:
 
     def _momentum_of(self, slot: Slot) -> Momentum:
         before, after = (self._momentum_views[turn][slot.index] for turn in (1 - self._turn, self._turn))
-        return Momentum(before, after, None if self._rate is None else self._rate(slot))
+        return Momentum(before, after, self._rate_of(slot))
 
 
 def view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:

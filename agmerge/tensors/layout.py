@@ -106,6 +106,11 @@ class Segment:
         """Return the elements of tensors in it, padding not counted: what a density refers to."""
         return sum(stop - start for start, stop in map(self.inside, self.slots))
 
+    @cached_property
+    def vector_length(self) -> int:
+        """Return the elements that a sparsifier is given: without padding where there is one tensor."""
+        return self.numel if len(self.slots) == 1 else self.length
+
     def inside(self, slot: Slot) -> tuple[int, int]:
         """Return (start, stop): those elements of one of the tensors that lie in the segment, padding not counted."""
         return max(self.start - slot.offset, 0), min(self.stop - slot.offset, slot.numel)

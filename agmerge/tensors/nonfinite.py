@@ -38,8 +38,8 @@ class NonFiniteGuard:
         self.found = False  # the other ranks must hear of something that the host knows of
         self._names: dict[str, None] = {}  # of parameters, found on the host
         self._on_devices: list[tuple[str, torch.Tensor]] = []  # names, and what was looked at without a result yet
-        # By device: the largest magnitudes of what was looked at there, 0-dim, which no message has told of.
-        self._largest: dict[torch.device, list[torch.Tensor]] = {}
+        # By device, and by `id`: the largest magnitudes of what was looked at there, which no message has told of.
+        self._largest: dict[torch.device, dict[int, torch.Tensor]] = {}
         self._told: list[torch.Tensor] = []  # those that messages have told of; another stream may still read them
 
     def inspect(self, slot: Slot, tensor: torch.Tensor, finite: bool | None = None) -> bool:
@@ -49,7 +49,7 @@ class NonFiniteGuard:
         :meth:`finite_on`, so the answer there is False.
         """
         if tensor.device.type != "cpu":
-            self.inspect_on_device(tensor, [(slot.name, tensor)])
+            self.note(torch.linalg.vector_norm(tensor, torch.inf), [(slot.name, tensor)])  # exact; slow on the CPU
             return False
         if finite is None:
             finite = is_finite(tensor)
@@ -58,13 +58,13 @@ class NonFiniteGuard:
             self.found = True
         return not finite
 
-    def inspect_on_device(self, tensor: torch.Tensor, parts: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Look at ``tensor``, on a device, which is not waited for: one pass.
+    def note(self, largest: torch.Tensor, parts: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take the largest magnitude, 0-dim, of what was looked at on a device, which is not waited for.
 
-        ``parts``: names, and what is looked at again if the step comes to nothing, to say which of them it was.
+        It may be the same one for several. ``parts``: names, and what is looked at again if the step comes to nothing,
+        to say which of them it was.
         """
-        # The largest magnitude is exact. (On the CPU it is slow.)
-        self._largest.setdefault(tensor.device, []).append(torch.linalg.vector_norm(tensor, torch.inf))
+        self._largest.setdefault(largest.device, {})[id(largest)] = largest
         self._on_devices += parts
 
     def report(self, names: Iterable[str]) -> None:
@@ -81,7 +81,7 @@ class NonFiniteGuard:
 
         None: it was given nothing. One message of a round that says so is enough.
         """
-        largest = self._largest.pop(device, [])
+        largest = list(self._largest.pop(device, {}).values())
         self._told += largest
         if not largest:
             return None

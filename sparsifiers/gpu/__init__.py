@@ -7,12 +7,11 @@ and written an element; n: elements, k: slots, W: ranks.
 
 | call | what it does | launches | B/e |
 |---|---|---|---|
-| `compensate(table, gradients, residual, work, staging=...)` | K1: work = residual + gradient, histogram | 1 | 12 |
-| `select_largest(work, k, slots, scratch, exact=..., counted=...)` | K2, K3 | 4, exact 9 | 4.5 + 72 k/n, exact 5.5 |
-| `select_rows(work, rows, k, turn, slots, scratch, staging=...)` | the same for rows | 5 | 4.5 to 20.5 + 72 k/n |
-| `commit(work, slots, sent)` | takes off what a lossy codec has sent | 1 | 72 k/n |
+| `compensate(table, gradients, residual, work, ...)` | K1: work = residual + gradient, histogram, largest | 1 * | 12 |
+| `select_largest(work, k, scratch, slots, ...)` | K2, K3 | 4, exact 9 | 4.5 + 72 k/n, exact 5.5 |
+| `select_rows(work, rows, k, turn, scratch, slots, ...)` | the same for rows | 5 * | 4.5 to 20.5 + 72 k/n |
 | `encode_indices(indices, count, section)` | index codec, where a selection has not done it | 1 | 8 k/n |
-| `decode_indices(words, counts, layout, out, wrong, tiles)` | index codec of all ranks | 2 | 8 W k/n |
+| `decode_indices(words, counts, layout, out, good, tiles)` | index codec of all ranks | 2 | 8 W k/n |
 | `add_whole(update, rows, scale)` | the sum of what is sent whole, in rank order | 1 | 4 + 4 W |
 | `add_ranks(update, indices, values, counts, scale)` | K4: the sum in rank order | 1 | 4 + 8 W k/n |
 
@@ -22,14 +21,16 @@ Selections consist of
 |---|---|---|---|
 | `count_digits(work, scratch)` | histogram of first digits, where `compensate` has taken none | 1 | 4 |
 | `find_edge(k, level, scratch)` | K2: one digit of the k-th largest key | 1 | 0 |
-| `mark(work, least, scratch, section)` | K3: bitmaps of what is above the edge and on it | 1 | 4.25 |
+| `mark(work, scratch, section)` | K3: bitmaps of what is above the edge and on it | 1 | 4.25 |
 | `count_ties(work, level, scratch)` | histogram of the next digit of what is on it | 1 | 0.125 + what is on it |
 | `settle_ties(work, scratch)` | bitmaps of what is above the k-th key and on it | 1 | 0.5 + what is on the edge |
-| `mark_rows(work, rows, k, turn, scratch, staging=...)` | bitmap of the largest of each row | 2 or 3 | 4 to 20 |
+| `mark_rows(work, rows, k, turn, scratch, section)` | bitmap of the largest of each row | 2 or 3 * | 4 to 20 |
 | `gather(work, slots, scratch, commit=..., section=...)` | K3: slots, index codec; off `work` | 2 | 0.25 + 72 k/n |
 
-What a merge buffer keeps: a `TensorTable` and perhaps a `RowTable` (constants of its plan), a `Scratch`, `Slots`
-and an `IndexSection` (parts of its message). `staging` tensors are pinned, and one each for steps under way.
+A star: and a copy of some bytes a tensor from the host, addresses of gradients or shares of rows.
+
+What a merge buffer keeps: a `TensorTable` (a constant of its plan), a `Scratch` with perhaps a `RowTable`, and a
+`LargestKey`. `Slots` and an `IndexSection` are parts of its message.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ from __future__ import annotations
 from sparsifiers.gpu.add import add_ranks
 from sparsifiers.gpu.choice import has_kernels, is_fused, runs_triton
 from sparsifiers.gpu.codec import decode_indices, encode_indices
-from sparsifiers.gpu.compact import commit, gather, mark, settle_ties
-from sparsifiers.gpu.compensation import INFINITY, compensate
+from sparsifiers.gpu.compact import gather, mark, settle_ties
+from sparsifiers.gpu.compensation import compensate
 from sparsifiers.gpu.edge import count_digits, count_ties, find_edge
+from sparsifiers.gpu.largest_key import LargestKey
 from sparsifiers.gpu.layout import IndexLayout, IndexSection
 from sparsifiers.gpu.row_table import RowTable
 from sparsifiers.gpu.rows import mark_rows
@@ -50,9 +52,9 @@ from sparsifiers.gpu.table import Momenta, TensorTable
 from sparsifiers.gpu.whole import add_whole
 
 __all__ = [
-    "INFINITY",
     "IndexLayout",
     "IndexSection",
+    "LargestKey",
     "Momenta",
     "RowTable",
     "Scratch",
@@ -60,7 +62,6 @@ __all__ = [
     "TensorTable",
     "add_ranks",
     "add_whole",
-    "commit",
     "compensate",
     "count_digits",
     "count_ties",

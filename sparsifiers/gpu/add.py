@@ -8,9 +8,7 @@ from torch import Tensor
 from sparsifiers.gpu.choice import runs_triton
 
 
-def add_ranks(
-    update: Tensor, indices: Tensor, values: Tensor, counts: Tensor, scale: float, *, go: Tensor | None = None
-) -> None:
+def add_ranks(update: Tensor, indices: Tensor, values: Tensor, counts: Tensor, scale: float) -> None:
     """Write the sum of `scale * values` of all W ranks, in the order of ranks, to `update`, fp32[n], and 0 elsewhere.
 
     Each product is rounded to fp32, and then each sum. indices: int32[W, capacity], ascending in each rank's first
@@ -18,24 +16,21 @@ def add_ranks(
     elements apart: parts of received messages. Indices that do not ascend, or lie outside, leave `update` with any
     values, and write nowhere else.
 
-    go: int32, 0-dim; where it is 0, `update` is not touched; None: always.
-
     One launch; writes 4 bytes an element, and reads 8 to 12 and changes 8 a value. No atomic operations.
     """
     if runs_triton(update):
         from sparsifiers.gpu.kernels import add as kernel
 
-        kernel.run(update, indices, values, counts, scale, go)
+        kernel.run(update, indices, values, counts, scale)
     else:
-        reference(update, indices, values, counts, scale, go)
+        reference(update, indices, values, counts, scale)
 
 
-def reference(update: Tensor, indices: Tensor, values: Tensor, counts: Tensor, scale: float, go: Tensor | None) -> None:
+def reference(update: Tensor, indices: Tensor, values: Tensor, counts: Tensor, scale: float) -> None:
     """Do what :func:`add_ranks` does with torch's operations, some for each rank."""
-    total = torch.zeros_like(update)
+    update.zero_()
     slot = torch.arange(indices.shape[1], device=update.device)
     for index, value, count in zip(indices, values, counts, strict=True):
         # Unique within a rank: the same sum in any order that a device takes. What is not in use adds 0 to the first.
         live = slot < count
-        total.index_add_(0, index * live, torch.where(live, value.to(torch.float32) * scale, 0.0))
-    update.copy_(total if go is None else torch.where(go != 0, total, update))
+        update.index_add_(0, index * live, torch.where(live, value.to(torch.float32) * scale, 0.0))

@@ -26,23 +26,23 @@ def encode_indices(indices: Tensor, count: int | Tensor, section: IndexSection) 
 
 
 def decode_indices(
-    words: Tensor, counts: Tensor, layout: IndexLayout, out: Tensor, wrong: Tensor, tiles: Tensor
+    words: Tensor, counts: Tensor, layout: IndexLayout, out: Tensor, good: Tensor, tiles: Tensor
 ) -> None:
     """Read the indices of all W ranks.
 
     words: int32[W, layout.words], a section a rank; rows may be any number of words apart. counts: int32[W] of any
     stride: how many each announces. out: int32[W, capacity]; slots at and behind the count are not to be looked at.
-    wrong: int32[W], set to 1 where a section does not hold as many as were announced, ascending, within the vector, and
-    else to 0; whatever a section holds, nothing is written outside of `out`. tiles: int32[W, layout.tiles], scratch.
+    good: int32[W], set to 1 where a section holds as many as were announced, ascending, within the vector, and else to
+    0; whatever a section holds, nothing is written outside of `out`. tiles: int32[W, layout.tiles], scratch.
 
     Two launches; reads the marks twice, and two words a slot and plane.
     """
     if runs_triton(words):
         from sparsifiers.gpu.kernels import codec as kernel
 
-        kernel.run_decode(words, counts, layout, out, wrong, tiles)
+        kernel.run_decode(words, counts, layout, out, good, tiles)
     else:
-        decode_reference(words, counts, layout, out, wrong)
+        decode_reference(words, counts, layout, out, good)
 
 
 def encode_reference(indices: Tensor, count: int | Tensor, section: IndexSection) -> None:
@@ -72,7 +72,7 @@ def encode_reference(indices: Tensor, count: int | Tensor, section: IndexSection
     words.copy_(words.long() | total[:-1])
 
 
-def decode_reference(words: Tensor, counts: Tensor, layout: IndexLayout, out: Tensor, wrong: Tensor) -> None:
+def decode_reference(words: Tensor, counts: Tensor, layout: IndexLayout, out: Tensor, good: Tensor) -> None:
     """Do what :func:`decode_indices` does with torch's operations."""
     index, held = read_reference(words, counts, layout)
     live = torch.arange(layout.capacity, device=words.device) < counts[:, None]
@@ -80,7 +80,7 @@ def decode_reference(words: Tensor, counts: Tensor, layout: IndexLayout, out: Te
     outside = (((index < 0) | (index >= layout.length)) & live).any(1)
     miscounted = (held != counts) | (counts > layout.capacity) | (counts < 0)
     out.copy_(index)
-    wrong.copy_(unsorted | outside | miscounted)
+    good.copy_(~(unsorted | outside | miscounted))
 
 
 def read_reference(words: Tensor, counts: Tensor, layout: IndexLayout) -> tuple[Tensor, Tensor]:

@@ -14,18 +14,18 @@ from sparsifiers.gpu.scratch import Scratch
 from sparsifiers.gpu.slots import Slots
 
 
-def mark(work: Tensor, least: int, scratch: Scratch, section: IndexSection | None = None) -> None:
+def mark(work: Tensor, scratch: Scratch, section: IndexSection | None = None) -> None:
     """Mark all elements of `work`, fp32[n], above the edge of one digit, and those on it, and count both in each tile.
 
-    least: the smallest key that may be on it: 1 leaves zeros out. section: its words are set to 0, as writing indices
-    wants them. One launch; reads 4 and writes 0.25 bytes an element.
+    section: its words are set to 0, as writing indices wants them. One launch; reads 4 and writes 0.25 bytes an
+    element.
     """
     if runs_triton(work):
         from sparsifiers.gpu.kernels import compact as kernel
 
-        kernel.run_mark(work, least, scratch, section)
+        kernel.run_mark(work, scratch, section)
     else:
-        mark_reference(work, least, scratch, section)
+        mark_reference(work, scratch, section)
 
 
 def settle_ties(work: Tensor, scratch: Scratch) -> None:
@@ -69,25 +69,11 @@ def gather(
         gather_reference(work, slots, scratch, commit, ties, momentum, section)
 
 
-def commit(work: Tensor, slots: Slots, sent: Tensor, momentum: Tensor | None = None) -> None:
-    """Take `sent`, of any float dtype, (capacity,), off `work`, fp32[n], at the indices of `slots` that are in use.
-
-    It is for codecs that round more than a cast; `gather` does it for others. momentum: as there. One launch; 72 bytes
-    a slot.
-    """
-    if runs_triton(work):
-        from sparsifiers.gpu.kernels import compact as kernel
-
-        kernel.run_commit(work, slots, sent, momentum)
-    else:
-        commit_reference(work, slots, sent, momentum)
-
-
-def mark_reference(work: Tensor, least: int, scratch: Scratch, section: IndexSection | None) -> None:
+def mark_reference(work: Tensor, scratch: Scratch, section: IndexSection | None) -> None:
     """Do what :func:`mark` does with torch's operations."""
     keys = work.view(torch.int32) & MASK
     digit = keys >> DIGITS[0].shift
-    _write_marks(digit > scratch.edge[0], (digit == scratch.edge[0]) & (keys >= least), scratch)
+    _write_marks(digit > scratch.edge[0], digit == scratch.edge[0], scratch)
     if section is not None:
         section.words.zero_()
 
@@ -132,18 +118,12 @@ def gather_reference(
     values = torch.where(live, work[slots.indices.long()], 0.0)
     slots.values.copy_(saturated(values, slots.values.dtype))
     if commit:
-        commit_reference(work, slots, slots.values, momentum)
+        off = slots.values.to(torch.float32)  # 0 where not live: the index of an empty slot may be another's
+        work.index_add_(0, slots.indices, off, alpha=-1)
+        if momentum is not None:
+            momentum.scatter_reduce_(0, slots.indices.long(), (off == 0).to(momentum.dtype), "prod")
     if section is not None:
         encode_reference(slots.indices, slots.count, section)
-
-
-def commit_reference(work: Tensor, slots: Slots, sent: Tensor, momentum: Tensor | None) -> None:
-    """Do what :func:`commit` does with torch's operations."""
-    live = torch.arange(len(slots.indices), device=work.device) < slots.count
-    off = torch.where(live, sent.to(torch.float32), 0.0)
-    work.index_add_(0, slots.indices, off, alpha=-1)
-    if momentum is not None:
-        momentum.scatter_reduce_(0, slots.indices.long(), (off == 0).to(momentum.dtype), "prod")
 
 
 def saturated(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from sparsifiers.gpu.choice import runs_triton
 from sparsifiers.gpu.digits import BINS, DIGITS, MASK
+from sparsifiers.gpu.largest_key import LargestKey
 from sparsifiers.gpu.scratch import Scratch
 from sparsifiers.gpu.table import Momenta, TensorTable
-
-INFINITY = 0x7F800000  # the key of infinity: that of a NaN is larger
 
 
 def compensate(
@@ -21,18 +20,16 @@ def compensate(
     residual: Tensor | None,
     work: Tensor,
     *,
-    staging: Tensor,
+    largest: LargestKey | None = None,
     scratch: Scratch | None = None,
-    scale: Tensor | None = None,
     momenta: Momenta | None = None,
 ) -> None:
-    """Write `work = residual + scale * gradient` for all tensors of `table`; padding between them is left as it is.
+    """Write `work = residual + gradient` for all tensors of `table`; padding between them is left as it is.
 
     gradients: one a tensor, fp32, fp16 or bf16; None: the tensor got none. residual: fp32[n], not `work`; None: there
-    is none. work: fp32[n]; any float dtype where there is no residual, so that it may be part of a message.
-    staging: see `TensorTable.send_addresses`. scale: fp32, 0-dim, on the device: the inverse of a loss scale.
-    scratch: adds to its histogram the first digits of all keys written, and raises `largest` to the largest of them;
-    None: neither. momenta: as the memory `dgc` has it, without clipping.
+    is none. work: fp32[n]. largest: raised to the largest key that is written. scratch: of `work`; the first digits of
+    all keys written are counted into its histogram. None: neither. momenta: as the memory `dgc` has it, without
+    clipping.
 
     One launch and one copy of 8 bytes a tensor; nothing waits. fp32: reads 8 and writes 4 bytes an element; with
     `momenta` 12 and 8. ValueError for tensors that do not fit.
@@ -41,10 +38,13 @@ def compensate(
     if runs_triton(work):
         from sparsifiers.gpu.kernels import compensation as kernel
 
-        aligned = table.send_addresses(gradients, staging)
-        kernel.run(table, dtype, aligned, residual, work, scratch, scale, momenta)
+        kernel.run(table, gradients, dtype, residual, work, largest, scratch, momenta)
     else:
-        reference(table, gradients, residual, work, scratch, scale, momenta)
+        reference(table, gradients, residual, work, largest, scratch, momenta)
+    if scratch is not None:
+        scratch.count()
+    if largest is not None:
+        largest.use()
 
 
 def reference(
@@ -52,26 +52,26 @@ def reference(
     gradients: Sequence[Tensor | None],
     residual: Tensor | None,
     work: Tensor,
+    largest: LargestKey | None,
     scratch: Scratch | None,
-    scale: Tensor | None,
     momenta: Momenta | None,
 ) -> None:
     """Do what :func:`compensate` does with torch's operations, some for each tensor; nothing waits."""
+    if largest is not None:
+        largest.later.zero_()
     for gradient, offset, length in zip(gradients, table.offsets, table.lengths, strict=True):
         place = slice(offset, offset + length)
         total = None if gradient is None else gradient.reshape(-1).to(torch.float32)
-        if total is not None and scale is not None:
-            total = total * scale
         if momenta is not None:
             total = _with_momentum(total, momenta, place)
         if residual is not None:
             total = residual[place] if total is None else total + residual[place]
         written = work[place].zero_() if total is None else work[place].copy_(total)
+        keys = written.view(torch.int32) & MASK
         if scratch is not None:
-            keys = written.view(torch.int32) & MASK
             scratch.histogram.add_(histogram_of(keys >> DIGITS[0].shift))
-            if length:
-                scratch.largest.copy_(torch.maximum(scratch.largest, keys.max()))
+        if largest is not None and length:
+            largest.now.copy_(torch.maximum(largest.now, keys.max()))
 
 
 def histogram_of(bins: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ def count_digits(work: Tensor, scratch: Scratch) -> None:
         kernel.run_count(work, scratch)
     else:
         count_digits_reference(work, scratch)
+    scratch.count()
 
 
 def count_ties(work: Tensor, level: int, scratch: Scratch) -> None:
@@ -52,6 +53,7 @@ def find_edge(k: int, level: int, scratch: Scratch) -> None:
         kernel.run_edge(k, level, scratch)
     else:
         find_edge_reference(k, level, scratch)
+    scratch.spend()
 
 
 def count_digits_reference(work: Tensor, scratch: Scratch) -> None:

@@ -3,47 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from sparsifiers.rows import Matrix, deal, matrices
+from sparsifiers.gpu.sending import send
+from sparsifiers.rows import deal, matrices
 
 PANEL = 8  # rows that a program takes at once: of columns that lie side by side, 32 bytes
 
 
-@dataclass(frozen=True)
 class RowTable:
     """Say which rows the tensors of a vector have, cut into panels: a constant of the plan.
 
-    Only the shares change from step to step.
+    Only the shares change from step to step. What is on the device is sent there when a kernel first needs it.
     """
 
-    tensors: tuple[Matrix, ...]
-    places: Tensor  # int32[tensors, 5]: offset, rows, length, from row to row, from place to place; on the device
-    panels: Tensor  # int32[panels, 2]: a tensor, and its first row; on the device
-    shares: Tensor  # int32[tensors, 3]: of each row, how many rows get one more, the first of these; on the device
+    def __init__(self, shapes: Sequence[Sequence[int]], device: torch.device) -> None:
+        """Take the shapes of the tensors that the vector concatenates."""
+        self.tensors = matrices(shapes)
+        self._device = device
 
-    @classmethod
-    def of(cls, shapes: Sequence[Sequence[int]], device: torch.device) -> RowTable:
-        """Return the table of a vector that concatenates tensors of `shapes`. Waits for a device."""
-        tensors = matrices(shapes)
-        steps = [(1, one.rows) if one.columns else (one.length, 1) for one in tensors]
-        places = [(one.offset, one.rows, one.length, *step) for one, step in zip(tensors, steps, strict=True)]
-        panels = [(i, row) for i, one in enumerate(tensors) for row in range(0, one.rows, PANEL)]
-        return cls(
-            tuple(tensors),
-            torch.tensor(places, dtype=torch.int32, device=device).view(-1, 5),
-            torch.tensor(panels, dtype=torch.int32, device=device).view(-1, 2),
-            torch.zeros(len(tensors), 3, dtype=torch.int32, device=device),
-        )
+    @cached_property
+    def places(self) -> Tensor:
+        """Return offset, rows, length, from row to row and from place to place of each tensor: int32[tensors, 5]."""
+        steps = [(1, one.rows) if one.columns else (one.length, 1) for one in self.tensors]
+        rows = [(one.offset, one.rows, one.length, *step) for one, step in zip(self.tensors, steps, strict=True)]
+        return send(rows, torch.empty(len(rows), 5, dtype=torch.int32, device=self._device))
 
-    def send_shares(self, k: int, turn: int, staging: Tensor) -> None:
-        """Queue a copy of what the tensors are dealt of k in one turn (see `sparsifiers.rows.deal`) to the device.
+    @cached_property
+    def panels(self) -> Tensor:
+        """Return a tensor and the first row of it that a program takes: int32[panels, 2]."""
+        rows = [(i, row) for i, one in enumerate(self.tensors) for row in range(0, one.rows, PANEL)]
+        return send(rows, torch.empty(len(rows), 2, dtype=torch.int32, device=self._device))
 
-        staging: int32[tensors, 3] in pinned memory, which must stay as it is until the copy has been made.
+    def shares(self, k: int, turn: int) -> Tensor:
+        """Return what each tensor is dealt of k in one turn, see `sparsifiers.rows.deal`: int32[tensors, 3].
+
+        Of each row so many, how many rows get one more, and the first of these. Queues a copy.
         """
-        shares = [(*divmod(share.count, share.matrix.rows), share.start) for share in deal(self.tensors, k, turn)]
-        staging.copy_(torch.tensor(shares, dtype=torch.int32).view(-1, 3))
-        self.shares.copy_(staging, non_blocking=True)
+        rows = [(*divmod(share.count, share.matrix.rows), share.start) for share in deal(self.tensors, k, turn)]
+        return send(rows, torch.empty(len(rows), 3, dtype=torch.int32, device=self._device))

@@ -21,25 +21,22 @@ def mark_rows(
     k: int,
     turn: int,
     scratch: Scratch,
-    *,
-    staging: Tensor,
     section: IndexSection | None = None,
 ) -> None:
     """Mark in `scratch.above` the largest of each row of `work`, fp32[n], k in all; of equals the first.
 
-    k, turn: see `sparsifiers.rows.deal`. staging: see `RowTable.send_shares`. section: see `mark`. Ties are not used:
-    `gather` is called with ties=False. Two launches, one of which clears the marks, a third for a section; reads a row
+    k, turn: see `sparsifiers.rows.deal`. section: see `mark`. Ties are not used: `gather` is called with ties=False.
+    Two launches, one of which clears the marks, a third for a section, and one copy of 12 bytes a tensor; reads a row
     five times, and the device once or, where a panel of eight rows does not stay in its cache, five times: 4 to 20
     bytes an element.
     """
-    scratch.marks.zero_()
+    scratch.clear()
     if section is not None:
         section.words.zero_()
     if runs_triton(work):
         from sparsifiers.gpu.kernels import rows as kernel
 
-        rows.send_shares(k, turn, staging)
-        kernel.run(work, rows, scratch)
+        kernel.run(work, rows, rows.shares(k, turn), scratch)
     else:
         reference(work, rows, k, turn, scratch)
 

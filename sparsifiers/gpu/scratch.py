@@ -2,44 +2,61 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from sparsifiers.gpu.digits import BINS
+from sparsifiers.gpu.row_table import RowTable
 
 TILE = 4096  # elements that a program marks and compacts: of a bitmap 128 words
 
 
-@dataclass(frozen=True)
 class Scratch:
-    """Hold the buffers of a selection from a vector of `length` elements. They are kept, and hold nothing of a step.
+    """Hold the buffers of a selection from a vector of `length` elements, on its device.
 
-    Between selections the histogram is 0: who reads it clears it.
+    They may be kept from step to step. Between selections the histogram is 0, unless it `is_counted`: who reads it
+    clears it.
     """
 
-    length: int  # elements of the vector
-    histogram: Tensor  # int32[BINS]
-    edge: Tensor  # int32[2]: leading bits of the k-th largest key, and how many with these bits are taken
-    largest: Tensor  # int32[1]: the largest key that was written; at least that of infinity: something is not finite
-    marks: Tensor  # int32[...]: all of the three below, so that one call clears them
-    above: Tensor  # int32[words]: a bit an element that is taken
-    ties: Tensor  # int32[words]: a bit an element of which some are taken, those of lowest index
-    counts: Tensor  # int32[tiles, 2]: how many bits are set in both; after a compaction, how many before a tile
+    def __init__(self, length: int, device: torch.device) -> None:
+        self.length = length  # elements of the vector
+        self.tiles = -(-length // TILE)
+        words = self.tiles * TILE // 32
+        self._all = torch.empty(BINS + 2 * words + 2 * self.tiles, dtype=torch.int32, device=device)
+        self.histogram, self.above, self.ties, counts = torch.split(self._all, [BINS, words, words, 2 * self.tiles])
+        # `above`: int32[words], a bit an element that is taken. `ties`: the same of those of which some are taken, the
+        # ones of lowest index. `counts`: int32[tiles, 2], how many bits are set in both; after a compaction, how many
+        # before a tile. Who marks writes all of them.
+        self.counts = counts.view(self.tiles, 2)
+        # int32[2]: leading bits of the k-th largest key, and how many with these bits are taken.
+        self.edge = torch.empty(2, dtype=torch.int32, device=device)
+        self.histogram.zero_()
+        self.is_counted = False  # the histogram has the first digits of the vector as it is now
+        self._rows: dict[tuple[tuple[int, ...], ...], RowTable] = {}  # by the shapes that the vector concatenates
 
-    @classmethod
-    def of(cls, length: int, device: torch.device) -> Scratch:
-        """Return new buffers."""
-        tiles = -(-length // TILE)
-        words = tiles * TILE // 32
-        marks = torch.empty(2 * words + 2 * tiles, dtype=torch.int32, device=device)  # who marks writes all of them
-        above, ties, counts = torch.split(marks, [words, words, 2 * tiles])
-        small = torch.zeros(BINS + 3, dtype=torch.int32, device=device)
-        histogram, edge, largest = torch.split(small, [BINS, 2, 1])
-        return cls(length, histogram, edge, largest, marks, above, ties, counts.view(tiles, 2))
+    def count(self) -> None:
+        """Note that the first digits of the vector are counted into the histogram."""
+        self.is_counted = True
 
-    @property
-    def tiles(self) -> int:
-        """Return how many tiles the vector has."""
-        return len(self.counts)
+    def spend(self) -> None:
+        """Note that the histogram has been read, and cleared."""
+        self.is_counted = False
+
+    def forget(self) -> None:
+        """Clear a histogram that nobody has read: the vector changes. One launch; none where there is nothing."""
+        if self.is_counted:
+            self.histogram.zero_()
+            self.is_counted = False
+
+    def clear(self) -> None:
+        """Set all to 0, marks too. One launch."""
+        self._all.zero_()
+        self.is_counted = False
+
+    def row_table(self, shapes: Sequence[Sequence[int]]) -> RowTable:
+        """Return the rows of the vector, which concatenates tensors of `shapes`: kept, for they are constants."""
+        key = tuple(map(tuple, shapes))
+        if key not in self._rows:
+            self._rows = {key: RowTable(key, self.edge.device)}
+        return self._rows[key]

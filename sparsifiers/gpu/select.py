@@ -17,30 +17,27 @@ from sparsifiers.gpu.slots import Slots
 def select_largest(
     work: Tensor,
     k: int,
-    slots: Slots,
     scratch: Scratch,
+    slots: Slots,
+    section: IndexSection | None = None,
     *,
     exact: bool,
-    counted: bool,
-    zeros: bool = False,
-    commit: bool = True,
+    commit: bool,
     momentum: Tensor | None = None,
-    section: IndexSection | None = None,
 ) -> None:
-    """Take the k largest magnitudes of `work`, fp32[n]: 1 <= k <= n, at most as many as there are slots.
+    """Take the k largest magnitudes of `work`, fp32[n]: 1 <= k <= n, at most as many as there are slots; zeros, too.
 
     exact: the k largest, of equals those of lowest index, which is what `topk` selects. Else all that are larger than
     the k-th by an eighth of an octave, and of those in the k-th one's bin the first; a function of the bits alone.
-    counted: `compensate` has just taken the histogram of `work`; else it is taken here. zeros: they may be taken too,
-    so that the count is always k; else it is lower where there are fewer that are not 0. commit, momentum, section: see
-    `gather`.
+    commit, momentum, section: see `gather`.
 
-    4 launches, exact 9, one more if not counted; 4.5 bytes an element, about 1 more if exact, 4 more if not counted.
+    4 launches, exact 9, one more unless `compensate` has just counted the first digits of `work`; 4.5 bytes an element,
+    about 1 more if exact, 4 more if not counted.
     """
-    if not counted:
+    if not scratch.is_counted:
         count_digits(work, scratch)
     find_edge(k, 0, scratch)
-    mark(work, 0 if zeros else 1, scratch, section)
+    mark(work, scratch, section)
     if exact:
         for level in range(1, len(DIGITS)):
             count_ties(work, level, scratch)
@@ -54,17 +51,17 @@ def select_rows(
     rows: RowTable,
     k: int,
     turn: int,
-    slots: Slots,
     scratch: Scratch,
-    *,
-    staging: Tensor,
-    commit: bool = True,
-    momentum: Tensor | None = None,
+    slots: Slots,
     section: IndexSection | None = None,
+    *,
+    commit: bool,
+    momentum: Tensor | None = None,
 ) -> None:
     """Take the largest of each row of `work`, fp32[n], k in all, as `adtopk-row` deals them: the count is k.
 
-    turn, staging: see `mark_rows`; commit, momentum, section: see `gather`. 5 launches; 4.5 to 20.5 bytes an element.
+    turn: see `mark_rows`; commit, momentum, section: see `gather`. 4 launches, 5 with a section, and a copy of 12 bytes
+    a tensor; 4.5 to 20.5 bytes an element.
     """
-    mark_rows(work, rows, k, turn, scratch, staging=staging, section=section)
+    mark_rows(work, rows, k, turn, scratch, section)
     gather(work, slots, scratch, commit=commit, ties=False, momentum=momentum, section=section)

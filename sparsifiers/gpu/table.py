@@ -3,39 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from sparsifiers.gpu.sending import send
+
 BLOCK = 2048  # elements of a task
 
 
-@dataclass(frozen=True)
 class TensorTable:
     """Place the tensors of a merge buffer in its slice, and cut them into tasks of `BLOCK` elements.
 
-    It is a constant of the plan; only the addresses of gradients change from step to step.
+    It is a constant of the plan; only the addresses of gradients change from step to step. What is on the device is
+    sent there when a kernel first needs it.
     """
 
-    offsets: tuple[int, ...]  # of each tensor's first element in the slice
-    lengths: tuple[int, ...]  # elements of each tensor
-    places: Tensor  # int32[tensors, 2]: both of these, on the device
-    tasks: Tensor  # int32[tasks, 2]: a tensor, and the first of its elements that the task takes; on the device
-    addresses: Tensor  # int64[tensors]: of the gradients of this step, 0 for none; on the device
+    def __init__(self, offsets: Sequence[int], lengths: Sequence[int], device: torch.device) -> None:
+        """Take where in the slice each tensor begins, and how many elements it has."""
+        self.offsets, self.lengths, self._device = tuple(offsets), tuple(lengths), device
 
-    @classmethod
-    def of(cls, offsets: Sequence[int], lengths: Sequence[int], device: torch.device) -> TensorTable:
-        """Return the table of tensors at `offsets` with `lengths` elements. Waits for a device."""
-        tasks = [(i, start) for i, length in enumerate(lengths) for start in range(0, length, BLOCK)]
-        return cls(
-            tuple(offsets),
-            tuple(lengths),
-            torch.tensor(list(zip(offsets, lengths, strict=True)), dtype=torch.int32, device=device).view(-1, 2),
-            torch.tensor(tasks, dtype=torch.int32, device=device).view(-1, 2),
-            torch.zeros(len(lengths), dtype=torch.int64, device=device),
-        )
+    @cached_property
+    def places(self) -> Tensor:
+        """Return offset and length of each tensor: int32[tensors, 2]."""
+        rows = list(zip(self.offsets, self.lengths, strict=True))
+        return send(rows, torch.empty(len(rows), 2, dtype=torch.int32, device=self._device))
+
+    @cached_property
+    def tasks(self) -> Tensor:
+        """Return a tensor and the first of its elements that the task takes: int32[tasks, 2]."""
+        rows = [(i, start) for i, length in enumerate(self.lengths) for start in range(0, length, BLOCK)]
+        return send(rows, torch.empty(len(rows), 2, dtype=torch.int32, device=self._device))
 
     def check(self, gradients: Sequence[Tensor | None]) -> torch.dtype:
         """Return the dtype of `gradients`; fp32 where there are none.
@@ -57,17 +57,15 @@ class TensorTable:
             raise ValueError(f"gradients of a table must be of one dtype, fp32, fp16 or bf16, not of {dtypes}")
         return dtypes.pop() if dtypes else torch.float32
 
-    def send_addresses(self, gradients: Sequence[Tensor | None], staging: Tensor) -> bool:
-        """Queue a copy of the addresses of `gradients` to the device; tell whether tensors start where 16 bytes do.
+    def addresses(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor, bool]:
+        """Return where the elements of `gradients` lie, 0 for none: int64[tensors], of which a copy is queued.
 
-        That is so if all addresses are multiples of 16, and all offsets of 16 elements.
-
-        staging: int64[tensors] in pinned memory, which must stay as it is until the copy has been made.
+        Also tells whether tensors start where 16 bytes do: all addresses are multiples of 16, and all offsets of 16
+        elements.
         """
-        addresses = [0 if gradient is None else gradient.data_ptr() for gradient in gradients]
-        staging.copy_(torch.tensor(addresses, dtype=torch.int64))
-        self.addresses.copy_(staging, non_blocking=True)
-        return all(place % 16 == 0 for place in (*addresses, *self.offsets))
+        found = [0 if gradient is None else gradient.data_ptr() for gradient in gradients]
+        aligned = all(place % 16 == 0 for place in (*found, *self.offsets))
+        return send(found, torch.empty(len(found), dtype=torch.int64, device=self._device)), aligned
 
 
 class Momenta(NamedTuple):

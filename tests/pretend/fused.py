@@ -22,7 +22,7 @@ class Fused(NamedTuple):
 
     module: str  # of sparsifiers.gpu
     reference: str  # the function in torch's operations
-    launches: int
+    launches: int  # kernels, and copies of what the host says
     bytes: Callable[[dict[str, Any]], float]  # of device memory moved, from the arguments
 
 
@@ -31,16 +31,20 @@ def elements(arguments: dict[str, Any], name: str) -> int:
     return int(arguments[name].numel())
 
 
+def passes(arguments: dict[str, Any]) -> int:
+    """Bytes an element of K1."""
+    return 8 + 4 * (arguments["residual"] is not None) + 8 * (arguments["momenta"] is not None)
+
+
 TABLE = (
-    Fused("compensation", "reference", 1, lambda a: 12 * elements(a, "work")),
+    Fused("compensation", "reference", 2, lambda a: passes(a) * elements(a, "work")),
     Fused("edge", "count_digits_reference", 1, lambda a: 4 * elements(a, "work")),
     Fused("edge", "count_ties_reference", 1, lambda a: 0.125 * elements(a, "work")),
     Fused("edge", "find_edge_reference", 1, lambda a: 16_384),
     Fused("compact", "mark_reference", 1, lambda a: 4.25 * elements(a, "work")),
     Fused("compact", "settle_reference", 1, lambda a: 0.5 * elements(a, "work")),
     Fused("compact", "gather_reference", 2, lambda a: 0.25 * elements(a, "work") + 72 * a["slots"].indices.numel()),
-    Fused("compact", "commit_reference", 1, lambda a: 72 * a["slots"].indices.numel()),
-    Fused("rows", "reference", 3, lambda a: 20 * elements(a, "work")),
+    Fused("rows", "reference", 2, lambda a: 20 * elements(a, "work")),
     Fused("codec", "encode_reference", 1, lambda a: 8 * elements(a, "indices")),
     Fused("codec", "decode_reference", 2, lambda a: 8 * elements(a, "out")),
     Fused("whole", "reference", 1, lambda a: 4 * elements(a, "update") + 4 * elements(a, "rows")),

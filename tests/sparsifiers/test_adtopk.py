@@ -226,7 +226,7 @@ def test_both_paths_select_the_same() -> None:
 
 
 def test_the_cpu_takes_the_path_without_large_temporaries(monkeypatch: pytest.MonkeyPatch) -> None:
-    for function in ("largest_in_rows_on_device", "maxima_and_largest_on_device", "select_largest_on_device"):
+    for function in ("select_rows_on_device", "maxima_and_largest_on_device", "select_largest_on_device"):
         monkeypatch.setattr(adtopk, function, None)
     selections: list[Callable[[], list[int]]] = [
         lambda name=name, step=step: chosen(name, gaussian(0), step=step, shapes=SHAPES)

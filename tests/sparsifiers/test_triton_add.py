@@ -66,19 +66,6 @@ def test_large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     test_the_sum_of_ranks("normal", torch.float32)
 
 
-def test_a_word_on_the_device_says_whether_to_go() -> None:
-    received = messages(6000, [50, 60], 60, "normal", torch.float32)
-    for go in (0, 1):
-
-        def call(go: int = go) -> tuple[Tensor, ...]:
-            update = torch.full((6000,), 5.0)
-            add_ranks(update, *received, 0.5, go=torch.tensor(go, dtype=torch.int32))
-            return (update,)
-
-        (update,) = assert_same(call)
-        assert bool((update == 5.0).all()) is not bool(go)
-
-
 def test_indices_of_a_damaged_message_write_nowhere_else() -> None:
     """The host finds the damage later: until then nothing else may have changed."""
     n, rng = 9000, np.random.default_rng(0)
@@ -89,5 +76,5 @@ def test_indices_of_a_damaged_message_write_nowhere_else() -> None:
     indices[:2, 3::7] = wild[:2, 3::7]  # in stretches that bisection takes for those of a tile
     indices[1, 5::7] = n + 3
     counts = torch.tensor([500, 1 << 30, -4], dtype=torch.int32)
-    add.run(store[1000 : 1000 + n], indices, torch.ones(3, 500), counts, 1.0, None)
+    add.run(store[1000 : 1000 + n], indices, torch.ones(3, 500), counts, 1.0)
     assert (store[:1000] == 5.0).all() and (store[1000 + n :] == 5.0).all()

@@ -83,14 +83,14 @@ def test_bytes_are_the_hosts(length: int, capacity: int, low: int | None, count:
 
 
 def decoded(sections: Tensor, counts: Tensor, layout: IndexLayout) -> tuple[Tensor, Tensor]:
-    """What is read, 0 behind the counts, and what is wrong."""
+    """What is read, 0 behind the counts, and what is right."""
     ranks = len(sections)
     guarded = torch.full((ranks + 2, layout.capacity), 12345, dtype=torch.int32)
-    wrong, tiles = torch.full((ranks,), 7, dtype=torch.int32), torch.zeros(ranks, layout.tiles, dtype=torch.int32)
-    decode_indices(sections, counts, layout, guarded[1:-1], wrong, tiles)
+    good, tiles = torch.full((ranks,), 7, dtype=torch.int32), torch.zeros(ranks, layout.tiles, dtype=torch.int32)
+    decode_indices(sections, counts, layout, guarded[1:-1], good, tiles)
     assert (guarded[0] == 12345).all() and (guarded[-1] == 12345).all()
     live = torch.arange(layout.capacity) < counts[:, None]
-    return guarded[1:-1] * live, wrong
+    return guarded[1:-1] * live, good
 
 
 @pytest.mark.parametrize("length, capacity, low", CASES)
@@ -103,8 +103,8 @@ def test_all_ranks_are_read_as_the_host_reads_them(length: int, capacity: int, l
         row[4] = len(indices)
         row[5 : 5 + layout.words] = host_section(codec, indices)
     counts = messages[:, 4]
-    indices, wrong = assert_same(lambda: decoded(messages[:, 5 : 5 + layout.words], counts, layout))
-    assert wrong.tolist() == [0] * len(sent)
+    indices, right = assert_same(lambda: decoded(messages[:, 5 : 5 + layout.words], counts, layout))
+    assert right.tolist() == [1] * len(sent)
     for row, wanted in zip(indices, sent, strict=True):
         assert torch.equal(row[: len(wanted)], wanted)
 
@@ -126,10 +126,10 @@ def test_damage_is_found_as_the_host_finds_it(length: int, capacity: int, low: i
     sections = torch.stack(rows)
     kernels, reference = both(lambda: decoded(sections, torch.tensor(counts, dtype=torch.int32), layout))
     pairs = zip(rows, counts, strict=True)
-    host = [int(not codec.decode(row.view(torch.uint8)[: codec.size], count)[1]) for row, count in pairs]
-    wrong = kernels[1]
-    assert wrong.tolist() == host and reference[1].tolist() == host
-    assert 0 in wrong.tolist() and 1 in wrong.tolist()
+    host = [int(codec.decode(row.view(torch.uint8)[: codec.size], count)[1]) for row, count in pairs]
+    right = kernels[1]
+    assert right.tolist() == host and reference[1].tolist() == host
+    assert 0 in right.tolist() and 1 in right.tolist()
 
 
 def test_two_slots_that_share_a_block_must_ascend() -> None:
@@ -140,8 +140,8 @@ def test_two_slots_that_share_a_block_must_ascend() -> None:
         swapped[:] = torch.tensor(places)
         codec.encode(swapped, 4, section[: codec.size])
         sections, counts = section.view(torch.int32)[None], torch.tensor([4], dtype=torch.int32)
-        _, wrong = assert_same(lambda sections=sections, counts=counts: decoded(sections, counts, layout))
-        assert wrong.tolist() == [int(not right)]
+        _, found = assert_same(lambda sections=sections, counts=counts: decoded(sections, counts, layout))
+        assert found.tolist() == [int(right)]
 
 
 @pytest.mark.parametrize("length, low", [(2_000_000_000, 30), ((1 << 31) - 1, 28), (5000, 8)])
@@ -157,5 +157,5 @@ def test_a_mark_behind_the_last_block_is_found(length: int, low: int) -> None:
         for bit in (last, moved):
             row[bit // 32] ^= 1 << bit % 32 if bit % 32 < 31 else -(1 << 31)
         counts = torch.tensor([capacity], dtype=torch.int32)
-        _, wrong = assert_same(lambda row=row, counts=counts: (counts, decoded(row[None], counts, layout)[1]))
-        assert wrong.tolist() == [1]
+        _, right = assert_same(lambda row=row, counts=counts: (counts, decoded(row[None], counts, layout)[1]))
+        assert right.tolist() == [0]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from triton_harness import CPU, KINDS, assert_same, for_interpreter, vector
+from triton_harness import CPU, KINDS, assert_same, bits, for_interpreter, vector
 
 import sparsifiers
-from sparsifiers.gpu import INFINITY, Momenta, Scratch, TensorTable, compensate
+from sparsifiers.gpu import LargestKey, Momenta, Scratch, TensorTable, compensate
 from sparsifiers.memories import Momentum, Rate
 
 LENGTHS = (4096, 1, 9000, 31, 5000)
@@ -17,7 +17,7 @@ N = 18208
 
 
 def table(offsets: tuple[int, ...] = OFFSETS) -> TensorTable:
-    return TensorTable.of(offsets, LENGTHS, CPU)
+    return TensorTable(offsets, LENGTHS, CPU)
 
 
 def gradients(kind: str, dtype: torch.dtype = torch.float32) -> list[Tensor | None]:
@@ -29,10 +29,6 @@ def gradients(kind: str, dtype: torch.dtype = torch.float32) -> list[Tensor | No
     return given
 
 
-def staging() -> Tensor:
-    return torch.zeros(len(LENGTHS), dtype=torch.int64)
-
-
 @pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")  # of numpy, in the interpreter
 @pytest.mark.thin
 @pytest.mark.parametrize("kind", KINDS)
@@ -41,43 +37,56 @@ def test_the_sum_the_histogram_and_the_largest_key(kind: str, dtype: torch.dtype
     given, residual = gradients(kind, dtype), vector(kind, N, 9)
 
     def call() -> tuple[Tensor, ...]:
-        work, scratch = torch.full((N,), 7.0), Scratch.of(N, CPU)
-        compensate(table(), given, residual, work, staging=staging(), scratch=scratch)
-        return work, scratch.histogram, scratch.largest
+        work, scratch, largest = torch.full((N,), 7.0), Scratch(N, CPU), LargestKey(CPU)
+        compensate(table(), given, residual, work, scratch=scratch, largest=largest)
+        assert scratch.is_counted
+        return work, scratch.histogram, largest.now, largest.magnitude
 
-    work, histogram, largest = assert_same(call)
+    work, histogram, _, magnitude = assert_same(call)
     assert int(histogram.sum()) == sum(LENGTHS)
     assert work[OFFSETS[1] + 1 : OFFSETS[2]].tolist() == [7.0] * 31  # padding
-    parts = [work[o : o + n] for o, n in zip(OFFSETS, LENGTHS, strict=True)]
-    assert (int(largest) >= INFINITY) is not all(bool(part.isfinite().all()) for part in parts)
+    parts = torch.cat([work[o : o + n] for o, n in zip(OFFSETS, LENGTHS, strict=True)])
+    assert bits(magnitude) == bits(parts.abs().max())
 
 
-@pytest.mark.parametrize("scale", [None, 1 / 3, 2.0**-16])
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_scale_rounds_by_itself(scale: float | None, kept: bool) -> None:
-    given = gradients("normal")
-    factor = None if scale is None else torch.tensor(scale)
+def test_the_largest_key_of_a_step_knows_nothing_of_others() -> None:
+    """Two launches of a step share it; a step without one changes nothing."""
+    large, small = gradients("normal"), gradients("normal")
+    large[0] = torch.full((LENGTHS[0],), float("inf"))
 
     def call() -> tuple[Tensor, ...]:
-        work = torch.zeros(N)
-        residual = vector("cauchy", N) if kept else None
-        compensate(table(), given, residual, work, staging=staging(), scale=factor)
-        return (work,)
+        largest, found = LargestKey(CPU), []
+        for given, other in [
+            (small, large),
+            (small, small),
+            (None, None),
+            (large, small),
+            (None, None),
+            (small, small),
+        ]:
+            largest.begin()
+            if given is not None and other is not None:
+                compensate(table(), given, None, torch.zeros(N), largest=largest)
+                compensate(table(), other, None, torch.zeros(N), largest=largest)
+                found.append(largest.magnitude.clone())
+        return tuple(found)
 
-    assert_same(call)
+    found = assert_same(call)
+    assert [bool(one.isinf()) for one in found] == [True, False, True, False]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_what_is_sent_whole_goes_into_the_message(dtype: torch.dtype) -> None:
+def test_what_is_sent_whole_is_the_gradient(dtype: torch.dtype) -> None:
     given = gradients("laplace", dtype)
 
     def call() -> tuple[Tensor, ...]:
-        message = torch.zeros(N, dtype=dtype)
-        compensate(table(), given, None, message, staging=staging())
-        return (message,)
+        work = torch.full((N,), 7.0)
+        compensate(table(), given, None, work)
+        return (work,)
 
-    (message,) = assert_same(call)
-    assert torch.equal(message[: LENGTHS[0]], given[0])
+    (work,) = assert_same(call)
+    assert torch.equal(work[: LENGTHS[0]], given[0].float())
+    assert not work[OFFSETS[3] : OFFSETS[3] + LENGTHS[3]].any()  # of the tensor without a gradient
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -87,7 +96,7 @@ def test_momentum_is_that_of_the_memory(nesterov: bool) -> None:
     def call() -> tuple[Tensor, ...]:
         work, after = torch.zeros(N), torch.zeros(N)
         momenta = Momenta(before, after, 0.9, nesterov)
-        compensate(table(), given, residual, work, staging=staging(), momenta=momenta)
+        compensate(table(), given, residual, work, momenta=momenta)
         return work, after
 
     work, after = assert_same(call)
@@ -101,9 +110,9 @@ def test_momentum_is_that_of_the_memory(nesterov: bool) -> None:
 def test_addresses_and_offsets_say_whether_loads_may_be_wide() -> None:
     whole = torch.zeros(LENGTHS[0] + 1)
     given: list[Tensor | None] = [whole[:-1], None, None, None, None]
-    assert table().send_addresses(given, staging())
-    assert not table().send_addresses([whole[1:], *given[1:]], staging())
-    assert not table((0, 4097, *OFFSETS[2:])).send_addresses(given, staging())
+    assert table().addresses(given)[1]
+    assert not table().addresses([whole[1:], *given[1:]])[1]
+    assert not table((0, 4097, *OFFSETS[2:])).addresses(given)[1]
 
 
 @pytest.mark.parametrize(
@@ -118,4 +127,4 @@ def test_addresses_and_offsets_say_whether_loads_may_be_wide() -> None:
 )
 def test_gradients_that_do_not_fit_are_refused(wrong: list[Tensor | None], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        compensate(table(), wrong, None, torch.zeros(N), staging=staging())
+        compensate(table(), wrong, None, torch.zeros(N))

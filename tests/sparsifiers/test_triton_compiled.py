@@ -17,7 +17,6 @@ MOST_REGISTERS = 128  # of a thread, where a program has 256 of them
 MOST_SHARED = 16384  # bytes of a program
 KERNELS = {
     "add",
-    "commit",
     "compensate",
     "count_digits",
     "count_marks",

@@ -30,7 +30,7 @@ def test_nothing_imports_triton_for_a_tensor_of_the_host() -> None:
     code = (
         "import sys, torch\nfrom sparsifiers import gpu\n"
         "slots, work = gpu.Slots.of(3, torch.device('cpu')), torch.arange(9.0)\n"
-        "gpu.select_largest(work, 3, slots, gpu.Scratch.of(9, work.device), exact=True, counted=False)\n"
+        "gpu.select_largest(work, 3, gpu.Scratch(9, work.device), slots, exact=True, commit=True)\n"
         "assert slots.indices.tolist() == [6, 7, 8]\n"
         "sys.exit('triton' in sys.modules)"
     )

@@ -57,7 +57,7 @@ def test_updates_and_residuals_are_the_hosts(launches: list[str], rows: bool, dt
     codec = smallest(N, K)
     assert isinstance(codec, Blocks)
     layout = gpu.IndexLayout(N, K, codec.low)
-    table, row_table = gpu.TensorTable.of(OFFSETS, LENGTHS, CPU), gpu.RowTable.of(SHAPES, CPU)
+    table, row_table = gpu.TensorTable(OFFSETS, LENGTHS, CPU), gpu.RowTable(SHAPES, CPU)
     start = -(-(HEAD + layout.words) // 4) * 4  # of the values: 16 bytes
     received = torch.full((W, start + K * dtype.itemsize // 4), -1, dtype=torch.int32)
     residuals, host_update = [torch.zeros(N), vector("normal", N, 7), vector("few", N, 8)], torch.zeros(N)
@@ -67,16 +67,15 @@ def test_updates_and_residuals_are_the_hosts(launches: list[str], rows: bool, dt
 
     for rank, (message, residual) in enumerate(zip(received, residuals, strict=True)):
         launches.clear()
-        work, scratch = torch.zeros(N), gpu.Scratch.of(N, CPU)
+        work, scratch = torch.zeros(N), gpu.Scratch(N, CPU)
         section = gpu.IndexSection(layout, message[HEAD : HEAD + layout.words])
         slots = gpu.Slots(torch.zeros(K, dtype=torch.int32), message[start:].view(dtype), message[2])
-        addresses = torch.zeros(len(LENGTHS), dtype=torch.int64)
-        gpu.compensate(table, gradients(rank), residual, work, staging=addresses, scratch=None if rows else scratch)
+        gpu.compensate(table, gradients(rank), residual, work, scratch=scratch, largest=gpu.LargestKey(CPU))
         if rows:
-            shares = torch.zeros(len(row_table.tensors), 3, dtype=torch.int32)
-            gpu.select_rows(work, row_table, K, 5, slots, scratch, staging=shares, section=section)
+            gpu.select_rows(work, row_table, K, 5, scratch, slots, section, commit=True)
         else:
-            gpu.select_largest(work, K, slots, scratch, exact=True, counted=True, zeros=True, section=section)
+            gpu.select_largest(work, K, scratch, slots, section, exact=True, commit=True)
+        assert not scratch.is_counted and not scratch.histogram.any()
         assert len(launches) + 2 * rows == (6 if rows else 10)  # rows clear marks and section with torch's
 
         wanted = compensated(rank, residual)
@@ -94,19 +93,19 @@ def test_updates_and_residuals_are_the_hosts(launches: list[str], rows: bool, dt
 
     launches.clear()
     indices, tiles = torch.zeros(W, K, dtype=torch.int32), torch.zeros(W, layout.tiles, dtype=torch.int32)
-    update, wrong, counts = torch.full((N,), 3.0), torch.zeros(W, dtype=torch.int32), received[:, 2]
-    gpu.decode_indices(received[:, HEAD : HEAD + layout.words], counts, layout, indices, wrong, tiles)
+    update, good, counts = torch.full((N,), 3.0), torch.zeros(W, dtype=torch.int32), received[:, 2]
+    gpu.decode_indices(received[:, HEAD : HEAD + layout.words], counts, layout, indices, good, tiles)
     gpu.add_ranks(update, indices, received[:, start:].view(dtype), counts, 1 / W)
     assert len(launches) <= 4
-    assert not wrong.any()
+    assert good.all()
     assert bits(update) == bits(host_update)
 
 
 def test_launches_are_as_the_table_says(launches: list[str]) -> None:
-    slots, scratch = gpu.Slots.of(K, CPU), gpu.Scratch.of(N, CPU)
-    gpu.select_largest(vector("normal", N), K, slots, scratch, exact=False, counted=False)
+    slots, scratch = gpu.Slots.of(K, CPU), gpu.Scratch(N, CPU)
+    gpu.select_largest(vector("normal", N), K, scratch, slots, exact=False, commit=True)
     assert launches == ["count_digits", "edge", "mark", "scan", "gather"]
     launches.clear()
-    gpu.select_largest(vector("normal", N), K, slots, scratch, exact=True, counted=False)
+    gpu.select_largest(vector("normal", N), K, scratch, slots, exact=True, commit=True)
     exact = ["count_digits", "edge", "mark", *["count_ties", "edge"] * 2, "settle", "scan", "gather"]
     assert launches == exact

@@ -17,10 +17,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")  
 
 
 def chosen(original: Tensor, k: int, turn: int, shapes: tuple[tuple[int, ...], ...] = SHAPES) -> tuple[Tensor, ...]:
-    rows, scratch, slots = RowTable.of(shapes, CPU), Scratch.of(len(original), CPU), Slots.of(k, CPU)
-    scratch.marks.fill_(-1)  # of another step
-    work, staging = original.clone(), torch.zeros(len(rows.tensors), 3, dtype=torch.int32)
-    select_rows(work, rows, k, turn, slots, scratch, staging=staging)
+    rows, scratch, slots = RowTable(shapes, CPU), Scratch(len(original), CPU), Slots.of(k, CPU)
+    for marks in (scratch.above, scratch.ties, scratch.counts):
+        marks.fill_(-1)  # of another step
+    work = original.clone()
+    select_rows(work, rows, k, turn, scratch, slots, commit=True)
     return slots.indices, slots.values, slots.count, work
 
 

@@ -95,19 +95,18 @@ def compiled(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any],
 def calls() -> Iterator[str]:
     """Call everything; says what before it is called."""
     for dtype in (torch.float32, torch.bfloat16):
-        for form in ("plain", "unaligned", "scaled", "momentum", "nesterov", "whole"):
+        for form in ("plain", "unaligned", "uncounted", "momentum", "nesterov", "whole"):
             yield f"{str(dtype).removeprefix('torch.')}, {form}"
             home, given = torch.zeros(N + 8, dtype=dtype), slice(1, 40_001) if form == "unaligned" else slice(40_000)
             gradients = [home[given], None]
             momenta = gpu.Momenta(torch.zeros(N), torch.zeros(N), 0.9, form == "nesterov")
             gpu.compensate(
-                gpu.TensorTable.of([0, 40_000], [40_000, 20_000], CPU),
+                gpu.TensorTable([0, 40_000], [40_000, 20_000], CPU),
                 gradients,
                 None if form == "whole" else torch.zeros(N),
-                torch.zeros(N, dtype=dtype if form == "whole" else torch.float32),
-                staging=torch.zeros(2, dtype=torch.int64),
-                scratch=None if form == "whole" else gpu.Scratch.of(N, CPU),
-                scale=torch.ones(()) if form == "scaled" else None,
+                torch.zeros(N),
+                largest=gpu.LargestKey(CPU),
+                scratch=None if form in ("whole", "uncounted") else gpu.Scratch(N, CPU),
                 momenta=momenta if form in ("momentum", "nesterov") else None,
             )
     for wire in (torch.float32, torch.float16, torch.bfloat16):
@@ -116,16 +115,11 @@ def calls() -> Iterator[str]:
             slots, momentum = gpu.Slots.of(K, CPU, wire), torch.zeros(N) if exact else None
             layout = gpu.IndexLayout(N, K, 14 if exact else 6)
             section = gpu.IndexSection(layout, torch.zeros(layout.words, dtype=torch.int32))
-            work, scratch = torch.zeros(N), gpu.Scratch.of(N, CPU)
-            gpu.select_largest(
-                work, K, slots, scratch, exact=exact, counted=False, zeros=exact, momentum=momentum, section=section
-            )
-    yield "lossy"
-    gpu.commit(torch.zeros(N), gpu.Slots.of(K, CPU), torch.zeros(K), torch.zeros(N))
+            work, scratch = torch.zeros(N), gpu.Scratch(N, CPU)
+            gpu.select_largest(work, K, scratch, slots, section, exact=exact, commit=exact, momentum=momentum)
     yield "rows"
-    table = gpu.RowTable.of([(256, 256)], CPU)
-    staging = torch.zeros(1, 3, dtype=torch.int32)
-    gpu.select_rows(torch.zeros(N), table, K, 0, gpu.Slots.of(K, CPU), gpu.Scratch.of(N, CPU), staging=staging)
+    table = gpu.RowTable([(256, 256)], CPU)
+    gpu.select_rows(torch.zeros(N), table, K, 0, gpu.Scratch(N, CPU), gpu.Slots.of(K, CPU), commit=True)
     for low in (-1, 0, 6, 16, 30):
         yield f"low {low}"
         layout = gpu.IndexLayout(N, K, low)
@@ -139,8 +133,7 @@ def calls() -> Iterator[str]:
         for wire in (torch.float32, torch.bfloat16):
             yield f"{ranks} ranks, {length} elements, {str(wire).removeprefix('torch.')}"
             indices, counts = torch.zeros(ranks, K, dtype=torch.int32), torch.zeros(ranks, dtype=torch.int32)
-            go = torch.ones((), dtype=torch.int32)
-            gpu.add_ranks(torch.zeros(length), indices, torch.zeros(ranks, K, dtype=wire), counts, 0.125, go=go)
+            gpu.add_ranks(torch.zeros(length), indices, torch.zeros(ranks, K, dtype=wire), counts, 0.125)
     for wire in (torch.float32, torch.bfloat16):
         yield f"whole, {str(wire).removeprefix('torch.')}"
         gpu.add_whole(torch.zeros(N), torch.zeros(W, N, dtype=wire), 0.125)
@@ -149,16 +142,15 @@ def calls() -> Iterator[str]:
 def calls_of_one() -> Iterator[str]:
     """Call everything for one element, one slot and one rank."""
     yield "one"
-    table, rows = gpu.TensorTable.of([0], [1], CPU), gpu.RowTable.of([(1,)], CPU)
-    scratch, slots, work = gpu.Scratch.of(1, CPU), gpu.Slots.of(1, CPU), torch.zeros(1)
-    gpu.compensate(table, [None], work, torch.zeros(1), staging=torch.zeros(1, dtype=torch.int64), scratch=scratch)
-    gpu.select_rows(work, rows, 1, 0, slots, scratch, staging=torch.zeros(1, 3, dtype=torch.int32))
-    gpu.commit(work, slots, torch.zeros(1))
+    table, rows = gpu.TensorTable([0], [1], CPU), gpu.RowTable([(1,)], CPU)
+    scratch, slots, work = gpu.Scratch(1, CPU), gpu.Slots.of(1, CPU), torch.zeros(1)
+    gpu.compensate(table, [None], work, torch.zeros(1), scratch=scratch, largest=gpu.LargestKey(CPU))
+    gpu.select_rows(work, rows, 1, 0, scratch, slots, commit=True)
     for low in (-1, 0, 2):
         layout, count = gpu.IndexLayout(1, 1, low), torch.zeros(1, dtype=torch.int32)
         words, tiles = torch.zeros(1, layout.words, dtype=torch.int32), torch.zeros(1, layout.tiles, dtype=torch.int32)
         section = gpu.IndexSection(layout, words[0])
-        gpu.select_largest(work, 1, slots, scratch, exact=True, counted=False, section=section)
+        gpu.select_largest(work, 1, scratch, slots, section, exact=True, commit=True)
         gpu.encode_indices(slots.indices, slots.count, section)
         gpu.decode_indices(words, count, layout, torch.zeros(1, 1, dtype=torch.int32), count, tiles)
     gpu.add_ranks(work, torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1), torch.zeros(1, dtype=torch.int32), 0.5)

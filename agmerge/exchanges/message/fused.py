@@ -9,12 +9,27 @@ import torch
 from torch import Tensor
 
 from agmerge.exchanges.message.format import Format, Section
+from agmerge.exchanges.message.values import Cast
 from sparsifiers import gpu
 
 
 def writes(section: Section, device: torch.device) -> bool:
     """Tell whether kernels of ``device`` write the indices of a section."""
     return section.index is not None and section.index.layout is not None and gpu.is_fused(device)
+
+
+def places(section: Section, message: Tensor) -> tuple[gpu.Slots, gpu.IndexSection] | None:
+    """Return where kernels write a section into ``message``, uint8[size]; None: they do not write all of it.
+
+    They do where values travel as they are, or rounded.
+    """
+    if not writes(section, message.device) or not isinstance(section.value, Cast):
+        return None
+    assert section.index is not None and section.index.layout is not None
+    indices = torch.empty(section.index.capacity, dtype=torch.int32, device=message.device)
+    count = torch.empty((), dtype=torch.int32, device=message.device)
+    slots = gpu.Slots(indices, message[section.values].view(section.value.dtype), count)
+    return slots, gpu.IndexSection(section.index.layout, message[section.index_words].view(torch.int32))
 
 
 def encode_indices(section: Section, indices: Tensor, count: int | Tensor, message: Tensor) -> None:
@@ -33,8 +48,8 @@ def adds(section: Section, total: Tensor) -> bool:
 def add(layout: Format, number: int, messages: Tensor, total: Tensor, scale: float) -> Tensor | None:
     """Write the sum of ``scale`` times what all ranks sent of section ``number`` into ``total``, fp32[length].
 
-    ``messages``: uint8[W, size]. Returns whose indices were right, bool[W]; None where all is sent. Whatever has
-    arrived, nothing is written outside of ``total``.
+    ``messages``: uint8[W, size]. Returns whose indices were right, int32[W]: 1 or 0; None where all is sent. Whatever
+    has arrived, nothing is written outside of ``total``.
     """
     section = layout.sections[number]
     if section.index is None or section.value is None:
@@ -45,9 +60,9 @@ def add(layout: Format, number: int, messages: Tensor, total: Tensor, scale: flo
     ranks, capacity, device = len(messages), section.index.capacity, messages.device
     counts, words = layout.counts_of(messages, number), messages[:, section.index_words].view(torch.int32)
     indices = torch.empty(ranks, capacity, dtype=torch.int32, device=device)
-    wrong = torch.empty(ranks, dtype=torch.int32, device=device)
+    good = torch.empty(ranks, dtype=torch.int32, device=device)
     tiles = torch.empty(ranks, codec.tiles, dtype=torch.int32, device=device)
-    gpu.decode_indices(words, counts, codec, indices, wrong, tiles)
+    gpu.decode_indices(words, counts, codec, indices, good, tiles)
     values = section.value.read_rows(messages[:, section.values], capacity, total.dtype)
     gpu.add_ranks(total, indices, values, counts, scale)
-    return wrong == 0
+    return good

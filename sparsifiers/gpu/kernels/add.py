@@ -32,14 +32,11 @@ def first_at(
 @triton.jit
 def add_kernel(
     update: tl.tensor, indices: tl.tensor, index_stride: tl.tensor, values: tl.tensor, value_stride: tl.tensor,
-    counts: tl.tensor, count_stride: tl.tensor, go: tl.tensor, length: tl.tensor, capacity: tl.tensor,
-    ranks: tl.tensor, scale: tl.tensor,
-    GUARDED: tl.constexpr, RANKS: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
+    counts: tl.tensor, count_stride: tl.tensor, length: tl.tensor, capacity: tl.tensor, ranks: tl.tensor,
+    scale: tl.tensor,
+    RANKS: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write one tile of the update, which no other program touches."""
-    if GUARDED:
-        if tl.load(go) == 0:
-            return
     start = tl.program_id(0) * TILE
     stop = tl.minimum(length - start, TILE) + start
     places = tl.arange(0, TILE)
@@ -64,13 +61,13 @@ def add_kernel(
         values += value_stride
 
 
-def run(update: Tensor, indices: Tensor, values: Tensor, counts: Tensor, scale: float, go: Tensor | None) -> None:
+def run(update: Tensor, indices: Tensor, values: Tensor, counts: Tensor, scale: float) -> None:
     """Launch it: see `sparsifiers.gpu.add_ranks`."""
     length, (ranks, capacity) = len(update), indices.shape
     tile = SMALL if length < ENOUGH else LARGE
     launch(
         add_kernel, -(-length // tile), update,
         update, indices, indices.stride(0), values, values.stride(0), counts, counts.stride(0),
-        counts if go is None else go, length, capacity, ranks, float(scale),
-        GUARDED=go is not None, RANKS=power(ranks), STEPS=capacity.bit_length(), TILE=tile, CHUNK=CHUNK,
+        length, capacity, ranks, float(scale),
+        RANKS=power(ranks), STEPS=capacity.bit_length(), TILE=tile, CHUNK=CHUNK,
     )  # fmt: skip

@@ -100,7 +100,7 @@ def low_bits(
 
 @triton.jit
 def count_marks_kernel(
-    words: tl.tensor, stride: tl.tensor, unary: tl.tensor, marks: tl.tensor, tiles: tl.tensor, wrong: tl.tensor,
+    words: tl.tensor, stride: tl.tensor, unary: tl.tensor, marks: tl.tensor, tiles: tl.tensor, good: tl.tensor,
     TILE_BITS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Count the marks of one tile of one rank."""
@@ -110,13 +110,13 @@ def count_marks_kernel(
     ones = marks_of(words + rank.to(tl.int64) * stride, unary, bit, bit < marks)
     tl.store(tiles + rank * tl.num_programs(0) + tile, tl.sum(ones, 0))
     if tile == 0:
-        tl.store(wrong + rank, 0)
+        tl.store(good + rank, 1)
 
 
 @triton.jit
 def decode_kernel(
     words: tl.tensor, stride: tl.tensor, counts: tl.tensor, count_stride: tl.tensor, tiles: tl.tensor,
-    indices: tl.tensor, wrong: tl.tensor,
+    indices: tl.tensor, good: tl.tensor,
     at16: tl.tensor, at8: tl.tensor, at4: tl.tensor, at2: tl.tensor, unary: tl.tensor, marks: tl.tensor,
     length: tl.tensor, capacity: tl.tensor,
     LOW: tl.constexpr, TILE_BITS: tl.constexpr, SUMMED: tl.constexpr,
@@ -152,13 +152,13 @@ def decode_kernel(
         total = before + tl.sum(ones, 0)
         broken |= ((total != count) | (count > capacity)).to(tl.int32)
     if broken != 0:
-        tl.atomic_or(wrong + rank, 1)
+        tl.atomic_and(good + rank, 0)
 
 
 @triton.jit
 def read_plain_kernel(
     words: tl.tensor, stride: tl.tensor, counts: tl.tensor, count_stride: tl.tensor, indices: tl.tensor,
-    wrong: tl.tensor, length: tl.tensor, capacity: tl.tensor,
+    good: tl.tensor, length: tl.tensor, capacity: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Copy the plain indices of one rank, which are few, and look whether they ascend."""
@@ -174,7 +174,7 @@ def read_plain_kernel(
         before = tl.load(words + slot - 1, mask=live & (slot > 0), other=-1)
         tl.store(indices + slot, index, mask=live)
         broken |= tl.max((live & ((index <= before) | (index >= length) | (index < 0))).to(tl.int32), 0)
-    tl.store(wrong + rank, broken)
+    tl.store(good + rank, 1 - broken)
 
 
 def run_encode(indices: Tensor, count: int | Tensor, section: IndexSection) -> None:
@@ -187,21 +187,21 @@ def run_encode(indices: Tensor, count: int | Tensor, section: IndexSection) -> N
     )  # fmt: skip
 
 
-def run_decode(words: Tensor, counts: Tensor, layout: IndexLayout, out: Tensor, wrong: Tensor, tiles: Tensor) -> None:
+def run_decode(words: Tensor, counts: Tensor, layout: IndexLayout, out: Tensor, good: Tensor, tiles: Tensor) -> None:
     """Launch the others: see `sparsifiers.gpu.decode_indices`."""
     if layout.low == PLAIN:
         launch(
             read_plain_kernel, len(words), words,
-            words, words.stride(0), counts, counts.stride(0), out, wrong, layout.length, layout.capacity, BLOCK=BLOCK,
+            words, words.stride(0), counts, counts.stride(0), out, good, layout.length, layout.capacity, BLOCK=BLOCK,
         )  # fmt: skip
         return
     programs = (layout.tiles, len(words))
     launch(
         count_marks_kernel, programs, words,
-        words, words.stride(0), layout.planes[-1], layout.marks, tiles, wrong, TILE_BITS=TILE_BITS,
+        words, words.stride(0), layout.planes[-1], layout.marks, tiles, good, TILE_BITS=TILE_BITS,
     )  # fmt: skip
     launch(
         decode_kernel, programs, words,
-        words, words.stride(0), counts, counts.stride(0), tiles, out, wrong, *layout.planes, layout.marks,
+        words, words.stride(0), counts, counts.stride(0), tiles, out, good, *layout.planes, layout.marks,
         layout.length, layout.capacity, LOW=layout.low, TILE_BITS=TILE_BITS, SUMMED=SUMMED,
     )  # fmt: skip

@@ -23,7 +23,7 @@ PART = 1024  # elements of a tile that a program compacts at once: all of them w
 def mark_kernel(
     work: tl.tensor, edge: tl.tensor, above: tl.tensor, ties: tl.tensor, counts: tl.tensor, clear: tl.tensor,
     length: tl.tensor, cleared: tl.tensor,
-    SHIFT: tl.constexpr, LEAST: tl.constexpr, TILE: tl.constexpr, CLEARED: tl.constexpr,
+    SHIFT: tl.constexpr, TILE: tl.constexpr, CLEARED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Mark one tile, and clear `CLEARED` words."""
     tile = tl.program_id(0)
@@ -34,7 +34,7 @@ def mark_kernel(
     keys = keys_of(work + tile * TILE, places, left, TILE)
     prefix = tl.load(edge)
     is_above = ((keys >> SHIFT) > prefix).to(tl.int32)  # never so behind the end, where keys are 0
-    is_tie = (((keys >> SHIFT) == prefix) & (keys >= LEAST) & (places < left)).to(tl.int32)
+    is_tie = (((keys >> SHIFT) == prefix) & (places < left)).to(tl.int32)
     tl.store(above + tile * (TILE // 32) + words, tl.sum(is_above << lanes, 1))
     tl.store(ties + tile * (TILE // 32) + words, tl.sum(is_tie << lanes, 1))
     tl.store(counts + 2 * tile, tl.sum(tl.sum(is_above, 1), 0))
@@ -150,29 +150,14 @@ def gather_kernel(
     tl.store(values + unused, tl.zeros([SPAN], tl.float32).to(values.dtype.element_ty), mask=behind)
 
 
-@triton.jit
-def commit_kernel(
-    work: tl.tensor, momentum: tl.tensor, indices: tl.tensor, sent: tl.tensor, count: tl.tensor, capacity: tl.tensor,
-    MASKED: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
-    """Take off what `BLOCK` slots have sent: their indices are unique."""
-    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = slot < tl.minimum(tl.load(count), capacity)
-    index = tl.load(indices + slot, mask=live, other=0)
-    off = tl.load(sent + slot, mask=live, other=0.0).to(tl.float32)
-    tl.store(work + index, tl.load(work + index, mask=live, other=0.0) - off, mask=live)
-    if MASKED:
-        clear_momentum(momentum + index, off, live)
-
-
-def run_mark(work: Tensor, least: int, scratch: Scratch, section: IndexSection | None) -> None:
+def run_mark(work: Tensor, scratch: Scratch, section: IndexSection | None) -> None:
     """Launch it: see `sparsifiers.gpu.mark`."""
     clear = scratch.edge[:0] if section is None else section.words
     each = power(-(-len(clear) // scratch.tiles)) if len(clear) else 0
     launch(
         mark_kernel, scratch.tiles, work,
         work, scratch.edge, scratch.above, scratch.ties, scratch.counts, clear, len(work), len(clear),
-        SHIFT=DIGITS[0].shift, LEAST=least, TILE=TILE, CLEARED=each,
+        SHIFT=DIGITS[0].shift, TILE=TILE, CLEARED=each,
     )  # fmt: skip
 
 
@@ -209,14 +194,4 @@ def run_gather(
         LIMIT=0.0 if dtype == torch.float32 else torch.finfo(dtype).max, TILE=TILE, PART=PART,
         SPAN=power(-(-capacity // tiles)), CODED=section is not None,
         LOW=0 if section is None else section.layout.low,
-    )  # fmt: skip
-
-
-def run_commit(work: Tensor, slots: Slots, sent: Tensor, momentum: Tensor | None) -> None:
-    """Launch it: see `sparsifiers.gpu.commit`."""
-    capacity, block = len(slots.indices), 1024
-    launch(
-        commit_kernel, -(-capacity // block), work,
-        work, work if momentum is None else momentum, slots.indices, sent, slots.count, capacity,
-        MASKED=momentum is not None, BLOCK=block,
     )  # fmt: skip

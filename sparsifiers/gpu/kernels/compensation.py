@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sparsifiers.gpu.kernels.launching import launch, persistent
+from sparsifiers.gpu.largest_key import LargestKey
 from sparsifiers.gpu.scratch import Scratch
 from sparsifiers.gpu.table import BLOCK, Momenta, TensorTable
 
@@ -18,8 +21,8 @@ NONE, PLAIN, NESTEROV = 0, 1, 2  # forms of momentum
 @triton.jit
 def add_part(
     gradient: tl.tensor, residual: tl.tensor, work: tl.tensor, before: tl.tensor, after: tl.tensor,
-    scale: tl.tensor, factor: tl.tensor, given: tl.tensor, left: tl.tensor,
-    SCALED: tl.constexpr, RESIDUAL: tl.constexpr, MOMENTUM: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
+    factor: tl.tensor, given: tl.tensor, left: tl.tensor,
+    RESIDUAL: tl.constexpr, MOMENTUM: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Write `BLOCK` elements, or the `left` first of them; return their keys, 0 for those that are not there."""
     places = tl.arange(0, BLOCK)
@@ -33,8 +36,6 @@ def add_part(
     else:
         g = tl.load(gradient + places, mask=places < tl.where(given, left, 0), other=0.0).to(tl.float32)
         r = tl.load(residual + places, mask=live, other=0.0) if RESIDUAL else none
-    if SCALED:
-        g = g * scale
     if MOMENTUM:
         u = tl.load(before + places, mask=live, other=0.0)
         u = (u + g) * factor if MOMENTUM == 2 else u * factor + g
@@ -53,13 +54,12 @@ def add_part(
 @triton.jit
 def compensate_kernel(
     tasks: tl.tensor, addresses: tl.tensor, places: tl.tensor, residual: tl.tensor, work: tl.tensor,
-    before: tl.tensor, after: tl.tensor, scales: tl.tensor, histogram: tl.tensor, largest: tl.tensor,
+    before: tl.tensor, after: tl.tensor, histogram: tl.tensor, largest: tl.tensor, later: tl.tensor,
     factor: tl.tensor, count: tl.tensor, share: tl.tensor,
-    GRADIENT: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr, RESIDUAL: tl.constexpr,
-    MOMENTUM: tl.constexpr, COUNTED: tl.constexpr, BLOCK: tl.constexpr,
+    GRADIENT: tl.constexpr, ALIGNED: tl.constexpr, RESIDUAL: tl.constexpr, MOMENTUM: tl.constexpr,
+    COUNTED: tl.constexpr, LOOKED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Take the tasks `share * program` and so on, and add up one histogram of all of them."""
-    scale = tl.load(scales) if SCALED else 1.0
     counts = tl.zeros([2048], tl.int32)
     most = tl.zeros([BLOCK], tl.int32)
     first = tl.program_id(0) * share
@@ -76,43 +76,48 @@ def compensate_kernel(
             offset = tl.multiple_of(offset, 16)
         if left >= BLOCK:
             keys = add_part(
-                gradient, residual + offset, work + offset, before + offset, after + offset, scale, factor,
-                address != 0, left, SCALED, RESIDUAL, MOMENTUM, True, BLOCK,
+                gradient, residual + offset, work + offset, before + offset, after + offset, factor,
+                address != 0, left, RESIDUAL, MOMENTUM, True, BLOCK,
             )  # fmt: skip
         else:
             keys = add_part(
-                gradient, residual + offset, work + offset, before + offset, after + offset, scale, factor,
-                address != 0, left, SCALED, RESIDUAL, MOMENTUM, False, BLOCK,
+                gradient, residual + offset, work + offset, before + offset, after + offset, factor,
+                address != 0, left, RESIDUAL, MOMENTUM, False, BLOCK,
             )  # fmt: skip
         if COUNTED:
             counts += tl.histogram(keys >> 20, 2048, mask=tl.arange(0, BLOCK) < left)
+        if LOOKED:
             most = tl.maximum(most, keys)
     if COUNTED:
         tl.atomic_add(histogram + tl.arange(0, 2048), counts, mask=counts > 0)
+    if LOOKED:
         tl.atomic_max(largest, tl.max(most, 0))
+        if tl.program_id(0) == 0:
+            tl.store(later, 0)
 
 
 def run(
     table: TensorTable,
+    gradients: Sequence[Tensor | None],
     dtype: torch.dtype,
-    aligned: bool,
     residual: Tensor | None,
     work: Tensor,
+    largest: LargestKey | None,
     scratch: Scratch | None,
-    scale: Tensor | None,
     momenta: Momenta | None,
 ) -> None:
-    """Launch it: see `sparsifiers.gpu.compensate`. `aligned`: all addresses are multiples of 16 bytes."""
+    """Launch it: see `sparsifiers.gpu.compensate`. `dtype`: of the gradients."""
     tasks = len(table.tasks)
     programs = persistent(tasks, work)
     form = NONE if momenta is None else NESTEROV if momenta.nesterov else PLAIN
+    addresses, aligned = table.addresses(gradients)
     launch(
         compensate_kernel, programs, work,
-        table.tasks, table.addresses, table.places, work if residual is None else residual, work,
+        table.tasks, addresses, table.places, work if residual is None else residual, work,
         work if momenta is None else momenta.before, work if momenta is None else momenta.after,
-        work if scale is None else scale,
-        table.tasks if scratch is None else scratch.histogram, table.tasks if scratch is None else scratch.largest,
+        table.tasks if scratch is None else scratch.histogram,
+        table.tasks if largest is None else largest.now, table.tasks if largest is None else largest.later,
         0.0 if momenta is None else momenta.factor, tasks, -(-tasks // max(programs, 1)),
-        GRADIENT=DTYPES[dtype], ALIGNED=aligned, SCALED=scale is not None, RESIDUAL=residual is not None,
-        MOMENTUM=form, COUNTED=scratch is not None, BLOCK=BLOCK,
+        GRADIENT=DTYPES[dtype], ALIGNED=aligned, RESIDUAL=residual is not None, MOMENTUM=form,
+        COUNTED=scratch is not None, LOOKED=largest is not None, BLOCK=BLOCK,
     )  # fmt: skip

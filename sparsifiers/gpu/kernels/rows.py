@@ -79,10 +79,10 @@ def rows_kernel(
             equals += tl.sum(equal, 1)
 
 
-def run(work: Tensor, rows: RowTable, scratch: Scratch) -> None:
+def run(work: Tensor, rows: RowTable, shares: Tensor, scratch: Scratch) -> None:
     """Launch it, with all marks 0: see `sparsifiers.gpu.mark_rows`."""
     launch(
         rows_kernel, len(rows.panels), work,
-        work, rows.panels, rows.places, rows.shares, scratch.above, scratch.counts,
+        work, rows.panels, rows.places, shares, scratch.above, scratch.counts,
         PANEL=PANEL, BLOCK=BLOCK, TILE=TILE,
     )  # fmt: skip

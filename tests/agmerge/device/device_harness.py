@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pretend import fused
 from pretend.books import Books
 from pretend.device import Device
 from pretend.tensors import PLACE, DeviceTensor
@@ -82,9 +84,13 @@ def train(
     steps: int = 4,
     each: Each = plain_step,
     leave_out: str = "",
+    kernels: bool = False,
     **options: Any,
 ) -> list[Trained]:
-    """``steps`` steps from zeros on every rank, with tensors on ``place``. ``leave_out``: see :class:`Device`."""
+    """``steps`` steps from zeros on every rank, with tensors on ``place``.
+
+    ``leave_out``: see :class:`Device`. ``kernels``: devices have those of ``sparsifiers.gpu``.
+    """
 
     def body(rank: int, device: Device | None = None) -> Trained:
         if device is not None:
@@ -98,7 +104,7 @@ def train(
         residuals = testing.inspect(optimizer).residuals
         return Trained([host(p) for p in model.parameters()], {name: host(r) for name, r in residuals.items()}, books)
 
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), fused.installed() if kernels else nullcontext():
         warnings.simplefilter("ignore")
         if place == "cpu":
             return testing.run(size, body)

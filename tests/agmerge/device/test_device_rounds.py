@@ -26,9 +26,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "in rank order": {"compression": "none", "dense_sum": "ordered"},
     "cast": {"compression": "fp16"},
     "momentum": {"compression": "dgc", "exchange": "sparse"},
+    "kernels": {"compression": "topk", "exchange": "sparse", "kernels": True},
+    "kernels, rows": {"compression": "adtopk", "exchange": "sparse", "kernels": True},
+    "kernels, momentum": {"compression": "dgc", "exchange": "sparse", "kernels": True},
+    "kernels, whole": {"compression": "none", "kernels": True},
 }
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["None", "views of the last updates"])
 @pytest.mark.parametrize("loads", [0, 1])
@@ -51,6 +56,7 @@ def test_a_round_that_is_repeated_finds_the_gradients_as_they_were(
         assert [race for books in one.books for race in books.races] == []
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("number", range(4))
 @pytest.mark.parametrize("set_to_none", [True, False])

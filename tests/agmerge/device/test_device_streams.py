@@ -86,6 +86,8 @@ CASES: dict[str, tuple[Each, dict[str, Any]]] = {
     "sparse": (plain_step, {"compression": "topk", "exchange": "sparse"}),
     "dense": (plain_step, {"compression": "none"}),
     "momentum": (plain_step, {"compression": "dgc", "exchange": "sparse"}),
+    "kernels": (plain_step, {"compression": "adtopk", "exchange": "sparse", "kernels": True}),
+    "kernels, discarded": (discarded, {"compression": "dgc", "exchange": "sparse", "kernels": True}),
     "low rank": (plain_step, {"compression": "powersgd"}),
     "accumulation": (accumulated, {"compression": "topk", "exchange": "sparse", "backward_passes_per_step": 2}),
     "measured": (measured, {"compression": "powersgd"}),
@@ -120,7 +122,9 @@ def test_events_order_all_that_streams_do_to_the_same_bytes(case: str) -> None:
 
 
 def test_gradients_of_one_merge_buffer_may_come_in_several_streams() -> None:
-    assert [race for books in train(2, each=two_streams, compression="topk")[0].books for race in books.races] == []
+    for kernels in (False, True):
+        trained = train(2, each=two_streams, compression="topk", kernels=kernels)
+        assert [race for books in trained[0].books for race in books.races] == []
 
 
 def test_each_wait_that_is_left_out_is_missed() -> None:

@@ -1,0 +1,67 @@
+"""Accumulate small tensors, and all that lie on devices, merge buffer by merge buffer: a call each would cost more."""
+
+from __future__ import annotations
+
+import torch
+
+from agmerge.step.merge_buffers import MergeBuffers
+from agmerge.tensors.arena import Arena
+from agmerge.tensors.layout import Lane, Slot
+from agmerge.tensors.nonfinite import NonFiniteGuard, is_finite
+
+Batch = list[tuple[Slot, "torch.Tensor | None"]]  # tensors of one lane, with their gradients
+
+
+class Batches:
+    """Hold the gradients of a round that wait until their merge buffer is complete, and accumulate them together."""
+
+    def __init__(self, buffers: MergeBuffers, guard: NonFiniteGuard) -> None:
+        self._buffers, self._guard = buffers, guard
+        self._waiting: dict[int, dict[Lane, Batch]] = {}  # by merge buffer and lane: not yet in `work`
+        self._read: list[torch.Tensor] = []  # gradients on devices, which are perhaps still to be read
+
+    def hold(self, slot: Slot, gradient: torch.Tensor | None) -> None:
+        """Keep a gradient until :meth:`accumulate` is called for its merge buffer; None: the tensor has none."""
+        lanes = self._waiting.setdefault(self._buffers.buffer_of[slot.index], {})
+        lanes.setdefault(slot.lane, []).append((slot, gradient))
+
+    def accumulate(self, buffer: int) -> None:
+        """Write ``work = residual + gradient`` for all tensors of a merge buffer that have waited, lane by lane."""
+        lanes = self._waiting.pop(buffer, {})
+        for device in {lane.device for lane in lanes if lane.on_device}:
+            self._buffers.kernels.largest(buffer, device).begin()
+        for lane, batch in lanes.items():
+            accumulate = self._accumulate_on_device if lane.on_device else self._copy
+            accumulate(buffer, self._buffers.arenas[lane], batch)
+
+    def let_go(self) -> None:
+        """Let go of gradients: what is queued from now on comes behind what has read them."""
+        self._read.clear()
+
+    def _accumulate_on_device(self, buffer: int, arena: Arena, batch: Batch) -> None:
+        """Accumulate all tensors of a merge buffer that lie in ``arena``: in few launches, one look at all."""
+        batch.sort(key=lambda one: one[0].offset)
+        # What is kept is this rank's own to the end of the round, and so is a gradient; a sum over ranks is not.
+        kept = arena.memory.has_residual
+        parts = [
+            (slot.name, arena.work_of(slot) if kept else gradient) for slot, gradient in batch if gradient is not None
+        ]
+        self._read += [gradient for _, gradient in batch if gradient is not None]
+        kernels, lane = self._buffers.kernels, arena.lane
+        largest = arena.accumulate_all(batch, kernels.largest(buffer, lane.device), kernels.scratch_of(buffer, lane))
+        self._guard.note(largest, parts)
+        if self._buffers.energy is not None and arena.lane.sparse:
+            for slot, gradient in batch:
+                self._buffers.energy.add(slot, gradient)
+
+    def _copy(self, buffer: int, arena: Arena, batch: Batch) -> None:
+        """Put all small tensors of a merge buffer that are sent whole into ``arena``: one call, one look at all."""
+        given = [gradient for _, gradient in batch if gradient is not None]  # all of them
+        torch._foreach_copy_([arena.work_of(slot) for slot, _ in batch], given)
+        start, stop = min(slot.offset for slot, _ in batch), max(slot.end for slot, _ in batch)
+        # What lies between them is of the same merge buffer, and finite, or padding.
+        if is_finite(arena.work[start:stop]):
+            return
+        for slot, _ in batch:
+            if self._guard.inspect(slot, arena.work_of(slot)):
+                arena.accumulate(slot, None)

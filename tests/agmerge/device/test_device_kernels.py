@@ -1,0 +1,94 @@
+"""Kernels on a pretended device, in all that they meet: the bits of the host, one wait, no race."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from device_harness import PLAN, Trained, host, train
+from pretend import fused
+from pretend.books import HOOK, SYNCHRONIZE, Books
+from pretend.device import Device
+from pretend.training import on_devices
+from torch import nn
+
+import agmerge
+import merging
+import sparsifiers
+from agmerge import testing
+from agmerge.backends import topology
+
+CASES: dict[str, dict[str, Any]] = {
+    "fp16": {"wire": "fp16"},
+    "bf16": {"wire": "bf16"},
+    "int8": {"wire": "int8"},
+    "sign": {"wire": "sign"},
+    "each tensor by itself": {"sparsify": "ahead"},
+    "in parts": {"merging": merging.Plan((2, 2), parts=(2, 1))},
+    "two lanes": {"density": {r"given\.0": 0.1, r".*": 0.02}},
+    "nothing is kept": {"memory": "none"},
+    "all of it": {"density": 1.0},
+    "momentum": {"compression": "dgc"},
+    "momentum that is not cleared": {"compression": "dgc", "memory": sparsifiers.memory("dgc", masking=False)},
+    "momentum, clipped": {"compression": "dgc", "memory": sparsifiers.memory("dgc", clipping=1.0)},
+    "rows": {"compression": "adtopk-row"},
+    "rows, in parts": {"compression": "adtopk-row", "merging": merging.Plan((2, 2), parts=(2, 1))},
+    "updates": {"sync": "updates"},
+    "updates, kept by the parameters": {"sync": "updates", "carry": "hold"},
+}
+OTHERS = {"oktopk": 2, "masked": 2, "two-level": 4}  # ranks
+
+
+def same_bits(size: int, **options: Any) -> list[Books]:
+    """Train with kernels and on the host, and compare; return what was asked of rank 0's device, but for its start."""
+    ours: list[Trained]
+    ours, theirs = (train(size, place, **options) for place in ("pretend:0", "cpu"))
+    for one, other in zip(ours, theirs, strict=True):
+        assert all(torch.equal(p, q) for p, q in zip(one.parameters, other.parameters, strict=True))
+        assert one.residuals.keys() == other.residuals.keys()
+        assert all(torch.equal(one.residuals[name], other.residuals[name]) for name in one.residuals)
+    assert [race for books in ours[0].books for race in books.races] == []
+    return ours[0].books[1:]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bits_are_the_hosts(case: str) -> None:
+    options = {"compression": "topk", "exchange": "sparse", "kernels": True, **CASES[case]}
+    for books in same_bits(2, **options):
+        assert not books.waits_in(HOOK) and len(books.waits_in(SYNCHRONIZE)) <= 1
+
+
+@pytest.mark.parametrize("exchange", OTHERS)
+def test_other_exchanges_look_at_what_is_selected(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(topology.VARIABLE, "2")
+    same_bits(OTHERS[exchange], exchange=exchange, compression="topk", kernels=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_gradients_of_any_form(dtype: torch.dtype) -> None:
+    """In another order of memory, of 16 bits, of 64, which have no kernels, and missing."""
+
+    def body(rank: int, device: Device | None = None, place: str = "pretend:0") -> list[torch.Tensor]:
+        shapes = [(8, 4, 3, 3), (40, 30), (8, 4, 3, 3), (30,)]
+        model = nn.ParameterList(torch.zeros(shape, dtype=dtype, device=place) for shape in shapes)
+        model[0] = nn.Parameter(model[0].detach().to(memory_format=torch.channels_last))
+        inner = torch.optim.SGD(model.parameters(), lr=1.0, foreach=False)
+        optimizer = agmerge.DistributedOptimizer(
+            inner, model.named_parameters(), compression="topk", exchange="sparse", density=0.1, merging=PLAN
+        )
+        for step in range(4):
+            optimizer.zero_grad()
+            source = torch.Generator().manual_seed(10 * rank + step)
+            given = [torch.randn(shape, generator=source).to(dtype) for shape in shapes]
+            used = [number for number in range(4) if (rank, step, number) != (1, 2, 2)]
+            torch.stack([(model[number] * given[number].to(place)).sum() for number in used]).sum().backward()
+            optimizer.step()
+        return [host(parameter) for parameter in model]
+
+    with fused.installed():
+        ours = on_devices(2, body)
+    theirs = testing.run(2, functools.partial(body, place="cpu"))
+    for one, other in zip(ours, theirs, strict=True):
+        assert all(torch.equal(p, q) for p, q in zip(one, other, strict=True))
