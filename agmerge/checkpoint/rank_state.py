@@ -21,6 +21,7 @@ from agmerge.runtime import workers
 from agmerge.step.gradient_exchange import GradientExchange
 from agmerge.step.merge_buffers import State
 from agmerge.tensors import nonfinite
+from agmerge.tensors.dtensors import local_of, set_gradient
 
 SECTION = "agmerge"
 VERSION, READABLE = 2, (1, 2)  # 2 has "updates"
@@ -269,7 +270,7 @@ def _reopen_step(reducer: Synchronizer, window: Mapping[str, Any]) -> None:
     for parameter in reducer.members.name_all():
         if reducer.members.name_of(parameter) in window:
             fired, gradient = window[reducer.members.name_of(parameter)]
-            parameter.grad = None if gradient is None else gradient.clone().to(parameter.device)
+            set_gradient(parameter, None if gradient is None else gradient.clone().to(parameter.device))
             reducer.count(parameter, fired)
 
 
@@ -279,7 +280,7 @@ def _copies(exchange: GradientExchange, kind: str) -> dict[str, Any]:
 
 
 def _copy(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    return None if gradient is None else gradient.detach().clone()
+    return None if gradient is None else local_of(gradient).detach().clone()
 
 
 def _rank_and_size(exchange: GradientExchange) -> tuple[int, int] | None:

@@ -78,13 +78,14 @@ class HandedOver:
     """Remember the parameters whose gradients are handed over, in readiness order, each as backward left it."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, tuple[torch.Tensor, torch.Tensor | None, int]] = {}  # parameter, gradient, its version
+        # By name: parameter, its gradient, what this rank holds of that, and how often both were written to.
+        self._seen: dict[str, tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, int]] = {}
         self.overrun = False  # a backward pass too many has been refused, and it has changed some of them
 
-    def add(self, name: str, parameter: torch.Tensor) -> None:
-        """Remember ``parameter.grad`` and its version."""
+    def add(self, name: str, parameter: torch.Tensor, local: torch.Tensor | None) -> None:
+        """Remember ``parameter.grad``, and ``local``, what this rank holds of it, as they are now."""
         gradient = parameter.grad
-        self._seen[name] = (parameter, gradient, 0 if gradient is None else gradient._version)
+        self._seen[name] = (parameter, gradient, local, _version(gradient, local))
 
     def refuse_more(self) -> None:
         """Remember that a backward pass too many was refused: it has changed gradients that are on their way."""
@@ -97,8 +98,8 @@ class HandedOver:
         """
         changed = {
             name
-            for name, (parameter, gradient, version) in self._seen.items()
-            if parameter.grad is not gradient or (gradient is not None and gradient._version != version)
+            for name, (parameter, gradient, local, version) in self._seen.items()
+            if parameter.grad is not gradient or _version(gradient, local) != version
         }
         if not changed:
             return None
@@ -110,6 +111,13 @@ class HandedOver:
 
     def __len__(self) -> int:
         return len(self._seen)
+
+
+def _version(gradient: torch.Tensor | None, local: torch.Tensor | None) -> int:
+    """Return how often a gradient was written to: as a DTensor, or what this rank holds of it."""
+    if gradient is None or local is None:
+        return 0
+    return gradient._version + local._version
 
 
 def _hook(reference: weakref.ref[GradientListener], name: str) -> Callable[[torch.Tensor], None]:

@@ -21,7 +21,7 @@ from agmerge.options.config import with_momentum_of
 from agmerge.options.resolve import check_passes, resolve
 from agmerge.options.updates import density_of
 from agmerge.reporting import ReportingMixin
-from agmerge.runtime import workers
+from agmerge.runtime import process_sets, workers
 
 ZERO_GRAD = (
     "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
@@ -54,8 +54,8 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
     * ``groups``: Give a number of groups, or lists of parameters. Each group is one merge buffer, instead of
       ``merging``.
     * ``sparse_as_dense``: Gradients of sparse layout are made dense. Without it they are an error.
-    * ``process_set``: Give a Horovod process set, or the ranks (on any backend) that exchange gradients. The others
-      step by themselves.
+    * ``process_set``: Give a Horovod process set, or the ranks (on any backend) that exchange gradients, also as
+      torch's ``ProcessGroup`` or ``DeviceMesh``, as ``mesh["replicate"]``. The others step by themselves.
     * ``density``: Give one number, elements sent / elements, 0.01 by default; or ``{pattern: density}`` by whole name,
       where the first match counts and the default where none does; or ``"importance"``, which goes around the
       compressor's own density by the energy per element of each tensor's gradients in the first steps.
@@ -158,9 +158,9 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
         check_optimizer(optimizer)
         self.optimizer = optimizer
         compression = compressors.resolve_auto(options.compression, optimizer, options.memory, options.sync)
-        # As the script gave them, but for what it left to us.
-        self._options = replace(options, compression=compression, density=density_of(options))
-        self._should_synchronize = True  # False inside skip_synchronize()
+        # As the script gave them, but for what it left to us, and what does not pickle.
+        process_set = process_sets.by_ranks(options.process_set)
+        self._options = replace(options, compression=compression, density=density_of(options), process_set=process_set)
         config = with_momentum_of(resolve(self._options), optimizer)
         self._reducer: AnyReducer = reducer_for(optimizer, named, config)
         self._take_scaler()
@@ -201,12 +201,8 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Let ``step()``, inside, take the gradients as ``synchronize()`` (and clipping) left them."""
-        self._reducer.check_combines("skip_synchronize()")
-        before, self._should_synchronize = self._should_synchronize, False
-        try:
+        with self._reducer.taking_combined("skip_synchronize()"):
             yield
-        finally:
-            self._should_synchronize = before
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -237,7 +233,7 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
         A closure runs once, before the gradients are combined. In ``skip_synchronize()`` they are taken as they are.
         With ``sync="updates"``, step it first, with this worker's own gradients, and then exchange what is due.
         """
-        return self._reducer.step(self, closure, combine=self._should_synchronize)
+        return self._reducer.step(self, closure)
 
     def flush(self) -> None:
         """Collective. Apply what ``merging="dear"`` leaves to the next forward, or ``overlap=`` to a later step.
@@ -308,7 +304,7 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
 
     def _combine_for(self, scaler: torch.amp.GradScaler) -> None:
         """Collective. Combine the gradients: the scaler is about to unscale them, and to look for infinities."""
-        self._reducer.combine_for(scaler, combine=self._should_synchronize)
+        self._reducer.combine_for(scaler)
 
     def join(self) -> int:
         """Collective. Take part without gradients until every rank does: for a rank that has no batches left.
