@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,6 +15,7 @@ from agmerge.engine.optimizer_wrapper import OptimizerWrapper, check_optimizer
 from agmerge.engine.reducers import AnyReducer, reducer_for
 from agmerge.errors import AGMergeError
 from agmerge.ops import Average, ReduceOp
+from agmerge.optimizer.saving import SavingMixin
 from agmerge.options import compressors, notices
 from agmerge.options.arguments import Options
 from agmerge.options.config import with_momentum_of
@@ -29,7 +30,7 @@ ZERO_GRAD = (
 )
 
 
-class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
+class DistributedOptimizer(ReportingMixin, SavingMixin, OptimizerWrapper):
     """Collective. Wrap ``optimizer`` so that every step uses gradients combined over all workers.
 
     The wrapped optimizer keeps working as it is: ``param_groups``, ``state`` and ``defaults`` are its own, and
@@ -335,32 +336,6 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
     def close(self) -> None:
         """Take all hooks off. The inner optimizer and the model go on without this wrapper."""
         self._reducer.close()
-
-    # -- state ----------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the inner optimizer's state, and under ``"agmerge"`` what this rank keeps: its residuals, the plan.
-
-        With ``overlap=`` what is under way counts as not sent: to go on to the bit, :meth:`flush` on all ranks first.
-        """
-        self._reducer.prepare_to_save()
-        return {**self.optimizer.state_dict(), rank_state.SECTION: rank_state.save(self._reducer)}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Collective. Load what :meth:`state_dict` gave on this rank, or :func:`agmerge.gather_state` on rank 0.
-
-        Of a plain optimizer's state residuals start from zero, with a warning. Raises ``ValueError`` for a state of
-        another model, or residuals that are not finite.
-        """
-        inner = {key: value for key, value in state_dict.items() if key != rank_state.SECTION}
-        before = self._reducer.config
-        rates = with_momentum_of(before, self.optimizer, inner["param_groups"]).rates
-        inner = rank_state.load(self._reducer, state_dict.get(rank_state.SECTION)) or inner
-        config = replace(self._reducer.config, rates=rates)
-        exchange = self._reducer.exchange
-        exchange.adopt(rank_state.with_memory_for_unsent(exchange, config, self._options.memory))
-        self.optimizer.load_state_dict(inner)
-        notices.warn_of_changes(self._reducer.exchange, self.optimizer, before)
 
 
 def _restore(

@@ -19,8 +19,8 @@ def _checked_ranks(given: Any) -> list[int]:
     """Return ranks in ascending order, or raise ``TypeError`` or ``ValueError`` for what cannot be a set of ranks."""
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise TypeError(
-            f"process_set={given!r}: give a process set, a list of ranks, or torch's ProcessGroup or DeviceMesh of one "
-            "dimension"
+            f"process_set={given!r}: give a process set, or a list of ranks, or torch's ProcessGroup or DeviceMesh of "
+            "one dimension"
         )
     ranks = list(given)
     if not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in ranks):
