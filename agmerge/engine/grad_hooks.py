@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Protocol
@@ -13,8 +14,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from agmerge.backends.streams import streams_of
 from agmerge.errors import CHANGED, AGMergeError, and_more
+from agmerge.tensors.dtensors import is_dtensor, local_of
 from agmerge.tensors.parameters import ParameterTable
 
+SAMPLED = 16  # elements of a DTensor that are compared
 CAPTURED = (
     "the backward pass of parameter {!r} is being captured in a CUDA graph. Its replays run no hooks, so that nothing "
     "would be exchanged: leave backward() out of the graph, or capture modules by torch.cuda.make_graphed_callables, "
@@ -78,14 +81,17 @@ class HandedOver:
     """Remember the parameters whose gradients are handed over, in readiness order, each as backward left it."""
 
     def __init__(self) -> None:
-        # By name: parameter, its gradient, what this rank holds of that, and how often both were written to.
-        self._seen: dict[str, tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, int]] = {}
+        self._seen: dict[str, tuple[torch.Tensor, torch.Tensor | None, int]] = {}  # parameter, gradient, its version
+        self._sampled: dict[str, torch.Tensor] = {}  # of gradients that are DTensors, some elements
         self.overrun = False  # a backward pass too many has been refused, and it has changed some of them
 
-    def add(self, name: str, parameter: torch.Tensor, local: torch.Tensor | None) -> None:
-        """Remember ``parameter.grad``, and ``local``, what this rank holds of it, as they are now."""
+    def add(self, name: str, parameter: torch.Tensor) -> None:
+        """Remember ``parameter.grad`` and its version; of a DTensor, which ``torch._foreach_mul_`` does not count, some
+        elements too."""
         gradient = parameter.grad
-        self._seen[name] = (parameter, gradient, local, _version(gradient, local))
+        self._seen[name] = (parameter, gradient, 0 if gradient is None else gradient._version)
+        if gradient is not None and is_dtensor(gradient):
+            self._sampled[name] = _sample(gradient).clone()
 
     def refuse_more(self) -> None:
         """Remember that a backward pass too many was refused: it has changed gradients that are on their way."""
@@ -98,13 +104,24 @@ class HandedOver:
         """
         changed = {
             name
-            for name, (parameter, gradient, local, version) in self._seen.items()
-            if parameter.grad is not gradient or _version(gradient, local) != version
+            for name, (parameter, gradient, version) in self._seen.items()
+            if parameter.grad is not gradient or (gradient is not None and gradient._version != version)
         }
+        changed |= self._resampled()
         if not changed:
             return None
         names = [name for name in map(members.name_of, members.name_all()) if name in changed]
         return AGMergeError(CHANGED.format(step, and_more(names), remedy))
+
+    def _resampled(self) -> set[str]:
+        """Return the names of DTensors of which an element that was remembered has other bits. Waits for devices."""
+        names, differ = [], []
+        for name, then in self._sampled.items():
+            parameter, gradient, _ = self._seen[name]
+            if gradient is not None and parameter.grad is gradient:
+                names.append(name)
+                differ.append((_sample(gradient).view(torch.uint8) != then.view(torch.uint8)).any())
+        return set(itertools.compress(names, torch.stack(differ).tolist())) if differ else set()
 
     def __contains__(self, name: str) -> bool:
         return name in self._seen
@@ -113,11 +130,10 @@ class HandedOver:
         return len(self._seen)
 
 
-def _version(gradient: torch.Tensor | None, local: torch.Tensor | None) -> int:
-    """Return how often a gradient was written to: as a DTensor, or what this rank holds of it."""
-    if gradient is None or local is None:
-        return 0
-    return gradient._version + local._version
+def _sample(gradient: torch.Tensor) -> torch.Tensor:
+    """Return up to some elements of what this rank holds of a gradient, from all over it, 1-D."""
+    flat = local_of(gradient).reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLED)].contiguous()
 
 
 def _hook(reference: weakref.ref[GradientListener], name: str) -> Callable[[torch.Tensor], None]:

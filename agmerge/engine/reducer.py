@@ -94,7 +94,7 @@ class Reducer(Synchronizer):
         held = self.exchange.ready(name, gradient)
         if held is not gradient:
             set_gradient(parameter, held)
-        self._handed_over.add(name, parameter, held)
+        self._handed_over.add(name, parameter)
 
     def _gradient(self, parameter: torch.Tensor, name: str) -> torch.Tensor | None:
         """Return what this rank has for a parameter, strided and without a loss scale; None while it has joined."""
