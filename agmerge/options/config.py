@@ -120,6 +120,11 @@ class Config:
                 f"merging='dear' and parameter {name!r}, a DTensor: FSDP gathers the parameters of a forward before "
                 "DeAR would apply their updates; use another merging"
             )
+        if self.exchange == TWO_LEVEL:
+            return (
+                f"exchange='two-level' and parameter {name!r}, a DTensor: the ranks of a node share tensors by shards "
+                "already, and process_set= is the level between nodes; pass exchange='sparse' or 'auto'"
+            )
         if self.nonfinite == SKIP and not self.scaled:
             return (
                 f"nonfinite='skip' and parameter {name!r}, a DTensor: a shard that is not finite would skip the step, "

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 sys.path[:0] = [str(Path(__file__).parents[3]), str(Path(__file__).parents[2])]
+import fsdp2_saving  # noqa: E402
 from fsdp2_models import (  # noqa: E402
     REPLICA,
     SHARD,
@@ -158,7 +159,6 @@ MORE: dict[str, tuple[Any, dict[str, Any]]] = {
     "acpsgd": (sgd, {"compression": "acpsgd", "rank": 2}),
     "masked": (sgd, {"compression": "topk", "exchange": "masked"}),
     "oktopk": (sgd, {"compression": "topk", "exchange": "oktopk"}),
-    "two-level": (sgd, {"compression": "topk", "exchange": "two-level"}),
     "layerwise": (adamw, {"compression": "topk", "merging": "layerwise", "sparsify": "ahead"}),
     "ordered": (sgd, {"compression": "none", "dense_sum": "ordered"}),
     "importance": (sgd, {"compression": "topk", "density": "importance"}),
@@ -205,6 +205,7 @@ def refusals(mesh: DeviceMesh) -> dict[str, list[str]]:
                 sgd(one.parameters()), names(), "none", process_set=mesh[REPLICA], merging="dear", model=one
             )
         ),
+        "two levels": error_of(lambda: wrapped(one, mesh, exchange="two-level")),
         "skip": error_of(lambda: wrapped(one, mesh, nonfinite="skip")),
         "updates": error_of(lambda: wrapped(one, mesh, process_set=None, sync="updates", exchange="auto")),
         "broadcast": error_of(lambda: agmerge.broadcast_parameters(one.state_dict())),
@@ -291,9 +292,10 @@ def main(folder: Path, chosen: list[str]) -> None:
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=(REPLICA, SHARD))
     agmerge.init()
-    for name, run in {**SCENARIOS, **LONG}.items():
-        if name in chosen or (not chosen and name in SCENARIOS):
-            (folder / f"{name}.{dist.get_rank()}.json").write_text(json.dumps(run(mesh)))
+    short, long = {**SCENARIOS, **fsdp2_saving.scenarios(folder)}, {**LONG, **fsdp2_saving.long(folder)}
+    for name in chosen or short:
+        found = {**short, **long}[name](mesh)
+        (folder / f"{name}.{dist.get_rank()}.json").write_text(json.dumps(found))
     agmerge.shutdown()
     dist.destroy_process_group()
 
