@@ -226,11 +226,14 @@ def broadcasts(mesh: DeviceMesh) -> dict[str, Any]:
     before = replicas_agree(model, mesh)
     agmerge.broadcast_parameters(model.state_dict(), process_set=mesh[REPLICA])
     agmerge.broadcast_optimizer_state(inner, process_set=mesh[REPLICA].get_group())
+    after = [replicas_agree(model, mesh)]
     kinds = {type(value).__name__ for state in inner.state.values() for value in state.values()}
-    step_of(model, inner, 1 + dist.get_rank() % 2)  # without an exchange: what they have must be enough
+    inner.zero_grad()
+    loss_of(model, dist.get_rank() % 2, 1).backward()  # both replicas have the same batches
+    inner.step()
+    after.append(replicas_agree(model, mesh))
     mean = agmerge.allreduce(torch.tensor([float(dist.get_rank())]), process_set=mesh[REPLICA])
-    agmerge.broadcast_parameters(model.state_dict(), root_rank=2 + dist.get_rank() % 2, process_set=mesh[REPLICA])
-    return {"before": before, "kinds": sorted(kinds), "state": len(inner.state), "mean": float(mean)}
+    return {"before": before, "after": after, "kinds": sorted(kinds), "state": len(inner.state), "mean": float(mean)}
 
 
 @scenario
@@ -255,7 +258,7 @@ def mixed_precision(mesh: DeviceMesh) -> dict[str, Any]:
     optimizer = wrapped(model, mesh, adamw, compression="topk", density=0.1)
     for step in range(STEPS):
         step_of(model, optimizer, step)
-    found = {"replicas": replicas_agree(model, mesh), "lanes": sorted({str(p.dtype) for p in model.parameters()})}
+    found = {"replicas": replicas_agree(model, mesh), "dtypes": sorted({str(p.dtype) for p in model.parameters()})}
     optimizer.close()
     return found
 
