@@ -53,10 +53,10 @@ class ResidualState:
         Ranks communicate with ``overlap=`` alone. What is under way, or pending with ``merging="dear"``, is applied
         first.
         """
-        if self._saved is not None:
-            return self._wanted()
         if self._optimizer._reducer.exchange.outside:
             return {}
+        if self._saved is not None:
+            return self._wanted()
         self._optimizer.flush()
         section = rank_state.with_inner(self._optimizer.state_dict())
         if section["updates"] is not None and section["rank"] != 0:  # all have the same
