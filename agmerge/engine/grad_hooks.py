@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from agmerge.backends.streams import streams_of
 from agmerge.errors import CHANGED, AGMergeError, and_more
-from agmerge.tensors.dtensors import is_dtensor, local_of
+from agmerge.tensors.dtensors import local_of
 from agmerge.tensors.parameters import ParameterTable
 
 SAMPLED = 16  # elements of a DTensor that are compared
@@ -90,7 +90,7 @@ class HandedOver:
         elements too."""
         gradient = parameter.grad
         self._seen[name] = (parameter, gradient, 0 if gradient is None else gradient._version)
-        if gradient is not None and is_dtensor(gradient):
+        if gradient is not None and hasattr(gradient, "to_local"):  # a DTensor
             self._sampled[name] = _sample(gradient).clone()
 
     def refuse_more(self) -> None:

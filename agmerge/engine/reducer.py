@@ -100,7 +100,9 @@ class Reducer(Synchronizer):
         """Return what this rank has for a parameter, strided and without a loss scale; None while it has joined."""
         if self._flag == Flag.JOINED:
             return None
-        gradient = gradient_of(parameter, name)
+        gradient = parameter.grad
+        if hasattr(gradient, "to_local"):  # a DTensor; asked here, for a call a tensor would cost more
+            gradient = gradient_of(parameter, name)
         if gradient is not None and gradient.layout != torch.strided:
             with self.exchange.breaking():  # the others do not hear of it
                 gradient = self.members.make_dense(parameter, self.config.sparse_as_dense)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from agmerge.tensors.dtensors import is_dtensor, local_of, shard_of
+from agmerge.tensors.dtensors import local_of, shard_of
 from sparsifiers import Kind
 
 
@@ -135,7 +135,7 @@ class ParameterTable:
         Of a DTensor also where its shard lies, which may be replaced.
         """
         return [
-            (id(p), p.dtype, p.device, p.shape, local_of(p).data_ptr() if is_dtensor(p) else 0)
+            (id(p), p.dtype, p.device, p.shape, local_of(p).data_ptr() if hasattr(p, "to_local") else 0)
             for group in self.optimizer.param_groups
             for p in group["params"]
             if p.requires_grad
