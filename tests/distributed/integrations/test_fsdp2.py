@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import results, torchrun
+from launching import ROOT, results, torchrun
 
 WORKERS = 4
 SCRIPT = Path(__file__).with_name("fsdp2_scenarios.py")
@@ -143,3 +144,13 @@ def test_another_number_of_replicas_goes_on_with_all_that_was_not_sent(tmp_path:
     saved, loaded = (launched(tmp_path, "by_others", workers=workers)["by_others"] for workers in sizes)
     for rank, one in enumerate(loaded):
         assert one == pytest.approx(saved[rank % 2], abs=1e-6)
+
+
+@pytest.mark.parametrize("options", [(), pytest.param(("--local-steps", "4"), marks=pytest.mark.long)])
+def test_the_example_learns(options: tuple[str, ...]) -> None:
+    ended = torchrun(WORKERS, ROOT / "examples" / "fsdp2_digits.py", "--epochs", "2", *options, timeout=170)
+    assert ended.code == 0, ended.output[-3000:]
+    found = re.search(r"accuracy (\S+), (\d+) bytes sent, (\d+) without", ended.output)
+    assert found is not None, ended.output
+    assert float(found[1]) > 0.85  # of ten kinds
+    assert int(found[2]) < int(found[3]) / 5
