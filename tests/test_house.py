@@ -25,7 +25,7 @@ ROOMS = {  # of agmerge/, from below to above: which of the rooms below it each 
     "metrics": "",
     "backends": "",
     "exchanges": "backends tensors",
-    "runtime": "backends",
+    "runtime": "backends tensors",
     "options": "backends tensors runtime exchanges",
     "step": "backends tensors exchanges metrics options",
     "planning": "backends tensors exchanges metrics options step",

@@ -14,6 +14,7 @@ from agmerge.checkpoint.rank_state import Wrapper
 from agmerge.runtime import workers
 
 _REST = "rest"  # what is no residual and no momentum, as the bytes of torch.save
+_SET = "ranks="  # opens the part of a key that has the ranks of a process set
 
 
 class ResidualState:
@@ -34,16 +35,14 @@ class ResidualState:
 
     To load, say where from: ``agmerge.ResidualState(optimizer, path)``. Each rank reads what is its own, on another
     number of ranks as :func:`agmerge.gather_state` has it; a checkpoint without any starts from zero, with a warning.
-    ``name``: of the optimizer, where a checkpoint has several. Raises ``ValueError`` for ``process_set=``.
+    ``name``: of the optimizer, where a checkpoint has several. With ``process_set=`` keys say which ranks are in the
+    set, and a set loads what that one has saved that its first rank was in.
     """
 
     def __init__(
         self, optimizer: Wrapper, saved: str | os.PathLike[str] | None = None, name: str = "optimizer"
     ) -> None:
         """Save ``optimizer``'s, or load from the path ``saved`` if it is given. ``name``: one without "/"."""
-        config = optimizer._reducer.config
-        if config.process_set.members:
-            raise ValueError("ResidualState is of all workers, and process_set= names some: save state_dict() by rank")
         if "/" in name:
             raise ValueError(f"ResidualState: name={name!r} must not contain '/'")
         self._optimizer, self._saved, self._prefix = optimizer, saved, f"agmerge/{name}"
@@ -54,6 +53,8 @@ class ResidualState:
         Ranks communicate with ``overlap=`` alone. What is under way, or pending with ``merging="dear"``, is applied
         first.
         """
+        if self._optimizer._reducer.exchange.outside:
+            return {}
         if self._saved is not None:
             return self._wanted()
         self._optimizer.flush()
@@ -65,7 +66,9 @@ class ResidualState:
         file = io.BytesIO()
         torch.save({**section, "own": list(tensors["residuals"])}, file)
         entries[_REST] = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-        return {f"{self._prefix}/{section['rank']}/{section['size']}/{key}": tensor for key, tensor in entries.items()}
+        ranks = self._set
+        start = f"{self._prefix}/{_SET}{','.join(map(str, ranks))}" if ranks else self._prefix
+        return {f"{start}/{section['rank']}/{section['size']}/{key}": tensor for key, tensor in entries.items()}
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
         """Collective. Take what ``torch.distributed.checkpoint.load`` has filled in, by the keys of :meth:`state_dict`.
@@ -77,14 +80,15 @@ class ResidualState:
         sections: dict[int, dict[str, Any]] = {}
         size = 0
         for key, tensor in sorted(state_dict.items(), key=lambda item: not item[0].endswith(f"/{_REST}")):
-            rank, ranks, what = key.removeprefix(f"{self._prefix}/").split("/", 2)
-            size = int(ranks)
+            _, rank, size, what = _parsed(key.removeprefix(f"{self._prefix}/"))
             if what == _REST:
                 rest = torch.load(io.BytesIO(tensor.numpy().tobytes()), weights_only=True)
-                sections[int(rank)] = {**rest, **{plural: {} for plural in rank_state.KINDS.values()}}
+                sections[rank] = {**rest, **{plural: {} for plural in rank_state.KINDS.values()}}
             else:
                 plural, name = what.split("/", 1)
-                sections[int(rank)][plural][name] = tensor
+                sections[rank][plural][name] = tensor
+        if self._optimizer._reducer.exchange.outside:
+            return
         if not sections:
             rank_state.load(self._optimizer._reducer, None)
             return
@@ -101,15 +105,32 @@ class ResidualState:
     def _wanted(self) -> dict[str, torch.Tensor]:
         """Return memory for what this rank reads: of ranks whose residuals or optimizer it takes, and of rank 0."""
         assert self._saved is not None
-        comm = self._optimizer._reducer.exchange.comm or workers.world()
+        comm, own_set = self._optimizer._reducer.exchange.comm or workers.world(), self._set
         wanted = {}
         for key, (shape, dtype) in torch_backend.saved_tensors(self._saved).items():
             at = key.find(f"{self._prefix}/")
             if at < 0:
                 continue
-            rank, size, what = key[at + len(self._prefix) + 1 :].split("/", 2)
-            inner = what == _REST and int(rank) == comm.rank % int(size)
-            alike = rank == "0" and not what.startswith("residuals/")
-            if int(rank) % comm.size == comm.rank or inner or alike:
+            ranks, rank, size, what = _parsed(key[at + len(self._prefix) + 1 :])
+            if bool(ranks) is not bool(own_set) or (own_set and own_set[0] not in ranks):
+                continue
+            inner = what == _REST and rank == comm.rank % size
+            alike = rank == 0 and not what.startswith("residuals/")
+            if rank % comm.size == comm.rank or inner or alike:
                 wanted[key[at:]] = torch.empty(shape, dtype=dtype)
         return wanted
+
+    @property
+    def _set(self) -> list[int]:
+        """Return the ranks of the world that exchange with this one; empty: all."""
+        return self._optimizer._reducer.config.process_set.members
+
+
+def _parsed(key: str) -> tuple[list[int], int, int, str]:
+    """Return what a key says behind the optimizer's name: a set's ranks (empty: all), rank, number of ranks, tensor."""
+    ranks, rest = [], key
+    if key.startswith(_SET):
+        named, rest = key.removeprefix(_SET).split("/", 1)
+        ranks = [int(rank) for rank in named.split(",")]
+    rank, size, what = rest.split("/", 2)
+    return ranks, int(rank), int(size), what

@@ -20,12 +20,12 @@ def gather_state(optimizer: Wrapper) -> dict[str, Any] | None:
     """Collective. Return ``optimizer.state_dict()`` with the residuals of every rank, on rank 0; None on the others.
 
     Every rank loads it with ``load_state_dict()``, also where there are more or fewer of them than have saved it: what
-    has not been sent yet is then kept (docs/checkpoints.md). Rank 0 needs memory for the residuals of all ranks. Raises
-    ``ValueError`` with ``process_set=``: its ranks are not the world's.
+    has not been sent yet is then kept (docs/checkpoints.md). Rank 0 needs memory for the residuals of all ranks. With
+    ``process_set=`` that is the first rank of each set, and what it returns is of that set; None outside of the sets.
     """
     config, exchange = optimizer._reducer.config, optimizer._reducer.exchange
-    if config.process_set.members:
-        raise ValueError("gather_state() is of all workers, and process_set= names some: save state_dict() by rank")
+    if exchange.outside:
+        return None
     optimizer.flush()  # what is under way, on all ranks alike
     state, comm = optimizer.state_dict(), exchange.comm or workers.world()
     parts = _gather(comm, _packed(rank_state.with_inner(state)), config.timeout)

@@ -21,6 +21,7 @@ from agmerge.runtime import workers
 from agmerge.step.gradient_exchange import GradientExchange
 from agmerge.step.merge_buffers import State
 from agmerge.tensors import nonfinite
+from agmerge.tensors.dtensors import is_dtensor, like, local_of, set_gradient, shard_of
 
 SECTION = "agmerge"
 VERSION, READABLE = 2, (1, 2)  # 2 has "updates"
@@ -30,6 +31,10 @@ LEFT_BASIS, RIGHT_BASIS = BASES = tuple(bases.KINDS.values())
 KINDS = {"residual": "residuals", "momentum": "momenta", LEFT_BASIS: "left_bases", RIGHT_BASIS: "right_bases"}
 
 
+OTHER_PARTS = (
+    "the checkpoint's residuals are of another part of parameter {name!r} ({saved}) than this rank holds ({own}): they "
+    "are dropped and start from zero. Load what a rank has saved that held the same shards"
+)
 OTHER_SYNC = (
     "the checkpoint is of another sync=: what was not sent of gradients is no update, nor the other way round. It is "
     "dropped and starts from zero; parameters are the shared ones"
@@ -56,7 +61,8 @@ def save(reducer: Synchronizer) -> dict[str, Any]:
 
     ``window``: where a step has begun, how many backward passes each parameter has seen, and its gradient so far.
     ``updates``: the shared parameters and where this rank's stand, with ``sync="updates"``, else None.
-    With ``exchange="two-level"`` residuals are of this rank's shard of each tensor; ``shard`` says which.
+    With ``exchange="two-level"`` residuals are of this rank's shard of each tensor; ``shard`` says which. Of DTensors
+    they are of what this rank holds; ``dtensors`` says what, by name.
     """
     exchange = reducer.exchange
     rank, size = exchange.origin or _rank_and_size(exchange) or (0, 1)
@@ -66,6 +72,7 @@ def save(reducer: Synchronizer) -> dict[str, Any]:
         "rank": rank,
         "size": size,
         "shard": exchange.shard,
+        "dtensors": _dtensors(reducer),
         "steps": exchange.steps,
         "merging": exchange.config.merging,
         "plan": plan.dumps() if plan else None,
@@ -148,12 +155,15 @@ def _read(reducer: Synchronizer, section: Mapping[str, Any], own: bool) -> Resto
     saved, shard = (section["rank"], section["size"]), section.get("shard")
     place = saved if own else _rank_and_size(exchange) or saved
     restored = Restored(shard=exchange.shard, steps=section["steps"], plan=_saved_plan(exchange, section))
-    restored.updates, restored.inner = updates, section.get(INNER)
+    restored.updates, restored.inner = updates, _at_home(reducer, section.get(INNER))
     if exchange.comm is None:
         restored.shard, restored.origin = shard, saved  # it knows its node when it connects
     if (updates is None) is (exchange.config.updates is not None):
         restored.updates = None if updates is None else _nobodys(updates)
         warnings.warn(OTHER_SYNC, stacklevel=4)
+    elif other_part := _other_part(reducer, section):
+        restored.updates, restored.inner = None, None
+        warnings.warn(other_part, stacklevel=4)
     elif saved == place and shard == restored.shard:
         for kind, plural in KINDS.items():
             restored.state |= {(kind, name): tensor.clone() for name, tensor in section.get(plural, {}).items()}
@@ -171,6 +181,39 @@ def _read(reducer: Synchronizer, section: Mapping[str, Any], own: bool) -> Resto
             stacklevel=4,
         )
     return restored
+
+
+def _at_home(reducer: Synchronizer, inner: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return an optimizer's state with its DTensors among the ranks of this one's parameters: others have saved it."""
+    if inner is None:
+        return None
+    parameters = reducer.members.name_all()  # in the order by which a state_dict() numbers them
+
+    def moved(number: int, value: Any) -> Any:
+        alike = isinstance(value, torch.Tensor) and is_dtensor(value) and value.shape == parameters[number].shape
+        return like(parameters[number], local_of(value)) if alike else value
+
+    state = {
+        number: {key: moved(number, value) for key, value in entry.items()} for number, entry in inner["state"].items()
+    }
+    return {**inner, "state": state}
+
+
+def _dtensors(reducer: Synchronizer) -> dict[str, str]:
+    """Return, by name, which shard this rank holds of each parameter that is a DTensor."""
+    members = reducer.members
+    return {members.name_of(p): shard_of(p) for p in members.name_all() if is_dtensor(p)}
+
+
+def _other_part(reducer: Synchronizer, section: Mapping[str, Any]) -> str:
+    """Say which parameter has something in a section that is of another shard than this rank's; "" if none has."""
+    saved, own = section.get("dtensors", {}), _dtensors(reducer)
+    kept = {name for plural in KINDS.values() for name in section.get(plural, ())}
+    kept.update((section.get("updates") or {}).get("base", ()))
+    for name in sorted(kept):
+        if name in own and saved.get(name) != own[name]:
+            return OTHER_PARTS.format(name=name, saved=saved.get(name, "all of it"), own=own[name])
+    return ""
 
 
 def _saved_plan(exchange: GradientExchange, section: Mapping[str, Any]) -> merging.Plan | None:
@@ -269,7 +312,7 @@ def _reopen_step(reducer: Synchronizer, window: Mapping[str, Any]) -> None:
     for parameter in reducer.members.name_all():
         if reducer.members.name_of(parameter) in window:
             fired, gradient = window[reducer.members.name_of(parameter)]
-            parameter.grad = None if gradient is None else gradient.clone().to(parameter.device)
+            set_gradient(parameter, None if gradient is None else gradient.clone().to(parameter.device))
             reducer.count(parameter, fired)
 
 
@@ -279,7 +322,7 @@ def _copies(exchange: GradientExchange, kind: str) -> dict[str, Any]:
 
 
 def _copy(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    return None if gradient is None else gradient.detach().clone()
+    return None if gradient is None else local_of(gradient).detach().clone()
 
 
 def _rank_and_size(exchange: GradientExchange) -> tuple[int, int] | None:

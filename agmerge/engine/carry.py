@@ -48,7 +48,7 @@ class Carry(ABC):
 
     def __init__(self, exchange: GradientExchange, outer: Outer | None, *, overlap: bool) -> None:
         self.base: Tensors = {}
-        self.parameters: Tensors = {}  # the script's own
+        self.parameters: Tensors = {}  # the script's own, or what this rank holds of them
         self._exchange, self._make_outer, self._overlap = exchange, outer, overlap
         self._outer: torch.optim.Optimizer | None = None  # of the tensors of `base`
         self._whole: Tensors = {}  # sent whole and not received, as of then; the parameters have moved on since

@@ -91,11 +91,11 @@ class DearReducer(Reducer):
         """Refuse, with ``ValueError``: combined gradients exist in the next forward only."""
         raise ValueError(f"synchronize(): {TOGETHER}")
 
-    def step(self, wrapper: torch.optim.Optimizer, closure: Any, *, combine: bool) -> Any:
+    def step(self, wrapper: torch.optim.Optimizer, closure: Any) -> Any:
         """Collective. Wait for the reduce-scatters; leave the update to the next forward. Return None.
 
         What the last forward has not used takes its last update first. Refuses a closure and ``skip_synchronize()``
-        (``combine`` False) with ``ValueError``.
+        with ``ValueError``.
         """
         self.connect()
         if closure is not None:
@@ -103,7 +103,7 @@ class DearReducer(Reducer):
                 "step(closure): with merging='dear' updates belong to the next forward, so run the closure's forward "
                 "and backward before step()"
             )
-        if not combine:
+        if not self._combines:
             raise ValueError(f"step() inside skip_synchronize(): {TOGETHER}")
         check_hooks(self._optimizer)
         if self.exchange.outside:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Protocol
@@ -13,8 +14,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from agmerge.backends.streams import streams_of
 from agmerge.errors import CHANGED, AGMergeError, and_more
+from agmerge.tensors.dtensors import local_of
 from agmerge.tensors.parameters import ParameterTable
 
+SAMPLED = 16  # elements of a DTensor that are compared
 CAPTURED = (
     "the backward pass of parameter {!r} is being captured in a CUDA graph. Its replays run no hooks, so that nothing "
     "would be exchanged: leave backward() out of the graph, or capture modules by torch.cuda.make_graphed_callables, "
@@ -79,12 +82,16 @@ class HandedOver:
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[torch.Tensor, torch.Tensor | None, int]] = {}  # parameter, gradient, its version
+        self._sampled: dict[str, torch.Tensor] = {}  # of gradients that are DTensors, some elements
         self.overrun = False  # a backward pass too many has been refused, and it has changed some of them
 
     def add(self, name: str, parameter: torch.Tensor) -> None:
-        """Remember ``parameter.grad`` and its version."""
+        """Remember ``parameter.grad`` and its version; of a DTensor, which ``torch._foreach_mul_`` does not count, some
+        elements too."""
         gradient = parameter.grad
         self._seen[name] = (parameter, gradient, 0 if gradient is None else gradient._version)
+        if gradient is not None and hasattr(gradient, "to_local"):  # a DTensor
+            self._sampled[name] = _sample(gradient).clone()
 
     def refuse_more(self) -> None:
         """Remember that a backward pass too many was refused: it has changed gradients that are on their way."""
@@ -100,16 +107,33 @@ class HandedOver:
             for name, (parameter, gradient, version) in self._seen.items()
             if parameter.grad is not gradient or (gradient is not None and gradient._version != version)
         }
+        changed |= self._resampled()
         if not changed:
             return None
         names = [name for name in map(members.name_of, members.name_all()) if name in changed]
         return AGMergeError(CHANGED.format(step, and_more(names), remedy))
+
+    def _resampled(self) -> set[str]:
+        """Return the names of DTensors of which an element that was remembered has other bits. Waits for devices."""
+        names, differ = [], []
+        for name, then in self._sampled.items():
+            parameter, gradient, _ = self._seen[name]
+            if gradient is not None and parameter.grad is gradient:
+                names.append(name)
+                differ.append((_sample(gradient).view(torch.uint8) != then.view(torch.uint8)).any())
+        return set(itertools.compress(names, torch.stack(differ).tolist())) if differ else set()
 
     def __contains__(self, name: str) -> bool:
         return name in self._seen
 
     def __len__(self) -> int:
         return len(self._seen)
+
+
+def _sample(gradient: torch.Tensor) -> torch.Tensor:
+    """Return up to some elements of what this rank holds of a gradient, from all over it, 1-D."""
+    flat = local_of(gradient).reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLED)].contiguous()
 
 
 def _hook(reference: weakref.ref[GradientListener], name: str) -> Callable[[torch.Tensor], None]:

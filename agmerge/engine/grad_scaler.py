@@ -16,6 +16,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from agmerge.errors import AGMergeError
+from agmerge.tensors.dtensors import local_of
 from agmerge.tensors.parameters import ParameterTable
 
 NOT_ATTACHED = (
@@ -62,7 +63,8 @@ class LossScale:
         scale = self._scale()
         for parameter in parameters:
             if scale is not None and parameter.grad is not None:
-                parameter.grad.mul_(scale.to(parameter.grad.device))
+                gradient = local_of(parameter.grad)
+                gradient.mul_(scale.to(gradient.device))
 
     def clear(self) -> None:
         """Forget the step, which has ended or comes to nothing."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from agmerge.tensors.dtensors import local_of
 from agmerge.tensors.nonfinite import is_finite
 from agmerge.tensors.parameters import ParameterTable
 
@@ -58,16 +59,18 @@ def _scaled_step(inner: Any, found: torch.Tensor, scale: torch.Tensor | None) ->
         for group in inner.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    parameter.grad.mul_(inverse.to(parameter.grad.device))
+                    gradient = local_of(parameter.grad)
+                    gradient.mul_(inverse.to(gradient.device))
     return OwnStep(inner.step(), scaled=True)
 
 
 def not_finite(members: ParameterTable) -> tuple[str, ...]:
     """Return the names of the parameters that have a gradient which is not finite. Waits once for each device."""
+    given = {members.name_of(p): local_of(p.grad) for p in members.name_all() if p.grad is not None}
     gradients = {
-        members.name_of(p): p.grad if p.grad.layout == torch.strided else p.grad._values()
-        for p in members.name_all()
-        if p.grad is not None and p.grad.numel()
+        name: gradient if gradient.layout == torch.strided else gradient._values()
+        for name, gradient in given.items()
+        if gradient.numel()
     }
     on_devices = {name: gradient for name, gradient in gradients.items() if gradient.device.type != "cpu"}
     bad = [name for name, gradient in gradients.items() if name not in on_devices and not is_finite(gradient)]

@@ -29,6 +29,7 @@ from agmerge.options.config import Config
 from agmerge.step.agreed_state import Plans
 from agmerge.step.gradient_exchange import Combined
 from agmerge.step.merge_buffers import MergeBuffers
+from agmerge.tensors.dtensors import gradient_of, set_gradient
 from agmerge.tensors.parameters import ParameterTable
 
 
@@ -45,6 +46,7 @@ class Reducer(Synchronizer):
         super().__init__(members, members, config)
         self.skipped = False  # gradients are combined, and come to nothing: the inner optimizer must not step
         self._paused = False  # in no_sync()
+        self._combines = True  # in step(); False in skip_synchronize(), where they are combined already
         self._fired: dict[str, int] = {}  # backward passes since the last step
         self._handed_over = HandedOver()
         self._lock = threading.RLock()  # autograd runs the hooks of each device on a thread of its own
@@ -88,17 +90,19 @@ class Reducer(Synchronizer):
                 self._hand_over(parameter, name)
 
     def _hand_over(self, parameter: torch.Tensor, name: str) -> None:
-        gradient = self._gradient(parameter)
+        gradient = self._gradient(parameter, name)
         held = self.exchange.ready(name, gradient)
         if held is not gradient:
-            parameter.grad = held
+            set_gradient(parameter, held)
         self._handed_over.add(name, parameter)
 
-    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+    def _gradient(self, parameter: torch.Tensor, name: str) -> torch.Tensor | None:
         """Return what this rank has for a parameter, strided and without a loss scale; None while it has joined."""
         if self._flag == Flag.JOINED:
             return None
         gradient = parameter.grad
+        if hasattr(gradient, "to_local"):  # a DTensor; asked here, for a call a tensor would cost more
+            gradient = gradient_of(parameter, name)
         if gradient is not None and gradient.layout != torch.strided:
             with self.exchange.breaking():  # the others do not hear of it
                 gradient = self.members.make_dense(parameter, self.config.sparse_as_dense)
@@ -150,17 +154,18 @@ class Reducer(Synchronizer):
         buffers = self.exchange.buffers
         slot = buffers.slot_of[name]
         parameter = buffers.parameters[slot.index]
-        gradient = self._gradient(parameter)
+        gradient = self._gradient(parameter, name)
         if gradient is not None and gradient.data_ptr() == buffers.updates.of(slot).data_ptr():
             # The last update, made zero by zero_grad(): sums may be written there, and the round be repeated.
-            gradient = parameter.grad = gradient.clone()
+            gradient = gradient.clone()
+            set_gradient(parameter, gradient)
         return gradient
 
     def _attach(self, combined: Combined) -> None:
         """Make the updates the gradients; none may reach the inner optimizer that was not combined (G3)."""
         self._check_attachable(combined)
         for parameter, update in zip(combined.buffers.parameters, combined.updates.values(), strict=True):
-            parameter.grad = update
+            set_gradient(parameter, update)
         self.scaling.multiply(combined.buffers.parameters)
 
     def _check_attachable(self, combined: Combined) -> None:
@@ -183,20 +188,29 @@ class Reducer(Synchronizer):
                         "not combined; do that between step() and the next backward()"
                     )
 
-    def step(self, wrapper: torch.optim.Optimizer, closure: Callable[[], Any] | None, *, combine: bool) -> Any:
-        """Collective. Combine the gradients (unless ``combine`` is False: they are), then step the inner optimizer.
+    @contextmanager
+    def taking_combined(self, what: str) -> Iterator[None]:
+        """Let steps, inside, take the gradients as they are: they are combined. ``what``: the call, for errors."""
+        before, self._combines = self._combines, False
+        try:
+            yield
+        finally:
+            self._combines = before
+
+    def step(self, wrapper: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:
+        """Collective. Combine the gradients, unless they are, and step the inner optimizer.
 
         ``wrapper``: whom a GradScaler knows. ``closure`` runs once, before the gradients are combined. Returns its
         loss, or what the inner step returns.
         """
         self.scaling.check_step(wrapper, closure)
-        if closure is not None and not combine:
+        if closure is not None and not self._combines:
             raise ValueError("step(closure) inside skip_synchronize(): the closure's gradients would not be combined")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if combine:
+        if self._combines:
             if self.synchronized and not self.scaling.combined:
                 warnings.warn(TWICE, stacklevel=3)
             self.synchronize()
@@ -221,13 +235,13 @@ class Reducer(Synchronizer):
         if not self.flags_of_all & Flag.JOINED:  # who has joined may step otherwise, until all have
             super()._compare_replicas()
 
-    def combine_for(self, scaler: torch.amp.GradScaler, *, combine: bool) -> None:
+    def combine_for(self, scaler: torch.amp.GradScaler) -> None:
         """Collective. Combine the gradients now: ``scaler`` is about to unscale them, and to look for infinities.
 
         Does nothing for a scaler that is not attached, or where they are combined already.
         """
         if scaler is self.scaling.scaler and not self.synchronized and not self.exchange.outside:
-            if not combine:
+            if not self._combines:
                 raise AGMergeError(NOT_COMBINED)
             self.synchronize()
             self.scaling.mark_combined()
@@ -249,9 +263,6 @@ class Reducer(Synchronizer):
             self._hand_over(parameter, name)
 
     # -- guards -----------------------------------------------------------------------------------------------------
-
-    def check_combines(self, what: str) -> None:
-        """Allow ``what``, which is about combined gradients."""
 
     @contextmanager
     def shared(self) -> Iterator[None]:

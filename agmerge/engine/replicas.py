@@ -12,6 +12,7 @@ from agmerge.backends.handshake import gather_bytes, ranks_of
 from agmerge.errors import DivergenceError
 from agmerge.runtime import workers
 from agmerge.runtime.broadcast import broadcast_optimizer_state, broadcast_parameters, plain_state
+from agmerge.tensors.dtensors import local_of
 from agmerge.tensors.parameters import ParameterTable
 
 DIGEST_BYTES = 16
@@ -74,6 +75,9 @@ def level_replicas(
 
 
 def digest(tensor: torch.Tensor) -> bytes:
-    """Return 16 bytes that differ if a bit of ``tensor`` does. Copies it only from a device, or out of its strides."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    """Return 16 bytes that differ if a bit of ``tensor`` does, of a DTensor if a bit of what this rank holds does.
+
+    Copies it only from a device, or out of its strides.
+    """
+    flat = local_of(tensor).detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(flat.numpy().data, digest_size=DIGEST_BYTES).digest()

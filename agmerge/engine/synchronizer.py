@@ -25,6 +25,7 @@ from agmerge.runtime import process_sets, workers
 from agmerge.step.agreed_state import Plans, TensorTable
 from agmerge.step.gradient_exchange import GradientExchange
 from agmerge.step.merge_buffers import MergeBuffers
+from agmerge.tensors.dtensors import local_of
 from agmerge.tensors.parameters import ParameterTable
 from agmerge.version import __version__
 
@@ -131,7 +132,7 @@ class Synchronizer:
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
-    def step(self, wrapper: torch.optim.Optimizer, closure: Callable[[], Any] | None, *, combine: bool) -> Any:
+    def step(self, wrapper: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:
         """Collective. Step the inner optimizer, and exchange what is exchanged."""
         raise NotImplementedError
 
@@ -154,7 +155,7 @@ class Synchronizer:
         """Collective. End the exchange of gradients that a refused pass has changed; tell whether none is left then."""
         return True
 
-    def combine_for(self, scaler: torch.amp.GradScaler, *, combine: bool) -> None:
+    def combine_for(self, scaler: torch.amp.GradScaler) -> None:
         """Collective. Combine the gradients now, where they are combined: ``scaler`` is about to unscale them."""
 
     def admit_group(self) -> None:
@@ -215,7 +216,7 @@ class Synchronizer:
         with torch.no_grad():
             for parameter in self.members.name_all():
                 if self.members.name_of(parameter) in base:
-                    parameter.copy_(base[self.members.name_of(parameter)])
+                    local_of(parameter).copy_(base[self.members.name_of(parameter)])
 
     def step_count(self) -> int:
         """Return how many steps the optimizer has made."""

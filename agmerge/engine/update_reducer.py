@@ -67,7 +67,7 @@ class UpdateReducer(Synchronizer):
 
     def _with_planner(self, config: Config) -> Config:
         """Return ``config`` with a planner that makes as many merge buffers as take turns."""
-        elements = sum(member.parameter.numel() for member in self._ways.parameters())
+        elements = sum(member.local.numel() for member in self._ways.parameters())
         return replace(config, planner=planner_for(self.updates, config.planner, elements))
 
     def _make_carry(self) -> Carry:
@@ -96,7 +96,7 @@ class UpdateReducer(Synchronizer):
 
     def _admit(self) -> None:
         """Follow the parameters that take part now, as long as there is this optimizer."""
-        self.carry.admit({member.name: member.parameter for member in self._ways.parameters()})
+        self.carry.admit({member.name: member.local for member in self._ways.parameters()})
         self._ways.keep(self.carry.parameters)
 
     def _change_carry(self) -> None:
@@ -146,14 +146,12 @@ class UpdateReducer(Synchronizer):
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
-    def step(self, wrapper: torch.optim.Optimizer, closure: Callable[[], Any] | None, *, combine: bool) -> Any:
+    def step(self, wrapper: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:
         """Collective. Step the optimizer by itself, then exchange what is due. Return the loss, or its result.
 
         Raises :class:`agmerge.NonFiniteError` on every rank, when the next exchange is due, where a rank had gradients
         that were not finite, as ``nonfinite=`` has it. That rank has not stepped.
         """
-        if not combine:
-            raise ValueError(self.refusal("step() inside skip_synchronize()"))
         self.before_step()
         own = own_step(self.members, wrapper, closure)
         self._count(own.stepped, own.bad, scaled=own.scaled)
@@ -295,7 +293,7 @@ class UpdateReducer(Synchronizer):
             "between backward() and step(), as without agmerge; accumulate with several backward passes a step"
         )
 
-    def check_combines(self, what: str) -> None:
+    def taking_combined(self, what: str) -> AbstractContextManager[None]:
         """Refuse ``what``, with ``ValueError``: gradients are never combined."""
         raise ValueError(self.refusal(what))
 

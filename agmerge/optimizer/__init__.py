@@ -1,7 +1,7 @@
 """Offer what a training script wraps its optimizer with.
 
-``distributed``: :class:`DistributedOptimizer`, which every step goes through. ``local``: :class:`LocalOptimizer` and
-:class:`LocalSync`, for workers that step by themselves and exchange every so many steps.
+``distributed``: :class:`DistributedOptimizer`, which every step goes through. ``saving``: what it keeps. ``local``:
+:class:`LocalOptimizer` and :class:`LocalSync`, for workers that step by themselves and exchange every so many steps.
 
 May import reporting.py, checkpoint/, engine/ and below.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,13 +15,14 @@ from agmerge.engine.optimizer_wrapper import OptimizerWrapper, check_optimizer
 from agmerge.engine.reducers import AnyReducer, reducer_for
 from agmerge.errors import AGMergeError
 from agmerge.ops import Average, ReduceOp
+from agmerge.optimizer.saving import SavingMixin
 from agmerge.options import compressors, notices
 from agmerge.options.arguments import Options
 from agmerge.options.config import with_momentum_of
 from agmerge.options.resolve import check_passes, resolve
 from agmerge.options.updates import density_of
 from agmerge.reporting import ReportingMixin
-from agmerge.runtime import workers
+from agmerge.runtime import process_sets, workers
 
 ZERO_GRAD = (
     "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
@@ -29,7 +30,7 @@ ZERO_GRAD = (
 )
 
 
-class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
+class DistributedOptimizer(ReportingMixin, SavingMixin, OptimizerWrapper):
     """Collective. Wrap ``optimizer`` so that every step uses gradients combined over all workers.
 
     The wrapped optimizer keeps working as it is: ``param_groups``, ``state`` and ``defaults`` are its own, and
@@ -54,8 +55,8 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
     * ``groups``: Give a number of groups, or lists of parameters. Each group is one merge buffer, instead of
       ``merging``.
     * ``sparse_as_dense``: Gradients of sparse layout are made dense. Without it they are an error.
-    * ``process_set``: Give a Horovod process set, or the ranks (on any backend) that exchange gradients. The others
-      step by themselves.
+    * ``process_set``: Give a Horovod process set, or the ranks (on any backend) that exchange gradients, also as
+      torch's ``ProcessGroup`` or ``DeviceMesh``, as ``mesh["replicate"]``. The others step by themselves.
     * ``density``: Give one number, elements sent / elements, 0.01 by default; or ``{pattern: density}`` by whole name,
       where the first match counts and the default where none does; or ``"importance"``, which goes around the
       compressor's own density by the energy per element of each tensor's gradients in the first steps.
@@ -158,9 +159,9 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
         check_optimizer(optimizer)
         self.optimizer = optimizer
         compression = compressors.resolve_auto(options.compression, optimizer, options.memory, options.sync)
-        # As the script gave them, but for what it left to us.
-        self._options = replace(options, compression=compression, density=density_of(options))
-        self._should_synchronize = True  # False inside skip_synchronize()
+        # As the script gave them, but for what it left to us, and what does not pickle.
+        process_set = process_sets.by_ranks(options.process_set)
+        self._options = replace(options, compression=compression, density=density_of(options), process_set=process_set)
         config = with_momentum_of(resolve(self._options), optimizer)
         self._reducer: AnyReducer = reducer_for(optimizer, named, config)
         self._take_scaler()
@@ -201,12 +202,8 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Let ``step()``, inside, take the gradients as ``synchronize()`` (and clipping) left them."""
-        self._reducer.check_combines("skip_synchronize()")
-        before, self._should_synchronize = self._should_synchronize, False
-        try:
+        with self._reducer.taking_combined("skip_synchronize()"):
             yield
-        finally:
-            self._should_synchronize = before
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -237,7 +234,7 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
         A closure runs once, before the gradients are combined. In ``skip_synchronize()`` they are taken as they are.
         With ``sync="updates"``, step it first, with this worker's own gradients, and then exchange what is due.
         """
-        return self._reducer.step(self, closure, combine=self._should_synchronize)
+        return self._reducer.step(self, closure)
 
     def flush(self) -> None:
         """Collective. Apply what ``merging="dear"`` leaves to the next forward, or ``overlap=`` to a later step.
@@ -308,7 +305,7 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
 
     def _combine_for(self, scaler: torch.amp.GradScaler) -> None:
         """Collective. Combine the gradients: the scaler is about to unscale them, and to look for infinities."""
-        self._reducer.combine_for(scaler, combine=self._should_synchronize)
+        self._reducer.combine_for(scaler)
 
     def join(self) -> int:
         """Collective. Take part without gradients until every rank does: for a rank that has no batches left.
@@ -339,32 +336,6 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
     def close(self) -> None:
         """Take all hooks off. The inner optimizer and the model go on without this wrapper."""
         self._reducer.close()
-
-    # -- state ----------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the inner optimizer's state, and under ``"agmerge"`` what this rank keeps: its residuals, the plan.
-
-        With ``overlap=`` what is under way counts as not sent: to go on to the bit, :meth:`flush` on all ranks first.
-        """
-        self._reducer.prepare_to_save()
-        return {**self.optimizer.state_dict(), rank_state.SECTION: rank_state.save(self._reducer)}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Collective. Load what :meth:`state_dict` gave on this rank, or :func:`agmerge.gather_state` on rank 0.
-
-        Of a plain optimizer's state residuals start from zero, with a warning. Raises ``ValueError`` for a state of
-        another model, or residuals that are not finite.
-        """
-        inner = {key: value for key, value in state_dict.items() if key != rank_state.SECTION}
-        before = self._reducer.config
-        rates = with_momentum_of(before, self.optimizer, inner["param_groups"]).rates
-        inner = rank_state.load(self._reducer, state_dict.get(rank_state.SECTION)) or inner
-        config = replace(self._reducer.config, rates=rates)
-        exchange = self._reducer.exchange
-        exchange.adopt(rank_state.with_memory_for_unsent(exchange, config, self._options.memory))
-        self.optimizer.load_state_dict(inner)
-        notices.warn_of_changes(self._reducer.exchange, self.optimizer, before)
 
 
 def _restore(

@@ -25,6 +25,8 @@ from agmerge.options.density_policy import DensityPolicy
 from agmerge.options.groups import Groups
 from agmerge.options.updates import GRADIENTS, UPDATES, Updates
 from agmerge.runtime import process_sets
+from agmerge.tensors.dtensors import is_dtensor, why_not_exchangeable
+from agmerge.tensors.nonfinite import SKIP
 from agmerge.tensors.parameters import ParameterInfo
 from sparsifiers import ByName, Kind, LowRank
 
@@ -83,7 +85,7 @@ class Config:
     def _kind_of(self, member: ParameterInfo) -> Kind:
         """Return how a parameter's gradient is sent."""
         compressor = self.compressor.of_tensor(member.name)
-        if compressor.kind is Kind.DENSE or self.dense(member.name, member.parameter):
+        if compressor.kind is Kind.DENSE or self.dense(member.name, member.local):
             return Kind.DENSE
         if isinstance(compressor, LowRank) and not saves(member.shape, compressor.rank_of(member.name)):
             return Kind.DENSE
@@ -99,12 +101,36 @@ class Config:
         )
 
     def check(self, member: ParameterInfo) -> None:
-        """Raise ``ValueError`` for a parameter whose gradient this compression cannot send."""
+        """Raise ``ValueError`` for a parameter whose gradient cannot be sent, or not by this compression."""
+        problem = why_not_exchangeable(member.parameter, member.name)
+        if not problem and is_dtensor(member.parameter):
+            problem = self._why_not_sharded(member.name)
+        if problem:
+            raise ValueError(problem)
         if member.dtype.is_complex and (self.cast is not None or member.kind is not Kind.DENSE):
             raise ValueError(
                 f"parameter {member.name!r} is {member.dtype}: sparsifiers and casts are for real numbers; use "
                 f"compression='none', send it whole (dense=), or hold it as torch.view_as_real()"
             )
+
+    def _why_not_sharded(self, name: str) -> str:
+        """Say what these options cannot do with parameters of which a rank holds a shard; "" if they can do all."""
+        if self.model is not None:
+            return (
+                f"merging='dear' and parameter {name!r}, a DTensor: FSDP gathers the parameters of a forward before "
+                "DeAR would apply their updates; use another merging"
+            )
+        if self.exchange == TWO_LEVEL:
+            return (
+                f"exchange='two-level' and parameter {name!r}, a DTensor: the ranks of a node share tensors by shards "
+                "already, and process_set= is the level between nodes; pass exchange='sparse' or 'auto'"
+            )
+        if self.nonfinite == SKIP and not self.scaled:
+            return (
+                f"nonfinite='skip' and parameter {name!r}, a DTensor: a shard that is not finite would skip the step, "
+                "and the other shards would make it. Pass scaler=, which looks at all shards, or nonfinite='raise'"
+            )
+        return ""
 
     def check_patterns(self, names: Iterable[str]) -> None:
         """Raise ``ValueError`` for a pattern that matches none of ``names``: a slip is not ignored."""

@@ -128,5 +128,5 @@ def from_checkpoint(cutoff: DenseCutoff | None, section: Mapping[str, Any]) -> D
 
 def _sizes_and_exempt(members: Sequence[ParameterInfo], exempt: Exempt) -> tuple[list[int], list[bool]]:
     """Return the elements of each member, and whether it is exempt."""
-    sizes = [member.parameter.numel() for member in members]
-    return sizes, [exempt(member.name, member.parameter) for member in members]
+    sizes = [member.local.numel() for member in members]
+    return sizes, [exempt(member.name, member.local) for member in members]

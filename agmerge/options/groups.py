@@ -52,7 +52,7 @@ class Groups:
         position = {name: index for index, name in enumerate(order)}
         groups = [sorted(group, key=position.__getitem__) for group in self.by_name(members)]
         groups.sort(key=lambda group: position[group[-1]])
-        numel = {member.name: member.parameter.numel() for member in members}
+        numel = {member.name: member.local.numel() for member in members}
         for group in groups:
             if sum(numel[name] for name in group) >= LIMIT:
                 raise ValueError(f"groups: the group of {group[0]!r} has 2**31 elements or more; split it")

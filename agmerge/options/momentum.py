@@ -16,6 +16,7 @@ import torch
 
 import sparsifiers
 from agmerge.ops import Average
+from agmerge.tensors.dtensors import local_of
 from agmerge.tensors.layout import Slot
 from agmerge.tensors.parameters import ParameterTable
 from sparsifiers import Rate
@@ -169,7 +170,8 @@ def take_over(exchange: Any, members: ParameterTable) -> None:
         own_part = None  # what this rank carries of it
         if exchange.shard is None and (exchange.config.op is Average or exchange.comm.rank == 0):
             factor, nesterov = rate(group)
-            own_part = buffer * factor if nesterov else buffer  # nesterov's has its factor in DGCMemory
+            own_part = local_of(buffer)
+            own_part = own_part * factor if nesterov else own_part  # nesterov's has its factor in DGCMemory
         exchange.carry("momentum", members.name_of(parameter), own_part)  # in place of an older one
     if dropped and exchange.comm.rank == 0:
         warnings.warn(SHARDS.format(optimizer=type(optimizer).__name__), stacklevel=4)

@@ -47,8 +47,7 @@ def choose_cutoff(buffers: MergeBuffers, planner: merging.Planner, measured: mer
     def decide() -> dict[str, int]:
         sizes = [slot.numel for slot in buffers.tensors.slots]  # whole tensors, where ranks have shards of them
         exempt = [
-            config.dense(slot.name, parameter)
-            for slot, parameter in zip(buffers.tensors.slots, buffers.parameters, strict=True)
+            config.dense(slot.name, local) for slot, local in zip(buffers.tensors.slots, buffers.locals, strict=True)
         ]
         if not dense_cutoff.feasible(sizes, exempt, density):
             return {"elements": in_use}

@@ -12,80 +12,90 @@ from typing import Any
 
 import torch
 
-from agmerge.backends import timeouts
+from agmerge.backends import Backend, timeouts
 from agmerge.backends.handshake import Fact
-from agmerge.runtime import workers
+from agmerge.runtime import process_sets
 from agmerge.runtime.call_agreement import agree
-from agmerge.runtime.collectives import broadcast_object, check_root
+from agmerge.runtime.collectives import broadcast_object, root_of
+from agmerge.tensors.dtensors import is_dtensor, like, local_of, shard_of
 
 CHUNK = 32 * 2**20  # bytes of one message, and all the memory that a broadcast needs beside the tensors
 ALIGNED = 16  # bytes: the largest element is a complex number of two doubles
 Parameters = Mapping[str, Any] | Iterable[Any]
 
 
-def broadcast_parameters(params: Parameters, root_rank: int = 0) -> None:
+def broadcast_parameters(params: Parameters, root_rank: int | None = None, process_set: Any = None) -> None:
     """Collective. Overwrite ``params`` in place with rank ``root_rank``'s, to the bit.
 
     ``params``: ``model.state_dict()``, ``model.named_parameters()``, a list of (name, tensor), or tensors.
-    Any dtype, any strides, any device. Raises :class:`agmerge.RankMismatchError` on every rank if names,
-    shapes or dtypes differ, and ``ValueError`` for an entry that is no tensor.
+    Any dtype, any strides, any device; of DTensors this rank's shards, which all ranks of ``process_set`` have to hold.
+    That is as in :func:`agmerge.allreduce`, and ``root_rank``, a rank of the world, its first one by default. Raises
+    :class:`agmerge.RankMismatchError` on every rank if names, shapes, dtypes or shards differ, and ``ValueError`` for
+    an entry that is no tensor.
     """
-    comm = workers.world()
-    check_root(comm, root_rank)
+    where = process_sets.group(process_set, "broadcast_parameters")
+    comm, root_rank = where.comm, where.ranks[0] if root_rank is None else root_rank
+    root = root_of(comm, where.ranks, root_rank)
     tensors = _named(params)
     facts: list[Fact] = [("root_rank", str(root_rank))]
-    facts += [(name, f"{value.dtype} {list(value.shape)}") for name, value in tensors]
+    facts += [(name, _described(value)) for name, value in tensors]
     advice = "Build the same model on every rank."
     agree(comm, "broadcast_parameters", facts, "broadcast_parameters", advice)
-    _broadcast_tensors([value for _, value in tensors], root_rank, "broadcast_parameters")
+    _broadcast_tensors(comm, [local_of(value) for _, value in tensors], root, "broadcast_parameters")
 
 
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int | None = None, process_set: Any = None
+) -> None:
     """Collective. Give every rank the state and the options of rank ``root_rank``'s ``optimizer``.
 
     Works for every optimizer, also where only the root has state (after a checkpoint was loaded there); what
     the root does not have, the others lose.
     Neither parameters nor gradients are touched; group dictionaries keep their identity. Residuals of a
-    :class:`agmerge.DistributedOptimizer` belong to their rank and stay where they are. Raises
-    :class:`agmerge.RankMismatchError` on every rank if optimizers or their parameters differ.
+    :class:`agmerge.DistributedOptimizer` belong to their rank and stay where they are. ``root_rank`` and
+    ``process_set``: as in :func:`broadcast_parameters`. Raises :class:`agmerge.RankMismatchError` on every rank if
+    optimizers or their parameters differ.
     """
-    comm = workers.world()
-    check_root(comm, root_rank)
+    where = process_sets.group(process_set, "broadcast_optimizer_state")
+    comm, root_rank = where.comm, where.ranks[0] if root_rank is None else root_rank
+    root = root_of(comm, where.ranks, root_rank)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     facts: list[Fact] = [("root_rank", str(root_rank)), ("optimizer", _kind(optimizer))]
     facts.append(("sizes of param_groups", str([len(group["params"]) for group in optimizer.param_groups])))
-    facts += [(f"parameter {i}", f"{p.dtype} {list(p.shape)}") for i, p in enumerate(parameters)]
+    facts += [(f"parameter {i}", _described(p)) for i, p in enumerate(parameters)]
     advice = "Build the same optimizer on every rank."
     agree(comm, "broadcast_optimizer_state", facts, "broadcast_optimizer_state", advice)
 
     (state, options), tensors = plain_state(optimizer)
     own_forms = [_form(tensor) for tensor in tensors]
-    state, options, forms = broadcast_object((state, options, own_forms), root_rank, "broadcast_optimizer_state")
-    root = comm.rank == root_rank
-    if not root and not (own_forms == forms and _separate(tensors)):
+    state, options, forms = broadcast_object(
+        (state, options, own_forms), root_rank, "broadcast_optimizer_state", process_set
+    )
+    if comm.rank != root and not (own_forms == forms and _separate(tensors)):
         homes = {p.device.type: p.device for p in parameters}
         tensors = [
             torch.empty_strided(shape, strides, dtype=dtype, device=homes.get(kind, kind))
             for dtype, shape, strides, kind in forms
         ]
-    _broadcast_tensors(tensors, root_rank, "broadcast_optimizer_state")
-    if root:
+    _broadcast_tensors(comm, tensors, root, "broadcast_optimizer_state")
+    if comm.rank == root:
         return
     for p, entry in zip(parameters, state, strict=True):
         if entry:
-            optimizer.state[p] = _put_back(entry, tensors)
+            optimizer.state[p] = _put_back(entry, tensors, p)
         else:
             optimizer.state.pop(p, None)
     for group, entry in zip(optimizer.param_groups, options, strict=True):
         for key in _options(group).keys() - entry.keys():
             del group[key]
-        group.update(_put_back(entry, tensors))
+        group.update(_put_back(entry, tensors, None))
 
 
 def plain_state(optimizer: torch.optim.Optimizer) -> tuple[Any, list[torch.Tensor]]:
     """Return the optimizer's state and options, by the order of its parameters, and the tensors that belong in them.
 
-    ``((states, options), tensors)``: in the first two a placeholder stands for each tensor.
+    ``((states, options), tensors)``: in the first two a placeholder stands for each tensor. Of a DTensor it is what
+    this rank holds.
     """
     tensors: list[torch.Tensor] = []
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -114,6 +124,11 @@ def _form(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], tuple[int
     return tensor.dtype, tuple(tensor.shape), strides, tensor.device.type
 
 
+def _described(tensor: torch.Tensor) -> str:
+    """Return what must be the same on all ranks: dtype, shape, and which shard of it a rank holds."""
+    return f"{tensor.dtype} {list(local_of(tensor).shape)} {shard_of(tensor)}".rstrip()
+
+
 def _named(params: Parameters) -> list[tuple[str, torch.Tensor]]:
     """Return names and tensors of ``params``, in the same order on all ranks; raise for what is no tensor."""
     entries: list[Any] = sorted(params.items()) if isinstance(params, Mapping) else list(params)
@@ -135,7 +150,7 @@ def _named(params: Parameters) -> list[tuple[str, torch.Tensor]]:
     return [(str(name), value) for name, value in entries]
 
 
-def _broadcast_tensors(tensors: list[torch.Tensor], root_rank: int, name: str) -> None:
+def _broadcast_tensors(comm: Backend, tensors: list[torch.Tensor], root: int, name: str) -> None:
     """Collective. Send the bytes of ``tensors`` through one buffer of bounded size: any dtype, strides and device."""
     pieces = [piece for tensor in tensors for piece in _pieces(tensor.detach())]
     buffer = torch.empty(min(CHUNK, sum(map(_room, pieces))), dtype=torch.uint8)
@@ -145,7 +160,7 @@ def _broadcast_tensors(tensors: list[torch.Tensor], root_rank: int, name: str) -
         while stop < len(pieces) and size + _room(pieces[stop]) <= len(buffer):
             size += _room(pieces[stop])
             stop += 1
-        _broadcast_chunk(pieces[start:stop], buffer[:size], root_rank, f"{name}/{start}")
+        _broadcast_chunk(comm, pieces[start:stop], buffer[:size], root, f"{name}/{start}")
         start = stop
 
 
@@ -164,18 +179,18 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from _pieces(part)
 
 
-def _broadcast_chunk(pieces: list[torch.Tensor], buffer: torch.Tensor, root_rank: int, name: str) -> None:
+def _broadcast_chunk(comm: Backend, pieces: list[torch.Tensor], buffer: torch.Tensor, root: int, name: str) -> None:
     """Collective. Send ``pieces`` in one message. ``buffer``: bytes for all of them."""
-    comm, places, start = workers.world(), [], 0
+    places, start = [], 0
     for piece in pieces:
         size = piece.numel() * piece.element_size()
         places.append(buffer[start : start + size].view(piece.dtype).view(piece.shape))
         start += _room(piece)
-    if comm.rank == root_rank:
+    if comm.rank == root:
         for piece, place in zip(pieces, places, strict=True):
             place.copy_(piece)
-    comm.broadcast(buffer, root_rank, name).wait(timeouts.default())
-    if comm.rank != root_rank:
+    comm.broadcast(buffer, root, name).wait(timeouts.default())
+    if comm.rank != root:
         for piece, place in zip(pieces, places, strict=True):
             piece.copy_(place)
 
@@ -188,8 +203,8 @@ def _room(tensor: torch.Tensor) -> int:
 class _Place:
     """Stand in a pickled structure for tensor number ``index``."""
 
-    def __init__(self, index: int) -> None:
-        self.index = index
+    def __init__(self, index: int, *, sharded: bool) -> None:
+        self.index, self.sharded = index, sharded  # as the parameter is that it belongs to
 
     def __repr__(self) -> str:
         return f"tensor {self.index}"
@@ -198,8 +213,8 @@ class _Place:
 def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
     """Return ``value`` with a placeholder for every tensor, which is put at the end of ``tensors``."""
     if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return _Place(len(tensors) - 1)
+        tensors.append(local_of(value))
+        return _Place(len(tensors) - 1, sharded=is_dtensor(value))
     if isinstance(value, Mapping):
         return {key: _take_out(item, tensors) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -207,14 +222,14 @@ def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
     return value
 
 
-def _put_back(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return ``value`` with its tensors, the opposite of :func:`_take_out`."""
+def _put_back(value: Any, tensors: list[torch.Tensor], parameter: torch.Tensor | None) -> Any:
+    """Return ``value`` with its tensors, the opposite of :func:`_take_out`. ``parameter``: to which they belong."""
     if isinstance(value, _Place):
-        return tensors[value.index]
+        return like(parameter, tensors[value.index]) if value.sharded else tensors[value.index]
     if isinstance(value, Mapping):
-        return {key: _put_back(item, tensors) for key, item in value.items()}
+        return {key: _put_back(item, tensors, parameter) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_put_back(item, tensors) for item in value)
+        return type(value)(_put_back(item, tensors, parameter) for item in value)
     return value
 
 

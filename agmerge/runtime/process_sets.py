@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from agmerge.backends import Backend, timeouts
+from agmerge.backends import Backend, timeouts, torch_groups
 from agmerge.backends.handshake import gather_texts
 from agmerge.errors import RankMismatchError
 from agmerge.runtime import horovod_names, workers
@@ -18,7 +18,10 @@ from agmerge.runtime.call_agreement import agree
 def _checked_ranks(given: Any) -> list[int]:
     """Return ranks in ascending order, or raise ``TypeError`` or ``ValueError`` for what cannot be a set of ranks."""
     if isinstance(given, str) or not isinstance(given, Iterable):
-        raise TypeError(f"process_set={given!r}: give a process set, or a list of ranks")
+        raise TypeError(
+            f"process_set={given!r}: give a process set, or a list of ranks, or torch's ProcessGroup or DeviceMesh of "
+            "one dimension"
+        )
     ranks = list(given)
     if not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in ranks):
         raise TypeError(f"process_set={ranks!r}: ranks are integers")
@@ -91,6 +94,8 @@ class _Known:
     by_ranks: dict[tuple[int, ...], Backend | None] = field(default_factory=dict)
     # By the objects of Horovod's sets, of which a script may drop the last reference.
     by_object: WeakKeyDictionary[Any, Backend | None] = field(default_factory=WeakKeyDictionary)
+    # By the ranks of a group of torch's that this rank is in.
+    by_group: dict[tuple[int, ...], Backend] = field(default_factory=dict)
 
 
 # What add_process_set() and group() have made, by world: after shutdown() and init() there is another one.
@@ -131,16 +136,21 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def group(given: Any, call: str) -> Group:
-    """Return those who take part in a collective: all, or the members of ``given``, of whom this rank is one.
+    """Collective. Return those who take part in a call: all, or the members of ``given``, of whom this rank is one.
 
-    ``given``: None, a :class:`ProcessSet` that was added or its ranks, or a process set of Horovod's. ``call``: the
-    collective's name, for errors. Raises ``ValueError`` for a set that is not known, and on ranks outside of it.
+    ``given``: None, a :class:`ProcessSet` that was added or its ranks, a process set of Horovod's, or torch's
+    ``ProcessGroup`` or ``DeviceMesh``. Ranks communicate only where one of torch's is used first: then all ranks of the
+    world make the call, each with a group that it is in. ``call``: the collective's name, for errors. Raises
+    ``ValueError`` for a set that is not known, and on ranks outside of it.
     """
     world = workers.world()
     if given is None or given is global_process_set:
         return Group(world, range(world.size))
     if horovod_names.is_process_set(given):
         return _of_horovod(world, given, call)
+    of_torch = torch_groups.ranks_of(given)
+    if of_torch is not None:
+        return _of_torch(world, tuple(_checked_ranks(of_torch)), call)
     ranks = tuple(given.ranks) if isinstance(given, ProcessSet) else tuple(_checked_ranks(given))
     known = _known.setdefault(world, _Known())
     if ranks not in known.by_ranks:
@@ -167,6 +177,17 @@ def _of_horovod(world: Backend, given: Any, call: str) -> Group:
     return _member(known[given], given.ranks, world, call)
 
 
+def _of_torch(world: Backend, ranks: tuple[int, ...], call: str) -> Group:
+    """Return the group of these ranks, which one of torch's has named; with a communicator of its own, made once."""
+    known = _known.setdefault(world, _Known()).by_group
+    if ranks not in known:
+        made = communicator(world, Chosen(ranks), timeouts.default())
+        if made is None:
+            return _member(None, ranks, world, call)
+        known[ranks] = made
+    return Group(known[ranks], ranks)
+
+
 # -- of an optimizer ------------------------------------------------------------------------------------------------
 
 
@@ -183,8 +204,14 @@ class Chosen:
         return list(self.ranks if self.horovod is None else self.horovod.ranks)
 
 
+def by_ranks(given: Any) -> Any:
+    """Return the ranks of a group of torch's, which does not pickle; anything else as it is."""
+    ranks = None if given is None else torch_groups.ranks_of(given)
+    return given if ranks is None else ranks
+
+
 def parse_process_set(given: Any) -> Chosen:
-    """Return what ``process_set=`` of an optimizer means: None, a process set of ours or Horovod's, or ranks.
+    """Return what ``process_set=`` of an optimizer means: None, a process set of ours, Horovod's or torch's, or ranks.
 
     Raises ``TypeError`` or ``ValueError`` for anything else.
     """
@@ -192,7 +219,7 @@ def parse_process_set(given: Any) -> Chosen:
         return Chosen()
     if horovod_names.is_process_set(given):
         return Chosen() if given.process_set_id == 0 else Chosen(horovod=given)
-    return Chosen(tuple(given.ranks if isinstance(given, ProcessSet) else _checked_ranks(given)))
+    return Chosen(tuple(given.ranks if isinstance(given, ProcessSet) else _checked_ranks(by_ranks(given))))
 
 
 def communicator(world: Backend, chosen: Chosen, timeout: float) -> Backend | None:

@@ -147,7 +147,7 @@ class AgreedState:
 
     def members(self) -> list[ParameterInfo]:
         """Return who takes part now, each with its lane. Raises ``ValueError`` for one that cannot be sent."""
-        members = self.config.assign_lanes(member for member in self.table.active() if member.parameter.numel())
+        members = self.config.assign_lanes(member for member in self.table.active() if member.local.numel())
         for member in members:
             self.config.check(member)
         return members

@@ -117,7 +117,7 @@ def _make_plan(
 
     A planner that goes by times has none yet: until they are measured, merge buffers go by their size.
     """
-    parameters = {member.name: member.parameter for member in members}
+    parameters = {member.name: member.local for member in members}
     if config.plan is not None and config.plan.names is not None:
         return config.plan
     if recorded is not None and not why_plan_does_not_fit(recorded, parameters):

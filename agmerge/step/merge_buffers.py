@@ -42,6 +42,10 @@ from sparsifiers.deferred import Deferred
 from sparsifiers.gpu import IndexSection, Slots
 from sparsifiers.memories import NoMemory
 
+SHARD = (
+    "the shard of {name!r}, which all ranks of a process set have to hold (fully_shard takes mesh['shard'], "
+    "process_set= mesh['replicate'])"
+)
 BATCH_COPY_LIMIT = 1 << 14  # elements up to which a tensor that is sent whole waits for its merge buffer
 State = dict[tuple[str, str], torch.Tensor]  # by kind ("residual", "momentum") and name of the tensor
 # Of a segment: what was sent at which of its elements; indices None: of all of them; values None: all there was.
@@ -51,10 +55,14 @@ Received = tuple[Segment, "list[tuple[torch.Tensor, torch.Tensor]]", float]
 
 
 def model_facts(members: Sequence[ParameterInfo], config: Config) -> list[Fact]:
-    """Return what ranks must agree on about the model: every tensor, in the order of the groups."""
+    """Return what ranks must agree on about the model: every tensor, in the order of the groups.
+
+    Of DTensors first of all which shard a rank holds: nothing else would tell one from another of the same shape.
+    """
     groups = config.groups.by_name(members) if config.groups is not None else []
     group_of = {name: f" group {number}" for number, group in enumerate(groups) for name in group}
-    return [
+    shards = [(SHARD.format(name=member.name), member.shard) for member in members if member.shard]
+    return shards + [
         (f"tensor {i}", f"{member.name} {member.describe()}{group_of.get(member.name, '')}")
         for i, member in enumerate(members)
     ]
@@ -79,7 +87,8 @@ class MergeBuffers:
         by_name = {member.name: member for member in members}
         assert plan.names is not None
         ordered = [by_name[name] for name in plan.names]
-        self.parameters = [member.parameter for member in ordered]
+        self.parameters = [member.parameter for member in ordered]  # the script's own, by slot
+        self.locals = [member.local for member in ordered]  # what this rank holds of each
         self.tensors = Layout([(member.name, member.shape, _lane(member)) for member in ordered])
         # What a rank selects from, keeps and sends: whole tensors, or its shards of them.
         self.layout = self.tensors if nodes is None else sharded(self.tensors, nodes.places)
@@ -111,7 +120,7 @@ class MergeBuffers:
         self._copies: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
         self._fixed_budgets: dict[str, int] = {}  # of segments, by key, where they are the same in every step
         # By slot: whether a gradient may move to where its update will be, see `update`; with merging="dear" it stays.
-        self.may_move = [config.model is None and parameter.is_contiguous() for parameter in self.parameters]
+        self.may_move = [config.model is None and local.is_contiguous() for local in self.locals]
         self.rebuild(plan)
 
     def rebuild(self, plan: merging.Plan, *, exact: bool = False) -> None:
@@ -301,17 +310,17 @@ class MergeBuffers:
         return self.arena_of[slot.index].memory.has_residual and bool(self.updates.of(slot).any())
 
     def update(self, slot: Slot) -> torch.Tensor:
-        """Return the tensor's part of the update, in the strides of its parameter: what ``p.grad`` becomes.
+        """Return the tensor's part of the update, in the strides of its parameter: what ``p.grad`` is to hold.
 
         A view of the arena; for a parameter that is not in C order (channels_last) a copy, always the same one:
         fused optimizers read flat memory, so strides must agree.
         """
-        update, parameter = self.updates.of(slot), self.parameters[slot.index]
-        if parameter.is_contiguous():
+        update, local = self.updates.of(slot), self.locals[slot.index]
+        if local.is_contiguous():
             return update
-        key = (slot.index, parameter.stride())
+        key = (slot.index, local.stride())
         if key not in self._copies:
-            self._copies[key] = torch.empty_like(parameter, dtype=update.dtype, requires_grad=False)
+            self._copies[key] = torch.empty_like(local, dtype=update.dtype, requires_grad=False)
         return self._copies[key].copy_(update)
 
     def apply_momentum(self, used: Sequence[bool]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from agmerge.tensors.dtensors import local_of, shard_of
 from sparsifiers import Kind
 
 
@@ -17,12 +18,22 @@ class ParameterInfo:
     """Describe a parameter that takes part in the exchange, as it is now."""
 
     name: str
-    parameter: torch.Tensor
+    parameter: torch.Tensor  # the script's own, perhaps a DTensor
     dtype: torch.dtype
     device: torch.device
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of `local`
     kind: Kind = Kind.DENSE  # of its lane
     density: float | None = None  # where the script gives densities by pattern
+
+    @property
+    def local(self) -> torch.Tensor:
+        """Return what this rank holds of the parameter, and exchanges: all of a plain one."""
+        return local_of(self.parameter)
+
+    @property
+    def shard(self) -> str:
+        """Return which shard of the parameter this rank holds, in words; "" of a plain one."""
+        return shard_of(self.parameter)
 
     def describe(self) -> str:
         """Return the text of a handshake: ``float32[10, 20] cpu sparse``. The number of a device does not matter."""
@@ -113,15 +124,18 @@ class ParameterTable:
     def active(self, also: Container[str] = ()) -> list[ParameterInfo]:
         """Return the parameters that need a gradient now, and those named ``also``, in the order of the groups."""
         return [
-            ParameterInfo(self._names[p], p, p.dtype, p.device, tuple(p.shape))
+            ParameterInfo(self._names[p], p, p.dtype, p.device, tuple(local_of(p).shape))
             for p in self.name_all()
             if p.requires_grad or self._names[p] in also
         ]
 
     def snapshot(self) -> list[tuple[Any, ...]]:
-        """Return what must not change unnoticed: membership, dtypes, devices, shapes. Cheap; compare with ``==``."""
+        """Return what must not change unnoticed: membership, dtypes, devices, shapes. Cheap; compare with ``==``.
+
+        Of a DTensor also where its shard lies, which may be replaced.
+        """
         return [
-            (id(p), p.dtype, p.device, p.shape)
+            (id(p), p.dtype, p.device, p.shape, local_of(p).data_ptr() if hasattr(p, "to_local") else 0)
             for group in self.optimizer.param_groups
             for p in group["params"]
             if p.requires_grad

@@ -8,7 +8,7 @@ for the hot path.
 from __future__ import annotations
 
 from agmerge.runtime.collectives.alltoalls import alltoall, alltoall_async
-from agmerge.runtime.collectives.broadcasts import broadcast, broadcast_, broadcast_async, broadcast_async_, check_root
+from agmerge.runtime.collectives.broadcasts import broadcast, broadcast_, broadcast_async, broadcast_async_, root_of
 from agmerge.runtime.collectives.gather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
 from agmerge.runtime.collectives.joins import join
 from agmerge.runtime.collectives.objects import allgather_object, barrier, broadcast_object
@@ -49,7 +49,6 @@ __all__ = [
     "broadcast_async",
     "broadcast_async_",
     "broadcast_object",
-    "check_root",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -62,6 +61,7 @@ __all__ = [
     "poll",
     "reducescatter",
     "reducescatter_async",
+    "root_of",
     "sparse_allreduce_async",
     "synchronize",
 ]

@@ -99,8 +99,3 @@ def root_of(comm: Backend, ranks: Sequence[int], root_rank: Any) -> int:
         named = f"0 to {comm.size - 1}" if there else f"the process set has ranks {list(ranks)}"
         raise ValueError(f"root_rank={root_rank}: {there}{named}")
     return list(ranks).index(root_rank)
-
-
-def check_root(comm: Backend, root_rank: int) -> None:
-    """Raise ``ValueError`` unless ``root_rank`` is a rank of ``comm``."""
-    root_of(comm, range(comm.size), root_rank)

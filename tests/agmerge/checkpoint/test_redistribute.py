@@ -183,11 +183,63 @@ def test_shards_of_another_number_of_ranks_are_dropped_with_a_warning(monkeypatc
     assert len(caught) == 2 and all("they are dropped" in str(one.message) for one in caught)
 
 
-def test_a_process_set_is_refused() -> None:
+def test_each_process_set_gathers_its_own() -> None:
+    def body(rank: int, model: nn.Module) -> tuple[Any, dict[str, Any], list[str]]:
+        mine = [rank % 2, rank % 2 + 2]
+        optimizer = wrap(model, plain(model), process_set=mine)
+        train(model, optimizer, rank, range(3))
+        whole = agmerge.gather_state(optimizer)
+        own = optimizer.state_dict()["agmerge"]
+        return whole, own, train(model, optimizer, rank, range(3, 5))
+
+    found = on_ranks(4, MODEL, body)
+    assert [whole is None for whole, *_ in found] == [False, False, True, True]
+    for rank, (_, own, _) in enumerate(found):
+        part = found[rank % 2][0]["agmerge"]["ranks"][rank // 2]
+        assert part["residuals"].keys() == own["residuals"].keys() != set()
+        assert all(torch.equal(part["residuals"][name], own["residuals"][name]) for name in own["residuals"])
+    assert found[0][2] == found[2][2] != found[1][2]
+
+
+def test_ranks_outside_of_a_process_set_gather_nothing() -> None:
+    def body(rank: int, model: nn.Module) -> bool:
+        optimizer = wrap(model, process_set=[0, 1])
+        train(model, optimizer, rank, range(2))
+        assert rank < 2 or agmerge.ResidualState(optimizer).state_dict() == {}
+        return agmerge.gather_state(optimizer) is None
+
+    assert on_ranks(3, MODEL, body) == [False, True, True]
+
+
+# -- for frameworks that save on rank 0 alone -----------------------------------------------------------------------
+
+
+def test_a_consolidated_state_is_that_of_all_ranks_once() -> None:
+    def body(rank: int, model: nn.Module) -> tuple[list[bool], list[str]]:
+        optimizer = wrap(model)
+        train(model, optimizer, rank, range(3))
+        optimizer.consolidate_state_dict()
+        state = optimizer.state_dict()
+        seen = ["ranks" in state["agmerge"], "ranks" in optimizer.state_dict()["agmerge"]]
+        went_on = copy.deepcopy(model)
+        whole = agmerge.broadcast_object(state if rank == 0 else None)
+        other = wrap(went_on)
+        other.load_state_dict(copy.deepcopy(whole))
+        optimizer.consolidate_state_dict()
+        ends = [train(model, optimizer, rank, range(3, 5)), train(went_on, other, rank, range(3, 5))]
+        assert ends[0] == ends[1]
+        seen.append("ranks" in optimizer.state_dict()["agmerge"])  # of an earlier step
+        return seen, ends[0]
+
+    found = on_ranks(2, MODEL, body)
+    assert [seen for seen, _ in found] == [[True, False, False], [False, False, False]]
+    assert found[0][1] == found[1][1]
+
+
+def test_only_rank_0_consolidates() -> None:
     def body(rank: int, model: nn.Module) -> None:
-        optimizer = wrap(model, process_set=[rank])
-        with pytest.raises(ValueError, match="process_set"):
-            agmerge.gather_state(optimizer)
+        with pytest.raises(ValueError, match=r"consolidate_state_dict\(to=1\): only rank 0"):
+            wrap(model).consolidate_state_dict(to=1)
 
     on_ranks(2, MODEL, body)
 

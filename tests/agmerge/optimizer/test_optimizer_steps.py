@@ -118,6 +118,25 @@ def test_a_step_that_synchronizes_twice_warns_and_steps_once(compression: str) -
     assert [found] == trained(2, MODEL, 1, compression=compression)
 
 
+def test_skip_synchronize_of_an_object_that_shares_our_attributes_reaches_our_step() -> None:
+    """Lightning's optimizers are of a class made of ours, with our attributes, around ours."""
+
+    def body(rank: int, model: nn.Module) -> str:
+        optimizer = wrap(model)
+        double = object.__new__(type("Double", (type(optimizer),), {}))
+        vars(double).update(vars(optimizer))
+        loss_of(model, rank, 0).backward()
+        double.synchronize()
+        with double.skip_synchronize():
+            optimizer.step()
+        return digest(model)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = agreed(on_ranks(2, MODEL, body))
+    assert [found] == trained(2, MODEL, 1)
+
+
 def test_skipping_what_never_happened_is_an_error() -> None:
     def body(rank: int, model: nn.Module) -> str:
         optimizer = wrap(model)

@@ -1,0 +1,66 @@
+"""Save and load a wrapped optimizer, with what its rank keeps beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+
+from agmerge.checkpoint import rank_state
+from agmerge.checkpoint.gather import gather_state
+from agmerge.checkpoint.rank_state import Wrapper
+from agmerge.engine.reducers import AnyReducer
+from agmerge.options import notices
+from agmerge.options.arguments import Options
+from agmerge.options.config import with_momentum_of
+
+
+class SavingMixin:
+    """Keep :class:`agmerge.DistributedOptimizer` in a dictionary that the plain optimizer can load, too."""
+
+    optimizer: torch.optim.Optimizer
+    _reducer: AnyReducer
+    _options: Options
+    # Of consolidate_state_dict(): how many steps had been made, and the state of all ranks.
+    _gathered: tuple[int, dict[str, Any] | None] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the inner optimizer's state, and under ``"agmerge"`` what this rank keeps: its residuals, the plan.
+
+        With ``overlap=`` what is under way counts as not sent: to go on to the bit, :meth:`flush` on all ranks first.
+        """
+        gathered, self._gathered = self._gathered, None
+        if gathered is not None and gathered[0] == self._reducer.step_count() and gathered[1] is not None:
+            return gathered[1]
+        self._reducer.prepare_to_save()
+        return {**self.optimizer.state_dict(), rank_state.SECTION: rank_state.save(self._reducer)}
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Collective. Let the next :meth:`state_dict` on rank 0 be what :func:`agmerge.gather_state` returns there.
+
+        As of ``torch.distributed.optim.ZeroRedundancyOptimizer``, for frameworks that save on rank 0 alone and call
+        this on all ranks before, if an optimizer has it. A step in between undoes it. Parameters do not change, which
+        :meth:`consolidate` is about. Raises ``ValueError`` for another rank than 0.
+        """
+        if to != 0:
+            raise ValueError(f"consolidate_state_dict(to={to}): only rank 0 gathers what all ranks keep; leave to out")
+        self._gathered = None
+        self._gathered = (self._reducer.step_count(), gather_state(cast("Wrapper", self)))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Collective. Load what :meth:`state_dict` gave on this rank, or :func:`agmerge.gather_state` on rank 0.
+
+        Of a plain optimizer's state residuals start from zero, with a warning. Raises ``ValueError`` for a state of
+        another model, or residuals that are not finite.
+        """
+        inner = {key: value for key, value in state_dict.items() if key != rank_state.SECTION}
+        before = self._reducer.config
+        rates = with_momentum_of(before, self.optimizer, inner["param_groups"]).rates
+        inner = rank_state.load(self._reducer, state_dict.get(rank_state.SECTION)) or inner
+        config = replace(self._reducer.config, rates=rates)
+        exchange = self._reducer.exchange
+        exchange.adopt(rank_state.with_memory_for_unsent(exchange, config, self._options.memory))
+        self.optimizer.load_state_dict(inner)
+        notices.warn_of_changes(self._reducer.exchange, self.optimizer, before)

@@ -1,0 +1,104 @@
+"""Take a ``DTensor`` as what this rank holds of it; a plain tensor is all there is of it, and stays itself.
+
+FSDP2 makes parameters and gradients DTensors. Their class is that of ``torch.distributed``, which this room does not
+know: what tells it is the one method that a plain tensor does not have.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+FSDP1 = (
+    "parameter {name!r} is of FullyShardedDataParallel (FSDP1), which lays parameters out in flat ones of its own: "
+    "shard the model by torch.distributed.fsdp.fully_shard (FSDP2)"
+)
+REPLICATED = (
+    "parameter {name!r} is replicated over mesh dimension {dimension!r}, and FSDP averages gradients over that "
+    "already: give fully_shard the mesh of the shards alone, as mesh['shard'], and process_set= that of the replicas, "
+    "as mesh['replicate']"
+)
+PARTIAL = (
+    "parameter {name!r} is a sum over mesh dimension {dimension!r} that nobody has added up ({placement}): "
+    "redistribute it first, to shards of the sum"
+)
+OTHER_PLACEMENTS = (
+    "parameter {name!r} has the placements {own}, and its gradient {gradients}: a rank does not have the gradient of "
+    "its own shard. Redistribute it before it is handed over"
+)
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Tell whether ``tensor`` is spread over several ranks."""
+    return hasattr(tensor, "to_local")
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of ``tensor``, in the memory where it lies, without a history; a plain one itself."""
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()  # type: ignore[no-any-return]
+
+
+def like(whole: Any, local: torch.Tensor) -> torch.Tensor:
+    """Return ``local``, this rank's part, as a tensor that is spread over ranks as ``whole`` is; nothing is copied."""
+    if not hasattr(whole, "to_local"):
+        return local
+    made: torch.Tensor = type(whole).from_local(
+        local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    return made
+
+
+def set_gradient(parameter: torch.Tensor, local: torch.Tensor | None) -> None:
+    """Make ``local`` what this rank holds of ``parameter.grad``; None: there is none."""
+    parameter.grad = local if local is None or not hasattr(parameter, "to_local") else like(parameter, local)
+
+
+def gradient_of(parameter: Any, name: str) -> torch.Tensor | None:
+    """Return what this rank holds of ``parameter.grad``; ``ValueError`` if that is not what it holds of ``parameter``.
+
+    ``name``: for the error.
+    """
+    gradient = parameter.grad
+    if gradient is None or not hasattr(gradient, "to_local"):
+        return gradient  # type: ignore[no-any-return]
+    if gradient.placements != parameter.placements:
+        own = _text(parameter.placements)
+        raise ValueError(OTHER_PLACEMENTS.format(name=name, own=own, gradients=_text(gradient.placements)))
+    return local_of(gradient)
+
+
+def shard_of(parameter: Any) -> str:
+    """Return which shard this rank holds, such as ``"shard 0/2 S(0)"``; "" of a plain parameter.
+
+    For each dimension of the mesh: its name, this rank's place in it, its size, and what of the tensor lies along it.
+    """
+    if not hasattr(parameter, "to_local"):
+        return ""
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or [f"mesh dimension {number}" for number in range(mesh.ndim)]
+    places = zip(names, mesh.get_coordinate() or [], mesh.shape, parameter.placements, strict=True)
+    return ", ".join(f"{name} {place}/{size} {placement}" for name, place, size, placement in places)
+
+
+def why_not_exchangeable(parameter: Any, name: str) -> str:
+    """Say why updates of ``parameter`` cannot be combined by ranks that hold the same shard; "" if they can."""
+    if hasattr(parameter, "_is_flat_param") or hasattr(parameter, "_fsdp_flattened"):
+        return FSDP1.format(name=name)
+    if not hasattr(parameter, "to_local"):
+        return ""
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or range(mesh.ndim)
+    for dimension, placement in zip(names, parameter.placements, strict=True):
+        if placement.is_replicate():
+            return REPLICATED.format(name=name, dimension=dimension)
+        if placement.is_partial():
+            return PARTIAL.format(name=name, dimension=dimension, placement=placement)
+    return ""
+
+
+def _text(placements: Any) -> str:
+    return f"({', '.join(map(str, placements))})"
