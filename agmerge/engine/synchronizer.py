@@ -81,10 +81,14 @@ class Synchronizer:
             self._stay_outside()
             return
         weakref.finalize(self, comm.drop)  # an optimizer that was dropped holds no threads and no connections
-        averaged = torch_backend.averaged(self.members.name_all()) if comm.rank == 0 else ""
+        averaged = self._averaged_too() if comm.rank == 0 else ""
         if averaged:
             warnings.warn(DISTRIBUTED_DATA_PARALLEL.format(name=averaged), stacklevel=4)
         self._fit_to_group(shard_before)
+
+    def _averaged_too(self) -> str:
+        """Return the name of a parameter whose gradient DistributedDataParallel averages as well; empty: of none."""
+        return torch_backend.averaged(self.members.name_all())
 
     def _stay_outside(self) -> None:
         """Leave the process set to its members: this rank exchanges nothing."""
