@@ -35,7 +35,7 @@ ROOMS = {  # of agmerge/, from below to above: which of the rooms below it each 
     "testing": "backends runtime",
     "optimizer": "tensors runtime options engine checkpoint reporting",
     "agmerge": "runtime options engine checkpoint testing optimizer",
-    "integrations": "tensors runtime options engine checkpoint reporting",
+    "integrations": "tensors runtime options engine checkpoint reporting optimizer",
     "cli": "backends options step planning optimizer agmerge",
     "__main__": "cli",
 }
@@ -43,7 +43,11 @@ MOST_BOXES, MOST_LEVELS, MOST_ARROWS, MOST_SMALL = 22, 12, 100, 10  # of agmerge
 COMMUNICATION = ("horovod", "torch.distributed", "mpi4py")
 BACKENDS = "agmerge.backends."
 INTEGRATIONS = "agmerge.integrations."
-FRAMEWORKS: dict[str, set[str]] = {}  # by file of integrations/, which frameworks it may import
+FRAMEWORKS = {  # by file of integrations/, which frameworks it may import
+    "transformers": {"transformers"},
+    "accelerate": {"accelerate"},
+    "lightning": {"lightning", "pytorch_lightning"},
+}
 LONGEST = 400  # lines of a file
 
 
@@ -274,7 +278,8 @@ def test_no_python_file_is_too_long() -> None:
 def test_importing_the_library_imports_no_launcher_and_nothing_of_the_examples() -> None:
     code = (
         "import agmerge, sparsifiers, merging, sys\n"
-        "unwanted = {'horovod', 'mpi4py', 'tensorboardX', 'sklearn', 'transformers', 'pytest'}\n"
+        "unwanted = {'horovod', 'mpi4py', 'tensorboardX', 'sklearn', 'pytest'}\n"
+        "unwanted |= {'transformers', 'accelerate', 'lightning', 'pytorch_lightning', 'datasets', 'ray'}\n"
         "sys.exit(', '.join(sorted(unwanted & set(sys.modules))) or 0)"
     )
     done = subprocess.run(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +67,14 @@ class Compressed(ReportingMixin):
 
     def flush(self) -> None:
         """Do nothing: there is nothing under way after a backward pass."""
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Let the parameters, inside, be those that all ranks have in common: to evaluate, and to save."""
+        yield
+
+    def consolidate(self) -> None:
+        """Do nothing: parameters are equal on all ranks."""
 
     def close(self) -> None:
         """Give the communicators back. The model averages densely from then on: a hook cannot be taken off."""
