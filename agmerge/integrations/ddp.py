@@ -163,7 +163,9 @@ class Compressed(ReportingMixin):
         Call it once the model and the optimizer are loaded. Raises ``ValueError`` for a state of another model, or
         residuals that are not finite; without any they start from zero, with a warning.
         """
-        rank_state.load(self._reducer, state_dict.get(rank_state.SECTION))
+        inner = rank_state.load(self._reducer, state_dict.get(rank_state.SECTION))
+        if inner and self.optimizer is not None:  # of a file that has those of all ranks
+            self.optimizer.load_state_dict(inner)
         exchange = self._reducer.exchange
         config = with_momentum_of(exchange.config, self.optimizer)
         exchange.adopt(rank_state.with_memory_for_unsent(exchange, config, self._options.memory))

@@ -31,21 +31,23 @@ _NAME = re.compile(r"agmerge-(\d+)-of-(\d+)\.pt")
 
 
 def save(compressed: Compressed, folder: Folder) -> None:
-    """Collective. Write what this rank keeps into ``folder``, which is made where there is none.
+    """Collective. Write what this rank keeps into ``folder``, where others' numbers of ranks have left no file then.
 
-    What is under way (``overlap=``) is taken in first. Returns when all ranks have written their files, so that nobody
-    removes a folder that another rank writes to. Files that another number of ranks has left there are removed.
+    What is under way (``overlap=``) is taken in first. Where there is no such folder nothing is written: the framework
+    has removed the checkpoint again, to keep few. Returns when all ranks have written.
     """
     rank, size = _place(compressed)
     compressed.flush()
-    section = rank_state.with_inner(compressed.state_dict())
+    inner = compressed.optimizer.state_dict() if compressed.optimizer is not None else {}
+    section = rank_state.with_inner({**inner, **compressed.state_dict()})
     where = Path(folder)
-    where.mkdir(parents=True, exist_ok=True)
-    whole, part = where / _name(rank, size), where / f"{_name(rank, size)}.part"
-    torch.save(section, part)
-    os.replace(part, whole)
-    if rank == 0:
-        _unlink(where, [file for file in _files(where) if file[1] != size])
+    barrier()  # rank 0 of the framework has removed by now what it removes
+    if where.is_dir():
+        part = where / f"{_name(rank, size)}.part"
+        torch.save(section, part)
+        os.replace(part, where / _name(rank, size))
+        if rank == 0:
+            _unlink(where, [file for file in _files(where) if file[1] != size])
     barrier()
 
 

@@ -89,6 +89,7 @@ class CompressedDDPStrategy(DDPStrategy):
         files.remove(folder)  # of an older checkpoint of this name: if this process ends now, they are no match
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
         if self.compressed is not None and "optimizer_states" in checkpoint:
+            os.makedirs(folder, exist_ok=True)
             files.save(self.compressed, folder)
 
     def remove_checkpoint(self, filepath: Where) -> None:

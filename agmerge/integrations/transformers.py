@@ -24,6 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from agmerge.integrations import ddp, files
 from agmerge.optimizer import DistributedOptimizer
+from agmerge.options.updates import UPDATES
 
 _last_checkpoint: Callable[..., str | None] = trainer_utils.get_last_checkpoint  # which has no annotations
 
@@ -96,8 +97,9 @@ class Compression(TrainerCallback):
         """Collective. Let all ranks have the same parameters, where updates are exchanged."""
         if self.compressed is None:
             return
-        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            files.restart(self.compressed)  # what was not sent was of other parameters than these
+        loaded_best = args.load_best_model_at_end and state.best_model_checkpoint is not None
+        if loaded_best and self._options.get("sync") == UPDATES:
+            files.restart(self.compressed)  # all ranks have it, and what is carried is of other parameters
         else:
             self.compressed.consolidate()
 

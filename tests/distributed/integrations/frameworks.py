@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -53,7 +52,9 @@ class Scenarios:
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
                 found = self._known[name](own)
-            texts = [str(one.message) for one in said if "agmerge" in str(one.filename) or "agmerge" in str(one.message)]
+            texts = [
+                str(one.message) for one in said if "agmerge" in str(one.filename) or "agmerge" in str(one.message)
+            ]
             (folder / f"{name}.{rank}.json").write_text(json.dumps({"found": found, "warnings": texts}))
             agmerge.barrier()
 
