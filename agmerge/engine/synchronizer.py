@@ -73,9 +73,7 @@ class Synchronizer:
         if exchange.comm is not None or exchange.outside:
             return
         shard_before = exchange.shard
-        averaged = self._averaged_too()
-        if averaged:
-            raise ValueError(DISTRIBUTED_DATA_PARALLEL.format(name=averaged))
+        self._check_not_averaged()
         facts = [("library version", __version__), *exchange.facts()]  # refuses before anything is sent
         workers.listen()
         comm = process_sets.communicator(world, self.config.process_set, self.config.timeout)
@@ -85,6 +83,12 @@ class Synchronizer:
             return
         weakref.finalize(self, comm.drop)  # an optimizer that was dropped holds no threads and no connections
         self._fit_to_group(shard_before)
+
+    def _check_not_averaged(self) -> None:
+        """Raise ``ValueError`` where DistributedDataParallel averages gradients as well."""
+        averaged = self._averaged_too()
+        if averaged:
+            raise ValueError(DISTRIBUTED_DATA_PARALLEL.format(name=averaged))
 
     def _averaged_too(self) -> str:
         """Return the name of a parameter whose gradient DistributedDataParallel averages as well; empty: of none."""

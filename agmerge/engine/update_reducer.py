@@ -188,7 +188,9 @@ class UpdateReducer(Synchronizer):
         if self.alone or snapshot == self._snapshot:
             return
         self._admit()  # ranks may have to agree first, on the parameters that there are now
-        if self._snapshot is not None:
+        if self._snapshot is None:
+            self._check_not_averaged()  # by a framework, which has wrapped the model after the optimizer
+        else:
             self.flush()
             self._change_carry()
         self._snapshot = snapshot
