@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -21,10 +22,23 @@ def followed(reducer: UpdateReducer, check: Callable[[], None] = lambda: None) -
     """
     optimizer, left_out = reducer.members.optimizer, _LeftOut()
 
-    def before(*_: object) -> None:
+    def look() -> None:
+        left_out.take(optimizer, not_finite(reducer.members))
+
+    def before(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         check()
         reducer.before_step()
-        left_out.take(optimizer, not_finite(reducer.members))
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            look()
+            return args, kwargs
+
+        def closure_then_look() -> Any:  # there are no gradients before
+            loss = closure()
+            look()
+            return loss
+
+        return (args[0],), {**kwargs, "closure": closure_then_look}
 
     def after(*_: object) -> None:
         bad = left_out.give_back()
