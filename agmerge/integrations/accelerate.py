@@ -20,6 +20,7 @@ from accelerate import Accelerator, DistributedType
 
 from agmerge.integrations import ddp, files
 from agmerge.optimizer import DistributedOptimizer
+from agmerge.options.updates import UPDATES
 
 _OWN_ENGINES = {
     DistributedType.DEEPSPEED: "DeepSpeed averages gradients in its own engine",
@@ -57,9 +58,14 @@ def compress(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -
     ]
     if not numbers:
         raise ValueError("this accelerator has not prepared the model: give what accelerator.prepare() has returned")
-    optimizer = _optimizer_of(accelerator, inner)
+    optimizer, are_updates = _optimizer_of(accelerator, inner), options.get("sync") == UPDATES
+    if are_updates and optimizer is None:
+        raise ValueError(
+            "sync='updates' exchanges what one optimizer did, and this accelerator has not prepared just one of the "
+            "model's parameters: prepare one with several parameter groups"
+        )
     compressed = ddp.compress(inner, optimizer=optimizer, scaler=accelerator.scaler, **options)
-    _keep_in_checkpoints(accelerator, numbers[-1], compressed)
+    _keep_in_checkpoints(accelerator, numbers[-1], compressed, are_updates=are_updates)
     return compressed
 
 
@@ -79,7 +85,9 @@ def _optimizer_of(accelerator: Accelerator, model: torch.nn.Module) -> torch.opt
     return found[0] if len(found) == 1 else None
 
 
-def _keep_in_checkpoints(accelerator: Accelerator, number: int, compressed: ddp.Compressed) -> None:
+def _keep_in_checkpoints(
+    accelerator: Accelerator, number: int, compressed: ddp.Compressed, *, are_updates: bool
+) -> None:
     """Let ``save_state()`` and ``load_state()`` save and load what ranks keep of the prepared model ``number``.
 
     ``load_state()`` tells the folder before it loads the model and the optimizer. What ranks keep is loaded after them,
@@ -91,9 +99,11 @@ def _keep_in_checkpoints(accelerator: Accelerator, number: int, compressed: ddp.
         return os.path.join(folder, f"agmerge_{number}") if number else folder  # as Accelerate numbers models
 
     def save(models: list[torch.nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+        os.makedirs(files_in(folder), exist_ok=True)
         files.save(compressed, files_in(folder))
-        with compressed.shared():  # what Accelerate is about to write shows this rank's own parameters
-            weights[number] = copy.deepcopy(weights[number])
+        if are_updates:
+            with compressed.shared():  # what Accelerate is about to write shows this rank's own parameters
+                weights[number] = copy.deepcopy(weights[number])
 
     def note(models: list[torch.nn.Module], folder: str) -> None:
         noted[:] = [folder]

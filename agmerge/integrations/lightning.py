@@ -12,10 +12,11 @@ This works with the package that the script has imported, ``lightning`` or ``pyt
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from agmerge.integrations import ddp, files
 from agmerge.optimizer import DistributedOptimizer
 from agmerge.options.arguments import Options
+from agmerge.options.updates import UPDATES
 
 if TYPE_CHECKING or "lightning.pytorch" in sys.modules or "pytorch_lightning" not in sys.modules:
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
@@ -56,7 +58,8 @@ class CompressedDDPStrategy(DDPStrategy):
         theirs = {"timeout"} if isinstance(options.get("timeout"), timedelta) else set()
         own = {name: options.pop(name) for name in (_OPTIONS - theirs) & options.keys()}
         super().__init__(**options)
-        self.compressed: ddp.Compressed | None = None  # None but in fit() and after it
+        self.compressed: ddp.Compressed | None = None  # of the last fit(); None before there was one
+        self._fitting = False  # and the model is in DDP
         self._options = own
         self._loading: Where | None = None  # the checkpoint that this fit() resumes from
         self._evaluating = ExitStack()  # inside, parameters are those that all ranks have in common
@@ -69,19 +72,27 @@ class CompressedDDPStrategy(DDPStrategy):
                 "configure_optimizers() returns an agmerge.DistributedOptimizer, and this strategy exchanges gradients "
                 "too: return the plain optimizer"
             )
+        if self._options.get("sync") == UPDATES and len(self.optimizers) != 1:
+            raise ValueError(
+                f"sync='updates' exchanges what one optimizer did, and configure_optimizers() returns "
+                f"{len(self.optimizers)}: return one with several parameter groups"
+            )
+        if self.compressed is not None:
+            self.compressed.close()  # of another fit()
         optimizer = self.optimizers[0] if len(self.optimizers) == 1 else None
         scaler = getattr(self.precision_plugin, "scaler", None)
         assert isinstance(self.model, DistributedDataParallel)
         self.compressed = ddp.compress(self.model, optimizer=optimizer, scaler=scaler, **self._options)
+        self._fitting = True
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the model's state, with the parameters that all ranks have in common."""
-        if self.compressed is None:
+        if self._options.get("sync") != UPDATES:
             return super().lightning_module_state_dict()
-        with self.compressed.shared():
-            return {name: value.clone() for name, value in super().lightning_module_state_dict().items()}
+        with self._shared():
+            return copy.deepcopy(super().lightning_module_state_dict())
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Where, storage_options: Any = None) -> None:
         """Collective. Save the checkpoint on rank 0, then what every rank keeps beside it."""
@@ -114,8 +125,7 @@ class CompressedDDPStrategy(DDPStrategy):
     def on_validation_start(self) -> None:
         """Put the parameters in place that all ranks have in common."""
         super().on_validation_start()
-        if self.compressed is not None:
-            self._evaluating.enter_context(self.compressed.shared())
+        self._evaluating.enter_context(self._shared())
 
     def on_validation_end(self) -> None:
         """Go on with this rank's own parameters."""
@@ -129,11 +139,14 @@ class CompressedDDPStrategy(DDPStrategy):
             self.compressed.consolidate()
 
     def teardown(self) -> None:
-        """Leave the group: the next ``fit()`` puts the model in another DDP."""
+        """End ``fit()``. What ranks have not sent stays, for a checkpoint that is saved afterwards."""
         self._evaluating.close()
-        if self.compressed is not None:
-            self.compressed.close()
+        self._fitting = False
         super().teardown()
+
+    def _shared(self) -> AbstractContextManager[None]:
+        """Let the parameters, inside, be those that all ranks have in common. After ``fit()`` they are the script's."""
+        return self.compressed.shared() if self.compressed is not None and self._fitting else nullcontext()
 
 
 def _folder(checkpoint: Where) -> str:

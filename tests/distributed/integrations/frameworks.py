@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[3] / "examples")]
-from support import digest  # noqa: E402
+from support import CLASSES, WIDTH, digest  # noqa: E402
 
 import agmerge  # noqa: E402
 from agmerge.planning import cost_probe  # noqa: E402
@@ -74,6 +74,11 @@ def refused(call: Callable[[], Any]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def layers() -> nn.Sequential:
+    """Three layers, of which most is in the sparse lane."""
+    return nn.Sequential(nn.Linear(WIDTH, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, CLASSES))
 
 
 def bits(model: nn.Module | Iterable[Tensor]) -> str:
