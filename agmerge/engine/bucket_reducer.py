@@ -12,6 +12,7 @@ from agmerge.backends import status
 from agmerge.engine.grad_hooks import refuse_owned
 from agmerge.engine.synchronizer import Synchronizer
 from agmerge.errors import IN_BACKWARD, AGMergeError, NonFiniteError
+from agmerge.exchanges.message.format import Flag
 from agmerge.options import momentum
 from agmerge.options.config import Config
 from agmerge.tensors.parameters import ParameterTable
@@ -60,13 +61,14 @@ class BucketReducer(Synchronizer):
         """Collective. Take the gradient of a parameter, and send the merge buffers that are complete now.
 
         ``gradient``: of the shape of ``parameter``, not to be changed before :meth:`combine`, which writes the update
-        there. ``used``: whether this rank has one; without it ``gradient`` is zero.
+        there. ``used``: whether this rank has one; without it, and in :meth:`joined`, ``gradient`` is zero.
         """
         if not self._gradients:
             status.current().enter("is in a backward pass", self.exchange.step)
         name = self.members.name_of(parameter)
         self._gradients[name] = gradient
-        self.exchange.ready(name, self.scaling.divided(parameter, gradient) if used else None, stays=True)
+        if self._flag == Flag.ACTIVE:  # of one that has joined, everything leaves in combine()
+            self.exchange.ready(name, self.scaling.divided(parameter, gradient) if used else None, stays=True)
 
     @torch.no_grad()
     def combine(self) -> None:
@@ -79,7 +81,7 @@ class BucketReducer(Synchronizer):
             momentum.take_over(self.exchange, self.members, self._optimizer)
         status.current().enter("combines gradients", self.exchange.step)
         try:
-            combined = self.exchange.finish()
+            combined = self.exchange.finish(flags=self._flag)
         except NonFiniteError as error:
             raise NonFiniteError(IN_BACKWARD.format(where=error.where), error.where) from None
         self.flags_of_all = combined.flags
@@ -94,6 +96,11 @@ class BucketReducer(Synchronizer):
         self._end_pass()
         if not combined.skipped:
             self.end_exchange()
+
+    def _compare_replicas(self) -> None:
+        # Not before the optimizer has stepped, and not where it does not: on a rank that has joined.
+        if self.exchange.steps > 1 and not self.flags_of_all & Flag.JOINED:
+            super()._compare_replicas()
 
     def discard(self) -> None:
         """Forget the pass that has begun: nothing of it is kept."""

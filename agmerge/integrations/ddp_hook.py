@@ -5,6 +5,7 @@ Its annotations are evaluated: DistributedDataParallel compares those of a hook 
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch._C._distributed_c10d import GradBucket
@@ -15,6 +16,10 @@ from torch.utils.hooks import RemovableHandle
 from agmerge.engine.bucket_reducer import BucketReducer
 from agmerge.errors import AGMergeError
 
+FEWER = (
+    "join(divide_by_initial_world_size=False): what ranks that have joined keep still counts, so that updates are "
+    "averages over all of them to the end; leave it True"
+)
 Updated = torch.futures.Future[torch.Tensor]
 
 
@@ -46,15 +51,19 @@ class Hook:
         assert model is not None
         if reducer is None:
             return allreduce_hook(model.process_group, bucket)
-        _check_join(model)
+        if not getattr(model, "_divide_by_initial_world_size", True):
+            raise AGMergeError(FEWER)
         buffer = bucket.buffer()
         updated = Updated(devices=None if buffer.device.type == "cpu" else [buffer.device])
         self._waiting.append((updated, buffer))
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            used = self._used is None or id(parameter) in self._used
-            reducer.hand_over(parameter, as_laid_out(parameter, gradient), used=used)
-        if bucket.is_last():
-            self._end_pass(reducer)
+        # In join() the model calls this by itself, with zeros: outside of any backward pass.
+        joined = torch._C._current_graph_task_id() < 0
+        with reducer.joined() if joined else nullcontext():
+            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                used = self._used is None or id(parameter) in self._used
+                reducer.hand_over(parameter, as_laid_out(parameter, gradient), used=used)
+            if bucket.is_last():
+                self._end_pass(reducer)
         return updated
 
     def _end_pass(self, reducer: BucketReducer) -> None:
@@ -95,12 +104,3 @@ def _marking(used: set[int]) -> Callable[[torch.Tensor], None]:
         used.add(id(parameter))
 
     return mark
-
-
-def _check_join(model: DistributedDataParallel) -> None:
-    """Raise :class:`agmerge.AGMergeError` for a ``join()`` by whose rule averages are over fewer ranks in the end."""
-    if model._join_config.enable and not model._divide_by_initial_world_size:
-        raise AGMergeError(
-            "join(divide_by_initial_world_size=False): what ranks that have joined keep still counts, so updates are "
-            "averages over all of them; leave it True"
-        )

@@ -52,7 +52,8 @@ def checked_model(model: Any) -> DistributedDataParallel:
 
     Raises ``TypeError`` for anything else, and ``ValueError`` for one whose gradients go another way than its hook.
     """
-    model = getattr(model, "_orig_mod", model)
+    if isinstance(model, torch.nn.Module):
+        model = model._modules.get("_orig_mod", model)
     for kind in type(model).__mro__:
         advice = OTHERS.get((kind.__module__.partition(".")[0], kind.__name__))
         if advice is not None:
