@@ -173,18 +173,19 @@ def several_models(folder: Path) -> Any:
     first, second, one, two = accelerator.prepare(*nets, *inner)
     pairs = [(first, one), (second, two)]
     compressed = [compress(accelerator, net, **TOPK) for net, _ in pairs]
-    for step in range(3):
+    norms: list[list[float]] = []
+    for step in range(4):
         for net, optimizer in pairs:
             x, y = batch(accelerator.process_index, step)
             optimizer.zero_grad()
             accelerator.backward(F.cross_entropy(net(x), y))
             optimizer.step()
-    norms = [left.stats()["residual_norm"] for left in compressed if left is not None]
-    accelerator.save_state(str(folder))
-    accelerator.wait_for_everyone()
+        norms.append([left.stats()["residual_norm"] for left in compressed if left is not None])
+        if step == 2:
+            accelerator.save_state(str(folder))
     accelerator.load_state(str(folder))
-    again = [left.stats()["residual_norm"] for left in compressed if left is not None]
-    return [norms, again, sorted(str(path.relative_to(folder)) for path in folder.rglob("agmerge*.pt"))]
+    norms.append([left.stats()["residual_norm"] for left in compressed if left is not None])
+    return [norms[2:], sorted(str(path.relative_to(folder)) for path in folder.rglob("agmerge*.pt"))]
 
 
 @scenario
