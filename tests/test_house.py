@@ -35,12 +35,19 @@ ROOMS = {  # of agmerge/, from below to above: which of the rooms below it each 
     "testing": "backends runtime",
     "optimizer": "tensors runtime options engine checkpoint reporting",
     "agmerge": "runtime options engine checkpoint testing optimizer",
+    "integrations": "tensors runtime options engine checkpoint reporting optimizer",
     "cli": "backends options step planning optimizer agmerge",
     "__main__": "cli",
 }
 MOST_BOXES, MOST_LEVELS, MOST_ARROWS, MOST_SMALL = 22, 12, 100, 10  # of agmerge/; small: files below 40 lines
 COMMUNICATION = ("horovod", "torch.distributed", "mpi4py")
 BACKENDS = "agmerge.backends."
+INTEGRATIONS = "agmerge.integrations."
+FRAMEWORKS = {  # by file of integrations/, which frameworks it may import
+    "transformers": {"transformers"},
+    "accelerate": {"accelerate"},
+    "lightning": {"lightning", "pytorch_lightning"},
+}
 LONGEST = 400  # lines of a file
 
 
@@ -95,7 +102,11 @@ def problems(modules: Mapping[str, str], packages: frozenset[str] = frozenset(PA
         top, here = name.partition(".")[0], list(imports(name, source, name in packages))
         for one in here:
             where, root = f"{name}:{one.line}", one.target.partition(".")[0]
+            if name.startswith(INTEGRATIONS) and root in FRAMEWORKS.get(name.removeprefix(INTEGRATIONS), ()):
+                continue
             if any(within(one.target, library) for library in COMMUNICATION):
+                if name.startswith(INTEGRATIONS) and within(one.target, "torch.distributed"):
+                    continue  # nothing imports these files but a script that has a framework
                 if not name.startswith(BACKENDS):
                     found.append(f"{where} imports {one.target}, which only a backend may")
                 elif not one.in_function:
@@ -267,7 +278,8 @@ def test_no_python_file_is_too_long() -> None:
 def test_importing_the_library_imports_no_launcher_and_nothing_of_the_examples() -> None:
     code = (
         "import agmerge, sparsifiers, merging, sys\n"
-        "unwanted = {'horovod', 'mpi4py', 'tensorboardX', 'sklearn', 'transformers', 'pytest'}\n"
+        "unwanted = {'horovod', 'mpi4py', 'tensorboardX', 'sklearn', 'pytest'}\n"
+        "unwanted |= {'transformers', 'accelerate', 'lightning', 'pytorch_lightning', 'datasets', 'ray'}\n"
         "sys.exit(', '.join(sorted(unwanted & set(sys.modules))) or 0)"
     )
     done = subprocess.run(

@@ -48,12 +48,21 @@ def averaged(parameters: Iterable[torch.Tensor]) -> str:
     from torch.nn.parallel import DistributedDataParallel
 
     ours = {id(parameter) for parameter in parameters}
-    for module in gc.get_objects():
-        if issubclass(type(module), DistributedDataParallel) and getattr(module, "require_backward_grad_sync", False):
-            for name, parameter in module.named_parameters():
+
+    def found() -> str:
+        for module in gc.get_objects():
+            averages = issubclass(type(module), DistributedDataParallel) and module.__dict__.get(
+                "require_backward_grad_sync"
+            )
+            for name, parameter in module.named_parameters() if averages else ():
                 if id(parameter) in ours and parameter.requires_grad:
                     return str(name)
-    return ""
+        return ""
+
+    if not found():
+        return ""
+    gc.collect()  # one that nobody can reach any more averages nothing
+    return found()
 
 
 def launched(env: Mapping[str, str]) -> bool:

@@ -127,7 +127,7 @@ class Reducer(Synchronizer):
         ``nonfinite=`` has it, and on this rank for gradients that the script has changed since they were handed over.
         """
         self.connect()
-        momentum.take_over(self.exchange, self.members)
+        momentum.take_over(self.exchange, self.members, self.members.optimizer)
         with self._lock:
             self.exchange.check_unbroken()
             if self.exchange.outside or self.synchronized:
@@ -263,14 +263,6 @@ class Reducer(Synchronizer):
             self._hand_over(parameter, name)
 
     # -- guards -----------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        """Do nothing: parameters are equal on all ranks."""
-        yield
-
-    def consolidate(self) -> None:
-        """Do nothing: parameters are equal on all ranks."""
 
     @property
     def unfinished(self) -> bool:

@@ -154,12 +154,15 @@ class UpdateReducer(Synchronizer):
         """
         self.before_step()
         own = own_step(self.members, wrapper, closure)
-        self._count(own.stepped, own.bad, scaled=own.scaled)
+        self.count_step(own.stepped, own.bad, scaled=own.scaled)
         self.after_step()
         return own.result
 
-    def _count(self, stepped: bool, bad: tuple[str, ...], *, scaled: bool) -> None:
-        """Count a step that was left out; raise, here or at the next exchange on all ranks, where it is no accident."""
+    def count_step(self, stepped: bool, bad: tuple[str, ...], *, scaled: bool) -> None:
+        """Count a step that was left out; raise, here or at the next exchange on all ranks, where it is no accident.
+
+        ``bad``: whose gradients were not finite, as far as that is known. ``scaled``: a GradScaler has looked for that.
+        """
         if stepped:
             self._skipped_in_a_row = 0
             return
@@ -183,7 +186,9 @@ class UpdateReducer(Synchronizer):
         if self.alone or snapshot == self._snapshot:
             return
         self._admit()  # ranks may have to agree first, on the parameters that there are now
-        if self._snapshot is not None:
+        if self._snapshot is None:
+            self._check_not_averaged()  # by a framework, which has wrapped the model after the optimizer
+        else:
             self.flush()
             self._change_carry()
         self._snapshot = snapshot

@@ -16,6 +16,7 @@ from agmerge.engine.reducers import AnyReducer, reducer_for
 from agmerge.errors import AGMergeError
 from agmerge.ops import Average, ReduceOp
 from agmerge.optimizer.saving import SavingMixin
+from agmerge.optimizer.swapping import swap_compressor
 from agmerge.options import compressors, notices
 from agmerge.options.arguments import Options
 from agmerge.options.config import with_momentum_of
@@ -277,12 +278,7 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, OptimizerWrapper):
         kept, and saved, until one takes them up; an SGD's own momentum then begins at zero.
         """
         chosen = {"density": density, "rank": rank, "memory": memory, "warmup": warmup}
-        changed = compressors.swapped(self._options, self.optimizer, compression, chosen, options)
-        config, before = with_momentum_of(resolve(changed), self.optimizer), self._reducer.config
-        config = rank_state.with_memory_for_unsent(self._reducer.exchange, config, memory)
-        self._reducer.reconfigure(config, "set_compressor()", "Give every rank the same compressor, at the same step.")
-        self._options = changed
-        notices.warn_of_changes(self._reducer.exchange, self.optimizer, before)
+        self._options = swap_compressor(self._reducer, self._options, self.optimizer, compression, chosen, options)
 
     def attach_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """Collective. Work with ``scaler`` from the next step on, as ``scaler=`` does from the first. Between steps."""

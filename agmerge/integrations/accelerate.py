@@ -1,0 +1,120 @@
+"""Compress what a model that ``accelerate.Accelerator`` has prepared exchanges::
+
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    agmerge.integrations.accelerate.compress(accelerator, model, compression="topk", density=0.01)
+
+The optimizer stays plain. ``accumulate()``, ``clip_grad_norm_()``, ``bf16`` and a scaler need nothing. Every rank keeps
+a file beside what ``save_state()`` writes, and ``load_state()`` reads it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import warnings
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedType
+
+from agmerge.integrations import ddp, files
+from agmerge.optimizer import DistributedOptimizer
+from agmerge.options.updates import UPDATES
+
+_OWN_ENGINES = {
+    DistributedType.DEEPSPEED: "DeepSpeed averages gradients in its own engine",
+    DistributedType.FSDP: "FSDP averages gradients of shards by itself",
+    DistributedType.MEGATRON_LM: "Megatron-LM averages gradients in its own engine",
+    DistributedType.XLA: "XLA averages gradients in its own programs",
+}
+
+
+def compress(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> ddp.Compressed | None:
+    """Collective. Let ``model`` exchange its gradients, or updates, compressed, from the next step on.
+
+    ``model``: as ``accelerator.prepare()`` has returned it, with its optimizer. ``options``: of
+    :func:`agmerge.integrations.ddp.compress`, ``scaler`` and ``optimizer`` excepted: they are the accelerator's. With
+    ``sync="updates"`` ``save_state()`` saves the parameters that all ranks have in common; evaluate inside of the
+    result's ``shared()``. Returns what has the figures; None in one process, with a warning: it trains as it is.
+
+    Raises ``ValueError`` for FSDP, DeepSpeed, Megatron-LM and XLA, an optimizer that is distributed itself, and what
+    :func:`agmerge.integrations.ddp.compress` refuses.
+    """
+    for name in ("optimizer", "scaler"):
+        if name in options:
+            raise ValueError(f"{name}= is the accelerator's own: leave it out here")
+    if accelerator.distributed_type in _OWN_ENGINES:
+        raise ValueError(
+            f"{_OWN_ENGINES[accelerator.distributed_type]}: use plain data parallel, `accelerate launch --multi_gpu` "
+            "(docs/frameworks.md)"
+        )
+    if accelerator.distributed_type == DistributedType.NO:
+        warnings.warn("one process trains: there is nothing to exchange, and nothing is compressed", stacklevel=2)
+        return None
+    inner: Any = getattr(model, "_orig_mod", model)  # of a compiled model
+    numbers = [
+        number for number, prepared in enumerate(accelerator._models) if prepared is accelerator.unwrap_model(model)
+    ]
+    if not numbers:
+        raise ValueError("this accelerator has not prepared the model: give what accelerator.prepare() has returned")
+    optimizer, are_updates = _optimizer_of(accelerator, inner), options.get("sync") == UPDATES
+    if are_updates and optimizer is None:
+        raise ValueError(
+            "sync='updates' exchanges what one optimizer did, and this accelerator has not prepared just one of the "
+            "model's parameters: prepare one with several parameter groups"
+        )
+    compressed = ddp.compress(inner, optimizer=optimizer, scaler=accelerator.scaler, **options)
+    _keep_in_checkpoints(accelerator, numbers[-1], compressed, are_updates=are_updates)
+    return compressed
+
+
+def _optimizer_of(accelerator: Accelerator, model: torch.nn.Module) -> torch.optim.Optimizer | None:
+    """Return the plain optimizer of ``model``'s parameters among those prepared; None if not just one is."""
+    parameters = {id(parameter) for parameter in model.parameters()}
+    found = [
+        prepared.optimizer
+        for prepared in accelerator._optimizers
+        if any(id(p) in parameters for group in prepared.param_groups for p in group["params"])
+    ]
+    if any(isinstance(optimizer, DistributedOptimizer) for optimizer in found):
+        raise ValueError(
+            "the model's optimizer is an agmerge.DistributedOptimizer, and compress() exchanges gradients too: prepare "
+            "the plain optimizer"
+        )
+    return found[0] if len(found) == 1 else None
+
+
+def _keep_in_checkpoints(
+    accelerator: Accelerator, number: int, compressed: ddp.Compressed, *, are_updates: bool
+) -> None:
+    """Let ``save_state()`` and ``load_state()`` save and load what ranks keep of the prepared model ``number``.
+
+    ``load_state()`` tells the folder before it loads the model and the optimizer. What ranks keep is loaded after them,
+    for with ``sync="updates"`` it puts parameters and the optimizer's state where this rank had them.
+    """
+    noted: list[str] = []  # the folder that load_state() loads from
+
+    def files_in(folder: str) -> str:
+        return os.path.join(folder, f"agmerge_{number}") if number else folder  # as Accelerate numbers models
+
+    def save(models: list[torch.nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+        os.makedirs(files_in(folder), exist_ok=True)
+        files.save(compressed, files_in(folder))
+        if are_updates:
+            with compressed.shared():  # what Accelerate is about to write shows this rank's own parameters
+                weights[number] = copy.deepcopy(weights[number])
+
+    def note(models: list[torch.nn.Module], folder: str) -> None:
+        noted[:] = [folder]
+
+    load_state = accelerator.load_state
+
+    @functools.wraps(load_state)
+    def load(*args: Any, **kwargs: Any) -> None:
+        load_state(*args, **kwargs)
+        files.load(compressed, files_in(noted.pop()))
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(note)
+    accelerator.load_state = load

@@ -1,0 +1,160 @@
+"""Compress what a ``lightning.Trainer`` exchanges::
+
+    strategy = CompressedDDPStrategy(compression="topk", density=0.01)
+    trainer = Trainer(devices=2, accelerator="cpu", strategy=strategy)
+
+``strategy="ddp_agmerge"`` is the same by default. The optimizer stays plain. Accumulation, clipping, precision and
+manual optimisation need nothing. Every rank keeps a file in a folder beside each checkpoint, ``x.ckpt.agmerge/``, and
+``fit(ckpt_path="x.ckpt")`` reads it.
+
+This works with the package that the script has imported, ``lightning`` or ``pytorch_lightning``.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import fields
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from agmerge.integrations import ddp, files
+from agmerge.optimizer import DistributedOptimizer
+from agmerge.options.arguments import Options
+from agmerge.options.updates import UPDATES
+
+if TYPE_CHECKING or "lightning.pytorch" in sys.modules or "pytorch_lightning" not in sys.modules:
+    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+else:  # the two are copies, and a Trainer takes strategies of its own package alone
+    from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+
+Where = str | Path
+
+_OPTIONS = {field.name for field in fields(Options)}
+
+
+class CompressedDDPStrategy(DDPStrategy):
+    """Train in ``DistributedDataParallel``, with compressed messages.
+
+    ``options``: of :func:`agmerge.integrations.ddp.compress`, ``optimizer`` and ``scaler`` excepted, which are the
+    Trainer's; all others are those of Lightning's ``DDPStrategy``. With ``sync="updates"`` Lightning validates and
+    saves with the parameters that all ranks have in common, and after ``fit()`` all ranks have the same.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        for name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"):
+            if options.get(name) is not None:
+                raise ValueError(f"{name}=: DDP takes one hook, and this strategy's is it. Leave it out")
+        for name in ("optimizer", "scaler"):
+            if name in options:
+                raise ValueError(f"{name}= is the Trainer's own: leave it out")
+        # A timeout= of Lightning's is a timedelta, of the process group; one of ours is in seconds.
+        theirs = {"timeout"} if isinstance(options.get("timeout"), timedelta) else set()
+        own = {name: options.pop(name) for name in (_OPTIONS - theirs) & options.keys()}
+        super().__init__(**options)
+        self.compressed: ddp.Compressed | None = None  # of the last fit(); None before there was one
+        self._fitting = False  # and the model is in DDP
+        self._options = own
+        self._loading: Where | None = None  # the checkpoint that this fit() resumes from
+        self._evaluating = ExitStack()  # inside, parameters are those that all ranks have in common
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Collective. Make optimizers and schedulers, and compress: the model is in DDP by now."""
+        super().setup_optimizers(trainer)
+        if any(isinstance(optimizer, DistributedOptimizer) for optimizer in self.optimizers):
+            raise ValueError(
+                "configure_optimizers() returns an agmerge.DistributedOptimizer, and this strategy exchanges gradients "
+                "too: return the plain optimizer"
+            )
+        if self._options.get("sync") == UPDATES and len(self.optimizers) != 1:
+            raise ValueError(
+                f"sync='updates' exchanges what one optimizer did, and configure_optimizers() returns "
+                f"{len(self.optimizers)}: return one with several parameter groups"
+            )
+        if self.compressed is not None:
+            self.compressed.close()  # of another fit()
+        optimizer = self.optimizers[0] if len(self.optimizers) == 1 else None
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        assert isinstance(self.model, DistributedDataParallel)
+        self.compressed = ddp.compress(self.model, optimizer=optimizer, scaler=scaler, **self._options)
+        self._fitting = True
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the model's state, with the parameters that all ranks have in common."""
+        if self._options.get("sync") != UPDATES:
+            return super().lightning_module_state_dict()
+        with self._shared():
+            return copy.deepcopy(super().lightning_module_state_dict())
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Where, storage_options: Any = None) -> None:
+        """Collective. Save the checkpoint on rank 0, then what every rank keeps beside it."""
+        folder = _folder(filepath)
+        files.remove(folder)  # of an older checkpoint of this name: if this process ends now, they are no match
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        if self.compressed is not None and "optimizer_states" in checkpoint:
+            os.makedirs(folder, exist_ok=True)
+            files.save(self.compressed, folder)
+
+    def remove_checkpoint(self, filepath: Where) -> None:
+        """Remove the checkpoint, and the files of all ranks."""
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            files.remove(_folder(filepath))
+
+    def load_checkpoint(self, checkpoint_path: Where, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Read the checkpoint, and note where it is: what ranks keep is loaded once there are optimizers."""
+        self._loading = checkpoint_path
+        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Collective. Load the optimizers, then what ranks keep beside the checkpoint that is loaded."""
+        super().load_optimizer_state_dict(checkpoint)
+        if self.compressed is not None and self._loading is not None:
+            files.load(self.compressed, _folder(self._loading))
+
+    # -- evaluation, and the end ------------------------------------------------------------------------------------
+
+    def on_validation_start(self) -> None:
+        """Put the parameters in place that all ranks have in common."""
+        super().on_validation_start()
+        self._evaluating.enter_context(self._shared())
+
+    def on_validation_end(self) -> None:
+        """Go on with this rank's own parameters."""
+        self._evaluating.close()
+        super().on_validation_end()
+
+    def on_train_end(self) -> None:
+        """Collective. Let all ranks have the same parameters, where updates are exchanged."""
+        super().on_train_end()
+        if self.compressed is not None:
+            self.compressed.consolidate()
+
+    def teardown(self) -> None:
+        """End ``fit()``. What ranks have not sent stays, for a checkpoint that is saved afterwards."""
+        self._evaluating.close()
+        self._fitting = False
+        super().teardown()
+
+    def _shared(self) -> AbstractContextManager[None]:
+        """Let the parameters, inside, be those that all ranks have in common. After ``fit()`` they are the script's."""
+        return self.compressed.shared() if self.compressed is not None and self._fitting else nullcontext()
+
+
+def _folder(checkpoint: Where) -> str:
+    """Return the folder of ranks' files beside a checkpoint; of a link, beside what it points to."""
+    path = os.fspath(checkpoint)
+    if "://" in path:
+        raise ValueError(f"{path}: ranks keep files beside a checkpoint, in a local or mounted folder: name such a one")
+    return f"{os.path.realpath(path)}.agmerge"
+
+
+StrategyRegistry.register("ddp_agmerge", CompressedDDPStrategy, description="DDP with compressed messages (agmerge)")

@@ -1,0 +1,169 @@
+"""Compress what a ``transformers.Trainer``, or a subclass of it, exchanges::
+
+    trainer = Trainer(model=model, args=args, train_dataset=data)
+    agmerge.integrations.transformers.compress(trainer, compression="topk", density=0.01)
+    trainer.train()
+
+The optimizer stays plain. Accumulation, clipping, bf16, gradient checkpointing and evaluation need nothing: they act on
+the ``DistributedDataParallel`` that the Trainer makes, as :mod:`agmerge.integrations.ddp` does. Every rank keeps a file
+beside each checkpoint of the Trainer, and ``train(resume_from_checkpoint=...)`` reads it.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, trainer_utils
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from agmerge.integrations import ddp, files
+from agmerge.optimizer import DistributedOptimizer
+from agmerge.options.updates import UPDATES
+
+_last_checkpoint: Callable[..., str | None] = trainer_utils.get_last_checkpoint  # which has no annotations
+
+
+def compress(trainer: Trainer, **options: Any) -> Compression:
+    """Let ``trainer`` exchange its gradients, or updates, compressed, in every ``train()`` from now on.
+
+    ``options``: of :func:`agmerge.integrations.ddp.compress`, ``scaler`` and ``optimizer`` excepted: they are the
+    Trainer's. With ``sync="updates"`` the Trainer evaluates, predicts and saves with the parameters that all ranks have
+    in common, and at the end of ``train()`` all ranks have the same. Returns what has the figures; it is a callback of
+    the trainer. One process warns, and trains as it is.
+
+    Raises ``ValueError``, here or in ``train()``, for DeepSpeed, FSDP, ``DataParallel``, hyperparameter search, and an
+    optimizer that is distributed itself.
+    """
+    for name in ("optimizer", "scaler"):
+        if name in options:
+            raise ValueError(f"{name}= is the Trainer's own: leave it out")
+    _refuse(trainer)
+    compression = Compression(trainer, options)
+    trainer.add_callback(compression)
+    for name in ("evaluate", "predict", "save_model"):
+        _wrap(trainer, name, compression.shared)
+    _wrap(trainer, "train", compression.resuming)
+    _wrap(trainer, "log", compression.logging)
+    return compression
+
+
+class Compression(TrainerCallback):
+    """Compress the gradients of a Trainer from when its model is in ``DistributedDataParallel``."""
+
+    def __init__(self, trainer: Trainer, options: dict[str, Any]) -> None:
+        self.compressed: ddp.Compressed | None = None  # None before the first train(), and in one process
+        self._trainer, self._options = trainer, options
+        self._model: torch.nn.Module | None = None  # that `compressed` is of
+        self._folder: str | None = None  # of the checkpoint that this train() resumes from
+
+    # -- what the Trainer calls -------------------------------------------------------------------------------------
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Collective. Compress the model that is trained, and load what ranks have saved if it resumes."""
+        _refuse(self._trainer)
+        if state.is_hyper_param_search:
+            raise ValueError("hyperparameter_search() is not supported: compress the Trainer of one training")
+        model = getattr(self._trainer.model_wrapped, "_orig_mod", self._trainer.model_wrapped)
+        if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            warnings.warn("one process trains: there is nothing to exchange, and nothing is compressed", stacklevel=2)
+            return
+        if model is not self._model:
+            if self.compressed is not None:
+                self.compressed.close()
+            prepared: Any = self._trainer.optimizer  # around the plain one
+            scaler = self._trainer.accelerator.scaler
+            self.compressed = ddp.compress(model, optimizer=prepared.optimizer, scaler=scaler, **self._options)
+            self._model = model
+        assert self.compressed is not None
+        if self._folder is not None:
+            files.load(self.compressed, self._folder)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Collective. Write this rank's file into the checkpoint."""
+        if self.compressed is not None and not args.save_only_model:
+            files.save(self.compressed, Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Collective. Let all ranks have the same parameters, where updates are exchanged."""
+        if self.compressed is None:
+            return
+        loaded_best = args.load_best_model_at_end and state.best_model_checkpoint is not None
+        if loaded_best and self._options.get("sync") == UPDATES:
+            files.restart(self.compressed)  # all ranks have it, and what is carried is of other parameters
+        else:
+            self.compressed.consolidate()
+
+    # -- what goes around the Trainer's methods ---------------------------------------------------------------------
+
+    @contextmanager
+    def resuming(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Know, inside, which checkpoint ``train()`` resumes from."""
+        last = resume_from_checkpoint is True
+        folder: Any = _last_checkpoint(self._trainer.args.output_dir) if last else resume_from_checkpoint
+        self._folder = folder or None
+        try:
+            yield
+        finally:
+            self._folder = None
+
+    @contextmanager
+    def shared(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Let parameters, inside, be those that all ranks have in common."""
+        if self.compressed is None:
+            yield
+            return
+        with self.compressed.shared():
+            yield
+
+    @contextmanager
+    def logging(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Add to ``logs`` of a training step what was sent so far: elements / elements, and bytes of this rank."""
+        if self.compressed is not None and "loss" in logs:
+            stats = self.compressed.stats()
+            logs |= {"agmerge/density": stats["density"], "agmerge/bytes_sent": stats["bytes_sent"]}
+        yield
+
+
+def _wrap(trainer: Trainer, name: str, around: Callable[..., AbstractContextManager[None]]) -> None:
+    """Let ``trainer``'s method ``name`` run inside of ``around(...)``, which gets the method's arguments."""
+    method = getattr(trainer, name)
+
+    @functools.wraps(method)
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with around(*args, **kwargs):
+            return method(*args, **kwargs)
+
+    setattr(trainer, name, inside)
+
+
+def _refuse(trainer: Trainer) -> None:
+    """Raise ``ValueError`` where something else than ``DistributedDataParallel`` exchanges gradients."""
+    inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    if isinstance(trainer.optimizer, DistributedOptimizer) or isinstance(inner, DistributedOptimizer):
+        raise ValueError(
+            "the Trainer's optimizer is an agmerge.DistributedOptimizer, and compress() exchanges gradients too: leave "
+            "the optimizer plain"
+        )
+    if trainer.is_deepspeed_enabled:
+        raise ValueError("DeepSpeed averages gradients in its own engine: train without it, in plain data parallel")
+    if trainer.is_fsdp_enabled:
+        raise ValueError(
+            "FSDP averages gradients of shards by itself. Train without it, in plain data parallel; or write the loop "
+            "yourself with fully_shard() within a node and agmerge.DistributedOptimizer among nodes "
+            "(docs/frameworks.md)"
+        )
+    if trainer.args.n_gpu > 1:
+        raise ValueError(
+            "one process has several GPUs and uses DataParallel, which exchanges nothing: start one process a GPU with "
+            "torchrun --nproc_per_node"
+        )

@@ -1,0 +1,82 @@
+"""Train a small vision transformer on the digits with the Trainer of transformers, AdamW and compressed messages.
+
+    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/transformers_digits.py
+
+One line differs from a script without agmerge: the call of ``compress``.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from digits import load
+from transformers import EvalPrediction, Trainer, TrainingArguments, ViTConfig, ViTForImageClassification, set_seed
+
+from agmerge.integrations.transformers import compress
+
+ROWS = list[dict[str, torch.Tensor]]
+
+
+def accuracy(answers: EvalPrediction) -> dict[str, float]:
+    """Return the share of images whose most likely digit is right."""
+    return {"accuracy": float((answers.predictions.argmax(-1) == answers.label_ids).mean())}
+
+
+def main() -> None:
+    """Train on every worker's part of the images, and test the model on all the others."""
+    parser = argparse.ArgumentParser(description="Digits, trained with transformers.Trainer")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--out", default="runs/transformers_digits", help="for checkpoints")
+    parser.add_argument("--resume", action="store_true", help="from the last checkpoint")
+    args = parser.parse_args()
+
+    set_seed(0)
+    train_x, train_y, test_x, test_y = load()
+    train: ROWS = [{"pixel_values": x, "labels": y} for x, y in zip(train_x, train_y, strict=True)]
+    test: ROWS = [{"pixel_values": x, "labels": y} for x, y in zip(test_x, test_y, strict=True)]
+    shape = ViTConfig(
+        image_size=8,
+        patch_size=2,
+        num_channels=1,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=128,
+        num_labels=10,
+    )
+    trainer = Trainer(
+        model=ViTForImageClassification(shape),
+        args=TrainingArguments(
+            output_dir=args.out,
+            num_train_epochs=args.epochs,
+            per_device_train_batch_size=16,
+            per_device_eval_batch_size=64,
+            learning_rate=2e-3,
+            eval_strategy="epoch",
+            save_strategy="epoch",
+            save_total_limit=2,
+            logging_strategy="epoch",
+            report_to="none",
+            use_cpu=not torch.cuda.is_available(),
+        ),
+        train_dataset=train,
+        eval_dataset=test,
+        compute_metrics=accuracy,
+    )
+
+    compression = compress(
+        trainer, compression="topk", exchange="sparse"
+    )  # the one line: AdamW's updates are sent, 5 % of them as signs
+    trainer.train(resume_from_checkpoint=args.resume)
+    found = trainer.evaluate()
+
+    if trainer.is_world_process_zero():
+        print(f"accuracy {found['eval_accuracy']:.4f}")
+        if compression.compressed is not None:
+            stats = compression.compressed.stats()
+            print(f"bytes sent {stats['bytes_sent']}, dense {stats['bytes_dense']}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Local steps under DistributedDataParallel, against the wrapper around the plain model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from ddp_awkward import Branches, run
+from ddp_pairs import train
+from support import digest, loss_of, mlp, seeded
+from torch.nn.parallel import DistributedDataParallel
+
+import agmerge
+import merging
+from agmerge.integrations import ddp
+
+STEPS = 9
+COMMON: dict[str, Any] = {"merging": merging.get("threshold", bytes=4096), "dense_sum": "ordered", "exchange": "sparse"}
+UPDATES: dict[str, dict[str, Any]] = {
+    "apply": {},
+    "hold, decay": {"carry": "hold", "decay": 0.9},
+    "every, overlap": {"every": 3, "overlap": 1},
+    "fragments": {"every": 4, "fragments": 2},
+    "outer": {"every": 3, "outer": agmerge.Nesterov()},
+    "local": {"every": 3, "density": 1.0, "wire": "int4"},
+    "low rank": {"compression": "powersgd"},
+    "unused": {"every": 2},
+    "skipped": {"nonfinite": "skip"},
+}
+
+
+def updates_pair(options: dict[str, Any]) -> list[bool]:
+    """Whether own parameters, shared ones and what is saved are equal after some steps, and passes to no_sync()."""
+    branches = options is UPDATES["unused"]
+    ours, theirs = (seeded(Branches if branches else mlp) for _ in range(2))
+    model = DistributedDataParallel(ours, find_unused_parameters=branches)
+    inner, other = (torch.optim.AdamW(net.parameters(), lr=0.01) for net in (ours, theirs))
+    compressed = ddp.compress(model, optimizer=inner, sync="updates", **COMMON, **options)
+    if options is UPDATES["local"]:
+        optimizer: Any = agmerge.LocalOptimizer(other, theirs.named_parameters(), every=3, **COMMON)
+    else:
+        optimizer = agmerge.DistributedOptimizer(other, theirs.named_parameters(), sync="updates", **COMMON, **options)
+    for forward, stepper in ((model, inner), (theirs, optimizer)):
+        for step in range(STEPS):
+            stepper.zero_grad()
+            if branches:
+                run(forward, agmerge.rank(), step)
+            else:
+                bad = options is UPDATES["skipped"] and step == 4 and agmerge.rank() == 1
+                (loss_of(forward, agmerge.rank(), step) * (float("inf") if bad else 1.0)).backward()
+            stepper.step()
+    found = [digest(ours) == digest(theirs)]
+    compressed.flush()
+    optimizer.flush()
+    saved = [one.state_dict()["agmerge"]["updates"]["base"] for one in (compressed, optimizer)]
+    found.append(digest(saved[0].values()) == digest(saved[1].values()))
+    own = digest(ours)
+    with compressed.shared(), optimizer.shared():
+        found += [digest(ours) == digest(theirs), digest(ours) != own or options.get("carry") == "hold"]
+    found.append(compressed.stats()["bytes_sent"] == optimizer.stats()["bytes_sent"] > 0)
+    found.append(compressed.stats()["steps_skipped"] == optimizer.stats()["steps_skipped"])
+    for one in (compressed, optimizer):
+        one.consolidate()
+        one.close()
+    return [*found, digest(ours) == digest(theirs), model.require_backward_grad_sync]
+
+
+def updates_refused() -> dict[str, str]:
+    """What is said of steps that others would wait for, and of a checkpoint that is gone on with."""
+    said = {}
+    net = seeded(mlp)
+    model = DistributedDataParallel(net)
+    inner = torch.optim.AdamW(net.parameters())
+    compressed = ddp.compress(model, optimizer=inner, sync="updates", **COMMON)
+    train(model, range(2), inner)
+    model.require_backward_grad_sync = True
+    try:
+        train(model, range(2, 3), inner)
+    except agmerge.AGMergeError as error:
+        said["averaged"] = str(error)
+    model.require_backward_grad_sync = False
+    kept, state, parameters = copy.deepcopy((compressed.state_dict(), inner.state_dict(), net.state_dict()))
+    train(model, range(3, 6), inner)
+    before = digest(net)
+    net.load_state_dict(parameters)
+    inner.load_state_dict(state)
+    compressed.load_state_dict(kept)
+    train(model, range(3, 6), inner)
+    said["resumed"] = "equal" if digest(net) == before else "other"
+    with model.join():
+        try:
+            train(model, range(6, 7), inner)
+        except agmerge.AGMergeError as error:
+            said["join"] = str(error)
+    compressed.close()
+    return said

@@ -1,0 +1,274 @@
+"""What two workers do with Lightning: ``torchrun ... lightning_scenarios.py FOLDER [SCENARIO ...]``."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from frameworks import DENSE, TOPK, UPDATES, Scenarios, bits, bytes_on_the_wire, layers, refused
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+from support import batch, seeded
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import agmerge
+from agmerge.integrations.lightning import CompressedDDPStrategy
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", module="lightning")
+scenario = Scenarios()
+
+
+class Net(LightningModule):
+    """Learn classes. ``wrapped``: options of a DistributedOptimizer around the optimizer, which is a mistake."""
+
+    def __init__(self, adamw: bool = False, wrapped: dict[str, Any] | None = None, bad: int = -1) -> None:
+        super().__init__()
+        self.net, self.adamw, self.wrapped, self.bad = seeded(layers), adamw, wrapped, bad
+        self.seen: dict[str, list[Any]] = {"step": [], "validation": [], "loss": []}
+
+    def training_step(self, one: list[torch.Tensor], index: int) -> torch.Tensor:
+        loss = F.cross_entropy(self.net(one[0]).float(), one[1])
+        bad = index == self.bad and self.global_rank == 1
+        return loss * torch.inf if bad else loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen["step"].append(bits(self.net))
+
+    def validation_step(self, one: list[torch.Tensor], index: int) -> None:
+        self.seen["validation"].append(bits(self.net))
+        self.log("loss", F.cross_entropy(self.net(one[0]).float(), one[1]), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        inner: torch.optim.Optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        if self.adamw:
+            inner = torch.optim.AdamW(self.parameters(), lr=0.01)
+        if self.wrapped is None:
+            return inner
+        return agmerge.DistributedOptimizer(inner, self.named_parameters(), **self.wrapped)
+
+
+class Manual(Net):
+    """Step by itself, with clipped gradients."""
+
+    automatic_optimization = False
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(**more)
+        self.automatic_optimization = False
+
+    def training_step(self, one: list[torch.Tensor], index: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(one, index))
+        self.clip_gradients(optimizer, 0.05, "norm")
+        optimizer.step()
+
+
+class Two(Manual):
+    """Have two optimizers, for a layer each."""
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.net[0], self.net[2])], []
+
+
+class Prewrapped(Net):
+    """Have an optimizer that is distributed since before there was a DDP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner = torch.optim.SGD(self.parameters(), lr=0.1)
+        self.made = agmerge.DistributedOptimizer(inner, self.named_parameters(), **TOPK)
+
+    def configure_optimizers(self) -> Any:
+        return self.made
+
+
+def loader(batches: int, first: int = 0) -> DataLoader[Any]:
+    """So many batches for each of two workers."""
+    parts = [batch(0, step, 16) for step in range(first, first + batches)]
+    return DataLoader(TensorDataset(*(torch.cat(one) for one in zip(*parts, strict=True))), batch_size=8)
+
+
+def fitted(net: Net, strategy: Any, epochs: int = 2, batches: int = 4, path: Any = None, **more: Any) -> Trainer:
+    """Train, and validate after every epoch."""
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=2,
+        max_epochs=epochs,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=any(isinstance(one, ModelCheckpoint) for one in more.get("callbacks", [])),
+        num_sanity_val_steps=1,
+        **more,
+    )
+    trainer.fit(net, loader(batches), loader(1, first=90), ckpt_path=path)
+    return trainer
+
+
+@scenario
+def dense(folder: Path) -> Any:
+    """The bits of Lightning without us, and with us and no compression."""
+    cases: dict[str, tuple[type[Net], dict[str, Any]]] = {
+        "accumulation, clipping": (Net, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}),
+        "bf16": (Net, {"precision": "bf16-mixed"}),
+        "manual": (Manual, {}),
+    }
+    seen = {}
+    for name, (kind, more) in cases.items():
+        plain, ours = kind(), kind()
+        fitted(plain, DDPStrategy(), **more)
+        fitted(ours, CompressedDDPStrategy(**DENSE), **more)
+        seen[name] = [bits(seeded(layers)), bits(plain.net), bits(ours.net)]
+    return seen
+
+
+@scenario
+def topk(folder: Path) -> Any:
+    """Bytes on the wire, with and without us."""
+    seen: dict[str, Any] = {"bytes": []}
+    for strategy in (DDPStrategy(), CompressedDDPStrategy(**TOPK)):
+        net, before = Net(), bytes_on_the_wire()
+        fitted(net, strategy, epochs=8)
+        agmerge.barrier()
+        after = bytes_on_the_wire()
+        seen["bytes"].append(None if before is None or after is None else after - before)
+    stats = strategy.compressed.stats()
+    return {**seen, "stats": {key: stats[key] for key in ("steps", "bytes_sent", "bytes_dense")}, "bits": bits(net.net)}
+
+
+@scenario
+def scaler(folder: Path) -> Any:
+    """A GradScaler: the bits of Lightning without us, and steps that are left out because of an infinity."""
+    seen = []
+    for strategy, scale in (
+        (DDPStrategy(), 1024.0),
+        (CompressedDDPStrategy(**DENSE), 1024.0),
+        (CompressedDDPStrategy(**TOPK), 2.0**18),
+    ):
+        plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=scale))
+        net = Net()
+        fitted(net, strategy, gradient_clip_val=0.05, plugins=[plugin])
+        compressed = getattr(strategy, "compressed", None)
+        seen.append([bits(net.net), compressed.stats()["steps_skipped"] if compressed else 0])
+    return seen
+
+
+def resumed(folder: Path, **options: Any) -> dict[str, Any]:
+    """Two epochs in one go, and the second one once more in another Trainer, from a checkpoint."""
+    adamw = "sync" in options
+    keep = partial(ModelCheckpoint, folder, "{epoch}", save_top_k=-1, save_last="link")
+    whole, again = Net(adamw), Net(adamw)
+    first = fitted(whole, CompressedDDPStrategy(**options), callbacks=[keep()])
+    second = fitted(again, CompressedDDPStrategy(**options), callbacks=[keep()], path=folder / "epoch=0.ckpt")
+    seen = {
+        "steps": [one.strategy.compressed.stats()["steps"] for one in (first, second)],
+        "bits": [bits(whole.net), bits(again.net)],
+        "last steps": [whole.seen["step"][4:], again.seen["step"]],
+        "files": sorted(path.name for path in folder.glob("*/agmerge*")),
+    }
+    more = Net(adamw)
+    third = fitted(more, CompressedDDPStrategy(**options), epochs=3, path=folder / "last.ckpt")
+    return {**seen, "by a link": third.strategy.compressed.stats()["steps"]}
+
+
+@scenario
+def resume(folder: Path) -> Any:
+    """To the bit, whatever is exchanged; and without our files, with a warning."""
+    seen = {
+        "topk": resumed(folder / "topk", **TOPK),
+        "updates": resumed(folder / "updates", **UPDATES),
+        "hold": resumed(folder / "hold", **UPDATES, carry="hold"),
+    }
+    agmerge.barrier()
+    if agmerge.rank() == 0:
+        (folder / "topk" / "epoch=0.ckpt.agmerge" / "agmerge-0-of-2.pt").unlink()
+    agmerge.barrier()
+    trainer = fitted(Net(), CompressedDDPStrategy(**TOPK), path=folder / "topk" / "epoch=0.ckpt")
+    return {**seen, "incomplete": trainer.strategy.compressed.stats()["steps"]}
+
+
+class SaveInTheMiddle(Callback):
+    """Save where no validation is."""
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == 3:
+            trainer.save_checkpoint(Path(trainer.default_root_dir, "middle.ckpt"))
+
+
+@scenario
+def updates(folder: Path) -> Any:
+    """What is validated, saved, and there in the end; rotation; and a second ``fit()``."""
+    net = Net(adamw=True)
+    best = ModelCheckpoint(folder, "{epoch}", monitor="loss", save_top_k=1, mode="max")
+    strategy = CompressedDDPStrategy(**UPDATES)
+    trainer = fitted(net, strategy, epochs=3, callbacks=[best, SaveInTheMiddle()], default_root_dir=folder)
+    saved = torch.load(best.best_model_path, weights_only=True)["state_dict"]
+    middle = torch.load(folder / "middle.ckpt", weights_only=True)["state_dict"]
+    end = bits(net.net)
+    trainer.validate(net, loader(1, first=90), ckpt_path="best", verbose=False)
+    validated = net.seen["validation"][-1]
+    trainer.save_checkpoint(folder / "afterwards.ckpt")
+    trainer.fit_loop.max_epochs = 5
+    trainer.fit(net, loader(4), loader(1, first=90))
+    return {
+        **net.seen,
+        "saved": bits(saved.values()),
+        "middle": bits(middle.values()),
+        "end": end,
+        "validated": validated,
+        "later": bits(net.net),
+        "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*")),
+    }
+
+
+@scenario
+def infinities(folder: Path) -> Any:
+    """With updates, one worker's step is left out and all go on; an error on all of them if that is asked for."""
+    seen = {}
+    for policy in ("skip", "raise"):
+        net = Net(adamw=True, bad=2)
+        strategy = CompressedDDPStrategy(**UPDATES, nonfinite=policy)
+        said = refused(partial(fitted, net, strategy, epochs=1))
+        seen[policy] = [
+            said,
+            strategy.compressed.stats()["steps_skipped"],
+            all(map(torch.isfinite, map(torch.sum, net.parameters()))),
+        ]
+    return seen
+
+
+@scenario
+def refusals(folder: Path) -> Any:
+    """What is refused, and what it says."""
+    ours = partial(CompressedDDPStrategy, **TOPK)
+    said = {
+        "gradients, never called": refused(partial(fitted, Net(wrapped=TOPK), "ddp")),
+        "updates, never called": refused(partial(fitted, Net(wrapped=UPDATES), "ddp")),
+        "wrapped": refused(partial(fitted, Net(wrapped=TOPK), ours())),
+        "wrapped before": refused(partial(fitted, Prewrapped(), ours())),
+        "two optimizers": refused(partial(fitted, Two(), CompressedDDPStrategy(**UPDATES))),
+        "hook": refused(partial(ours, ddp_comm_hook=print)),
+        "optimizer": refused(partial(ours, optimizer=None)),
+        "unknown": refused(partial(fitted, Net(), ours(densities=0.1))),
+        "url": refused(partial(ours().save_checkpoint, {}, "s3://bucket/x.ckpt")),
+    }
+    net = Net()
+    trainer = fitted(net, "ddp_agmerge")
+    return {**said, "by name": [type(trainer.strategy).__name__, bits(net.net)]}
+
+
+if __name__ == "__main__":
+    agmerge.init("torch")
+    scenario.main(Path(sys.argv[1]), *sys.argv[2:])
+    agmerge.shutdown()

@@ -1,0 +1,89 @@
+"""Accelerate, on two real workers, in one launch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from networks import launched
+
+pytest.importorskip("accelerate")
+SCRIPT = Path(__file__).parent / "accelerate_scenarios.py"
+Found = dict[str, Any]
+pytestmark = pytest.mark.timeout(200)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What both ranks found in every scenario."""
+    return launched(SCRIPT, tmp_path_factory.mktemp("accelerate"))
+
+
+@pytest.mark.parametrize("case", ["accumulation", "bf16", "scaler"])
+def test_without_compression_the_bits_are_accelerates_own(found: Found, case: str) -> None:
+    ranks, _ = found["dense"]
+    start, plain, ours = ranks[0][case]
+    assert ranks[0] == ranks[1] and start != plain == ours
+
+
+def test_a_tenth_of_the_bytes_leave(found: Found) -> None:
+    ranks, _ = found["topk"]
+    for seen in ranks:
+        assert seen["stats"]["steps"] == 32 and seen["stats"]["bytes_sent"] * 10 < seen["stats"]["bytes_dense"]
+        assert seen["bits"] == ranks[0]["bits"]
+        if None not in seen["bytes"]:
+            dense, sparse = seen["bytes"]
+            assert 0 < sparse * 5 < dense
+
+
+def test_clipping_is_of_the_combined_update(found: Found) -> None:
+    (ours, wrapper), other = found["clipping"][0]
+    assert ours == wrapper and other == [ours, wrapper]
+
+
+@pytest.mark.parametrize("way", ["topk", "updates", "hold"])
+def test_an_epoch_and_another_one_are_two_to_the_bit(found: Found, way: str) -> None:
+    """The model's file has the parameters that all ranks have in common; ``load_state()`` puts back the rank's own."""
+    ranks, _ = found["resume"]
+    for seen in (rank[way] for rank in ranks):
+        assert seen["steps"] == [16, 16] and seen["bits"][0] == seen["bits"][1] and seen["saved"] == seen["file"]
+        assert seen["files"] == ["agmerge-0-of-2.pt", "agmerge-1-of-2.pt"]
+    assert (ranks[0][way]["bits"] == ranks[1][way]["bits"]) == (way != "updates")
+    assert ranks[0][way]["shared"] == ranks[1][way]["shared"]
+
+
+def test_without_the_files_of_all_ranks_rank_0_warns_and_all_begin_anew(found: Found) -> None:
+    """From the parameters that were saved, whatever a rank had carried meanwhile."""
+    ranks, said = found["resume"]
+    assert all(rank["incomplete"][0] == rank["incomplete"][1] for rank in ranks)
+    assert [sum("has no agmerge-0-of-2.pt" in text for text in texts) for texts in said] == [1, 0]
+
+
+def test_each_model_has_its_files(found: Found) -> None:
+    for norms, files in found["several_models"][0]:
+        saved, later, loaded = norms
+        assert saved == loaded and all(a != b for a, b in zip(saved, later, strict=True))
+        names = ["agmerge-0-of-2.pt", "agmerge-1-of-2.pt"]
+        assert files == names + [f"agmerge_1/{name}" for name in names]
+
+
+@pytest.mark.parametrize(
+    "case, words",
+    [
+        ("gradients, never called", "integrations.ddp.compress"),
+        ("updates, never called", "integrations.ddp.compress"),
+        ("wrapped", "prepare the plain optimizer"),
+        ("hook", "a hook is registered already"),
+        ("scaler", "scaler= is the accelerator's own"),
+        ("not prepared", "accelerator.prepare()"),
+        ("no optimizer", "has not prepared just one"),
+        ("FSDP", "FSDP averages gradients of shards by itself"),
+        ("DEEPSPEED", "DeepSpeed averages gradients in its own engine"),
+        ("MEGATRON_LM", "Megatron-LM averages"),
+        ("XLA", "XLA averages"),
+    ],
+)
+def test_what_would_exchange_twice_is_refused_on_every_rank(found: Found, case: str, words: str) -> None:
+    ranks, _ = found["refusals"]
+    assert all(words in said[case] and "Error" in said[case] for said in ranks), ranks[0][case]

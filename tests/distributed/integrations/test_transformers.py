@@ -1,0 +1,104 @@
+"""The Trainer of transformers, on two real workers: most of it in one launch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from networks import launched
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+SCRIPT = Path(__file__).parent / "trainer_scenarios.py"
+Found = dict[str, Any]
+pytestmark = pytest.mark.timeout(200)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What both ranks found in every scenario."""
+    return launched(SCRIPT, tmp_path_factory.mktemp("trainer"))
+
+
+def test_without_compression_the_bits_are_the_trainers_own(found: Found) -> None:
+    """Accumulation that does not divide the epoch, clipping, bf16, checkpointed gradients."""
+    ranks, _ = found["dense"]
+    assert ranks[0] == ranks[1]
+    for start, plain, ours in (bits for _, *bits in ranks[0].values()):
+        assert start != plain == ours
+    assert [steps for steps, *_ in ranks[0].values()] == [6, 16]
+
+
+def test_a_tenth_of_the_bytes_leave_in_both_trainings(found: Found) -> None:
+    ranks, _ = found["topk"]
+    for seen in ranks:
+        assert seen["stats"]["steps"] == 24 and seen["stats"]["bytes_sent"] * 10 < seen["stats"]["bytes_dense"]
+        assert seen["residual"] > 1e-3 and seen["bits"] == ranks[0]["bits"]
+        assert [entry["agmerge/bytes_sent"] * 4 for entry in seen["log"]] == [
+            3 * seen["stats"]["bytes_sent"],
+            4 * seen["stats"]["bytes_sent"],
+        ]
+        if None not in seen["bytes"]:
+            dense, sparse = seen["bytes"]
+            assert 0 < sparse * 5 < dense
+
+
+@pytest.mark.parametrize("way", ["topk", "updates", "hold", "overlap"])
+def test_four_steps_and_four_more_are_eight_to_the_bit(found: Found, way: str) -> None:
+    ranks, _ = found["resume"]
+    for seen in (rank[way] for rank in ranks):
+        assert seen["steps"] == [8, 8] and len(set(seen["bits"])) == 1 and len(set(seen["residuals"])) == 1
+        assert seen["files"] == ["agmerge-0-of-2.pt", "agmerge-1-of-2.pt"]
+    assert ranks[0][way]["bits"] == ranks[1][way]["bits"]
+    if way == "topk":
+        assert ranks[0][way]["residuals"] != ranks[1][way]["residuals"]
+
+
+def test_without_the_files_of_all_ranks_rank_0_warns_and_all_begin_anew(found: Found) -> None:
+    ranks, said = found["resume"]
+    (bits, steps), other = (rank["incomplete"] for rank in ranks)
+    assert [bits, steps] == other and steps == 4 and bits != ranks[0]["topk"]["bits"][0]
+    first, second = (sum("has no agmerge-0-of-2.pt" in text for text in texts) for texts in said)
+    assert (first, second) == (1, 0)
+
+
+@pytest.mark.parametrize("best", [False, True])
+def test_updates_are_evaluated_and_saved_as_all_ranks_have_them(found: Found, best: bool) -> None:
+    ranks, _ = found["updates"]
+    one, two = (rank[str(best)] for rank in ranks)
+    assert all(a != b for a, b in zip(one["step"], two["step"], strict=True))
+    assert one["evaluation"] == two["evaluation"] and one["loss"] == two["loss"]
+    assert not set(one["evaluation"][:4]) & {*one["step"], *two["step"]}
+    saved = {"checkpoint-2": one["evaluation"][0], "checkpoint-8": one["evaluation"][3]}
+    assert one["models"] == saved and one["files"] == [2, 2]
+    assert one["end"] == two["end"] and one["later"] == two["later"] != one["end"]
+    assert (one["end"] == saved["checkpoint-2"]) == best
+
+
+def test_a_scaler_changes_no_bit_and_leaves_out_steps_on_all_ranks(found: Found) -> None:
+    ranks, _ = found["scaler"]
+    assert ranks[0] == ranks[1]
+    none, small, large = (ranks[0][name] for name in ("none", "small", "too large"))
+    assert none == small and none[1:] == [8, 0]
+    assert large[0] != none[0] and large[1] + large[2] == 8 and 0 < large[2] < 8
+
+
+@pytest.mark.parametrize(
+    "case, words",
+    [
+        ("gradients, False", "integrations.ddp.compress"),
+        ("updates, False", "integrations.ddp.compress"),
+        ("gradients, True", "leave the optimizer plain"),
+        ("updates, True", "leave the optimizer plain"),
+        ("is_deepspeed_enabled", "DeepSpeed averages gradients in its own engine"),
+        ("is_fsdp_enabled", "FSDP averages gradients of shards by itself"),
+        ("several GPUs", "torchrun --nproc_per_node"),
+        ("scaler", "scaler= is the Trainer's own"),
+        ("options", "density must lie in (0, 1]"),
+        ("twice", "a hook is registered already"),
+    ],
+)
+def test_what_would_exchange_twice_is_refused_on_every_rank(found: Found, case: str, words: str) -> None:
+    ranks, _ = found["refusals"]
+    assert all(words in said[case] and "Error" in said[case] for said in ranks), ranks[0][case]
