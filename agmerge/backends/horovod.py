@@ -36,7 +36,8 @@ SETTINGS = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_CYCLE_TIME": "5", "HOROVOD
 ON_DEVICES = {**SETTINGS, "HOROVOD_CYCLE_TIME": "1"}  # cores are idle there while a GPU trains
 STARTING = (
     "Was each worker started, and do they see each other? HOROVOD_GLOO_IFACE=<interface> chooses the network for "
-    "horovodrun --gloo, --network-interfaces for horovodrun, AGMERGE_TIMEOUT gives workers longer to start"
+    "horovodrun --gloo, --network-interfaces for horovodrun, AGMERGE_TIMEOUT gives workers longer to start. "
+    f"Under mpirun: {mpi.STARTING}"
 )
 SHORTEST, LONGEST = 2e-5, 1e-3  # seconds between two looks at a handle
 
