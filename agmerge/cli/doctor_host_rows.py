@@ -128,7 +128,7 @@ def network_rows(found: Found) -> Iterator[Row]:
             owners.setdefault(network["address"], []).append(f"{name} of {host}")
     for address, places in owners.items():
         if len(places) > 1:
-            detail = f"is {' and '.join(places)}; Open MPI tries it, and may wait there for ever"
+            detail = f"is {' and '.join(places)}; Open MPI tries it, and fails or waits for ever"
             fix = f"mpirun --mca btl_tcp_if_include {','.join(_networks(found)) or '<another network>'}"
             yield Row("network", address, False, detail, fix)
 
