@@ -17,6 +17,12 @@ def parser() -> argparse.ArgumentParser:
     commands = whole.add_subparsers(dest="command", required=True, metavar="command")
     doctor = commands.add_parser("doctor", help="show what works here, and the command that fixes what does not")
     doctor.add_argument("--patience", type=float, default=12.0, metavar="SECONDS", help="for each probe (default: 12)")
+    doctor.add_argument(
+        "--hosts",
+        type=lambda text: list(dict.fromkeys(text.split(","))),
+        metavar="A,B,...",
+        help="ask these hosts over ssh whether they can work together, instead",
+    )
     build = commands.add_parser(
         "build-horovod",
         help="build Horovod for the torch installed here, and install it",
@@ -43,6 +49,10 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. ``arguments``: None: those of the process."""
     chosen = parser().parse_args(arguments)
+    if chosen.command == "doctor" and chosen.hosts:
+        from agmerge.cli import doctor_hosts
+
+        return doctor_hosts.main(chosen.hosts, chosen.patience)
     if chosen.command == "doctor":
         from agmerge.cli import doctor
 

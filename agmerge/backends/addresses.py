@@ -62,6 +62,44 @@ def of_name(host: str) -> str:
     return "127.0.0.1"
 
 
+def why_unreachable(host: str, port: int, patience: float = 1.0) -> str:
+    """Return why ``port`` of ``host`` cannot be reached from here, as one more attempt shows it.
+
+    ``patience``: seconds for it, beside those that the name takes.
+    """
+    address = _leads_to(host)
+    if not address:
+        return f"the name {host} leads to no address on this machine"
+    where = f"{address}, this machine itself," if is_own(address) else address
+    try:
+        socket.create_connection((address, port), patience).close()
+    except ConnectionRefusedError:
+        return f"{where} refuses connections: rank 0 does not run there, or a firewall rejects them"
+    except TimeoutError:
+        return f"nothing comes back from {where}: a firewall drops it, or that is no address of rank 0's host"
+    except OSError as error:
+        return f"no way leads to {where} ({error.strerror})"
+    return f"{where} lets connections in by now: rank 0 has come late, or another program listens there"
+
+
+def is_own(address: str) -> bool:
+    """Tell whether ``address`` is one of this machine's."""
+    return of_name(address) == address
+
+
+def interfaces() -> dict[str, str]:
+    """Return the IPv4 address of each network interface of this machine; empty where it has none."""
+    return {name: of_interface(name) for _, name in socket.if_nameindex()}
+
+
+def _leads_to(host: str) -> str:
+    """Return the first address that the name ``host`` leads to; empty if there is none."""
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return ""
+
+
 def interface(address: str) -> str:
     """Return the network interface that has ``address``; empty if none says so."""
     return next((name for _, name in socket.if_nameindex() if address and of_interface(name) == address), "")

@@ -36,7 +36,8 @@ SETTINGS = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_CYCLE_TIME": "5", "HOROVOD
 ON_DEVICES = {**SETTINGS, "HOROVOD_CYCLE_TIME": "1"}  # cores are idle there while a GPU trains
 STARTING = (
     "Was each worker started, and do they see each other? HOROVOD_GLOO_IFACE=<interface> chooses the network for "
-    "horovodrun --gloo, --network-interfaces for horovodrun, AGMERGE_TIMEOUT gives workers longer to start"
+    "horovodrun --gloo, --network-interfaces for horovodrun, AGMERGE_TIMEOUT gives workers longer to start. "
+    "`python -m agmerge doctor --hosts A,B` looks at the network"
 )
 SHORTEST, LONGEST = 2e-5, 1e-3  # seconds between two looks at a handle
 
@@ -69,7 +70,7 @@ def has_mpi() -> bool:
 def open(env: Mapping[str, str], timeout: float, listen: Listen) -> HorovodBackend:
     """Collective. Initialise Horovod, or take it as the script has initialised it.
 
-    ``env`` and ``listen`` are not needed: Horovod reads its launcher's variables and connects its ranks by itself.
+    ``env`` says which launcher to give advice about. ``listen`` is not needed: Horovod connects its ranks by itself.
     ``timeout``: seconds. Raises :class:`agmerge.AGMergeError` if Horovod is missing or does not load.
     """
     try:
@@ -83,7 +84,7 @@ def open(env: Mapping[str, str], timeout: float, listen: Listen) -> HorovodBacke
     if owned:
         for name, value in (ON_DEVICES if torch.cuda.is_available() else SETTINGS).items():
             os.environ.setdefault(name, value)
-        timeouts.bounded(lambda: _init(hvd), timeout, "init()", STARTING)
+        timeouts.bounded(lambda: _init(hvd), timeout, "init()", STARTING if launched(env) else mpi.STARTING)
     return HorovodBackend(hvd, None, "agmerge", owned=owned)
 
 

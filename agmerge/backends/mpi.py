@@ -32,6 +32,11 @@ from mpi4py import MPI
 print(json.dumps({"version": mpi4py.__version__, "threads": MPI.Query_thread() >= MPI.THREAD_SERIALIZED,
                   "library": MPI.Get_library_version().split(",")[0].strip()}))
 """
+STARTING = (
+    "Open MPI connects ranks over every network that it finds, also one that leads nowhere, such as docker0, whose "
+    "address is the same on many hosts: mpirun --mca btl_tcp_if_include <interface, or network as 10.0.0.0/24>. "
+    "`python -m agmerge doctor --hosts A,B` says which"
+)
 LAST_WORDS = 0.5  # seconds: the launcher drops what it has not passed on when a rank aborts
 LARGEST = 2**31 - 1  # elements, or bytes where bytes are moved, of one MPI call
 
@@ -113,16 +118,18 @@ def _abort_on_error(MPI: Any) -> None:
 class MpiHandle(Handle):
     """Follow a call under way. Keeps its tensors alive through ``make``."""
 
-    def __init__(self, call: Call, name: str, ranks: Sequence[int]) -> None:
+    def __init__(self, call: Call, name: str, ranks: Sequence[int], advice: str = "") -> None:
         super().__init__(name, ranks)
-        self._call = call
+        self._call, self._advice = call, advice  # what to do where ranks are missing
 
     def done(self) -> bool:
         return self._call.ended.is_set()
 
     def _wait(self, timeout: float) -> None:
         if not self._call.ended.wait(timeout):
-            raise CollectiveTimeout(f"{self._name}: no answer from all ranks within {timeout:g} s")
+            error = CollectiveTimeout(f"{self._name}: no answer from all ranks within {timeout:g} s")
+            error.advise(self._advice)
+            raise error
         if self._call.error is not None:
             raise PeerLost(f"{self._name}: MPI failed", self._call.error) from self._call.error
 
@@ -133,7 +140,8 @@ def _result(progress: Progress, make: Callable[[], Any], timeout: float, what: s
     Raises :class:`agmerge.CollectiveTimeout` after ``timeout`` seconds. ``what``: the name of the call, for errors.
     """
     results: list[Any] = []
-    MpiHandle(progress.start(lambda: results.append(make())), what, ()).wait(timeout)
+    advice = STARTING if what == "init()" else ""
+    MpiHandle(progress.start(lambda: results.append(make())), what, (), advice).wait(timeout)
     return results[0]
 
 

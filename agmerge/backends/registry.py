@@ -12,6 +12,7 @@ from typing import Protocol
 from agmerge.backends import horovod, local, mpi, slurm, staging, torch
 from agmerge.backends.base import Backend, Listen
 from agmerge.backends.diagnosis import ProbeResult, Row
+from agmerge.errors import AGMergeError
 
 ALONE = "local"  # the one backend without a launcher: what is taken if no other is meant
 
@@ -68,14 +69,22 @@ def detect(env: Mapping[str, str]) -> str:
 
     In this order: a Horovod or torch.distributed that the script has initialised; ``AGMERGE_BACKEND``;
     horovodrun's variables; torchrun's, also when set by hand; an MPI launcher's (Horovod if it is here and
-    built with MPI, else mpi4py); srun's where it has started several tasks (torch); else ``local``.
+    built with MPI, else mpi4py); srun's where it has started several tasks (torch); else ``local``. Raises
+    :class:`agmerge.AGMergeError` where a launcher says how many workers there are, but not which one this is.
     """
     chosen = initialised() or env.get("AGMERGE_BACKEND")
     if chosen:
         return chosen
     launched = (name for name, backend in BACKENDS.items() if backend.launched(env))
     joinable = (name for name, backend in BACKENDS.items() if backend.can_join(env))
-    return next(launched, None) or next(joinable, None) or ALONE
+    found = next(launched, None) or next(joinable, None)
+    variable = size_variable(env, ALONE)
+    if found is None and variable is not None:
+        raise AGMergeError(
+            f"{variable}={env[variable]}, but no variable says which of these workers this process is; launch with "
+            "torchrun, horovodrun, mpirun or srun, or set AGMERGE_BACKEND=local for a worker that is alone"
+        )
+    return found or ALONE
 
 
 def open_backend(name: str, env: Mapping[str, str], timeout: float, listen: Listen) -> Backend:

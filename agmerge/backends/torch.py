@@ -111,6 +111,7 @@ def open(env: Mapping[str, str], timeout: float, listen: Listen) -> TorchBackend
     advice = ""
     if meeting.size > 1:
         address = listen(meeting.rank, meeting.gather, env)
+        torch_store.check_interface()
         if address is not None:
             torch_store.choose_interface(address)
             advice = torch_store.advice(address)

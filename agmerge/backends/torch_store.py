@@ -40,7 +40,10 @@ class Meeting:
         # machines attempts are counted by each; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun there.)
         alone = env.get("GROUP_WORLD_SIZE") == "1"
         attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
-        store = timeouts.bounded(lambda: self._store(env), timeout + 1.0, "init()", self._advice())
+        try:
+            store = timeouts.bounded(lambda: self._store(env), timeout + 1.0, "init()")
+        except CollectiveTimeout as error:
+            raise self._unreachable(error) from error
         self.store = dist.PrefixStore(f"agmerge {attempt}.{_opened}", store)
 
     @property
@@ -63,23 +66,30 @@ class Meeting:
                 multi_tenant=not shared,
             )
         except RuntimeError as error:
-            where = f"{self._host}, port {self._port} (MASTER_ADDR, MASTER_PORT)"
-            if serves:
+            if serves and "server socket" in str(error):
                 raise AGMergeError(
-                    f"init(): rank 0, on host {socket.gethostname()}, cannot serve at {where}: set MASTER_PORT to a "
-                    f"port that is free there ({error})"
+                    f"init(): rank 0, on host {socket.gethostname()}, cannot serve at {self._where}: set MASTER_PORT "
+                    f"to a port that is free there ({error})"
                 ) from error
-            raise CollectiveTimeout(
-                f"init(): rank {self.rank}, on host {socket.gethostname()}, cannot reach rank 0 at {where} within "
-                f"{self._timeout:g} s",
-                error,
-            ) from error
+            raise CollectiveTimeout("init()", error) from error
 
-    def _advice(self) -> str:
-        """Return what to do where rank 0 cannot be reached."""
-        return (
-            "Does rank 0 run there, is that its address as seen from here, and does its firewall let that port in? "
-            f"{timeouts.VARIABLE} gives workers longer to start"
+    @property
+    def _where(self) -> str:
+        """Return where rank 0 is to be found, in words."""
+        return f"{self._host}, port {self._port} (MASTER_ADDR, MASTER_PORT)"
+
+    def _unreachable(self, error: CollectiveTimeout) -> CollectiveTimeout:
+        """Return the error that says why rank 0 cannot be reached, and what to do."""
+        why = addresses.why_unreachable(self._host, self._port)
+        others = {name: address for name, address in addresses.interfaces().items() if not addresses.only_here(address)}
+        if self.rank == 0 and others:
+            shown = ", ".join(f"{address} ({name})" for name, address in others.items())
+            why += f". MASTER_ADDR must be an address of this host, on which rank 0 runs: it has {shown}"
+        return CollectiveTimeout(
+            f"init(): rank {self.rank}, on host {socket.gethostname()}, cannot reach "
+            f"{'rank 0' if self.rank else 'itself'} at {self._where} within "
+            f"{self._timeout:g} s: {why}. {timeouts.VARIABLE} gives workers longer to start"
+            + (f" ({error.words})" if error.words else "")
         )
 
     def gather(self, text: bytes, name: str) -> list[bytes]:
@@ -98,14 +108,24 @@ class Meeting:
         try:
             missing = tuple(rank for rank, key in enumerate(keys) if not self.store.check([key]))
         except RuntimeError:
-            return PeerLost(
-                f"init(): rank 0, at {self._host}, port {self._port} (MASTER_ADDR, MASTER_PORT), has ended", error
-            )
+            return PeerLost(f"init(): rank 0, at {self._where}, has ended", error)
         return CollectiveTimeout(
             f"init(): no sign of rank {', '.join(map(str, missing))} of {self.size} within {self._timeout:g} s: it was "
-            f"not started, has ended before init(), or cannot reach {self._host}, port {self._port} (MASTER_ADDR, "
-            f"MASTER_PORT); see what it has printed. {timeouts.VARIABLE} gives workers longer to start",
+            f"not started, has ended before init(), or cannot reach {self._where}; see what it has printed. "
+            f"{timeouts.VARIABLE} gives workers longer to start",
             missing=missing,
+        )
+
+
+def check_interface() -> None:
+    """Raise :class:`agmerge.AGMergeError` where the user has chosen an interface for Gloo that is not there."""
+    given = os.environ.get(INTERFACE) or ""
+    there = addresses.interfaces()
+    if not set(given.split(",")) <= {"", *there}:
+        shown = ", ".join(f"{name} ({address})" for name, address in there.items() if address)
+        raise AGMergeError(
+            f"init(): {INTERFACE}={given}, but host {socket.gethostname()} has no such interface; it has {shown}. Set "
+            "it, on every host, to the one that leads to the other machines, or not at all"
         )
 
 

@@ -69,6 +69,16 @@ PATCHES: Mapping[str, tuple[tuple[str, str, int], ...]] = {
             1,
         ),
     ),
+    # Only the world's Gloo knows the interface that was asked for; a process set would listen where the host's own name
+    # leads. Where that is 127.0.1.1, as on Debian and Ubuntu, hvd.init() over several hosts ended the process.
+    "horovod/common/gloo/gloo_context.cc": (
+        (
+            "  }\n\n  attr device_attr;\n  device_attr.iface = gloo_iface_;",
+            "  }\n\n  gloo_iface_ = global_context.gloo_iface_;\n"
+            "  attr device_attr;\n  device_attr.iface = gloo_iface_;",
+            1,
+        ),
+    ),
     "horovod/runner/js_run.py": (
         ("from distutils.spawn import find_executable", "from shutil import which as find_executable", 1),
     ),

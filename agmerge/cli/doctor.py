@@ -24,6 +24,7 @@ from sparsifiers import kernel
 
 TIMEOUT = 12.0  # seconds for one probe; all run at once
 PATIENT = 120  # seconds, for those that took longer
+LEVELS = ("for any machine", "AVX2", "AVX-512")  # of the compiled loops, by number
 REQUIRED = "torch"  # the backend without which nothing trains here: the first row, and the exit code
 
 # Loads what horovodrun is made of: it may be missing where Horovod itself works, after an upgrade of Python, say.
@@ -154,7 +155,7 @@ def loops_row(level: int | None) -> Row:
     ``level``: of the loops in use, 0 for any machine, 1 for AVX2, 2 for AVX-512; None: none are in use.
     """
     if level is not None:
-        return Row("speed", "compiled loops", True, f"in use, {('for any machine', 'AVX2', 'AVX-512')[level]}")
+        return Row("speed", "compiled loops", True, f"in use, {LEVELS[level]}")
     slower = "selection takes 2.3 to 6 times as long"
     if os.environ.get(kernel.VARIABLE) == "off":
         return Row("speed", "compiled loops", False, f"switched off: {slower}", f"unset {kernel.VARIABLE}")
@@ -192,15 +193,15 @@ def detected(env: Mapping[str, str]) -> str:
         return f"agmerge.init() fails in this environment: {error}"
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Return ``rows`` as aligned lines, then the commands that fix those that do not work."""
+def table(rows: Sequence[Row], advice: str = "To have the others:") -> str:
+    """Return ``rows`` as aligned lines, then, under the line ``advice``, what mends those that do not work."""
     cells = [(row.kind, row.name, "works" if row.works else "no", row.detail) for row in rows]
     widths = [max(len(line[column]) for line in cells) for column in range(3)]
     lines = ["  ".join([*map(str.ljust, line, widths), line[3]]) for line in cells]
     broken = [row for row in rows if not row.works]
     if broken:
         width = max(len(row.name) for row in broken)
-        lines += ["", "To have the others:", *(f"  {row.name.ljust(width)}  {row.fix}" for row in broken)]
+        lines += ["", advice, *(f"  {row.name.ljust(width)}  {row.fix}" for row in broken)]
     return "\n".join(lines)
 
 

@@ -114,6 +114,14 @@ def test_variables_set_by_hand_but_not_all_are_an_error_and_not_local(missing: s
     assert workers.detect({**env, "WORLD_SIZE": "1"}) == "local"
 
 
+@pytest.mark.parametrize("variable", SIZES)
+def test_how_many_workers_there_are_is_not_enough_to_be_one_and_not_local(variable: str) -> None:
+    with pytest.raises(AGMergeError, match=f"{variable}=2, but no variable says which"):
+        workers.detect({variable: "2"})
+    assert workers.detect({variable: "1"}) == workers.detect({variable: "2", "AGMERGE_BACKEND": "local"}) == "local"
+    assert workers.detect({variable: "2", "MV2_COMM_WORLD_RANK": "1"}) == "mpi"
+
+
 # -- srun ---------------------------------------------------------------------------------------------------
 
 
