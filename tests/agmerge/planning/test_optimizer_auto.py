@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 import agmerge
 import merging
 from agmerge.planning import cost_probe, plan_trial, replanner
+from agmerge.planning.probe_budget import Budget
 from agmerge.planning.replanner import FIRST
 from agmerge.step.merge_buffers import MergeBuffers
 from merging import Curve
@@ -24,8 +26,8 @@ TENSORS = 6
 def costing(sparse: float, dense: float) -> Any:
     """A probe that finds these seconds an element of load and of numel."""
 
-    def probe(session: MergeBuffers, step: int, backward: float, finish: float = 0.0) -> cost_probe.MeasuredCosts:
-        return cost_probe.MeasuredCosts(Curve((0, 1), (0.0, 0.0)), line(sparse), line(dense) if dense else None)
+    def probe(session: MergeBuffers, step: int, backward: float, budget: Budget) -> Iterator[cost_probe.MeasuredCosts]:
+        yield cost_probe.MeasuredCosts(Curve((0, 1), (0.0, 0.0)), line(sparse), line(dense) if dense else None)
 
     return probe
 
