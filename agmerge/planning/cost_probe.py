@@ -193,7 +193,7 @@ class _Prober:
                     break
             known.append((yield from self._visit(segment, exchange, times, RUNS, run, part, packs)))
         for segment, run in (VISITS - 1) * list(zip(self.segments, known, strict=False)):
-            if self.budget.allows(run.seconds, run.sent, part):
+            if self.budget.allows(run.seconds, run.sent, part) and run.seconds <= self.budget.share:
                 yield from self._visit(segment, exchange, times, RUNS, run, part, packs)
         return times
 

@@ -139,8 +139,10 @@ class Replanner:
 
     def _advance_trial(self, trial: PlanTrial) -> Decision:
         """Collective. Return the trial's next plan, and when it is over the fastest one, by the slowest rank."""
-        following = trial.after_step()
-        if not trial.over:
+        if not self._number_of_rank_0(trial.count_step()):
+            return Decision()
+        following = trial.end_turn()
+        if following is not None:
             return Decision(plan=following)
         self._trial = None
         seconds = gather_seconds(self.buffers, np.array(trial.seconds()))[0].max(axis=0)

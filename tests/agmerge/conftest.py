@@ -7,7 +7,7 @@ import math
 import pytest
 
 from agmerge.backends import local
-from agmerge.planning import cost_probe, probe_budget
+from agmerge.planning import cost_probe, plan_trial, probe_budget
 
 
 @pytest.fixture(autouse=True)
@@ -24,5 +24,6 @@ def probes_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(probe_budget, "SHARE", math.inf)
     monkeypatch.setattr(cost_probe, "RUNS", 2)
+    monkeypatch.setattr(plan_trial, "HOPELESS", math.inf)
     for few in ("VISITS", "ROUNDS", "PAIRS"):
         monkeypatch.setattr(cost_probe, few, 1)
