@@ -6,6 +6,7 @@ ranks have measured; a plan is checked by every rank against its own model befor
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -60,12 +61,11 @@ class Replanner:
 
     def _decide(self, step: int) -> Iterator[Decision]:
         """Collective. Yield what :meth:`after_step` does."""
-        config, planner = self.buffers.config, self.buffers.config.planner
-        by_times = planner is not None and planner.timed and config.groups is None
+        planner = self.buffers.config.planner
         self._steps += 1
         if self.buffers.energy is not None and self._steps == FIRST:
             yield Decision(budgets=choose_budgets(self.buffers))
-        if planner is None or self.buffers.comm.size == 1 or not (by_times or self._chooses_dense):
+        if planner is None or not self._plans_by_times:
             return
         if self._trial is not None:
             yield self._advance_trial(self._trial)
@@ -89,6 +89,25 @@ class Replanner:
         return self.measured
 
     @property
+    def state(self) -> str:
+        """Say what it does: "timing" the first steps, "probing", "trying" plans, "settled", or "fixed": nothing."""
+        if not self._plans_by_times:
+            return "fixed"
+        if self._trial is not None:
+            return "trying"
+        if self._measuring is not None:
+            return "probing"
+        return "timing" if self._latest is None else "settled"
+
+    @property
+    def _plans_by_times(self) -> bool:
+        """Tell whether there is anything to plan from times."""
+        config, planner = self.buffers.config, self.buffers.config.planner
+        if planner is None or self.buffers.comm.size == 1:
+            return False
+        return (planner.timed and config.groups is None) or self._chooses_dense
+
+    @property
     def _chooses_dense(self) -> bool:
         """Tell whether merge buffers go dense or sparse by what that costs."""
         config = self.buffers.config
@@ -98,7 +117,10 @@ class Replanner:
 
     def _go_on(self, planner: merging.Planner, measuring: Iterator[Measurements | None]) -> Iterator[Decision]:
         """Collective. Measure a part; once all is known, yield what follows from it."""
+        began = time.time()
         latest = next(measuring)
+        if self.times.trace is not None:
+            self.times.trace.note("probe", began, time.time() - began)
         self._measuring = measuring if latest is None else None
         if latest is None:
             return

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 import agmerge
 from agmerge import testing
-from agmerge.planning import cost_probe, message_timing, probe_budget
+from agmerge.planning import cost_probe, message_timing, plan_trial, probe_budget
 from agmerge.planning.cost_probe import GROWTH, RUNS, VISITS, MeasuredCosts, probe, sizes
 from agmerge.planning.probe_budget import FLOOR, SECONDS, STEPS, Budget
+from agmerge.planning.replanner import FIRST
 from agmerge.runtime import workers
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.layout import Lane, Layout
@@ -325,3 +326,26 @@ def test_training_goes_on_as_if_there_had_been_no_probe(case: str, sparsify: str
     without = on_ranks(2, MODEL, lambda r, m: body(r, m, set()))
     assert on_ranks(2, MODEL, lambda r, m: body(r, m, {1, 3, 4})) == without
     assert len(set(without[0][0])) == 6
+
+
+def test_stats_say_when_it_probes_and_what_that_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_trial, "DOUBTFUL", 0.0)  # no trials
+    Ticking(monkeypatch, lambda rank: 1e-2)
+
+    def body(rank: int, model: nn.Module) -> list[tuple[str, int]]:
+        optimizer = wrap(model, compression="topk", exchange="auto", merging="agmerge")
+        seen = [(optimizer.stats()["planning"], optimizer.stats()["bytes_probed"])]
+        while len(seen) < 400 and seen[-1][0] != "settled":
+            train(model, optimizer, rank, [len(seen)])
+            seen.append((optimizer.stats()["planning"], optimizer.stats()["bytes_probed"]))
+        before = len(testing.calls())
+        probes = sum(size for _, name, size in testing.calls()[:before] if name.startswith("probe"))
+        assert seen[-1][1] <= probes <= seen[-1][1] + 100  # but for what ranks say to each other at the end
+        return seen
+
+    seen = agreed(on_ranks(2, TALL, body))
+    states = [state for state, _ in seen]
+    assert list(dict.fromkeys(states)) == ["fixed", "timing", "probing", "settled"]
+    assert states.count("timing") == FIRST - 1 and states.count("probing") > 1
+    sent = [sent for _, sent in seen]
+    assert sent == sorted(sent) and sent[FIRST - 1] == 0 < sent[FIRST]
