@@ -59,7 +59,7 @@ class ReportingMixin:
         sent / elements. ``steps_skipped``: see ``nonfinite``; what they sent is counted. ``exposed_seconds``: waiting
         for messages in ``synchronize()``; of gradients on a device, in the steps that were measured. ``compressor``:
         in use now, by its canonical name. ``planning``: "timing" (the first steps), "probing" (small messages between
-        steps), "trying" (some steps with each of several plans), "settled", or "fixed" where nothing is measured.
+        steps), "trying" (some steps with each of several plans), "settled", "known" (from an earlier run), or "fixed".
         ``bytes_probed``: of probes, since ranks agreed last; not in ``bytes_sent``. ``selection``:
         only while :meth:`measure_selection` is on.
         """

@@ -128,7 +128,7 @@ def measure(args: argparse.Namespace, model: str, rate: str) -> None:
             with tempfile.TemporaryDirectory() as folder, link(args.workers, None if rate == "none" else rate) as net:
                 cache = folder if name == "known" else "off"
                 for _ in range(2 if name == "known" else 1):
-                    outputs = net.run(line, timeout=600, PLANS=cache)
+                    outputs = net.run(line, timeout=600, AGMERGE_CACHE=cache)
             run = {"model": model, "rate": rate, "link": args.link, "name": name, "turn": turn}
             run |= figures([told(output)[0] for output in outputs])
             args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -160,7 +160,6 @@ def main() -> None:
     if args.worker:
         if args.tree:
             sys.path.insert(0, args.tree)
-        os.environ["AGMERGE_CACHE"] = os.environ["PLANS"]  # not a name that the benchmarks' launcher drops
         worker(args.worker[0], args.worker[1], int(args.worker[2]))
         return
     for model in args.models:

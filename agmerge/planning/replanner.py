@@ -6,22 +6,27 @@ ranks have measured; a plan is checked by every rank against its own model befor
 
 from __future__ import annotations
 
+import socket
 import time
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 import merging
+from agmerge.backends.handshake import gather_texts
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.step_times import Seconds
 from agmerge.metrics.whole_steps import WholeSteps
 from agmerge.options.config import AUTO
+from agmerge.planning import known_plans
 from agmerge.planning.cost_probe import MeasuredCosts, probe
 from agmerge.planning.drift import DriftDetector, Finding
 from agmerge.planning.first_choices import choose_budgets, choose_cutoff
+from agmerge.planning.known_plans import KnownPlan
 from agmerge.planning.measuring import gather_seconds, measurements, profile
 from agmerge.planning.plan_choice import best_plan, best_plan_or_current, planner_of, predicted_finish
 from agmerge.planning.plan_trial import PlanTrial, alternatives
@@ -32,6 +37,7 @@ from agmerge.step.merge_buffers import MergeBuffers
 from merging import Measurements
 
 FIRST = 10  # steps that are measured before the first plan
+LOOKS = (5, FIRST)  # steps after which a plan of an earlier run is looked at first: it may be for another network
 
 
 class Replanner:
@@ -48,6 +54,8 @@ class Replanner:
         self.bytes_probed = 0  # handed to collectives by probes, by the rank that sent most
         self._trial: PlanTrial | None = None  # under way
         self._has_warned = False
+        self._is_known = False  # the plan in use is one of an earlier run, and nothing has been measured in this one
+        self._file: Path | None = None  # rank 0's, for a plan that is settled on; None: it is kept already, or nowhere
 
     def after_step(self, step: int) -> Iterator[Decision]:
         """Collective. Yield what changes before ``step``, the one to come; at most steps nothing does.
@@ -67,14 +75,18 @@ class Replanner:
             yield Decision(budgets=choose_budgets(self.buffers))
         if planner is None or not self._plans_by_times:
             return
-        if self._trial is not None:
+        if self._steps == 1 and step == 1 and self._remembers(planner):
+            yield self._recall()
+        elif self._trial is not None:
             yield self._advance_trial(self._trial)
         elif self._measuring is not None:
             yield from self._go_on(planner, self._measuring)
         elif self._latest is None:
             if self._steps == FIRST:
                 yield from self._go_on(planner, self._measure(step))
-        elif planner.recheck_every and self._steps % planner.recheck_every == 0:
+        elif planner.recheck_every and (
+            self._steps % planner.recheck_every == 0 or (self._is_known and self._steps in LOOKS)
+        ):
             yield from self._recheck(planner, step)
 
     def measure(self, step: int) -> Measurements:
@@ -97,6 +109,8 @@ class Replanner:
             return "trying"
         if self._measuring is not None:
             return "probing"
+        if self._is_known:
+            return "known"
         return "timing" if self._latest is None else "settled"
 
     @property
@@ -112,6 +126,45 @@ class Replanner:
         """Tell whether merge buffers go dense or sparse by what that costs."""
         config = self.buffers.config
         return config.exchange == AUTO and config.compressor.compresses
+
+    # -- what an earlier run has found ----------------------------------------------------------------------------
+
+    def _remembers(self, planner: merging.Planner) -> bool:
+        """Tell whether a plan may come from an earlier run: it is looked at again, and is all that is decided here.
+
+        A checkpoint brings a plan of its own: only the first step of a training asks.
+        """
+        config = self.buffers.config
+        decides_more = config.partial is not None or self.buffers.energy is not None
+        return bool(planner.recheck_every) and config.groups is None and not decides_more
+
+    def _recall(self) -> Decision:
+        """Collective. Go on with the plan that rank 0 has kept of an earlier run like this one, if it has one."""
+        buffers, where = self.buffers, known_plans.folder()
+        if not self._number_of_rank_0(where is not None):
+            return Decision()
+        hosts = gather_texts(buffers.comm, socket.gethostname().encode(), "hosts", buffers.config.timeout)
+        if buffers.comm.rank == 0 and where is not None:
+            self._file = known_plans.path_of(where, buffers, [host.decode() for host in hosts])
+
+        def decide() -> dict[str, str]:
+            return {"known": "" if self._file is None else known_plans.recall(self._file, buffers)}
+
+        text = decide_on_rank_0(buffers.comm, decide, None, buffers.config.timeout)["known"]
+        if not text:
+            return Decision()
+        known = KnownPlan.loads(text)
+        self.measured = self._latest = known.measured
+        self._is_known = True
+        self._drift.restart(known.ratio)
+        return self._changed_to(known.plan)
+
+    def _keep(self) -> None:
+        """Keep the plan in use for later runs, once it was looked at and stays. On rank 0."""
+        ratio, file = self._drift.usual_ratio, self._file
+        if file is not None and self._latest is not None and ratio is not None and not self._is_known:
+            self._file = None
+            known_plans.keep(file, KnownPlan(self.buffers.plan, self._latest, ratio))
 
     # -- when it plans --------------------------------------------------------------------------------------
 
@@ -151,6 +204,7 @@ class Replanner:
             finding = self._drift.look(self.buffers.plan, self._latest, ready, every_travel, load)
         finding = Finding(self._number_of_rank_0(finding))
         if finding is Finding.KEEP:
+            self._keep()
             return
         if finding is Finding.PROBE:
             yield from self._go_on(planner, self._measure(step, ready))
@@ -233,6 +287,7 @@ class Replanner:
             self.buffers.config.timeout,
             decider=repr(planner),
         )
+        self._is_known = False
         plans = [merging.Plan.loads(text) for text in decision["plans"]]
         chosen, self._latest = plans[0], Measurements.loads(decision["measured"])
         self._drift.restart()
