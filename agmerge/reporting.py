@@ -58,12 +58,16 @@ class ReportingMixin:
         dense float32 all-reduce would be handed. ``elements_sent``: dense lane included. ``density``: elements
         sent / elements. ``steps_skipped``: see ``nonfinite``; what they sent is counted. ``exposed_seconds``: waiting
         for messages in ``synchronize()``; of gradients on a device, in the steps that were measured. ``compressor``:
-        in use now, by its canonical name. ``selection``: only while :meth:`measure_selection` is on.
+        in use now, by its canonical name. ``planning``: "timing" (the first steps), "probing" (small messages between
+        steps), "trying" (some steps with each of several plans), "settled", "known" (from an earlier run), or "fixed".
+        ``bytes_probed``: of probes, since ranks agreed last; not in ``bytes_sent``. ``selection``:
+        only while :meth:`measure_selection` is on.
         """
         exchange = self._reducer.exchange
         totals, compressor = exchange.totals, exchange.config.compressor
         sparsifier = compressor.part(Kind.SPARSE)
         exchange.times.settle()
+        planning_now, probed = self._reducer.planning_now()
         norms = [float(torch.linalg.vector_norm(r.double())) for r in self._reducer.unsent().values()]
         return {
             "steps": self._reducer.step_count(),
@@ -77,6 +81,8 @@ class ReportingMixin:
             "elements_sent": totals.elements_sent,
             "density": totals.density,
             "exposed_seconds": exchange.times.exposed,
+            "planning": planning_now,
+            "bytes_probed": probed,
             "residual_norm": sum(norm**2 for norm in norms) ** 0.5,
             **({"selection": sparsifier.figures()} if isinstance(sparsifier, Observed) else {}),
         }

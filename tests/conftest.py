@@ -12,6 +12,7 @@ the same in every run; ``--hypothesis-profile=long`` draws more, and others each
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ settings.register_profile("long", deadline=None, max_examples=300)
 settings.load_profile("short")
 
 NO_PROCESSES = "--once starts no processes"
+os.environ["AGMERGE_CACHE"] = "off"  # no test reads or writes the user's own, in no process that it starts
 started: list[bool] = []  # by the test that runs, in vain
 
 

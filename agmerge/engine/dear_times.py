@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -14,6 +14,7 @@ import merging as planning
 from agmerge.engine.dear_modules import Parameters
 from agmerge.metrics.running_times import KEEP, RunningStepTimes
 from agmerge.metrics.step_times import Clock, Seconds
+from agmerge.planning.cost_probe import MeasuredCosts
 from agmerge.planning.measuring import gather_seconds
 from agmerge.planning.replanner import Replanner
 from agmerge.step.merge_buffers import MergeBuffers
@@ -36,11 +37,19 @@ class DearReplanner(Replanner):
         super().__init__(buffers, times)
         self._reducer = weakref.proxy(reducer)
 
-    def _measure(self, step: int, ready: Seconds | None = None, *, probing: bool = True) -> planning.Measurements:
-        """Collective. Return what plans are made from, with seconds of forward. Pending updates are applied first."""
-        self._reducer.flush()  # nothing is in flight while exchanges are timed
+    def _measure(
+        self, step: int, ready: Seconds | None = None, *, at_once: bool = False
+    ) -> Iterator[planning.Measurements | None]:
+        """Collective. Measure. Pending updates are applied first: nothing is in flight while exchanges are timed."""
+        self._reducer.flush()
+        for part in super()._measure(step, ready, at_once=at_once):
+            yield part
+            self._reducer.flush()
+
+    def _measured(self, step: int, ready: Seconds, costs: MeasuredCosts) -> planning.Measurements:
+        """Collective. Return what plans are made from, with seconds of forward."""
         (forward,) = gather_seconds(self.buffers, self._reducer.forward_seconds())
-        measured = super()._measure(step, ready, probing=probing)
+        measured = super()._measured(step, ready, costs)
         profile = measured.profile
         with_forward = planning.Profile(**{**profile.plain(), "forward": forward.max(axis=0)})
         return replace(measured, profile=with_forward, modes=("dear",))

@@ -197,6 +197,14 @@ class Synchronizer:
         plans = self.exchange.plans
         return plans.measured if isinstance(plans, Replanner) and self.exchange.agreed else None
 
+    def planning_now(self) -> tuple[str, int]:
+        """Return what planning does now, see :attr:`Replanner.state`, and the bytes of its probes since the agreement.
+
+        "fixed" where plans are not made from times, and before the first step.
+        """
+        plans = self.exchange.plans
+        return (plans.state, plans.bytes_probed) if isinstance(plans, Replanner) else ("fixed", 0)
+
     def measure(self) -> planning.Measurements:
         """Collective. Measure costs now, for reports; the plan stays. Raises where there was no step to measure."""
         self.check_idle("measure()")

@@ -12,6 +12,7 @@ from agmerge.metrics.step_times import StepTimes
 from merging.storage import write
 
 LINES = {"ready": 1, "select": 2, "exchange": 3, "wait": 4, "write": 5}  # one a row, in this order
+BETWEEN = 6  # the row of what happens between steps, where anything does
 
 
 class Trace:
@@ -38,6 +39,14 @@ class Trace:
             else:
                 self.events.append({**event, "ph": "X", "dur": 1e6 * max(0.0, stop - start)})
         self.steps += 1
+
+    def note(self, name: str, began: float, seconds: float) -> None:
+        """Append what happened between two steps, from so many seconds after the epoch on."""
+        row = self._name("thread_name", BETWEEN, "between steps")
+        if row not in self.events:
+            self.events.append(row)
+        event = {"name": name, "pid": self._rank, "tid": BETWEEN, "args": {"step": self.steps}}
+        self.events.append({**event, "ph": "X", "ts": 1e6 * began, "dur": 1e6 * seconds})
 
     def _spans(self, times: StepTimes) -> Iterator[tuple[str, int, float, float, dict[str, Any]]]:
         """Yield the name, line, start and end (seconds since the step began) and facts of each event of a step."""

@@ -1,10 +1,15 @@
-"""Measure what selection and the exchange cost here, on the messages, the collective and the packing in use."""
+"""Measure what selection and the exchange cost here, on the messages, the collective and the packing in use.
+
+A little after each of some steps, within a :class:`agmerge.planning.probe_budget.Budget`: no step shall be much longer
+for it. Functions here that return a generator yield where the rest has to wait for the end of the next step.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
-from typing import NamedTuple
+from collections.abc import Generator, Iterator
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -12,22 +17,37 @@ from agmerge.backends.handshake import gather_bytes
 from agmerge.exchanges import Exchange
 from agmerge.options.config import AUTO
 from agmerge.planning.message_timing import BURST, MessageTimer, unobserved
+from agmerge.planning.probe_budget import Budget
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.layout import Lane, Layout, Segment
 from merging import Curve
 from sparsifiers import Kind
 
-SPEND = 3.0  # seconds, about, for all probes together
-WORTH = 3.0  # steps' worth of time that may be spent if that is more: whole messages are timed on slow networks too
 GROWTH = 2.0  # of the sizes, at least
-RUNS = (2, 12)  # least and most, of one size
-SHARE = 6  # so many sizes share that time
+RUNS = 6  # of one size in one visit, at most
+SIZES = 0.8  # of the budget: the rest is for what follows
+VISITS = 2  # to each size, after different steps where a step has room for one of them only
+FAR = 8.0  # times the last size: beyond, one long step is better than a curve of small sizes alone
 
 PIECE = 1e-5  # seconds: no processor does a piece of work sooner
-ROUNDS = (2, 7)  # so often are small messages in a row timed, least and most
+ROUNDS = 5  # so often are small messages in a row timed, at most
 BETWEEN = (1e-3, 0.05)  # seconds of work from one of them to the next, least and most
+VECTORS = 8  # selected from for one message, at most, to see what one more takes
+PAIRS = 4  # of messages from one vector and from several
 
+
+class Run(NamedTuple):
+    """Say what one run of one size costs, on the slowest rank and that which sends most."""
+
+    elements: int  # selected from, or sent whole
+    seconds: float
+    sent: float  # bytes
+
+
+UNKNOWN = Run(0, math.inf, 0.0)
 Samples = dict[int, list[float]]  # seconds by elements, the maximum over ranks
+T = TypeVar("T")
+Spread = Generator[None, None, T]
 
 
 class MeasuredCosts(NamedTuple):
@@ -40,52 +60,32 @@ class MeasuredCosts(NamedTuple):
 
 
 class SampledTimes(NamedTuple):
-    """Hold the seconds of one exchange's messages, of all sizes that there was time for."""
+    """Hold the seconds of one exchange's messages, of all sizes that there was room for."""
 
     selection: Samples  # by elements that were selected from
     packing: Samples  # by elements of the message
     exchange: Samples  # by elements of the message
 
 
-def probe(buffers: MergeBuffers, step: int, backward: float, finish: float = 0.0) -> MeasuredCosts:
-    """Collective. Measure what selection and exchanges cost, between steps.
+def probe(buffers: MergeBuffers, step: int, backward: float, budget: Budget) -> Iterator[MeasuredCosts | None]:
+    """Collective. Measure what selection and exchanges cost, between steps: a part at each ``next``, the costs last.
 
-    Runs of tensors of one lane, see :func:`measured_lane`, of sizes that double, are selected from, or projected, and
-    exchanged as in a step; nothing of it is written to a residual or an update. Selection, which projecting counts as,
-    and packing are means of several calls with one key, since thresholds may be reused; an exchange is the median from
-    the moment its message is packed. All are the
-    maximum over ranks. When sizes become too dear, the rest follows the slope. What small messages take of the
-    processor beside that, its share of the network's threads for one, is part of ``message``.
+    Whatever is yielded before them, None, asks for another step in between. Runs of tensors of one lane, see
+    :func:`measured_lane`, of sizes that double, are selected from, or projected, and exchanged as in a step; nothing
+    of it is written to a residual or an update, or known to a sparsifier afterwards. Selection, which projecting counts
+    as, and packing are means of several calls with one key, since thresholds may be reused; an exchange is the median
+    from the moment its message is packed. All are the maximum over ranks. When sizes become too dear, the rest follows
+    the slope. What small messages take of the processor beside that, its share of the network's threads for one, is
+    part of ``message``.
 
     Args:
         buffers: whose messages are timed.
         step: the one to come, whose density counts.
         backward: seconds of a backward pass on this rank.
-        finish: seconds of a step's exchange, the same on all ranks.
+        budget: what this may cost; the same on all ranks.
     """
-    config, spend = buffers.config, max(SPEND, WORTH * finish)
-    exchanges = buffers.exchanges()
-    segments = sizes(buffers.layout)
-    lane, dense = segments[0].lane, exchanges[Kind.DENSE]
-    compressed = exchanges[lane.kind]
-    if lane.kind is Kind.DENSE:
-        times = _sample(buffers, segments, dense, step, backward, spend)
-        overhead = _cpu_overhead_of_message(MessageTimer(buffers, segments[0], dense, step, backward), times)
-        return MeasuredCosts(None, Curve.fit(times.exchange), None, Curve((0,), (overhead,)))
-    times = _sample(buffers, segments, compressed, step, backward, spend)
-    overhead = _cpu_overhead_of_message(MessageTimer(buffers, segments[0], compressed, step, backward), times)
-    per_vector = _overhead_per_extra_vector(buffers, segments[-1], compressed, step) if lane.sparse else 0.0
-    choice: Curve | None = None
-    if config.exchange == AUTO:  # the last one: it leaves nothing to select from
-        choice = Curve.fit(_sample(buffers, segments, dense, step, backward, spend).exchange)
-    for part in map(config.compressor.part, config.compressor.kinds):
-        unobserved(part).retain(buffers.keys())
-    return MeasuredCosts(
-        Curve.fit(_plus(per_vector, times.selection), zero=True),
-        Curve.fit(times.exchange),
-        choice,
-        Curve.fit(_plus(overhead, times.packing)),
-    )
+    costs = yield from _Prober(buffers, step, backward, budget).costs()
+    yield costs
 
 
 def measured_lane(layout: Layout) -> Lane:
@@ -109,66 +109,183 @@ def sizes(layout: Layout) -> list[Segment]:
     return [*chosen, whole]
 
 
-def _sample(
-    buffers: MergeBuffers, segments: list[Segment], exchange: Exchange, step: int, backward: float, spend: float
-) -> SampledTimes:
-    """Collective. Time the segments, smallest first, until about ``spend`` seconds are spent: one of them at least."""
-    times = SampledTimes({}, {}, {})
-    # One message to begin with: on a slow network the first size would take all the time there is.
-    first = MessageTimer(buffers, segments[0], exchange, step, backward)
-    (seconds,) = _max_over_ranks(buffers, first.time_exchange(1))
-    cost, sized = 2 * seconds, segments[0].numel  # of one run of the last size
-    spent = cost
-    for segment in segments:
-        # Every rank has the same figures, so all of them stop at the same size.
-        expected = cost * segment.numel / sized
-        if spent + RUNS[0] * expected > spend and times.exchange:
-            break
-        runs = int(min(max(spend / SHARE / expected, RUNS[0]), RUNS[1])) if expected else RUNS[1]
-        timer = MessageTimer(buffers, segment, exchange, step, backward)
-        selecting, packing, travel = _max_over_ranks(buffers, *timer.time_selection(runs), timer.time_exchange(runs))
+class _Prober:
+    """Time messages of one agreement, and count what that costs."""
+
+    def __init__(self, buffers: MergeBuffers, step: int, backward: float, budget: Budget) -> None:
+        self.buffers, self.step, self.backward, self.budget = buffers, step, backward, budget
+        self.segments = sizes(buffers.layout)
+
+    def costs(self) -> Spread[MeasuredCosts]:
+        """Collective. Return all curves."""
+        exchanges = self.buffers.exchanges()
+        lane, dense = self.segments[0].lane, exchanges[Kind.DENSE]
+        if lane.kind is Kind.DENSE:
+            times = yield from self._sample(dense, SIZES)
+            overhead = yield from self._cpu_overhead_of_message(dense, times)
+            return MeasuredCosts(None, Curve.fit(times.exchange), None, Curve((0,), (overhead,)))
+        compressed, has_choice = exchanges[lane.kind], self.buffers.config.exchange == AUTO
+        times = yield from self._sample(compressed, SIZES / 2 if has_choice else SIZES)
+        overhead = yield from self._cpu_overhead_of_message(compressed, times)
+        per_vector = 0.0
+        if lane.sparse:
+            per_vector = yield from self._overhead_per_extra_vector(compressed)
+        choice: Curve | None = None
+        if has_choice:
+            times_whole = yield from self._sample(dense, SIZES, packs=False)
+            choice = Curve.fit(times_whole.exchange)
+        return MeasuredCosts(
+            Curve.fit(_plus(per_vector, times.selection), zero=True),
+            Curve.fit(times.exchange),
+            choice,
+            Curve.fit(_plus(overhead, times.packing)),
+        )
+
+    # -- one probe, and what it cost ----------------------------------------------------------------------------
+
+    def _timer(self, segment: Segment, exchange: Exchange) -> MessageTimer:
+        """Return a timer for use after this step alone."""
+        return MessageTimer(self.buffers, segment, exchange, self.step, self.backward)
+
+    def _room(self, seconds: float) -> Spread[None]:
+        """Wait for the next step where a probe of so many seconds would make the last one too long."""
+        if not self.budget.fits(seconds):
+            yield
+            self.budget.next_step()
+
+    def _told(self, timers: list[MessageTimer], *seconds: float) -> list[float]:
+        """Collective. Count a probe with these timers, which is over, and forget what sparsifiers have kept of it.
+
+        Returns the maximum over ranks of each of ``seconds``, of the seconds that it took, and of the bytes it sent.
+        """
+        took, sent = timers[0].now() - timers[0].began, sum(timer.sent for timer in timers)
+        for part in map(self.buffers.config.compressor.part, self.buffers.config.compressor.kinds):
+            unobserved(part).retain(self.buffers.keys())
+        told = self._max_over_ranks(*seconds, took, sent)
+        self.budget.spend(told[-2], told[-1])
+        return told
+
+    def _max_over_ranks(self, *seconds: float) -> list[float]:
+        """Collective. Return the maximum over ranks of each."""
+        own = np.array(seconds, dtype=np.float64).tobytes()
+        self.budget.spend(0.0, len(own))
+        rows = gather_bytes(self.buffers.comm, own, "probe/seconds", self.buffers.config.timeout)
+        return [max(column) for column in zip(*(np.frombuffer(row).tolist() for row in rows), strict=True)]
+
+    # -- sizes that double --------------------------------------------------------------------------------------
+
+    def _sample(self, exchange: Exchange, part: float, *, packs: bool = True) -> Spread[SampledTimes]:
+        """Collective. Time the sizes, smallest first, within this part of the budget: one of them at least.
+
+        ``packs``: selecting and packing are timed, too.
+        """
+        times = SampledTimes({}, {}, {})
+        known: list[Run] = []  # of each size
+        for segment in self.segments:
+            if not known:  # one message to begin with: what a run takes is not known at all
+                run = yield from self._visit(segment, exchange, SampledTimes({}, {}, {}), 1, UNKNOWN, part, packs)
+            else:
+                run = _expected(known, segment.numel)
+                # Every rank has the same figures, so all of them stop at the same size.
+                if not self.budget.allows(VISITS * run.seconds, VISITS * run.sent, part):
+                    break
+                if len(known) > 1 and run.seconds > self.budget.share and segment.numel <= FAR * known[-1].elements:
+                    break
+            known.append((yield from self._visit(segment, exchange, times, RUNS, run, part, packs)))
+        for segment, run in (VISITS - 1) * list(zip(self.segments, known, strict=False)):
+            if self.budget.allows(run.seconds, run.sent, part) and run.seconds <= self.budget.share:
+                yield from self._visit(segment, exchange, times, RUNS, run, part, packs)
+        return times
+
+    def _visit(
+        self,
+        segment: Segment,
+        exchange: Exchange,
+        times: SampledTimes,
+        most: int,
+        expected: Run,
+        part: float,
+        packs: bool,
+    ) -> Spread[Run]:
+        """Collective. Time up to ``most`` runs of one size, and add them to ``times``; return what a run has cost.
+
+        ``expected``: what one is thought to cost. ``part``, ``packs``: as for :meth:`_sample`.
+        """
+        yield from self._room(expected.seconds)
+        runs = self.budget.runs(expected.seconds, expected.sent, most, part)
+        timer = self._timer(segment, exchange)
+        self._max_over_ranks(0.0)  # ranks begin together: a wait for a rank is no exchange
+        selecting, packing = timer.time_selection(runs) if packs else (0.0, 0.0)
+        travel = timer.time_exchange(runs)
+        selecting, packing, travel, took, sent = self._told([timer], selecting, packing, travel)
         if timer.factorises:  # what takes the processor is not packing, but the passes over the matrices
             selecting, packing = selecting + packing, 0.0
-        elements = timer.capacity
-        times.exchange.setdefault(elements, []).append(travel)
-        times.packing.setdefault(elements, []).append(packing)
+        times.exchange.setdefault(timer.capacity, []).append(travel)
+        times.packing.setdefault(timer.capacity, []).append(packing)
         times.selection.setdefault(segment.numel, []).append(selecting)
-        cost, sized = selecting + packing + 2 * travel, segment.numel  # selecting, a message is sent as well
-        spent += runs * cost
-    return times
+        return Run(segment.numel, took / runs, sent / runs)
+
+    # -- what else a message takes of the processor -------------------------------------------------------------
+
+    def _cpu_overhead_of_message(self, exchange: Exchange, times: SampledTimes) -> Spread[float]:
+        """Collective. Return the seconds that a small message takes of the processor beside selection and packing.
+
+        That is how much longer the same work takes when messages leave in between and arrive, the maximum over ranks.
+        The work hides their way through the network; where that is long, nothing else about a message matters, and it
+        is 0.
+        """
+        between = max(BETWEEN[0], 1.5 * _fastest(times.exchange))
+        on_host = self.segments[0].lane.device.type == "cpu"  # a device computes while the host waits and packs
+        if not on_host or between > BETWEEN[1] or BURST * between > max(self.budget.share, BURST * BETWEEN[0]):
+            return 0.0
+        pieces, dearest = 0, 0.0
+        fastest = [math.inf, math.inf]  # with messages and without: the minimum, for other load only adds
+        for turn in range(2 * ROUNDS):  # in turn, so that a load that comes or goes meets both
+            yield from self._room(BURST * between)
+            timer = self._timer(self.segments[0], exchange)
+            pieces = pieces or math.ceil(between / max(timer.time_work(10) / 10, PIECE))
+            self._max_over_ranks(0.0)
+            fastest[turn % 2] = min(fastest[turn % 2], timer.time_burst(0 if turn % 2 else BURST, pieces))
+            took, sent = self._told([timer])
+            dearest = max(dearest, sent)
+            if turn % 2 and not self.budget.allows(2 * took, dearest, SIZES):
+                break
+        (per_message,) = self._max_over_ranks((fastest[0] - fastest[1]) / BURST)
+        return max(0.0, per_message - (_fastest(times.selection) + _fastest(times.packing)))
+
+    def _overhead_per_extra_vector(self, exchange: Exchange) -> Spread[float]:
+        """Collective. Return the seconds to pack what was selected from one more vector into the same message.
+
+        The maximum over ranks: a message of several vectors is compared with one of as many elements from one vector.
+        They are the smallest tensors that follow each other.
+        """
+        whole = self.segments[-1]
+        count = min(VECTORS, len(whole.slots))
+        runs = [whole.slots[first : first + count] for first in range(len(whole.slots) - count + 1)]
+        smallest = min(runs, key=lambda run: sum(slot.numel for slot in run))
+        ways = [Segment(whole.lane, smallest)], [Segment(whole.lane, (slot,)) for slot in smallest]
+        seconds: tuple[list[float], list[float]] = ([], [])
+        took, sent = math.inf, 0.0
+        for turn in range(2 * PAIRS):
+            if turn > 1 and not self.budget.allows(took, sent):
+                break
+            yield from self._room(took)
+            timers = [self._timer(segment, exchange) for segment in ways[turn % 2]]
+            seconds[turn % 2].append(_seconds_to_pack(timers, count))
+            took, sent = self._told(timers)
+        (more,) = self._max_over_ranks(statistics.median(seconds[1]) - statistics.median(seconds[0]))
+        return max(0.0, more) / max(1, count - 1)
 
 
-def _cpu_overhead_of_message(timer: MessageTimer, times: SampledTimes) -> float:
-    """Collective. Return the seconds that a small message takes of the processor beside selection and packing.
-
-    That is how much longer the same work takes when messages leave in between and arrive, the maximum over ranks. The
-    work hides their way through the network; where that is long, nothing else about a message matters, and it is 0.
-    """
-    between = max(BETWEEN[0], 1.5 * _fastest(times.exchange))
-    if not timer.on_host or between > BETWEEN[1]:  # a device computes while the host waits and packs
-        return 0.0
-    pieces = math.ceil(between / max(timer.time_work(10) / 10, PIECE))
-    rounds = int(min(max(SPEND / 2 / (2 * BURST * between), ROUNDS[0]), ROUNDS[1]))
-    # In turn, so that a load that comes or goes meets both; and the minimum, for other load only adds.
-    bursts = [(timer.time_burst(BURST, pieces), timer.time_burst(0, pieces)) for _ in range(rounds)]
-    with_messages, without = (min(seconds) for seconds in zip(*bursts, strict=True))
-    (per_message,) = _max_over_ranks(timer.buffers, (with_messages - without) / BURST)
-    return max(0.0, per_message - (_fastest(times.selection) + _fastest(times.packing)))
-
-
-def _overhead_per_extra_vector(buffers: MergeBuffers, segment: Segment, exchange: Exchange, step: int) -> float:
-    """Collective. Return the seconds to pack what was selected from one more vector into the same message.
-
-    The maximum over ranks: a message of several vectors is compared with one of as many elements from one vector.
-    """
-    slots = segment.slots[: BURST // 2]
-    vectors = [Segment(segment.lane, (slot,)) for slot in slots]
-    medians = []
-    for segments in ([Segment(segment.lane, slots)], vectors):
-        timers = [MessageTimer(buffers, each, exchange, step, 0.0) for each in segments]
-        medians.append(statistics.median(_seconds_to_pack(timers, len(slots)) for _ in range(RUNS[1])))
-    (more,) = _max_over_ranks(buffers, medians[1] - medians[0])
-    return max(0.0, more) / max(1, len(slots) - 1)
+def _expected(known: list[Run], elements: int) -> Run:
+    """Return what a run of so many elements will cost at most, by the sizes that are ``known``, smaller ones."""
+    last = known[-1]
+    seconds = last.seconds * elements / last.elements
+    if len(known) > 1:  # that is too much where most of it is a start-up
+        before = known[-2]
+        slope = max(0.0, last.seconds - before.seconds) / (last.elements - before.elements)
+        seconds = min(seconds, last.seconds + slope * (elements - last.elements))
+    return Run(elements, seconds, last.sent * elements / last.elements)
 
 
 def _seconds_to_pack(timers: list[MessageTimer], tensors: int) -> float:
@@ -189,10 +306,3 @@ def _fastest(samples: Samples) -> float:
 def _plus(seconds: float, samples: Samples) -> Samples:
     """Return the samples with so many seconds added to each."""
     return {size: [measured + seconds for measured in runs] for size, runs in samples.items()}
-
-
-def _max_over_ranks(buffers: MergeBuffers, *seconds: float) -> list[float]:
-    """Collective. Return the maximum over ranks of each."""
-    own = np.array(seconds, dtype=np.float64).tobytes()
-    rows = gather_bytes(buffers.comm, own, "probe/seconds", buffers.config.timeout)
-    return [max(column) for column in zip(*(np.frombuffer(row).tolist() for row in rows), strict=True)]

@@ -30,11 +30,15 @@ class DriftDetector:
 
     def __init__(self) -> None:
         self._findings: list[Finding] = []  # of the looks since the plan was made, or confirmed
-        self._usual_ratio = 1.0  # seconds of exchanges, measured / predicted, in the first of these looks
+        # Seconds of exchanges, measured / predicted, in the first of these looks; None: there was none.
+        self.usual_ratio: float | None = None
 
-    def restart(self) -> None:
-        """Begin anew: a plan was made. The next look says how long exchanges take beside the prediction."""
-        self._findings = []
+    def restart(self, usual_ratio: float | None = None) -> None:
+        """Begin anew: a plan was made. The next look says how long exchanges take beside the prediction.
+
+        ``usual_ratio``: what an earlier run with this plan has found that they do.
+        """
+        self._findings, self.usual_ratio = [], usual_ratio
 
     def look(
         self, plan: merging.Plan, planned_from: Measurements, ready: Seconds, travel: Seconds, load: Elements
@@ -50,14 +54,14 @@ class DriftDetector:
             load: elements that each tensor sends from now on, (n,). If they are others, there is no doubt.
         """
         ratio = float(travel.min(axis=0).sum() / predicted_exchange_seconds(plan, planned_from).sum())
-        if not self._findings:
-            self._usual_ratio = ratio
+        if self.usual_ratio is None:
+            self.usual_ratio = ratio
         if not np.array_equal(load, planned_from.profile.load):
             return Finding.PLAN
         finding = Finding.KEEP
         if abs(ready[-1] - planned_from.profile.backward.sum()) > LATE * predicted_finish(plan, planned_from):
             finding = Finding.PLAN
-        if not STEADY[0] <= ratio / self._usual_ratio <= STEADY[1]:
+        if not STEADY[0] <= ratio / self.usual_ratio <= STEADY[1]:
             finding = Finding.PROBE
         self._findings.append(finding)
         recent = self._findings[-CONFIRMATIONS:]

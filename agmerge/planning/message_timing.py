@@ -16,13 +16,14 @@ from sparsifiers import Compressor, Kind, Selection, Sparsifier
 from sparsifiers.observed import Observed
 
 PIECE_OF_WORK = torch.ones(128, 128)  # its product with itself takes a tenth of a millisecond, more or less
-BURST = 16  # small messages in a row
+BURST = 4  # small messages in a row
 
 
 class MessageTimer:
     """Time the same message again and again: one segment, selected from and exchanged as in a step.
 
-    All times are this rank's own. Nothing is written to a residual or an update that anyone reads.
+    All times are this rank's own. Nothing is written to a residual or an update that anyone reads. Used between two
+    steps and not after the next one, in which memory changes places.
     """
 
     def __init__(self, buffers: MergeBuffers, segment: Segment, exchange: Exchange, step: int, backward: float) -> None:
@@ -36,6 +37,8 @@ class MessageTimer:
             backward: seconds of a backward pass on this rank; half of it goes on after a message has left.
         """
         self.buffers, self.segment, self.step, self._exchange = buffers, segment, step, exchange
+        self.began = self.now()
+        self.sent = 0  # bytes handed to collectives
         self._busy = backward / 2  # seconds, about, that backward goes on after a message has left
         self.segment_buffers = buffers.load(segment) if exchange.sparse else _zeros(buffers.load(segment))
         self.on_host = segment.lane.device.type == "cpu"
@@ -54,6 +57,7 @@ class MessageTimer:
     def wait(self, in_flight: InFlight) -> None:
         """Collective. Receive a message and write nothing."""
         self._exchange.wait(in_flight)
+        self.sent += in_flight.bytes
 
     def time_selection(self, runs: int) -> tuple[float, float]:
         """Collective. Return the seconds to select, and those to pack and start: means of ``runs`` messages."""
@@ -102,7 +106,7 @@ class MessageTimer:
                 under_way.append(self.start(f"probe {number}", [scratch], [self.selection], len(self.segment.slots)))
             self.time_work(pieces)
         for in_flight in under_way:
-            self._exchange.wait(in_flight)
+            self.wait(in_flight)
             self._exchange.finish(in_flight)
         return self.now() - begin
 
@@ -139,7 +143,7 @@ class MessageTimer:
                 if self._exchange.arrived(in_flight):
                     break
                 torch.mm(PIECE_OF_WORK, PIECE_OF_WORK)
-            self._exchange.wait(in_flight)
+            self.wait(in_flight)
 
         return wait
 

@@ -6,6 +6,7 @@ predicted to be the best; the fastest one stays.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from dataclasses import replace
@@ -18,6 +19,8 @@ from merging import Measurements
 from merging.measured import sent_whole
 
 STEPS = 6  # of each plan; the first of them is not counted
+HOPELESS = 1.2  # times as long as with another plan: if all steps so far were, of at least
+ENOUGH = 3  # steps, the first not counted, the turn of a plan ends
 DOUBTFUL = 1.5  # times as late: a plan that is predicted to end later is not tried
 
 
@@ -45,26 +48,30 @@ def all_dense(planner: merging.Planner, measured: Measurements) -> merging.Plan:
 
 
 class PlanTrial:
-    """Train with one plan after the other, ``STEPS`` steps each, and time whole steps of this rank."""
+    """Train with one plan after the other, ``STEPS`` steps each or until it is hopeless, and time this rank's steps."""
 
     def __init__(self, *plans: merging.Plan) -> None:
         self.plans = plans  # the first one is in use from the next step on
-        self._seconds: list[list[float]] = [[] for _ in plans]  # of each step, plan by plan
-        self._steps = 0
+        self._seconds: list[list[float]] = [[]]  # of each step, of the plans so far
         self._last_end = time.perf_counter()
 
-    def after_step(self) -> merging.Plan | None:
-        """Count a step that has ended; return the plan to go on with if it is the next one's turn."""
+    def count_step(self) -> bool:
+        """Count a step that has ended; tell whether the plan in use has had its steps, as this rank sees it."""
         now = time.perf_counter()
-        self._seconds[self._steps // STEPS].append(now - self._last_end)
-        self._steps, self._last_end = self._steps + 1, now
-        turn, first = divmod(self._steps, STEPS)
-        return self.plans[turn] if first == 0 and turn < len(self.plans) else None
+        seconds = self._seconds[-1]
+        seconds.append(now - self._last_end)
+        self._last_end = now
+        if len(seconds) == STEPS:
+            return True
+        best = min((statistics.median(others[1:]) for others in self._seconds[:-1]), default=math.inf)
+        return len(seconds) >= ENOUGH and min(seconds[1:]) > HOPELESS * best
 
-    @property
-    def over(self) -> bool:
-        """Tell whether every plan has had its steps."""
-        return self._steps == STEPS * len(self.plans)
+    def end_turn(self) -> merging.Plan | None:
+        """Return the plan to go on with, which has the next turn; None if every plan has had one."""
+        if len(self._seconds) == len(self.plans):
+            return None
+        self._seconds.append([])
+        return self.plans[len(self._seconds) - 1]
 
     def seconds(self) -> list[float]:
         """Return the median step of each plan on this rank, in seconds."""

@@ -6,29 +6,38 @@ ranks have measured; a plan is checked by every rank against its own model befor
 
 from __future__ import annotations
 
+import socket
+import time
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 import merging
+from agmerge.backends.handshake import gather_texts
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.step_times import Seconds
+from agmerge.metrics.whole_steps import WholeSteps
 from agmerge.options.config import AUTO
+from agmerge.planning import known_plans
 from agmerge.planning.cost_probe import MeasuredCosts, probe
 from agmerge.planning.drift import DriftDetector, Finding
 from agmerge.planning.first_choices import choose_budgets, choose_cutoff
+from agmerge.planning.known_plans import KnownPlan
 from agmerge.planning.measuring import gather_seconds, measurements, profile
 from agmerge.planning.plan_choice import best_plan, best_plan_or_current, planner_of, predicted_finish
 from agmerge.planning.plan_trial import PlanTrial, alternatives
+from agmerge.planning.probe_budget import Budget
 from agmerge.step.agreed_state import Decision
 from agmerge.step.agreement import decide_on_rank_0, why_plan_does_not_fit
 from agmerge.step.merge_buffers import MergeBuffers
 from merging import Measurements
 
 FIRST = 10  # steps that are measured before the first plan
+LOOKS = (5, FIRST)  # steps after which a plan of an earlier run is looked at first: it may be for another network
 
 
 class Replanner:
@@ -40,8 +49,13 @@ class Replanner:
         self._latest: Measurements | None = None  # the last ones, also if no better plan came from them
         self._steps = 0  # of this agreement
         self._drift = DriftDetector()  # asked on rank 0
+        self._whole = WholeSteps()
+        self._measuring: Iterator[Measurements | None] | None = None  # under way
+        self.bytes_probed = 0  # handed to collectives by probes, by the rank that sent most
         self._trial: PlanTrial | None = None  # under way
         self._has_warned = False
+        self._is_known = False  # the plan in use is one of an earlier run, and nothing has been measured in this one
+        self._file: Path | None = None  # rank 0's, for a plan that is settled on; None: it is kept already, or nowhere
 
     def after_step(self, step: int) -> Iterator[Decision]:
         """Collective. Yield what changes before ``step``, the one to come; at most steps nothing does.
@@ -49,24 +63,36 @@ class Replanner:
         Ranks communicate at steps that all of them count alike. Whoever asks applies each decision before asking for
         the next one: costs are measured with the budgets that were chosen. A cutoff of another size is the last one.
         """
-        config, planner = self.buffers.config, self.buffers.config.planner
-        by_times = planner is not None and planner.timed and config.groups is None
+        self._whole.end()
+        yield from self._decide(step)
+        self._whole.begin()
+
+    def _decide(self, step: int) -> Iterator[Decision]:
+        """Collective. Yield what :meth:`after_step` does."""
+        planner = self.buffers.config.planner
         self._steps += 1
         if self.buffers.energy is not None and self._steps == FIRST:
             yield Decision(budgets=choose_budgets(self.buffers))
-        if planner is None or self.buffers.comm.size == 1 or not (by_times or self._chooses_dense):
+        if planner is None or not self._plans_by_times:
             return
-        if self._latest is None:
-            if self._steps == FIRST:
-                yield from self._plan_first(planner, step)
+        if self._steps == 1 and step == 1 and self._remembers(planner):
+            yield self._recall()
         elif self._trial is not None:
             yield self._advance_trial(self._trial)
-        elif planner.recheck_every and self._steps % planner.recheck_every == 0:
-            yield self._recheck(planner, step)
+        elif self._measuring is not None:
+            yield from self._go_on(planner, self._measuring)
+        elif self._latest is None:
+            if self._steps == FIRST:
+                yield from self._go_on(planner, self._measure(step))
+        elif planner.recheck_every and (
+            self._steps % planner.recheck_every == 0 or (self._is_known and self._steps in LOOKS)
+        ):
+            yield from self._recheck(planner, step)
 
     def measure(self, step: int) -> Measurements:
         """Collective. Measure now, for reports, and return it; the plan stays."""
-        latest = self._measure(step)
+        *_, latest = self._measure(step, at_once=True)
+        assert latest is not None
         decision = decide_on_rank_0(
             self.buffers.comm, lambda: {"measured": latest.dumps()}, None, self.buffers.config.timeout
         )
@@ -75,16 +101,89 @@ class Replanner:
         return self.measured
 
     @property
+    def state(self) -> str:
+        """Say what it does: "timing" the first steps, "probing", "trying" plans, "settled", or "fixed": nothing."""
+        if not self._plans_by_times:
+            return "fixed"
+        if self._trial is not None:
+            return "trying"
+        if self._measuring is not None:
+            return "probing"
+        if self._is_known:
+            return "known"
+        return "timing" if self._latest is None else "settled"
+
+    @property
+    def _plans_by_times(self) -> bool:
+        """Tell whether there is anything to plan from times."""
+        config, planner = self.buffers.config, self.buffers.config.planner
+        if planner is None or self.buffers.comm.size == 1:
+            return False
+        return (planner.timed and config.groups is None) or self._chooses_dense
+
+    @property
     def _chooses_dense(self) -> bool:
         """Tell whether merge buffers go dense or sparse by what that costs."""
         config = self.buffers.config
         return config.exchange == AUTO and config.compressor.compresses
 
+    # -- what an earlier run has found ----------------------------------------------------------------------------
+
+    def _remembers(self, planner: merging.Planner) -> bool:
+        """Tell whether a plan may come from an earlier run: it is looked at again, and is all that is decided here.
+
+        A checkpoint brings a plan of its own: only the first step of a training asks.
+        """
+        config = self.buffers.config
+        decides_more = config.partial is not None or self.buffers.energy is not None
+        return bool(planner.recheck_every) and config.groups is None and not decides_more
+
+    def _recall(self) -> Decision:
+        """Collective. Go on with the plan that rank 0 has kept of an earlier run like this one, if it has one."""
+        buffers, where = self.buffers, known_plans.folder()
+        if not self._number_of_rank_0(where is not None):
+            return Decision()
+        hosts = gather_texts(buffers.comm, socket.gethostname().encode(), "hosts", buffers.config.timeout)
+        if buffers.comm.rank == 0 and where is not None:
+            self._file = known_plans.path_of(where, buffers, [host.decode() for host in hosts])
+
+        def decide() -> dict[str, str]:
+            return {"known": "" if self._file is None else known_plans.recall(self._file, buffers)}
+
+        text = decide_on_rank_0(buffers.comm, decide, None, buffers.config.timeout)["known"]
+        if not text:
+            return Decision()
+        known = KnownPlan.loads(text)
+        self.measured = self._latest = known.measured
+        self._is_known = True
+        self._drift.restart(known.ratio)
+        return self._changed_to(known.plan)
+
+    def _keep(self) -> None:
+        """Keep the plan in use for later runs, once it was looked at and stays. On rank 0."""
+        ratio, file = self._drift.usual_ratio, self._file
+        if file is not None and self._latest is not None and ratio is not None and not self._is_known:
+            self._file = None
+            known_plans.keep(file, KnownPlan(self.buffers.plan, self._latest, ratio))
+
     # -- when it plans --------------------------------------------------------------------------------------
 
-    def _plan_first(self, planner: merging.Planner, step: int) -> Iterator[Decision]:
+    def _go_on(self, planner: merging.Planner, measuring: Iterator[Measurements | None]) -> Iterator[Decision]:
+        """Collective. Measure a part; once all is known, yield what follows from it."""
+        began = time.time()
+        latest = next(measuring)
+        if self.times.trace is not None:
+            self.times.trace.note("probe", began, time.time() - began)
+        self._measuring = measuring if latest is None else None
+        if latest is None:
+            return
+        if self._latest is None:
+            yield from self._plan_first(planner, latest)
+        else:
+            yield self._plan(planner, latest)
+
+    def _plan_first(self, planner: merging.Planner, latest: Measurements) -> Iterator[Decision]:
         """Collective. Yield the cutoff of dense="partial" if it is still to be chosen, and the first plan."""
-        latest = self._measure(step)
         cutoff = self.buffers.config.partial
         if cutoff is not None and not cutoff.final:
             chosen = choose_cutoff(self.buffers, planner_of(self.buffers, planner), latest)
@@ -93,25 +192,33 @@ class Replanner:
                 return  # this agreement ends here; the next one measures and plans
         yield self._plan(planner, latest)
 
-    def _recheck(self, planner: merging.Planner, step: int) -> Decision:
-        """Collective. Compare times with what was predicted, and plan anew where they have changed."""
+    def _recheck(self, planner: merging.Planner, step: int) -> Iterator[Decision]:
+        """Collective. Compare times with what was predicted, and plan anew, or probe first, where they have changed."""
         every_ready, every_travel = gather_seconds(self.buffers, self.times.ready(), self.times.travel())
         self.times.restart()
         ready = every_ready.max(axis=0)
         finding = Finding.KEEP
+        assert self._latest is not None
         if self.buffers.comm.rank == 0:
-            assert self._latest is not None
             load = profile(self.buffers, ready, step).load
             finding = self._drift.look(self.buffers.plan, self._latest, ready, every_travel, load)
         finding = Finding(self._number_of_rank_0(finding))
         if finding is Finding.KEEP:
-            return Decision()
-        return self._plan(planner, self._measure(step, ready, probing=finding is Finding.PROBE))
+            self._keep()
+            return
+        if finding is Finding.PROBE:
+            yield from self._go_on(planner, self._measure(step, ready))
+        else:
+            known = self._latest
+            costs = MeasuredCosts(known.sparsify, known.exchange, known.dense, known.message)
+            yield self._plan(planner, self._measured(step, ready, costs))
 
     def _advance_trial(self, trial: PlanTrial) -> Decision:
         """Collective. Return the trial's next plan, and when it is over the fastest one, by the slowest rank."""
-        following = trial.after_step()
-        if not trial.over:
+        if not self._number_of_rank_0(trial.count_step()):
+            return Decision()
+        following = trial.end_turn()
+        if following is not None:
             return Decision(plan=following)
         self._trial = None
         seconds = gather_seconds(self.buffers, np.array(trial.seconds()))[0].max(axis=0)
@@ -126,25 +233,31 @@ class Replanner:
 
     # -- what is measured -----------------------------------------------------------------------------------
 
-    def _measure(self, step: int, ready: Seconds | None = None, *, probing: bool = True) -> Measurements:
-        """Collective. Return what plans are made from; rank 0's counts.
+    def _measure(
+        self, step: int, ready: Seconds | None = None, *, at_once: bool = False
+    ) -> Iterator[Measurements | None]:
+        """Collective. Measure a part at each ``next``, between steps, and yield None; yield what plans need at last.
 
         Args:
             step: the one to come.
             ready: when each tensor is ready, (n,), on the slowest rank; None: the averages of all ranks say so.
-            probing: False: take the costs that were measured last.
+            at_once: nothing is left for later steps.
         """
+        lengths = np.array([self._whole.typical()])
         if ready is None:
-            ready = gather_seconds(self.buffers, self.times.ready())[0].max(axis=0)
+            every_ready, every_length = gather_seconds(self.buffers, self.times.ready(), lengths)
+            ready = every_ready.max(axis=0)
             self.times.restart()
-        if probing or self._latest is None:
-            typical = self.times.typical()
-            finish = np.array([0.0 if typical is None else typical.finish])
-            slowest = float(gather_seconds(self.buffers, finish)[0].max())
-            costs = probe(self.buffers, step, float(ready[-1]), slowest)
         else:
-            known = self._latest
-            costs = MeasuredCosts(known.sparsify, known.exchange, known.dense, known.message)
+            (every_length,) = gather_seconds(self.buffers, lengths)
+        budget = Budget(float(every_length.max()), 4 * self.buffers.layout.numel, at_once=at_once)
+        before = self.bytes_probed
+        for costs in probe(self.buffers, step, float(ready[-1]), budget):
+            self.bytes_probed = before + int(budget.bytes)
+            yield None if costs is None else self._measured(step, ready, costs)
+
+    def _measured(self, step: int, ready: Seconds, costs: MeasuredCosts) -> Measurements:
+        """Collective. Return what plans are made from; rank 0's counts. Arguments are those of :meth:`_measure`."""
         return measurements(self.buffers, step, ready, costs)
 
     def _number_of_rank_0(self, number: int) -> int:
@@ -174,6 +287,7 @@ class Replanner:
             self.buffers.config.timeout,
             decider=repr(planner),
         )
+        self._is_known = False
         plans = [merging.Plan.loads(text) for text in decision["plans"]]
         chosen, self._latest = plans[0], Measurements.loads(decision["measured"])
         self._drift.restart()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from agmerge.backends import local
-from agmerge.planning import cost_probe, message_timing
+from agmerge.planning import cost_probe, plan_trial, probe_budget
 
 
 @pytest.fixture(autouse=True)
@@ -16,11 +18,12 @@ def hidden_collectives_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def probes_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time each size thrice at most, and a few small messages once in a row: test_cost_probe.py alone counts how often.
+    """Time each size once or twice, all after the same step: test_cost_probe.py alone says how often, and when.
 
     Between threads that share Python's lock that takes longer than all else a test does.
     """
-    monkeypatch.setattr(cost_probe, "RUNS", (2, 3))
-    monkeypatch.setattr(cost_probe, "ROUNDS", (1, 1))
-    for module in (cost_probe, message_timing):
-        monkeypatch.setattr(module, "BURST", 4)
+    monkeypatch.setattr(probe_budget, "SHARE", math.inf)
+    monkeypatch.setattr(cost_probe, "RUNS", 2)
+    monkeypatch.setattr(plan_trial, "HOPELESS", math.inf)
+    for few in ("VISITS", "ROUNDS", "PAIRS"):
+        monkeypatch.setattr(cost_probe, few, 1)

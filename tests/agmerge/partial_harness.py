@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -74,7 +74,7 @@ def choosing(chosen: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return asked
 
 
-def costing(selecting: float) -> Callable[..., MeasuredCosts]:
+def costing(selecting: float) -> Callable[..., Iterator[MeasuredCosts]]:
     """A probe that finds a second for an element of load, and so many for one that is selected from."""
     line = Curve((0, 1000), (0.0, 1000.0))
-    return lambda *_: MeasuredCosts(Curve((0, 1000), (0.0, selecting * 1000.0)), line, None)
+    return lambda *_: iter([MeasuredCosts(Curve((0, 1000), (0.0, selecting * 1000.0)), line, None)])

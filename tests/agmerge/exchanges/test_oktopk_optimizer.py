@@ -33,6 +33,7 @@ from agmerge import testing
 from agmerge.backends.local import Call
 from agmerge.errors import MessageError
 from agmerge.planning.cost_probe import probe
+from agmerge.planning.probe_budget import Budget
 
 AWKWARD, PARTS, MODEL = seeded(AwkwardModel, 7), seeded(Parts), seeded(mlp)
 wrapped = functools.partial(wrapped_awkward, exchange="oktopk")
@@ -215,7 +216,8 @@ def test_probes_cost_the_same_calls_and_leave_nothing_behind(size: int) -> None:
         kept, before = residuals(optimizer), len(testing.calls())
         session = optimizer._reducer.exchange.buffers
         assert session is not None
-        found = probe(session, 2, 0.01)
+        *_, found = probe(session, 2, 0.01, Budget(0.01, 1 << 20, at_once=True))
+        assert found is not None
         assert found.sparsify is not None and found.exchange(1000) > 0
         assert all(same_bits(value, kept[name]) for name, value in residuals(optimizer).items())
         calls = [(kind, name) for kind, name, _ in testing.calls()[before:]]

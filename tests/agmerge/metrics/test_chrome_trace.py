@@ -14,6 +14,7 @@ from torch import nn
 import agmerge
 import merging
 from agmerge.__main__ import main
+from agmerge.planning.replanner import FIRST
 from tests.support import agreed, on_ranks
 
 MODEL = nn.Sequential(nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 40))
@@ -59,6 +60,20 @@ def test_a_trace_has_every_buffer_of_every_step_on_each_line(tmp_path: Path, fir
                 (step, one) for step in range(3) for one in what
             )
             assert all(event["pid"] == rank and event.get("dur", 0.0) >= 0.0 for event in here)
+
+
+def test_probes_between_steps_are_in_a_row_of_their_own(tmp_path: Path) -> None:
+    def body(rank: int, net: nn.Module) -> None:
+        inner = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer = agmerge.DistributedOptimizer(inner, net.named_parameters(), compression="topk", exchange="sparse")
+        with optimizer.trace(tmp_path / "trace.json"):
+            more(optimizer, net, FIRST + 2)
+
+    on_ranks(2, MODEL, body)
+    events = json.loads((tmp_path / "trace.rank1.json").read_text())["traceEvents"]
+    (row,) = [event for event in events if event["name"] == "thread_name" and event["args"]["name"] == "between steps"]
+    probes = [event for event in events if event["tid"] == row["tid"] and event["ph"] == "X"]
+    assert [event["name"] for event in probes] == ["probe"] and probes[0]["dur"] > 0
 
 
 def test_spans_of_a_buffer_follow_each_other(tmp_path: Path) -> None:

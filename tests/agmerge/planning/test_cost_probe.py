@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 import agmerge
 from agmerge import testing
-from agmerge.planning import cost_probe, message_timing
-from agmerge.planning.cost_probe import GROWTH, RUNS, SHARE, SPEND, MeasuredCosts, probe, sizes
+from agmerge.planning import cost_probe, message_timing, plan_trial, probe_budget
+from agmerge.planning.cost_probe import GROWTH, RUNS, VISITS, MeasuredCosts, probe, sizes
+from agmerge.planning.probe_budget import FLOOR, SECONDS, STEPS, Budget
+from agmerge.planning.replanner import FIRST
 from agmerge.runtime import workers
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.layout import Lane, Layout
@@ -62,16 +64,23 @@ def session_of(optimizer: agmerge.DistributedOptimizer) -> MergeBuffers:
 
 @pytest.fixture(autouse=True)
 def probes_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Instead of the one for all tests: here it counts how often what is timed. Small messages are timed once."""
-    monkeypatch.setattr(cost_probe, "ROUNDS", (1, 1))
+    """Instead of the one for all tests: here it counts how often what is timed, in a single visit."""
+    monkeypatch.setattr(cost_probe, "ROUNDS", 1)
+    monkeypatch.setattr(cost_probe, "VISITS", 1)
 
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in all other tests."""
-    monkeypatch.setattr(cost_probe, "RUNS", (2, 3))
-    for module in (cost_probe, message_timing):
-        monkeypatch.setattr(module, "BURST", 4)
+    """Almost as in all other tests."""
+    monkeypatch.setattr(cost_probe, "RUNS", 2)
+    monkeypatch.setattr(cost_probe, "PAIRS", 1)
+
+
+def costs_at_once(buffers: MergeBuffers, step: int) -> MeasuredCosts:
+    """Probe as much as there is, after one step."""
+    *_, costs = probe(buffers, step, 0.01, Budget(0.01, 4 * buffers.layout.numel, at_once=True))
+    assert costs is not None
+    return costs
 
 
 class Ticking:
@@ -86,14 +95,16 @@ class Ticking:
         return float(self._here.now)
 
 
-def probed(size: int, model: nn.Module, **options: Any) -> list[tuple[MeasuredCosts, Calls]]:
-    """What a probe after two steps finds, and what it calls, rank by rank."""
+def probed(size: int, model: nn.Module, seconds: float = 0.01, **options: Any) -> list[tuple[MeasuredCosts, Calls]]:
+    """What a probe after two steps of so many seconds finds, and what it calls, rank by rank."""
 
     def body(rank: int, here: nn.Module) -> tuple[MeasuredCosts, Calls]:
         optimizer = wrapped(here, **options)
         train(here, optimizer, rank, range(2))
         before = len(testing.calls())
-        found = probe(session_of(optimizer), 2, 0.01)
+        budget = Budget(seconds, 1 << 30, at_once=True)
+        *_, found = probe(session_of(optimizer), 2, 0.01, budget)
+        assert found is not None
         return found, testing.calls()[before:]
 
     return on_ranks(size, model, body)
@@ -158,12 +169,18 @@ def test_ranks_find_and_call_the_same_though_their_clocks_differ(
     assert messages == sorted(messages) and len(set(messages)) >= 2  # several sizes
 
 
+def no_overhead(*_: object) -> Any:
+    """A generator that finds 0 at once."""
+    yield from ()
+    return 0.0
+
+
 def test_what_is_found_is_the_maximum_over_ranks_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 selects slowly, rank 1 sends slowly."""
     trial = cost_probe.MessageTimer
     original = {name: getattr(trial, name) for name in ("time_selection", "time_exchange", "time_burst")}
     monkeypatch.setattr(cost_probe, "BETWEEN", (1e-3, 100.0))  # sizes take seconds here
-    monkeypatch.setattr(cost_probe, "_overhead_per_extra_vector", lambda *_: 0.0)
+    monkeypatch.setattr(cost_probe._Prober, "_overhead_per_extra_vector", no_overhead)
     seconds = {"time_selection": [3e-6, 1e-6], "time_exchange": [1e-6, 5e-6]}
 
     def timed(what: str) -> Callable[[Any, int], Any]:
@@ -189,28 +206,74 @@ def test_what_is_found_is_the_maximum_over_ranks_of_each(monkeypatch: pytest.Mon
 
 
 def test_a_size_that_is_too_dear_is_the_end_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next one would take three times as long, twice at least."""
-    points = {}
-    for cost in (1e-6, SPEND / 8, SPEND):
+    """A run of the next size is thought to take three times as long at first, and must be had twice."""
+    looks = {}
+    for cost in (1e-6, SECONDS / 100, SECONDS):
         # Only rank 1 is that slow.
-        Ticking(monkeypatch, lambda rank, cost=cost: cost / 2 * rank)  # type: ignore[misc]
-        (_, exchange, _, _), calls = agreed(probed(2, TALL, compression="topk"))
-        points[cost] = (len(exchange.elements), sum(name == "probe" for _, name, _ in calls))
-    most, least = RUNS[1], RUNS[0]
-    # One message to begin with; then one in each run of selection, and one in each of the exchange.
-    assert points[1e-6] == (4, 1 + 4 * 2 * most)
-    assert points[SPEND] == (1, 1 + 2 * least)
-    assert points[SPEND / 8] == (1, 1 + 2 * least) and least < most
+        Ticking(monkeypatch, lambda rank, cost=cost: cost * rank)  # type: ignore[misc]
+        (_, exchange, _, _), calls = agreed(probed(2, TALL, compression="topk", exchange="sparse"))
+        looks[cost] = (len(exchange.elements), sum(name == "probe" for _, name, _ in calls))
+    # One run to begin with; in each of the others one message for selection, and one for the exchange.
+    assert looks[1e-6] == (4, 2 + 4 * 2 * RUNS)
+    assert 1 < looks[SECONDS / 100][0] and looks[SECONDS / 100][1] < looks[1e-6][1]
+    assert looks[SECONDS] == (1, 2 + 2)
 
 
-def test_dear_sizes_are_run_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    Ticking(monkeypatch, lambda rank: SPEND / 100)
-    ((_, exchange, _, _), calls), *_ = probed(2, TALL, compression="topk")
-    runs = [size for _, name, size in calls if name == "probe"]
-    by_size = [runs.count(size) // 2 for size in sorted(set(runs))]
-    # 0.06 s a run are expected at first; it takes 0.09, so three times that for the next: half a second a size.
-    assert by_size[0] == int(100 / SHARE / 2) < RUNS[1]
-    assert by_size[1] == RUNS[0] and len(exchange.elements) == len(by_size)
+# -- what they cost ---------------------------------------------------------------------------------------------
+
+
+def spread(step_seconds: float, case: str, **options: Any) -> list[tuple[MeasuredCosts, list[float], int, list[str]]]:
+    """Probe between steps of so many seconds, a part at a time, on two ranks.
+
+    Returns, by rank, the costs, the seconds probed after each step, the bytes that left, and the parameters' bits.
+    """
+
+    def body(rank: int, here: nn.Module) -> tuple[MeasuredCosts, list[float], int, list[str]]:
+        optimizer = wrapped(here, **{**CASES[case], **options})
+        seen = train(here, optimizer, rank, range(2))
+        buffers = session_of(optimizer)
+        budget = Budget(step_seconds, 4 * buffers.layout.numel)
+        parts, took, sent = probe(buffers, 2, 0.01, budget), [], 0
+        for step in range(2, 400):
+            before, calls = budget.seconds, len(testing.calls())
+            costs = next(parts)
+            took.append(budget.seconds - before)
+            probes = testing.calls()[calls:]
+            assert {name.partition("/")[0].partition(" ")[0] for _, name, _ in probes} == {"probe"}
+            sent += sum(size for _, _, size in probes)
+            if costs is not None:
+                return costs, took, sent, seen
+            seen += train(here, optimizer, rank, [step])
+        raise AssertionError("probes do not end")
+
+    return on_ranks(2, TALL, body)
+
+
+@pytest.mark.parametrize("case", ["residual", "stateful", "dense", "ordered"])
+@pytest.mark.parametrize("exchange", ["auto", "sparse"])
+def test_probes_are_spread_over_steps_and_bounded_in_seconds(
+    case: str, exchange: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look at the clock takes half a millisecond, a step 0.1 s, and so 15 ms longer with probes."""
+    monkeypatch.setattr(cost_probe, "VISITS", VISITS)
+    Ticking(monkeypatch, lambda rank: 5e-4)
+    _, took, _, seen = agreed([(costs, took, 0, seen) for costs, took, _, seen in spread(0.1, case, exchange=exchange)])
+    assert max(took) <= 15e-3 + 1e-9 and len(took) > 2
+    assert sum(took) <= max(SECONDS, STEPS * 0.1)
+    assert len(set(seen)) == len(seen)  # training goes on in between
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_probes_are_bounded_by_a_multiple_of_the_gradient(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time is no bound where nothing takes any; what is counted is what the group in memory has seen."""
+    for often in ("VISITS", "RUNS", "ROUNDS", "PAIRS"):
+        monkeypatch.setattr(cost_probe, often, 20)
+    monkeypatch.setattr(probe_budget, "GRADIENTS", 3.0)
+    Ticking(monkeypatch, lambda rank: 1e-7)
+    gradient = 4 * sum(p.numel() for p in tall().parameters())
+    assert FLOOR < 3 * gradient
+    for _, _, sent, _ in spread(0.1, case):
+        assert 2 * gradient < sent <= 3 * gradient
 
 
 # -- what they leave --------------------------------------------------------------------------------------------
@@ -234,7 +297,7 @@ def test_a_probe_writes_nothing_that_anyone_can_see(case: str) -> None:
         before, stats = kept(model, optimizer), optimizer.stats()
         sparsifier = optimizer._reducer.config.compressor
         state = repr(sparsifier.state_dict()) if sparsifier else ""
-        probe(session_of(optimizer), 3, 0.01)
+        costs_at_once(session_of(optimizer), 3)
         after = kept(model, optimizer)
         assert after.keys() == before.keys()
         assert [name for name in before if not same_bits(before[name], after[name])] == []
@@ -256,10 +319,33 @@ def test_training_goes_on_as_if_there_had_been_no_probe(case: str, sparsify: str
         for step in range(6):
             seen += train(model, optimizer, rank, [step])
             if step in probing_at:
-                probe(session_of(optimizer), step + 1, 0.01)
+                costs_at_once(session_of(optimizer), step + 1)
         state = optimizer.state_dict()["agmerge"]["residuals"]
         return seen, digest(state[name] for name in sorted(state))
 
     without = on_ranks(2, MODEL, lambda r, m: body(r, m, set()))
     assert on_ranks(2, MODEL, lambda r, m: body(r, m, {1, 3, 4})) == without
     assert len(set(without[0][0])) == 6
+
+
+def test_stats_say_when_it_probes_and_what_that_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_trial, "DOUBTFUL", 0.0)  # no trials
+    Ticking(monkeypatch, lambda rank: 1e-2)
+
+    def body(rank: int, model: nn.Module) -> list[tuple[str, int]]:
+        optimizer = wrap(model, compression="topk", exchange="auto", merging="agmerge")
+        seen = [(optimizer.stats()["planning"], optimizer.stats()["bytes_probed"])]
+        while len(seen) < 400 and seen[-1][0] != "settled":
+            train(model, optimizer, rank, [len(seen)])
+            seen.append((optimizer.stats()["planning"], optimizer.stats()["bytes_probed"]))
+        before = len(testing.calls())
+        probes = sum(size for _, name, size in testing.calls()[:before] if name.startswith("probe"))
+        assert seen[-1][1] <= probes <= seen[-1][1] + 100  # but for what ranks say to each other at the end
+        return seen
+
+    seen = agreed(on_ranks(2, TALL, body))
+    states = [state for state, _ in seen]
+    assert list(dict.fromkeys(states)) == ["fixed", "timing", "probing", "settled"]
+    assert states.count("timing") == FIRST - 1 and states.count("probing") > 1
+    sent = [sent for _, sent in seen]
+    assert sent == sorted(sent) and sent[FIRST - 1] == 0 < sent[FIRST]

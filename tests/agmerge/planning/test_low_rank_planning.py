@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import merging
 from agmerge import testing
 from agmerge.cli import advise
 from agmerge.planning import advice, cost_probe, replanner
+from agmerge.planning.probe_budget import Budget
 from agmerge.planning.replanner import FIRST
 from agmerge.step.merge_buffers import MergeBuffers
 from merging import Curve, Measurements
@@ -39,8 +41,8 @@ def costing(compressed: float, dense: float) -> Any:
     def line(slope: float) -> Curve:
         return Curve((0, 1_000_000), (1e-3, 1e-3 + slope * 1_000_000))
 
-    def probe(buffers: MergeBuffers, step: int, backward: float, finish: float = 0.0) -> cost_probe.MeasuredCosts:
-        return cost_probe.MeasuredCosts(Curve((0, 1), (0.0, 0.0)), line(compressed), line(dense))
+    def probe(buffers: MergeBuffers, step: int, backward: float, budget: Budget) -> Iterator[cost_probe.MeasuredCosts]:
+        yield cost_probe.MeasuredCosts(Curve((0, 1), (0.0, 0.0)), line(compressed), line(dense))
 
     return probe
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import nn
 import agmerge
 import merging
 from agmerge.planning import cost_probe, plan_trial, replanner
+from agmerge.planning.probe_budget import Budget
 from agmerge.planning.replanner import FIRST
 from agmerge.step.merge_buffers import MergeBuffers
 from merging import Curve
@@ -24,8 +27,8 @@ TENSORS = 6
 def costing(sparse: float, dense: float) -> Any:
     """A probe that finds these seconds an element of load and of numel."""
 
-    def probe(session: MergeBuffers, step: int, backward: float, finish: float = 0.0) -> cost_probe.MeasuredCosts:
-        return cost_probe.MeasuredCosts(Curve((0, 1), (0.0, 0.0)), line(sparse), line(dense) if dense else None)
+    def probe(session: MergeBuffers, step: int, backward: float, budget: Budget) -> Iterator[cost_probe.MeasuredCosts]:
+        yield cost_probe.MeasuredCosts(Curve((0, 1), (0.0, 0.0)), line(sparse), line(dense) if dense else None)
 
     return probe
 
@@ -181,3 +184,23 @@ def test_every_planner_has_the_choice(name: str, monkeypatch: pytest.MonkeyPatch
     plans = on_ranks(2, MODEL, lambda rank, model: trained(rank, model, merging=name).plan)
     assert plans[0] == plans[1]
     assert set(plans[0].dense) == {True}
+
+
+def test_the_turn_of_a_hopeless_plan_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is a little slower has all its steps, for it may be chance."""
+    monkeypatch.setattr(plan_trial, "HOPELESS", 1.2)
+    lasted = {}
+    for factor in (1.1, 1.3):
+        clock = [0.0]
+        monkeypatch.setattr(plan_trial, "time", SimpleNamespace(perf_counter=lambda clock=clock: clock[0]))
+        trial, steps = plan_trial.PlanTrial(merging.Plan((1,)), merging.Plan((2,))), [0]
+        for step in [1.0] * plan_trial.STEPS + [9.0] + [factor] * plan_trial.STEPS:
+            clock[0] += step
+            steps[-1] += 1
+            if trial.count_step():
+                steps.append(0)
+                if trial.end_turn() is None:
+                    break
+        lasted[factor] = steps[:-1]
+        assert trial.seconds() == pytest.approx([1.0, factor])
+    assert lasted == {1.1: [plan_trial.STEPS] * 2, 1.3: [plan_trial.STEPS, plan_trial.ENOUGH]}

@@ -34,6 +34,7 @@ import merging
 from agmerge import testing
 from agmerge.exchanges.message.format import slot_bytes
 from agmerge.planning import cost_probe, drift, plan_choice, replanner
+from agmerge.planning.probe_budget import Budget
 from agmerge.planning.replanner import FIRST
 from agmerge.step.agreement import with_mode
 from agmerge.step.merge_buffers import MergeBuffers
@@ -51,9 +52,9 @@ class Probes:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
 
-        def probe(session: MergeBuffers, step: int, backward: float, finish: float = 0.0) -> Any:
+        def probe(session: MergeBuffers, step: int, backward: float, budget: Budget) -> Any:
             self.count += 1
-            return cost_probe.probe(session, step, backward, finish)
+            return cost_probe.probe(session, step, backward, budget)
 
         monkeypatch.setattr(replanner, "probe", probe)
 

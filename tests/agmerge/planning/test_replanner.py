@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from agmerge.metrics.step_times import Seconds
 from agmerge.planning import replanner
 from agmerge.planning.cost_probe import MeasuredCosts
 from agmerge.planning.drift import CONFIRMATIONS, LATE, STEADY, DriftDetector
+from agmerge.planning.probe_budget import Budget
 from agmerge.planning.replanner import FIRST, Replanner
 from agmerge.runtime import workers
 from agmerge.step.merge_buffers import MergeBuffers
@@ -71,13 +72,13 @@ class World:
                 seconds = world.travel(self.look) * world.told(workers.world().rank)
                 return np.full(len(self.steps[-1].handed), seconds)
 
-        def probe(session: MergeBuffers, step: int, backward: float, finish: float = 0.0) -> MeasuredCosts:
+        def probe(session: MergeBuffers, step: int, backward: float, budget: Budget) -> Iterator[MeasuredCosts]:
             start = world.start(len(world.probes)) * 1.0
             session.comm.barrier("probe").wait(10)  # every rank reads the number before rank 0 counts
             if session.comm.rank == 0:
                 world.probes.append(step)
             selecting = None if not session.config.compressor.selects else Curve((0,), (0.0,))
-            return MeasuredCosts(selecting, Curve((0, LOAD), (start, 5 * start)), None)
+            yield MeasuredCosts(selecting, Curve((0, LOAD), (start, 5 * start)), None)
 
         original = merging.best
 

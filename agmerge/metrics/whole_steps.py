@@ -1,0 +1,28 @@
+"""Time whole steps, from the end of one to the end of the next: what whoever trains sees."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+KEEP = 50  # steps: the median is of no more
+
+
+class WholeSteps:
+    """Keep the seconds of this rank's last steps. What happens between ``end`` and ``begin`` is no part of them."""
+
+    def __init__(self) -> None:
+        self._seconds: list[float] = []
+        self._began = time.perf_counter()
+
+    def begin(self) -> None:
+        """Begin the next step now."""
+        self._began = time.perf_counter()
+
+    def end(self) -> None:
+        """Count a step that has ended."""
+        self._seconds = [*self._seconds[1 - KEEP :], time.perf_counter() - self._began]
+
+    def typical(self) -> float:
+        """Return the median in seconds; 0 before the first step has ended."""
+        return statistics.median(self._seconds) if self._seconds else 0.0

@@ -1,0 +1,105 @@
+"""Keep plans, with what they were made from, in the user's cache, and find the one of a training that was seen before.
+
+A file is read and written by rank 0 alone. What is wrong with one is said in one line, and it is measured as ever.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import merging
+from agmerge.step.agreement import why_plan_does_not_fit
+from agmerge.step.merge_buffers import MergeBuffers
+from agmerge.version import __version__
+from merging import Measurements, storage
+
+VARIABLE = "AGMERGE_CACHE"  # the folder for all that is kept; "off": nothing is
+MOST = 200  # files that are kept, the latest ones
+_KIND = "agmerge.KnownPlan"
+
+
+@dataclass(frozen=True)
+class KnownPlan:
+    """Hold a plan that was settled on."""
+
+    plan: merging.Plan
+    measured: Measurements  # what it was made from
+    ratio: float  # seconds of its exchanges in training, measured / predicted
+
+    def dumps(self) -> str:
+        """Return it as text, with a checksum."""
+        body = {"plan": self.plan.dumps(), "measured": self.measured.dumps(), "ratio": self.ratio}
+        return storage.seal(_KIND, body)
+
+    @classmethod
+    def loads(cls, text: str) -> KnownPlan:
+        """Return an equal one. ``ValueError`` for a text that is foreign, damaged or of another format."""
+        return storage.unseal(text, _KIND, _build)
+
+
+def _build(*, plan: str, measured: str, ratio: Any) -> KnownPlan:
+    """Return what a record holds as text."""
+    return KnownPlan(merging.Plan.loads(plan), Measurements.loads(measured), float(ratio))
+
+
+def folder() -> Path | None:
+    """Return where plans are kept: below ``AGMERGE_CACHE``, else the user's cache; None: nowhere."""
+    chosen = os.environ.get(VARIABLE, "")
+    if chosen == "off":
+        return None
+    with suppress(RuntimeError):  # nobody's home
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agmerge"
+        return (Path(chosen).expanduser() if chosen else home) / "plans"
+    return None
+
+
+def path_of(where: Path, buffers: MergeBuffers, hosts: Sequence[str]) -> Path:
+    """Return the file for this training: its tensors, arguments, backend, workers, hosts and versions.
+
+    The tensors as they become ready: a plan keeps their order. ``hosts``: of every rank.
+    """
+    slots = [(slot.name, list(slot.shape), repr(slot.lane)) for slot in buffers.tensors.slots]
+    versions = (__version__, torch.__version__, torch.get_num_threads())
+    facts = [slots, buffers.config.facts(), buffers.comm.name, buffers.comm.size, list(hosts), versions]
+    digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+    return where / f"{digest}.json"
+
+
+def recall(path: Path, buffers: MergeBuffers) -> str:
+    """Return the text of the plan that is kept at ``path``; "" where there is none that fits, said in one line."""
+    try:
+        text = path.read_bytes().decode("ascii")
+        problem = why_plan_does_not_fit(KnownPlan.loads(text).plan, [slot.name for slot in buffers.layout.slots])
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    if problem:
+        warnings.warn(f"agmerge ignores the plan kept at {path}, and measures: {problem}", stacklevel=2)
+        return ""
+    return text
+
+
+def keep(path: Path, known: KnownPlan) -> None:
+    """Keep a plan at ``path``, and of all files there the latest ones. Where that is impossible, say so in one line."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        storage.write(path, known.dumps())
+        kept = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
+        for old in kept[:-MOST]:
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        warnings.warn(
+            f"agmerge cannot keep its plan for the next run ({error}): {VARIABLE} names another folder, or is 'off'",
+            stacklevel=2,
+        )

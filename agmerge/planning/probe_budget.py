@@ -1,0 +1,53 @@
+"""Bound what probes cost: how much longer a step takes for them, their time in all, and their bytes in all."""
+
+from __future__ import annotations
+
+import math
+
+SECONDS = 1.0  # for all probes together,
+STEPS = 3.0  # or so many steps' worth of time, whichever is more
+SHARE = 0.15  # of a step: so much longer it may take
+LEAST = 1e-3  # seconds that any step may take longer: below, nothing can be timed at all
+GRADIENTS = 8.0  # times the bytes of all gradients, for all probes together: docs/merging.md says why
+FLOOR = 1 << 16  # bytes that any model may spend: below, its messages are headers and little else
+
+
+class Budget:
+    """Count what probes have cost. Figures are the maximum over ranks, so that every rank counts, and ends, alike."""
+
+    def __init__(self, step: float, gradient: int, *, at_once: bool = False) -> None:
+        """Allow what probes may cost where a step takes ``step`` seconds and all gradients ``gradient`` bytes.
+
+        ``at_once``: after one step, as long as that takes.
+        """
+        self.share = math.inf if at_once else max(LEAST, SHARE * step)  # seconds, after one step
+        self._seconds = max(SECONDS, STEPS * step)
+        self._bytes = max(FLOOR, GRADIENTS * gradient)
+        self.seconds, self.bytes = 0.0, 0.0  # spent so far
+        self._here = 0.0  # seconds spent after the step that has just ended
+
+    def spend(self, seconds: float, sent: float) -> None:
+        """Count a probe that took so many seconds and handed so many bytes to collectives."""
+        self.seconds, self.bytes, self._here = self.seconds + seconds, self.bytes + sent, self._here + seconds
+
+    def next_step(self) -> None:
+        """Go on after the next step."""
+        self._here = 0.0
+
+    def fits(self, seconds: float) -> bool:
+        """Tell whether a probe of so many seconds may follow the step that has just ended. The first one may."""
+        return self._here == 0.0 or self._here + seconds <= self.share
+
+    def runs(self, seconds: float, sent: float, most: int, part: float = 1.0) -> int:
+        """Return how many runs of so many seconds and bytes each fit after this step, at least 1, at most ``most``.
+
+        Within this part of what may be spent in all.
+        """
+        room = min(self.share - self._here, part * self._seconds - self.seconds)
+        bytes_left = part * self._bytes - self.bytes
+        fitting = [left / each for left, each in ((room, seconds), (bytes_left, sent)) if each > 0]
+        return max(1, int(min([most, *fitting])))
+
+    def allows(self, seconds: float, sent: float, part: float = 1.0) -> bool:
+        """Tell whether so much more is within this part of what may be spent in all."""
+        return self.seconds + seconds <= part * self._seconds and self.bytes + sent <= part * self._bytes

@@ -1,0 +1,176 @@
+"""What the first steps cost beside later ones, in time and in bytes, until the plan is final: two workers on a link.
+
+    python benchmarks/first_steps.py                                   # two models, three rates, three turns
+    python benchmarks/first_steps.py --models cnn --rates 200mbit --turns 5
+    python benchmarks/first_steps.py --beside before=../older_checkout   # another tree's library takes turns with this
+    python benchmarks/first_steps.py --report                          # only read what has been measured
+
+Every run is a job of its own that has seen nothing: what is measured is what a user sees who starts a script. "known"
+starts once unseen, so that the user's cache has the plan, and is measured in its second start; all others have no
+cache. Contenders take turns, in another order each time. Printed is, as the median over turns: the mean of steps 2 to
+36, their median and the slowest of them, each over the median of the later steps (in the first step memory and
+connections are made); the step after which the plan stayed; the bytes that left a worker until then which were no
+gradient's, in gradients' worth (headers of the network are among them). A step is the slowest rank's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+from network import LINKS, Machine, named, usable
+from told import tell, told
+
+FIRST = 36  # steps that are looked at
+LATER = 60  # steps that are not yet "later": trials and rechecks of all contenders are over
+VARIANTS = ("agmerge", "known", "DDP")
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="the first steps beside later ones, on a slow network")
+    parser.add_argument("--models", nargs="+", default=["gpt2", "cnn"], choices=("gpt2", "resnet50", "cnn"))
+    parser.add_argument("--rates", nargs="+", default=["200mbit", "1gbit", "none"], help="as tc writes them, or none")
+    parser.add_argument("--link", choices=LINKS, default="duplex", help="what has the rate, see network.py")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--beside", nargs="+", default=[], metavar="NAME=TREE", help="the default of another checkout")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=LATER + 40)
+    parser.add_argument("--out", type=Path, default=Path("runs/first_steps.jsonl"), help="one line a run")
+    parser.add_argument("--report", action="store_true", help="measure nothing")
+    parser.add_argument("--worker", nargs=3, metavar=("VARIANT", "MODEL", "STEPS"), help=argparse.SUPPRESS)
+    parser.add_argument("--tree", default="", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def worker(variant: str, model: str, steps: int) -> None:
+    """One rank: train, and tell the seconds of each step and what had left the interface after it."""
+    import contenders
+    import torch
+
+    torch.set_num_threads(1)
+    work = contenders.workload(model)
+    optimizer: Any = torch.optim.SGD(work.model.parameters(), lr=1e-3, momentum=0.9)
+    if variant == "DDP":
+        import torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+
+        dist.init_process_group("gloo")
+        work.model = DistributedDataParallel(work.model)
+    else:
+        import agmerge
+
+        agmerge.init("torch")
+        optimizer = agmerge.DistributedOptimizer(optimizer, work.model.named_parameters())
+    counter = Path(f"/sys/class/net/{os.environ['GLOO_SOCKET_IFNAME']}/statistics/tx_bytes")
+    found: dict[str, Any] = {"seconds": [], "left": [int(counter.read_text())], "sent": [0], "state": []}
+    for _ in range(steps):
+        begin = time.perf_counter()
+        optimizer.zero_grad()
+        work.loss().backward()
+        optimizer.step()
+        found["seconds"].append(time.perf_counter() - begin)
+        found["left"].append(int(counter.read_text()))
+        if variant != "DDP":
+            figures = optimizer.stats()
+            found["sent"].append(figures["bytes_sent"])
+            found["state"].append([figures.get("planning", ""), optimizer.plan.digest()])
+    numel = sum(parameter.numel() for parameter in work.model.parameters())
+    tell({**found, "gradient": 4 * numel})
+
+
+def figures(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """What one run comes to; times are over the median of later steps."""
+    steps = [max(every) for every in zip(*(rank["seconds"] for rank in ranks), strict=True)]
+    later = statistics.median(steps[LATER:])
+    first = [seconds / later for seconds in steps[1:FIRST]]
+    slowest = max(range(len(first)), key=first.__getitem__)
+    rank, final = ranks[0], 0
+    for number in range(1, len(rank["state"])):
+        final = number + 1 if rank["state"][number] != rank["state"][number - 1] else final
+    beside = rank["left"][final] - rank["left"][0] - (rank["sent"][final] if final else 0)
+    return {
+        "later": later,
+        "mean": statistics.fmean(first),
+        "median": statistics.median(first),
+        "slowest": first[slowest],
+        "at": slowest + 2,
+        "above": sum(ratio > 1.2 for ratio in first),
+        "final": final,
+        "beside": beside / rank["gradient"] if final else 0.0,
+        "extra": sum(steps[:LATER]) - LATER * later,
+        "steps": steps,
+    }
+
+
+def measure(args: argparse.Namespace, model: str, rate: str) -> None:
+    """Every contender in turn, and a line in the file for each run."""
+    trees = dict(one.split("=", 1) for one in args.beside)
+    link = Machine if rate == "none" and usable() else LINKS[args.link]
+    order = [*args.variants, *trees]
+    for turn in range(args.turns):
+        random.Random(turn).shuffle(order)
+        for name in order:
+            line = [sys.executable, "-W", "ignore", __file__, "--worker", name, model, str(args.steps)]
+            line += ["--tree", str(Path(trees[name]).resolve())] if name in trees else []
+            with tempfile.TemporaryDirectory() as folder, link(args.workers, None if rate == "none" else rate) as net:
+                cache = folder if name == "known" else "off"
+                for _ in range(2 if name == "known" else 1):
+                    outputs = net.run(line, timeout=600, AGMERGE_CACHE=cache)
+            run = {"model": model, "rate": rate, "link": args.link, "name": name, "turn": turn}
+            run |= figures([told(output)[0] for output in outputs])
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            with args.out.open("a", encoding="utf-8") as out:
+                out.write(json.dumps(run) + "\n")
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    """A cell's contenders, medians over turns, in Markdown."""
+    titles = ("", "later, ms", "mean / later", "median / later", "slowest / later", "above 1.2", "lost, s",
+              "plan final after", "beside, gradients", "runs")  # fmt: skip
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for name in dict.fromkeys(run["name"] for run in runs):
+        here = [run for run in runs if run["name"] == name]
+
+        def of(what: str, here: list[dict[str, Any]] = here) -> float:
+            return statistics.median(run[what] for run in here)
+
+        lines.append(
+            f"| {name} | {1e3 * of('later'):.1f} | {of('mean'):.2f} | {of('median'):.2f} | {of('slowest'):.2f} |"
+            f" {of('above'):.0f} | {of('extra'):.2f} | {of('final'):.0f} | {of('beside'):.1f} | {len(here)} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, and print a table a cell."""
+    args = arguments()
+    if args.worker:
+        if args.tree:
+            sys.path.insert(0, args.tree)
+        worker(args.worker[0], args.worker[1], int(args.worker[2]))
+        return
+    for model in args.models:
+        for rate in args.rates:
+            if not args.report:
+                measure(args, model, rate)
+            runs = [json.loads(line) for line in args.out.read_text(encoding="utf-8").splitlines()]
+            here = [run for run in runs if (run["model"], run["rate"], run["link"]) == (model, rate, args.link)]
+            if here:
+                print(f"\n{model}, {args.workers} workers, {named(rate, args.link)}\n\n{table(here)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
