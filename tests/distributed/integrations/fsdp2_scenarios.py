@@ -264,6 +264,19 @@ def mixed_precision(mesh: DeviceMesh) -> dict[str, Any]:
 
 
 @scenario
+def uneven(mesh: DeviceMesh) -> dict[str, Any]:
+    """The second replica runs out of batches before the first."""
+    model = sharded(mesh[SHARD])
+    optimizer = wrapped(model, mesh, sgd, compression="topk")
+    for step in range(STEPS - 2 * mesh[REPLICA].get_local_rank()):
+        step_of(model, optimizer, step)
+    last = optimizer.join()
+    found = {"last": last, "steps": optimizer.stats()["steps"], "replicas": replicas_agree(model, mesh)}
+    optimizer.close()
+    return found
+
+
+@scenario
 def scaled(mesh: DeviceMesh) -> dict[str, Any]:
     """A GradScaler; in the second step one shard of one replica has a gradient that is infinite."""
     model = sharded(mesh[SHARD])

@@ -110,6 +110,10 @@ def test_one_infinite_shard_makes_all_ranks_skip_the_step(found: Results) -> Non
     assert found["scaled"] == [expected] * WORKERS
 
 
+def test_a_replica_that_runs_out_of_batches_joins(found: Results) -> None:
+    assert found["uneven"] == [{"last": rank % 2, "steps": 6, "replicas": True} for rank in range(WORKERS)]
+
+
 def test_local_steps_of_replicas_are_averaged(found: Results) -> None:
     for one in found["updates"]:
         assert 0 < one["whole"] < NEAR
