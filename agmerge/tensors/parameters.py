@@ -130,12 +130,9 @@ class ParameterTable:
         ]
 
     def snapshot(self) -> list[tuple[Any, ...]]:
-        """Return what must not change unnoticed: membership, dtypes, devices, shapes. Cheap; compare with ``==``.
-
-        Of a DTensor also where its shard lies, which may be replaced.
-        """
+        """Return what must not change unnoticed: membership, dtypes, devices, shapes. Cheap; compare with ``==``."""
         return [
-            (id(p), p.dtype, p.device, p.shape, local_of(p).data_ptr() if hasattr(p, "to_local") else 0)
+            (id(p), p.dtype, p.device, p.shape)
             for group in self.optimizer.param_groups
             for p in group["params"]
             if p.requires_grad
