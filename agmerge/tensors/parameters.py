@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from agmerge.tensors.dtensors import local_of, shard_of
+from agmerge.tensors.dtensors import is_dtensor, local_of, shard_of
 from sparsifiers import Kind
 
 
@@ -40,6 +40,18 @@ class ParameterInfo:
         lane = self.kind.value
         lane += "" if self.density is None else f" at {self.density}"
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} {self.device.type} {lane}"
+
+
+def check_spread_alike(members: Sequence[ParameterInfo]) -> None:
+    """Raise ``ValueError`` where some are DTensors and some are not: nobody would average these over the shards."""
+    spread = [member.name for member in members if is_dtensor(member.parameter)]
+    plain = [member.name for member in members if not is_dtensor(member.parameter)]
+    if spread and plain:
+        raise ValueError(
+            f"parameter {spread[0]!r} is a DTensor and {plain[0]!r} is not (ignored_params= of fully_shard?): FSDP "
+            "does not average its gradient over the ranks of a replica. Give plain parameters a DistributedOptimizer "
+            "of their own, over all ranks"
+        )
 
 
 class ParameterTable:

@@ -195,11 +195,16 @@ def refusals(mesh: DeviceMesh) -> dict[str, list[str]]:
     rank = dist.get_rank()
     diagonal = [0, 3] if rank in (0, 3) else [1, 2]
     names = one.named_parameters
+    plain = nn.Parameter(torch.zeros(8, 8))
+    mixed = plain_sgd([*one.parameters(), plain])
     found = {
         "no set": error_of(lambda: wrapped(one, mesh, process_set=None)),
         "another set": error_of(lambda: wrapped(one, mesh, process_set=diagonal)),
         "replicated": error_of(lambda: wrapped(two, mesh)),
         "two dimensions": error_of(lambda: wrapped(one, mesh, process_set=mesh)),
+        "mixed": error_of(
+            lambda: agmerge.DistributedOptimizer(mixed, [*names(), ("own", plain)], process_set=mesh[REPLICA])
+        ),
         "dear": error_of(
             lambda: agmerge.DistributedOptimizer(
                 sgd(one.parameters()), names(), "none", process_set=mesh[REPLICA], merging="dear", model=one
