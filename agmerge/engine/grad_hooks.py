@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Protocol
@@ -96,7 +95,7 @@ class HandedOver:
         gradient = parameter.grad
         self._seen[name] = (parameter, gradient, 0 if gradient is None else gradient._version)
         if gradient is not None and hasattr(gradient, "to_local"):  # a DTensor
-            self._sampled[name] = _sample(gradient).clone()
+            self._sampled[name] = _sample(gradient)
 
     def refuse_more(self) -> None:
         """Remember that a backward pass too many was refused: it has changed gradients that are on their way."""
@@ -120,13 +119,16 @@ class HandedOver:
 
     def _resampled(self) -> set[str]:
         """Return the names of DTensors of which an element that was remembered has other bits. Waits for devices."""
-        names, differ = [], []
+        by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
         for name, then in self._sampled.items():
             parameter, gradient, _ = self._seen[name]
             if gradient is not None and parameter.grad is gradient:
-                names.append(name)
-                differ.append((_sample(gradient).view(torch.uint8) != then.view(torch.uint8)).any())
-        return set(itertools.compress(names, torch.stack(differ).tolist())) if differ else set()
+                by_device.setdefault(then.device, {})[name] = _sample(gradient)
+        changed: set[str] = set()
+        for now in by_device.values():
+            if not torch.equal(torch.cat([*now.values()]), torch.cat([self._sampled[name] for name in now])):
+                changed |= {name for name in now if not torch.equal(now[name], self._sampled[name])}
+        return changed
 
     def __contains__(self, name: str) -> bool:
         return name in self._seen
@@ -136,9 +138,9 @@ class HandedOver:
 
 
 def _sample(gradient: torch.Tensor) -> torch.Tensor:
-    """Return up to some elements of what this rank holds of a gradient, from all over it, 1-D."""
+    """Return the bytes of some elements of what this rank holds of a gradient, from all over it."""
     flat = local_of(gradient).reshape(-1)
-    return flat[:: max(1, flat.numel() // SAMPLED)].contiguous()
+    return flat[:: max(1, flat.numel() // SAMPLED)].clone().view(torch.uint8)
 
 
 def _hook(reference: weakref.ref[GradientListener], name: str) -> Callable[[torch.Tensor], None]:

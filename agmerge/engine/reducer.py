@@ -29,7 +29,7 @@ from agmerge.options.config import Config
 from agmerge.step.agreed_state import Plans
 from agmerge.step.gradient_exchange import Combined
 from agmerge.step.merge_buffers import MergeBuffers
-from agmerge.tensors.dtensors import gradient_of, set_gradient
+from agmerge.tensors.dtensors import Gradients, gradient_of
 from agmerge.tensors.parameters import ParameterTable
 
 
@@ -49,6 +49,7 @@ class Reducer(Synchronizer):
         self._combines = True  # in step(); False in skip_synchronize(), where they are combined already
         self._fired: dict[str, int] = {}  # backward passes since the last step
         self._handed_over = HandedOver()
+        self._gradients = Gradients()  # as of the last agreement
         self._lock = threading.RLock()  # autograd runs the hooks of each device on a thread of its own
         self._hooks = GradientHooks(self)
         self._hooks.attach((member.parameter for member in self.exchange.members()), members)
@@ -58,6 +59,7 @@ class Reducer(Synchronizer):
 
     def _on_agreement(self, buffers: MergeBuffers, times: RunningStepTimes) -> Plans | None:
         """Watch the parameters that take part now, and plan by what their exchange takes."""
+        self._gradients = Gradients()
         self._hooks.attach(buffers.parameters, self.members)
         return super()._on_agreement(buffers, times)
 
@@ -93,7 +95,7 @@ class Reducer(Synchronizer):
         gradient = self._gradient(parameter, name)
         held = self.exchange.ready(name, gradient)
         if held is not gradient:
-            set_gradient(parameter, held)
+            self._gradients.set(parameter, held)
         self._handed_over.add(name, parameter)
 
     def _gradient(self, parameter: torch.Tensor, name: str) -> torch.Tensor | None:
@@ -158,12 +160,13 @@ class Reducer(Synchronizer):
         if gradient is not None and gradient.data_ptr() == buffers.updates.of(slot).data_ptr():
             # The last update, made zero by zero_grad(): sums may be written there, and the round be repeated.
             gradient = gradient.clone()
-            set_gradient(parameter, gradient)
+            self._gradients.set(parameter, gradient)
         return gradient
 
     def _attach(self, combined: Combined) -> None:
         """Make the updates the gradients; none may reach the inner optimizer that was not combined (G3)."""
         self._check_attachable(combined)
+        set_gradient = self._gradients.set
         for parameter, update in zip(combined.buffers.parameters, combined.updates.values(), strict=True):
             set_gradient(parameter, update)
         self.scaling.multiply(combined.buffers.parameters)

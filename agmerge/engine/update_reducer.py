@@ -61,7 +61,7 @@ class UpdateReducer(Synchronizer):
         self._skipped_in_a_row = 0
         self._receive_at: int | None = None  # the step after which messages under way are taken in
         self._due: Due | None = None  # which merge buffers these are of
-        self._snapshot: object = None  # of the members, as of the last look
+        self._snapshot: object = None  # of the ways, as of the last look
         self._in_shared = False  # parameters are the shared ones for a while
         self.carry = self._make_carry()
 
@@ -180,7 +180,7 @@ class UpdateReducer(Synchronizer):
         self._check_outside_shared("a step")
         self.connect()
         self.exchange.check_unbroken()
-        snapshot = self.members.snapshot()
+        snapshot = self._ways.snapshot()
         if self.alone:
             self._take_residuals()
         if self.alone or snapshot == self._snapshot:
@@ -358,7 +358,7 @@ class UpdateReducer(Synchronizer):
             self._admit()
             self.carry.restore(saved["base"], saved["own"], saved["displacements"])
             self.carry.load_outer_state(saved["outer"])
-            self._snapshot = self.members.snapshot()
+            self._snapshot = self._ways.snapshot()
 
     def step_count(self) -> int:
         return self.steps

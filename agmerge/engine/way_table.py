@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from agmerge.engine.carry import wide
+from agmerge.tensors.dtensors import is_dtensor, local_of
 from agmerge.tensors.parameters import ParameterInfo, ParameterTable
 
 
@@ -32,5 +33,6 @@ class WayTable:
         return [replace(member, dtype=wide(member.dtype)) for member in self.parameters()]
 
     def snapshot(self) -> object:
-        """Return what must not change unnoticed."""
-        return self._members.snapshot()
+        """Return what must not change unnoticed; of DTensors also where this rank's shard lies, which is written to."""
+        sharded = [parameter for parameter in self._members.name_all() if is_dtensor(parameter)]
+        return self._members.snapshot(), [local_of(parameter).data_ptr() for parameter in sharded]

@@ -5,5 +5,5 @@
 groups of ranks. ``call_agreement``: every rank says what it is about to do. ``peers/``: who is missing, and where.
 ``horovod_names``: objects of Horovod's that scripts hand over.
 
-May import backends/ and the ground files.
+May import backends/, tensors/ and the ground files.
 """

@@ -19,7 +19,7 @@ from agmerge.options.config import TWO_LEVEL, Config
 from agmerge.options.dense_cutoff import DenseCutoff
 from agmerge.step.agreement import open_merge_buffers
 from agmerge.step.merge_buffers import MergeBuffers, State, model_facts
-from agmerge.tensors.parameters import ParameterInfo
+from agmerge.tensors.parameters import ParameterInfo, check_spread_alike
 from sparsifiers import ByName, Kind, Sparsifier
 from sparsifiers.observed import Observed
 
@@ -147,7 +147,9 @@ class AgreedState:
 
     def members(self) -> list[ParameterInfo]:
         """Return who takes part now, each with its lane. Raises ``ValueError`` for one that cannot be sent."""
-        members = self.config.assign_lanes(member for member in self.table.active() if member.local.numel())
+        active = self.table.active()
+        check_spread_alike(active)
+        members = self.config.assign_lanes(member for member in active if member.local.numel())
         for member in members:
             self.config.check(member)
         return members

@@ -38,6 +38,8 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds of ``tensor``, in the memory where it lies, without a history; a plain one itself."""
     if not hasattr(tensor, "to_local"):
         return tensor
+    if not torch.is_grad_enabled():
+        return tensor.to_local()  # type: ignore[no-any-return]
     with torch.no_grad():
         return tensor.to_local()  # type: ignore[no-any-return]
 
@@ -54,7 +56,24 @@ def like(whole: Any, local: torch.Tensor) -> torch.Tensor:
 
 def set_gradient(parameter: torch.Tensor, local: torch.Tensor | None) -> None:
     """Make ``local`` what this rank holds of ``parameter.grad``; None: there is none."""
-    parameter.grad = local if local is None or not hasattr(parameter, "to_local") else like(parameter, local)
+    parameter.grad = None if local is None else like(parameter, local)
+
+
+class Gradients:
+    """Make tensors the gradients of parameters: those of DTensors are made once, for that costs as much as a hook."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by parameter: what a rank holds, and the whole
+
+    def set(self, parameter: torch.Tensor, local: torch.Tensor | None) -> None:
+        """Do what :func:`set_gradient` does."""
+        if local is None or not hasattr(parameter, "to_local"):
+            parameter.grad = local
+            return
+        made = self._made.get(id(parameter))
+        if made is None or made[0] is not local:
+            made = self._made[id(parameter)] = (local, like(parameter, local))
+        parameter.grad = made[1]
 
 
 def gradient_of(parameter: Any, name: str) -> torch.Tensor | None:

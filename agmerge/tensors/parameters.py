@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from agmerge.tensors.dtensors import local_of, shard_of
+from agmerge.tensors.dtensors import is_dtensor, local_of, shard_of
 from sparsifiers import Kind
 
 
@@ -48,6 +48,18 @@ class Grouped(Protocol):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Return the groups: each has a list of parameters under "params"."""
+
+
+def check_spread_alike(members: Sequence[ParameterInfo]) -> None:
+    """Raise ``ValueError`` where some are DTensors and some are not: nobody would average these over the shards."""
+    spread = [member.name for member in members if is_dtensor(member.parameter)]
+    plain = [member.name for member in members if not is_dtensor(member.parameter)]
+    if spread and plain:
+        raise ValueError(
+            f"parameter {spread[0]!r} is a DTensor and {plain[0]!r} is not (ignored_params= of fully_shard?): FSDP "
+            "does not average its gradient over the ranks of a replica. Give plain parameters a DistributedOptimizer "
+            "of their own, over all ranks"
+        )
 
 
 class ParameterTable:
@@ -144,12 +156,9 @@ class ParameterTable:
         ]
 
     def snapshot(self) -> list[tuple[Any, ...]]:
-        """Return what must not change unnoticed: membership, dtypes, devices, shapes. Cheap; compare with ``==``.
-
-        Of a DTensor also where its shard lies, which may be replaced.
-        """
+        """Return what must not change unnoticed: membership, dtypes, devices, shapes. Cheap; compare with ``==``."""
         return [
-            (id(p), p.dtype, p.device, p.shape, local_of(p).data_ptr() if hasattr(p, "to_local") else 0)
+            (id(p), p.dtype, p.device, p.shape)
             for group in self._owner.param_groups
             for p in group["params"]
             if p.requires_grad

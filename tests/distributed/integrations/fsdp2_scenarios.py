@@ -195,11 +195,16 @@ def refusals(mesh: DeviceMesh) -> dict[str, list[str]]:
     rank = dist.get_rank()
     diagonal = [0, 3] if rank in (0, 3) else [1, 2]
     names = one.named_parameters
+    plain = nn.Parameter(torch.zeros(8, 8))
+    mixed = plain_sgd([*one.parameters(), plain])
     found = {
         "no set": error_of(lambda: wrapped(one, mesh, process_set=None)),
         "another set": error_of(lambda: wrapped(one, mesh, process_set=diagonal)),
         "replicated": error_of(lambda: wrapped(two, mesh)),
         "two dimensions": error_of(lambda: wrapped(one, mesh, process_set=mesh)),
+        "mixed": error_of(
+            lambda: agmerge.DistributedOptimizer(mixed, [*names(), ("own", plain)], process_set=mesh[REPLICA])
+        ),
         "dear": error_of(
             lambda: agmerge.DistributedOptimizer(
                 sgd(one.parameters()), names(), "none", process_set=mesh[REPLICA], merging="dear", model=one
@@ -259,6 +264,19 @@ def mixed_precision(mesh: DeviceMesh) -> dict[str, Any]:
     for step in range(STEPS):
         step_of(model, optimizer, step)
     found = {"replicas": replicas_agree(model, mesh), "dtypes": sorted({str(p.dtype) for p in model.parameters()})}
+    optimizer.close()
+    return found
+
+
+@scenario
+def uneven(mesh: DeviceMesh) -> dict[str, Any]:
+    """The second replica runs out of batches before the first."""
+    model = sharded(mesh[SHARD])
+    optimizer = wrapped(model, mesh, sgd, compression="topk")
+    for step in range(STEPS - 2 * mesh[REPLICA].get_local_rank()):
+        step_of(model, optimizer, step)
+    last = optimizer.join()
+    found = {"last": last, "steps": optimizer.stats()["steps"], "replicas": replicas_agree(model, mesh)}
     optimizer.close()
     return found
 

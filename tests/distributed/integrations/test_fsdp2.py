@@ -73,6 +73,7 @@ def test_selections_of_shards_have_the_bits_of_plain_tensors(found: Results) -> 
         ("updates", "RankMismatchError", "disagree on the shard of '0.weight'"),
         ("replicated", "ValueError", "replicated over mesh dimension 'replicate'"),
         ("two dimensions", "ValueError", "give one of them, such as mesh['replicate']"),
+        ("mixed", "ValueError", "'0.weight' is a DTensor and 'own' is not"),
         ("dear", "ValueError", "merging='dear' and parameter '0.weight'"),
         ("two levels", "ValueError", "exchange='two-level' and parameter '0.weight'"),
         ("skip", "ValueError", "nonfinite='skip' and parameter '0.weight'"),
@@ -108,6 +109,10 @@ def test_mixed_precision_exchanges_float32(found: Results) -> None:
 def test_one_infinite_shard_makes_all_ranks_skip_the_step(found: Results) -> None:
     expected = {"moved": [True, False, True, True], "scales": [1024.0, 512.0, 512.0, 512.0], "replicas": True}
     assert found["scaled"] == [expected] * WORKERS
+
+
+def test_a_replica_that_runs_out_of_batches_joins(found: Results) -> None:
+    assert found["uneven"] == [{"last": rank % 2, "steps": 6, "replicas": True} for rank in range(WORKERS)]
 
 
 def test_local_steps_of_replicas_are_averaged(found: Results) -> None:
