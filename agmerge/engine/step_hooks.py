@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-from agmerge.engine.own_step import not_finite
+from agmerge.engine.own_step import not_finite, unscale
 from agmerge.engine.update_reducer import UpdateReducer
 
 
@@ -19,16 +20,20 @@ def followed(reducer: UpdateReducer, check: Callable[[], None] = lambda: None) -
     gradient that is not finite moves nothing: the optimizer finds no gradients then. ``check`` is called before each
     step, and raises where there should be none.
     """
-    optimizer, left_out = reducer.members.optimizer, _LeftOut()
+    optimizer: Any = reducer.members.optimizer
+    # A GradScaler calls optimizers that look for infinities themselves also where there are some. Else a step that it
+    # leaves out on one rank would have no hooks there, and the others would wait for it.
+    looks_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
+    optimizer._step_supports_amp_scaling = True
+    step = _Step(reducer, looks_itself)
 
     def before(*_: object) -> None:
         check()
         reducer.before_step()
-        left_out.take(optimizer, not_finite(reducer.members))
+        step.begin()
 
     def after(*_: object) -> None:
-        bad = left_out.give_back()
-        reducer.count_step(not bad, bad, scaled=False)
+        step.end()
         reducer.after_step()
 
     handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
@@ -37,26 +42,48 @@ def followed(reducer: UpdateReducer, check: Callable[[], None] = lambda: None) -
     finally:
         for handle in handles:
             handle.remove()
+        if not looks_itself:
+            del optimizer._step_supports_amp_scaling
 
 
-class _LeftOut:
-    """Hold the gradients of a step that shall come to nothing."""
+class _Step:
+    """Look at the gradients of each step, and hold them while it shall come to nothing.
 
-    def __init__(self) -> None:
-        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # by parameter
-        self._bad: tuple[str, ...] = ()  # names of parameters whose gradients are not finite
+    ``looks_itself``: the optimizer takes a GradScaler's scale, and what that has found, as attributes.
+    """
 
-    def take(self, optimizer: torch.optim.Optimizer, bad: tuple[str, ...]) -> None:
-        """Take all gradients away from ``optimizer`` if some are ``bad``."""
-        self._bad = bad
-        parameters = [p for group in optimizer.param_groups for p in group["params"]] if bad else []
-        self._gradients = [(parameter, parameter.grad) for parameter in parameters]
-        for parameter in parameters:
+    def __init__(self, reducer: UpdateReducer, looks_itself: bool) -> None:
+        self._reducer, self._looks_itself = reducer, looks_itself
+        self._optimizer: Any = reducer.members.optimizer
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # by parameter, while they are held
+        self._of_scaler: dict[str, Any] = {}  # attributes of the optimizer that a GradScaler has set, likewise
+        self._bad: tuple[str, ...] = ()  # names of parameters with gradients that are not finite
+        self._is_made = True  # False: nothing moves
+        self._is_scaled = False  # a GradScaler steps
+
+    def begin(self) -> None:
+        """Take all gradients away from the optimizer if one is not finite. Waits once for a device."""
+        members, attributes = self._reducer.members, vars(self._optimizer)
+        self._is_scaled, self._bad = "found_inf" in attributes, ()
+        if not self._is_scaled:
+            self._bad = not_finite(members)
+            self._is_made = not self._bad
+        elif self._looks_itself:
+            self._is_made = True  # as far as the host knows
+        else:
+            self._of_scaler = {name: attributes.pop(name) for name in ("found_inf", "grad_scale")}
+            self._is_made = not self._of_scaler["found_inf"].item()
+            if self._is_made:
+                unscale(self._optimizer, self._of_scaler["grad_scale"])
+        held = [] if self._is_made else members.name_all()
+        self._gradients = [(parameter, parameter.grad) for parameter in held]
+        for parameter in held:
             parameter.grad = None
 
-    def give_back(self) -> tuple[str, ...]:
-        """Put the gradients back where they were; return the names of the bad ones."""
+    def end(self) -> None:
+        """Put everything back where it was, and count the step. Raises as :meth:`UpdateReducer.count_step` does."""
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
-        self._gradients = []
-        return self._bad
+        vars(self._optimizer).update(self._of_scaler)
+        self._gradients, self._of_scaler = [], {}
+        self._reducer.count_step(self._is_made, self._bad, scaled=self._is_scaled)

@@ -96,7 +96,7 @@ def test_the_group_is_that_of_the_model(found: Found) -> None:
 
 def test_local_steps_give_the_bits_of_the_wrapper_around_the_plain_model(found: Found) -> None:
     for cases in found["updates"]:
-        assert len(cases) == 9 and all(all(same) for same in cases.values()), cases
+        assert len(cases) == 10 and all(all(same) for same in cases.values()), cases
 
 
 def test_local_steps_are_refused_where_others_would_wait(found: Found) -> None:
