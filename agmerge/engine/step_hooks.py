@@ -27,10 +27,12 @@ def followed(reducer: UpdateReducer, check: Callable[[], None] = lambda: None) -
     optimizer._step_supports_amp_scaling = True
     step = _Step(reducer, looks_itself)
 
-    def before(*_: object) -> None:
+    def before(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         check()
+        args, kwargs = _closed(args, kwargs)
         reducer.before_step()
         step.begin()
+        return args, kwargs
 
     def after(*_: object) -> None:
         step.end()
@@ -44,6 +46,18 @@ def followed(reducer: UpdateReducer, check: Callable[[], None] = lambda: None) -
             handle.remove()
         if not looks_itself:
             del optimizer._step_supports_amp_scaling
+
+
+def _closed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a step, of which a closure has been called: it makes the gradients that are looked at."""
+    optimizer, *given = args  # a closure is the first argument, or has its name
+    closure = given[0] if given else kwargs.get("closure")
+    if closure is None:
+        return args, kwargs
+    with torch.enable_grad():
+        loss = closure()
+    rest = {name: value for name, value in kwargs.items() if name != "closure"}
+    return (optimizer, lambda: loss, *given[1:]), rest
 
 
 class _Step:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -123,6 +124,31 @@ def test_a_check_comes_before_anything_moves() -> None:
     on_ranks(1, MODEL, body)
 
 
+@pytest.mark.parametrize("by_name", [True, False])
+def test_the_gradients_of_a_closure_are_looked_at(by_name: bool) -> None:
+    """It is called once, and its loss returned; a step with an infinity is left out."""
+
+    def body(rank: int, model: nn.Module) -> list[str]:
+        inner, seen, calls = sgd(model), [digest(model)], []
+
+        def closure() -> str:
+            inner.zero_grad()
+            calls.append(len(calls))
+            spoilt(model, 1, 2 + calls[-1])  # the second
+            return f"loss {calls[-1]}"
+
+        with followed(following(model, inner, nonfinite="skip")):
+            for step in range(3):
+                loss = inner.step(closure=closure) if by_name else inner.step(closure)
+                assert loss == f"loss {step}"
+                seen.append(digest(model))
+        assert calls == [0, 1, 2]
+        return seen
+
+    (seen,) = on_ranks(1, MODEL, body)
+    assert seen[0] != seen[1] == seen[2] != seen[3]
+
+
 class Exchange:
     """What ``withheld_from_all`` reads of an exchange that applies momentum."""
 
@@ -144,7 +170,8 @@ def test_momentum_is_withheld_from_steps_and_shown_again_after_one_that_raises()
         if len(seen) == 2:
             raise RuntimeError("a hook of the script's")
 
-    with momentum.withheld_from_all(Exchange(inner), inner):
+    with warnings.catch_warnings(), momentum.withheld_from_all(Exchange(inner), inner):
+        warnings.simplefilter("error")  # that no group has a momentum any more
         handle = inner.register_step_pre_hook(look)  # it comes after ours
         for _ in range(2):
             backward(model, 0, 0)
