@@ -18,7 +18,7 @@ from agmerge.engine.step_hooks import followed
 from agmerge.engine.update_reducer import UpdateReducer
 from agmerge.errors import AGMergeError
 from agmerge.integrations.ddp_hook import Hook, exchange
-from agmerge.integrations.ddp_refusals import check_workers, checked_model, checked_options
+from agmerge.integrations.ddp_refusals import checked_model, checked_options
 from agmerge.optimizer.swapping import swap_compressor
 from agmerge.options import compressors, momentum, notices
 from agmerge.options.arguments import Options
@@ -55,7 +55,9 @@ def compress(
     Raises ``TypeError`` and ``ValueError`` for models and options that it cannot take, before anything is exchanged.
     """
     plain = checked_model(model)
-    return Compressed(plain, optimizer, checked_options({**options, "scaler": scaler}, plain))
+    compressed = Compressed(plain, optimizer, checked_options({**options, "scaler": scaler}, plain))
+    notices.warn_of_changes(compressed._reducer.exchange, optimizer, None)
+    return compressed
 
 
 @dataclass(frozen=True)
@@ -83,13 +85,11 @@ class Compressed(ReportingMixin):
         compressors.check_meaning(options.compression, vars(options))
         self._options = replace(options, compression=compression, density=density_of(options))
         self._attached = ExitStack()  # what hangs on the model and the optimizer
-        check_workers()
         self._reducer = self._reducer_for(model)
         try:
             if options.sync == UPDATES:
                 self._attached.enter_context(model.no_sync())
             self._reducer.connect()
-            notices.warn_of_changes(self._reducer.exchange, optimizer, None)
             self._attach(model)
         except BaseException:
             self.close()
@@ -133,7 +133,9 @@ class Compressed(ReportingMixin):
     ) -> None:
         """Collective. Compress otherwise from the next pass on, with arguments as DistributedOptimizer's."""
         chosen = {"density": density, "rank": rank, "memory": memory, "warmup": warmup}
+        before = self._reducer.config
         self._options = swap_compressor(self._reducer, self._options, self.optimizer, compression, chosen, options)
+        notices.warn_of_changes(self._reducer.exchange, self.optimizer, before)
 
     @contextmanager
     def shared(self) -> Iterator[None]:

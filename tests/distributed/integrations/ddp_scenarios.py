@@ -1,6 +1,6 @@
 """What real workers do with agmerge.integrations.ddp: ``torchrun ddp_scenarios.py FOLDER [SCENARIO ...]``.
 
-Every rank writes what it saw as JSON. The scenario ``matrix`` is long, and runs only where it is named.
+Every rank writes what it saw as JSON. Those that are long run only where they are named.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import agmerge  # noqa: E402
 from agmerge.integrations import ddp  # noqa: E402
 
 OPTIONS: dict[str, Any] = {"exchange": "sparse", "merging": "threshold", "compression": "topk"}
-LONG = ("matrix",)
+LONG = ("matrix", "halves")
 
 
 def bits() -> dict[str, list[bool]]:
@@ -158,7 +158,7 @@ def changes() -> dict[str, Any]:
 
 def groups() -> dict[str, Any]:
     """A model that each rank averages with nobody, by a process group of its own: one worker, as without us."""
-    own = [dist.new_group([rank]) for rank in range(agmerge.size())][agmerge.rank()]
+    own = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     net, twin = seeded(mlp), seeded(mlp)
     model = DistributedDataParallel(net, process_group=own)
     compressed = ddp.compress(model, **OPTIONS, density=1.0)
@@ -167,6 +167,27 @@ def groups() -> dict[str, Any]:
     steps = compressed.stats()["steps"]
     compressed.close()
     return {"equal": digest(net) == digest(twin), "steps": steps}
+
+
+def halves() -> dict[str, Any]:
+    """Two of four workers each average among themselves: as the wrapper with ``process_set``."""
+    sets = [[0, 1], [2, 3]]
+    made = [dist.new_group(ranks) for ranks in sets]
+    half = dist.get_rank() // 2
+    same = []
+    for options in ({}, {"sync": "updates"}):
+        ours, theirs = seeded(mlp), seeded(mlp)
+        model, inner = DistributedDataParallel(ours, process_group=made[half]), sgd(ours)
+        compressed = ddp.compress(model, optimizer=inner, **{**OPTIONS, **options})
+        train(model, range(6), inner)
+        optimizer = wrap(theirs, process_set=sets[half], **{**OPTIONS, **options})
+        train(theirs, range(6), optimizer)
+        compressed.consolidate()
+        optimizer.consolidate()
+        same.append(digest(ours) == digest(theirs))
+        compressed.close()
+        optimizer.close()
+    return {"same": same, "digest": digest(ours)}
 
 
 def compiled() -> list[bool]:
@@ -237,6 +258,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
         checkpoints,
         changes,
         groups,
+        halves,
         compiled,
         copied,
         updates,

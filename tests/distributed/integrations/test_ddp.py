@@ -14,11 +14,11 @@ Found = dict[str, list[Any]]
 pytestmark = pytest.mark.timeout(400)
 
 
-def launched(folder: Path, *scenarios: str) -> Found:
-    """What both ranks wrote."""
-    ended = torchrun(2, SCRIPT, str(folder), *scenarios, timeout=300)
+def launched(folder: Path, *scenarios: str, workers: int = 2) -> Found:
+    """What all ranks wrote."""
+    ended = torchrun(workers, SCRIPT, str(folder), *scenarios, timeout=300)
     assert ended.code == 0, ended.output[-6000:]
-    return results(folder, 2)
+    return results(folder, workers)
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +94,14 @@ def test_the_group_is_that_of_the_model(found: Found) -> None:
         assert seen == {"equal": True, "steps": 4}
 
 
+@pytest.mark.long
+def test_two_groups_of_two_are_two_process_sets(tmp_path: Path) -> None:
+    """With the bits of the wrapper, by gradients and by updates; the two groups come to different parameters."""
+    ranks = launched(tmp_path, "halves", workers=4)["halves"]
+    assert all(same for seen in ranks for same in seen["same"])
+    assert ranks[0]["digest"] == ranks[1]["digest"] != ranks[2]["digest"] == ranks[3]["digest"]
+
+
 def test_compiled_models_are_the_same(found: Found) -> None:
     assert found["compiled"] == [[True] * 4] * 2
 
@@ -128,6 +136,9 @@ SAID = {
     "a wrapper": "TypeError: .* wrap the plain one",
     "other parameters": "ValueError: .* other parameters than",
     "embedding": "ValueError: .* sparse=False",
+    "delayed": "ValueError: .* delay_all_reduce_named_params",
+    "skipping": "ValueError: .* skip_all_reduce_unused_params",
+    "steps in backward": "ValueError: .* step after it",
     "passes": "ValueError: .*no_sync",
     "process set": "ValueError: .* process_group",
     "dear": "ValueError: .*dear",
