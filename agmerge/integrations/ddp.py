@@ -14,7 +14,7 @@ from agmerge.checkpoint import rank_state
 from agmerge.engine.bucket_reducer import BucketReducer
 from agmerge.engine.grad_scaler import LossScale, check_dtypes
 from agmerge.engine.optimizer_wrapper import check_optimizer
-from agmerge.engine.step_hooks import followed
+from agmerge.engine.step_hooks import follow
 from agmerge.engine.update_reducer import UpdateReducer
 from agmerge.errors import AGMergeError
 from agmerge.integrations.ddp_hook import Hook, exchange
@@ -113,13 +113,31 @@ class Compressed(ReportingMixin):
     def _attach(self, model: DistributedDataParallel) -> None:
         """Have the model, or the optimizer, call the reducer."""
         if isinstance(self._reducer, UpdateReducer):
-            self._attached.enter_context(followed(self._reducer, lambda: _check_apart(model)))
+            # This object as a whole, which the script need not keep: no_sync() ends when nobody holds it any more.
+            self._attached.callback(follow(self._reducer, lambda: self._check_apart(model)))
             return
         hook = Hook(model, self._reducer)
         model.register_comm_hook(hook, exchange)
         self._attached.callback(hook.close)
         if self.optimizer is not None:
-            self._attached.enter_context(momentum.withheld_from_all(self._reducer.exchange, self.optimizer))
+            self._attached.callback(momentum.withhold(self._reducer.exchange, self.optimizer))
+
+    def _check_apart(self, model: DistributedDataParallel) -> None:
+        """Raise :class:`agmerge.AGMergeError` before a step of ``sync="updates"`` that others would wait for in vain.
+
+        That is in ``join()``, and where the model has averaged gradients after all.
+        """
+        if model._join_config.enable:
+            raise AGMergeError(
+                "model.join() with sync='updates': a rank that has joined does not step, and the others would wait for "
+                "it. Give every rank the same number of batches"
+            )
+        if model.require_backward_grad_sync:
+            raise AGMergeError(
+                "DistributedDataParallel has averaged gradients whole, and sync='updates' exchanges what each worker's "
+                "optimizer does with its own: a no_sync() that was entered before compress() has ended, or the script "
+                "has set require_backward_grad_sync. Call compress() outside of no_sync(), and leave that to it"
+            )
 
     def set_compressor(
         self,
@@ -188,21 +206,3 @@ def _named(model: DistributedDataParallel, *, ignored: bool) -> list[tuple[str, 
         for name, parameter in model.module.named_parameters()
         if ignored or (parameter.requires_grad and name not in model.parameters_to_ignore)
     ]
-
-
-def _check_apart(model: DistributedDataParallel) -> None:
-    """Raise :class:`agmerge.AGMergeError` before a step of ``sync="updates"`` that others would wait for in vain.
-
-    That is in ``join()``, and where the model has averaged gradients after all.
-    """
-    if model._join_config.enable:
-        raise AGMergeError(
-            "model.join() with sync='updates': a rank that has joined does not step, and the others would wait for "
-            "it. Give every rank the same number of batches"
-        )
-    if model.require_backward_grad_sync:
-        raise AGMergeError(
-            "DistributedDataParallel has averaged gradients whole, and sync='updates' exchanges what each worker's "
-            "optimizer does with its own: a no_sync() that was entered before compress() has ended, or the script has "
-            "set require_backward_grad_sync. Call compress() outside of no_sync(), and leave that to it"
-        )

@@ -224,6 +224,24 @@ def copied() -> dict[str, Any]:
     return {"said": [str(one.message) for one in said], "steps": steps, "free": [one() is None for one in kept]}
 
 
+def unkept() -> list[bool]:
+    """What ``compress()`` returns need not be kept: bits with it, and without."""
+    found = []
+    for options in ({"compression": "dgc"}, {"sync": "updates"}):
+        digests = []
+        for keeps in (True, False):
+            net = seeded(mlp)
+            model, inner = DistributedDataParallel(net), sgd(net)
+            kept = [ddp.compress(model, optimizer=inner, **{**OPTIONS, **options})]
+            if not keeps:
+                kept.clear()
+                gc.collect()
+            train(model, range(4), inner)
+            digests.append(digest(net))
+        found.append(digests[0] == digests[1])
+    return found
+
+
 def infinite() -> dict[str, Any]:
     """What is said of a gradient that is not finite, on every rank, and what is kept then."""
     net = seeded(mlp)
@@ -261,6 +279,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
         halves,
         compiled,
         copied,
+        unkept,
         updates,
         updates_refused,
         refused,

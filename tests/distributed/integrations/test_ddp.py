@@ -112,6 +112,10 @@ def test_a_copy_is_no_part_of_it_and_what_is_dropped_is_free(found: Found) -> No
         assert seen["free"] == [True] * 4
 
 
+def test_nobody_has_to_keep_what_compress_returns(found: Found) -> None:
+    assert found["unkept"] == [[True, True]] * 2
+
+
 def test_local_steps_give_the_bits_of_the_wrapper_around_the_plain_model(found: Found) -> None:
     for cases in found["updates"]:
         assert len(cases) == 10 and all(all(same) for same in cases.values()), cases
