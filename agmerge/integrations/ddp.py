@@ -87,7 +87,7 @@ class Compressed(ReportingMixin):
         self._attached = ExitStack()  # what hangs on the model and the optimizer
         self._reducer = self._reducer_for(model)
         try:
-            if options.sync == UPDATES:
+            if self._steps_alone:
                 self._attached.enter_context(model.no_sync())
             self._reducer.connect()
             self._attach(model)
@@ -173,8 +173,12 @@ class Compressed(ReportingMixin):
         self._reducer.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return, under ``"agmerge"``, what this rank keeps: its residuals, the plan. The optimizer saves its own."""
-        return {rank_state.SECTION: rank_state.save(self._reducer)}
+        """Return, under ``"agmerge"``, what this rank keeps: its residuals, the plan.
+
+        With ``sync="updates"`` beside it the state of this rank's optimizer, which is no other rank's.
+        """
+        inner = self.optimizer.state_dict() if self.optimizer is not None and self._steps_alone else {}
+        return {**inner, rank_state.SECTION: rank_state.save(self._reducer)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Collective. Load what :meth:`state_dict` gave on this rank, or :func:`agmerge.gather_state` on rank 0.
@@ -182,10 +186,18 @@ class Compressed(ReportingMixin):
         Call it once the model and the optimizer are loaded. Raises ``ValueError`` for a state of another model, or
         residuals that are not finite; without any they start from zero, with a warning.
         """
-        rank_state.load(self._reducer, state_dict.get(rank_state.SECTION))
+        inner = {key: value for key, value in state_dict.items() if key != rank_state.SECTION}
+        inner = rank_state.load(self._reducer, state_dict.get(rank_state.SECTION)) or inner
+        if self.optimizer is not None and self._steps_alone and inner:
+            self.optimizer.load_state_dict(inner)
         exchange = self._reducer.exchange
         config = with_momentum_of(exchange.config, self.optimizer)
         exchange.adopt(rank_state.with_memory_for_unsent(exchange, config, self._options.memory))
+
+    @property
+    def _steps_alone(self) -> bool:
+        """Tell whether each rank's optimizer steps with its own gradients."""
+        return self._options.sync == UPDATES
 
     def close(self) -> None:
         """Give the communicators back. The model averages whole gradients from then on: a hook cannot be taken off.

@@ -24,7 +24,7 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[3] / 
 from ddp_awkward import awkward, leaves_alone, unused  # noqa: E402
 from ddp_pairs import CASES, MATRIX, pair, train  # noqa: E402
 from ddp_refused import guarded, refused  # noqa: E402
-from ddp_updates import UPDATES, updates_pair, updates_refused  # noqa: E402
+from ddp_updates import UPDATES, updates_pair, updates_refused, updates_resumed  # noqa: E402
 from support import digest, loss_of, mlp, seeded, sgd, wrap  # noqa: E402
 
 import agmerge  # noqa: E402
@@ -282,6 +282,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
         unkept,
         updates,
         updates_refused,
+        updates_resumed,
         refused,
         guarded,
         infinite,
