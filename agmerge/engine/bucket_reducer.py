@@ -74,9 +74,10 @@ class BucketReducer(Synchronizer):
     def combine(self) -> None:
         """Collective. Send what is left, receive, and write the updates where gradients were; the pass has ended.
 
-        A tensor that no rank has used gets no update, and what is kept of it stays as it was. Raises
-        :class:`agmerge.NonFiniteError` on every rank, as ``nonfinite=`` has it.
+        Connects first, if need be. A tensor that no rank has used gets no update, and what is kept of it stays as it
+        was. Raises :class:`agmerge.NonFiniteError` on every rank, as ``nonfinite=`` has it.
         """
+        self.connect()
         if self._optimizer is not None:
             momentum.take_over(self.exchange, self.members, self._optimizer)
         status.current().enter("combines gradients", self.exchange.step)
@@ -86,9 +87,8 @@ class BucketReducer(Synchronizer):
             raise NonFiniteError(IN_BACKWARD.format(where=error.where), error.where) from None
         self.flags_of_all = combined.flags
         with self.exchange.breaking():
-            for name, update in combined.updates.items():
-                if update is not None and name in self._gradients:
-                    self.scaling.restore(self._gradients[name].copy_(update))
+            here = ((name, update) for name, update in combined.updates.items() if update is not None)
+            self.scaling.multiply([self._gradients[name].copy_(update) for name, update in here])
             if combined.skipped:
                 self.exchange.discard()
             else:

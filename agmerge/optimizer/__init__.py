@@ -2,6 +2,7 @@
 
 ``distributed``: :class:`DistributedOptimizer`, which every step goes through. ``saving``: what it keeps. ``local``:
 :class:`LocalOptimizer` and :class:`LocalSync`, for workers that step by themselves and exchange every so many steps.
+``swapping``: go on with another compressor.
 
 May import reporting.py, checkpoint/, engine/ and below.
 """
