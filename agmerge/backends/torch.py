@@ -20,6 +20,10 @@ from agmerge.backends.base import Backend, Handle, Listen
 from agmerge.backends.diagnosis import ProbeResult, Row, built_in
 from agmerge.errors import AGMergeError, CollectiveTimeout, NoAnswer, PeerLost
 
+OF_THE_WORLD = (
+    "{}: torch.distributed makes groups with all of its workers, and these are some of them (process_set=). "
+    "exchange='two-level' among the ranks of a process set needs horovodrun or mpirun; take another exchange here"
+)
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR")  # what torch.distributed reads, set by torchrun or by hand
 SIZES: tuple[str, ...] = ("WORLD_SIZE",)
 READS_SLURM = True
@@ -336,6 +340,8 @@ class TorchBackend(Backend):
         return copy
 
     def subgroup(self, ranks: Sequence[int], label: str, timeout: float) -> TorchBackend | None:
+        if self.size < self._dist.get_world_size():  # it counts groups, and names them by their number
+            raise AGMergeError(OF_THE_WORLD.format(label))
         _give_back(self._dist)
         of_world = [self._world_rank(rank) for rank in ranks]
         group = timeouts.bounded(lambda: _new_group(self._dist, timeout, of_world, label), timeout, label)

@@ -28,6 +28,7 @@ from fsdp2_models import (  # noqa: E402
     apart,
     locals_of,
     loss_of,
+    network,
     own_gradients,
     plain_sgd,
     same,
@@ -36,7 +37,7 @@ from fsdp2_models import (  # noqa: E402
     step_of,
     wrapped,
 )
-from support import digest  # noqa: E402
+from support import digest, seeded  # noqa: E402
 
 import agmerge  # noqa: E402
 
@@ -211,6 +212,7 @@ def refusals(mesh: DeviceMesh) -> dict[str, list[str]]:
             )
         ),
         "two levels": error_of(lambda: wrapped(one, mesh, exchange="two-level")),
+        "two levels of plain tensors": error_of(lambda: wrapped(seeded(network), mesh, exchange="two-level")),
         "skip": error_of(lambda: wrapped(one, mesh, nonfinite="skip")),
         "updates": error_of(lambda: wrapped(one, mesh, process_set=None, sync="updates", exchange="auto")),
         "broadcast": error_of(lambda: agmerge.broadcast_parameters(one.state_dict())),

@@ -76,6 +76,7 @@ def test_selections_of_shards_have_the_bits_of_plain_tensors(found: Results) -> 
         ("mixed", "ValueError", "'0.weight' is a DTensor and 'own' is not"),
         ("dear", "ValueError", "merging='dear' and parameter '0.weight'"),
         ("two levels", "ValueError", "exchange='two-level' and parameter '0.weight'"),
+        ("two levels of plain tensors", "AGMergeError", "makes groups with all of its workers"),
         ("skip", "ValueError", "nonfinite='skip' and parameter '0.weight'"),
         ("broadcast", "RankMismatchError", "shard 1/2 S(0) on ranks 1, 3"),
     ],
