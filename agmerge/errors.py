@@ -10,13 +10,16 @@ TOO_MANY = (
     "Increase backward_passes_per_step to accumulate gradients locally. Parameter {!r} got gradient number {}; "
     "backward_passes_per_step is {}. Increase it only if every step() follows so many backward passes of this "
     "optimizer's own loss. A loss of another optimizer that runs through these parameters, as a GAN's generator loss "
-    "runs through its discriminator, belongs inside `with optimizer.no_sync():` of this one. A part of the model that "
-    "is checkpointed twice needs use_reentrant=False. zero_grad() goes on without the gradients of this step."
+    "runs through its discriminator, belongs inside `with optimizer.no_sync():` of this one. A framework that "
+    "accumulates by itself calls no_sync() of the model, not of this optimizer: leave the optimizer plain and use "
+    "agmerge.integrations (docs/frameworks.md). A part of the model that is checkpointed twice needs "
+    "use_reentrant=False. zero_grad() goes on without the gradients of this step."
 )
 CHANGED = (
     "step {}: the gradient of {} was changed between backward() and step(). It was handed over during backward(), so "
     "the change would be without effect; no step was made, and parameters are as before it. {} Not your script? A "
-    "DistributedDataParallel around the model writes gradients too: take it off."
+    "DistributedDataParallel around the model writes gradients too: take it off, or leave the optimizer plain and call "
+    "agmerge.integrations.ddp.compress(model, optimizer=optimizer)."
 )
 SYNCHRONIZE = (
     "Combine first, then clip, mask or scale what is stepped with: optimizer.synchronize(); <the change>; "
@@ -38,8 +41,16 @@ NOT_COMBINED = (
     "the last backward(), or step() outside"
 )
 DISTRIBUTED_DATA_PARALLEL = (
-    "the model is in DistributedDataParallel, which averages gradients too ({name!r}, for one): everything is "
-    "exchanged twice, once of it dense. Leave DistributedDataParallel out: DistributedOptimizer takes the plain model"
+    "the model is in DistributedDataParallel, which averages gradients too ({name!r}, for one): everything would be "
+    "exchanged twice, once of it dense. Leave the optimizer plain and call "
+    "agmerge.integrations.ddp.compress(model, optimizer=optimizer), which takes the options of DistributedOptimizer, "
+    "those of LocalOptimizer with sync='updates'; or wrap the optimizer of the plain model, without "
+    "DistributedDataParallel. Where it is there for its forward alone, construct and train inside of its no_sync()"
+)
+IN_BACKWARD = (
+    "gradients are infinite or NaN: {where}. Parameters and residuals are as before this step, and can be saved. "
+    "DistributedDataParallel cannot go on after an error in its hook: start again from a checkpoint. scaler= is for "
+    "float16 under autocast, and leaves out such steps"
 )
 OTHER_SHARDS = (
     "residuals are shards of other rows than this rank has now (exchange='two-level'): they are dropped and start from "
@@ -120,8 +131,13 @@ class MessageError(AGMergeError):
 class NonFiniteError(AGMergeError):
     """Report that a gradient is infinite or NaN.
 
-    Raised on every rank; nothing of the step is kept, and the next one works.
+    Raised on every rank; nothing of the step is kept, and the next one works. ``where``: which rank has found which
+    parameters.
     """
+
+    def __init__(self, text: str = "", where: str = "") -> None:
+        super().__init__(text)
+        self.where = where
 
 
 class DivergenceError(AGMergeError):

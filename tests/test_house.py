@@ -35,12 +35,15 @@ ROOMS = {  # of agmerge/, from below to above: which of the rooms below it each 
     "testing": "backends runtime",
     "optimizer": "tensors runtime options engine checkpoint reporting",
     "agmerge": "runtime options engine checkpoint testing optimizer",
+    "integrations": "tensors runtime options engine checkpoint reporting optimizer",
     "cli": "backends options step planning optimizer agmerge",
     "__main__": "cli",
 }
 MOST_BOXES, MOST_LEVELS, MOST_ARROWS, MOST_SMALL = 22, 12, 100, 10  # of agmerge/; small: files below 40 lines
 COMMUNICATION = ("horovod", "torch.distributed", "mpi4py")
 BACKENDS = "agmerge.backends."
+INTEGRATIONS = "agmerge.integrations."
+FRAMEWORKS: dict[str, set[str]] = {}  # by file of integrations/, which frameworks it may import
 LONGEST = 400  # lines of a file
 
 
@@ -95,7 +98,11 @@ def problems(modules: Mapping[str, str], packages: frozenset[str] = frozenset(PA
         top, here = name.partition(".")[0], list(imports(name, source, name in packages))
         for one in here:
             where, root = f"{name}:{one.line}", one.target.partition(".")[0]
+            if name.startswith(INTEGRATIONS) and root in FRAMEWORKS.get(name.removeprefix(INTEGRATIONS), ()):
+                continue
             if any(within(one.target, library) for library in COMMUNICATION):
+                if name.startswith(INTEGRATIONS) and within(one.target, "torch.distributed"):
+                    continue  # nothing imports these files but a script that has a framework
                 if not name.startswith(BACKENDS):
                     found.append(f"{where} imports {one.target}, which only a backend may")
                 elif not one.in_function:
@@ -267,7 +274,8 @@ def test_no_python_file_is_too_long() -> None:
 def test_importing_the_library_imports_no_launcher_and_nothing_of_the_examples() -> None:
     code = (
         "import agmerge, sparsifiers, merging, sys\n"
-        "unwanted = {'horovod', 'mpi4py', 'tensorboardX', 'sklearn', 'transformers', 'pytest'}\n"
+        "unwanted = {'horovod', 'mpi4py', 'tensorboardX', 'sklearn', 'pytest', 'agmerge.integrations'}\n"
+        "unwanted |= {'transformers', 'accelerate', 'lightning', 'datasets', 'ray'}\n"
         "sys.exit(', '.join(sorted(unwanted & set(sys.modules))) or 0)"
     )
     done = subprocess.run(
@@ -337,6 +345,9 @@ BAD: dict[str, tuple[str, str, str]] = {
     "up the house": ("agmerge.backends", "from agmerge.engine import run", "backends may not import engine"),
     "past a room": ("agmerge.engine", "from agmerge import optimizer", "engine may not import optimizer"),
     "no room": ("agmerge.attic.boxes", "", "agmerge.attic.boxes is in no room"),
+    "into the frameworks": ("agmerge.engine", "from agmerge.integrations import ddp", "engine may not import"),
+    "another launcher": ("agmerge.integrations.ddp", "import horovod.torch", "only a backend may"),
+    "another framework": ("agmerge.integrations.ddp", "import transformers", "agmerge may not know"),
     "print": ("merging", "def f() -> None:\n    print('x')", "merging:2 prints"),
     "argument": ("merging", "def f(a: int, b) -> None: ...", "argument 'b' of f()"),
     "keyword": ("merging", "class A:\n    def f(self, *, b) -> None: ...", "argument 'b' of f()"),
@@ -354,6 +365,7 @@ def test_good_sources_pass() -> None:
         "agmerge.reporting": "from __future__ import annotations\nfrom .engine import run\nimport sparsifiers",
         "agmerge.errors": "def f() -> None:\n    import numpy\nprinted = sorted([], key=lambda a: a)",
         "merging.d": "\n" * LONGEST,
+        "agmerge.integrations.ddp": "import torch.distributed as dist\nfrom agmerge.engine import run",
     }
     assert problems({**GOOD, **fine}, PACKAGES_OF_EXAMPLES) == []
 

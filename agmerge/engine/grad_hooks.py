@@ -33,6 +33,18 @@ class GradientListener(Protocol):
 _owners: MutableMapping[torch.Tensor, weakref.ref[GradientHooks]] = WeakTensorKeyDictionary()
 
 
+def refuse_owned(parameters: Iterable[torch.Tensor], names: ParameterTable) -> None:
+    """Raise ``ValueError`` for a parameter that a living listener has. ``names``: for the error."""
+    for parameter in parameters:
+        owner = _owners[parameter] if parameter in _owners else None
+        if owner is not None and owner() is not None:
+            raise ValueError(
+                f"parameter {names.name_of(parameter)!r} of shape {list(parameter.shape)} is already exchanged by "
+                "another DistributedOptimizer, perhaps of an earlier run of this cell; close() that one first, or "
+                "give each optimizer its own parameters"
+            )
+
+
 class GradientHooks:
     """Hold the post-accumulate hooks of one listener, one a parameter, for as long as the listener lives.
 
@@ -51,14 +63,7 @@ class GradientHooks:
         Raises ``ValueError`` for one that another living listener has.
         """
         new = [parameter for parameter in parameters if parameter not in self._handles]
-        for parameter in new:
-            owner = _owners[parameter] if parameter in _owners else None
-            if owner is not None and owner() is not None:
-                raise ValueError(
-                    f"parameter {names.name_of(parameter)!r} of shape {list(parameter.shape)} is already exchanged by "
-                    "another DistributedOptimizer, perhaps of an earlier run of this cell; close() that one first, or "
-                    "give each optimizer its own parameters"
-                )
+        refuse_owned(new, names)
         for parameter in new:
             hook = _hook(self._listener, names.name_of(parameter))
             if parameter.device.type != "cpu":  # there it would cost more than it is worth: two microseconds a hook

@@ -59,10 +59,15 @@ class LossScale:
 
     def multiply(self, parameters: Iterable[torch.Tensor]) -> None:
         """Multiply the updates that are ``p.grad`` now by the scale, in place."""
-        scale = self._scale()
         for parameter in parameters:
-            if scale is not None and parameter.grad is not None:
-                parameter.grad.mul_(scale.to(parameter.grad.device))
+            if parameter.grad is not None:
+                self.restore(parameter.grad)
+
+    def restore(self, update: torch.Tensor) -> None:
+        """Multiply an update by the scale, in place."""
+        scale = self._scale()
+        if scale is not None:
+            update.mul_(scale.to(update.device))
 
     def clear(self) -> None:
         """Forget the step, which has ended or comes to nothing."""

@@ -123,7 +123,7 @@ class Reducer(Synchronizer):
         ``nonfinite=`` has it, and on this rank for gradients that the script has changed since they were handed over.
         """
         self.connect()
-        momentum.take_over(self.exchange, self.members)
+        momentum.take_over(self.exchange, self.members, self.members.optimizer)
         with self._lock:
             self.exchange.check_unbroken()
             if self.exchange.outside or self.synchronized:
@@ -252,14 +252,6 @@ class Reducer(Synchronizer):
 
     def check_combines(self, what: str) -> None:
         """Allow ``what``, which is about combined gradients."""
-
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        """Do nothing: parameters are equal on all ranks."""
-        yield
-
-    def consolidate(self) -> None:
-        """Do nothing: parameters are equal on all ranks."""
 
     @property
     def unfinished(self) -> bool:

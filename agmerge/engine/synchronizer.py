@@ -73,6 +73,9 @@ class Synchronizer:
         if exchange.comm is not None or exchange.outside:
             return
         shard_before = exchange.shard
+        averaged = self._averaged_too()
+        if averaged:
+            raise ValueError(DISTRIBUTED_DATA_PARALLEL.format(name=averaged))
         facts = [("library version", __version__), *exchange.facts()]  # refuses before anything is sent
         workers.listen()
         comm = process_sets.communicator(world, self.config.process_set, self.config.timeout)
@@ -81,10 +84,11 @@ class Synchronizer:
             self._stay_outside()
             return
         weakref.finalize(self, comm.drop)  # an optimizer that was dropped holds no threads and no connections
-        averaged = torch_backend.averaged(self.members.name_all()) if comm.rank == 0 else ""
-        if averaged:
-            warnings.warn(DISTRIBUTED_DATA_PARALLEL.format(name=averaged), stacklevel=4)
         self._fit_to_group(shard_before)
+
+    def _averaged_too(self) -> str:
+        """Return the name of a parameter whose gradient DistributedDataParallel averages as well; empty: of none."""
+        return torch_backend.averaged(self.members.name_all())
 
     def _stay_outside(self) -> None:
         """Leave the process set to its members: this rank exchanges nothing."""
@@ -137,6 +141,14 @@ class Synchronizer:
 
     def flush(self) -> None:
         """Apply updates that are on their way. Here there are none."""
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Let parameters, inside, be those that all ranks have in common. Here they are anyway."""
+        yield
+
+    def consolidate(self) -> None:
+        """Make parameters equal on all ranks. Here they are anyway."""
 
     def discard(self) -> None:
         """Begin the step anew: what was handed over is forgotten, and nothing of it is kept."""

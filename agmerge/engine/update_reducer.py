@@ -156,12 +156,15 @@ class UpdateReducer(Synchronizer):
             raise ValueError(self.refusal("step() inside skip_synchronize()"))
         self.before_step()
         own = own_step(self.members, wrapper, closure)
-        self._count(own.stepped, own.bad, scaled=own.scaled)
+        self.count_step(own.stepped, own.bad, scaled=own.scaled)
         self.after_step()
         return own.result
 
-    def _count(self, stepped: bool, bad: tuple[str, ...], *, scaled: bool) -> None:
-        """Count a step that was left out; raise, here or at the next exchange on all ranks, where it is no accident."""
+    def count_step(self, stepped: bool, bad: tuple[str, ...], *, scaled: bool) -> None:
+        """Count a step that was left out; raise, here or at the next exchange on all ranks, where it is no accident.
+
+        ``bad``: whose gradients were not finite, as far as that is known. ``scaled``: a GradScaler has looked for that.
+        """
         if stepped:
             self._skipped_in_a_row = 0
             return

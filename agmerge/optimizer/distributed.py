@@ -15,6 +15,7 @@ from agmerge.engine.optimizer_wrapper import OptimizerWrapper, check_optimizer
 from agmerge.engine.reducers import AnyReducer, reducer_for
 from agmerge.errors import AGMergeError
 from agmerge.ops import Average, ReduceOp
+from agmerge.optimizer.swapping import swap_compressor
 from agmerge.options import compressors, notices
 from agmerge.options.arguments import Options
 from agmerge.options.config import with_momentum_of
@@ -280,11 +281,8 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
         kept, and saved, until one takes them up; an SGD's own momentum then begins at zero.
         """
         chosen = {"density": density, "rank": rank, "memory": memory, "warmup": warmup}
-        changed = compressors.swapped(self._options, self.optimizer, compression, chosen, options)
-        config, before = with_momentum_of(resolve(changed), self.optimizer), self._reducer.config
-        config = rank_state.with_memory_for_unsent(self._reducer.exchange, config, memory)
-        self._reducer.reconfigure(config, "set_compressor()", "Give every rank the same compressor, at the same step.")
-        self._options = changed
+        before = self._reducer.config
+        self._options = swap_compressor(self._reducer, self._options, self.optimizer, compression, chosen, options)
         notices.warn_of_changes(self._reducer.exchange, self.optimizer, before)
 
     def attach_scaler(self, scaler: torch.amp.GradScaler) -> None:

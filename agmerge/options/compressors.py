@@ -49,8 +49,10 @@ class Cast(sparsifiers.Compressor):
         self.memory = "none" if self.dtype is None else "residual"
 
 
-def resolve_auto(compression: Any, optimizer: torch.optim.Optimizer, memory: Any, sync: str = GRADIENTS) -> Any:
+def resolve_auto(compression: Any, optimizer: torch.optim.Optimizer | None, memory: Any, sync: str = GRADIENTS) -> Any:
     """Return ``compression``, or what ``"auto"`` stands for with this optimizer, by the figures of docs/parity.md.
+
+    ``optimizer`` None: nobody has said which one steps; ``ValueError`` where it matters.
 
     With ``sync="updates"``, where momentum is the optimizer's business, that is ``"topk"``. Else:
 
@@ -64,6 +66,8 @@ def resolve_auto(compression: Any, optimizer: torch.optim.Optimizer, memory: Any
     if sync == UPDATES:
         return "topk"
     if memory is None:
+        if optimizer is None:
+            raise ValueError(momentum.UNKNOWN.format(what=f"compression={AUTO!r} goes by the optimizer's momentum"))
         decays = any(group.get("weight_decay") for group in optimizer.param_groups)
         return "dgc" if momentum.applies(optimizer) and not decays else "topk"
     asked = sparsifiers.memory(memory) if isinstance(memory, str) else memory
@@ -199,7 +203,7 @@ def compressor_of(compression: Any, density: Any, rank: Any = None) -> sparsifie
 
 def swapped(
     options: Options,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     compression: Any,
     given: Mapping[str, Any],
     own: Mapping[str, Any],
@@ -208,7 +212,7 @@ def swapped(
 
     Args:
         options: those in use.
-        optimizer: which ``compression="auto"`` goes by.
+        optimizer: which ``compression="auto"`` goes by; None: it is not known.
         compression: as the constructor takes it.
         given: ``density``, ``rank``, ``memory`` and ``warmup``; a density or rank that is None is the one in use.
         own: options of the compressor, by name.

@@ -192,11 +192,11 @@ class Config:
         ]
 
 
-def with_momentum_of(config: Config, optimizer: torch.optim.Optimizer, groups: Any = None) -> Config:
+def with_momentum_of(config: Config, optimizer: torch.optim.Optimizer | None, groups: Any = None) -> Config:
     """Return ``config`` with the momentum of this optimizer's groups, where its memory applies that.
 
-    ``groups``: those that the optimizer is about to load; None: its own. Raises what
-    :func:`agmerge.options.momentum.rates` does.
+    ``optimizer``: None: nobody has said which one steps. ``groups``: those that the optimizer is about to load; None:
+    its own. Raises what :func:`agmerge.options.momentum.rates` does.
     """
     return replace(config, rates=momentum.rates(optimizer, config.memory, groups))
 

@@ -22,6 +22,7 @@ from sparsifiers import Rate
 
 Groups = Sequence[Mapping[str, Any]]
 
+UNKNOWN = "{what}: pass optimizer=, the one that steps"
 GONE = (
     "no group of {optimizer} has a momentum any more, and memory {memory!r} follows them: none is applied. If the "
     "groups are those of a checkpoint of SGD(momentum=0), give them the momentum again"
@@ -64,15 +65,19 @@ def applies(optimizer: torch.optim.Optimizer, groups: Groups | None = None) -> b
     return bool(moving) and _is_sgd(optimizer) and not any(group.get("dampening") for group in moving)
 
 
-def rates(optimizer: torch.optim.Optimizer, memory: sparsifiers.Memory, groups: Groups | None = None) -> Rates | None:
+def rates(
+    optimizer: torch.optim.Optimizer | None, memory: sparsifiers.Memory, groups: Groups | None = None
+) -> Rates | None:
     """Return where ``memory`` takes its momentum from, the groups; None: it has its own, or none.
 
     Raises ``ValueError`` where both would apply one, or the groups say what a memory cannot do. ``groups``: those of
-    ``optimizer``, or those that it is about to load.
+    ``optimizer`` (None: nobody has said which one steps), or those that it is about to load.
     """
-    groups = optimizer.param_groups if groups is None else groups
     if not memory.has_momentum:
         return None
+    if optimizer is None:
+        raise ValueError(UNKNOWN.format(what=f"{memory} applies the momentum of the optimizer before selection"))
+    groups = optimizer.param_groups if groups is None else groups
     kind = type(optimizer).__name__
     for number, group in enumerate(groups):
         if "betas" in group:
@@ -107,10 +112,66 @@ def withheld(exchange: Any, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     ``exchange``: a ``GradientExchange``. Raises ``ValueError`` if the groups have got what the memory does not know of,
     and warns on rank 0 where no group has a momentum any more.
     """
-    memory = exchange.config.memory
-    if not memory.has_momentum or exchange.outside:
+    if not _has_applied(exchange, optimizer):
         yield
         return
+    hidden = _Hidden(optimizer)
+    last, first = optimizer.register_step_pre_hook(hidden.hide), optimizer.register_step_post_hook(hidden.show)
+    hooks: Any = first.hooks_dict_ref()
+    hooks.move_to_end(first.id, last=False)
+    try:
+        yield
+    finally:
+        hidden.show()  # the step has raised
+        last.remove()
+        first.remove()
+
+
+def withhold(exchange: Any, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Do what :func:`withheld` does for every step that somebody else makes; return a function that ends it.
+
+    Hooks before the step that are registered later see no momentum.
+    """
+    hidden = _Hidden(optimizer)
+
+    def hide(*_: Any) -> None:
+        hidden.show()  # the step before has raised
+        if _has_applied(exchange, optimizer):
+            hidden.hide()
+
+    handles = [optimizer.register_step_pre_hook(hide), optimizer.register_step_post_hook(hidden.show)]
+
+    def end() -> None:
+        hidden.show()
+        for handle in handles:
+            handle.remove()
+
+    return end
+
+
+class _Hidden:
+    """Take the momentum out of an optimizer's groups, and put it back."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._values: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of each group, while they are hidden
+
+    def hide(self, *_: Any) -> None:
+        for group in self._optimizer.param_groups:
+            self._values.append((group, {name: group[name] for name in ("momentum", "nesterov")}))
+            group.update(momentum=0.0, nesterov=False)
+
+    def show(self, *_: Any) -> None:
+        while self._values:  # once: what a later hook changes is the script's
+            group, values = self._values.pop()
+            group.update(values)
+
+
+def _has_applied(exchange: Any, optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether a memory has applied the momentum of ``optimizer`` in this step. Raises as :func:`withheld` does."""
+    memory = exchange.config.memory
+    if not memory.has_momentum or exchange.outside:
+        return False
     if exchange.config.rates is None:
         if rates(optimizer, memory) is not None:
             raise ValueError(
@@ -118,45 +179,23 @@ def withheld(exchange: Any, optimizer: torch.optim.Optimizer) -> Iterator[None]:
                 "selection: set it back to 0, or call "
                 f"set_compressor({exchange.config.compressor.name!r}) on every rank"
             )
-        yield
-        return
+        return False
     _check_dampening(optimizer.param_groups)
     if exchange.comm.rank == 0 and not any(group["momentum"] for group in optimizer.param_groups):
-        warnings.warn(GONE.format(memory=memory.name, optimizer=type(optimizer).__name__), stacklevel=4)
-    hidden: list[tuple[dict[str, Any], dict[str, Any]]] = []
-
-    def hide(*_: Any) -> None:
-        for group in optimizer.param_groups:
-            hidden.append((group, {name: group[name] for name in ("momentum", "nesterov")}))
-            group.update(momentum=0.0, nesterov=False)
-
-    def show(*_: Any) -> None:
-        while hidden:  # once: what a later hook changes is the script's
-            group, values = hidden.pop()
-            group.update(values)
-
-    last, first = optimizer.register_step_pre_hook(hide), optimizer.register_step_post_hook(show)
-    hooks: Any = first.hooks_dict_ref()
-    hooks.move_to_end(first.id, last=False)
-    try:
-        yield
-    finally:
-        show()  # the step has raised
-        last.remove()
-        first.remove()
+        warnings.warn(GONE.format(memory=memory.name, optimizer=type(optimizer).__name__), stacklevel=5)
+    return True
 
 
-def take_over(exchange: Any, members: ParameterTable) -> None:
-    """Make the momentum buffers of the optimizer the memory's momentum, before the next agreement.
+def take_over(exchange: Any, members: ParameterTable, optimizer: torch.optim.Optimizer) -> None:
+    """Make the momentum buffers of ``optimizer`` the memory's momentum, before the next agreement.
 
-    ``exchange``: a ``GradientExchange``; ``members``: the parameters of the wrapped optimizer.
+    ``exchange``: a ``GradientExchange``; ``members``: the parameters that are exchanged, all of them the optimizer's.
 
     It is the same recursion. The buffers are averages (or sums) over all ranks and alike on all of them: where updates
     are averages every rank takes them; where they are sums rank 0 does, so that they count once.
     """
     if exchange.config.rates is None or exchange.comm is None or exchange.agreed:
         return
-    optimizer = members.optimizer
     dropped = False
     for parameter, group in [(p, its_group) for its_group in optimizer.param_groups for p in its_group["params"]]:
         state = optimizer.state.get(parameter, {})

@@ -39,18 +39,18 @@ FACTORS = (
 COST = {"powersgd": 4, "acpsgd": 12}  # % at rank 4
 
 
-def warn_of_changes(exchange: Any, optimizer: torch.optim.Optimizer, before: Any) -> None:
+def warn_of_changes(exchange: Any, optimizer: torch.optim.Optimizer | None, before: Any) -> None:
     """Warn, on rank 0, of what holds now and did not with the config ``before`` (None: there was none).
 
     The warnings point at the caller of the wrapper's method. Nothing communicates.
 
     Args:
         exchange: the ``GradientExchange`` of the wrapper, with its config of now.
-        optimizer: the wrapped one.
+        optimizer: the one that steps; None: it is not known, and nothing is said.
         before: a ``Config``, or None.
     """
     alone = exchange.comm is None and workers.is_initialized() and workers.rank() == 0  # elastic: not connected yet
-    if exchange.outside or not (alone or (exchange.comm is not None and exchange.comm.rank == 0)):
+    if optimizer is None or exchange.outside or not (alone or (exchange.comm is not None and exchange.comm.rank == 0)):
         return
     config, name, groups = exchange.config, type(optimizer).__name__, optimizer.param_groups
     followed = before is not None and before.rates is not None

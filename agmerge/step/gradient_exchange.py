@@ -79,18 +79,19 @@ class GradientExchange(AgreedState):
         self._round: Round | None = None  # under way
         self._broken: BaseException | None = None  # an error that has left ranks at different places
 
-    def ready(self, name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
+    def ready(self, name: str, tensor: torch.Tensor | None, *, stays: bool = False) -> torch.Tensor | None:
         """Collective. Hand a tensor over (None: this rank has none), and send the merge buffers that are complete now.
 
         ``tensor``: of the shape, dtype and device of the table; not to be changed before :meth:`finish`. Returns what
         to hold in its place until then: the same numbers, perhaps where the update will be, so that memory is free.
+        ``stays``: its owner holds on to it anyway.
         """
         self.check_unbroken()
         held, attempt = tensor, self._attempt()
         # One that joined the table since the last agreement has no place: the next agreement gives it one.
         if attempt is not None and not attempt.dirty and name in attempt.buffers.slot_of:
             try:
-                held = attempt.add(attempt.buffers.slot_of[name], tensor)
+                held = attempt.add(attempt.buffers.slot_of[name], tensor, stays=stays)
             except BaseException as error:  # as breaking() does, without a generator a tensor
                 self._broken = error
                 raise
@@ -159,10 +160,14 @@ class GradientExchange(AgreedState):
             raise error
         return Combined(attempt, self.config.zero_unused)
 
-    def commit(self) -> None:
-        """Keep what the step has left over: residuals change places. The next step begins."""
+    def commit(self, *, drops_unused: bool = False) -> None:
+        """Keep what the step has left over: residuals change places. The next step begins.
+
+        ``drops_unused``: the update of a tensor that no rank had, which is of earlier steps, is not applied: what is
+        kept of it stays as it was.
+        """
         assert self.buffers is not None and self._round is not None
-        self.buffers.commit_residuals(self._round.slots(due=False))
+        self.buffers.commit_residuals(self._round.left_out(unused=drops_unused))
         self.steps = self.step = self.step + 1
         layout, tensors = self.buffers.layout, self.buffers.tensors
         self.totals.stepped(len(self.buffers.messages), layout.numel, tensors.numel)

@@ -323,10 +323,10 @@ class MergeBuffers:
     def commit_residuals(self, left_out: Iterable[Slot] = ()) -> None:
         """End a step: make what was not sent the residual. What was the residual before is lost.
 
-        ``left_out``: tensors of which nothing was exchanged; their residuals stay as they were.
+        ``left_out``: tensors whose update comes to nothing; their residuals and momenta stay as they were.
         """
         for slot in left_out:
-            self.arena_of[slot.index].accumulate(slot, None)
+            self.arena_of[slot.index].keep(slot)
         for arena in self.arenas.values():
             arena.swap()
         if self.bases is not None:

@@ -44,16 +44,19 @@ def resolve_nonfinite(attempt: Round) -> NonFiniteError | None:
         return NonFiniteError(
             f"gradients, or what the optimizer has made of parameters, are infinite or NaN: {where}. The shared "
             "parameters are as before this step. Call zero_grad() to go on without it; nonfinite='skip' leaves out "
-            "such steps on the rank that has them. Parameters that are not finite themselves need a checkpoint"
+            "such steps on the rank that has them. Parameters that are not finite themselves need a checkpoint",
+            where,
         )
     if policy == SKIP:
         return NonFiniteError(
             f"{totals.skipped_in_a_row} steps in a row were skipped, because gradients were not finite; in this one: "
-            f"{where}. Look at the loss, the data and the learning rate: training does not recover by itself"
+            f"{where}. Look at the loss, the data and the learning rate: training does not recover by itself",
+            where,
         )
     return NonFiniteError(
         f"gradients are infinite or NaN: {where}. Parameters and residuals are as before this step. Call zero_grad() "
-        "to go on without it; nonfinite='skip' leaves out such steps, and scaler= is for float16 under autocast"
+        "to go on without it; nonfinite='skip' leaves out such steps, and scaler= is for float16 under autocast",
+        where,
     )
 
 

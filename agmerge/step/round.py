@@ -86,17 +86,25 @@ class Round:
             if self._is_due(self.buffers.buffer_of[slot.index]) is due:
                 yield slot
 
+    def left_out(self, *, unused: bool) -> Iterator[Slot]:
+        """Yield the tensors that are not exchanged in this round and, with ``unused``, those that no rank had."""
+        yield from self.slots(due=False)
+        for slot in self.slots() if unused else ():
+            if not self.used[slot.index]:
+                yield slot
+
     # -- 1. gradients come --------------------------------------------------------------------------------------
 
-    def add(self, slot: Slot, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    def add(self, slot: Slot, gradient: torch.Tensor | None, *, stays: bool = False) -> torch.Tensor | None:
         """Collective. Take the gradient of one tensor (None: it has none), and send what is complete now.
 
-        Returns what its owner should hold in its place until the round has ended: the same numbers.
+        Returns what its owner should hold in its place until the round has ended: the same numbers. With ``stays`` that
+        is the gradient itself.
         """
         if not self._added:
             self.recorder.begin()
         held = gradient
-        moves = not self.dirty and self.buffers.may_move[slot.index]
+        moves = not (self.dirty or stays) and self.buffers.may_move[slot.index]
         if gradient is None or not moves:
             self._on_gradient(slot, gradient)
         elif slot.lane.on_device:  # there it may wait for its merge buffer: it has to lie where it will be read

@@ -261,8 +261,15 @@ class Arena:
                 for slot in self._slots:
                     self.memory.correct(self.gradients[slot.index], self._momentum_of(slot))
             for slot in unused:
-                momentum = self._momentum_of(slot)
-                momentum.after.copy_(momentum.before)
+                self.keep(slot)
+
+    def keep(self, slot: Slot) -> None:
+        """Let what is kept of one tensor be, at the end of this step, what it was before."""
+        if self.memory.has_residual:
+            self._views[self._turn][slot.index].copy_(self._views[1 - self._turn][slot.index])
+        if self.memory.has_momentum:
+            momentum = self._momentum_of(slot)
+            momentum.after.copy_(momentum.before)
 
     def swap(self) -> None:
         """Make what is left in ``work`` the residual. Called in ``step()`` and nowhere else."""

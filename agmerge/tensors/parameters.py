@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -31,21 +31,35 @@ class ParameterInfo:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} {self.device.type} {lane}"
 
 
+class Grouped(Protocol):
+    """Have parameters in groups, as an optimizer has them."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return the groups: each has a list of parameters under "params"."""
+
+
 class ParameterTable:
     """Name the parameters of an optimizer, and watch which of them need a gradient."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, named_parameters: Iterable[Any] | None) -> None:
+    def __init__(self, owner: Grouped, named_parameters: Iterable[Any] | None) -> None:
         """Take the names. Raises ``ValueError`` with Horovod's texts.
 
-        ``named_parameters`` may name more parameters than the optimizer owns, not fewer; None: names are made from the
-        position.
+        ``owner``: the optimizer, or who else has groups of parameters; it is asked for them again and again.
+        ``named_parameters`` may name more parameters than it has, not fewer; None: names are made from the position.
         """
-        self.optimizer = optimizer
+        self._owner = owner
         self._names: dict[torch.Tensor, str] = {}
         if named_parameters is not None:
             self._take_names(list(named_parameters))
             self._check_all_named()
         self.name_all()
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Return the optimizer whose parameters these are; there is one wherever something steps it."""
+        assert isinstance(self._owner, torch.optim.Optimizer)
+        return self._owner
 
     def _take_names(self, named: list[Any]) -> None:
         """Take names as given; ``ValueError`` for what is no pair, or a name that comes twice."""
@@ -67,7 +81,7 @@ class ParameterTable:
         """Raise ``ValueError`` unless every parameter of the optimizer has a name."""
         unnamed = [
             f"parameter {i} of group {g}, {p.dtype} {list(p.shape)}"
-            for g, group in enumerate(self.optimizer.param_groups)
+            for g, group in enumerate(self._owner.param_groups)
             for i, p in enumerate(group["params"])
             if p not in self._names
         ]
@@ -81,7 +95,7 @@ class ParameterTable:
         """Give a name to every parameter that has none; return all parameters, in the order of the groups."""
         taken = set(self._names.values())
         parameters = []
-        for g, group in enumerate(self.optimizer.param_groups):
+        for g, group in enumerate(self._owner.param_groups):
             given = group.get("param_names", [])
             for i, parameter in enumerate(group["params"]):
                 parameters.append(parameter)
@@ -122,7 +136,7 @@ class ParameterTable:
         """Return what must not change unnoticed: membership, dtypes, devices, shapes. Cheap; compare with ``==``."""
         return [
             (id(p), p.dtype, p.device, p.shape)
-            for group in self.optimizer.param_groups
+            for group in self._owner.param_groups
             for p in group["params"]
             if p.requires_grad
         ]

@@ -23,7 +23,7 @@ from agmerge.planning import cost_probe
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parents[2] / "examples")]
 from collective_scenarios import every_collective  # noqa: E402
 from digits import DigitsCNN, load  # noqa: E402
-from dropping import data_parallel, dropped  # noqa: E402
+from dropping import dropped  # noqa: E402
 from exchange_scenarios import exchanges  # noqa: E402
 from support import (  # noqa: E402
     AwkwardModel,
@@ -183,7 +183,6 @@ scenario(exchanges)
 scenario(updates)
 scenario(every_collective)
 scenario(dropped)
-scenario(data_parallel)
 
 
 @scenario

@@ -90,15 +90,6 @@ def test_an_optimizer_that_was_dropped_holds_no_threads_and_files(found: Results
         assert seen[-1] <= seen[2] + 4, seen  # one optimizer more would be eight
 
 
-def test_who_leaves_data_parallel_on_is_told_once_on_rank_0(found: Results) -> None:
-    first, *others = found["data_parallel"]
-    assert all(said == [] for seen in others for said in seen)
-    if first:
-        (wrapped,), (inside,), gone, beside = first
-        assert "everything is exchanged twice" in wrapped == inside and "takes the plain model" in wrapped
-        assert gone == beside == []
-
-
 def test_what_is_not_sent_is_kept(found: Results) -> None:
     assert all(seen["worst"] < 1e-6 for seen in found["conservation"])
     assert all(seen["kept"] > 1e-3 for seen in found["conservation"])

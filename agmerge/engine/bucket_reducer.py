@@ -1,0 +1,118 @@
+"""Exchange gradients that somebody else gathers bucket by bucket, and write the updates where the gradients were.
+
+The buckets are only where gradients lie. Merge buffers, messages and residuals are by parameter, as ever, so that they
+stay what they are when the owner of the buckets arranges these anew.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from agmerge.backends import status
+from agmerge.engine.grad_hooks import refuse_owned
+from agmerge.engine.synchronizer import Synchronizer
+from agmerge.errors import IN_BACKWARD, AGMergeError, NonFiniteError
+from agmerge.exchanges.message.format import Flag
+from agmerge.options import momentum
+from agmerge.options.config import Config
+from agmerge.tensors.parameters import ParameterTable
+
+
+class BucketReducer(Synchronizer):
+    """Combine the gradients of one backward pass after the other: there is no ``step()`` to wait for.
+
+    :meth:`hand_over` for each parameter, in the same order on every rank, then :meth:`combine`. From then on the update
+    is the script's, which may clip it, add to it or drop it. ``members``: whose gradients lie in the buckets.
+    ``optimizer``: the one that steps; None: it is not known. Raises ``ValueError`` where a DistributedOptimizer has a
+    parameter, or the momentum of ``optimizer``, which shall be applied here, is of other parameters.
+    """
+
+    combines_gradients = True
+
+    def __init__(self, members: ParameterTable, config: Config, optimizer: torch.optim.Optimizer | None = None) -> None:
+        super().__init__(members, members, config)
+        refuse_owned(members.name_all(), members)
+        self._optimizer = optimizer
+        self._check_momentum(config)
+        self._gradients: dict[str, torch.Tensor] = {}  # that were handed over in this pass: views of buckets
+
+    def _averaged_too(self) -> str:
+        return ""  # whoever owns the buckets leaves the average to this
+
+    def _check_momentum(self, config: Config) -> None:
+        """Raise ``ValueError`` where a momentum to be applied here is not that of exactly these parameters."""
+        if config.rates is None or self._optimizer is None:
+            return
+        stepped = {parameter for group in self._optimizer.param_groups for parameter in group["params"]}
+        if stepped != set(self.members.name_all()):
+            raise ValueError(
+                f"{config.memory} applies the momentum of {type(self._optimizer).__name__} before selection, and that "
+                "steps other parameters than those whose gradients are exchanged: give it these alone, or pass "
+                "memory='residual'"
+            )
+
+    def reconfigure(self, config: Config, what: str, advice: str) -> None:
+        """Collective. See :meth:`Synchronizer.reconfigure`."""
+        self._check_momentum(config)
+        super().reconfigure(config, what, advice)
+
+    @torch.no_grad()
+    def hand_over(self, parameter: torch.Tensor, gradient: torch.Tensor, *, used: bool = True) -> None:
+        """Collective. Take the gradient of a parameter, and send the merge buffers that are complete now.
+
+        ``gradient``: of the shape of ``parameter``, not to be changed before :meth:`combine`, which writes the update
+        there. ``used``: whether this rank has one; without it, and in :meth:`joined`, ``gradient`` is zero.
+        """
+        if not self._gradients:
+            status.current().enter("is in a backward pass", self.exchange.step)
+        name = self.members.name_of(parameter)
+        self._gradients[name] = gradient
+        if self._flag == Flag.ACTIVE:  # of one that has joined, everything leaves in combine()
+            self.exchange.ready(name, self.scaling.divided(parameter, gradient) if used else None, stays=True)
+
+    @torch.no_grad()
+    def combine(self) -> None:
+        """Collective. Send what is left, receive, and write the updates where gradients were; the pass has ended.
+
+        Connects first, if need be. A tensor that no rank has used gets no update, and what is kept of it stays as it
+        was. Raises :class:`agmerge.NonFiniteError` on every rank, as ``nonfinite=`` has it.
+        """
+        self.connect()
+        if self._optimizer is not None:
+            momentum.take_over(self.exchange, self.members, self._optimizer)
+        status.current().enter("combines gradients", self.exchange.step)
+        try:
+            combined = self.exchange.finish(flags=self._flag)
+        except NonFiniteError as error:
+            raise NonFiniteError(IN_BACKWARD.format(where=error.where), error.where) from None
+        self.flags_of_all = combined.flags
+        with self.exchange.breaking():
+            for name, update in combined.updates.items():
+                if update is not None and name in self._gradients:
+                    self.scaling.restore(self._gradients[name].copy_(update))
+            if combined.skipped:
+                self.exchange.discard()
+            else:
+                self.exchange.commit(drops_unused=True)
+        self._end_pass()
+        if not combined.skipped:
+            self.end_exchange()
+
+    def _compare_replicas(self) -> None:
+        # Not before the optimizer has stepped, and not where it does not: on a rank that has joined.
+        if self.exchange.steps > 1 and not self.flags_of_all & Flag.JOINED:
+            super()._compare_replicas()
+
+    def discard(self) -> None:
+        """Forget the pass that has begun: nothing of it is kept."""
+        super().discard()
+        self._end_pass()
+
+    def _end_pass(self) -> None:
+        self._gradients = {}
+        self.scaling.clear()
+
+    def check_idle(self, what: str) -> None:
+        """Raise unless ``what`` may happen now: not in a backward pass."""
+        if self._gradients:
+            raise AGMergeError(f"{what} was called in a backward pass; call it after backward()")

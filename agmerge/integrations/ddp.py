@@ -1,0 +1,220 @@
+"""Compress what torch's DistributedDataParallel averages: ``compressed = ddp.compress(model, compression="topk")``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from agmerge.checkpoint import rank_state
+from agmerge.engine.bucket_reducer import BucketReducer
+from agmerge.engine.grad_scaler import LossScale, check_dtypes
+from agmerge.engine.optimizer_wrapper import check_optimizer
+from agmerge.engine.step_hooks import follow
+from agmerge.engine.update_reducer import UpdateReducer
+from agmerge.errors import AGMergeError
+from agmerge.integrations.ddp_hook import Hook, exchange
+from agmerge.integrations.ddp_refusals import checked_model, checked_options
+from agmerge.optimizer.swapping import swap_compressor
+from agmerge.options import compressors, momentum, notices
+from agmerge.options.arguments import Options
+from agmerge.options.config import with_momentum_of
+from agmerge.options.resolve import resolve
+from agmerge.options.updates import UPDATES, density_of
+from agmerge.reporting import ReportingMixin
+from agmerge.tensors.parameters import ParameterTable
+
+
+def compress(
+    model: torch.nn.Module,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    **options: Any,
+) -> Compressed:
+    """Collective. Exchange the gradients of a DistributedDataParallel compressed, in place of averaging them.
+
+    Everything else stays as it is: after ``backward()`` ``p.grad`` is the combined update, to be clipped, logged and
+    stepped with; ``model.no_sync()`` accumulates. A pass is final when ``backward()`` returns. With
+    ``sync="updates"`` the model averages no gradients at all, as in ``model.no_sync()``, and what ``optimizer`` has
+    done is exchanged when it has stepped: by hooks on its step, so that frameworks, schedulers and checkpoints go on
+    with the optimizer that they have.
+
+    * ``model``: The DistributedDataParallel, also under ``torch.compile``. All ranks of the world call this, if the
+      model's ``process_group`` has only some of them each for its own.
+    * ``optimizer``: The plain one that steps. ``sync="updates"`` needs it, and so does what depends on its momentum:
+      ``compression="auto"``, the default, and ``"dgc"``.
+    * ``scaler``: The ``GradScaler`` in use. Without it residuals would have its scale, which changes; with
+      ``sync="updates"``, where each worker unscales its own gradients, nothing depends on it.
+    * ``options``: Those of :class:`agmerge.DistributedOptimizer`, but for what the model says itself.
+
+    Raises ``TypeError`` and ``ValueError`` for models and options that it cannot take, before anything is exchanged.
+    """
+    plain = checked_model(model)
+    compressed = Compressed(plain, optimizer, checked_options({**options, "scaler": scaler}, plain))
+    notices.warn_of_changes(compressed._reducer.exchange, optimizer, None)
+    return compressed
+
+
+@dataclass(frozen=True)
+class _OneGroup:
+    """Have parameters in one group, as an optimizer has."""
+
+    param_groups: list[dict[str, Any]]
+
+
+class Compressed(ReportingMixin):
+    """Hold what :func:`compress` has made of a model. What it offers means what it means on a DistributedOptimizer.
+
+    ``optimizer``: the plain one, None where it was not given.
+    """
+
+    _reducer: BucketReducer | UpdateReducer
+
+    def __init__(
+        self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer | None, options: Options
+    ) -> None:
+        self.optimizer = optimizer
+        if optimizer is not None:
+            check_optimizer(optimizer)
+        compression = compressors.resolve_auto(options.compression, optimizer, options.memory, options.sync)
+        compressors.check_meaning(options.compression, vars(options))
+        self._options = replace(options, compression=compression, density=density_of(options))
+        self._attached = ExitStack()  # what hangs on the model and the optimizer
+        self._reducer = self._reducer_for(model)
+        try:
+            if self._steps_alone:
+                self._attached.enter_context(model.no_sync())
+            self._reducer.connect()
+            self._attach(model)
+        except BaseException:
+            self.close()
+            raise
+
+    def _reducer_for(self, model: DistributedDataParallel) -> BucketReducer | UpdateReducer:
+        """Return who exchanges gradients, or what the optimizer did."""
+        config, optimizer = with_momentum_of(resolve(self._options), self.optimizer), self.optimizer
+        if config.updates is not None:
+            if optimizer is None:
+                raise ValueError("sync='updates' exchanges what the optimizer did: pass optimizer=, the one that steps")
+            return UpdateReducer(ParameterTable(optimizer, _named(model, ignored=True)), config)
+        named = _named(model, ignored=False)
+        table = ParameterTable(_OneGroup([{"params": [parameter for _, parameter in named]}]), named)
+        check_dtypes(table, config.scaled)
+        reducer = BucketReducer(table, config, optimizer)
+        if config.scaled:
+            reducer.attach_scaler(LossScale(self._options.scaler))
+        return reducer
+
+    def _attach(self, model: DistributedDataParallel) -> None:
+        """Have the model, or the optimizer, call the reducer."""
+        if isinstance(self._reducer, UpdateReducer):
+            # This object as a whole, which the script need not keep: no_sync() ends when nobody holds it any more.
+            self._attached.callback(follow(self._reducer, lambda: self._check_apart(model)))
+            return
+        hook = Hook(model, self._reducer)
+        model.register_comm_hook(hook, exchange)
+        self._attached.callback(hook.close)
+        if self.optimizer is not None:
+            self._attached.callback(momentum.withhold(self._reducer.exchange, self.optimizer))
+
+    def _check_apart(self, model: DistributedDataParallel) -> None:
+        """Raise :class:`agmerge.AGMergeError` before a step of ``sync="updates"`` that others would wait for in vain.
+
+        That is in ``join()``, and where the model has averaged gradients after all.
+        """
+        if model._join_config.enable:
+            raise AGMergeError(
+                "model.join() with sync='updates': a rank that has joined does not step, and the others would wait for "
+                "it. Give every rank the same number of batches"
+            )
+        if model.require_backward_grad_sync:
+            raise AGMergeError(
+                "DistributedDataParallel has averaged gradients whole, and sync='updates' exchanges what each worker's "
+                "optimizer does with its own: a no_sync() that was entered before compress() has ended, or the script "
+                "has set require_backward_grad_sync. Call compress() outside of no_sync(), and leave that to it"
+            )
+
+    def set_compressor(
+        self,
+        compression: Any,
+        *,
+        density: Any = None,
+        rank: Any = None,
+        memory: Any = None,
+        warmup: Any = None,
+        **options: Any,
+    ) -> None:
+        """Collective. Compress otherwise from the next pass on, with arguments as DistributedOptimizer's."""
+        chosen = {"density": density, "rank": rank, "memory": memory, "warmup": warmup}
+        before = self._reducer.config
+        self._options = swap_compressor(self._reducer, self._options, self.optimizer, compression, chosen, options)
+        notices.warn_of_changes(self._reducer.exchange, self.optimizer, before)
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Let the parameters, inside, be those that all workers have in common: to evaluate, and to save.
+
+        With ``sync="updates"`` a worker's own are ahead of these. With ``sync="gradients"`` they are the same anyway.
+        """
+        with self._reducer.shared():
+            yield
+
+    def consolidate(self) -> None:
+        """Collective. Make parameters equal on all ranks to the bit, where ``sync="updates"`` lets them differ."""
+        self._reducer.consolidate()
+
+    def flush(self) -> None:
+        """Collective. Take in what is under way, with ``overlap=``."""
+        self._reducer.flush()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return, under ``"agmerge"``, what this rank keeps: its residuals, the plan.
+
+        With ``sync="updates"`` beside it the state of this rank's optimizer, which is no other rank's.
+        """
+        inner = self.optimizer.state_dict() if self.optimizer is not None and self._steps_alone else {}
+        return {**inner, rank_state.SECTION: rank_state.save(self._reducer)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Collective. Load what :meth:`state_dict` gave on this rank, or :func:`agmerge.gather_state` on rank 0.
+
+        Call it once the model and the optimizer are loaded. Raises ``ValueError`` for a state of another model, or
+        residuals that are not finite; without any they start from zero, with a warning.
+        """
+        inner = {key: value for key, value in state_dict.items() if key != rank_state.SECTION}
+        inner = rank_state.load(self._reducer, state_dict.get(rank_state.SECTION)) or inner
+        if self.optimizer is not None and self._steps_alone and inner:
+            self.optimizer.load_state_dict(inner)
+        exchange = self._reducer.exchange
+        config = with_momentum_of(exchange.config, self.optimizer)
+        exchange.adopt(rank_state.with_memory_for_unsent(exchange, config, self._options.memory))
+
+    @property
+    def _steps_alone(self) -> bool:
+        """Tell whether each rank's optimizer steps with its own gradients."""
+        return self._options.sync == UPDATES
+
+    def close(self) -> None:
+        """Give the communicators back. The model averages whole gradients from then on: a hook cannot be taken off.
+
+        With ``sync="updates"`` call :meth:`consolidate` before, or it goes on with parameters that differ.
+        """
+        self._attached.close()
+        self._reducer.close()
+
+
+def _named(model: DistributedDataParallel, *, ignored: bool) -> list[tuple[str, torch.Tensor]]:
+    """Return the parameters of a model, by names as of the plain one; those that it averages, or all (``ignored``).
+
+    What is saved by such names fits, whether torch.compile has wrapped parts of the model or not.
+    """
+    return [
+        (name.replace("_orig_mod.", ""), parameter)
+        for name, parameter in model.module.named_parameters()
+        if ignored or (parameter.requires_grad and name not in model.parameters_to_ignore)
+    ]

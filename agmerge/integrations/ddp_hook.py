@@ -1,0 +1,113 @@
+"""Be the communication hook of a DistributedDataParallel: its buckets go to a reducer, and come back combined.
+
+Its annotations are evaluated: DistributedDataParallel compares those of a hook with its own types.
+"""
+
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from agmerge.engine.bucket_reducer import BucketReducer
+from agmerge.errors import AGMergeError
+
+FEWER = (
+    "join(divide_by_initial_world_size=False): what ranks that have joined keep still counts, so that updates are "
+    "averages over all of them to the end; leave it True"
+)
+Updated = torch.futures.Future[torch.Tensor]
+
+
+class Hook:
+    """Hand the gradients of each bucket to a reducer, and tell the model when updates are in their place.
+
+    The model holds it for as long as it lives, and it does not hold the model.
+    """
+
+    def __init__(self, model: DistributedDataParallel, reducer: BucketReducer) -> None:
+        self._model = weakref.ref(model)
+        self._reducer: BucketReducer | None = reducer  # None: closed
+        self._waiting: list[tuple[Updated, torch.Tensor]] = []  # for the last bucket of this pass, with their updates
+        # Parameters that got a gradient since the last pass that was averaged; None: all get one.
+        self._used: set[int] | None = None
+        self._handles: list[RemovableHandle] = []
+        if model.find_unused_parameters or model.static_graph:
+            self._used = set()
+            mark = _marking(self._used)
+            for parameter in reducer.members.name_all():
+                self._handles.append(parameter.register_post_accumulate_grad_hook(mark))  # type: ignore[no-untyped-call]
+
+    def take(self, bucket: GradBucket) -> Updated:
+        """Collective. Take a bucket; with the last one, write the updates into all of them.
+
+        Returns when the bucket holds its updates. All collectives are called here, in one thread.
+        """
+        model, reducer = self._model(), self._reducer
+        assert model is not None
+        if reducer is None:
+            return allreduce_hook(model.process_group, bucket)
+        if not getattr(model, "_divide_by_initial_world_size", True):
+            raise AGMergeError(FEWER)
+        buffer = bucket.buffer()
+        updated = Updated(devices=None if buffer.device.type == "cpu" else [buffer.device])
+        self._waiting.append((updated, buffer))
+        # In join() the model calls this by itself, with zeros: outside of any backward pass.
+        joined = torch._C._current_graph_task_id() < 0
+        with reducer.joined() if joined else nullcontext():
+            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                used = self._used is None or id(parameter) in self._used
+                reducer.hand_over(parameter, as_laid_out(parameter, gradient), used=used)
+            if bucket.is_last():
+                self._end_pass(reducer)
+        return updated
+
+    def _end_pass(self, reducer: BucketReducer) -> None:
+        waiting, self._waiting = self._waiting, []
+        reducer.combine()
+        if self._used is not None:
+            self._used.clear()
+        for updated, buffer in waiting:
+            updated.set_result(buffer)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # A copy of the model, or one that is loaded, has no hook: it is the process's, as groups are.
+        text = "a copy of a compressed DistributedDataParallel averages densely: call ddp.compress() with it"
+        warnings.warn(text, stacklevel=3)
+        return str, ("agmerge, in the model that this is a copy of",)
+
+    def close(self) -> None:
+        """Exchange no more: buckets are averaged whole from now on."""
+        self._reducer = None
+        for handle in self._handles:
+            handle.remove()
+
+
+def exchange(hook: Hook, bucket: GradBucket) -> Updated:
+    """Collective. Take a bucket, in the form in which DistributedDataParallel calls a hook."""
+    return hook.take(bucket)
+
+
+def as_laid_out(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of a bucket in the shape of its parameter: a view, laid out as the bucket has it.
+
+    That is in the strides of the parameter, if these leave no gap. The view that a bucket gives is in C order always,
+    which for others (channels_last) mixes up the elements.
+    """
+    if parameter.is_contiguous() or torch.empty_like(parameter, device="meta").stride() != parameter.stride():
+        return gradient
+    return gradient.as_strided(parameter.shape, parameter.stride(), gradient.storage_offset())
+
+
+def _marking(used: set[int]) -> Callable[[torch.Tensor], None]:
+    """Return a hook that notes which parameters get gradients; it holds nothing else."""
+
+    def mark(parameter: torch.Tensor) -> None:
+        used.add(id(parameter))
+
+    return mark

@@ -1,0 +1,1 @@
+"""Being here, put this folder on the path: tests of integrations/ start workers by launching.py, too."""

@@ -1,0 +1,186 @@
+"""agmerge.integrations.ddp on two real workers: nearly all of it in one launch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import results, torchrun
+
+SCRIPT = Path(__file__).parent / "ddp_scenarios.py"
+Found = dict[str, list[Any]]
+pytestmark = pytest.mark.timeout(400)
+
+
+def launched(folder: Path, *scenarios: str, workers: int = 2) -> Found:
+    """What all ranks wrote."""
+    ended = torchrun(workers, SCRIPT, str(folder), *scenarios, timeout=300)
+    assert ended.code == 0, ended.output[-6000:]
+    return results(folder, workers)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """All scenarios but the long one."""
+    return launched(tmp_path_factory.mktemp("ddp"))
+
+
+def test_the_hook_gives_the_bits_of_the_wrapper(found: Found) -> None:
+    """Of parameters, residuals and momenta; and parameters have moved."""
+    for cases in found["bits"]:
+        assert len(cases) == 14 and all(all(same) for same in cases.values()), cases
+
+
+@pytest.mark.long
+def test_the_hook_gives_the_bits_of_the_wrapper_in_every_combination(tmp_path: Path) -> None:
+    for cases in launched(tmp_path, "matrix")["matrix"]:
+        assert len(cases) == 95 and all(all(same) for same in cases.values()), cases
+
+
+def test_uncompressed_it_gives_the_bits_of_ddp_itself(found: Found) -> None:
+    for seen in found["plain"]:
+        assert seen["ours"] == seen["theirs"] and seen["steps"] == 6 and seen["sent"] > 0
+
+
+def test_residuals_go_on_when_buckets_are_rebuilt(found: Found) -> None:
+    for seen in found["rebuilt"]:
+        assert seen["before"] != seen["after"] and seen["worst"] < 1e-6
+
+
+def test_what_nobody_has_used_is_applied_later(found: Found) -> None:
+    """In two steps of three, by one rank, by all: applied is the mean of what was given less what is kept."""
+    for seen in found["unused"]:
+        for compression, one in seen.items():
+            assert one["worst"] < 1e-7 and one["left alone"] == 10, (compression, one)
+            assert (one["kept"] > 1e-3) == (compression != "none")
+
+
+def test_what_nobody_has_used_keeps_residual_and_momentum(found: Found) -> None:
+    for seen in found["leaves_alone"]:
+        first, second, third, fourth, fifth = seen["kept"]
+        assert first != second == third == fourth != fifth
+        assert all(a != b for a, b in zip(second, fifth, strict=True)) and seen["bias"]
+
+
+def test_replicas_of_an_awkward_model_stay_equal(found: Found) -> None:
+    first, second = found["awkward"]
+    assert first == second and len(set(first)) == len(first) == 15
+
+
+def test_a_rank_without_batches_joins_as_with_the_wrapper(found: Found) -> None:
+    for seen in found["uneven"]:
+        assert seen["ours"] == seen["theirs"] and seen["steps"] == 7
+        assert "leave it True" in seen["said"]
+    assert len({seen["ours"] for seen in found["uneven"]}) == 1
+
+
+def test_a_checkpoint_goes_on_to_the_bit(found: Found) -> None:
+    """That of each rank, and that of all ranks together."""
+    for rank, seen in enumerate(found["checkpoints"]):
+        assert seen["again"] == [seen["whole"], seen["whole"]] and seen["keys"] == ["agmerge"]
+        assert seen["gathered"] == (rank == 0)
+
+
+def test_another_compressor_and_the_end(found: Found) -> None:
+    for seen in found["changes"]:
+        before, after = seen["kept"]
+        assert before > 0 and after == 0 and seen["report"].startswith("buffer") and seen["closed"]
+
+
+def test_the_group_is_that_of_the_model(found: Found) -> None:
+    for seen in found["groups"]:
+        assert seen == {"equal": True, "steps": 4}
+
+
+@pytest.mark.long
+def test_two_groups_of_two_are_two_process_sets(tmp_path: Path) -> None:
+    """With the bits of the wrapper, by gradients and by updates; the two groups come to different parameters."""
+    ranks = launched(tmp_path, "halves", workers=4)["halves"]
+    assert all(same for seen in ranks for same in seen["same"])
+    assert ranks[0]["digest"] == ranks[1]["digest"] != ranks[2]["digest"] == ranks[3]["digest"]
+
+
+def test_compiled_models_are_the_same(found: Found) -> None:
+    assert found["compiled"] == [[True] * 4] * 2
+
+
+def test_a_copy_is_no_part_of_it_and_what_is_dropped_is_free(found: Found) -> None:
+    for seen in found["copied"]:
+        assert len(seen["said"]) == 1 and "averages densely" in seen["said"][0] and seen["steps"] == [0, 2]
+        assert seen["free"] == [True] * 4
+
+
+def test_nobody_has_to_keep_what_compress_returns(found: Found) -> None:
+    assert found["unkept"] == [[True, True]] * 2
+
+
+def test_local_steps_give_the_bits_of_the_wrapper_around_the_plain_model(found: Found) -> None:
+    for cases in found["updates"]:
+        assert len(cases) == 10 and all(all(same) for same in cases.values()), cases
+
+
+def test_local_steps_are_refused_where_others_would_wait(found: Found) -> None:
+    for said in found["updates_refused"]:
+        assert "the same number of batches" in said["join"] and "has averaged gradients whole" in said["averaged"]
+
+
+def test_local_steps_go_on_to_the_bit(found: Found) -> None:
+    """With the optimizer of each rank, though a framework has loaded rank 0's on all."""
+    bits = [seen["bits"] for seen in found["updates_resumed"]]
+    assert all(len(set(of_rank)) == 1 for of_rank in bits) and bits[0][0] != bits[1][0]
+    assert all(seen["keys"] == ["agmerge", "param_groups", "state"] for seen in found["updates_resumed"])
+
+
+SAID = {
+    "plain": "TypeError: .* not Sequential",
+    "data parallel": "TypeError: .* torchrun",
+    "fsdp 1": "TypeError: .* fully_shard",
+    "fsdp 2": "TypeError: .* process_set",
+    "deepspeed": "TypeError: .* ZeRO stage 0",
+    "torchft": "TypeError: .* its groups change",
+    "hooked": "ValueError: .* a hook is registered already",
+    "twice": "ValueError: .* a hook is registered already",
+    "wrapped already": "ValueError: .* another DistributedOptimizer",
+    "a wrapper": "TypeError: .* wrap the plain one",
+    "other parameters": "ValueError: .* other parameters than",
+    "embedding": "ValueError: .* sparse=False",
+    "delayed": "ValueError: .* delay_all_reduce_named_params",
+    "skipping": "ValueError: .* skip_all_reduce_unused_params",
+    "steps in backward": "ValueError: .* step after it",
+    "passes": "ValueError: .*no_sync",
+    "process set": "ValueError: .* process_group",
+    "dear": "ValueError: .*dear",
+    "unknown": "TypeError: .* unexpected keyword argument 'colour'",
+    "auto": "ValueError: .* pass optimizer=",
+    "dgc": "ValueError: .* pass optimizer=",
+    "skip": "ValueError: .* scaler=",
+    "updates": "ValueError: .* pass optimizer=",
+    "updates, static": "ValueError: .* static_graph",
+    "every": "ValueError: .* sync='updates'",
+}
+
+
+@pytest.mark.parametrize("what", SAID)
+def test_what_cannot_be_compressed_is_refused(found: Found, what: str) -> None:
+
+    for said in found["refused"]:
+        assert re.match(SAID[what], said[what], re.DOTALL), said[what]
+
+
+def test_every_refusal_is_looked_at(found: Found) -> None:
+    assert all(set(said) == set(SAID) for said in found["refused"])
+
+
+def test_a_wrapper_beside_ddp_is_an_error_on_every_rank(found: Found) -> None:
+    for said in found["guarded"]:
+        for what in ("outside", "inside", "updates", "compressed"):
+            assert "everything would be exchanged twice" in said[what] and "ddp.compress(" in said[what], what
+        assert said["gone"] == said["no_sync"] == ""
+
+
+def test_an_infinite_gradient_ends_the_run_on_every_rank_alike(found: Found) -> None:
+    first, second = found["infinite"]
+    assert first["said"] == second["said"] and "rank 1: " in first["said"] and "from a checkpoint" in first["said"]
+    assert first["kept"] and second["kept"]
