@@ -16,8 +16,6 @@ from launching import HERE, ROOT, Ended
 from two_hosts import Hosts
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
-if why := two_hosts.usable() or slurm_hosts.usable():
-    pytest.skip(f"no Slurm on this machine: {why}", allow_module_level=True)
 
 SCRIPT = str(HERE / "on_hosts.py")
 PYTHON = sys.executable
@@ -27,6 +25,8 @@ LIMIT = 120  # seconds for a job
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     """Two nodes, whose own names lead to 127.0.1.1."""
+    if why := two_hosts.usable() or slurm_hosts.usable():
+        pytest.skip(f"no Slurm on this machine: {why}")
     with Hosts(2, own="127.0.1.1") as both:
         slurm_hosts.start(both, tmp_path_factory.mktemp("slurm"))
         yield both
