@@ -26,6 +26,7 @@ OF_THE_WORLD = (
 )
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR")  # what torch.distributed reads, set by torchrun or by hand
 SIZES: tuple[str, ...] = ("WORLD_SIZE",)
+NODES = "PET_NNODES"  # torchrun's --nnodes as a variable, as a TrainJob of Kubernetes sets it
 READS_SLURM = True
 PROBE = """
 import json, torch, torch.distributed as dist
@@ -75,13 +76,19 @@ def averaged(parameters: Iterable[torch.Tensor]) -> str:
 def launched(env: Mapping[str, str]) -> bool:
     """Tell whether torchrun, or somebody by hand, has set what torch.distributed needs.
 
-    Raises :class:`agmerge.AGMergeError` if ``WORLD_SIZE`` says that there are several workers and the rest is missing.
+    Raises :class:`agmerge.AGMergeError` if ``WORLD_SIZE``, or what Kubernetes has set for a torchrun that did not come,
+    says that there are several workers and the rest is missing.
     """
     missing = [key for key in NEEDED if key not in env]
     if missing and int(env.get("WORLD_SIZE") or 1) > 1:
         raise AGMergeError(
             f"WORLD_SIZE={env['WORLD_SIZE']}, but {' and '.join(missing)} not set; set them too, or launch with "
             "torchrun"
+        )
+    if missing and env.get(NODES, "1") != "1":
+        raise AGMergeError(
+            f"{NODES}={env[NODES]} is what torchrun reads, but no torchrun has started this process: make the command "
+            "`torchrun train.py`, in place of `python train.py`"
         )
     return not missing
 

@@ -60,6 +60,8 @@ def unreached(host: str, why: str) -> Row:
     fix = f"make `ssh -o BatchMode=yes {host} true` work"
     if "ermission denied" in why:
         fix += f": ssh-copy-id {host}"
+    elif "erification failed" in why:
+        fix += ": log in by hand once, to accept its key"
     elif "resolve" in why or "not known" in why:
         fix += ": give its name to DNS or /etc/hosts, or write its address"
     elif "not found" in why or "No such file" in why:

@@ -83,7 +83,7 @@ def links(remotes: Mapping[str, Remote], ports: Mapping[str, int], pool: ThreadP
     names = list(ports)
 
     def connect(source: str, target: str, seconds: float) -> Link:
-        asked = {"host": target, "port": ports[target], "patience": PATIENCE, "seconds": seconds}
+        asked = {"host": target.rpartition("@")[2], "port": ports[target], "patience": PATIENCE, "seconds": seconds}
         try:
             return Link(source, target, remotes[source].ask("connect", 2 * doctor_agent.SLOW, **asked))
         except HostError as error:

@@ -61,13 +61,33 @@ class OptimizerWrapper(torch.optim.Optimizer):
         return self.optimizer.register_load_state_dict_post_hook(hook, prepend)
 
 
+# Whose optimizers exchange gradients by themselves, by the module that they are from, and what to do instead.
+OF_OTHERS = {
+    "deepspeed.runtime": (
+        "DeepSpeed averages gradients in its own engine, and ZeRO shards what they are for: with ZeRO stage 0, leave "
+        "DeepSpeed out, and use DistributedOptimizer or DistributedDataParallel; else keep its own exchange"
+    ),
+    "torchft": (
+        "torchft averages gradients by its own manager, among workers that change between steps: wrap the plain "
+        "optimizer and leave torchft out, or keep its own exchange (agmerge.LocalSync has what its DiLoCo does)"
+    ),
+}
+
+
 def check_optimizer(optimizer: Any) -> None:
     """Raise unless ``optimizer`` can be wrapped.
 
-    ``TypeError`` for what is no optimizer and for a wrapper around one, ``ValueError`` if it needs closures.
+    ``TypeError`` for what is no optimizer, for a wrapper around one and for one that exchanges gradients by itself,
+    ``ValueError`` if it needs closures.
     """
     if isinstance(optimizer, OptimizerWrapper):
         raise TypeError("this optimizer is a DistributedOptimizer already; wrap the plain one, once")
+    for kind in type(optimizer).__mro__:
+        for module, advice in OF_OTHERS.items():
+            if f"{kind.__module__}.".startswith(f"{module}."):
+                raise TypeError(
+                    f"the optimizer is a {type(optimizer).__name__} of {module.partition('.')[0]}: {advice}"
+                )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
     closure = inspect.signature(optimizer.step).parameters.get("closure")

@@ -19,8 +19,6 @@ from launching import HERE, ROOT, Ended, missing
 from two_hosts import Hosts
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
-if why := two_hosts.usable():
-    pytest.skip(f"no two hosts on this machine: {why}", allow_module_level=True)
 
 SCRIPT = str(HERE / "on_hosts.py")
 PYTHON = sys.executable
@@ -30,6 +28,13 @@ WAIT = 8  # seconds: AGMERGE_TIMEOUT where the job cannot start
 SLACK = 20  # seconds, on a busy machine, for the launcher and the imports too
 NETWORK = "10.213.7.0/24"
 CLOSED = ["tcp dport 22 accept", "iifname net0 tcp flags syn / syn,ack drop"]  # to all but ssh, from outside
+
+
+@pytest.fixture(scope="module", autouse=True)
+def possible() -> None:
+    """Skip where there can be no hosts."""
+    if why := two_hosts.usable():
+        pytest.skip(f"no two hosts on this machine: {why}")
 
 
 @pytest.fixture(scope="module")

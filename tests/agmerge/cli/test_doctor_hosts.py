@@ -75,6 +75,7 @@ def test_where_all_is_well_there_is_nothing_to_do() -> None:
     "why, fix",
     [
         ("root@b: Permission denied (publickey).", "ssh-copy-id b"),
+        ("Host key verification failed.", "log in by hand once"),
         ("ssh: Could not resolve hostname b: Name or service not known", "/etc/hosts"),
         ("sh: 1: exec: /opt/python: not found", "at the same place: "),
         ("no answer within 46 s", "make `ssh -o BatchMode=yes b true` work"),
@@ -164,23 +165,21 @@ def local(host: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_two_agents_here_are_asked_and_measured(capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_agents_here_are_asked_and_measured() -> None:
     def start(host: str) -> list[str]:
         noise = ["sh", "-c", 'echo "Welcome to $0"; exec "$@"', host]
         return [*noise, *(["env", "AGMERGE_KERNEL=off"] if host == "127.0.0.1" else []), *local(host)]
 
-    seen = doctor_hosts.look(["localhost", "127.0.0.1"], 60.0, start)
-    assert seen.unreached == {} and list(seen.facts) == ["localhost", "127.0.0.1"]
+    seen = doctor_hosts.look(["me@localhost", "127.0.0.1"], 60.0, start)
+    assert seen.unreached == {} and list(seen.facts) == ["me@localhost", "127.0.0.1"]
     here, off = seen.facts.values()
     assert here["python"] == sys.version.split()[0] and here["torch"] and here["folder"]
     assert off["loops"] == "-1" and {name: off[name] for name in ("torch", "mpirun")} == {
         name: here[name] for name in ("torch", "mpirun")
     }
     assert all(abs(ahead) <= wrong + 0.1 for ahead, wrong in seen.clocks.values())
-    assert [(link.source, link.target) for link in seen.links] == [
-        ("localhost", "127.0.0.1"),
-        ("127.0.0.1", "localhost"),
-    ]
+    ways = [(measured.source, measured.target) for measured in seen.links]
+    assert ways == [("me@localhost", "127.0.0.1"), ("127.0.0.1", "me@localhost")]
     for measured in seen.links:
         assert measured.found["error"] == "" and measured.found["rate"] > 0 and measured.found["latency"] > 0
 
@@ -196,6 +195,7 @@ def test_a_host_that_is_lost_on_the_way_is_one_that_is_not_reached(monkeypatch: 
     assert seen.unreached == {"a": "Connection reset by peer"} and not seen.facts and not seen.links
 
 
+@pytest.mark.slow
 def test_why_a_host_does_not_answer() -> None:
     for command, why in (
         (["sh", "-c", "echo 'Permission denied (publickey).' >&2; exit 255"], "Permission denied (publickey)."),

@@ -298,6 +298,26 @@ def test_what_is_no_optimizer_is_refused() -> None:
             agmerge.DistributedOptimizer(thing, MODEL.named_parameters())  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "module, base, words",
+    [
+        ("torchft.optim", torch.optim.SGD, "of torchft: .* leave torchft out"),
+        ("deepspeed.runtime.zero.stage_1_and_2", object, "of deepspeed: .* leave DeepSpeed out"),
+        ("deepspeed.runtime.engine", nn.Module, "of deepspeed: "),
+    ],
+)
+def test_what_exchanges_gradients_by_itself_is_refused_by_name(module: str, base: type, words: str) -> None:
+    theirs = type("OptimizerWrapper", (base,), {"__module__": module, "__init__": lambda self: None})
+    for kind in (theirs, type("Own", (theirs,), {})):  # a subclass of the script's
+        with pytest.raises(TypeError, match=f"the optimizer is a {kind.__name__} {words}"):
+            agmerge.DistributedOptimizer(kind(), MODEL.named_parameters())
+
+
+def test_another_packages_plain_optimizer_is_taken() -> None:
+    fused = type("FusedAdam", (torch.optim.Adam,), {"__module__": "deepspeed.ops.adam.fused_adam"})
+    on_ranks(2, MODEL, lambda rank, model: wrap(model, fused(model.parameters()), compression="none").close())
+
+
 NAMED: dict[str, tuple[Any, str]] = {
     "not pairs": (
         lambda m: list(m.parameters()),

@@ -114,6 +114,14 @@ def test_variables_set_by_hand_but_not_all_are_an_error_and_not_local(missing: s
     assert workers.detect({**env, "WORLD_SIZE": "1"}) == "local"
 
 
+def test_a_pod_for_torchrun_in_which_the_script_is_started_without_it_is_an_error_and_not_local() -> None:
+    for nodes in ("2", "1:4"):
+        with pytest.raises(AGMergeError, match=f"PET_NNODES={nodes} is what torchrun reads, .* `torchrun train.py`"):
+            workers.detect({"PET_NNODES": nodes, "PET_NODE_RANK": "0"})
+    assert workers.detect({"PET_NNODES": "1"}) == "local"
+    assert workers.detect({"PET_NNODES": "2", **TORCHRUN}) == "torch"
+
+
 @pytest.mark.parametrize("variable", SIZES)
 def test_how_many_workers_there_are_is_not_enough_to_be_one_and_not_local(variable: str) -> None:
     with pytest.raises(AGMergeError, match=f"{variable}=2, but no variable says which"):

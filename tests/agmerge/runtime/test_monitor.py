@@ -19,7 +19,7 @@ from agmerge import testing
 from agmerge.backends import addresses, status, torch_store
 from agmerge.backends.local import Group, LocalBackend
 from agmerge.backends.status import RankStatus
-from agmerge.errors import AGMergeError, CollectiveTimeout
+from agmerge.errors import CollectiveTimeout
 from agmerge.runtime import workers
 from agmerge.runtime.peers import monitor, report, status_server
 from agmerge.runtime.peers.monitor import PeerMonitor, over
@@ -351,37 +351,6 @@ def test_gloo_listens_where_others_reach_it_though_its_name_is_a_loopback(
     assert os.environ["GLOO_SOCKET_IFNAME"] == (chosen or "")
     advice = torch_store.advice("10.0.0.7")
     assert ("set GLOO_SOCKET_IFNAME=eth1 there" in advice) is (chosen != "eth1")
-
-
-def test_an_interface_that_is_not_there_is_refused_with_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(addresses, "of_interface", {"lo": "127.0.0.1", "eth1": "10.0.0.7", "ib0": ""}.__getitem__)
-    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth1"), (3, "ib0")])
-    for given in ("", "eth1", "ib0,eth1"):
-        monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
-        torch_store.check_interface()
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1,eth0")
-    with pytest.raises(AGMergeError, match=r"has no such interface; it has lo \(127.0.0.1\), eth1 \(10.0.0.7\)"):
-        torch_store.check_interface()
-
-
-def test_why_a_port_is_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        assert "lets connections in by now" in addresses.why_unreachable("127.0.0.1", port)
-    own = "127.0.0.1, this machine itself, refuses connections: rank 0 does not run there"
-    assert own in addresses.why_unreachable("127.0.0.1", port)
-    for error, words in (
-        (TimeoutError(), "nothing comes back from 192.0.2.1: a firewall"),
-        (OSError(113, "No route to host"), "no way leads to 192.0.2.1 (No route to host)"),
-    ):
-
-        def fail(*given: object, error: OSError = error, **more: object) -> socket.socket:
-            raise error
-
-        monkeypatch.setattr(socket, "create_connection", fail)
-        assert words in addresses.why_unreachable("192.0.2.1", port)
-    monkeypatch.setattr(socket, "getaddrinfo", fail)
-    assert addresses.why_unreachable("node", port) == "the name node leads to no address on this machine"
 
 
 def test_the_others_addresses_lead_to_this_machines_own(monkeypatch: pytest.MonkeyPatch) -> None:
