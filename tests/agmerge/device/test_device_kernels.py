@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from device_harness import PLAN, Trained, host, train
+from device_harness import PLAN, Given, Trained, host, plain_step, train
 from pretend import fused
 from pretend.books import HOOK, SYNCHRONIZE, Books
 from pretend.device import Device
@@ -114,3 +114,14 @@ def test_digits_that_were_counted_for_nothing_are_not_counted_twice() -> None:
 
     with fused.installed():
         on_devices(1, body)
+
+
+def test_a_selection_that_is_observed_is_the_one_that_is_sent() -> None:
+    """Who observes looks at it before the exchange says where it is to be written."""
+
+    def observed(optimizer: Any, model: Given, rank: int, step: int) -> None:
+        if step == 1:
+            optimizer.measure_selection()
+        plain_step(optimizer, model, rank, step)
+
+    same_bits(2, each=observed, compression="topk", exchange="sparse", kernels=True)
