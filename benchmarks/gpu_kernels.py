@@ -115,8 +115,20 @@ def peers(vector: Tensor, k: int) -> Calls:
     }
 
 
-def selection(name: str, vector: Tensor, k: int) -> Callable[[], Any]:
-    """Do the next step of the compressor ``name``, as often as it is called."""
+def selection(name: str, vector: Tensor, k: int) -> Callable[[], sparsifiers.Selection]:
+    """Do the next step of the compressor ``name``, as often as it is called; what kernels keep is kept, as in training.
+
+    There K1 has counted what the first launch of kernels counts here.
+    """
+    from sparsifiers import gpu
+
     steps, chosen = itertools.count(), sparsifiers.get(name, 0.01)
     shapes = [(vector.numel() // 1000, 1000)]
-    return lambda: chosen.select(vector, k=k, key="all", step=next(steps), shapes=shapes)
+    in_kernels = chosen.has_kernels and gpu.has_kernels(vector)
+    scratch = gpu.Scratch(vector.numel(), vector.device) if in_kernels else None
+
+    def select() -> sparsifiers.Selection:
+        made = chosen.select(vector, k=k, key="all", step=next(steps), shapes=shapes, scratch=scratch)
+        return sparsifiers.Selection(made.indices, made.count)  # looked at: not later
+
+    return select

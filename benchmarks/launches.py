@@ -34,7 +34,7 @@ import agmerge  # noqa: E402
 import merging  # noqa: E402
 
 WIDTH = 64  # of every layer: its matrix is selected from, and its two vectors are sent whole
-WARM = 2  # steps that are not counted: ranks agree, compare replicas and allocate
+WARM = 2  # steps that are not counted, at least: ranks agree, compare replicas and allocate
 
 
 class Layers(nn.Module):
@@ -75,7 +75,7 @@ def count(arguments: argparse.Namespace) -> tuple[Books, int]:
             merging=even(arguments.tensors, arguments.messages),
         )
         races: list[Race] = []
-        for _ in range(WARM + 1):
+        for _ in range(arguments.step + 1):
             races += device.books.taken().races
             optimizer.zero_grad()
             own(inputs[rank].to("pretend")).square().mean().backward()
@@ -115,9 +115,12 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--compression", default="topk")
     parser.add_argument("--exchange", default="sparse")
     parser.add_argument("--density", type=float, default=0.01)
+    parser.add_argument("--step", type=int, default=WARM, help="which is counted, from 0 on: adtopk's differ by turns")
     parser.add_argument("--torch", action="store_true", help="count torch's operations, as where Triton is missing")
     parser.add_argument("--json", action="store_true", help="print one line of JSON, not which lines ask for what")
     arguments = parser.parse_args(given)
+    if arguments.step < WARM:
+        parser.error(f"--step is {arguments.step}; the first {WARM} are not as others are")
     torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

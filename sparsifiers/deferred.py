@@ -24,13 +24,14 @@ class Deferred(Selection):
     """Be a selection that has still to be made, with all of its slots in use.
 
     `write` makes it where somebody wants it. Who looks at its indices or values first has it made in tensors of its
-    own. Once it has been written and taken off the vector, there is nothing left to look at.
+    own. Once it has been written and taken off the vector, there is nothing left to look at: RuntimeError.
     """
 
     def __init__(self, capacity: int, device: torch.device, select: Select) -> None:
         """Take how many are selected from a vector on `device`, and what does it."""
         self._capacity, self._device, self._select = capacity, device, select
         self._slots: Slots | None = None  # where it was made for who looked at it
+        self._is_taken = False  # the vector has not got any more what was selected
 
     @property
     def capacity(self) -> int:
@@ -57,9 +58,12 @@ class Deferred(Selection):
         commit: take what is written off the vector. momentum: like the vector, cleared where something was taken off.
         """
         self._select(slots, section, commit=commit, momentum=momentum)
+        self._is_taken = commit
 
     def _made(self) -> Slots:
         if self._slots is None:
+            if self._is_taken:
+                raise RuntimeError("a selection was written to a message and taken off its vector: look at it before")
             self._slots = Slots.of(self._capacity, self._device)
             self._select(self._slots, commit=False)
         return self._slots

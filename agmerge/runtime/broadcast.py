@@ -14,6 +14,7 @@ import torch
 
 from agmerge.backends import Backend, timeouts
 from agmerge.backends.handshake import Fact
+from agmerge.backends.streams import streams_of
 from agmerge.runtime import process_sets
 from agmerge.runtime.call_agreement import agree
 from agmerge.runtime.collectives import broadcast_object, root_of
@@ -153,7 +154,10 @@ def _named(params: Parameters) -> list[tuple[str, torch.Tensor]]:
 def _broadcast_tensors(comm: Backend, tensors: list[torch.Tensor], root: int, name: str) -> None:
     """Collective. Send the bytes of ``tensors`` through one buffer of bounded size: any dtype, strides and device."""
     pieces = [piece for tensor in tensors for piece in _pieces(tensor.detach())]
-    buffer = torch.empty(min(CHUNK, sum(map(_room, pieces))), dtype=torch.uint8)
+    size = min(CHUNK, sum(map(_room, pieces)))
+    streams = next((found for tensor in tensors if (found := streams_of(tensor.device))), None)
+    # Pinned where there are devices: else each of their copies would go through pinned memory of the driver.
+    buffer = torch.empty(size, dtype=torch.uint8) if streams is None else streams.pinned(size, torch.uint8)
     start = 0
     while start < len(pieces):
         stop, size = start, 0

@@ -20,9 +20,9 @@ from agmerge.tensors.difference import Difference
 from agmerge.tensors.layout import Lane, Segment, Slot
 from sparsifiers import Memory, Momentum, Rate, kernel
 from sparsifiers.deferred import Deferred
-from sparsifiers.dgc_memory import DGCMemory
 from sparsifiers.gpu import IndexSection, LargestKey, Momenta, Scratch, Slots, TensorTable, compensate, has_kernels
 from sparsifiers.memories import NoMemory, Residual
+from sparsifiers.one_pass import clears_momentum, one_pass
 
 LINE = 64  # bytes
 
@@ -131,9 +131,6 @@ class Arena:
         self._adds_up = type(memory)._compensate is Residual._compensate  # work is residual + gradient, and that is all
         self._is_sum = self._adds_up or type(memory)._compensate is NoMemory._compensate  # or the gradient alone
         self._momentum_of_gradients = memory.has_momentum and memory.has_residual
-        # Kernels know the momentum of deep gradient compression; its clipping looks at each tensor before.
-        self._is_dgc = isinstance(memory, DGCMemory) and type(memory)._compensate is DGCMemory._compensate
-        self._is_clipped = isinstance(memory, DGCMemory) and memory.clipping is not None
         self._tables: dict[tuple[int, ...], TensorTable] = {}  # of tensors that are accumulated together, by index
         self.in_place = not memory.has_residual and lane.dtype == lane.storage
         self.update = first if self.in_place else zeros(length, lane.dtype, lane.device)
@@ -213,10 +210,12 @@ class Arena:
         work = self.work[part]
         if scratch is not None:
             scratch.forget()
-        if self._in_one_pass(gradients) and has_kernels(work):
+        rule = one_pass(self.memory, map(self._rate_of, slots)) if has_kernels(work) else None
+        if rule is not None and all(gradient is None or gradient.dtype == self.lane.dtype for _, gradient in gradients):
             rows = [None if gradient is None else gradient.contiguous() for _, gradient in gradients]
-            residual = self._slabs[1 - self._turn][part] if self.memory.has_residual else None
-            momenta = self._momenta_of(part, slots[0])
+            residual, momenta = None if self.residual is None else self.residual[part], None
+            if rule.momentum is not None:
+                momenta = Momenta(self.momentum[part], self._momenta[self._turn][part], *rule.momentum)
             compensate(self._table(slots), rows, residual, work, largest=largest, scratch=scratch, momenta=momenta)
             return largest.magnitude
         if self._is_sum:
@@ -238,21 +237,6 @@ class Arena:
             torch._foreach_zero_(missing)
         if self.memory.has_residual:
             self.work[part].add_(self._slabs[1 - self._turn][part])  # padding is 0 in both
-
-    def _in_one_pass(self, gradients: Sequence[tuple[Slot, torch.Tensor | None]]) -> bool:
-        """Tell whether a kernel does what the memory does, for all of these tensors alike."""
-        if any(gradient is not None and gradient.dtype != self.lane.dtype for _, gradient in gradients):
-            return False
-        if not self._is_dgc:
-            return self._is_sum
-        return not self._is_clipped and len({self._rate_of(slot) for slot, _ in gradients}) == 1
-
-    def _momenta_of(self, part: slice, slot: Slot) -> Momenta | None:
-        """Return what a kernel is given of the momentum of gradients, that of ``slot``; None: there is none."""
-        if not isinstance(self.memory, DGCMemory) or not self._is_dgc:
-            return None
-        factor, nesterov = self.memory.rate_of(self._rate_of(slot))
-        return Momenta(self._momenta[1 - self._turn][part], self._momenta[self._turn][part], factor, nesterov)
 
     def _rate_of(self, slot: Slot) -> Rate | None:
         return None if self._rate is None else self._rate(slot)
@@ -301,13 +285,10 @@ class Arena:
 
         Returns False, with nothing done, where kernels do not know what the memory does when something is sent.
         """
-        part, momentum = slice(segment.start, segment.stop), None
-        if self._momentum_of_gradients:
-            if not isinstance(self.memory, DGCMemory) or type(self.memory).mask is not DGCMemory.mask:
-                return False
-            momentum = self._momenta[self._turn][part] if self.memory.masking else None
-        elif self.memory.hands_back:
+        clears = clears_momentum(self.memory)
+        if clears is None or self.memory.hands_back:
             return False
+        momentum = self._momenta[self._turn][segment.start : segment.stop] if clears else None
         offer.write(slots, section, commit=self.memory.has_residual, momentum=momentum)
         return True
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from device_harness import PLAN, Trained, host, train
+from device_harness import PLAN, Given, Trained, host, plain_step, train
 from pretend import fused
 from pretend.books import HOOK, SYNCHRONIZE, Books
 from pretend.device import Device
@@ -19,6 +19,9 @@ import merging
 import sparsifiers
 from agmerge import testing
 from agmerge.backends import topology
+from agmerge.tensors.arena import Arena
+from agmerge.tensors.layout import Lane, Layout
+from sparsifiers import gpu
 
 CASES: dict[str, dict[str, Any]] = {
     "fp16": {"wire": "fp16"},
@@ -92,3 +95,33 @@ def test_gradients_of_any_form(dtype: torch.dtype) -> None:
     theirs = testing.run(2, functools.partial(body, place="cpu"))
     for one, other in zip(ours, theirs, strict=True):
         assert all(torch.equal(p, q) for p, q in zip(one, other, strict=True))
+
+
+def test_digits_that_were_counted_for_nothing_are_not_counted_twice() -> None:
+    """A round may come to nothing between adding up and selecting."""
+
+    def body(rank: int, device: Device) -> None:
+        lane = Lane(torch.device("pretend:0"), torch.float32, sparsifiers.Kind.SPARSE)
+        layout = Layout([("a", (30, 20), lane), ("b", (7,), lane)])
+        arena = Arena(lane, layout.lengths[lane], layout.slots, sparsifiers.memory("residual"))
+        gradients = [(slot, torch.randn(slot.shape).to(lane.device)) for slot in layout.slots]
+        largest, scratch = gpu.LargestKey(lane.device), gpu.Scratch(layout.lengths[lane], lane.device)
+        for _ in range(2):
+            arena.accumulate_all(gradients, largest, scratch)
+        assert scratch.is_counted and int(host(scratch.histogram).sum()) == layout.numel
+        arena.accumulate_all([(slot, gradient.double()) for slot, gradient in gradients], largest, scratch)
+        assert not scratch.is_counted and not host(scratch.histogram).any()  # without kernels nothing is counted
+
+    with fused.installed():
+        on_devices(1, body)
+
+
+def test_a_selection_that_is_observed_is_the_one_that_is_sent() -> None:
+    """Who observes looks at it before the exchange says where it is to be written."""
+
+    def observed(optimizer: Any, model: Given, rank: int, step: int) -> None:
+        if step == 1:
+            optimizer.measure_selection()
+        plain_step(optimizer, model, rank, step)
+
+    same_bits(2, each=observed, compression="topk", exchange="sparse", kernels=True)

@@ -1,0 +1,39 @@
+"""Say which memories kernels know: what they add up for many tensors in one pass, and clear where something is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from sparsifiers.dgc_memory import DGCMemory
+from sparsifiers.memories import Memory, NoMemory, Rate, Residual
+
+
+class OnePass(NamedTuple):
+    """Tell `sparsifiers.gpu.compensate` what to do beside adding the gradient to the residual, where there is one."""
+
+    momentum: Rate | None  # of gradients, in the form of deep gradient compression; None: there is none
+
+
+def one_pass(memory: Memory, rates: Iterable[Rate | None]) -> OnePass | None:
+    """Return how a kernel does what a memory's `compensate` does, for all of some tensors; None: no kernel does it.
+
+    rates: what the optimizer says of the momentum of each.
+    """
+    rule = type(memory)._compensate
+    if rule in (Residual._compensate, NoMemory._compensate):
+        return OnePass(None)
+    if isinstance(memory, DGCMemory) and rule is DGCMemory._compensate and memory.clipping is None:
+        found = {memory.rate_of(rate) for rate in rates}
+        if len(found) == 1:
+            return OnePass(found.pop())
+    return None
+
+
+def clears_momentum(memory: Memory) -> bool | None:
+    """Tell whether a memory clears the momentum of what is sent, as kernels do; None: it does what no kernel knows."""
+    if not memory.has_momentum or not memory.has_residual:
+        return False
+    if isinstance(memory, DGCMemory) and type(memory).mask is DGCMemory.mask:
+        return memory.masking
+    return None
