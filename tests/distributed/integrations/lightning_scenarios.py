@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import warnings
 from functools import partial
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from frameworks import DENSE, TOPK, UPDATES, Scenarios, bits, bytes_on_the_wire, layers, refused
+from frameworks import DENSE, TOPK, UPDATES, Scenarios, bits, bytes_on_the_wire, layers, refused, waiting
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
@@ -103,7 +104,7 @@ def fitted(net: Net, strategy: Any, epochs: int = 2, batches: int = 4, path: Any
     trainer = Trainer(
         strategy=strategy,
         accelerator="cpu",
-        devices=2,
+        devices=int(os.environ["WORLD_SIZE"]),
         max_epochs=epochs,
         logger=False,
         enable_progress_bar=False,
@@ -188,7 +189,6 @@ def resume(folder: Path) -> Any:
     seen = {
         "topk": resumed(folder / "topk", **TOPK),
         "updates": resumed(folder / "updates", **UPDATES),
-        "hold": resumed(folder / "hold", **UPDATES, carry="hold"),
     }
     agmerge.barrier()
     if agmerge.rank() == 0:
@@ -196,6 +196,45 @@ def resume(folder: Path) -> Any:
     agmerge.barrier()
     trainer = fitted(Net(), CompressedDDPStrategy(**TOPK), path=folder / "topk" / "epoch=0.ckpt")
     return {**seen, "incomplete": trainer.strategy.compressed.stats()["steps"]}
+
+
+class Look(Callback):
+    """Look at what waits before the first step, and after four of them."""
+
+    seen: Any = None
+
+    def on_train_start(self, trainer: Trainer, *args: Any) -> None:
+        self.seen = waiting(trainer.strategy.compressed)
+
+    def on_save_checkpoint(self, trainer: Trainer, *args: Any) -> None:
+        self.seen = waiting(trainer.strategy.compressed)
+
+
+WAYS = {"topk": TOPK, "updates": UPDATES, "hold": {**UPDATES, "carry": "hold"}}
+
+
+@scenario.if_named
+def saved(folder: Path) -> Any:
+    """What waits after four steps, and is saved."""
+    seen = {}
+    for name, options in WAYS.items():
+        look = Look()
+        calls = [ModelCheckpoint(folder / name, "{epoch}"), look]
+        fitted(Net(adamw="sync" in options), CompressedDDPStrategy(**options), epochs=1, callbacks=calls)
+        seen[name] = look.seen
+    return seen
+
+
+@scenario.if_named
+def taken_over(folder: Path) -> Any:
+    """What waits for another number of ranks that goes on."""
+    seen = {}
+    for name, options in WAYS.items():
+        look, net = Look(), Net(adamw="sync" in options)
+        path = folder.with_name("saved.out") / name / "epoch=0.ckpt"
+        trainer = fitted(net, CompressedDDPStrategy(**options), callbacks=[look], path=path)
+        seen[name] = [look.seen, trainer.strategy.compressed.stats()["steps"], bits(net.net)]
+    return seen
 
 
 class SaveInTheMiddle(Callback):
