@@ -278,7 +278,7 @@ def test_no_python_file_is_too_long() -> None:
 def test_importing_the_library_imports_no_launcher_and_nothing_of_the_examples() -> None:
     code = (
         "import agmerge, sparsifiers, merging, sys\n"
-        "unwanted = {'horovod', 'mpi4py', 'tensorboardX', 'sklearn', 'pytest'}\n"
+        "unwanted = {'horovod', 'mpi4py', 'tensorboardX', 'sklearn', 'pytest', 'agmerge.integrations'}\n"
         "unwanted |= {'transformers', 'accelerate', 'lightning', 'pytorch_lightning', 'datasets', 'ray'}\n"
         "sys.exit(', '.join(sorted(unwanted & set(sys.modules))) or 0)"
     )
@@ -349,6 +349,9 @@ BAD: dict[str, tuple[str, str, str]] = {
     "up the house": ("agmerge.backends", "from agmerge.engine import run", "backends may not import engine"),
     "past a room": ("agmerge.engine", "from agmerge import optimizer", "engine may not import optimizer"),
     "no room": ("agmerge.attic.boxes", "", "agmerge.attic.boxes is in no room"),
+    "into the frameworks": ("agmerge.engine", "from agmerge.integrations import ddp", "engine may not import"),
+    "another launcher": ("agmerge.integrations.ddp", "import horovod.torch", "only a backend may"),
+    "another framework": ("agmerge.integrations.ddp", "import transformers", "agmerge may not know"),
     "print": ("merging", "def f() -> None:\n    print('x')", "merging:2 prints"),
     "argument": ("merging", "def f(a: int, b) -> None: ...", "argument 'b' of f()"),
     "keyword": ("merging", "class A:\n    def f(self, *, b) -> None: ...", "argument 'b' of f()"),
@@ -366,6 +369,7 @@ def test_good_sources_pass() -> None:
         "agmerge.reporting": "from __future__ import annotations\nfrom .engine import run\nimport sparsifiers",
         "agmerge.errors": "def f() -> None:\n    import numpy\nprinted = sorted([], key=lambda a: a)",
         "merging.d": "\n" * LONGEST,
+        "agmerge.integrations.ddp": "import torch.distributed as dist\nfrom agmerge.engine import run",
     }
     assert problems({**GOOD, **fine}, PACKAGES_OF_EXAMPLES) == []
 

@@ -49,14 +49,17 @@ def averaged(parameters: Iterable[torch.Tensor]) -> str:
 
     ours = {id(parameter) for parameter in parameters}
 
+    is_parallel: dict[type, bool] = {}  # of each class that there is, as asking costs more than looking up
+
     def found() -> str:
-        for module in gc.get_objects():
-            averages = issubclass(type(module), DistributedDataParallel) and module.__dict__.get(
-                "require_backward_grad_sync"
-            )
-            for name, parameter in module.named_parameters() if averages else ():
-                if id(parameter) in ours and parameter.requires_grad:
-                    return str(name)
+        for thing in gc.get_objects():
+            kind = type(thing)
+            if kind not in is_parallel:
+                is_parallel[kind] = issubclass(kind, DistributedDataParallel)
+            if is_parallel[kind] and vars(thing).get("require_backward_grad_sync"):
+                for name, parameter in thing.named_parameters():
+                    if id(parameter) in ours and parameter.requires_grad:
+                        return str(name)
         return ""
 
     if not found():

@@ -74,9 +74,10 @@ class BucketReducer(Synchronizer):
     def combine(self) -> None:
         """Collective. Send what is left, receive, and write the updates where gradients were; the pass has ended.
 
-        A tensor that no rank has used gets no update, and what is kept of it stays as it was. Raises
-        :class:`agmerge.NonFiniteError` on every rank, as ``nonfinite=`` has it.
+        Connects first, if need be. A tensor that no rank has used gets no update, and what is kept of it stays as it
+        was. Raises :class:`agmerge.NonFiniteError` on every rank, as ``nonfinite=`` has it.
         """
+        self.connect()
         if self._optimizer is not None:
             momentum.take_over(self.exchange, self.members, self._optimizer)
         status.current().enter("combines gradients", self.exchange.step)

@@ -53,13 +53,19 @@ def _scaled_step(inner: Any, found: torch.Tensor, scale: torch.Tensor | None) ->
             del inner.grad_scale, inner.found_inf
     if found.item():
         return OwnStep(stepped=False, scaled=True)
-    if scale is not None:
-        inverse = scale.double().reciprocal().float()
-        for group in inner.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(inverse.to(parameter.grad.device))
+    unscale(inner, scale)
     return OwnStep(inner.step(), scaled=True)
+
+
+def unscale(optimizer: torch.optim.Optimizer, scale: torch.Tensor | None) -> None:
+    """Divide the gradients of ``optimizer`` by ``scale``, in place; None: they have none."""
+    if scale is None:
+        return
+    inverse = scale.double().reciprocal().float()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.mul_(inverse.to(parameter.grad.device))
 
 
 def not_finite(members: ParameterTable) -> tuple[str, ...]:

@@ -48,7 +48,8 @@ def compress(
       model's ``process_group`` has only some of them each for its own.
     * ``optimizer``: The plain one that steps. ``sync="updates"`` needs it, and so does what depends on its momentum:
       ``compression="auto"``, the default, and ``"dgc"``.
-    * ``scaler``: The ``GradScaler`` in use. Without it residuals would have its scale, which changes.
+    * ``scaler``: The ``GradScaler`` in use. Without it residuals would have its scale, which changes; with
+      ``sync="updates"``, where each worker unscales its own gradients, nothing depends on it.
     * ``options``: Those of :class:`agmerge.DistributedOptimizer`, but for what the model says itself.
 
     Raises ``TypeError`` and ``ValueError`` for models and options that it cannot take, before anything is exchanged.
@@ -97,13 +98,11 @@ class Compressed(ReportingMixin):
     def _reducer_for(self, model: DistributedDataParallel) -> BucketReducer | UpdateReducer:
         """Return who exchanges gradients, or what the optimizer did."""
         config, optimizer = with_momentum_of(resolve(self._options), self.optimizer), self.optimizer
-        names = dict(model.module.named_parameters())
         if config.updates is not None:
             if optimizer is None:
                 raise ValueError("sync='updates' exchanges what the optimizer did: pass optimizer=, the one that steps")
-            return UpdateReducer(ParameterTable(optimizer, names.items()), config)
-        ignored = model.parameters_to_ignore
-        named = [(name, p) for name, p in names.items() if p.requires_grad and name not in ignored]
+            return UpdateReducer(ParameterTable(optimizer, _named(model, ignored=True)), config)
+        named = _named(model, ignored=False)
         table = ParameterTable(_OneGroup([{"params": [parameter for _, parameter in named]}]), named)
         check_dtypes(table, config.scaled)
         reducer = BucketReducer(table, config, optimizer)
@@ -177,6 +176,18 @@ class Compressed(ReportingMixin):
         """
         self._attached.close()
         self._reducer.close()
+
+
+def _named(model: DistributedDataParallel, *, ignored: bool) -> list[tuple[str, torch.Tensor]]:
+    """Return the parameters of a model, by names as of the plain one; those that it averages, or all (``ignored``).
+
+    What is saved by such names fits, whether torch.compile has wrapped parts of the model or not.
+    """
+    return [
+        (name.replace("_orig_mod.", ""), parameter)
+        for name, parameter in model.module.named_parameters()
+        if ignored or (parameter.requires_grad and name not in model.parameters_to_ignore)
+    ]
 
 
 def _check_apart(model: DistributedDataParallel) -> None:

@@ -3,6 +3,7 @@
 Its annotations are evaluated: DistributedDataParallel compares those of a hook with its own types.
 """
 
+import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -73,6 +74,12 @@ class Hook:
             self._used.clear()
         for updated, buffer in waiting:
             updated.set_result(buffer)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # A copy of the model, or one that is loaded, has no hook: it is the process's, as groups are.
+        text = "a copy of a compressed DistributedDataParallel averages densely: call ddp.compress() with it"
+        warnings.warn(text, stacklevel=3)
+        return str, ("agmerge, in the model that this is a copy of",)
 
     def close(self) -> None:
         """Exchange no more: buckets are averaged whole from now on."""

@@ -73,7 +73,7 @@ def _problems(model: DistributedDataParallel) -> list[tuple[str, str]]:
     found: list[tuple[bool, str, str]] = [
         (model.mixed_precision is not None, "it has mixed_precision=, which takes the one hook", "use torch.autocast"),
         (
-            bool(model._comm_hooks or _logged(model).get("comm_hook")),
+            bool(_logged(model).get("comm_hook")),
             "a hook is registered already",
             "DistributedDataParallel takes one: leave out the other; fp16_compress_hook is compression='fp16'",
         ),
@@ -132,29 +132,17 @@ def checked_options(given: Mapping[str, Any], model: DistributedDataParallel) ->
             "backward(): use another merging, or the plain model with agmerge.DistributedOptimizer"
         )
     options = Options(**given, process_set=_process_set(model))
-    if options.sync == UPDATES:
-        _check_updates(options, model)
-    elif options.nonfinite == "skip" and options.scaler is None:
+    if options.sync == UPDATES and model.static_graph:
+        raise ValueError(
+            "sync='updates': DistributedDataParallel(static_graph=True) cannot run its first pass without averaging; "
+            "leave static_graph out, as no gradient is averaged"
+        )
+    if options.sync != UPDATES and options.nonfinite == "skip" and options.scaler is None:
         raise ValueError(
             "nonfinite='skip' needs scaler=: updates become infinite where a step is to be skipped, and without a "
             "GradScaler nobody would leave it out"
         )
     return options
-
-
-def _check_updates(options: Options, model: DistributedDataParallel) -> None:
-    """Raise ``ValueError`` for what local steps of a DistributedDataParallel cannot do."""
-    if model.static_graph:
-        raise ValueError(
-            "sync='updates': DistributedDataParallel(static_graph=True) cannot run its first pass without averaging; "
-            "leave static_graph out, as no gradient is averaged"
-        )
-    if options.scaler is not None and options.scaler.is_enabled():
-        raise ValueError(
-            "sync='updates' and scaler=: a GradScaler leaves a step out on the rank whose gradients overflow, and the "
-            "others would wait for it; train in bfloat16, or wrap the optimizer of the plain model in "
-            "agmerge.DistributedOptimizer(sync='updates', scaler=scaler)"
-        )
 
 
 def _process_set(model: DistributedDataParallel) -> list[int] | None:

@@ -1,7 +1,8 @@
 """Offer what a training script wraps its optimizer with.
 
 ``distributed``: :class:`DistributedOptimizer`, which every step goes through. ``local``: :class:`LocalOptimizer` and
-:class:`LocalSync`, for workers that step by themselves and exchange every so many steps.
+:class:`LocalSync`, for workers that step by themselves and exchange every so many steps. ``swapping``: go on with
+another compressor.
 
 May import reporting.py, checkpoint/, engine/ and below.
 """

@@ -50,7 +50,9 @@ def unused() -> dict[str, Any]:
 def _conserved(compression: str) -> dict[str, float]:
     net, twin = seeded(Branches), seeded(Branches)
     model = DistributedDataParallel(net, find_unused_parameters=True, bucket_cap_mb=0.005)
-    compressed = ddp.compress(model, compression=compression, **(OPTIONS if compression != "none" else {}))
+    compressed = ddp.compress(
+        model, compression=compression, **(OPTIONS if compression != "none" else {"merging": "single"})
+    )
     given, applied = ([torch.zeros_like(p, dtype=torch.float64) for p in net.parameters()] for _ in range(2))
     left_alone = 0
     for step in range(STEPS):

@@ -16,7 +16,6 @@ from agmerge.integrations import ddp
 
 STEPS = 12
 SMALL = 0.005  # MB: three buckets
-COMMON: dict[str, Any] = {"exchange": "sparse", "merging": "threshold"}
 LOOPS = ("plain", "three passes", "clipped", "scaled")
 MODELS: dict[str, dict[str, Any]] = {
     "one bucket": {},
@@ -36,8 +35,7 @@ def convolutions() -> nn.Sequential:
 
 def backward(model: nn.Module, rank: int, step: int, scaler: torch.amp.GradScaler | None = None) -> None:
     """The gradients of a batch, of images where the network takes those."""
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
-    if isinstance(inner[0], nn.Conv2d):
+    if any(isinstance(module, nn.Conv2d) for module in model.modules()):
         x, y = batch(rank, step)
         loss = cross_entropy(model(x.view(-1, 8, 2, 2)), y)
     else:
@@ -46,12 +44,16 @@ def backward(model: nn.Module, rank: int, step: int, scaler: torch.amp.GradScale
 
 
 def pair(
-    model: str = "three buckets", compression: str = "topk", loop: str = "plain", channels: bool = False
+    model: str = "three buckets",
+    compression: str = "topk",
+    loop: str = "plain",
+    channels: bool = False,
+    exchange: str = "sparse",
 ) -> list[bool]:
     """Whether parameters, and residuals, are equal after some steps under the hook and by the wrapper."""
     build = convolutions if channels else mlp
     ours, theirs = seeded(build), seeded(build)
-    options = {**COMMON, "compression": compression}
+    options = {"merging": "threshold", "compression": compression, "exchange": exchange}
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=3) for _ in range(2)]
     scaler = scalers if loop == "scaled" else [None, None]
     inner = sgd(ours)
@@ -135,6 +137,8 @@ CASES: dict[str, dict[str, Any]] = {
     "rows, channels_last": {"compression": "adtopk-row", "channels": True},
     "rows, channels_last, views": {"model": "views", "compression": "adtopk-row", "channels": True},
     "low rank": {"compression": "powersgd"},
+    "two-level, unused": {"model": "unused", "exchange": "two-level"},
+    "oktopk": {"exchange": "oktopk"},
 }
 MATRIX: list[dict[str, Any]] = [
     {"model": model, "compression": compression, "loop": loop}

@@ -6,9 +6,11 @@ Every rank writes what it saw as JSON. The scenario ``matrix`` is long, and runs
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,6 +169,40 @@ def groups() -> dict[str, Any]:
     return {"equal": digest(net) == digest(twin), "steps": steps}
 
 
+def compiled() -> list[bool]:
+    """Under torch.compile, around DistributedDataParallel and inside: the bits of the wrapper, and plain names."""
+    found = []
+    theirs = seeded(mlp)
+    optimizer = wrap(theirs, **OPTIONS)
+    train(theirs, range(4), optimizer)
+    for outside in (True, False):
+        net = seeded(mlp)
+        inside: Any = net if outside else torch.compile(net, backend="eager")
+        model = DistributedDataParallel(inside)
+        compressed = ddp.compress(torch.compile(model, backend="eager") if outside else model, **OPTIONS)
+        train(model, range(4), sgd(net))
+        found += [digest(net) == digest(theirs), set(compressed.plan.names) == set(optimizer.plan.names)]
+        compressed.close()
+    optimizer.close()
+    return found
+
+
+def copied() -> dict[str, Any]:
+    """A copy of the model says that it is not compressed, and can be; and what was dropped is free."""
+    model = DistributedDataParallel(seeded(mlp))
+    compressed = ddp.compress(model, **OPTIONS)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        twin = copy.deepcopy(model)
+    again = ddp.compress(twin, **OPTIONS)
+    train(twin, range(2))
+    steps = [one.stats()["steps"] for one in (compressed, again)]
+    kept = [weakref.ref(one) for one in (model.module, compressed._reducer, twin.module, again._reducer)]
+    del model, compressed, twin, again
+    gc.collect()
+    return {"said": [str(one.message) for one in said], "steps": steps, "free": [one() is None for one in kept]}
+
+
 def infinite() -> dict[str, Any]:
     """What is said of a gradient that is not finite, on every rank, and what is kept then."""
     net = seeded(mlp)
@@ -201,6 +237,8 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
         checkpoints,
         changes,
         groups,
+        compiled,
+        copied,
         updates,
         updates_refused,
         refused,

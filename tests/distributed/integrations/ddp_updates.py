@@ -27,6 +27,7 @@ UPDATES: dict[str, dict[str, Any]] = {
     "low rank": {"compression": "powersgd"},
     "unused": {"every": 2},
     "skipped": {"nonfinite": "skip"},
+    "scaled": {"every": 2},
 }
 
 
@@ -41,15 +42,22 @@ def updates_pair(options: dict[str, Any]) -> list[bool]:
         optimizer: Any = agmerge.LocalOptimizer(other, theirs.named_parameters(), every=3, **COMMON)
     else:
         optimizer = agmerge.DistributedOptimizer(other, theirs.named_parameters(), sync="updates", **COMMON, **options)
+    scales = options is UPDATES["scaled"]
     for forward, stepper in ((model, inner), (theirs, optimizer)):
+        scaler = torch.amp.GradScaler("cpu", enabled=scales)
         for step in range(STEPS):
             stepper.zero_grad()
             if branches:
                 run(forward, agmerge.rank(), step)
             else:
-                bad = options is UPDATES["skipped"] and step == 4 and agmerge.rank() == 1
-                (loss_of(forward, agmerge.rank(), step) * (float("inf") if bad else 1.0)).backward()
-            stepper.step()
+                bad = options in (UPDATES["skipped"], UPDATES["scaled"]) and step == 4 and agmerge.rank() == 1
+                loss = loss_of(forward, agmerge.rank(), step) * (float("inf") if bad else 1.0)
+                scaler.scale(loss).backward()
+            if step % 2 and scales:
+                scaler.unscale_(stepper)
+                torch.nn.utils.clip_grad_norm_(forward.parameters(), 1.0)
+            scaler.step(stepper)
+            scaler.update()
     found = [digest(ours) == digest(theirs)]
     compressed.flush()
     optimizer.flush()

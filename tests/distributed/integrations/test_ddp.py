@@ -30,7 +30,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 def test_the_hook_gives_the_bits_of_the_wrapper(found: Found) -> None:
     """Of parameters, residuals and momenta; and parameters have moved."""
     for cases in found["bits"]:
-        assert len(cases) == 12 and all(all(same) for same in cases.values()), cases
+        assert len(cases) == 14 and all(all(same) for same in cases.values()), cases
 
 
 @pytest.mark.long
@@ -94,9 +94,19 @@ def test_the_group_is_that_of_the_model(found: Found) -> None:
         assert seen == {"equal": True, "steps": 4}
 
 
+def test_compiled_models_are_the_same(found: Found) -> None:
+    assert found["compiled"] == [[True] * 4] * 2
+
+
+def test_a_copy_is_no_part_of_it_and_what_is_dropped_is_free(found: Found) -> None:
+    for seen in found["copied"]:
+        assert len(seen["said"]) == 1 and "averages densely" in seen["said"][0] and seen["steps"] == [0, 2]
+        assert seen["free"] == [True] * 4
+
+
 def test_local_steps_give_the_bits_of_the_wrapper_around_the_plain_model(found: Found) -> None:
     for cases in found["updates"]:
-        assert len(cases) == 9 and all(all(same) for same in cases.values()), cases
+        assert len(cases) == 10 and all(all(same) for same in cases.values()), cases
 
 
 def test_local_steps_are_refused_where_others_would_wait(found: Found) -> None:

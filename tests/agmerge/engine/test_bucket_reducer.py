@@ -1,0 +1,182 @@
+"""Gradients that come in buckets, among ranks in memory: no DistributedDataParallel is needed for that."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support import agreed, backward, digest, mlp, on_ranks, same_bits, seeded, sgd, wrap
+from torch import nn
+
+import agmerge
+from agmerge.engine.bucket_reducer import BucketReducer
+from agmerge.engine.grad_scaler import LossScale
+from agmerge.options.arguments import Options
+from agmerge.options.config import with_momentum_of
+from agmerge.options.resolve import resolve
+from agmerge.tensors.parameters import ParameterTable
+
+MODEL = seeded(mlp)
+COMMON: dict[str, Any] = {"exchange": "sparse", "merging": "threshold", "density": 0.05}
+NAMES = list(reversed([name for name, _ in MODEL.named_parameters()]))
+
+
+class Groups:
+    """Parameters in one group."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.param_groups = [{"params": list(model.parameters())}]
+
+
+def connected(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, scaler: Any = None, **options: Any
+) -> BucketReducer:
+    """A reducer of all parameters."""
+    config = with_momentum_of(resolve(Options(scaler=scaler, **{**COMMON, **options})), optimizer)
+    reducer = BucketReducer(ParameterTable(Groups(model), model.named_parameters()), config, optimizer)
+    if scaler is not None:
+        reducer.attach_scaler(LossScale(scaler))
+    reducer.connect()
+    return reducer
+
+
+def passed(reducer: BucketReducer, model: nn.Module, without: tuple[str, ...] = ()) -> None:
+    """One pass: as DistributedDataParallel would, in one flat tensor, and back into ``p.grad``."""
+    by_name = dict(model.named_parameters())
+    flat = torch.cat([by_name[name].grad.reshape(-1) for name in NAMES])
+    parts = flat.split([by_name[name].numel() for name in NAMES])
+    for name, part in zip(NAMES, parts, strict=True):
+        if name in without:
+            part.zero_()
+        reducer.hand_over(by_name[name], part.view_as(by_name[name]), used=name not in without)
+    reducer.combine()
+    for name, part in zip(NAMES, parts, strict=True):
+        by_name[name].grad.copy_(part.view_as(by_name[name]))
+
+
+def kept(reducer: BucketReducer, name: str) -> dict[str, torch.Tensor]:
+    """Copies of what is kept of a tensor."""
+    return {kind: tensor.clone() for (kind, its), tensor in reducer.exchange.state().items() if its == name}
+
+
+@pytest.mark.parametrize("compression", ["none", "topk", "adtopk", "powersgd"])
+def test_updates_are_those_of_the_wrapper(compression: str) -> None:
+    options = {"compression": compression, **({} if compression != "none" else {"density": None})}
+
+    def bucketed(rank: int, model: nn.Module) -> list[str]:
+        inner, seen = sgd(model), []
+        reducer = connected(model, compression=compression)
+        for step in range(8):
+            inner.zero_grad()
+            backward(model, rank, step)
+            passed(reducer, model)
+            inner.step()
+            seen.append(digest(model))
+        return seen
+
+    def wrapped(rank: int, model: nn.Module) -> list[str]:
+        optimizer, seen = wrap(model, **{**COMMON, **options}), []
+        for step in range(8):
+            optimizer.zero_grad()
+            backward(model, rank, step)
+            optimizer.step()
+            seen.append(digest(model))
+        return seen
+
+    assert agreed(on_ranks(2, MODEL, bucketed)) == agreed(on_ranks(2, MODEL, wrapped))
+
+
+@pytest.mark.parametrize("memory", ["residual", "dgc"])
+def test_what_no_rank_has_used_keeps_what_is_kept_of_it(memory: str) -> None:
+    """In both lanes, residual and momentum; and its update is dropped, though something was sent of it."""
+
+    def body(rank: int, model: nn.Module) -> None:
+        inner = sgd(model)
+        reducer = connected(model, inner, compression="topk", memory=memory)
+        for step in range(3):
+            model.zero_grad()
+            backward(model, rank, step)
+            passed(reducer, model)
+        unused = ("2.weight", "2.bias")
+        before = {name: kept(reducer, name) for name in unused}
+        assert before["2.weight"]["residual"].abs().max() > 0
+        model.zero_grad()
+        backward(model, rank, 3)
+        passed(reducer, model, unused)
+        for name in unused:
+            after = kept(reducer, name)
+            assert before[name].keys() == after.keys()
+            assert all(same_bits(before[name][kind], after[kind]) for kind in after)
+        backward(model, rank, 4)
+        passed(reducer, model, unused[:1] if rank else ())  # one rank has one
+        assert not same_bits(before["2.weight"]["residual"], kept(reducer, "2.weight")["residual"])
+
+    on_ranks(2, MODEL, body)
+
+
+def test_what_cannot_be_done_in_a_pass_is_refused() -> None:
+    def body(rank: int, model: nn.Module) -> None:
+        reducer = connected(model, compression="topk")
+        parameter = model[0].weight
+        reducer.hand_over(parameter, torch.zeros_like(parameter))
+        with pytest.raises(agmerge.AGMergeError, match="in a backward pass"):
+            reducer.check_idle("set_compressor()")
+        reducer.discard()
+        reducer.check_idle("set_compressor()")
+
+    on_ranks(1, MODEL, body)
+
+
+def test_an_infinite_gradient_is_the_same_error_on_all_ranks() -> None:
+    def body(rank: int, model: nn.Module) -> str:
+        reducer = connected(model, compression="topk")
+        backward(model, rank, 0)
+        model[2].weight.grad[rank, 0] = torch.nan if rank else 0.0
+        with pytest.raises(agmerge.NonFiniteError, match="DistributedDataParallel cannot go on") as raised:
+            passed(reducer, model)
+        assert raised.value.where == "rank 1: '2.weight'"
+        return str(raised.value)
+
+    agreed(on_ranks(2, MODEL, body))
+
+
+def test_a_scale_reaches_neither_residuals_nor_what_is_left_out() -> None:
+    """Gradients with a scale come back with it; where one overflows on a rank, all updates do, and nothing is kept."""
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in range(2)]
+    for scaler in scalers:
+        scaler.scale(torch.ones(1))
+
+    def body(rank: int, model: nn.Module) -> str:
+        twin = copy.deepcopy(model)
+        scaled, plain = connected(model, scaler=scalers[rank], compression="topk"), connected(twin, compression="topk")
+        for step in range(3):
+            for net in (model, twin):
+                net.zero_grad()
+                backward(net, rank, step)
+            for parameter in model.parameters():
+                parameter.grad *= 1024.0
+            passed(scaled, model)
+            passed(plain, twin)
+            for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+                assert same_bits(ours.grad, theirs.grad * 1024.0)
+        before = kept(scaled, "0.weight")["residual"]
+        model[4].bias.grad[0] = torch.inf if rank else 0.0
+        passed(scaled, model)
+        assert all(parameter.grad.isinf().all() for parameter in model.parameters())
+        assert same_bits(before, kept(scaled, "0.weight")["residual"])
+        return digest(model)
+
+    agreed(on_ranks(2, MODEL, body))
+
+
+def test_the_momentum_must_be_that_of_what_is_exchanged() -> None:
+    def body(rank: int, model: nn.Module) -> None:
+        part = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
+        with pytest.raises(ValueError, match="other parameters than"):
+            connected(model, part, compression="dgc")
+        with pytest.raises(ValueError, match="pass optimizer="):
+            connected(model, compression="dgc")
+
+    on_ranks(1, MODEL, body)
