@@ -87,9 +87,8 @@ class BucketReducer(Synchronizer):
             raise NonFiniteError(IN_BACKWARD.format(where=error.where), error.where) from None
         self.flags_of_all = combined.flags
         with self.exchange.breaking():
-            for name, update in combined.updates.items():
-                if update is not None and name in self._gradients:
-                    self.scaling.restore(self._gradients[name].copy_(update))
+            here = ((name, update) for name, update in combined.updates.items() if update is not None)
+            self.scaling.multiply([self._gradients[name].copy_(update) for name, update in here])
             if combined.skipped:
                 self.exchange.discard()
             else:

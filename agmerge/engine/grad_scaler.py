@@ -57,17 +57,12 @@ class LossScale:
             self._inverses[gradient.device] = scale.double().reciprocal().float().to(gradient.device)
         return gradient.mul_(self._inverses[gradient.device])
 
-    def multiply(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Multiply the updates that are ``p.grad`` now by the scale, in place."""
-        for parameter in parameters:
-            if parameter.grad is not None:
-                self.restore(parameter.grad)
-
-    def restore(self, update: torch.Tensor) -> None:
-        """Multiply an update by the scale, in place."""
+    def multiply(self, updates: Iterable[torch.Tensor]) -> None:
+        """Multiply updates by the scale, in place."""
         scale = self._scale()
         if scale is not None:
-            update.mul_(scale.to(update.device))
+            for update in updates:
+                update.mul_(scale.to(update.device))
 
     def clear(self) -> None:
         """Forget the step, which has ended or comes to nothing."""

@@ -161,7 +161,7 @@ class Reducer(Synchronizer):
         self._check_attachable(combined)
         for parameter, update in zip(combined.buffers.parameters, combined.updates.values(), strict=True):
             parameter.grad = update
-        self.scaling.multiply(combined.buffers.parameters)
+        self.scaling.multiply(p.grad for p in combined.buffers.parameters if p.grad is not None)
 
     def _check_attachable(self, combined: Combined) -> None:
         """Raise where a parameter has changed during backward; warn once where nobody has used any."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,13 +11,12 @@ from agmerge.engine.own_step import not_finite, unscale
 from agmerge.engine.update_reducer import UpdateReducer
 
 
-@contextmanager
-def followed(reducer: UpdateReducer, check: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Exchange, inside, what the optimizer of ``reducer`` does whenever it steps. Each step is then collective.
+def follow(reducer: UpdateReducer, check: Callable[[], None] = lambda: None) -> Callable[[], None]:
+    """Exchange what the optimizer of ``reducer`` does whenever it steps; return a function that ends it.
 
-    The optimizer itself stays what it is, for whoever holds it: schedulers, frameworks, checkpoints. A step with a
-    gradient that is not finite moves nothing: the optimizer finds no gradients then. ``check`` is called before each
-    step, and raises where there should be none.
+    Each step is then collective. The optimizer itself stays what it is, for whoever holds it: schedulers, frameworks,
+    checkpoints. A step with a gradient that is not finite moves nothing: the optimizer finds no gradients then.
+    ``check`` is called before each step, and raises where there should be none.
     """
     optimizer: Any = reducer.members.optimizer
     # A GradScaler calls optimizers that look for infinities themselves also where there are some. Else a step that it
@@ -39,13 +37,14 @@ def followed(reducer: UpdateReducer, check: Callable[[], None] = lambda: None) -
         reducer.after_step()
 
     handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
-    try:
-        yield
-    finally:
+
+    def end() -> None:
         for handle in handles:
             handle.remove()
         if not looks_itself:
             del optimizer._step_supports_amp_scaling
+
+    return end
 
 
 def _closed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

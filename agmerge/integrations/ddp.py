@@ -14,11 +14,11 @@ from agmerge.checkpoint import rank_state
 from agmerge.engine.bucket_reducer import BucketReducer
 from agmerge.engine.grad_scaler import LossScale, check_dtypes
 from agmerge.engine.optimizer_wrapper import check_optimizer
-from agmerge.engine.step_hooks import followed
+from agmerge.engine.step_hooks import follow
 from agmerge.engine.update_reducer import UpdateReducer
 from agmerge.errors import AGMergeError
 from agmerge.integrations.ddp_hook import Hook, exchange
-from agmerge.integrations.ddp_refusals import check_workers, checked_model, checked_options
+from agmerge.integrations.ddp_refusals import checked_model, checked_options
 from agmerge.optimizer.swapping import swap_compressor
 from agmerge.options import compressors, momentum, notices
 from agmerge.options.arguments import Options
@@ -55,7 +55,9 @@ def compress(
     Raises ``TypeError`` and ``ValueError`` for models and options that it cannot take, before anything is exchanged.
     """
     plain = checked_model(model)
-    return Compressed(plain, optimizer, checked_options({**options, "scaler": scaler}, plain))
+    compressed = Compressed(plain, optimizer, checked_options({**options, "scaler": scaler}, plain))
+    notices.warn_of_changes(compressed._reducer.exchange, optimizer, None)
+    return compressed
 
 
 @dataclass(frozen=True)
@@ -83,13 +85,11 @@ class Compressed(ReportingMixin):
         compressors.check_meaning(options.compression, vars(options))
         self._options = replace(options, compression=compression, density=density_of(options))
         self._attached = ExitStack()  # what hangs on the model and the optimizer
-        check_workers()
         self._reducer = self._reducer_for(model)
         try:
-            if options.sync == UPDATES:
+            if self._steps_alone:
                 self._attached.enter_context(model.no_sync())
             self._reducer.connect()
-            notices.warn_of_changes(self._reducer.exchange, optimizer, None)
             self._attach(model)
         except BaseException:
             self.close()
@@ -113,13 +113,31 @@ class Compressed(ReportingMixin):
     def _attach(self, model: DistributedDataParallel) -> None:
         """Have the model, or the optimizer, call the reducer."""
         if isinstance(self._reducer, UpdateReducer):
-            self._attached.enter_context(followed(self._reducer, lambda: _check_apart(model)))
+            # This object as a whole, which the script need not keep: no_sync() ends when nobody holds it any more.
+            self._attached.callback(follow(self._reducer, lambda: self._check_apart(model)))
             return
         hook = Hook(model, self._reducer)
         model.register_comm_hook(hook, exchange)
         self._attached.callback(hook.close)
         if self.optimizer is not None:
-            self._attached.enter_context(momentum.withheld_from_all(self._reducer.exchange, self.optimizer))
+            self._attached.callback(momentum.withhold(self._reducer.exchange, self.optimizer))
+
+    def _check_apart(self, model: DistributedDataParallel) -> None:
+        """Raise :class:`agmerge.AGMergeError` before a step of ``sync="updates"`` that others would wait for in vain.
+
+        That is in ``join()``, and where the model has averaged gradients after all.
+        """
+        if model._join_config.enable:
+            raise AGMergeError(
+                "model.join() with sync='updates': a rank that has joined does not step, and the others would wait for "
+                "it. Give every rank the same number of batches"
+            )
+        if model.require_backward_grad_sync:
+            raise AGMergeError(
+                "DistributedDataParallel has averaged gradients whole, and sync='updates' exchanges what each worker's "
+                "optimizer does with its own: a no_sync() that was entered before compress() has ended, or the script "
+                "has set require_backward_grad_sync. Call compress() outside of no_sync(), and leave that to it"
+            )
 
     def set_compressor(
         self,
@@ -133,7 +151,9 @@ class Compressed(ReportingMixin):
     ) -> None:
         """Collective. Compress otherwise from the next pass on, with arguments as DistributedOptimizer's."""
         chosen = {"density": density, "rank": rank, "memory": memory, "warmup": warmup}
+        before = self._reducer.config
         self._options = swap_compressor(self._reducer, self._options, self.optimizer, compression, chosen, options)
+        notices.warn_of_changes(self._reducer.exchange, self.optimizer, before)
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -153,8 +173,12 @@ class Compressed(ReportingMixin):
         self._reducer.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return, under ``"agmerge"``, what this rank keeps: its residuals, the plan. The optimizer saves its own."""
-        return {rank_state.SECTION: rank_state.save(self._reducer)}
+        """Return, under ``"agmerge"``, what this rank keeps: its residuals, the plan.
+
+        With ``sync="updates"`` beside it the state of this rank's optimizer, which is no other rank's.
+        """
+        inner = self.optimizer.state_dict() if self.optimizer is not None and self._steps_alone else {}
+        return {**inner, rank_state.SECTION: rank_state.save(self._reducer)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Collective. Load what :meth:`state_dict` gave on this rank, or :func:`agmerge.gather_state` on rank 0.
@@ -162,12 +186,18 @@ class Compressed(ReportingMixin):
         Call it once the model and the optimizer are loaded. Raises ``ValueError`` for a state of another model, or
         residuals that are not finite; without any they start from zero, with a warning.
         """
-        inner = rank_state.load(self._reducer, state_dict.get(rank_state.SECTION))
-        if inner and self.optimizer is not None:  # of a file that has those of all ranks
+        inner = {key: value for key, value in state_dict.items() if key != rank_state.SECTION}
+        inner = rank_state.load(self._reducer, state_dict.get(rank_state.SECTION)) or inner
+        if self.optimizer is not None and self._steps_alone and inner:
             self.optimizer.load_state_dict(inner)
         exchange = self._reducer.exchange
         config = with_momentum_of(exchange.config, self.optimizer)
         exchange.adopt(rank_state.with_memory_for_unsent(exchange, config, self._options.memory))
+
+    @property
+    def _steps_alone(self) -> bool:
+        """Tell whether each rank's optimizer steps with its own gradients."""
+        return self._options.sync == UPDATES
 
     def close(self) -> None:
         """Give the communicators back. The model averages whole gradients from then on: a hook cannot be taken off.
@@ -188,21 +218,3 @@ def _named(model: DistributedDataParallel, *, ignored: bool) -> list[tuple[str, 
         for name, parameter in model.module.named_parameters()
         if ignored or (parameter.requires_grad and name not in model.parameters_to_ignore)
     ]
-
-
-def _check_apart(model: DistributedDataParallel) -> None:
-    """Raise :class:`agmerge.AGMergeError` before a step of ``sync="updates"`` that others would wait for in vain.
-
-    That is in ``join()``, and where the model has averaged gradients after all.
-    """
-    if model._join_config.enable:
-        raise AGMergeError(
-            "model.join() with sync='updates': a rank that has joined does not step, and the others would wait for "
-            "it. Give every rank the same number of batches"
-        )
-    if model.require_backward_grad_sync:
-        raise AGMergeError(
-            "DistributedDataParallel has averaged gradients whole, and sync='updates' exchanges what each worker's "
-            "optimizer does with its own: a no_sync() that was entered before compress() has ended, or the script has "
-            "set require_backward_grad_sync. Call compress() outside of no_sync(), and leave that to it"
-        )

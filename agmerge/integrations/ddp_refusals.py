@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from agmerge.options.arguments import Options
@@ -52,7 +52,7 @@ def checked_model(model: Any) -> DistributedDataParallel:
 
     Raises ``TypeError`` for anything else, and ``ValueError`` for one whose gradients go another way than its hook.
     """
-    if isinstance(model, torch.nn.Module):
+    if isinstance(model, nn.Module):
         model = model._modules.get("_orig_mod", model)
     for kind in type(model).__mro__:
         advice = OTHERS.get((kind.__module__.partition(".")[0], kind.__name__))
@@ -63,50 +63,34 @@ def checked_model(model: Any) -> DistributedDataParallel:
             f"ddp.compress() takes a DistributedDataParallel, not {type(model).__name__}: wrap the model first, or "
             "leave it as it is and wrap its optimizer in agmerge.DistributedOptimizer"
         )
-    for problem, advice in _problems(model):
-        raise ValueError(f"ddp.compress(): {problem}; {advice}")
+    for problem in _problems(model):
+        raise ValueError(f"ddp.compress(): {problem}")
     return model
 
 
-def _problems(model: DistributedDataParallel) -> list[tuple[str, str]]:
-    """Return what stands in the way of a hook, each with what to do."""
-    found: list[tuple[bool, str, str]] = [
-        (model.mixed_precision is not None, "it has mixed_precision=, which takes the one hook", "use torch.autocast"),
-        (
-            bool(_logged(model).get("comm_hook")),
-            "a hook is registered already",
-            "DistributedDataParallel takes one: leave out the other; fp16_compress_hook is compression='fp16'",
-        ),
-        (
-            bool(model._delay_all_reduce_params),
-            "delay_all_reduce_named_params= averages some gradients outside of the hook",
-            "leave it out",
-        ),
-        (
-            bool(getattr(model, "skip_all_reduce_unused_params", False)),
-            "skip_all_reduce_unused_params=True leaves buckets out",
-            "leave it out: what no rank has used is left alone anyway",
-        ),
-        (
-            bool(getattr(model, "_use_python_reducer", False)),
-            "torch._dynamo.config.optimize_ddp='python_reducer' has no buckets",
-            "leave it at its default",
-        ),
-        (
-            any(hasattr(parameter, "_in_backward_optimizers") for parameter in model.parameters()),
-            "optimizers step in its backward pass",
-            "step after it",
-        ),
-        (
-            any(
-                isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse
-                for module in model.modules()
-            ),
-            "an embedding has sparse=True, whose gradients are no part of a bucket",
-            "build it with sparse=False",
-        ),
-    ]
-    return [(problem, advice) for holds, problem, advice in found if holds]
+def _problems(model: DistributedDataParallel) -> Iterator[str]:
+    """Yield what makes gradients go another way than the one hook, each with what to do."""
+    if model.mixed_precision is not None:
+        yield "mixed_precision= takes the one hook that there is; use torch.autocast instead"
+    if _logged(model).get("comm_hook"):
+        yield (
+            "a hook is registered already, and DistributedDataParallel takes one; leave out the other: "
+            "fp16_compress_hook is compression='fp16'"
+        )
+    if model._delay_all_reduce_params:
+        yield "delay_all_reduce_named_params= averages gradients outside of the hook; leave it out"
+    if getattr(model, "skip_all_reduce_unused_params", False):
+        yield (
+            "skip_all_reduce_unused_params=True leaves out buckets, in which others may have sent something; leave it "
+            "out: what no rank has used is left alone anyway"
+        )
+    if getattr(model, "_use_python_reducer", False):
+        yield "torch._dynamo.config.optimize_ddp='python_reducer' has no buckets; leave it at its default"
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in model.parameters()):
+        yield "optimizers step in its backward pass, before gradients are combined; step after it"
+    embeddings = (module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
+    if any(embedding.sparse for embedding in embeddings):
+        yield "an embedding has sparse=True, whose gradients have no place in a message; build it with sparse=False"
 
 
 def _logged(model: DistributedDataParallel) -> Mapping[str, Any]:
@@ -115,9 +99,10 @@ def _logged(model: DistributedDataParallel) -> Mapping[str, Any]:
 
 
 def checked_options(given: Mapping[str, Any], model: DistributedDataParallel) -> Options:
-    """Return the options of ``compress``: those of DistributedOptimizer that mean something here.
+    """Collective. Return the options of ``compress``: those of DistributedOptimizer that mean something here.
 
-    Raises ``TypeError`` for names that it does not know, and ``ValueError`` for options that are said elsewhere.
+    Joins the workers, if that has not happened. Raises ``TypeError`` for names that it does not know, and
+    ``ValueError`` for options that are said elsewhere.
     """
     known = {field.name for field in fields(Options)}
     for name in given:
@@ -131,6 +116,7 @@ def checked_options(given: Mapping[str, Any], model: DistributedDataParallel) ->
             "merging='dear' applies updates in the next forward, and DistributedDataParallel has them at the end of "
             "backward(): use another merging, or the plain model with agmerge.DistributedOptimizer"
         )
+    _check_workers()
     options = Options(**given, process_set=_process_set(model))
     if options.sync == UPDATES and model.static_graph:
         raise ValueError(
@@ -151,11 +137,13 @@ def _process_set(model: DistributedDataParallel) -> list[int] | None:
     return None if len(ranks) == dist.get_world_size() else ranks
 
 
-def check_workers() -> None:
+def _check_workers() -> None:
     """Collective. Take the workers of torch.distributed; raise ``ValueError`` where agmerge has others already."""
+    if not dist.is_initialized():
+        raise ValueError("ddp.compress(): the process group of the model is destroyed; make both anew")
     if not workers.is_initialized():
         workers.init("torch")
-    if workers.backend_name() not in ("torch", "local"):
+    if workers.backend_name() != "torch" and dist.get_world_size() > 1:
         raise ValueError(
             f"agmerge.init() has taken {workers.backend_name()!r}, and the workers of a DistributedDataParallel are "
             "torch.distributed's: call agmerge.init('torch') instead, or leave it out"

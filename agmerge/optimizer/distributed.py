@@ -281,7 +281,9 @@ class DistributedOptimizer(ReportingMixin, OptimizerWrapper):
         kept, and saved, until one takes them up; an SGD's own momentum then begins at zero.
         """
         chosen = {"density": density, "rank": rank, "memory": memory, "warmup": warmup}
+        before = self._reducer.config
         self._options = swap_compressor(self._reducer, self._options, self.optimizer, compression, chosen, options)
+        notices.warn_of_changes(self._reducer.exchange, self.optimizer, before)
 
     def attach_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """Collective. Work with ``scaler`` from the next step on, as ``scaler=`` does from the first. Between steps."""

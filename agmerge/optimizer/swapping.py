@@ -9,7 +9,7 @@ import torch
 
 from agmerge.checkpoint import rank_state
 from agmerge.engine.synchronizer import Synchronizer
-from agmerge.options import compressors, notices
+from agmerge.options import compressors
 from agmerge.options.arguments import Options
 from agmerge.options.config import with_momentum_of
 from agmerge.options.resolve import resolve
@@ -36,8 +36,7 @@ def swap_compressor(
         own: options of the compressor, by name.
     """
     changed = compressors.swapped(options, optimizer, compression, chosen, own)
-    config, before = with_momentum_of(resolve(changed), optimizer), reducer.config
+    config = with_momentum_of(resolve(changed), optimizer)
     config = rank_state.with_memory_for_unsent(reducer.exchange, config, chosen["memory"])
     reducer.reconfigure(config, "set_compressor()", "Give every rank the same compressor, at the same step.")
-    notices.warn_of_changes(reducer.exchange, optimizer, before)
     return changed

@@ -127,11 +127,10 @@ def withheld(exchange: Any, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         first.remove()
 
 
-@contextmanager
-def withheld_from_all(exchange: Any, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Do what :func:`withheld` does for every step that somebody else makes inside.
+def withhold(exchange: Any, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Do what :func:`withheld` does for every step that somebody else makes; return a function that ends it.
 
-    Hooks before the step that are registered inside see no momentum.
+    Hooks before the step that are registered later see no momentum.
     """
     hidden = _Hidden(optimizer)
 
@@ -141,12 +140,13 @@ def withheld_from_all(exchange: Any, optimizer: torch.optim.Optimizer) -> Iterat
             hidden.hide()
 
     handles = [optimizer.register_step_pre_hook(hide), optimizer.register_step_post_hook(hidden.show)]
-    try:
-        yield
-    finally:
+
+    def end() -> None:
         hidden.show()
         for handle in handles:
             handle.remove()
+
+    return end
 
 
 class _Hidden:

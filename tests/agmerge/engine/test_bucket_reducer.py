@@ -11,6 +11,8 @@ from support import agreed, backward, digest, mlp, on_ranks, same_bits, seeded, 
 from torch import nn
 
 import agmerge
+import merging
+from agmerge import testing
 from agmerge.engine.bucket_reducer import BucketReducer
 from agmerge.engine.grad_scaler import LossScale
 from agmerge.options.arguments import Options
@@ -86,6 +88,27 @@ def test_updates_are_those_of_the_wrapper(compression: str) -> None:
         return seen
 
     assert agreed(on_ranks(2, MODEL, bucketed)) == agreed(on_ranks(2, MODEL, wrapped))
+
+
+def test_messages_leave_before_the_last_bucket() -> None:
+    """As soon as a merge buffer is complete: all but the last are on their way before the last tensor comes."""
+
+    def body(rank: int, model: nn.Module) -> tuple[int, int]:
+        reducer = connected(model, compression="topk", merging=merging.get("threshold", bytes=4096))
+        backward(model, rank, 0)
+        passed(reducer, model)
+        begun = len(testing.calls())
+        for name in NAMES[:-1]:
+            parameter = model.get_parameter(name)
+            reducer.hand_over(parameter, parameter.grad)
+        early = len(testing.calls()) - begun
+        parameter = model.get_parameter(NAMES[-1])
+        reducer.hand_over(parameter, parameter.grad)
+        reducer.combine()
+        return early, len(reducer.exchange.plan().counts)
+
+    early, buffers = agreed(on_ranks(2, MODEL, body))
+    assert buffers > 1 and early >= buffers - 1
 
 
 @pytest.mark.parametrize("memory", ["residual", "dgc"])

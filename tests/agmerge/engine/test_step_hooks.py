@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from support import agreed, backward, digest, mlp, on_ranks, seeded, sgd
 from torch import nn
 
 import agmerge
-from agmerge.engine.step_hooks import followed
+from agmerge.engine.step_hooks import follow
 from agmerge.engine.update_reducer import UpdateReducer
 from agmerge.options import momentum
 from agmerge.options.arguments import Options
@@ -28,6 +30,16 @@ def following(model: nn.Module, inner: torch.optim.Optimizer, **options: Any) ->
     reducer = UpdateReducer(ParameterTable(inner, model.named_parameters()), config)
     reducer.connect()
     return reducer
+
+
+@contextmanager
+def followed(reducer: UpdateReducer, check: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Inside of it the steps of somebody else."""
+    end = follow(reducer, check)
+    try:
+        yield
+    finally:
+        end()
 
 
 def spoilt(model: nn.Module, rank: int, step: int) -> None:
@@ -150,7 +162,7 @@ def test_the_gradients_of_a_closure_are_looked_at(by_name: bool) -> None:
 
 
 class Exchange:
-    """What ``withheld_from_all`` reads of an exchange that applies momentum."""
+    """What ``withhold`` reads of an exchange that applies momentum."""
 
     outside = False
 
@@ -170,7 +182,8 @@ def test_momentum_is_withheld_from_steps_and_shown_again_after_one_that_raises()
         if len(seen) == 2:
             raise RuntimeError("a hook of the script's")
 
-    with warnings.catch_warnings(), momentum.withheld_from_all(Exchange(inner), inner):
+    end = momentum.withhold(Exchange(inner), inner)
+    with warnings.catch_warnings():
         warnings.simplefilter("error")  # that no group has a momentum any more
         handle = inner.register_step_pre_hook(look)  # it comes after ours
         for _ in range(2):
@@ -184,4 +197,5 @@ def test_momentum_is_withheld_from_steps_and_shown_again_after_one_that_raises()
         assert not inner.state[model[0].weight].get("momentum_buffer") and seen == [0.0, 0.0]
         handle.remove()
         inner.step()
+    end()
     assert inner.param_groups[0]["momentum"] == 0.9 and not inner._optimizer_step_pre_hooks

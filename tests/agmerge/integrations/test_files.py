@@ -22,8 +22,6 @@ SMALL: dict[str, Any] = {"compression": "topk", "density": 0.05, "merging": "thr
 class Kept:
     """What :class:`agmerge.integrations.ddp.Compressed` is for these functions, around an optimizer of ours."""
 
-    optimizer = None  # the plain one: no rank's own
-
     def __init__(self, wrapper: agmerge.DistributedOptimizer) -> None:
         self._reducer = wrapper._reducer
 

@@ -17,6 +17,8 @@ from agmerge.exchanges.message.format import Flag
 from agmerge.metrics.totals import Totals
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.round import Round
+from sparsifiers.dgc_memory import DGCMemory
+from sparsifiers.memories import Decaying, Memory, Residual
 
 
 def opened(rank: int, **options: object) -> MergeBuffers:
@@ -161,16 +163,20 @@ def test_only_what_is_due_is_asked_for_sent_and_written(options: dict[str, objec
     assert sent == len(due)
 
 
-def test_residuals_of_what_is_not_due_stay_as_they_are() -> None:
+@pytest.mark.parametrize("memory", [Residual(), Decaying(0.9), DGCMemory()], ids=lambda memory: memory.name)
+def test_what_is_kept_of_what_is_not_due_stays_as_it_was(memory: Memory) -> None:
+    """Also by a memory that changes it in every step in which there is no gradient."""
+
     def body(rank: int) -> None:
-        buffers = opened(rank, **SPARSE)
-        before = {name: tensor.clone() for (_, name), tensor in buffers.state().items()}
+        buffers = opened(rank, memory=memory, **SPARSE)
+        before = {key: tensor.clone() for key, tensor in buffers.state().items()}
         under_way = attempt(buffers, due=(1,))
         under_way.receive(drawn(rank, 1).get)
         buffers.commit_residuals(under_way.slots(due=False))
-        after = {name: tensor for (_, name), tensor in buffers.state().items()}
         (moved,) = (slot.name for slot in under_way.slots())
-        assert [name for name in SHAPES if not torch.equal(before[name], after[name])] == [moved]
+        assert {name for (_, name) in before} == set(SHAPES)
+        for (kind, name), tensor in buffers.state().items():
+            assert torch.equal(before[kind, name], tensor) == (name != moved), (kind, name)
 
     testing.run(2, body)
 

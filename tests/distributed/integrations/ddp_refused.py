@@ -75,6 +75,21 @@ def _embedding() -> Any:
     return ddp.compress(DistributedDataParallel(nn.Embedding(50, 8, sparse=True)), compression="topk")
 
 
+def _delayed() -> Any:
+    net = seeded(mlp)
+    delayed = [("0.weight", net[0].weight)]
+    model = DistributedDataParallel(net, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=net[2].weight)
+    return ddp.compress(model, compression="topk")
+
+
+def _steps_in_backward() -> Any:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    net = seeded(mlp)
+    _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
+    return ddp.compress(DistributedDataParallel(net), compression="topk")
+
+
 def _sharded(version: int) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -101,6 +116,9 @@ REFUSALS: dict[str, Callable[[], Any]] = {
     "a wrapper": _a_wrapper,
     "other parameters": _other_parameters,
     "embedding": _embedding,
+    "delayed": _delayed,
+    "skipping": lambda: ddp.compress(parallel(skip_all_reduce_unused_params=True, find_unused_parameters=True)),
+    "steps in backward": _steps_in_backward,
     "passes": lambda: ddp.compress(parallel(), backward_passes_per_step=2),
     "process set": lambda: ddp.compress(parallel(), process_set=[0]),
     "dear": lambda: ddp.compress(parallel(), merging="dear"),

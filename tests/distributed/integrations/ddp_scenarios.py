@@ -1,6 +1,6 @@
 """What real workers do with agmerge.integrations.ddp: ``torchrun ddp_scenarios.py FOLDER [SCENARIO ...]``.
 
-Every rank writes what it saw as JSON. The scenario ``matrix`` is long, and runs only where it is named.
+Every rank writes what it saw as JSON. Those that are long run only where they are named.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[3] / 
 from ddp_awkward import awkward, leaves_alone, unused  # noqa: E402
 from ddp_pairs import CASES, MATRIX, pair, train  # noqa: E402
 from ddp_refused import guarded, refused  # noqa: E402
-from ddp_updates import UPDATES, updates_pair, updates_refused  # noqa: E402
+from ddp_updates import UPDATES, updates_pair, updates_refused, updates_resumed  # noqa: E402
 from support import digest, loss_of, mlp, seeded, sgd, wrap  # noqa: E402
 
 import agmerge  # noqa: E402
 from agmerge.integrations import ddp  # noqa: E402
 
 OPTIONS: dict[str, Any] = {"exchange": "sparse", "merging": "threshold", "compression": "topk"}
-LONG = ("matrix",)
+LONG = ("matrix", "halves")
 
 
 def bits() -> dict[str, list[bool]]:
@@ -158,7 +158,7 @@ def changes() -> dict[str, Any]:
 
 def groups() -> dict[str, Any]:
     """A model that each rank averages with nobody, by a process group of its own: one worker, as without us."""
-    own = [dist.new_group([rank]) for rank in range(agmerge.size())][agmerge.rank()]
+    own = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     net, twin = seeded(mlp), seeded(mlp)
     model = DistributedDataParallel(net, process_group=own)
     compressed = ddp.compress(model, **OPTIONS, density=1.0)
@@ -167,6 +167,27 @@ def groups() -> dict[str, Any]:
     steps = compressed.stats()["steps"]
     compressed.close()
     return {"equal": digest(net) == digest(twin), "steps": steps}
+
+
+def halves() -> dict[str, Any]:
+    """Two of four workers each average among themselves: as the wrapper with ``process_set``."""
+    sets = [[0, 1], [2, 3]]
+    made = [dist.new_group(ranks) for ranks in sets]
+    half = dist.get_rank() // 2
+    same = []
+    for options in ({}, {"sync": "updates"}):
+        ours, theirs = seeded(mlp), seeded(mlp)
+        model, inner = DistributedDataParallel(ours, process_group=made[half]), sgd(ours)
+        compressed = ddp.compress(model, optimizer=inner, **{**OPTIONS, **options})
+        train(model, range(6), inner)
+        optimizer = wrap(theirs, process_set=sets[half], **{**OPTIONS, **options})
+        train(theirs, range(6), optimizer)
+        compressed.consolidate()
+        optimizer.consolidate()
+        same.append(digest(ours) == digest(theirs))
+        compressed.close()
+        optimizer.close()
+    return {"same": same, "digest": digest(ours)}
 
 
 def compiled() -> list[bool]:
@@ -203,6 +224,24 @@ def copied() -> dict[str, Any]:
     return {"said": [str(one.message) for one in said], "steps": steps, "free": [one() is None for one in kept]}
 
 
+def unkept() -> list[bool]:
+    """What ``compress()`` returns need not be kept: bits with it, and without."""
+    found = []
+    for options in ({"compression": "dgc"}, {"sync": "updates"}):
+        digests = []
+        for keeps in (True, False):
+            net = seeded(mlp)
+            model, inner = DistributedDataParallel(net), sgd(net)
+            kept = [ddp.compress(model, optimizer=inner, **{**OPTIONS, **options})]
+            if not keeps:
+                kept.clear()
+                gc.collect()
+            train(model, range(4), inner)
+            digests.append(digest(net))
+        found.append(digests[0] == digests[1])
+    return found
+
+
 def infinite() -> dict[str, Any]:
     """What is said of a gradient that is not finite, on every rank, and what is kept then."""
     net = seeded(mlp)
@@ -237,10 +276,13 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
         checkpoints,
         changes,
         groups,
+        halves,
         compiled,
         copied,
+        unkept,
         updates,
         updates_refused,
+        updates_resumed,
         refused,
         guarded,
         infinite,
