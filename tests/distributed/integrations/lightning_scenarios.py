@@ -156,6 +156,7 @@ def scaler(folder: Path) -> Any:
         (DDPStrategy(), 1024.0),
         (CompressedDDPStrategy(**DENSE), 1024.0),
         (CompressedDDPStrategy(**TOPK), 2.0**18),
+        (CompressedDDPStrategy(**UPDATES), 2.0**18),
     ):
         plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=scale))
         net = Net()

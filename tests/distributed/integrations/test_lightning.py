@@ -39,8 +39,9 @@ def test_a_tenth_of_the_bytes_leave(found: Found) -> None:
 
 def test_a_scaler_changes_no_bit_and_leaves_out_steps_on_all_ranks(found: Found) -> None:
     ranks, _ = found["scaler"]
-    plain, ours, large = ranks[0]
-    assert ranks[0] == ranks[1] and plain == ours and 0 < large[1] < 8
+    plain, ours, large, updates = ranks[0]
+    assert plain == ours and [bits for bits, _ in ranks[0]] == [bits for bits, _ in ranks[1]]
+    assert 0 < large[1] < 8 and large == ranks[1][2] and 0 < updates[1] < 8
 
 
 @pytest.mark.parametrize("way", ["topk", "updates"])
