@@ -152,18 +152,22 @@ def topk(folder: Path) -> Any:
 def scaler(folder: Path) -> Any:
     """A GradScaler: the bits of Lightning without us, and steps that are left out because of an infinity."""
     seen = []
-    for strategy, scale in (
-        (DDPStrategy(), 1024.0),
-        (CompressedDDPStrategy(**DENSE), 1024.0),
-        (CompressedDDPStrategy(**TOPK), 2.0**18),
-        (CompressedDDPStrategy(**UPDATES), 2.0**18),
+    for strategy, scale, clip in (
+        (DDPStrategy(), 1024.0, 0.05),
+        (CompressedDDPStrategy(**DENSE), 1024.0, 0.05),
+        (CompressedDDPStrategy(**TOPK), 2.0**18, 0.05),
+        (CompressedDDPStrategy(**UPDATES), 2.0**18, None),
     ):
-        plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=scale))
         net = Net()
-        fitted(net, strategy, gradient_clip_val=0.05, plugins=[plugin])
+        fitted(net, strategy, gradient_clip_val=clip, plugins=[in_fp16(scale)])
         compressed = getattr(strategy, "compressed", None)
         seen.append([bits(net.net), compressed.stats()["steps_skipped"] if compressed else 0])
     return seen
+
+
+def in_fp16(scale: float) -> MixedPrecision:
+    """Mixed precision with a scaler, on the CPU."""
+    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=scale))
 
 
 def resumed(folder: Path, **options: Any) -> dict[str, Any]:
@@ -298,6 +302,9 @@ def refusals(folder: Path) -> Any:
         "wrapped": refused(partial(fitted, Net(wrapped=TOPK), ours())),
         "wrapped before": refused(partial(fitted, Prewrapped(), ours())),
         "two optimizers": refused(partial(fitted, Two(), CompressedDDPStrategy(**UPDATES))),
+        "clipping": refused(
+            partial(fitted, Net(), CompressedDDPStrategy(**UPDATES), gradient_clip_val=1.0, plugins=[in_fp16(8.0)])
+        ),
         "hook": refused(partial(ours, ddp_comm_hook=print)),
         "optimizer": refused(partial(ours, optimizer=None)),
         "unknown": refused(partial(fitted, Net(), ours(densities=0.1))),

@@ -87,6 +87,7 @@ def test_infinite_gradients_of_one_rank_move_nothing(found: Found) -> None:
         ("wrapped", "integrations.ddp.compress"),
         ("wrapped before", "return the plain optimizer"),
         ("two optimizers", "configure_optimizers() returns 2"),
+        ("clipping", "Lightning does not clip"),
         ("hook", "DDP takes one hook"),
         ("optimizer", "optimizer= is the Trainer's own"),
         ("unknown", "unexpected keyword argument 'densities'"),
