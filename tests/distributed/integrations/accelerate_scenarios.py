@@ -127,6 +127,7 @@ def resumed(folder: Path, **options: Any) -> dict[str, Any]:
         compressed = compress(one.accelerator, one.net, **options)
         assert compressed is not None
         if again:
+            one.epoch()
             one.epoch()  # what is loaded takes the place of all this
             one.accelerator.load_state(str(folder))
         else:
