@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from support import mlp, seeded, sgd, wrap
+from support import backward, mlp, seeded, sgd, wrap
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -165,6 +165,17 @@ def guarded() -> dict[str, str]:
     tried("gone", left)
     with alive.no_sync():
         tried("no_sync", alive.module)
+    for views in (False, True):
+        net = seeded(mlp)
+        optimizer = wrap(net)
+        later = DistributedDataParallel(net, gradient_as_bucket_view=views)  # as a framework that is given an optimizer
+        backward(later, agmerge.rank(), 0)
+        try:
+            optimizer.step()
+            said[f"later, {views}"] = ""
+        except agmerge.AGMergeError as error:
+            said[f"later, {views}"] = str(error)
+        optimizer.close()
     compressed = ddp.compress(alive, compression="topk")
     tried("compressed", alive.module)
     compressed.close()

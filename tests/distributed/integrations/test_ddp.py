@@ -178,6 +178,9 @@ def test_a_wrapper_beside_ddp_is_an_error_on_every_rank(found: Found) -> None:
         for what in ("outside", "inside", "updates", "compressed"):
             assert "everything would be exchanged twice" in said[what] and "ddp.compress(" in said[what], what
         assert said["gone"] == said["no_sync"] == ""
+        for views in (False, True):
+            assert "changed between backward() and step()" in said[f"later, {views}"]
+            assert "ddp.compress(" in said[f"later, {views}"]
 
 
 def test_an_infinite_gradient_ends_the_run_on_every_rank_alike(found: Found) -> None:
