@@ -82,6 +82,7 @@ class Compression(TrainerCallback):
         if model is not self._model:
             if self.compressed is not None:
                 self.compressed.close()
+            self.compressed = self._model = None  # of a DDP that may be gone: nothing must hold it
             prepared: Any = self._trainer.optimizer  # around the plain one
             scaler = self._trainer.accelerator.scaler
             self.compressed = ddp.compress(model, optimizer=prepared.optimizer, scaler=scaler, **self._options)

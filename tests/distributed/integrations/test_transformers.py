@@ -56,6 +56,14 @@ def test_so_they_are_in_other_ways(tmp_path: Path) -> None:
         as_in_one_go(ranks, way)
 
 
+@pytest.mark.long
+def test_a_second_training_in_another_ddp_begins_anew(tmp_path: Path) -> None:
+    ranks, _ = launched(SCRIPT, tmp_path, "another_ddp")["another_ddp"]
+    assert ranks[0] == ranks[1]
+    for is_first, steps, end, before in ranks[0].values():
+        assert not is_first and steps == 8 and end != before
+
+
 def as_in_one_go(ranks: list[Any], way: str) -> None:
     """A training that was interrupted has ended as one that was not."""
     for seen in (rank[way] for rank in ranks):

@@ -183,6 +183,22 @@ def taken_over(folder: Path) -> Any:
     return seen
 
 
+@scenario.if_named
+def another_ddp(folder: Path) -> Any:
+    """A second ``train()`` in another DDP, around the same model."""
+    seen = {}
+    for name, options in WAYS.items():
+        trainer = made(folder, auto_find_batch_size=True)
+        compression = compress(trainer, **options)
+        trainer.train()
+        first, before = compression.compressed, bits(trainer.model)
+        trainer.train()
+        assert compression.compressed is not None
+        steps = compression.compressed.stats()["steps"]
+        seen[name] = [compression.compressed is first, steps, bits(trainer.model), before]
+    return seen
+
+
 class Watch(TrainerCallback):
     """Note the model's bits where a Trainer calls back."""
 
