@@ -54,8 +54,9 @@ def main() -> None:
     with torch.no_grad():
         right = model(test_x.to(accelerator.device)).argmax(1).cpu() == test_y
     accelerator.print(f"accuracy {right.float().mean():.4f}")
-    stats = compressed.stats()
-    accelerator.print(f"bytes sent {stats['bytes_sent']}, dense {stats['bytes_dense']}")
+    if compressed is not None:  # more than one process
+        stats = compressed.stats()
+        accelerator.print(f"bytes sent {stats['bytes_sent']}, dense {stats['bytes_dense']}")
     accelerator.end_training()
 
 

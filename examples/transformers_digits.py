@@ -44,6 +44,7 @@ def main() -> None:
         num_attention_heads=4,
         intermediate_size=128,
         num_labels=10,
+        initializer_range=0.1,
     )
     trainer = Trainer(
         model=ViTForImageClassification(shape),
@@ -65,9 +66,8 @@ def main() -> None:
         compute_metrics=accuracy,
     )
 
-    compression = compress(
-        trainer, compression="topk", exchange="sparse"
-    )  # the one line: AdamW's updates are sent, 5 % of them as signs
+    # The one line: what AdamW does is sent, by default 5 % of it, as signs.
+    compression = compress(trainer, sync="updates", exchange="sparse")
     trainer.train(resume_from_checkpoint=args.resume)
     found = trainer.evaluate()
 

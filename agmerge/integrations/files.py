@@ -38,8 +38,7 @@ def save(compressed: Compressed, folder: Folder) -> None:
     """
     rank, size = _place(compressed)
     compressed.flush()
-    inner = compressed.optimizer.state_dict() if compressed.optimizer is not None else {}
-    section = rank_state.with_inner({**inner, **compressed.state_dict()})
+    section = rank_state.with_inner(compressed.state_dict())
     where = Path(folder)
     barrier()  # rank 0 of the framework has removed by now what it removes
     if where.is_dir():

@@ -77,10 +77,15 @@ class CompressedDDPStrategy(DDPStrategy):
                 f"sync='updates' exchanges what one optimizer did, and configure_optimizers() returns "
                 f"{len(self.optimizers)}: return one with several parameter groups"
             )
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if self._options.get("sync") == UPDATES and scaler is not None and trainer.gradient_clip_val:
+            raise ValueError(
+                "gradient_clip_val with a GradScaler and sync='updates': Lightning does not clip where the optimizer "
+                "looks for infinities itself, which it does then. Train in precision='bf16-mixed', or without clipping"
+            )
         if self.compressed is not None:
             self.compressed.close()  # of another fit()
         optimizer = self.optimizers[0] if len(self.optimizers) == 1 else None
-        scaler = getattr(self.precision_plugin, "scaler", None)
         assert isinstance(self.model, DistributedDataParallel)
         self.compressed = ddp.compress(self.model, optimizer=optimizer, scaler=scaler, **self._options)
         self._fitting = True

@@ -26,6 +26,10 @@ from agmerge.integrations import ddp, files
 from agmerge.optimizer import DistributedOptimizer
 from agmerge.options.updates import UPDATES
 
+ALONE = (
+    "one process trains, without a launcher: it exchanges nothing, nothing is compressed, and what ranks have kept "
+    "beside a checkpoint is not loaded (`torchrun --nproc_per_node=1` loads it)"
+)
 _last_checkpoint: Callable[..., str | None] = trainer_utils.get_last_checkpoint  # which has no annotations
 
 
@@ -73,11 +77,12 @@ class Compression(TrainerCallback):
             raise ValueError("hyperparameter_search() is not supported: compress the Trainer of one training")
         model = getattr(self._trainer.model_wrapped, "_orig_mod", self._trainer.model_wrapped)
         if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            warnings.warn("one process trains: there is nothing to exchange, and nothing is compressed", stacklevel=2)
+            warnings.warn(ALONE, stacklevel=2)
             return
         if model is not self._model:
             if self.compressed is not None:
                 self.compressed.close()
+            self.compressed = self._model = None  # of a DDP that may be gone: nothing must hold it
             prepared: Any = self._trainer.optimizer  # around the plain one
             scaler = self._trainer.accelerator.scaler
             self.compressed = ddp.compress(model, optimizer=prepared.optimizer, scaler=scaler, **self._options)

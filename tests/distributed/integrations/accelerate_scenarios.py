@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
 from accelerate.state import AcceleratorState
 from accelerate.utils import DDPCommunicationHookType
-from frameworks import DENSE, TOPK, UPDATES, Scenarios, bits, bytes_on_the_wire, layers, refused
+from frameworks import DENSE, TOPK, UPDATES, Scenarios, bits, bytes_on_the_wire, layers, refused, waiting
 from support import batch, seeded
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -127,6 +127,7 @@ def resumed(folder: Path, **options: Any) -> dict[str, Any]:
         compressed = compress(one.accelerator, one.net, **options)
         assert compressed is not None
         if again:
+            one.epoch()
             one.epoch()  # what is loaded takes the place of all this
             one.accelerator.load_state(str(folder))
         else:
@@ -150,7 +151,6 @@ def resume(folder: Path) -> Any:
     seen = {
         "topk": resumed(folder / "topk", **TOPK),
         "updates": resumed(folder / "updates", **UPDATES),
-        "hold": resumed(folder / "hold", **UPDATES, carry="hold"),
     }
     agmerge.barrier()
     if agmerge.rank() == 0:
@@ -162,6 +162,38 @@ def resume(folder: Path) -> Any:
     one.epoch()
     one.accelerator.load_state(str(folder / "updates"))
     return {**seen, "incomplete": [seen["updates"]["saved"], one.bits(), compressed.stats()["steps"]]}
+
+
+WAYS = {"topk": TOPK, "updates": UPDATES, "hold": {**UPDATES, "carry": "hold"}}
+
+
+@scenario.if_named
+def saved(folder: Path) -> Any:
+    """What waits after an epoch, and is saved."""
+    seen = {}
+    for name, options in WAYS.items():
+        one = Training(adamw="sync" in options)
+        compressed = compress(one.accelerator, one.net, **options)
+        one.epoch()
+        one.accelerator.save_state(str(folder / name))
+        seen[name] = waiting(compressed)
+    return seen
+
+
+@scenario.if_named
+def taken_over(folder: Path) -> Any:
+    """What waits for another number of ranks that goes on."""
+    seen = {}
+    for name, options in WAYS.items():
+        one = Training(adamw="sync" in options)
+        compressed = compress(one.accelerator, one.net, **options)
+        assert compressed is not None
+        one.accelerator.load_state(str(folder.with_name("saved.out") / name))
+        at_first = waiting(compressed)
+        one.epoch()
+        compressed.consolidate()
+        seen[name] = [at_first, compressed.stats()["steps"], one.bits()]
+    return seen
 
 
 @scenario

@@ -35,18 +35,24 @@ class Scenarios:
 
     def __init__(self) -> None:
         self._known: dict[str, Scenario] = {}
+        self._asked_for: set[str] = set()  # that run only where they are named
 
     def __call__(self, fn: Scenario) -> Scenario:
         """Run ``fn`` under its name."""
         self._known[fn.__name__] = fn
         return fn
 
+    def if_named(self, fn: Scenario) -> Scenario:
+        """Run ``fn`` under its name, if it is named."""
+        self._asked_for.add(fn.__name__)
+        return self(fn)
+
     def main(self, folder: Path, *names: str) -> None:
-        """Run those of these names, all if there are none, and write what they return."""
+        """Run those of these names, all but those that are to be named if there are none; write what they return."""
         torch.set_num_threads(1)
         cost_probe.SPEND, cost_probe.ROUNDS = 0.1, (1, 1)  # plans need not be good ones
         rank = os.environ["RANK"]
-        for name in names or self._known:
+        for name in names or [name for name in self._known if name not in self._asked_for]:
             own = folder / f"{name}.out"
             own.mkdir(exist_ok=True)
             with warnings.catch_warnings(record=True) as said:
@@ -65,6 +71,16 @@ def bytes_on_the_wire() -> int | None:
         return None
     line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
     return int(line.split(":")[1].split()[8])
+
+
+def waiting(compressed: Any) -> dict[str, list[float]]:
+    """Of what is still to come, as the mean over ranks, by parameter: the sum and the norm."""
+    members, unsent, found = compressed._reducer.members, compressed._reducer.unsent(), {}
+    for parameter in members.name_all():  # a rank that is new may have none
+        name = members.name_of(parameter)
+        mean = agmerge.allreduce(unsent.get(name, torch.zeros_like(parameter)).detach().double())
+        found[name] = [float(mean.sum()), float(mean.norm())]
+    return found
 
 
 def refused(call: Callable[[], Any]) -> str:

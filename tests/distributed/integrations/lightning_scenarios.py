@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import warnings
 from functools import partial
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from frameworks import DENSE, TOPK, UPDATES, Scenarios, bits, bytes_on_the_wire, layers, refused
+from frameworks import DENSE, TOPK, UPDATES, Scenarios, bits, bytes_on_the_wire, layers, refused, waiting
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
@@ -103,7 +104,7 @@ def fitted(net: Net, strategy: Any, epochs: int = 2, batches: int = 4, path: Any
     trainer = Trainer(
         strategy=strategy,
         accelerator="cpu",
-        devices=2,
+        devices=int(os.environ["WORLD_SIZE"]),
         max_epochs=epochs,
         logger=False,
         enable_progress_bar=False,
@@ -151,17 +152,22 @@ def topk(folder: Path) -> Any:
 def scaler(folder: Path) -> Any:
     """A GradScaler: the bits of Lightning without us, and steps that are left out because of an infinity."""
     seen = []
-    for strategy, scale in (
-        (DDPStrategy(), 1024.0),
-        (CompressedDDPStrategy(**DENSE), 1024.0),
-        (CompressedDDPStrategy(**TOPK), 2.0**18),
+    for strategy, scale, clip in (
+        (DDPStrategy(), 1024.0, 0.05),
+        (CompressedDDPStrategy(**DENSE), 1024.0, 0.05),
+        (CompressedDDPStrategy(**TOPK), 2.0**18, 0.05),
+        (CompressedDDPStrategy(**UPDATES), 2.0**18, None),
     ):
-        plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=scale))
         net = Net()
-        fitted(net, strategy, gradient_clip_val=0.05, plugins=[plugin])
+        fitted(net, strategy, gradient_clip_val=clip, plugins=[in_fp16(scale)])
         compressed = getattr(strategy, "compressed", None)
         seen.append([bits(net.net), compressed.stats()["steps_skipped"] if compressed else 0])
     return seen
+
+
+def in_fp16(scale: float) -> MixedPrecision:
+    """Mixed precision with a scaler, on the CPU."""
+    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=scale))
 
 
 def resumed(folder: Path, **options: Any) -> dict[str, Any]:
@@ -188,7 +194,6 @@ def resume(folder: Path) -> Any:
     seen = {
         "topk": resumed(folder / "topk", **TOPK),
         "updates": resumed(folder / "updates", **UPDATES),
-        "hold": resumed(folder / "hold", **UPDATES, carry="hold"),
     }
     agmerge.barrier()
     if agmerge.rank() == 0:
@@ -196,6 +201,45 @@ def resume(folder: Path) -> Any:
     agmerge.barrier()
     trainer = fitted(Net(), CompressedDDPStrategy(**TOPK), path=folder / "topk" / "epoch=0.ckpt")
     return {**seen, "incomplete": trainer.strategy.compressed.stats()["steps"]}
+
+
+class Look(Callback):
+    """Look at what waits before the first step, and after four of them."""
+
+    seen: Any = None
+
+    def on_train_start(self, trainer: Trainer, *args: Any) -> None:
+        self.seen = waiting(trainer.strategy.compressed)
+
+    def on_save_checkpoint(self, trainer: Trainer, *args: Any) -> None:
+        self.seen = waiting(trainer.strategy.compressed)
+
+
+WAYS = {"topk": TOPK, "updates": UPDATES, "hold": {**UPDATES, "carry": "hold"}}
+
+
+@scenario.if_named
+def saved(folder: Path) -> Any:
+    """What waits after four steps, and is saved."""
+    seen = {}
+    for name, options in WAYS.items():
+        look = Look()
+        calls = [ModelCheckpoint(folder / name, "{epoch}"), look]
+        fitted(Net(adamw="sync" in options), CompressedDDPStrategy(**options), epochs=1, callbacks=calls)
+        seen[name] = look.seen
+    return seen
+
+
+@scenario.if_named
+def taken_over(folder: Path) -> Any:
+    """What waits for another number of ranks that goes on."""
+    seen = {}
+    for name, options in WAYS.items():
+        look, net = Look(), Net(adamw="sync" in options)
+        path = folder.with_name("saved.out") / name / "epoch=0.ckpt"
+        trainer = fitted(net, CompressedDDPStrategy(**options), callbacks=[look], path=path)
+        seen[name] = [look.seen, trainer.strategy.compressed.stats()["steps"], bits(net.net)]
+    return seen
 
 
 class SaveInTheMiddle(Callback):
@@ -258,6 +302,9 @@ def refusals(folder: Path) -> Any:
         "wrapped": refused(partial(fitted, Net(wrapped=TOPK), ours())),
         "wrapped before": refused(partial(fitted, Prewrapped(), ours())),
         "two optimizers": refused(partial(fitted, Two(), CompressedDDPStrategy(**UPDATES))),
+        "clipping": refused(
+            partial(fitted, Net(), CompressedDDPStrategy(**UPDATES), gradient_clip_val=1.0, plugins=[in_fp16(8.0)])
+        ),
         "hook": refused(partial(ours, ddp_comm_hook=print)),
         "optimizer": refused(partial(ours, optimizer=None)),
         "unknown": refused(partial(fitted, Net(), ours(densities=0.1))),

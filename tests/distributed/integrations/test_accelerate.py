@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from networks import launched
+from networks import close, launched, taken_over
 
 pytest.importorskip("accelerate")
 SCRIPT = Path(__file__).parent / "accelerate_scenarios.py"
@@ -42,7 +42,7 @@ def test_clipping_is_of_the_combined_update(found: Found) -> None:
     assert ours == wrapper and other == [ours, wrapper]
 
 
-@pytest.mark.parametrize("way", ["topk", "updates", "hold"])
+@pytest.mark.parametrize("way", ["topk", "updates"])
 def test_an_epoch_and_another_one_are_two_to_the_bit(found: Found, way: str) -> None:
     """The model's file has the parameters that all ranks have in common; ``load_state()`` puts back the rank's own."""
     ranks, _ = found["resume"]
@@ -87,3 +87,12 @@ def test_each_model_has_its_files(found: Found) -> None:
 def test_what_would_exchange_twice_is_refused_on_every_rank(found: Found, case: str, words: str) -> None:
     ranks, _ = found["refusals"]
     assert all(words in said[case] and "Error" in said[case] for said in ranks), ranks[0][case]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("workers", [1, 3])
+def test_another_number_of_workers_takes_over_what_was_not_sent(tmp_path: Path, workers: int) -> None:
+    before, ranks = taken_over(SCRIPT, tmp_path, workers)
+    for way, expected in before.items():
+        assert all(close(rank[way][0], expected) for rank in ranks), way
+        assert len({rank[way][2] for rank in ranks}) == 1, way

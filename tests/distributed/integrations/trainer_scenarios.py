@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from frameworks import DENSE, TOPK, UPDATES, Scenarios, bits, bytes_on_the_wire, refused
+from frameworks import DENSE, TOPK, UPDATES, Scenarios, bits, bytes_on_the_wire, refused, waiting
 from gpt import VOCABULARY, corpus, windows
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 import agmerge
-from agmerge.integrations.transformers import compress
+from agmerge.integrations.transformers import Compression, compress
 
 LENGTH = 16  # tokens of a piece of text
 scenario = Scenarios()
@@ -119,8 +119,6 @@ def resume(folder: Path) -> Any:
     seen = {
         "topk": resumed(folder / "topk", **TOPK),
         "updates": resumed(folder / "updates", **UPDATES),
-        "hold": resumed(folder / "hold", **UPDATES, carry="hold"),
-        "overlap": resumed(folder / "overlap", **UPDATES, overlap=1),
     }
     agmerge.barrier()
     if agmerge.rank() == 1:
@@ -131,6 +129,74 @@ def resume(folder: Path) -> Any:
     trainer.train(resume_from_checkpoint=str(folder / "topk" / "checkpoint-4"))
     assert compression.compressed is not None
     return {**seen, "incomplete": [bits(trainer.model), compression.compressed.stats()["steps"]]}
+
+
+@scenario.if_named
+def resume_others(folder: Path) -> Any:
+    """To the bit in other ways of keeping what is not sent."""
+    return {
+        "hold": resumed(folder / "hold", **UPDATES, carry="hold"),
+        "overlap": resumed(folder / "overlap", **UPDATES, overlap=1),
+        "local steps": resumed(folder / "local", **UPDATES, every=3),
+    }
+
+
+class Resuming(TrainerCallback):
+    """Look at what waits before the first step."""
+
+    def __init__(self, compression: Compression) -> None:
+        self.compression, self.seen = compression, {}
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.seen = waiting(self.compression.compressed)
+
+
+WAYS = {"topk": TOPK, "updates": UPDATES}
+
+
+@scenario.if_named
+def saved(folder: Path) -> Any:
+    """What waits after four steps, and is saved."""
+    seen = {}
+    for name, options in WAYS.items():
+        trainer = made(folder / name, save_strategy="steps", save_steps=4, max_steps=4)
+        compression = compress(trainer, **options)
+        at_save = Resuming(compression)
+        at_save.on_save = at_save.on_train_begin  # consolidated in the end
+        trainer.add_callback(at_save)
+        trainer.train()
+        seen[name] = at_save.seen
+    return seen
+
+
+@scenario.if_named
+def taken_over(folder: Path) -> Any:
+    """What waits for another number of ranks that goes on."""
+    seen = {}
+    for name, options in WAYS.items():
+        trainer = made(folder.with_name("saved.out") / name, max_steps=6)
+        compression = compress(trainer, **options)
+        look = Resuming(compression)
+        trainer.add_callback(look)
+        trainer.train(resume_from_checkpoint=True)
+        seen[name] = [look.seen, trainer.state.global_step, bits(trainer.model)]
+    return seen
+
+
+@scenario.if_named
+def another_ddp(folder: Path) -> Any:
+    """A second ``train()`` in another DDP, around the same model."""
+    seen = {}
+    for name, options in WAYS.items():
+        trainer = made(folder, auto_find_batch_size=True)
+        compression = compress(trainer, **options)
+        trainer.train()
+        first, before = compression.compressed, bits(trainer.model)
+        trainer.train()
+        assert compression.compressed is not None
+        steps = compression.compressed.stats()["steps"]
+        seen[name] = [compression.compressed is first, steps, bits(trainer.model), before]
+    return seen
 
 
 class Watch(TrainerCallback):
@@ -180,9 +246,9 @@ def updates(folder: Path) -> Any:
 
 @scenario
 def scaler(folder: Path) -> Any:
-    """With a GradScaler the bits are those without one, but for steps that are left out because of an infinity."""
-    seen = {}
-    for name, scale in (("none", None), ("small", 16.0), ("too large", 2.0**127)):
+    """With a GradScaler the bits are those without one, residuals included."""
+    seen = []
+    for scale in (None, 16.0):
         trainer = made(folder, max_grad_norm=0.0)  # the Trainer would clip before it unscales, for it has no fp16 here
         if scale is not None:
             trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000)
@@ -190,7 +256,7 @@ def scaler(folder: Path) -> Any:
         trainer.train()
         assert compression.compressed is not None
         left = compression.compressed.stats()
-        seen[name] = [bits(trainer.model), left["steps"], left["steps_skipped"]]
+        seen.append([bits(trainer.model), left["steps"], left["steps_skipped"], left["residual_norm"]])
     return seen
 
 

@@ -1,0 +1,182 @@
+"""A file a rank beside a checkpoint: who reads what, among ranks in memory."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import mlp, on_ranks, residuals, seeded, sgd, train, wrap
+
+import agmerge
+from agmerge.checkpoint import rank_state
+from agmerge.integrations import files
+
+STEPS = 3
+SMALL: dict[str, Any] = {"compression": "topk", "density": 0.05, "merging": "threshold"}
+
+
+class Kept:
+    """What :class:`agmerge.integrations.ddp.Compressed` is for these functions, around an optimizer of ours."""
+
+    def __init__(self, wrapper: agmerge.DistributedOptimizer) -> None:
+        self._reducer = wrapper._reducer
+
+    def flush(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {rank_state.SECTION: rank_state.save(self._reducer)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        rank_state.load(self._reducer, state_dict.get(rank_state.SECTION))
+
+
+def trained(model: torch.nn.Module, rank: int, steps: int, **options: Any) -> agmerge.DistributedOptimizer:
+    """An optimizer with residuals."""
+    optimizer = wrap(model, sgd(model), **{**SMALL, **options})
+    train(model, optimizer, rank, range(steps))
+    return optimizer
+
+
+def saved(folder: Path, ranks: int, steps: int = STEPS) -> list[dict[str, torch.Tensor]]:
+    """Let so many ranks save what they have; their residuals."""
+    folder.mkdir(exist_ok=True)
+
+    def body(rank: int, model: Any) -> dict[str, torch.Tensor]:
+        optimizer = trained(model, rank, steps)
+        files.save(Kept(optimizer), folder)
+        return residuals(optimizer)
+
+    return on_ranks(ranks, seeded(mlp), body)
+
+
+def loaded(folder: Path, ranks: int) -> list[tuple[bool, dict[str, torch.Tensor], list[str]]]:
+    """Let so many ranks, which have residuals of their own, load: whether they have, their residuals, and warnings."""
+
+    def body(rank: int, model: Any) -> tuple[bool, dict[str, torch.Tensor]]:
+        optimizer = trained(model, rank, 1)
+        done = files.load(Kept(optimizer), folder)
+        return done, residuals(optimizer)
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = on_ranks(ranks, seeded(mlp), body)
+    texts = [str(one.message) for one in said]
+    return [(*one, texts) for one in found]
+
+
+def still_to_come(ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The mean over ranks of what was not sent, by name."""
+    names = {name for one in ranks for name in one}
+    return {name: sum(one[name].double() for one in ranks if name in one) / len(ranks) for name in names}
+
+
+def test_as_many_ranks_have_what_they_had(tmp_path: Path) -> None:
+    before = saved(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["agmerge-0-of-2.pt", "agmerge-1-of-2.pt"]
+    for had, (done, has, said) in zip(before, loaded(tmp_path, 2), strict=True):
+        assert done and said == [] and had.keys() == has.keys() and all(map(torch.equal, had.values(), has.values()))
+        assert any(bool(one.any()) for one in had.values())
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_another_number_of_ranks_has_all_that_was_not_sent(tmp_path: Path, ranks: int) -> None:
+    before, after = still_to_come(saved(tmp_path, 2)), loaded(tmp_path, ranks)
+    assert all(done and said == [] for done, _, said in after)
+    has = still_to_come([one for _, one, _ in after])
+    for name, tensor in before.items():
+        torch.testing.assert_close(has[name], tensor, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("ranks, missing", [(2, 0), (2, 1), (3, 1), (3, None)])
+def test_of_an_incomplete_set_nobody_takes_anything(tmp_path: Path, ranks: int, missing: int | None) -> None:
+    saved(tmp_path, 2)
+    folder = tmp_path if missing is not None else tmp_path / "elsewhere"
+    if missing is not None:
+        (tmp_path / f"agmerge-{missing}-of-2.pt").unlink()
+    for done, has, said in loaded(folder, ranks):
+        assert not done and not any(bool(one.any()) for one in has.values())
+        assert len(said) == 1 and f"agmerge-0-of-{ranks}.pt to agmerge-{ranks - 1}-of-{ranks}.pt" in said[0]
+
+
+def test_what_another_number_of_ranks_has_left_goes(tmp_path: Path) -> None:
+    saved(tmp_path, 3)
+    (tmp_path / "model.safetensors").touch()
+    saved(tmp_path, 2)
+    names = ["agmerge-0-of-2.pt", "agmerge-1-of-2.pt", "model.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_what_a_framework_has_removed_does_not_come_back(tmp_path: Path) -> None:
+    def body(rank: int, model: Any) -> None:
+        files.save(Kept(trained(model, rank, 1)), tmp_path / "gone")
+
+    on_ranks(2, seeded(mlp), body)
+    assert not (tmp_path / "gone").exists()
+
+
+def error(folder: Path) -> set[str]:
+    """What two ranks say that cannot load."""
+
+    def body(rank: int, model: Any) -> str:
+        with pytest.raises(agmerge.AGMergeError) as said:
+            files.load(Kept(trained(model, rank, 1)), folder)
+        return str(said.value)
+
+    return set(on_ranks(2, seeded(mlp), body))
+
+
+def test_a_damaged_file_is_an_error_of_all_ranks(tmp_path: Path) -> None:
+    saved(tmp_path, 2)
+    (tmp_path / "agmerge-1-of-2.pt").write_bytes(b"nonsense")
+    (text,) = error(tmp_path)
+    assert f"rank 1 cannot read what was saved in {tmp_path}" in text
+
+
+def test_files_of_different_steps_are_an_error_of_all_ranks(tmp_path: Path) -> None:
+    saved(tmp_path, 2)
+    saved(tmp_path / "later", 2, STEPS + 1)
+    (tmp_path / "later" / "agmerge-1-of-2.pt").replace(tmp_path / "agmerge-1-of-2.pt")
+    (text,) = error(tmp_path)
+    assert f"different steps ({STEPS}, {STEPS + 1})" in text and "interrupted" in text
+
+
+def test_some_of_the_ranks_have_no_files(tmp_path: Path) -> None:
+    def body(rank: int, model: Any) -> str:
+        optimizer = wrap(model, sgd(model), process_set=[0, 1], **SMALL)
+        with pytest.raises(ValueError) as said:
+            files.save(Kept(optimizer), tmp_path)
+        return str(said.value)
+
+    assert all("process_group has some of them only" in text for text in on_ranks(3, seeded(mlp), body))
+
+
+def test_removing_leaves_what_others_have_written(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        saved(tmp_path / name, 2)
+    (tmp_path / "b" / "other").touch()
+    for name in ("a", "b", "never there"):
+        files.remove(tmp_path / name)
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["b", "b/other"]
+
+
+@pytest.mark.parametrize(
+    "found, by",
+    [
+        ([[(0, 2), (1, 2)], [(0, 2), (1, 2)]], 2),
+        ([[(0, 2)], [(1, 2)]], 2),  # a folder each
+        ([[(0, 2)], [(0, 2)]], None),
+        ([[(0, 1)], [(0, 1)]], 1),
+        ([[(0, 1)], []], None),
+        ([[(0, 3), (1, 3), (2, 3)]] * 2, 3),
+        ([[(0, 3), (1, 3)]] * 2, None),
+        ([[(0, 1), (0, 2), (1, 2)]] * 2, 2),
+        ([[(0, 1), (0, 3), (1, 3), (2, 3)]] * 2, 3),
+        ([[], []], None),
+    ],
+)
+def test_all_ranks_read_a_set_that_is_whole(found: Any, by: int | None) -> None:
+    assert files._complete(found) == by
