@@ -55,10 +55,16 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def worker(variant: str, model: str, steps: int) -> None:
-    """One rank: train, and tell the seconds of each step and what had left the interface after it."""
+def worker(variant: str, model: str, steps: int, tree: str) -> None:
+    """One rank: train, and tell the seconds of each step and what had left the interface after it.
+
+    ``tree``: the checkout whose library it is; empty: this one.
+    """
     import contenders
     import torch
+
+    if tree:
+        sys.path.insert(0, tree)
 
     torch.set_num_threads(1)
     work = contenders.workload(model)
@@ -158,9 +164,7 @@ def main() -> None:
     """Measure, and print a table a cell."""
     args = arguments()
     if args.worker:
-        if args.tree:
-            sys.path.insert(0, args.tree)
-        worker(args.worker[0], args.worker[1], int(args.worker[2]))
+        worker(args.worker[0], args.worker[1], int(args.worker[2]), args.tree)
         return
     for model in args.models:
         for rate in args.rates:
