@@ -118,6 +118,7 @@ def figures(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "beside": beside / rank["gradient"] if final else 0.0,
         "extra": sum(steps[:LATER]) - LATER * later,
         "steps": steps,
+        "did": {name: number + 1 for number, (name, _) in reversed([*enumerate(rank["state"])])},
     }
 
 
