@@ -95,6 +95,8 @@ def worker(variant: str, model: str, steps: int, tree: str) -> None:
             found["sent"].append(figures["bytes_sent"])
             found["state"].append([figures.get("planning", ""), optimizer.plan.digest()])
             found["probed"] = max(found["probed"], figures.get("bytes_probed", 0))
+    if variant != "DDP":
+        found["plan"] = optimizer.plan.dumps()
     numel = sum(parameter.numel() for parameter in work.model.parameters())
     tell({**found, "gradient": 4 * numel})
 
@@ -119,6 +121,7 @@ def figures(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "final": final,
         "beside": beside / rank["gradient"] if final else 0.0,
         "probed": rank["probed"] / rank["gradient"],
+        "plan": rank.get("plan", ""),
         "extra": sum(steps[:LATER]) - LATER * later,
         "steps": steps,
         "did": {name: number + 1 for number, (name, _) in reversed([*enumerate(rank["state"])])},
