@@ -10,7 +10,8 @@ starts once unseen, so that the user's cache has the plan, and is measured in it
 cache. Contenders take turns, in another order each time. Printed is, as the median over turns: the mean of steps 2 to
 36, their median and the slowest of them, each over the median of the later steps (in the first step memory and
 connections are made); the step after which the plan stayed; the bytes that left a worker until then which were no
-gradient's, in gradients' worth (headers of the network are among them). A step is the slowest rank's.
+gradient's, in gradients' worth (headers of the network are among them), and of these what probes handed over. A step is
+the slowest rank's.
 """
 
 from __future__ import annotations
@@ -55,10 +56,16 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def worker(variant: str, model: str, steps: int) -> None:
-    """One rank: train, and tell the seconds of each step and what had left the interface after it."""
+def worker(variant: str, model: str, steps: int, tree: str) -> None:
+    """One rank: train, and tell the seconds of each step and what had left the interface after it.
+
+    ``tree``: the checkout whose library it is; empty: this one.
+    """
     import contenders
     import torch
+
+    if tree:
+        sys.path.insert(0, tree)
 
     torch.set_num_threads(1)
     work = contenders.workload(model)
@@ -75,7 +82,7 @@ def worker(variant: str, model: str, steps: int) -> None:
         agmerge.init("torch")
         optimizer = agmerge.DistributedOptimizer(optimizer, work.model.named_parameters())
     counter = Path(f"/sys/class/net/{os.environ['GLOO_SOCKET_IFNAME']}/statistics/tx_bytes")
-    found: dict[str, Any] = {"seconds": [], "left": [int(counter.read_text())], "sent": [0], "state": []}
+    found: dict[str, Any] = {"seconds": [], "left": [int(counter.read_text())], "sent": [0], "state": [], "probed": 0}
     for _ in range(steps):
         begin = time.perf_counter()
         optimizer.zero_grad()
@@ -87,6 +94,9 @@ def worker(variant: str, model: str, steps: int) -> None:
             figures = optimizer.stats()
             found["sent"].append(figures["bytes_sent"])
             found["state"].append([figures.get("planning", ""), optimizer.plan.digest()])
+            found["probed"] = max(found["probed"], figures.get("bytes_probed", 0))
+    if variant != "DDP":
+        found["plan"] = optimizer.plan.dumps()
     numel = sum(parameter.numel() for parameter in work.model.parameters())
     tell({**found, "gradient": 4 * numel})
 
@@ -110,8 +120,11 @@ def figures(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "above": sum(ratio > 1.2 for ratio in first),
         "final": final,
         "beside": beside / rank["gradient"] if final else 0.0,
+        "probed": rank["probed"] / rank["gradient"],
+        "plan": rank.get("plan", ""),
         "extra": sum(steps[:LATER]) - LATER * later,
         "steps": steps,
+        "did": {name: number + 1 for number, (name, _) in reversed([*enumerate(rank["state"])])},
     }
 
 
@@ -139,7 +152,7 @@ def measure(args: argparse.Namespace, model: str, rate: str) -> None:
 def table(runs: list[dict[str, Any]]) -> str:
     """A cell's contenders, medians over turns, in Markdown."""
     titles = ("", "later, ms", "mean / later", "median / later", "slowest / later", "above 1.2", "lost, s",
-              "plan final after", "beside, gradients", "runs")  # fmt: skip
+              "plan final after", "beside, gradients", "probed", "runs")  # fmt: skip
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for name in dict.fromkeys(run["name"] for run in runs):
         here = [run for run in runs if run["name"] == name]
@@ -149,7 +162,8 @@ def table(runs: list[dict[str, Any]]) -> str:
 
         lines.append(
             f"| {name} | {1e3 * of('later'):.1f} | {of('mean'):.2f} | {of('median'):.2f} | {of('slowest'):.2f} |"
-            f" {of('above'):.0f} | {of('extra'):.2f} | {of('final'):.0f} | {of('beside'):.1f} | {len(here)} |"
+            f" {of('above'):.0f} | {of('extra'):.2f} | {of('final'):.0f} | {of('beside'):.1f} |"
+            f" {of('probed'):.2f} | {len(here)} |"
         )
     return "\n".join(lines)
 
@@ -158,9 +172,7 @@ def main() -> None:
     """Measure, and print a table a cell."""
     args = arguments()
     if args.worker:
-        if args.tree:
-            sys.path.insert(0, args.tree)
-        worker(args.worker[0], args.worker[1], int(args.worker[2]))
+        worker(args.worker[0], args.worker[1], int(args.worker[2]), args.tree)
         return
     for model in args.models:
         for rate in args.rates:

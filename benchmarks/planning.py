@@ -3,6 +3,7 @@
     python benchmarks/planning.py                  # times at 600 tensors, then all planners over a grid
     python benchmarks/planning.py --no-grid --tensors 1000
     python benchmarks/planning.py --no-grid --choice --budget 0     # how long an unbounded search can take: minutes
+    python benchmarks/planning.py --no-grid --every --tensors 2000   # every planner, and the choice for a partition
 
 Costs are alpha-beta (ring) and depend on the number of workers; backward is spread over tensors by size, with a
 floor. None of it is measured: it says how good planners are under the model, not how fast training is.
@@ -15,7 +16,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import shapes  # noqa: E402
 
 import merging  # noqa: E402
+from merging.dense_choice import choose_dense  # noqa: E402
 from merging.planners.agmerge import BUDGET  # noqa: E402
 
 DENSITIES = (1.0, 0.1, 0.01, 0.001)
@@ -75,13 +77,35 @@ def stretched(model: str, tensors: int) -> list[int]:
 
 
 def seconds(planner: merging.Planner, model: merging.Profile, cost: merging.Costs, mode: str, repeat: int) -> float:
-    """The median time of one plan."""
+    """The median time of one plan, of the processor: a busy machine does not count."""
+    return taking(lambda: planner.plan(model, cost, mode), repeat)
+
+
+def taking(plan: Callable[[], object], repeat: int) -> float:
+    """The median time of the processor."""
     times = []
     for _ in range(repeat):
-        start = time.perf_counter()
-        planner.plan(model, cost, mode)
-        times.append(time.perf_counter() - start)
+        start = time.process_time()
+        plan()
+        times.append(time.process_time() - start)
     return statistics.median(times)
+
+
+def print_every(tensors: int, repeat: int) -> None:
+    """Print milliseconds per plan of every planner in each of its modes, P = 64, and of what follows a partition."""
+    data = profile(stretched("resnet50", tensors))
+    data = merging.Profile(**{**data.plain(), "forward": data.backward / 2})
+    for name in merging.names():
+        planner = merging.get(name)
+        took = []
+        for mode in planner.modes:
+            cost = costs(64, 1 if mode in ("dense", "dear") else 0.01)
+            took.append(f"{mode} {1e3 * seconds(planner, data, cost, mode, repeat):.1f}")
+        print(f"  {name:10} {', '.join(took)}")
+    layerwise, cost = merging.Plan((1,) * tensors), costs(64, 0.01, True)
+    choice = taking(lambda: choose_dense(layerwise, data, cost, "behind"), repeat)
+    parts = taking(lambda: merging.divide(layerwise, data, cost, "behind"), repeat)
+    print(f"  of layerwise: which go dense {1e3 * choice:.1f}, parts {1e3 * parts:.1f}")
 
 
 def print_times(tensors: int, repeat: int, choice: bool, budget: int) -> None:
@@ -133,10 +157,13 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--choice", action="store_true", help="time the choice of dense merge buffers too")
     parser.add_argument("--budget", type=int, default=BUDGET, help="of exact with that choice; 0: none")
+    parser.add_argument("--every", action="store_true", help="time every planner too")
     parser.add_argument("--no-grid", action="store_true", help="only the times")
     parser.add_argument("--workers", type=int, nargs="+", default=WORKERS, help="of the grid")
     options = parser.parse_args()
     print_times(options.tensors, options.repeat, options.choice, options.budget)
+    if options.every:
+        print_every(options.tensors, options.repeat)
     if not options.no_grid:
         print("predicted finish, later than the optimum")
         print_grid(tuple(options.workers))

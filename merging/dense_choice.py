@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
+from merging.checks import Reals
 from merging.costs import Costs
 from merging.plan import Plan
 from merging.profile import Profile
@@ -13,8 +15,7 @@ from merging.timeline import check_mode
 
 WIDEST = 256  # states kept of a prefix
 
-State = tuple[float, float, tuple[bool, ...]]
-"""Compute clock, channel clock, and the choices so far."""
+Indices = NDArray[np.int64]
 
 
 def choose_dense(plan: Plan, profile: Profile, costs: Costs, mode: str) -> Plan:
@@ -33,7 +34,8 @@ def choose_dense(plan: Plan, profile: Profile, costs: Costs, mode: str) -> Plan:
         return bare
     selection = costs.sparsify(profile.work)
     message = costs.message or (lambda elements: 0.0)
-    states: list[State] = [(0.0, 0.0, ())]
+    clock, channel, flags = np.zeros(1), np.zeros(1), np.zeros(1, np.int64)  # of each state; flags: how many are set
+    history: list[Indices] = []  # by merge buffer, of each state: twice its number before, and 1 more if dense
     for start, stop in plan.bounds:
         run = slice(start, stop)
         backward = float(profile.backward[run].sum())
@@ -42,26 +44,31 @@ def choose_dense(plan: Plan, profile: Profile, costs: Costs, mode: str) -> Plan:
             selects = float(selection[run].sum())
         elif mode == "behind":
             selects = costs.sparsify(int(profile.work[run].sum()))
-        options = (
-            (False, backward + selects + message(load), costs.exchange(load)),
-            (True, backward + message(0), costs.dense(int(profile.numel[run].sum()))),
-        )
-        states = unbeaten(
-            [
-                (clock + ready, max(channel, clock + ready) + takes, (*flags, flag))
-                for clock, channel, flags in states
-                for flag, ready, takes in options
-            ]
-        )
-    return replace(bare, dense=min(states, key=lambda state: (state[1], sum(state[2])))[2])
+        ready = np.array([backward + selects + message(load), backward + message(0)])
+        takes = np.array([costs.exchange(load), costs.dense(int(profile.numel[run].sum()))])
+        # Each state sparse, then dense.
+        leaves = (clock[:, None] + ready).ravel()
+        ends = (np.maximum(channel[:, None], leaves.reshape(-1, 2)) + takes).ravel()
+        counts = (flags[:, None] + np.array([0, 1])).ravel()
+        kept = unbeaten(leaves, ends, counts)
+        clock, channel, flags = leaves[kept], ends[kept], counts[kept]
+        history.append(kept)
+    state = int(np.lexsort((flags, channel))[0])
+    dense = []
+    for kept in reversed(history):
+        state, flag = divmod(int(kept[state]), 2)
+        dense.append(bool(flag))
+    return replace(bare, dense=tuple(reversed(dense)))
 
 
-def unbeaten(states: list[State]) -> list[State]:
-    """Return the states that none equals or beats in both clocks, at most WIDEST, spread evenly."""
-    kept: list[State] = []
-    for state in sorted(states, key=lambda state: (state[0], state[1], sum(state[2]))):
-        if not kept or state[1] < kept[-1][1]:
-            kept.append(state)
-    if len(kept) <= WIDEST:
-        return kept
-    return [kept[i] for i in np.linspace(0, len(kept) - 1, WIDEST).astype(int)]
+def unbeaten(clock: Reals, channel: Reals, flags: Indices) -> Indices:
+    """Return the states that none equals or beats in both clocks, by clock, at most WIDEST, spread evenly.
+
+    Of equal ones the one with the fewest flags is kept, then the first.
+    """
+    order = np.lexsort((flags, channel, clock))
+    values = channel[order]
+    better = np.ones(len(order), bool)
+    better[1:] = values[1:] < np.minimum.accumulate(values)[:-1]
+    kept: Indices = order[better]
+    return kept if len(kept) <= WIDEST else kept[np.linspace(0, len(kept) - 1, WIDEST).astype(int)]

@@ -27,7 +27,7 @@ GROWTH = 2.0  # of the sizes, at least
 RUNS = 6  # of one size in one visit, at most
 SIZES = 0.8  # of the budget: the rest is for what follows
 VISITS = 2  # to each size, after different steps where a step has room for one of them only
-FAR = 8.0  # times the last size: beyond, one long step is better than a curve of small sizes alone
+SLOPED = 2.0  # times the seconds of the smallest size: beyond, elements are what costs, and the slope is known
 
 PIECE = 1e-5  # seconds: no processor does a piece of work sooner
 ROUNDS = 5  # so often are small messages in a row timed, at most
@@ -189,7 +189,7 @@ class _Prober:
                 # Every rank has the same figures, so all of them stop at the same size.
                 if not self.budget.allows(VISITS * run.seconds, VISITS * run.sent, part):
                     break
-                if len(known) > 1 and run.seconds > self.budget.share and segment.numel <= FAR * known[-1].elements:
+                if run.seconds > self.budget.share and known[-1].seconds > SLOPED * known[0].seconds:
                     break
             known.append((yield from self._visit(segment, exchange, times, RUNS, run, part, packs)))
         for segment, run in (VISITS - 1) * list(zip(self.segments, known, strict=False)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -25,6 +26,7 @@ from merging import Measurements, storage
 
 VARIABLE = "AGMERGE_CACHE"  # the folder for all that is kept; "off": nothing is
 MOST = 200  # files that are kept, the latest ones
+FRESH = 86400.0  # seconds: what was measured wrong, on a machine that was busy, shall not last for ever
 _KIND = "agmerge.KnownPlan"
 
 
@@ -76,8 +78,13 @@ def path_of(where: Path, buffers: MergeBuffers, hosts: Sequence[str]) -> Path:
 
 
 def recall(path: Path, buffers: MergeBuffers) -> str:
-    """Return the text of the plan that is kept at ``path``; "" where there is none that fits, said in one line."""
+    """Return the text of the plan that is kept at ``path``; "" where there is none that is fresh and fits.
+
+    What is wrong with a file is said in one line.
+    """
     try:
+        if time.time() - path.stat().st_mtime > FRESH:
+            return ""
         text = path.read_bytes().decode("ascii")
         problem = why_plan_does_not_fit(KnownPlan.loads(text).plan, [slot.name for slot in buffers.layout.slots])
     except FileNotFoundError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, ClassVar
@@ -20,9 +21,20 @@ from merging.timeline import predict
 
 _ROUNDING = 1e-9  # share of a finish by which sums in another order may differ
 _NARROW = 6  # states a prefix in the search for a good plan
-_GAPS = (0.004, 0.02, 0.06, 0.15, 0.4, 1.0, 3.0)  # above the lower bound, guesses of the finish, as shares of it
+_GAPS = (
+    0.0005,
+    0.0015,
+    0.004,
+    0.02,
+    0.06,
+    0.15,
+    0.4,
+    1.0,
+    3.0,
+)  # above the lower bound, guesses of the finish, as shares of it
 # Weights of the bounds, states a prefix in a narrow search before, extensions that the complete searches may try.
 # Sharp bounds take long to make, and pay where the search would take longer.
+_LITTLE = 50_000  # extensions
 _RUNGS = ((WEIGHTS, None, 500_000), (33, 32, 2_000_000), (129, 64, None))
 
 
@@ -85,6 +97,8 @@ def _climb(problem: _Problem, known: Found) -> tuple[Found, bool]:
     proven = False
     try:
         known = problem.close(known)
+        with suppress(Spent):  # where little is open below that, both questions at once
+            return problem.sure(known[1], fewest=True, work=Work(_LITTLE, problem.work)), True
         for weights, width, most in _RUNGS:
             if width is not None and not proven:
                 known = _sooner(known, problem.found(known[1], weights, width=width))

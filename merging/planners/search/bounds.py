@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from merging.checks import Reals
 from merging.planners.search.tables import Flags, Tables
 
+_COARSE = 4  # of these, every so many are looked at first
 WEIGHTS = 9  # looked at for every state; sharper bounds have 8 k + 1 of them, so that every k-th is one of these
 
 
@@ -33,11 +35,19 @@ class Bounds:
     def hopeful(self, j: int, clock: Reals, channel: Reals, *, sharp: bool = False) -> Flags:
         """Return which states (clock, channel) of prefix j can still end by `finish`; `sharp`: by all weights."""
         good = np.asarray((clock <= self.clock[j]) & (channel <= self.channel[j]))
-        if self.rest is not None and good.any():
-            step = 1 if sharp else (len(self.rest) - 1) // (WEIGHTS - 1)
-            weights = _weights(len(self.rest))[::step]
-            mixed = weights * clock[good] + (1 - weights) * channel[good] + self.rest[::step, j : j + 1]
-            good[good] = mixed.max(axis=0) <= self.finish
+        if self.rest is None:
+            return good
+        # A few weights leave out most; what they leave is looked at with all of them.
+        step = 1 if sharp else (len(self.rest) - 1) // (WEIGHTS - 1)
+        for every in (_COARSE * step, step):
+            left = good.nonzero()[0]
+            if not len(left):
+                break
+            weights, others = _weights(len(self.rest), every)
+            mixed = weights * clock[left]
+            mixed += others * channel[left]
+            mixed += self.rest[::every, j : j + 1]
+            good[left] = mixed.max(axis=0) <= self.finish
         return good
 
     @property
@@ -98,16 +108,20 @@ def latest(tables: Tables, clock: Reals, channel: Reals, finish: float, weights:
             if good.any():
                 late_channel[i] = max(late_channel[i], start[good].max())
                 late_clock[i] = max(late_clock[i], (leave - takes)[good].max())
-    rest = None if tables.fixed else _rest(tables, flags, _weights(weights))
+    rest = None if tables.fixed else _rest(tables, flags, *_weights(weights))
     return Bounds(late_clock, late_channel, flags, finish, rest)
 
 
-def _weights(count: int) -> Reals:
-    """Return so many weights from 0 to 1, as a column."""
-    return np.linspace(0.0, 1.0, count, dtype=np.float64)[:, None]
+@functools.cache
+def _weights(count: int, every: int = 1) -> tuple[Reals, Reals]:
+    """Return every so many of ``count`` weights from 0 to 1, as a column, and what is left to 1 of each."""
+    weights = np.linspace(0.0, 1.0, count, dtype=np.float64)[::every, None]
+    others = 1 - weights
+    weights.flags.writeable = others.flags.writeable = False
+    return weights, others
 
 
-def _rest(tables: Tables, flags: tuple[Flags, ...], weights: Reals) -> Reals:
+def _rest(tables: Tables, flags: tuple[Flags, ...], weights: Reals, others: Reals) -> Reals:
     """Return `Bounds.rest` over the merge buffers in `flags`: both clocks at once, by Lagrangian weights.
 
     With T = steps + select and C = channel, a merge buffer gives t' = t + T, E' >= E + C and E' >= t' + C, so
@@ -127,7 +141,7 @@ def _rest(tables: Tables, flags: tuple[Flags, ...], weights: Reals) -> Reals:
                 takes = upto[option.clock][j + 1] - upto[option.clock][i]
                 if option.select is not None:
                     takes = takes + option.select[j, i]
-                moved = np.maximum.accumulate((1 - weights) * option.channel[j, i] + rest[:, j + 1], axis=0)
+                moved = np.maximum.accumulate(others * option.channel[j, i] + rest[:, j + 1], axis=0)
                 rest[:, i] = np.minimum(rest[:, i], (weights * takes + moved).min(axis=1))
     return rest
 

@@ -165,11 +165,15 @@ def unbeaten(clock: Reals, channel: Reals, buffers: Indices | None = None) -> In
 
 def _staircase(first: Reals | Indices, second: Reals) -> Indices:
     """Return the indices of the pairs that no other pair equals or beats in both numbers, in order of the first."""
-    order = np.lexsort((second, first))
+    order = first.argsort(kind="stable")
     values = second[order]
     kept = np.ones(len(order), bool)
     kept[1:] = values[1:] < np.minimum.accumulate(values)[:-1]
-    return np.asarray(order[kept])
+    order = order[kept]
+    values = first[order]
+    last = np.ones(len(order), bool)
+    last[:-1] = values[1:] > values[:-1]  # of those that are equal in the first, the last is lowest in the second
+    return np.asarray(order[last])
 
 
 def _plan(history: list[tuple[Indices, Indices, NDArray[np.bool_]]], label: int) -> Plan:

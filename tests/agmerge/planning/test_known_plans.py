@@ -19,7 +19,7 @@ from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.step_times import Seconds
 from agmerge.planning import known_plans, plan_trial, replanner
 from agmerge.planning.cost_probe import MeasuredCosts
-from agmerge.planning.known_plans import MOST, KnownPlan
+from agmerge.planning.known_plans import FRESH, MOST, KnownPlan
 from agmerge.planning.probe_budget import Budget
 from agmerge.planning.replanner import FIRST, LOOKS
 from agmerge.step.merge_buffers import MergeBuffers
@@ -159,6 +159,15 @@ def test_a_damaged_file_is_ignored_with_one_line(damage: str, cache: Path, link:
         states, _ = run(SETTLED)
     assert len([one for one in seen if "ignores" in str(one.message)]) == 1 and states[0] == "timing"
     assert KnownPlan.loads(file.read_text()).plan == known.plan  # an intact one in its place
+
+
+def test_after_a_day_it_is_measured_anew(cache: Path, link: Link) -> None:
+    run(SETTLED)
+    (file,) = cache.iterdir()
+    old = file.stat().st_mtime - FRESH - 1
+    os.utime(file, (old, old))
+    assert run(SETTLED)[0][0] == "timing"
+    assert file.stat().st_mtime > old + FRESH and run(1)[0] == ["known"]
 
 
 def test_a_known_plan_survives_its_text(cache: Path, link: Link) -> None:
