@@ -2,8 +2,8 @@
 
 ``base``: those calls. ``registry``: the table of backends, and the choice of one. ``local``, ``torch``, ``mpi`` and
 ``horovod`` are the backends. ``timeouts``, ``status`` and ``addresses``: what waiting and connecting need.
-``handshake`` and ``topology``: what ranks agree on and where they run. ``torch_groups``: who is in a group of torch's.
-``diagnosis`` and ``collective_marks``: checks.
+``handshake`` and ``topology``: what ranks agree on and where they run. ``torch_objects``: what scripts
+have of torch.distributed. ``diagnosis`` and ``collective_marks``: checks.
 
 Backend libraries are imported when a backend is opened, never when this package is imported. May import the ground
 files (errors, ops, version), and nothing else of the house.

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import socket
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -41,36 +39,6 @@ def initialised() -> bool:
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized()
-
-
-def averaged(parameters: Iterable[torch.Tensor]) -> str:
-    """Return the name of one of ``parameters`` whose gradient a living ``DistributedDataParallel`` averages.
-
-    Empty if there is none. Nothing keeps a list of them, so all objects are looked at once: some ten milliseconds.
-    """
-    if not initialised():
-        return ""
-    from torch.nn.parallel import DistributedDataParallel
-
-    ours = {id(parameter) for parameter in parameters}
-
-    is_parallel: dict[type, bool] = {}  # of each class that there is, as asking costs more than looking up
-
-    def found() -> str:
-        for thing in gc.get_objects():
-            kind = type(thing)
-            if kind not in is_parallel:
-                is_parallel[kind] = issubclass(kind, DistributedDataParallel)
-            if is_parallel[kind] and vars(thing).get("require_backward_grad_sync"):
-                for name, parameter in thing.named_parameters():
-                    if id(parameter) in ours and parameter.requires_grad:
-                        return str(name)
-        return ""
-
-    if not found():
-        return ""
-    gc.collect()  # one that nobody can reach any more averages nothing
-    return found()
 
 
 def launched(env: Mapping[str, str]) -> bool:
@@ -378,20 +346,3 @@ class TorchBackend(Backend):
     def _world_rank(self, rank: int) -> int:
         """Return the rank of the world that has number ``rank`` in this group."""
         return int(self._dist.get_global_rank(self._group, rank))
-
-
-# Of checkpoints, and yet here: only backends may import torch.distributed, of which its file format is a part.
-def saved_tensors(path: str | os.PathLike[str]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return the shape and dtype of every tensor, by name, in a checkpoint of ``torch.distributed.checkpoint``.
-
-    ``path``: its folder. Only the file of metadata is read.
-    """
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    metadata = FileSystemReader(path).read_metadata().state_dict_metadata
-    return {
-        name: (tuple(entry.size), entry.properties.dtype)
-        for name, entry in metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }

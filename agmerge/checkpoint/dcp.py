@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from agmerge.backends import torch as torch_backend
+from agmerge.backends import torch_objects
 from agmerge.checkpoint import rank_state
 from agmerge.checkpoint.rank_state import Wrapper
 from agmerge.runtime import workers
@@ -107,7 +107,7 @@ class ResidualState:
         assert self._saved is not None
         comm, own_set = self._optimizer._reducer.exchange.comm or workers.world(), self._set
         wanted = {}
-        for key, (shape, dtype) in torch_backend.saved_tensors(self._saved).items():
+        for key, (shape, dtype) in torch_objects.saved_tensors(self._saved).items():
             at = key.find(f"{self._prefix}/")
             if at < 0:
                 continue

@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 import merging as planning
-from agmerge.backends import status
-from agmerge.backends import torch as torch_backend
+from agmerge.backends import status, torch_objects
 from agmerge.engine.grad_scaler import LossScale
 from agmerge.engine.replicas import compare_replicas
 from agmerge.errors import DISTRIBUTED_DATA_PARALLEL, OTHER_SHARDS, AGMergeError
@@ -93,7 +92,7 @@ class Synchronizer:
 
     def _averaged_too(self) -> str:
         """Return the name of a parameter whose gradient DistributedDataParallel averages as well; empty: of none."""
-        return torch_backend.averaged(self.members.name_all())
+        return torch_objects.averaged(self.members.name_all())
 
     def _stay_outside(self) -> None:
         """Leave the process set to its members: this rank exchanges nothing."""

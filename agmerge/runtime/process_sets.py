@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from agmerge.backends import Backend, timeouts, torch_groups
+from agmerge.backends import Backend, timeouts, torch_objects
 from agmerge.backends.handshake import gather_texts
 from agmerge.errors import RankMismatchError
 from agmerge.runtime import horovod_names, workers
@@ -148,7 +148,7 @@ def group(given: Any, call: str) -> Group:
         return Group(world, range(world.size))
     if horovod_names.is_process_set(given):
         return _of_horovod(world, given, call)
-    of_torch = torch_groups.ranks_of(given)
+    of_torch = torch_objects.ranks_of(given)
     if of_torch is not None:
         return _of_torch(world, tuple(_checked_ranks(of_torch)), call)
     ranks = tuple(given.ranks) if isinstance(given, ProcessSet) else tuple(_checked_ranks(given))
@@ -206,7 +206,7 @@ class Chosen:
 
 def by_ranks(given: Any) -> Any:
     """Return the ranks of a group of torch's, which does not pickle; anything else as it is."""
-    ranks = None if given is None else torch_groups.ranks_of(given)
+    ranks = None if given is None else torch_objects.ranks_of(given)
     return given if ranks is None else ranks
 
 

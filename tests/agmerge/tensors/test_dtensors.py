@@ -13,7 +13,7 @@ from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from agmerge.backends import torch_groups
+from agmerge.backends import torch_objects
 from agmerge.engine.grad_hooks import HandedOver
 from agmerge.engine.way_table import WayTable
 from agmerge.runtime.process_sets import by_ranks, parse_process_set
@@ -166,6 +166,6 @@ def test_a_process_set_is_a_group_of_torchs_or_one_dimension_of_its_mesh(mesh: D
     assert parse_process_set(mesh["replicate"]).members == [0]
     assert parse_process_set(mesh["shard"].get_group()).members == [0, 1]
     assert by_ranks(mesh["shard"]) == [0, 1] and by_ranks([1]) == [1] and by_ranks(None) is None
-    assert torch_groups.ranks_of([0, 1]) is None
+    assert torch_objects.ranks_of([0, 1]) is None
     with pytest.raises(ValueError, match=r"it has 2 dimensions; give one of them, such as mesh\['replicate'\]"):
         parse_process_set(mesh)
