@@ -19,7 +19,7 @@ from merging import Measurements
 from merging.measured import sent_whole
 
 STEPS = 6  # of each plan; the first of them is not counted
-HOPELESS = 1.2  # times as long as with another plan: if all steps so far were, of at least
+HOPELESS = 1.2  # times as long as with another plan, or the one before: if all steps so far were, of at least
 ENOUGH = 3  # steps, the first not counted, the turn of a plan ends
 DOUBTFUL = 1.5  # times as late: a plan that is predicted to end later is not tried
 
@@ -50,8 +50,10 @@ def all_dense(planner: merging.Planner, measured: Measurements) -> merging.Plan:
 class PlanTrial:
     """Train with one plan after the other, ``STEPS`` steps each or until it is hopeless, and time this rank's steps."""
 
-    def __init__(self, *plans: merging.Plan) -> None:
-        self.plans = plans  # the first one is in use from the next step on
+    def __init__(self, *plans: merging.Plan, usual: float = math.inf) -> None:
+        """Begin with the first of ``plans`` in the next step. ``usual``: seconds of a step with the plan before."""
+        self.plans = plans
+        self._usual = usual
         self._seconds: list[list[float]] = [[]]  # of each step, of the plans so far
         self._last_end = time.perf_counter()
 
@@ -64,7 +66,7 @@ class PlanTrial:
         if len(seconds) == STEPS:
             return True
         best = min((statistics.median(others[1:]) for others in self._seconds[:-1]), default=math.inf)
-        return len(seconds) >= ENOUGH and min(seconds[1:]) > HOPELESS * best
+        return len(seconds) >= ENOUGH and min(seconds[1:]) > HOPELESS * min(best, self._usual)
 
     def end_turn(self) -> merging.Plan | None:
         """Return the plan to go on with, which has the next turn; None if every plan has had one."""

@@ -292,7 +292,7 @@ class Replanner:
         chosen, self._latest = plans[0], Measurements.loads(decision["measured"])
         self._drift.restart()
         if len(plans) > 1:
-            self._trial = PlanTrial(*plans)
+            self._trial = PlanTrial(*plans, usual=self._whole.typical())
         elif all(chosen.dense) and self._chooses_dense:
             finish = predicted_finish(chosen, self._latest)
             self._warn_dense_once(f"predicted to end after {1e3 * finish:.3g} ms")

@@ -204,3 +204,15 @@ def test_the_turn_of_a_hopeless_plan_ends_early(monkeypatch: pytest.MonkeyPatch)
         lasted[factor] = steps[:-1]
         assert trial.seconds() == pytest.approx([1.0, factor])
     assert lasted == {1.1: [plan_trial.STEPS] * 2, 1.3: [plan_trial.STEPS, plan_trial.ENOUGH]}
+
+
+@pytest.mark.parametrize("usual, lasts", [(0.8, plan_trial.ENOUGH), (0.9, plan_trial.STEPS)])
+def test_the_first_plan_is_held_against_the_steps_before(
+    usual: float, lasts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is predicted to be the best, and may be far from it."""
+    monkeypatch.setattr(plan_trial, "HOPELESS", 1.2)
+    clock = iter(range(100))
+    monkeypatch.setattr(plan_trial, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    trial = plan_trial.PlanTrial(merging.Plan((1,)), merging.Plan((2,)), usual=usual)
+    assert [trial.count_step() for _ in range(lasts)] == [False] * (lasts - 1) + [True]
