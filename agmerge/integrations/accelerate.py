@@ -22,10 +22,6 @@ from agmerge.integrations import ddp, files
 from agmerge.optimizer import DistributedOptimizer
 from agmerge.options.updates import UPDATES
 
-ALONE = (
-    "one process trains, without a launcher: it exchanges nothing, nothing is compressed, and what ranks have kept "
-    "beside a checkpoint is not loaded (`torchrun --nproc_per_node=1` loads it)"
-)
 _OWN_ENGINES = {
     DistributedType.DEEPSPEED: "DeepSpeed averages gradients in its own engine",
     DistributedType.FSDP: "FSDP averages gradients of shards by itself",
@@ -54,7 +50,7 @@ def compress(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -
             "(docs/frameworks.md)"
         )
     if accelerator.distributed_type == DistributedType.NO:
-        warnings.warn(ALONE, stacklevel=2)
+        warnings.warn(files.ALONE, stacklevel=2)
         return None
     inner: Any = getattr(model, "_orig_mod", model)  # of a compiled model
     numbers = [

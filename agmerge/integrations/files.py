@@ -27,6 +27,10 @@ from agmerge.runtime.collectives import allgather_object, barrier
 Folder = str | os.PathLike[str]
 File = tuple[int, int]  # (rank, of how many)
 
+ALONE = (
+    "one process trains, without a launcher: it exchanges nothing, nothing is compressed, and what ranks have kept "
+    "beside a checkpoint is not loaded (`torchrun --nproc_per_node=1` loads it)"
+)
 _NAME = re.compile(r"agmerge-(\d+)-of-(\d+)\.pt")
 
 

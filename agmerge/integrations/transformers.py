@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,6 @@ from agmerge.integrations import ddp, files
 from agmerge.optimizer import DistributedOptimizer
 from agmerge.options.updates import UPDATES
 
-ALONE = (
-    "one process trains, without a launcher: it exchanges nothing, nothing is compressed, and what ranks have kept "
-    "beside a checkpoint is not loaded (`torchrun --nproc_per_node=1` loads it)"
-)
 _last_checkpoint: Callable[..., str | None] = trainer_utils.get_last_checkpoint  # which has no annotations
 
 
@@ -52,19 +48,23 @@ def compress(trainer: Trainer, **options: Any) -> Compression:
     trainer.add_callback(compression)
     for name in ("evaluate", "predict", "save_model"):
         _wrap(trainer, name, compression.shared)
-    _wrap(trainer, "train", compression.resuming)
+    _wrap(trainer, "train", compression.training)
     _wrap(trainer, "log", compression.logging)
     return compression
 
 
 class Compression(TrainerCallback):
-    """Compress the gradients of a Trainer from when its model is in ``DistributedDataParallel``."""
+    """Compress the gradients of a Trainer from when its model is in ``DistributedDataParallel``.
+
+    ``compressed`` has the figures: ``compressed.stats()``.
+    """
 
     def __init__(self, trainer: Trainer, options: dict[str, Any]) -> None:
         self.compressed: ddp.Compressed | None = None  # None before the first train(), and in one process
         self._trainer, self._options = trainer, options
         self._model: torch.nn.Module | None = None  # that `compressed` is of
         self._folder: str | None = None  # of the checkpoint that this train() resumes from
+        self._training = False  # inside of train()
 
     # -- what the Trainer calls -------------------------------------------------------------------------------------
 
@@ -77,7 +77,7 @@ class Compression(TrainerCallback):
             raise ValueError("hyperparameter_search() is not supported: compress the Trainer of one training")
         model = getattr(self._trainer.model_wrapped, "_orig_mod", self._trainer.model_wrapped)
         if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            warnings.warn(ALONE, stacklevel=2)
+            warnings.warn(files.ALONE, stacklevel=2)
             return
         if model is not self._model:
             if self.compressed is not None:
@@ -111,23 +111,20 @@ class Compression(TrainerCallback):
     # -- what goes around the Trainer's methods ---------------------------------------------------------------------
 
     @contextmanager
-    def resuming(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Know, inside, which checkpoint ``train()`` resumes from."""
+    def training(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Know, inside, that ``train()`` has been called, and which checkpoint it resumes from."""
         last = resume_from_checkpoint is True
         folder: Any = _last_checkpoint(self._trainer.args.output_dir) if last else resume_from_checkpoint
-        self._folder = folder or None
+        self._folder, self._training = folder or None, True
         try:
             yield
         finally:
-            self._folder = None
+            self._folder, self._training = None, False
 
     @contextmanager
     def shared(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Let parameters, inside, be those that all ranks have in common."""
-        if self.compressed is None:
-            yield
-            return
-        with self.compressed.shared():
+        """Let parameters, inside, be those that all ranks have in common. After ``train()`` they are the script's."""
+        with self.compressed.shared() if self.compressed is not None and self._training else nullcontext():
             yield
 
     @contextmanager

@@ -89,6 +89,7 @@ def test_updates_are_evaluated_and_saved_as_all_ranks_have_them(found: Found, be
     assert all(a != b for a, b in zip(one["step"], two["step"], strict=True))
     assert one["evaluation"] == two["evaluation"] and one["loss"] == two["loss"]
     assert not set(one["evaluation"][:4]) & {*one["step"], *two["step"]}
+    assert one["start"][0] == one["start"][1]
     saved = {"checkpoint-2": one["evaluation"][0], "checkpoint-8": one["evaluation"][3]}
     assert one["models"] == saved and one["files"] == [2, 2]
     assert one["end"] == two["end"] and one["later"] == two["later"] != one["end"]

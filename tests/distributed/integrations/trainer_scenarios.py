@@ -239,6 +239,11 @@ def updates(folder: Path) -> Any:
         found[str(best)] = {**watch.seen, "models": models, "end": bits(trainer.model)}
         found[str(best)]["files"] = [len(list((where / name).glob("agmerge-*.pt"))) for name in saved]
         found[str(best)]["loss"] = trainer.evaluate()["eval_loss"]
+        end = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        trainer.model.load_state_dict(gpt().state_dict())  # the script's own affair now
+        trainer.evaluate()
+        found[str(best)]["start"] = [watch.seen["evaluation"].pop(), bits(gpt())]
+        trainer.model.load_state_dict(end)
         trainer.train()
         found[str(best)]["later"] = bits(trainer.model)
     return found
