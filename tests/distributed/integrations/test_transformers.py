@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from networks import close, launched, taken_over
+from own_networks import close, launched, taken_over
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
