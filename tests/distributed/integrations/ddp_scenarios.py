@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[3] / "examples")]
+TESTS = Path(__file__).parents[2]  # which has folders of the library's names
+sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS.parent / "examples")]
 from ddp_awkward import awkward, leaves_alone, unused  # noqa: E402
 from ddp_pairs import CASES, MATRIX, pair, train  # noqa: E402
 from ddp_refused import guarded, refused  # noqa: E402

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[3] / "examples")]
+TESTS = Path(__file__).parents[2]  # which has folders of the library's names
+sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS.parent / "examples")]
 from support import CLASSES, WIDTH, digest  # noqa: E402
 
 import agmerge  # noqa: E402
