@@ -21,7 +21,8 @@ from pathlib import Path
 NOTHING_TO_RUN = 5
 COUNTED = ("tests", "failures", "errors", "skipped")  # as JUnit's reports call them
 WORKERS = "tests/distributed"
-UNITS = ("-n", "2", "--dist", "loadfile", "--ignore", WORKERS)  # two files at a time, in processes of their own
+AT_ONCE = min(max(2, os.cpu_count() or 2), 8)  # files at a time, in processes of their own
+UNITS = ("-n", str(AT_ONCE), "--dist", "loadfile", "--ignore", WORKERS)
 SHORT = ("-m", "not long")
 # Which instructions torch's own loops, oneDNN, MKL and our loops may use: each rounds in its own way.
 PLAIN = {
