@@ -1,4 +1,4 @@
-"""What the first steps cost beside later ones, in time and in bytes, until the plan is final: two workers on a link.
+"""Measure what the first steps cost beside later ones, until the plan is final: in time and in bytes, on a link.
 
     python benchmarks/first_steps.py                                   # two models, three rates, three turns
     python benchmarks/first_steps.py --models cnn --rates 200mbit --turns 5
@@ -39,7 +39,7 @@ VARIANTS = ("agmerge", "known", "DDP")
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description="the first steps beside later ones, on a slow network")
     parser.add_argument("--models", nargs="+", default=["gpt2", "cnn"], choices=("gpt2", "resnet50", "cnn"))
     parser.add_argument("--rates", nargs="+", default=["200mbit", "1gbit", "none"], help="as tc writes them, or none")
@@ -102,7 +102,7 @@ def worker(variant: str, model: str, steps: int, tree: str) -> None:
 
 
 def figures(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """What one run comes to; times are over the median of later steps."""
+    """Return what one run comes to; times are over the median of later steps."""
     steps = [max(every) for every in zip(*(rank["seconds"] for rank in ranks), strict=True)]
     later = statistics.median(steps[LATER:])
     first = [seconds / later for seconds in steps[1:FIRST]]
@@ -129,7 +129,7 @@ def figures(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace, model: str, rate: str) -> None:
-    """Every contender in turn, and a line in the file for each run."""
+    """Run every contender in turn, and write a line in the file for each run."""
     trees = dict(one.split("=", 1) for one in args.beside)
     link = Machine if rate == "none" and usable() else LINKS[args.link]
     order = [*args.variants, *trees]
@@ -150,7 +150,7 @@ def measure(args: argparse.Namespace, model: str, rate: str) -> None:
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """A cell's contenders, medians over turns, in Markdown."""
+    """Return a cell's contenders, medians over turns, in Markdown."""
     titles = ("", "later, ms", "mean / later", "median / later", "slowest / later", "above 1.2", "lost, s",
               "plan final after", "beside, gradients", "probed", "runs")  # fmt: skip
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]

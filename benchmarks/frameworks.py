@@ -1,4 +1,4 @@
-"""The Trainer of transformers on a slow network: seconds a step and loss, by itself and compressed.
+"""Measure the Trainer of transformers on a slow network: seconds a step and loss, by itself and compressed.
 
     python benchmarks/frameworks.py                          # 2 workers, 200 Mbit/s full duplex; half an hour
     python benchmarks/frameworks.py --rate 100mbit --link shared --blocks 5 --steps 50 --layers 2
@@ -47,7 +47,7 @@ HELD_OUT = 64  # samples
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description="the Trainer on a slow network, by itself and compressed")
     parser.add_argument("--rate", default="200mbit", help="as tc writes it, or none")
     parser.add_argument("--link", choices=LINKS, default="duplex", help="what has the rate, see network.py")
@@ -67,7 +67,7 @@ def arguments() -> argparse.Namespace:
 
 
 def trained(args: argparse.Namespace, name: str, steps: int, **more: Any) -> Any:
-    """A Trainer of a contender."""
+    """Return a Trainer of a contender."""
     import torch
     from gpt import VOCABULARY, corpus, windows
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
@@ -152,7 +152,7 @@ def learn(args: argparse.Namespace, name: str) -> None:
 
 
 def command(args: argparse.Namespace, name: str, what: str) -> list[str]:
-    """The command line of a worker."""
+    """Return the command line of a worker."""
     line = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), "--worker", name, what]
     for option in ("workers", "layers", "batch", "steps", "seed"):
         line += [f"--{option}", str(getattr(args, option))]

@@ -41,7 +41,7 @@ def passes(bench: Bench, n: int) -> dict[str, tuple[float, float]]:
 
 
 def kernel_calls(gradient: Tensor, k: int, ranks: int = RANKS) -> Calls:
-    """The kernels of the library, ready to be called one by one, for a merge buffer with this gradient alone.
+    """Hold the kernels of the library, ready to be called one by one, for a merge buffer with this gradient alone.
 
     K3 compacts what K1 and K2 found here, and K4 returns the sum. Nothing else in this benchmark knows how kernels are
     called.

@@ -1,4 +1,4 @@
-"""A link between workers that are not there: messages of a world of one take the time that they would on the way."""
+"""Stand for a link to workers that are not there: messages of a world of one take the time that they would on it."""
 
 from __future__ import annotations
 

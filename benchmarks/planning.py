@@ -77,7 +77,7 @@ def stretched(model: str, tensors: int) -> list[int]:
 
 
 def seconds(planner: merging.Planner, model: merging.Profile, cost: merging.Costs, mode: str, repeat: int) -> float:
-    """The median time of one plan, of the processor: a busy machine does not count."""
+    """Return the median time of one plan, of the processor: a busy machine does not count."""
     return taking(lambda: planner.plan(model, cost, mode), repeat)
 
 

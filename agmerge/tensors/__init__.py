@@ -1,8 +1,8 @@
 """Know where each gradient lies.
 
 ``parameters``: the table of an optimizer's parameters, by name. ``dtensors``: what this rank holds of one that is
-spread over ranks. ``layout``: slots, lanes and segments, as pure
-functions. ``arena``: the memory behind a lane. ``nonfinite``: who has an infinity or a NaN.
+spread over ranks. ``layout``: slots, lanes and segments, as pure functions. ``arena``: the memory behind a lane.
+``nonfinite``: who has an infinity or a NaN.
 
 May import sparsifiers (its memories and kernels), and nothing else of the house.
 """

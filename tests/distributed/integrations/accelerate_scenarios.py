@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
 from accelerate.state import AcceleratorState
 from accelerate.utils import DDPCommunicationHookType
-from frameworks import DENSE, TOPK, UPDATES, Scenarios, bits, bytes_on_the_wire, layers, refused, waiting
+from frameworks import DENSE, TOPK, UPDATES, Scenarios, bits, bytes_on_the_wire, layers, lose, refused, waiting
 from support import batch, seeded
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -152,10 +152,7 @@ def resume(folder: Path) -> Any:
         "topk": resumed(folder / "topk", **TOPK),
         "updates": resumed(folder / "updates", **UPDATES),
     }
-    agmerge.barrier()
-    if agmerge.rank() == 0:
-        (folder / "updates" / "agmerge-1-of-2.pt").unlink()
-    agmerge.barrier()
+    lose(folder / "updates" / "agmerge-1-of-2.pt")
     one = Training(adamw=True)
     compressed = compress(one.accelerator, one.net, **UPDATES)
     assert compressed is not None

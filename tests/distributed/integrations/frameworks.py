@@ -31,6 +31,14 @@ DENSE: dict[str, Any] = {"compression": "none", "dense_sum": "native", **SMALL}
 UPDATES: dict[str, Any] = {"sync": "updates", "density": 0.05, "exchange": "sparse", **SMALL}
 
 
+def lose(file: Path) -> None:
+    """Remove a file when all ranks are through with it, and before any of them goes on."""
+    agmerge.barrier()
+    if agmerge.rank() == 0:
+        file.unlink()
+    agmerge.barrier()
+
+
 class Scenarios:
     """Collect functions by name, and run them on every rank, each with a folder of its own that all ranks share."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from frameworks import DENSE, TOPK, UPDATES, Scenarios, bits, bytes_on_the_wire, layers, refused, waiting
+from frameworks import DENSE, TOPK, UPDATES, Scenarios, bits, bytes_on_the_wire, layers, lose, refused, waiting
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
@@ -195,10 +195,7 @@ def resume(folder: Path) -> Any:
         "topk": resumed(folder / "topk", **TOPK),
         "updates": resumed(folder / "updates", **UPDATES),
     }
-    agmerge.barrier()
-    if agmerge.rank() == 0:
-        (folder / "topk" / "epoch=0.ckpt.agmerge" / "agmerge-0-of-2.pt").unlink()
-    agmerge.barrier()
+    lose(folder / "topk" / "epoch=0.ckpt.agmerge" / "agmerge-0-of-2.pt")
     trainer = fitted(Net(), CompressedDDPStrategy(**TOPK), path=folder / "topk" / "epoch=0.ckpt")
     return {**seen, "incomplete": trainer.strategy.compressed.stats()["steps"]}
 

@@ -53,9 +53,25 @@ def close(found: dict[str, list[float]], expected: dict[str, list[float]]) -> bo
     )
 
 
-def taken_over(script: Path, folder: Path, workers: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Let two save, and another number go on: by way, what has waited, and for each rank what it has found."""
+def check_taken_over(script: Path, folder: Path, workers: int) -> None:
+    """Let two save, and another number of workers go on: nothing that was not sent is lost, and all have the same."""
     before = launched(script, folder, "saved")["saved"][0][0]
-    found, said = launched(script, folder, "taken_over", workers=workers)["taken_over"]
+    ranks, said = launched(script, folder, "taken_over", workers=workers)["taken_over"]
     assert not any("beside" in text or "kept" in text or "dropped" in text for texts in said for text in texts), said
-    return before, found
+    for way, expected in before.items():
+        assert all(close(rank[way][0], expected) for rank in ranks), way
+        assert len({rank[way][2] for rank in ranks}) == 1, way
+
+
+def check_refused(found: dict[str, Any], case: str, words: str) -> None:
+    """Every rank was refused in this case, by an error with these words."""
+    ranks, _ = found["refusals"]
+    assert all(words in said[case] and "Error" in said[case] for said in ranks), ranks[0][case]
+
+
+def check_few_bytes_left(seen: dict[str, Any]) -> None:
+    """A rank has sent under a tenth of dense by its figures, and under a fifth on the wire where that is counted."""
+    assert seen["stats"]["bytes_sent"] * 10 < seen["stats"]["bytes_dense"]
+    if None not in seen["bytes"]:
+        dense, sparse = seen["bytes"]
+        assert 0 < sparse * 5 < dense

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from own_networks import close, launched, taken_over
+from own_networks import check_few_bytes_left, check_refused, check_taken_over, launched
 
 pytest.importorskip("accelerate")
 SCRIPT = Path(__file__).parent / "accelerate_scenarios.py"
@@ -30,11 +30,9 @@ def test_without_compression_the_bits_are_accelerates_own(found: Found, case: st
 def test_a_tenth_of_the_bytes_leave(found: Found) -> None:
     ranks, _ = found["topk"]
     for seen in ranks:
-        assert seen["stats"]["steps"] == 32 and seen["stats"]["bytes_sent"] * 10 < seen["stats"]["bytes_dense"]
+        assert seen["stats"]["steps"] == 32
         assert seen["bits"] == ranks[0]["bits"]
-        if None not in seen["bytes"]:
-            dense, sparse = seen["bytes"]
-            assert 0 < sparse * 5 < dense
+        check_few_bytes_left(seen)
 
 
 def test_clipping_is_of_the_combined_update(found: Found) -> None:
@@ -85,14 +83,10 @@ def test_each_model_has_its_files(found: Found) -> None:
     ],
 )
 def test_what_would_exchange_twice_is_refused_on_every_rank(found: Found, case: str, words: str) -> None:
-    ranks, _ = found["refusals"]
-    assert all(words in said[case] and "Error" in said[case] for said in ranks), ranks[0][case]
+    check_refused(found, case, words)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 3])
 def test_another_number_of_workers_takes_over_what_was_not_sent(tmp_path: Path, workers: int) -> None:
-    before, ranks = taken_over(SCRIPT, tmp_path, workers)
-    for way, expected in before.items():
-        assert all(close(rank[way][0], expected) for rank in ranks), way
-        assert len({rank[way][2] for rank in ranks}) == 1, way
+    check_taken_over(SCRIPT, tmp_path, workers)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from own_networks import close, launched, taken_over
+from own_networks import check_few_bytes_left, check_refused, check_taken_over, launched
 
 pytest.importorskip("lightning")
 SCRIPT = Path(__file__).parent / "lightning_scenarios.py"
@@ -30,11 +30,9 @@ def test_without_compression_the_bits_are_lightnings_own(found: Found, case: str
 def test_a_tenth_of_the_bytes_leave(found: Found) -> None:
     ranks, _ = found["topk"]
     for seen in ranks:
-        assert seen["stats"]["steps"] == 32 and seen["stats"]["bytes_sent"] * 10 < seen["stats"]["bytes_dense"]
+        assert seen["stats"]["steps"] == 32
         assert seen["bits"] == ranks[0]["bits"]
-        if None not in seen["bytes"]:
-            dense, sparse = seen["bytes"]
-            assert 0 < sparse * 5 < dense
+        check_few_bytes_left(seen)
 
 
 def test_a_scaler_changes_no_bit_and_leaves_out_steps_on_all_ranks(found: Found) -> None:
@@ -95,8 +93,7 @@ def test_infinite_gradients_of_one_rank_move_nothing(found: Found) -> None:
     ],
 )
 def test_what_would_exchange_twice_is_refused_on_every_rank(found: Found, case: str, words: str) -> None:
-    ranks, _ = found["refusals"]
-    assert all(words in said[case] and "Error" in said[case] for said in ranks), ranks[0][case]
+    check_refused(found, case, words)
 
 
 def test_the_strategy_has_a_name(found: Found) -> None:
@@ -107,7 +104,4 @@ def test_the_strategy_has_a_name(found: Found) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 3])
 def test_another_number_of_workers_takes_over_what_was_not_sent(tmp_path: Path, workers: int) -> None:
-    before, ranks = taken_over(SCRIPT, tmp_path, workers)
-    for way, expected in before.items():
-        assert all(close(rank[way][0], expected) for rank in ranks), way
-        assert len({rank[way][2] for rank in ranks}) == 1, way
+    check_taken_over(SCRIPT, tmp_path, workers)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from frameworks import DENSE, TOPK, UPDATES, Scenarios, bits, bytes_on_the_wire, refused, waiting
+from frameworks import DENSE, TOPK, UPDATES, Scenarios, bits, bytes_on_the_wire, lose, refused, waiting
 from gpt import VOCABULARY, corpus, windows
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
@@ -120,10 +120,7 @@ def resume(folder: Path) -> Any:
         "topk": resumed(folder / "topk", **TOPK),
         "updates": resumed(folder / "updates", **UPDATES),
     }
-    agmerge.barrier()
-    if agmerge.rank() == 1:
-        (folder / "topk" / "checkpoint-4" / "agmerge-1-of-2.pt").unlink()
-    agmerge.barrier()
+    lose(folder / "topk" / "checkpoint-4" / "agmerge-1-of-2.pt")
     trainer = made(folder / "topk")
     compression = compress(trainer, **TOPK)
     trainer.train(resume_from_checkpoint=str(folder / "topk" / "checkpoint-4"))
