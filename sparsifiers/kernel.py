@@ -23,7 +23,7 @@ from torch import Tensor
 VARIABLE = "AGMERGE_KERNEL"
 OFF = "off"
 LEVELS = ("baseline", "avx2", "avx512")  # the instruction sets, by number
-INTERFACE = 5  # of kernel.c; a library that was built from another version is not used
+INTERFACE = 6  # of kernel.c; a library that was built from another version is not used
 ROOM = 1 << 17  # slots of scratch that `rows_top` may take at any size
 PANEL = 64  # columns that are searched together at least: four cache lines of each row
 BLOCK = 1024  # elements that `scan` reads between two looks at the room that is left
@@ -42,6 +42,8 @@ _SIGNATURES: dict[str, tuple[Any, str]] = {  # result and arguments: p a pointer
     "kernel_sample": (None, "pllip"),
     "kernel_commit": (ctypes.c_int, "plppl"),
     "kernel_add": (ctypes.c_int, "pppli"),
+    "kernel_zero": (None, "pl"),
+    "kernel_add_and_move": (ctypes.c_int, "ppppl"),
     "kernel_take_in": (ctypes.c_int, "ppllpppplfppl"),
     "kernel_blocks_encode": (ctypes.c_int, "pllilp"),
     "kernel_blocks_decode": (ctypes.c_int, "pllilp"),
