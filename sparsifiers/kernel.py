@@ -23,7 +23,7 @@ from torch import Tensor
 VARIABLE = "AGMERGE_KERNEL"
 OFF = "off"
 LEVELS = ("baseline", "avx2", "avx512")  # the instruction sets, by number
-INTERFACE = 5  # of kernel.c; a library that was built from another version is not used
+INTERFACE = 6  # of kernel.c; a library that was built from another version is not used
 ROOM = 1 << 17  # slots of scratch that `rows_top` may take at any size
 PANEL = 64  # columns that are searched together at least: four cache lines of each row
 BLOCK = 1024  # elements that `scan` reads between two looks at the room that is left
@@ -46,6 +46,8 @@ _SIGNATURES: dict[str, tuple[Any, str]] = {  # result and arguments: p a pointer
     "kernel_blocks_encode": (ctypes.c_int, "pllilp"),
     "kernel_blocks_decode": (ctypes.c_int, "pllilp"),
     "kernel_scatter": (ctypes.c_int, "plpplf"),
+    "kernel_values_encode": (None, "pllippp"),
+    "kernel_values_decode": (None, "pplip"),
     "kernel_rows": (None, "pllippp"),
     "kernel_columns_scratch": (ctypes.c_int64, "lllll"),
     "kernel_columns": (ctypes.c_int, "plllipllpp"),
