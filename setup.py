@@ -55,7 +55,7 @@ FLAGS = "-O3 -std=c11 -ffp-contract=off -fno-math-errno -fno-trapping-math -fvis
 KERNEL = Extension(
     "sparsifiers._kernel",
     [f"sparsifiers/kernel{part}.c" for part in PARTS],
-    depends=["sparsifiers/kernel.h", "sparsifiers/kernel_low_rank_loops.h"],
+    depends=[f"sparsifiers/{path.name}" for path in (ROOT / "sparsifiers").glob("kernel*.h")],
     extra_compile_args=[] if sys.platform == "win32" else FLAGS.split(),
     optional=True,
 )

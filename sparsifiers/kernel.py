@@ -41,7 +41,8 @@ _SIGNATURES: dict[str, tuple[Any, str]] = {  # result and arguments: p a pointer
     "kernel_nth": (ctypes.c_int32, "pllp"),
     "kernel_sample": (None, "pllip"),
     "kernel_commit": (ctypes.c_int, "plppl"),
-    "kernel_add": (ctypes.c_int, "pppli"),
+    "kernel_add": (ctypes.c_int, "ppplfi"),
+    "kernel_momentum": (ctypes.c_int, "ppppplfii"),
     "kernel_take_in": (ctypes.c_int, "ppllpppplfppl"),
     "kernel_blocks_encode": (ctypes.c_int, "pllilp"),
     "kernel_blocks_decode": (ctypes.c_int, "pllilp"),
@@ -218,19 +219,16 @@ def _columns_top(table: Keys, mask: int, quotas: NDArray[np.int64], room: int) -
 # -- tensors --------------------------------------------------------------------------------------------------------
 
 
-def add(work: Tensor, residual: Tensor, gradient: Tensor) -> bool | None:
-    """Write work = residual + gradient past the caches, bit for bit as torch.add, and return whether all is finite.
+def add(work: Tensor, residual: Tensor, gradient: Tensor, factor: float = 1.0) -> bool | None:
+    """Write work = factor * residual + gradient past the caches, and return whether all is finite.
 
-    None: torch must do it; several of its threads are faster than this one. To look at all of work costs nothing in the
-    same pass. Shapes are equal, and work shares no storage with the others.
+    Bit for bit as torch.mul and torch.add. None: torch must do it; several of its threads are faster than this one. To
+    look at all of work costs nothing in the same pass. Shapes are equal, and work shares no storage with the others.
     """
-    kind = KINDS.get(gradient.dtype)
-    if kind is None or work.numel() < STREAMED or torch.get_num_threads() > 1:
+    if not _streams(work, residual, gradient):
         return None
-    if not (plain(work) and plain(residual) and plain(gradient, gradient.dtype)):
-        return None
-    status = loaded().kernel_add(work.data_ptr(), residual.data_ptr(), gradient.data_ptr(), work.numel(), kind)
-    return None if status < 0 else status == 0
+    pointers = work.data_ptr(), residual.data_ptr(), gradient.data_ptr()
+    return not loaded().kernel_add(*pointers, work.numel(), factor, KINDS[gradient.dtype])
 
 
 def subtract(work: Tensor, end: Tensor, begin: Tensor) -> bool | None:
@@ -238,12 +236,32 @@ def subtract(work: Tensor, end: Tensor, begin: Tensor) -> bool | None:
 
     None: torch must do it. Shapes are equal, and work shares no storage with the others; see `add`.
     """
-    if work.numel() < STREAMED or torch.get_num_threads() > 1:
+    if begin.dtype != torch.float32 or not _streams(work, end, begin):
         return None
-    if not (plain(work) and plain(end) and plain(begin)):
+    return not loaded().kernel_add(work.data_ptr(), end.data_ptr(), begin.data_ptr(), work.numel(), 1.0, TAKEN_OFF)
+
+
+def momentum(
+    work: Tensor, residual: Tensor, gradient: Tensor, before: Tensor, after: Tensor, factor: float, nesterov: bool
+) -> bool | None:
+    """Write after = factor * before + gradient and work = residual + after; return whether all of work is finite.
+
+    In Nesterov's form after = factor * (before + gradient) and work = (gradient + after) + residual. None: torch must do
+    it. Shapes are equal, and what is written shares no storage with the others; see `add`.
+    """
+    if not (_streams(work, residual, gradient) and plain(before) and plain(after)):
         return None
-    status = loaded().kernel_add(work.data_ptr(), end.data_ptr(), begin.data_ptr(), work.numel(), TAKEN_OFF)
-    return None if status < 0 else status == 0
+    return not loaded().kernel_momentum(
+        work.data_ptr(), residual.data_ptr(), gradient.data_ptr(), before.data_ptr(), after.data_ptr(), work.numel(),
+        factor, nesterov, KINDS[gradient.dtype],
+    )  # fmt: skip
+
+
+def _streams(work: Tensor, residual: Tensor, gradient: Tensor) -> bool:
+    """Tell whether work is better written past the caches by one thread, which can read these."""
+    if gradient.dtype not in KINDS or work.numel() < STREAMED or torch.get_num_threads() > 1:
+        return False
+    return plain(work) and plain(residual) and plain(gradient, gradient.dtype)
 
 
 def takes_in(dtype: torch.dtype, device: torch.device) -> bool:
