@@ -50,12 +50,11 @@ HOROVOD = ["cloudpickle", "psutil", "pyyaml", "packaging", "cffi>=1.4"]
 # package works, only slower. pip shows the warning with -v alone; `python -m agmerge doctor` says it at any time.
 # Some compilers contract a product and a sum where they can: not here. A root that sets errno needs a library, and a
 # comparison that might trap needs a branch.
-PARTS = ("", "_scan", "_memory", "_rows", "_columns", "_message", "_values", "_updates", "_low_rank", "_orthonormal", "_module")
 FLAGS = "-O3 -std=c11 -ffp-contract=off -fno-math-errno -fno-trapping-math -fvisibility=hidden"
 KERNEL = Extension(
     "sparsifiers._kernel",
-    [f"sparsifiers/kernel{part}.c" for part in PARTS],
-    depends=[f"sparsifiers/{path.name}" for path in (ROOT / "sparsifiers").glob("kernel*.h")],
+    [f"sparsifiers/{path.name}" for path in sorted((ROOT / "sparsifiers").glob("kernel*.c"))],
+    depends=[f"sparsifiers/{path.name}" for path in sorted((ROOT / "sparsifiers").glob("kernel*.h"))],
     extra_compile_args=[] if sys.platform == "win32" else FLAGS.split(),
     optional=True,
 )

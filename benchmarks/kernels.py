@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,6 +37,7 @@ from sparsifiers import Momentum, Rate, kernel  # noqa: E402
 UNIT = 12  # bytes an element of `torch.add(residual, gradient, out=work)`
 LINE = 64  # bytes that an element at a random place takes
 WIDTH = 1024  # of the matrix
+EVERY = ("baseline", "avx2", "avx512", "neon")  # instruction sets that some machine has
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,11 @@ def loops(n: int, density: float) -> Iterator[Loop]:
     work, velocity = torch.randn(n, generator=generator), torch.empty(n)
     yield from compensations(work, residual, gradient, velocity)
 
-    topk, rows = (sparsifiers.get(name, density) for name in ("topk", "adtopk"))
+    topk, rows = (sparsifiers.get(name, density) for name in ("topk", "adtopk-row"))
     yield Loop("select: topk", 4 * n, lambda: topk.select(work, k=k))
-    for name, shape in (("rows", (n // WIDTH, WIDTH)), ("columns", (n // WIDTH, 4, WIDTH // 4))):
-        yield Loop(f"select: adtopk, {name}", 4 * n, lambda shape=shape: rows.select(work, k=k, shapes=[shape]))
+    for name, shape in (("rows of 1024", (WIDTH, WIDTH)), ("columns of 4096", (4 * WIDTH, WIDTH))):
+        shapes = [shape] * (n // math.prod(shape))
+        yield Loop(f"select: adtopk-row, {name}", 4 * n, lambda shapes=shapes: rows.select(work, k=k, shapes=shapes))
 
     indices = topk.select(work, k=k).indices
     values = work.index_select(0, indices)
@@ -93,8 +94,14 @@ def loops(n: int, density: float) -> Iterator[Loop]:
         for name, vector in (("sent", values), ("all", gradient)):
             m = vector.numel()
             room = torch.empty(value.size(m), dtype=torch.uint8)
-            yield Loop(f"encode {value.name}, {name}", 8 * m + len(room), lambda v=value, x=vector, r=room: v.encode(x, r))
-            yield Loop(f"decode {value.name}, {name}", 4 * m + len(room), lambda v=value, r=room, m=m: v.decode(r, m, torch.float32))  # noqa: E501
+            yield Loop(
+                f"encode {value.name}, {name}", 8 * m + len(room), lambda v=value, x=vector, r=room: v.encode(x, r)
+            )
+            yield Loop(
+                f"decode {value.name}, {name}",
+                4 * m + len(room),
+                lambda v=value, r=room, m=m: v.decode(r, m, torch.float32),
+            )  # noqa: E501
     message = torch.zeros(bits.CRC_BYTES + codec.size + 4 * k, dtype=torch.uint8)
     yield Loop("checksum (zlib)", len(message), lambda: bits.write_crc(message))
 
@@ -120,33 +127,52 @@ def seconds(run: Callable[[], object]) -> float:
     return time.thread_time() - begin
 
 
-def measure(loop: Loop, unit: Loop, levels: Sequence[int], repeats: int) -> list[float]:
-    """Return multiples of the loop's floor, one for each level, from runs in turns."""
-    took: list[list[float]] = [[] for _ in levels]
-    units = []
-    for _ in range(repeats + 1):
-        units.append(seconds(unit.run))
-        for level in levels:
+def measure(loop: Loop, unit: Loop, repeats: int) -> list[tuple[float, float]]:
+    """Return the seconds of the loop and those of its floor, for each level, from runs in turns.
+
+    The unit runs before each, so that all find in the caches what the unit has left there.
+    """
+    took: list[list[float]] = [[] for _ in kernel.names()]
+    units: list[list[float]] = [[] for _ in took]
+    for turn in range(repeats + 1):
+        for level, mine in enumerate(took):
             kernel.set_level(level)
-            took[level].append(seconds(loop.run))
-    floor = statistics.median(units[1:]) * loop.size / unit.size
-    return [statistics.median(one[1:]) / floor for one in took]
+            before, now = seconds(unit.run), seconds(loop.run)
+            if turn:  # the first touches memory for the first time
+                units[level].append(before)
+                mine.append(now)
+    floors = [statistics.median(some) * loop.size / unit.size for some in units]
+    return list(zip(map(statistics.median, took), floors, strict=True))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure every loop and print the table."""
     args = arguments(argv)
     torch.set_num_threads(1)
-    n = args.size << 20
-    highest = kernel.set_level(len(kernel.LEVELS) - 1)
-    levels = range(highest + 1)
-    r, g, w = (torch.randn(n) for _ in range(3))
-    unit = Loop("unit", UNIT * n, lambda: torch.add(r, g, out=w))
-    print(f"levels here: {', '.join(kernel.LEVELS[level] for level in levels)}")
+    n, names = args.size << 20, kernel.names()
+    if not names:
+        raise SystemExit("the compiled loops are not in use: see `python -m agmerge doctor`")
+    first, second, work = (torch.randn(n) for _ in range(3))
+    unit = Loop("unit", UNIT * n, lambda: torch.add(first, second, out=work))
+    about = {
+        "machine": platform.machine(),
+        "torch": f"{torch.__version__}, {torch.backends.cpu.get_cpu_capability()}",
+        "size": args.size,
+        "density": args.density,
+        "levels": list(names),
+        "not run": [name for name in EVERY if name not in names],
+    }
+    print("\n".join(f"{key}: {value}" for key, value in about.items()))
+    print(f"\n| loop | floor, units | {' | '.join(names)} |\n{'|---' * (2 + len(names))}|")
+    rows = []
     for loop in loops(n, args.density):
-        if not any(part in loop.name for part in args.only): continue
-        found = measure(loop, unit, levels, args.repeats)
-        print(f"| {loop.name:32} | {loop.size/unit.size:5.3f} | " + " | ".join(f"{x:5.2f}" for x in found) + " |", flush=True)
+        if any(part in loop.name for part in args.only):
+            found = measure(loop, unit, args.repeats)
+            shown = " | ".join(f"{took / floor:.2f}" for took, floor in found)
+            print(f"| {loop.name} | {loop.size / unit.size:.3f} | {shown} |", flush=True)
+            rows.append({"loop": loop.name, "bytes": loop.size, "seconds, floor": dict(zip(names, found, strict=True))})
+    if args.json:
+        args.json.write_text(json.dumps({"about": about, "results": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

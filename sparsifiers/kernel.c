@@ -40,7 +40,7 @@ static void set_up(void)
     }
 }
 #else
-static void set_up(void) {}
+static void set_up(void) { supported = NEON; }
 #endif
 
 /* To be called once, before anything else. */

@@ -55,7 +55,7 @@
                : kernel_level == 1 ? name##_avx2 arguments                                                           \
                                    : name##_any arguments;                                                           \
     }
-#else /* every compiler for arm64 makes NEON of these bodies, without being asked */
+#else /* compilers for arm64 make NEON of these bodies without being asked: every such processor has it */
 #define FOR_EACH_LEVEL(result, name, parameters, arguments)                                                          \
     static result name##_any parameters { return name##_body arguments; }                                            \
     DISPATCH(result, name, parameters, arguments)
@@ -63,7 +63,7 @@
     static result name parameters { return name##_any arguments; }
 #endif
 
-extern int kernel_level; /* 0: any machine, 1: AVX2, 2: AVX-512 with VBMI2 */
+extern int kernel_level; /* 0: any machine, 1: AVX2, 2: AVX-512 with VBMI2; on arm64 1: NEON */
 #if X86
 extern uint64_t kernel_compaction[256]; /* for each set of 8 lanes, their numbers packed to the front, a byte each */
 #endif

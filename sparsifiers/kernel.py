@@ -2,7 +2,8 @@
 
 All of it is optional. Without a compiler at installation, with AGMERGE_KERNEL=off in the environment,
 or for a tensor that the loops cannot read, callers take their numpy or torch path, which gives the same bits.
-AGMERGE_KERNEL=baseline, avx2 or avx512 names the best instruction set that they may use where a processor has it.
+AGMERGE_KERNEL=baseline, avx2 or avx512 (on arm64 baseline or neon) names the best instruction set that they may use,
+where a processor has it.
 ctypes releases the GIL during each call, so other threads run meanwhile.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 from collections.abc import Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -22,7 +24,8 @@ from torch import Tensor
 
 VARIABLE = "AGMERGE_KERNEL"
 OFF = "off"
-LEVELS = ("baseline", "avx2", "avx512")  # the instruction sets, by number
+ARM = platform.machine().lower() in ("aarch64", "arm64")
+LEVELS = ("baseline", "neon") if ARM else ("baseline", "avx2", "avx512")  # the instruction sets, by number
 INTERFACE = 6  # of kernel.c; a library that was built from another version is not used
 ROOM = 1 << 17  # slots of scratch that `rows_top` may take at any size
 PANEL = 64  # columns that are searched together at least: four cache lines of each row
@@ -105,6 +108,16 @@ def available() -> bool:
 def level() -> int:
     """Return the number of the instruction set in use; 0 without the library."""
     return 0 if library is None else ctypes.c_int.in_dll(library, "kernel_level").value
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of the instruction sets that this machine has for the loops, the best last; () without these."""
+    if library is None:
+        return ()
+    before = level()
+    highest = set_level(len(LEVELS) - 1)
+    set_level(before)
+    return LEVELS[: highest + 1]
 
 
 def set_level(level: int) -> int:
@@ -246,8 +259,8 @@ def momentum(
 ) -> bool | None:
     """Write after = factor * before + gradient and work = residual + after; return whether all of work is finite.
 
-    In Nesterov's form after = factor * (before + gradient) and work = (gradient + after) + residual. None: torch must do
-    it. Shapes are equal, and what is written shares no storage with the others; see `add`.
+    In Nesterov's form after = factor * (before + gradient) and work = (gradient + after) + residual. None: torch must
+    do it. Shapes are equal, and what is written shares no storage with the others; see `add`.
     """
     if not (_streams(work, residual, gradient) and plain(before) and plain(after)):
         return None

@@ -149,7 +149,14 @@ AVX512 static int64_t find_hits_avx512 HITS_PARAMETERS
 }
 #endif
 
+#if NEON
+static int64_t find_hits HITS_PARAMETERS
+{
+    return kernel_level >= 1 ? find_hits_neon HITS_ARGUMENTS : find_hits_any HITS_ARGUMENTS;
+}
+#else
 DISPATCH(int64_t, find_hits, HITS_PARAMETERS, HITS_ARGUMENTS)
+#endif
 
 /* For kernel_rows.c: a floor for each element. */
 int64_t kernel_hits(const int32_t *bits, int64_t n, int32_t mask, const int32_t *floors, int32_t *hits)

@@ -30,7 +30,7 @@ def encode(values: Tensor, used: int, width: int, scales: Tensor, codes: Tensor,
 
 
 def decode(scales: Tensor, codes: Tensor, count: int, width: int, read: Tensor) -> bool:
-    """Read the first `count` values that `encode` has written into `read`; False, with nothing done: torch must do it."""
+    """Read the first `count` values that `encode` has written; False, with nothing done, if torch must do it."""
     if not (plain(scales) and plain(codes, torch.uint8) and plain(read) and _fit(count, width, scales, codes, read)):
         return False
     loaded().kernel_values_decode(scales.data_ptr(), codes.data_ptr(), count, width, read.data_ptr())
