@@ -95,18 +95,6 @@ EXPORT int kernel_blocks_encode(const int32_t *indices, int64_t count, int64_t c
     return 0;
 }
 
-static int lowest_set(uint64_t word)
-{
-#if defined(__GNUC__)
-    return __builtin_ctzll(word);
-#else
-    int place = 0;
-    for (; !(word & 1); word >>= 1)
-        place++;
-    return place;
-#endif
-}
-
 /* Read `count` <= capacity indices. Whether the bytes can be those of so many; whatever they are, only out[0, count)
    is written. */
 EXPORT int kernel_blocks_decode(const uint8_t *data, int64_t count, int64_t capacity, int low, int64_t last,

@@ -17,7 +17,7 @@ from agmerge.exchanges.message import Everything, fused
 from agmerge.exchanges.message.codec import clear_behind
 from agmerge.exchanges.message.format import Flag, Format, RoundHeader, Section
 from agmerge.exchanges.message.indices import in_order
-from sparsifiers import Selection, kernel, kernel_streams
+from sparsifiers import Selection, kernel, kernel_updates
 from sparsifiers.deferred import Deferred
 
 Part = tuple[torch.Tensor, torch.Tensor]  # indices (int32) and values of one rank
@@ -132,8 +132,8 @@ class SparseExchange(Exchange):
             total = self.accumulator(load)
             if section.capacity is None:
                 self._add_dense(total, [layout.whole(message, section) for message in messages])
-            else:
-                kernel_streams.zero(total)
+            elif not kernel_updates.write_sum(total, sparse, self.scale):
+                total.zero_()
                 for indices, values in sparse:
                     if not kernel.scatter(total, indices, values, self.scale):
                         total.index_add_(0, indices, values.mul_(self.scale))

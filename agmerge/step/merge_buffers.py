@@ -37,7 +37,7 @@ from agmerge.step.update_home import InArenas
 from agmerge.tensors.arena import Arena, Unwritten, trim
 from agmerge.tensors.layout import Lane, Layout, Segment, Slot
 from agmerge.tensors.parameters import ParameterInfo
-from sparsifiers import Kind, LowRank, kernel
+from sparsifiers import Kind, LowRank, kernel_updates
 from sparsifiers.deferred import Deferred
 from sparsifiers.gpu import IndexSection, Slots
 from sparsifiers.memories import NoMemory
@@ -220,7 +220,7 @@ class MergeBuffers:
         """Take what all ranks have sent of a segment as it is, if it can be applied in one pass; not if it is much."""
         lane = segment.lane
         if sum(len(indices) for indices, _ in parts) > segment.length // 2 or not (
-            self.arenas[lane].memory.hands_back and kernel.takes_in(lane.dtype, lane.device)
+            self.arenas[lane].memory.hands_back and kernel_updates.takes_in(lane.dtype, lane.device)
         ):
             return False
         self.received.append((segment, parts, scale))

@@ -23,7 +23,7 @@ from agmerge.tensors.arena import Add, is_movable
 from agmerge.tensors.difference import Difference
 from agmerge.tensors.layout import Segment, Slot
 from agmerge.tensors.nonfinite import NonFiniteGuard
-from sparsifiers import Kind, Selection, Sparsifier, kernel_streams
+from sparsifiers import Kind, Selection, Sparsifier, kernel
 
 # Asked for a tensor that nobody has handed over, by name.
 GradientOf = Callable[[str], "torch.Tensor | Difference | None"]
@@ -174,7 +174,7 @@ class Round:
                 if done:
                     self._is_prepared.add(slot.index)
             else:
-                finite = kernel_streams.add_and_move(work, update, residual, gradient) if goes else None
+                finite = kernel.add(work, residual, gradient, home=update) if goes else None
                 done = finite is not None
             if goes and done:
                 self._has_moved.add(slot.index)

@@ -16,8 +16,9 @@ from torch import Tensor
 
 import sparsifiers
 from agmerge.tensors.arena import commit
-from sparsifiers import exact_topk, kernel
+from sparsifiers import Momentum, Rate, exact_topk, kernel
 from sparsifiers.magnitude import bit_view, magnitude_mask
+from sparsifiers.memories import Decaying
 from sparsifiers.topk_floor import COMPILED_SAMPLES, places, sampled_floor
 
 MASK = magnitude_mask(torch.float32)
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.skipif(not kernel.available(), reason="the compiled loo
 def all_levels() -> Iterator[list[int]]:
     """Those that this machine has; afterwards the one in use before is used again."""
     before = kernel.level()
-    yield list(range(kernel.set_level(len(kernel.LEVELS) - 1) + 1))
+    yield list(range(len(kernel.names())))
     kernel.set_level(before)
 
 
@@ -258,13 +259,37 @@ def test_add_is_torchs(level: int, dtype: torch.dtype, same_bits: SameBits) -> N
             work = torch.full((n + shift + 1,), 7.0)
             part = work[shift:-1]
             finite = kernel.add(part, residual, gradient)
-            assert (finite is not None) is (level > 0 or dtype != torch.float16)
-            if finite is not None:
-                expected = torch.add(residual, gradient)
-                assert finite == expected.isfinite().all()
-                assert torch.equal(part.isnan(), expected.isnan())  # which NaN it is is nobody's concern
-                assert same_bits(part.nan_to_num(nan=1.0), expected.nan_to_num(nan=1.0))
-                assert (work[:shift] == 7.0).all() and work[-1] == 7.0
+            expected = torch.add(residual, gradient)
+            assert finite is bool(expected.isfinite().all())
+            assert torch.equal(part.isnan(), expected.isnan())  # which NaN it is is nobody's concern
+            assert same_bits(part.nan_to_num(nan=1.0), expected.nan_to_num(nan=1.0))
+            assert (work[:shift] == 7.0).all() and work[-1] == 7.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["decaying", "dgc", "dgc, Nesterov"])
+@pytest.mark.usefixtures("one_thread")
+def test_memories_with_a_factor_are_torchs(
+    level: int, name: str, dtype: torch.dtype, same_bits: SameBits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = Decaying(0.95) if name == "decaying" else sparsifiers.memory("dgc")
+    for n in SIZES:
+        for shift, later in ((0, 0), (1, 1), (5, 2)):  # the momentum is aligned as the rest, or is not
+            residual, before = (values(n + shift, "specials", seed=seed)[shift:] for seed in (1, 3))
+            gradient = values(n, "specials", seed=2).to(dtype)
+            found = []
+            for library in (kernel.library, None):
+                work, after = torch.full((n + shift + 1,), 7.0), torch.full((n + later + 1,), 7.0)
+                momentum = Momentum(before, after[later:-1], Rate(0.9, name.endswith("Nesterov")))
+                with monkeypatch.context() as patch:
+                    patch.setattr(kernel, "library", library)
+                    args = (work[shift:-1], residual, gradient, None if name == "decaying" else momentum)
+                    found.append((memory.compensate(*args), work, after))
+            (finite, *compiled), (unknown, *expected) = found
+            assert unknown is None and finite is bool(expected[0].isfinite().all())
+            for one, other in zip(compiled, expected, strict=True):
+                assert torch.equal(one.isnan(), other.isnan())
+                assert same_bits(one.nan_to_num(nan=1.0), other.nan_to_num(nan=1.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -272,12 +297,11 @@ def test_add_is_torchs(level: int, dtype: torch.dtype, same_bits: SameBits) -> N
 def test_add_says_whether_all_of_it_is_finite(level: int, dtype: torch.dtype) -> None:
     n = 70  # some before, some in, some after what is written sixteen at a time
     work, residual, gradient = torch.zeros(n + 1)[1:], torch.full((n,), 3e38), torch.ones(n).to(dtype)
-    whole = kernel.add(work, residual, gradient)
-    assert whole is (None if dtype == torch.float16 and not level else True)  # largest sums, but finite ones
+    assert kernel.add(work, residual, gradient) is True  # largest sums, but finite ones
     for value in (torch.nan, torch.inf, -torch.inf):
         for place in range(n):
             broken = gradient.index_fill(0, torch.tensor([place]), value)
-            assert kernel.add(work, residual, broken) is (None if whole is None else False)
+            assert kernel.add(work, residual, broken) is False
     if dtype != torch.float16:
         assert kernel.add(work, residual, residual.to(dtype)) is False  # an overflow
 
