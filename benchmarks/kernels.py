@@ -3,9 +3,10 @@
     python benchmarks/kernels.py --size 8 --density 0.01 --json kernels.json
 
 The unit is `torch.add(residual, gradient, out=work)`, which moves 12 bytes an element; a loop's floor is the unit's
-time for the bytes that the loop cannot do without, a whole cache line for each element that it reads at random. Unit
-and levels are timed in turns, so that all see the same neighbours; one thread's processor time, medians. What has no
-compiled loop is timed once, as torch's: there ATEN_CPU_CAPABILITY=avx2 or default chooses the instruction set.
+time for the bytes that the loop cannot do without, a whole cache line for each element that it reads at random. For
+loops that only read it is the time of `vector.sum()`, because to read alone takes longer a byte. Units and levels are
+timed in turns, so that all see the same neighbours; one thread's processor time, medians. What has no compiled loop is
+torch's, for which ATEN_CPU_CAPABILITY=avx2 or default chooses the instruction set.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Loop:
     name: str
     size: float  # bytes that it must read and write
     run: Callable[[], object]
+    reads: bool = False  # it writes next to nothing
 
 
 def arguments(argv: Sequence[str] | None = None) -> Namespace:
@@ -70,10 +72,15 @@ def loops(n: int, density: float) -> Iterator[Loop]:
     yield from compensations(work, residual, gradient, velocity)
 
     topk, rows = (sparsifiers.get(name, density) for name in ("topk", "adtopk-row"))
-    yield Loop("select: topk", 4 * n, lambda: topk.select(work, k=k))
+    yield Loop("select: topk", 4 * n, lambda: topk.select(work, k=k), reads=True)
     for name, shape in (("rows of 1024", (WIDTH, WIDTH)), ("columns of 4096", (4 * WIDTH, WIDTH))):
         shapes = [shape] * (n // math.prod(shape))
-        yield Loop(f"select: adtopk-row, {name}", 4 * n, lambda shapes=shapes: rows.select(work, k=k, shapes=shapes))
+        yield Loop(
+            f"select: adtopk-row, {name}",
+            4 * n,
+            lambda shapes=shapes: rows.select(work, k=k, shapes=shapes),
+            reads=True,
+        )
 
     indices = topk.select(work, k=k).indices
     values = work.index_select(0, indices)
@@ -132,21 +139,25 @@ def seconds(run: Callable[[], object]) -> float:
     return time.thread_time() - begin
 
 
-def measure(loop: Loop, unit: Loop, repeats: int) -> list[tuple[float, float]]:
+def measure(loop: Loop, unit: Loop, reading: Loop, repeats: int) -> list[tuple[float, float]]:
     """Return the seconds of the loop and those of its floor, for each level, from runs in turns.
 
     The unit runs before each, so that all find in the caches what the unit has left there.
     """
+    by = reading if loop.reads else unit
     took: list[list[float]] = [[] for _ in kernel.names()]
     units: list[list[float]] = [[] for _ in took]
     for turn in range(repeats + 1):
         for level, mine in enumerate(took):
             kernel.set_level(level)
             before, now = seconds(unit.run), seconds(loop.run)
+            if loop.reads:
+                unit.run()
+                before = seconds(reading.run)
             if turn:  # the first touches memory for the first time
                 units[level].append(before)
                 mine.append(now)
-    floors = [statistics.median(some) * loop.size / unit.size for some in units]
+    floors = [statistics.median(some) * loop.size / by.size for some in units]
     return list(zip(map(statistics.median, took), floors, strict=True))
 
 
@@ -157,8 +168,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     n, names = args.size << 20, kernel.names()
     if not names:
         raise SystemExit("the compiled loops are not in use: see `python -m agmerge doctor`")
-    first, second, work = (torch.randn(n) for _ in range(3))
+    first, second, third, work = (torch.randn(n) for _ in range(4))
     unit = Loop("unit", UNIT * n, lambda: torch.add(first, second, out=work))
+    reading = Loop("sum", 4 * n, lambda: third.sum())
     about = {
         "machine": platform.machine(),
         "torch": f"{torch.__version__}, {torch.backends.cpu.get_cpu_capability()}",
@@ -168,11 +180,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         "not run": [name for name in EVERY if name not in names],
     }
     print("\n".join(f"{key}: {value}" for key, value in about.items()))
-    print(f"\n| loop | floor, units | {' | '.join(names)} |\n{'|---' * (2 + len(names))}|")
+    print(f"\n| loop | bytes / unit's | {' | '.join(names)} |\n{'|---' * (2 + len(names))}|")
     rows = []
     for loop in loops(n, args.density):
         if any(part in loop.name for part in args.only):
-            found = measure(loop, unit, args.repeats)
+            found = measure(loop, unit, reading, args.repeats)
             shown = " | ".join(f"{took / floor:.2f}" for took, floor in found)
             print(f"| {loop.name} | {loop.size / unit.size:.3f} | {shown} |", flush=True)
             rows.append({"loop": loop.name, "bytes": loop.size, "seconds, floor": dict(zip(names, found, strict=True))})

@@ -84,8 +84,11 @@ static void cut(int32_t *positions, int32_t *keys, int64_t held, int64_t q, int3
     else
         for (; held > q; held--) {
             int64_t least = 0;
-            for (int64_t i = 1; i < held; i++)
-                least = keys[i] <= keys[least] ? i : least;
+            int32_t lowest = keys[0];
+            for (int64_t i = 1; i < held; i++) {
+                least = keys[i] <= lowest ? i : least;
+                lowest = keys[i] < lowest ? keys[i] : lowest;
+            }
             size_t after = (size_t)(held - 1 - least) * sizeof(int32_t);
             memmove(keys + least, keys + least + 1, after);
             memmove(positions + least, positions + least + 1, after);

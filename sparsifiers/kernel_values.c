@@ -5,13 +5,13 @@
    first-level cache. All scales come first, then all codes, the first in the lowest bits of a byte. */
 
 #include "kernel.h"
+#include "kernel_codes.h"
 
 #include <float.h>
 #include <string.h>
 
 enum { AHEAD = 2048 };             /* bytes that are fetched ahead: to compute takes as long as to wait for memory */
-enum { SHARED = 256 };             /* values that share a scale, or two: a block */
-enum { HALF = SHARED / 2 };
+enum { HALF = CODES / 2 };         /* of the values of a block, which share a scale, or two */
 static const float WHOLE = 0x3p22f; /* a float of this size has no fraction, so that adding it rounds: half to even */
 
 INLINE uint32_t bits_of(float value)
@@ -35,58 +35,12 @@ INLINE float saturated(float value, float limit)
     return inside + 0.0f * value;
 }
 
-/* -- codes side by side ------------------------------------------------------------------------------------------ */
-
-/* The codes of a block in SHARED * width / 8 bytes; each has `width` bits. */
-INLINE void pack_body(const uint8_t *codes, int width, uint8_t *out)
-{
-    if (width == 8)
-        memcpy(out, codes, SHARED);
-    for (int i = 0; width == 4 && i < SHARED / 2; i++)
-        out[i] = (uint8_t)(codes[2 * i] | codes[2 * i + 1] << 4);
-    for (int i = 0; width == 2 && i < SHARED / 4; i++) {
-        uint32_t four;
-        memcpy(&four, codes + 4 * i, sizeof four);
-        out[i] = (uint8_t)(four | four >> 6 | four >> 12 | four >> 18);
-    }
-    for (int i = 0; width == 1 && i < SHARED / 8; i++) {
-        uint64_t eight;
-        memcpy(&eight, codes + 8 * i, sizeof eight);
-        eight |= eight >> 7;
-        eight |= eight >> 14;
-        out[i] = (uint8_t)(eight | eight >> 28);
-    }
-}
-
-/* The codes of a block from what `pack_body` has written. */
-INLINE void unpack_body(const uint8_t *data, int width, uint8_t *codes)
-{
-    if (width == 8)
-        memcpy(codes, data, SHARED);
-    for (int i = 0; width == 4 && i < SHARED / 2; i++) {
-        codes[2 * i] = data[i] & 15;
-        codes[2 * i + 1] = data[i] >> 4;
-    }
-    for (int i = 0; width == 2 && i < SHARED / 4; i++) {
-        uint32_t four = data[i];
-        four = (four | four << 6 | four << 12 | four << 18) & 0x03030303;
-        memcpy(codes + 4 * i, &four, sizeof four);
-    }
-    for (int i = 0; width == 1 && i < SHARED / 8; i++) {
-        uint64_t eight = data[i];
-        eight |= eight << 28;
-        eight |= eight << 14;
-        eight = (eight | eight << 7) & UINT64_C(0x0101010101010101);
-        memcpy(codes + 8 * i, &eight, sizeof eight);
-    }
-}
-
 /* -- what the codes of a block stand for ------------------------------------------------------------------------- */
 
 INLINE void read_steps_body(const uint8_t *codes, int width, const float *scales, float *restrict read)
 {
     int sign = 1 << (width - 1);
-    for (int i = 0; i < SHARED; i++)
+    for (int i = 0; i < CODES; i++)
         read[i] = (float)((codes[i] ^ sign) - sign) * scales[0];
 }
 
@@ -94,7 +48,7 @@ INLINE void read_steps_body(const uint8_t *codes, int width, const float *scales
 INLINE void read_signs_body(const uint8_t *codes, int width, const float *scales, float *restrict read)
 {
     uint32_t lower = bits_of(scales[0]), other = width == 2 ? lower ^ bits_of(scales[1]) : 0;
-    for (int i = 0; i < SHARED; i++) {
+    for (int i = 0; i < CODES; i++) {
         uint32_t code = codes[i], bits = lower ^ (other & (0 - (code >> 1))) ^ code << 31;
         read[i] = float_of(bits);
     }
@@ -107,12 +61,12 @@ INLINE void steps_body(const float *values, int width, float *scales, uint8_t *r
 {
     const float levels = (float)((1 << (width - 1)) - 1);
     int32_t largest = 0;
-    for (int i = 0; i < SHARED; i++) { /* of floats without their sign NaN has the largest bits */
+    for (int i = 0; i < CODES; i++) { /* of floats without their sign NaN has the largest bits */
         int32_t key = (int32_t)(bits_of(values[i]) & 0x7fffffff);
         largest = key > largest ? key : largest;
     }
     const float scale = saturated(float_of((uint32_t)largest) / levels, FLT_MAX / (levels + 1));
-    for (int i = 0; i < SHARED; i++) {
+    for (int i = 0; i < CODES; i++) {
         float step = values[i] / scale;
         step = step == step ? step : 0.0f; /* 0/0, and what is not finite; the scale carries that */
         step = step > levels ? levels : step;
@@ -142,9 +96,9 @@ INLINE float coarse(float mean) { return float_of(bits_of(mean) & 0xffffff00); }
    the mean magnitudes of those that are not, and of those that are. */
 INLINE void signs_body(const float *values, int width, float filled, float *scales, uint8_t *restrict codes, float *restrict read)
 {
-    float rows[SHARED], sums[HALF], higher[SHARED];
-    for (int i = 0; i < SHARED; i++) {
-        float value = saturated(values[i], FLT_MAX / SHARED); /* so many have a finite sum */
+    float rows[CODES], sums[HALF], higher[CODES];
+    for (int i = 0; i < CODES; i++) {
+        float value = saturated(values[i], FLT_MAX / CODES); /* so many have a finite sum */
         rows[i] = float_of(bits_of(value) & 0x7fffffff);
         codes[i] = values[i] < 0.0f;
     }
@@ -154,7 +108,7 @@ INLINE void signs_body(const float *values, int width, float filled, float *scal
     scales[0] = coarse(mean);
     if (width == 2) {
         int32_t count = 0;
-        for (int i = 0; i < SHARED; i++) {
+        for (int i = 0; i < CODES; i++) {
             int32_t above = rows[i] > mean;
             codes[i] = (uint8_t)(codes[i] + 2 * above);
             higher[i] = rows[i] * (float)above; /* of what is not finite: NaN */
@@ -176,24 +130,24 @@ INLINE void signs_body(const float *values, int width, float filled, float *scal
 INLINE void encode_body(const float *values, int64_t count, int64_t used, int width, uint8_t *scales, uint8_t *out,
                         float *read)
 {
-    float padded[SHARED], short_of[SHARED], pair[2];
-    uint8_t codes[SHARED], packed[SHARED];
+    float padded[CODES], short_of[CODES], pair[2];
+    uint8_t codes[CODES], packed[CODES];
     const size_t each = width == 2 ? 2 * sizeof(float) : sizeof(float);
-    for (int64_t start = 0; start < count; start += SHARED) {
-        int64_t size = count - start < SHARED ? count - start : SHARED, filled = used - start;
+    for (int64_t start = 0; start < count; start += CODES) {
+        int64_t size = count - start < CODES ? count - start : CODES, filled = used - start;
         const float *block = values + start;
         float *to = read + start;
-        for (int i = 0; i < SHARED; i += 16) {
+        for (int i = 0; i < CODES; i += 16) {
             PREFETCH((const char *)(block + i) + AHEAD);
             PREFETCH_TO_WRITE((const char *)(to + i) + AHEAD);
         }
-        if (size < SHARED) {
+        if (size < CODES) {
             memset(padded, 0, sizeof padded);
             memcpy(padded, block, (size_t)size * sizeof(float));
             block = padded;
             to = short_of;
         }
-        filled = filled < 1 ? 1 : filled > SHARED ? SHARED : filled;
+        filled = filled < 1 ? 1 : filled > CODES ? CODES : filled;
         if (width >= 4)
             steps_body(block, width, pair, codes, to);
         else
@@ -202,7 +156,7 @@ INLINE void encode_body(const float *values, int64_t count, int64_t used, int wi
         memcpy(scales, pair, each);
         memcpy(out + start * width / 8, packed, (size_t)(size * width + 7) / 8);
         scales += each;
-        if (size < SHARED)
+        if (size < CODES)
             memcpy(read + start, short_of, (size_t)size * sizeof(float));
     }
     if (used < count)
@@ -211,25 +165,25 @@ INLINE void encode_body(const float *values, int64_t count, int64_t used, int wi
 
 INLINE void decode_body(const uint8_t *scales, const uint8_t *data, int64_t count, int width, float *read)
 {
-    float short_of[SHARED], pair[2];
-    uint8_t codes[SHARED], packed[SHARED];
+    float short_of[CODES], pair[2];
+    uint8_t codes[CODES], packed[CODES];
     const size_t each = width == 2 ? 2 * sizeof(float) : sizeof(float);
-    for (int64_t start = 0; start < count; start += SHARED, scales += each) {
-        int64_t size = count - start < SHARED ? count - start : SHARED;
+    for (int64_t start = 0; start < count; start += CODES, scales += each) {
+        int64_t size = count - start < CODES ? count - start : CODES;
         const uint8_t *from = data + start * width / 8;
-        if (size < SHARED) {
+        if (size < CODES) {
             memset(packed, 0, sizeof packed);
             memcpy(packed, from, (size_t)(size * width + 7) / 8);
             from = packed;
         }
-        float *to = size < SHARED ? short_of : read + start;
+        float *to = size < CODES ? short_of : read + start;
         memcpy(pair, scales, each);
         unpack_body(from, width, codes);
         if (width >= 4)
             read_steps_body(codes, width, pair, to);
         else
             read_signs_body(codes, width, pair, to);
-        if (size < SHARED)
+        if (size < CODES)
             memcpy(read + start, short_of, (size_t)size * sizeof(float));
     }
 }
