@@ -52,7 +52,7 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
         "--cases",
         choices=CASES,
         default="sparsifiers",
-        help="updates: sync='updates'; lowrank: factors of matrices; wires: bits a value",
+        help="updates: sync='updates'; lowrank: factors; wires: bits",
     )
     add("--jobs", type=int, default=2, help="runs at the same time")
     add("--seeds", type=int, default=3, help="repetitions; each has its own weights and batches, and folds")

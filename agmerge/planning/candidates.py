@@ -92,12 +92,10 @@ class Search:
 
     def is_worth(self, chosen: Candidate, current: Candidate) -> bool:
         """Tell whether ``chosen`` gains so much over the plan in use that it is taken in its place."""
-        if current.delivered < LEAST:
-            return True
         gain = 1 + self._planner.min_gain
         if chosen.wire == current.wire:
-            return current.finish > chosen.finish * gain
-        return self._score(current) > self._score(chosen) * gain
+            return not current.finish <= chosen.finish * gain
+        return current.delivered < LEAST or not self._score(current) <= self._score(chosen) * gain
 
     def others(self, chosen: Candidate) -> list[Candidate]:
         """Return what to try beside ``chosen``: what is predicted to end not much later."""
@@ -106,7 +104,7 @@ class Search:
             found.append(self._best(OWN))
         if chosen.measured.dense is not None:
             whole = _all_dense(planner_of(self._buffers, self._planner), chosen.measured)
-            found.append(Candidate(whole, chosen.measured))
+            found.append(self._candidate(whole, chosen.measured, OWN))
             found.append(self._best(chosen.wire, compressed=True))
         latest_end = plan_trial.DOUBTFUL * chosen.finish
         plans = {chosen.plan: chosen}
@@ -145,7 +143,7 @@ class Search:
     def _candidate(self, plan: merging.Plan, measured: Measurements, wire: str) -> Candidate:
         """Return a plan with a codec, which it has no use for if it selects nothing."""
         if all(plan.dense):
-            return Candidate(plan, measured)
+            return Candidate(plan, self._in(OWN) if self._codecs else measured)
         if self._buffers.config.wires:  # else the script has said which one
             plan = with_wire(plan, wire)
         return Candidate(plan, measured, self._codecs[wire].delivered if wire in self._codecs else 1.0, wire)

@@ -247,7 +247,7 @@ class Replanner:
         gain = 0.0 if self.buffers.config.planner is None else self.buffers.config.planner.min_gain
         number = self._number_of_rank_0(wire_choice.best(seconds.tolist(), shares, gain))
         taken = self._tried[number]
-        fastest, self._latest = taken.plan, taken.measured
+        fastest, self.measured, self._latest = taken.plan, taken.measured, taken.measured
         self.why_wire = candidates.why(self._tried, seconds.tolist(), number)
         if all(fastest.dense):
             times = [took for took, plan in zip(seconds, trial.plans, strict=True) if not all(plan.dense)]

@@ -69,6 +69,5 @@ def handling(codec: ValueCodec, values: Tensor) -> Handling:
         codec.decode(out, values.numel(), values.dtype)
         encode, decode = min(encode, encoded - began), min(decode, time.perf_counter() - encoded)
     exact, count = values.double(), values.numel()
-    return Handling(
-        float(exact.dot(exact)), float((exact - read.double()).square().sum()), encode / count, decode / count
-    )
+    lost = exact - read.double()
+    return Handling(float(exact.dot(exact)), float(lost.dot(lost)), encode / count, decode / count)
