@@ -60,6 +60,7 @@ class ReportingMixin:
         for messages in ``synchronize()``; of gradients on a device, in the steps that were measured. ``compressor``:
         in use now, by its canonical name. ``planning``: "timing" (the first steps), "probing" (small messages between
         steps), "trying" (some steps with each of several plans), "settled", "known" (from an earlier run), or "fixed".
+        ``values``: the codec that selected values travel in now, "auto" the gradient's own dtype; ``values_why``: why.
         ``bytes_probed``: of probes, since ranks agreed last; not in ``bytes_sent``. ``selection``:
         only while :meth:`measure_selection` is on.
         """
@@ -67,6 +68,7 @@ class ReportingMixin:
         totals, compressor = exchange.totals, exchange.config.compressor
         sparsifier = compressor.part(Kind.SPARSE)
         exchange.times.settle()
+        values, values_why = self._reducer.wire_now()
         planning_now, probed = self._reducer.planning_now()
         norms = [float(torch.linalg.vector_norm(r.double())) for r in self._reducer.unsent().values()]
         return {
@@ -83,6 +85,8 @@ class ReportingMixin:
             "exposed_seconds": exchange.times.exposed,
             "planning": planning_now,
             "bytes_probed": probed,
+            "values": values,
+            "values_why": values_why,
             "residual_norm": sum(norm**2 for norm in norms) ** 0.5,
             **({"selection": sparsifier.figures()} if isinstance(sparsifier, Observed) else {}),
         }

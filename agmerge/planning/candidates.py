@@ -176,6 +176,15 @@ def why(candidates: Sequence[Candidate], seconds: Sequence[float], taken: int) -
     return f"{chosen.delivered:.5g} of the energy that is selected arrives; {steps}"
 
 
+def why_without_trial(candidate: Candidate, measured: bool) -> str:
+    """Say why the wire of ``candidate`` is used without a trial. ``measured``: codecs were."""
+    if not measured:
+        return "no values were at hand to measure codecs on, so it stays"
+    if candidate.wire == OWN:
+        return "no codec of fewer bits is predicted to gain enough, or too little arrives"
+    return f"{candidate.delivered:.5g} of the energy that is selected arrives, and it is predicted to be faster"
+
+
 def named(wire: str) -> str:
     """Return what a wire is called in texts."""
     return "the gradient's own dtype" if wire == OWN else wire

@@ -58,7 +58,7 @@ class Replanner:
         self._tried: list[Candidate] = []  # in the last trial, or what was taken without one
         self._values: torch.Tensor | None = None  # some of those that a step before planning has selected
         self._is_sampling = False  # the step to come, for these
-        self.why_wire = ""  # the value codec in use was chosen; "": it was not
+        self._why = ""  # the value codec in use was taken in this agreement; "": it was not chosen
         self._has_warned = False
         self._is_known = False  # the plan in use is one of an earlier run, and nothing has been measured in this one
         self._file: Path | None = None  # rank 0's, for a plan that is settled on; None: it is kept already, or nowhere
@@ -131,6 +131,18 @@ class Replanner:
         if self._is_known:
             return "known"
         return "timing" if self._latest is None else "settled"
+
+    @property
+    def why_wire(self) -> str:
+        """Say why the value codec in use is what it is."""
+        config = self.buffers.config
+        if not config.wires:
+            return "these options leave no choice" if config.wire == AUTO else f"wire={config.wire!r} was given"
+        if not self._plans_by_times:
+            return "nothing is planned from times"
+        if self._is_known:
+            return "it was settled on in an earlier run"
+        return self._why or "nothing has been measured since ranks agreed"
 
     @property
     def _plans_by_times(self) -> bool:
@@ -248,7 +260,7 @@ class Replanner:
         number = self._number_of_rank_0(wire_choice.best(seconds.tolist(), shares, gain))
         taken = self._tried[number]
         fastest, self.measured, self._latest = taken.plan, taken.measured, taken.measured
-        self.why_wire = candidates.why(self._tried, seconds.tolist(), number)
+        self._why = candidates.why(self._tried, seconds.tolist(), number)
         if all(fastest.dense):
             times = [took for took, plan in zip(seconds, trial.plans, strict=True) if not all(plan.dense)]
             compressed = f"{1e3 * min(times):.3g} ms" if times else "is predicted to take much longer"
@@ -317,6 +329,8 @@ class Replanner:
         self._tried = candidates.loads(decision)
         chosen, self._latest = self._tried[0].plan, self._tried[0].measured
         self._drift.restart()
+        if buffers.config.wires:
+            self._why = candidates.why_without_trial(self._tried[0], bool(codecs))
         if len(self._tried) > 1:
             self._trial = PlanTrial(*(each.plan for each in self._tried), usual=self._whole.typical())
         elif all(chosen.dense) and self._chooses_dense:

@@ -89,7 +89,9 @@ class World:
         monkeypatch.setattr("agmerge.step.agreed_state.RunningStepTimes", Scripted)
         monkeypatch.setattr(replanner, "probe", probe)
         monkeypatch.setattr(merging, "best", best)
-        monkeypatch.setattr("agmerge.options.config.CHOICE", ())  # no codec is chosen: test_wire_choice.py is about that
+        monkeypatch.setattr(
+            "agmerge.options.config.CHOICE", ()
+        )  # see test_wire_choice.py
 
 
 def at(look: int) -> int:
