@@ -95,7 +95,9 @@ class Search:
         gain = 1 + self._planner.min_gain
         if chosen.wire == current.wire:
             return not current.finish <= chosen.finish * gain
-        return current.delivered < LEAST or not self._score(current) <= self._score(chosen) * gain
+        if 1.0 in (chosen.delivered, current.delivered) or current.delivered < LEAST:
+            return True  # to lose something was, or is, worth it by a margin already
+        return not self._score(current) <= self._score(chosen) * gain
 
     def others(self, chosen: Candidate) -> list[Candidate]:
         """Return what to try beside ``chosen``: what is predicted to end not much later."""

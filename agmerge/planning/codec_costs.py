@@ -17,10 +17,11 @@ NOTHING = Handling(0.0, 0.0, 0.0, 0.0)
 
 
 def measure_codecs(buffers: MergeBuffers, values: Tensor | None, step: int) -> dict[str, Codec]:
-    """Collective. Return the codecs that plans may take, by name, the gradient's own dtype first.
+    """Collective. Return the codecs that plans may take, by name, the gradient's own dtype first, and the one in use.
 
-    It is the energy that arrives of all ranks' values, and the seconds of the slowest rank that count. Where some rank
-    has no values, nothing is known of any codec. The same on every rank.
+    Of the others those that are smaller than the gradient's own. It is the energy that arrives of all ranks' values,
+    and the seconds of the slowest rank that count. Where some rank has no values, nothing is known of any codec. The
+    same on every rank.
 
     Args:
         buffers: whose codecs are asked for.
@@ -28,7 +29,8 @@ def measure_codecs(buffers: MergeBuffers, values: Tensor | None, step: int) -> d
         step: the one to come, whose density counts.
     """
     lane = measured_lane(buffers.layout)
-    wires = tuple(dict.fromkeys((OWN, buffers.wire, *buffers.config.wires)))
+    sizes = {wire: bytes_of_element(buffers, lane, step, wire) for wire in (OWN, buffers.wire, *buffers.config.wires)}
+    wires = [wire for wire, size in sizes.items() if wire in (OWN, buffers.wire) or size < sizes[OWN]]
     own = [
         NOTHING if values is None else handling(value_codec(wire, lane.dtype), values.to(lane.dtype)) for wire in wires
     ]
@@ -38,7 +40,7 @@ def measure_codecs(buffers: MergeBuffers, values: Tensor | None, step: int) -> d
     known = {
         wire: Codec(
             wire,
-            bytes_of_element(buffers, lane, step, wire),
+            sizes[wire],
             1.0 if wire == OWN else float(1 - lost[i] / energy[i]) if energy[i] else 0.0,
             float(encode[i]),
             float(decode[i]),
