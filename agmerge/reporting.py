@@ -14,7 +14,7 @@ from agmerge.engine.synchronizer import Synchronizer
 from agmerge.errors import AGMergeError
 from agmerge.metrics.chrome_trace import Trace, path_of
 from agmerge.metrics.step_times import StepTimes
-from agmerge.options.config import Config
+from agmerge.options.config import AUTO, Config
 from agmerge.planning.plan_choice import mode_of
 from agmerge.planning.replanner import FIRST
 from agmerge.step.gradient_exchange import GradientExchange
@@ -131,7 +131,10 @@ class ReportingMixin:
 
         All are milliseconds since the first tensor. After the first step.
         """
-        return merge_buffers_table(self._buffers(), self._reducer.measured(), self._reducer.exchange.times.typical())
+        buffers, times = self._buffers(), self._reducer.exchange.times.typical()
+        wire, why = self._reducer.wire_now()
+        table = merge_buffers_table(buffers, self._reducer.measured(), times)
+        return table if wire == AUTO else f"{table}\nselected values travel in {wire}: {why}"
 
     def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
         """Write a Chrome trace of the steps inside, to open in Perfetto; one file a rank (``trace.rank0.json``)."""

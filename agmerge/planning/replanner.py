@@ -18,6 +18,7 @@ import torch
 
 import merging
 from agmerge.backends.handshake import gather_texts
+from agmerge.exchanges.way import wire_of
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.step_times import Seconds
 from agmerge.metrics.whole_steps import WholeSteps
@@ -71,11 +72,13 @@ class Replanner:
         """
         self._whole.end()
         if self._is_sampling:
-            self._values, self._is_sampling = self.buffers.sampled_values(), False
+            values = self.buffers.sampled_values()
+            self._values = self._values if values is None else values  # a step that overflows has none
         yield from self._decide(step)
-        if self.buffers.config.wires and self._may_plan_after(self._steps + 1):
+        plans_soon = self._measuring is not None or self._may_plan_after(self._steps + 1)
+        self._is_sampling = bool(self.buffers.config.wires) and plans_soon
+        if self._is_sampling:
             self.buffers.sample_values(step)
-            self._is_sampling = True
         self._whole.begin()
 
     def _decide(self, step: int) -> Iterator[Decision]:
@@ -252,7 +255,7 @@ class Replanner:
             return Decision()
         following = trial.end_turn()
         if following is not None:
-            return Decision(plan=following)
+            return self._changed_to(following)
         self._trial = None
         seconds = gather_seconds(self.buffers, np.array(trial.seconds()))[0].max(axis=0)
         shares = [each.delivered for each in self._tried]
@@ -351,8 +354,12 @@ class Replanner:
         return [chosen, *search.others(chosen)]
 
     def _changed_to(self, plan: merging.Plan) -> Decision:
-        """Return the decision for ``plan``: none if it is the one in use."""
-        return Decision(plan=plan if plan != self.buffers.plan else None)
+        """Return the decision for ``plan``: none if it is the one in use. A trace has a note of it."""
+        if plan == self.buffers.plan:
+            return Decision()
+        if self.times.trace is not None:
+            self.times.trace.note(f"plan, values in {candidates.named(wire_of(plan))}", time.time(), 0.0)
+        return Decision(plan=plan)
 
     def _warn_dense_once(self, figures: str) -> None:
         """Warn on rank 0, once an agreement, that nothing is compressed; ``figures`` say why."""
