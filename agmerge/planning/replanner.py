@@ -354,12 +354,11 @@ class Replanner:
         return [chosen, *search.others(chosen)]
 
     def _changed_to(self, plan: merging.Plan) -> Decision:
-        """Return the decision for ``plan``: none if it is the one in use. A trace has a note of it."""
-        if plan == self.buffers.plan:
-            return Decision()
-        if self.times.trace is not None:
-            self.times.trace.note(f"plan, values in {candidates.named(wire_of(plan))}", time.time(), 0.0)
-        return Decision(plan=plan)
+        """Return the decision for ``plan``: none if it is the one in use. A trace has a note of another codec."""
+        wire = wire_of(plan)
+        if self.times.trace is not None and wire != wire_of(self.buffers.plan):
+            self.times.trace.note(f"values in {candidates.named(wire)}", time.time(), 0.0)
+        return Decision(plan=plan if plan != self.buffers.plan else None)
 
     def _warn_dense_once(self, figures: str) -> None:
         """Warn on rank 0, once an agreement, that nothing is compressed; ``figures`` say why."""

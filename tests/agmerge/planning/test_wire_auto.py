@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,6 +162,24 @@ def test_it_is_looked_at_again_when_the_link_has_changed(link: list[float], monk
 
     found = agreed(on_ranks(2, MODEL, body))
     assert found[FIRST - 1] != "auto" and found[-1] == "auto"
+
+
+def test_tables_and_traces_say_it(link: list[float], tmp_path: Path) -> None:
+    def body(rank: int, model: nn.Module) -> tuple[str, str]:
+        optimizer = wrap(model, compression="topk", merging="agmerge")
+        train(model, optimizer, rank, range(FIRST - 2))
+        before = optimizer.merge_report()
+        with optimizer.trace(tmp_path / "trace.json"):
+            train(model, optimizer, rank, range(FIRST - 2, FIRST + TRIAL + 3))
+        return before, optimizer.merge_report()
+
+    for before, after in on_ranks(2, MODEL, body):
+        assert "travel in" not in before
+        assert re.search(
+            r"values travel in (fp16|int8|int4): 0\.\d+ of the energy that is selected arrives; .* ms", after
+        )
+    events = json.loads((tmp_path / "trace.rank1.json").read_text())["traceEvents"]
+    assert sum(event["name"].startswith("values in") for event in events) == 3  # to it, back, and to it for good
 
 
 # -- plans that say it -------------------------------------------------------------------------------------------
