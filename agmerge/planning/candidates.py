@@ -119,7 +119,7 @@ class Search:
         """Return the first one if it gains enough over the second one, which loses nothing."""
         pair = [lossy, exact]
         seconds = [self._rest + each.finish for each in pair]
-        return pair[wire_choice.best(seconds, [each.delivered for each in pair], self._planner.min_gain)]
+        return pair[wire_choice.best(seconds, [each.delivered for each in pair])]
 
     def _score(self, candidate: Candidate) -> float:
         """Return the predicted seconds of a step for what arrives."""
@@ -132,7 +132,7 @@ class Search:
             sketches.append(self._best(OWN, compressed=True).plan)
         finishes = [min(predicted_finish(plan, self._in(wire)) for plan in sketches) for wire in wires]
         shares = [self._codecs[wire].delivered for wire in wires]
-        return wires[wire_choice.best([self._rest + finish for finish in finishes], shares, self._planner.min_gain)]
+        return wires[wire_choice.best([self._rest + finish for finish in finishes], shares)]
 
     def _best(self, wire: str, *, compressed: bool = False) -> Candidate:
         """Return the best plan in a codec. ``compressed``: in which nothing goes dense."""

@@ -259,8 +259,7 @@ class Replanner:
         self._trial = None
         seconds = gather_seconds(self.buffers, np.array(trial.seconds()))[0].max(axis=0)
         shares = [each.delivered for each in self._tried]
-        gain = 0.0 if self.buffers.config.planner is None else self.buffers.config.planner.min_gain
-        number = self._number_of_rank_0(wire_choice.best(seconds.tolist(), shares, gain))
+        number = self._number_of_rank_0(wire_choice.best(seconds.tolist(), shares))
         taken = self._tried[number]
         fastest, self.measured, self._latest = taken.plan, taken.measured, taken.measured
         self._why = candidates.why(self._tried, seconds.tolist(), number)

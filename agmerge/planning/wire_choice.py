@@ -17,7 +17,7 @@ from merging import Curve, Measurements
 from merging.checks import Elements
 
 FAR = 1 << 31  # elements: where a curve of one point has another one
-GAIN = 0.03  # share of a step's seconds: a codec that loses something has to gain more, and more than a plan
+GAIN = 0.01  # share of a step's seconds: a codec that loses something has to gain more
 LEAST = 0.999  # of the energy that is selected: a codec of which less arrives is not taken, see docs/parity.md
 
 
@@ -32,17 +32,17 @@ class Codec:
     decode: float  # seconds a value
 
 
-def best(seconds: Sequence[float], delivered: Sequence[float], min_gain: float) -> int:
+def best(seconds: Sequence[float], delivered: Sequence[float]) -> int:
     """Return the number of the way with the least seconds / delivered, the first of equals.
 
-    Ways that lose something have to gain more than ``min_gain`` and ``GAIN``, as a share, over the best one that does
-    not, if there is one. A way of which nothing arrives is none.
+    Ways that lose something have to gain more than ``GAIN``, as a share, over the best one that does not, if there is
+    one. A way of which nothing arrives is none.
     """
     scores = [took / share if share > 0 else float("inf") for took, share in zip(seconds, delivered, strict=True)]
     exact = [number for number, share in enumerate(delivered) if share == 1.0]
     first = int(np.argmin(scores))
     stays = min(exact, key=scores.__getitem__, default=first)
-    return first if scores[first] * (1 + max(min_gain, GAIN)) < scores[stays] else stays
+    return first if scores[first] * (1 + GAIN) < scores[stays] else stays
 
 
 def in_wire(measured: Measurements, load: Elements, now: Codec, other: Codec, workers: int) -> Measurements:
