@@ -145,7 +145,7 @@ def line(case: Case) -> str:
 def sync(case: Case) -> str:
     """Return in words what of the updates is exchanged, and what is not usual of it or of gradients."""
     usual = Case(task=case.task)
-    names = ("wire", "every", "fragments", "overlap")
+    names = ("wire", "every", "fragments", "overlap", "merging")
     more = [f" {name}={getattr(case, name)}" for name in names if getattr(case, name) != getattr(usual, name)]
     return f"{'' if case.sync == 'gradients' else f' sync=updates carry={case.carry}'}{''.join(more)}"
 
@@ -243,6 +243,8 @@ def main() -> None:
         print("\n".join(parity_updates.tables(records)))
     elif args.report and args.cases == "lowrank":
         print("\n".join(parity_updates.tables({case: records[case] for case in matrix(args) if case in records})))
+    elif args.report and args.cases == "wires":
+        print("\n".join(parity_wires.tables({case: records[case] for case in matrix(args) if case in records})))
     elif args.report:
         parity_report.write(records, args.docs)
     if failed:
