@@ -1,7 +1,7 @@
 """Hold few bits a value against the gradient's own dtype, everything else alike: ``parity.py --cases wires``.
 
-What rounding leaves behind is sent later, so it is a loss of time at most; these runs say whether it is one. Plans go by
-sizes: by times, runs would differ in where they select, and values would be rounded in the run that is to have them all.
+What rounding leaves behind is sent later, so it is a loss of time at most; these runs say whether it is one. Plans go
+by sizes: those by times would differ from run to run in where they select, and might round values of their own.
 """
 
 from __future__ import annotations
