@@ -29,13 +29,17 @@ class Candidate:
     plan: merging.Plan
     measured: Measurements  # what is predicted of it goes by
     delivered: float = 1.0  # share of the energy of what is selected that receivers read
-
     wire: str = OWN  # the value codec of what is selected
 
     @property
     def finish(self) -> float:
         """Return when the last exchange is predicted to end, in seconds since backward began."""
         return predicted_finish(self.plan, self.measured)
+
+    @property
+    def is_dense(self) -> bool:
+        """Tell whether nothing is selected, so that the value codec has no say."""
+        return all(self.plan.dense)
 
 
 def dumps(candidates: Sequence[Candidate]) -> dict[str, Any]:
@@ -87,22 +91,23 @@ class Search:
         if not self._codecs:
             return self._best(self._buffers.wire)
         exact = self._best(OWN)
-        wire = self._promising(exact, [wire for wire, codec in self._codecs.items() if codec.delivered >= LEAST])
-        return exact if wire == OWN else self._better(self._best(wire), exact)
+        pair = [exact, self._best(self._promising(exact))]
+        return pair[wire_choice.best([self._seconds(each) for each in pair], [each.delivered for each in pair])]
 
     def is_worth(self, chosen: Candidate, current: Candidate) -> bool:
         """Tell whether ``chosen`` gains so much over the plan in use that it is taken in its place."""
         gain = 1 + self._planner.min_gain
-        if chosen.wire == current.wire:
+        if chosen.wire == current.wire or chosen.is_dense or current.is_dense:
             return not current.finish <= chosen.finish * gain
-        if 1.0 in (chosen.delivered, current.delivered) or current.delivered < LEAST:
-            return True  # to lose something was, or is, worth it by a margin already
-        return not self._score(current) <= self._score(chosen) * gain
+        if OWN in (chosen.wire, current.wire) or current.delivered < LEAST:
+            return True  # whether rounding is worth it has been decided, with a margin
+        scores = [self._seconds(each) / each.delivered for each in (current, chosen)]
+        return not scores[0] <= scores[1] * gain
 
     def others(self, chosen: Candidate) -> list[Candidate]:
         """Return what to try beside ``chosen``: what is predicted to end not much later."""
         found: list[Candidate] = []
-        if chosen.delivered < 1.0:
+        if self._codecs and chosen.wire != OWN:
             found.append(self._best(OWN))
         if chosen.measured.dense is not None:
             whole = _all_dense(planner_of(self._buffers, self._planner), chosen.measured)
@@ -115,24 +120,19 @@ class Search:
                 plans.setdefault(each.plan, each)
         return list(plans.values())[1:]
 
-    def _better(self, lossy: Candidate, exact: Candidate) -> Candidate:
-        """Return the first one if it gains enough over the second one, which loses nothing."""
-        pair = [lossy, exact]
-        seconds = [self._rest + each.finish for each in pair]
-        return pair[wire_choice.best(seconds, [each.delivered for each in pair])]
+    def _seconds(self, candidate: Candidate) -> float:
+        """Return the predicted seconds of a step."""
+        return self._rest + candidate.finish
 
-    def _score(self, candidate: Candidate) -> float:
-        """Return the predicted seconds of a step for what arrives."""
-        return (self._rest + candidate.finish) / candidate.delivered
-
-    def _promising(self, exact: Candidate, wires: Sequence[str]) -> str:
+    def _promising(self, exact: Candidate) -> str:
         """Return the codec that is best with the plans that there are: planning for each of them would take long."""
         sketches = [exact.plan]
         if any(exact.plan.dense):
             sketches.append(self._best(OWN, compressed=True).plan)
-        finishes = [min(predicted_finish(plan, self._in(wire)) for plan in sketches) for wire in wires]
-        shares = [self._codecs[wire].delivered for wire in wires]
-        return wires[wire_choice.best([self._rest + finish for finish in finishes], shares)]
+        enough = [codec for codec in self._codecs.values() if codec.delivered >= LEAST]
+        finishes = [min(predicted_finish(plan, self._in(codec.wire)) for plan in sketches) for codec in enough]
+        seconds = [self._rest + finish for finish in finishes]
+        return enough[wire_choice.best(seconds, [codec.delivered for codec in enough])].wire
 
     def _best(self, wire: str, *, compressed: bool = False) -> Candidate:
         """Return the best plan in a codec. ``compressed``: in which nothing goes dense."""
@@ -171,7 +171,7 @@ def why(candidates: Sequence[Candidate], seconds: Sequence[float], taken: int) -
     """Say why the wire of the candidate number ``taken`` was: seconds of a step with each of ``candidates``."""
     fastest: dict[str, float] = {}
     for each, took in zip(candidates, seconds, strict=True):
-        if not all(each.plan.dense):
+        if not each.is_dense:
             fastest[each.wire] = min(took, fastest.get(each.wire, took))
     chosen = candidates[taken]
     steps = ", ".join(f"{1e3 * took:.3g} ms a step in {named(wire)}" for wire, took in fastest.items())
