@@ -16,6 +16,7 @@ from torch import nn
 
 import merging
 from agmerge import testing
+from agmerge.backends import topology
 from agmerge.exchanges.way import Way, wire_of, with_wire
 from agmerge.planning import cost_probe, plan_trial, replanner, wire_choice
 from agmerge.planning.probe_budget import Budget
@@ -180,6 +181,50 @@ def test_tables_and_traces_say_it(link: list[float], tmp_path: Path) -> None:
         )
     events = json.loads((tmp_path / "trace.rank1.json").read_text())["traceEvents"]
     assert sum(event["name"].startswith("values in") for event in events) == 3  # to it, back, and to it for good
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"exchange": "two-level"},
+        {"exchange": "auto"},
+        {"compression": "dgc", "memory": "dgc"},
+        {"density": "importance"},
+        {"density": {".*": 0.2}},
+        {"compression": "randomk"},
+        {"sparsify": "ahead"},
+        {"density": 1.0},
+        {"dense": "partial"},
+        {"backward_passes_per_step": 1, "dense_sum": "ordered"},
+    ],
+    ids=str,
+)
+def test_whatever_else_is_asked_for(
+    options: dict[str, Any], link: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if options.get("exchange") == "two-level":
+        monkeypatch.setenv(topology.VARIABLE, "2")
+    found = wires(4 if "two-level" in options.values() else 2, FIRST + TRIAL + 2, **options)
+    assert set(found[: FIRST - 1]) == {"auto"} and found[-1] in ("fp16", "int8", "int4")
+
+
+def test_a_plan_of_an_earlier_run_brings_its_wire(
+    link: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGMERGE_CACHE", str(tmp_path))
+    monkeypatch.setattr(replanner.DriftDetector, "look", keeping)
+    every = FIRST + 5
+    options = {"merging": merging.get("agmerge", check_every=every)}
+    first = wires(2, every + TRIAL, **options)
+    assert first[-1] != "auto" and len(list((tmp_path / "plans").iterdir())) == 1
+    assert wires(2, 3, **options) == [first[-1]] * 3  # from the first step's end on
+    assert wires(2, 3, wire="fp32", **options) == ["fp32"] * 3
+
+
+def keeping(detector: Any, *_: Any) -> replanner.Finding:
+    """A look that finds times to be as they were."""
+    detector.usual_ratio = 1.0
+    return replanner.Finding.KEEP
 
 
 # -- plans that say it -------------------------------------------------------------------------------------------
