@@ -145,7 +145,8 @@ class Search:
     def _candidate(self, plan: merging.Plan, measured: Measurements, wire: str) -> Candidate:
         """Return a plan with a codec, which it has no use for if it selects nothing."""
         if all(plan.dense):
-            return Candidate(plan, self._in(OWN) if self._codecs else measured)
+            wire = OWN if self._codecs else self._buffers.wire
+            return Candidate(plan, self._in(wire), wire=wire)
         if self._buffers.config.wires:  # else the script has said which one
             plan = with_wire(plan, wire)
         return Candidate(plan, measured, self._codecs[wire].delivered if wire in self._codecs else 1.0, wire)

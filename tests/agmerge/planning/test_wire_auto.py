@@ -31,12 +31,12 @@ TRIAL = 2 * plan_trial.STEPS
 
 @pytest.fixture
 def link(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What an element takes in an exchange, in place of what is measured; it may be changed."""
+    """What an element takes in an exchange, in place of what is measured, and one that goes dense. It may be changed."""
     seconds = [SLOW]
 
     def probe(buffers: MergeBuffers, step: int, backward: float, budget: Budget) -> Iterator[cost_probe.MeasuredCosts]:
-        line = Curve((0, 10**6), (1e-3, 1e-3 + seconds[0] * 10**6))
-        yield cost_probe.MeasuredCosts(Curve((0, 1), (0.0, 0.0)), line, None)
+        line, *dense = (Curve((0, 10**6), (1e-3, 1e-3 + slope * 10**6)) for slope in seconds)
+        yield cost_probe.MeasuredCosts(Curve((0, 1), (0.0, 0.0)), line, *dense or [None])
 
     monkeypatch.setattr(replanner, "probe", probe)
     return seconds
@@ -77,6 +77,19 @@ def test_a_slow_link_takes_few_bits_after_the_first_plan_and_not_before(size: in
 def test_a_fast_link_keeps_the_gradients_own_dtype(link: list[float]) -> None:
     link[0] = FAST
     assert set(wires(2, FIRST + TRIAL + 2)) == {"auto"}
+
+
+@pytest.mark.parametrize("wire", ["auto", "fp32", "int8"])
+@pytest.mark.filterwarnings("ignore:agmerge sends gradients dense")
+def test_where_dense_is_fastest_codecs_have_no_say(wire: str, link: list[float]) -> None:
+    link.append(FAST)
+
+    def body(rank: int, model: nn.Module) -> tuple[list[str], merging.Plan]:
+        optimizer = wrap(model, compression="topk", merging="agmerge", exchange="auto", wire=wire)
+        return train(model, optimizer, rank, range(FIRST)), optimizer.plan
+
+    _, plan = agreed(on_ranks(2, MODEL, body))
+    assert all(plan.dense) and wire_of(plan) == "auto"
 
 
 def test_a_codec_that_is_slower_in_real_steps_is_given_back(link: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
