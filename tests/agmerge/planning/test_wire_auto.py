@@ -31,7 +31,7 @@ TRIAL = 2 * plan_trial.STEPS
 
 @pytest.fixture
 def link(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What an element takes in an exchange, in place of what is measured, and one that goes dense. It may be changed."""
+    """What an element takes in an exchange, and one that goes dense, in place of what is measured; to be changed."""
     seconds = [SLOW]
 
     def probe(buffers: MergeBuffers, step: int, backward: float, budget: Budget) -> Iterator[cost_probe.MeasuredCosts]:
