@@ -34,7 +34,10 @@ class Way:
             elif wire in VALUES and wire != word:
                 way = replace(way, wire=wire)
             else:
-                raise ValueError(f"the label {label!r} of a merge buffer has the word {word!r}, which says nothing")
+                raise ValueError(
+                    f"labels: {label!r} has the word {word!r}; there are {AHEAD!r} and, with a value codec, "
+                    f"{_WIRE + 'int8'!r}"
+                )
         return way
 
     @property
@@ -48,7 +51,7 @@ def ways(plan: merging.Plan) -> list[Way]:
     return [Way.of(label) for label in plan.labels]
 
 
-def why_labels_say_nothing(plan: merging.Plan) -> str:
+def why_labels_are_wrong(plan: merging.Plan) -> str:
     """Say what is wrong with the labels of ``plan``; empty if nothing is."""
     try:
         wires = sorted({way.wire for way in ways(plan)})

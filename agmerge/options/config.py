@@ -162,10 +162,11 @@ class Config:
     def wires(self) -> tuple[str, ...]:
         """Return the value codecs that plans may take in place of the gradient's own dtype, most bits first.
 
-        None where ``wire`` says which one, where an exchange has none, and where what rounding leaves behind is lost.
+        None where ``wire`` says which one, where an exchange has none, where what rounding leaves behind is lost, and
+        where sums are not to depend on the plan.
         """
         codecs = self.compressor.selects and Kind.LOW_RANK not in self.compressor.kinds
-        if self.wire != AUTO or not codecs or self.exchange in WITHOUT_CODECS:
+        if self.wire != AUTO or self.ordered or not codecs or self.exchange in WITHOUT_CODECS:
             return ()
         return CHOICE if self.memory_of(Kind.SPARSE).has_residual else ()
 

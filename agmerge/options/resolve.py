@@ -18,7 +18,7 @@ from agmerge.backends import timeouts
 from agmerge.exchanges.low_rank.exchange import WIRES as LOW_RANK_WIRES
 from agmerge.exchanges.splitting import why_parts_impossible
 from agmerge.exchanges.table import EXCHANGES
-from agmerge.exchanges.way import AHEAD, OWN, is_ahead, why_labels_say_nothing, with_ahead
+from agmerge.exchanges.way import AHEAD, OWN, is_ahead, why_labels_are_wrong, with_ahead
 from agmerge.exchanges.way import wire_of as wire_of_plan
 from agmerge.ops import Average, ReduceOp
 from agmerge.options import dense_cutoff, density_schedule
@@ -217,7 +217,7 @@ def _planner_or_plan(given: Any, sparsify: str, exchange: str) -> tuple[merging.
     if isinstance(given, os.PathLike) or (isinstance(given, str) and given.endswith(".json")):
         given = merging.Plan.load(given)
     if isinstance(given, merging.Plan):
-        if problem := why_labels_say_nothing(given):
+        if problem := why_labels_are_wrong(given):
             raise ValueError(f"merging: {problem}")
         if any(given.dense) and exchange != AUTO:
             raise ValueError(f"merging: this plan has dense merge buffers, and exchange={exchange!r}: pass {AUTO!r}")

@@ -12,7 +12,7 @@ from agmerge.backends import Backend
 from agmerge.backends.handshake import broadcast_bytes, require_agreement
 from agmerge.backends.topology import Nodes
 from agmerge.exchanges.splitting import why_parts_impossible
-from agmerge.exchanges.way import OWN, is_ahead, why_labels_say_nothing, with_ahead, with_wire
+from agmerge.exchanges.way import OWN, is_ahead, why_labels_are_wrong, with_ahead, with_wire
 from agmerge.options.config import AUTO, Config
 from agmerge.step.merge_buffers import MergeBuffers, model_facts
 from agmerge.tensors.parameters import ParameterInfo
@@ -99,7 +99,7 @@ def why_plan_does_not_fit(plan: merging.Plan, members: Iterable[str]) -> str:
     different = sorted(set(plan.names or ()) ^ set(names))
     if different:
         return f"tensors that only one of them has: {', '.join(different)}"
-    return why_labels_say_nothing(plan) or why_parts_impossible(plan)
+    return why_labels_are_wrong(plan) or why_parts_impossible(plan)
 
 
 def with_mode(plan: merging.Plan, mode: str) -> merging.Plan:

@@ -109,6 +109,7 @@ def test_one_of_which_too_little_arrives_is_none(link: list[float], monkeypatch:
         {"wire": "fp32"},
         {"wire": "sign"},
         {"memory": "none"},
+        {"dense_sum": "ordered"},
         {"merging": "threshold"},
         {"merging": merging.Plan((3, 3))},
         {"exchange": "oktopk"},
@@ -208,7 +209,6 @@ def test_tables_and_traces_say_it(link: list[float], tmp_path: Path) -> None:
         {"sparsify": "ahead"},
         {"density": 1.0},
         {"dense": "partial"},
-        {"backward_passes_per_step": 1, "dense_sum": "ordered"},
     ],
     ids=str,
 )
@@ -250,8 +250,8 @@ def test_a_label_says_what_it_was_made_from(way: Way) -> None:
 
 
 @pytest.mark.parametrize("label", ["wire=int3", "int8", "ahead wires", "wire=auto"])
-def test_words_that_say_nothing_are_refused(label: str) -> None:
-    with pytest.raises(ValueError, match="says nothing"):
+def test_other_words_are_refused(label: str) -> None:
+    with pytest.raises(ValueError, match="has the word"):
         wrap(mlp(), compression="topk", merging=merging.Plan((6,), labels=(label,)))
 
 
