@@ -68,11 +68,13 @@ class SparseExchange(Exchange):
         if isinstance(offer, Deferred):
             places = fused.places(section, message)
             if places is not None and self.context.take(load.segment, offer, *places):
+                self.context.observe(places[0].values, offer.count)
                 return offer.count
         assert section.index is not None and section.value is not None
         chosen = offer.values
         if chosen is None:
             chosen = clear_behind(load.work.index_select(0, offer.indices), offer.count)
+        self.context.observe(chosen, offer.count)
         if not section.value.has_zero:
             offer, chosen = without_zeros(offer, chosen)
         if isinstance(section.index, Everything):
