@@ -21,7 +21,7 @@ int kernel_columns(const int32_t *bits, int64_t length, int64_t columns, int64_t
                    const int64_t *quotas, int64_t total, int64_t most, int32_t *scratch, int32_t *out);
 int kernel_commit(float *work, int64_t n, const int32_t *indices, const float *sent, int64_t count);
 int kernel_scatter(float *total, int64_t n, const int32_t *indices, const float *values, int64_t count, float scale);
-int kernel_add(float *work, const float *residual, const void *gradient, int64_t n, float factor, int kind);
+int kernel_add(float *work, float *home, const float *residual, const void *gradient, int64_t n, float factor, int kind);
 int kernel_momentum(float *work, const float *residual, const void *gradient, const float *before, float *after,
                     int64_t n, float factor, int nesterov, int kind);
 int kernel_blocks_encode(const int32_t *indices, int64_t count, int64_t capacity, int low, int64_t last, uint8_t *out);
@@ -29,6 +29,8 @@ int kernel_blocks_decode(const uint8_t *data, int64_t count, int64_t capacity, i
 void kernel_values_encode(const float *values, int64_t count, int64_t used, int width, uint8_t *scales, uint8_t *out,
                           float *read);
 void kernel_values_decode(const uint8_t *scales, const uint8_t *data, int64_t count, int width, float *read);
+int kernel_write_sum(float *total, int64_t n, const int32_t *const *indices, const float *const *values,
+                     const int64_t *counts, int64_t *at, int64_t lists, float scale);
 int kernel_take_in(float *base, float *parameter, int64_t n, int64_t first, const int32_t *const *indices,
                    const float *const *values, const int64_t *counts, int64_t *at, int64_t lists, float scale,
                    const int32_t *own, const float *sent, int64_t count);
@@ -156,8 +158,10 @@ static void sum_all(int level, int kind, int64_t n, int shift)
     for (int of = 0; of < 4; of++) { /* gradients of float, bfloat16 and float16, and a float that is taken off */
         const void *other = of == 1 || of == 2 ? (const void *)halves : (const void *)gradient;
         for (int part = 0; part < 2; part++) {
-            hash_word((uint32_t)kernel_add(first + shift, residual, other, n, part ? 0.95f : 1.0f, of));
+            float *home = of == 0 && part ? second + shift + part : NULL; /* a gradient of float may move */
+            hash_word((uint32_t)kernel_add(first + shift, home, residual, other, n, part ? 0.95f : 1.0f, of));
             hash_floats(first + shift, n);
+            hash_floats(second + shift + part, home ? n : 0);
             hash_word((uint32_t)kernel_momentum(first + shift, residual, other, before, second + part, n, 0.9f, part, of));
             hash_floats(first + shift, n);
             hash_floats(second + part, n);
@@ -179,6 +183,8 @@ static void move_all(int level, int kind, int64_t n, int shift)
     int64_t at[2], counts[2] = {count, count / 2};
     const int32_t *lists[2] = {chosen, chosen};
     const float *values[2] = {inputs[1], inputs[2]};
+    hash_word((uint32_t)kernel_write_sum(second + shift, n, lists, values, counts, at, 2, 0.5f));
+    hash_floats(second, n + shift);
     hash_word((uint32_t)kernel_take_in(first + shift, second, n, 0, lists, values, counts, at, 2, 0.5f, chosen,
                                        inputs[3], count / 3));
     hash_floats(first, n + shift);
