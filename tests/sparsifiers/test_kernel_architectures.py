@@ -22,7 +22,7 @@ TIMEOUT = 300  # seconds
 
 Results = dict[str, list[str]]
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3 * TIMEOUT)]
 
 
 def needed(*programs: str) -> None:
