@@ -8,9 +8,12 @@
 #if defined(__GNUC__) && defined(__x86_64__)
 #define X86 1
 #define AVX2 __attribute__((target("avx2,f16c,bmi,bmi2,popcnt")))
-#define AVX512                                                                                                       \
-    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi2,avx2,f16c,bmi,bmi2,popcnt,"                \
-                          "prefer-vector-width=512")))
+#if defined(__clang__) /* which knows no wish for a width here */
+#define WIDE ""
+#else
+#define WIDE ",prefer-vector-width=512"
+#endif
+#define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi2,avx2,f16c,bmi,bmi2,popcnt" WIDE)))
 #else
 #define X86 0
 #endif

@@ -22,7 +22,7 @@ TIMEOUT = 300  # seconds
 
 Results = dict[str, list[str]]
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3 * TIMEOUT)]
 
 
 def needed(*programs: str) -> None:
@@ -63,6 +63,12 @@ def test_every_level_gives_the_same_bits_on_arm64_as_here(tmp_path: Path) -> Non
     assert list(arm) == ["0", "1"] and len(set(reference)) > 5000
     for level in (*here.values(), *arm.values()):
         assert [pair for pair in zip(level, reference, strict=True) if pair[0] != pair[1]][:3] == []
+
+
+def test_clang_makes_loops_of_the_same_bits(tmp_path: Path) -> None:
+    needed("gcc", "clang")
+    here, others = (results(tmp_path, [compiler, *flags()]) for compiler in ("gcc", "clang"))
+    assert here == others
 
 
 def test_the_loops_touch_no_memory_but_their_own(tmp_path: Path) -> None:
