@@ -17,6 +17,7 @@ import merging
 import sparsifiers
 from agmerge.backends import timeouts
 from agmerge.exchanges.low_rank.exchange import WIRES as LOW_RANK_WIRES
+from agmerge.exchanges.message import VALUES
 from agmerge.exchanges.routing import AHEAD
 from agmerge.exchanges.splitting import why_parts_impossible
 from agmerge.exchanges.table import EXCHANGES
@@ -30,7 +31,6 @@ from agmerge.options.groups import parse_groups
 from agmerge.options.updates import (
     HOLD,
     UPDATES,
-    WITHOUT_CODECS,
     Updates,
     default_density,
     density_of,
@@ -112,10 +112,10 @@ def _compression(options: Options, updates: Updates | None) -> dict[str, Any]:
     _check_low_rank(options, compressor)
     if patterns and isinstance(compression, sparsifiers.Sparsifier):
         raise ValueError(f"density={density!r} and compression={compression!r}: give a name, or one density")
-    if wire != "auto" and options.exchange in WITHOUT_CODECS:
+    if wire in VALUES and not VALUES[wire].has_zero and options.exchange == "masked":
         raise ValueError(
-            f"wire={wire!r}: exchange={options.exchange!r} sends values in the gradient's dtype; leave wire out, or "
-            "take exchange='sparse', 'two-level' or 'auto'"
+            f"wire={wire!r}: a mask names coordinates where a rank may have nothing to send, and {wire!r} has no code "
+            "for 0; take another wire, or exchange='sparse', 'oktopk', 'two-level' or 'auto'"
         )
     cutoff = dense_cutoff.parse_dense_cutoff(dense, compressor, compression, density, options.warmup)
     warmup = density_schedule.parse_warmup(options.warmup, bool(patterns))

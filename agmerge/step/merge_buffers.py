@@ -16,12 +16,7 @@ import merging
 from agmerge.backends import Backend
 from agmerge.backends.handshake import Fact
 from agmerge.backends.topology import Nodes
-from agmerge.exchanges import (
-    Exchange,
-    ExchangeContext,
-    SegmentBuffers,
-    routing,
-)
+from agmerge.exchanges import Exchange, ExchangeContext, SegmentBuffers, routing
 from agmerge.exchanges.low_rank.bases import Bases
 from agmerge.exchanges.node_shards import NodeShards, sharded
 from agmerge.exchanges.reduce_scatter import ScatterExchange
@@ -131,8 +126,7 @@ class MergeBuffers:
         exchanges = self.exchanges(exact=exact)
         if self.config.model is not None:  # merging="dear": each all-reduce in two halves
             exchanges[Kind.DENSE] = ScatterExchange(self.exchange_context())
-        self.dense, self.plan = exchanges[Kind.DENSE], plan
-        self._fixed_budgets = {}
+        self.dense, self.plan, self._fixed_budgets = exchanges[Kind.DENSE], plan, {}
         self.updates.rebuild(plan.bounds)
         self.fingerprint = zlib.crc32(plan.dumps().encode()) & 0x7FFFFFFF
         ride = [kind for kind, each in exchanges.items() if each.carries_dense and not self.config.ordered]
@@ -212,6 +206,7 @@ class MergeBuffers:
             keeps=any(config.memory_of(kind).has_residual or config.memory_of(kind).hands_back for kind in Kind),
             receive=self._receive,
             take=self._take,
+            retain=self.retain,
             bases=self.bases,
             workers=self.comm.size,  # a node's sum counts for all of its ranks
         )
@@ -243,6 +238,14 @@ class MergeBuffers:
             self.sent.append((segment, indices, sent))
         else:
             arena.commit(segment, indices, sent)
+
+    def retain(self, segment: Segment, indices: torch.Tensor, values: torch.Tensor) -> None:
+        """Add what is not read of sums to what is kept: see :meth:`Arena.retain`. Or remember it, to hand back."""
+        arena = self.arenas[segment.lane]
+        if arena.memory.hands_back:
+            self.commit(segment, indices, -values)
+        else:
+            arena.retain(segment, indices, values)
 
     def _take(self, segment: Segment, offer: Deferred, slots: Slots, section: IndexSection) -> bool:
         """Write what is offered of a segment, and take it off what is kept in the same pass, where that can be done."""
@@ -296,8 +299,7 @@ class MergeBuffers:
 
     def keys(self) -> set[str]:
         """Return the owners of sparsifier state: a key for each segment."""
-        segments = (part for messages in self.messages for message in messages for part in message.segments)
-        return {part.key for part in segments}
+        return {part.key for messages in self.messages for message in messages for part in message.segments}
 
     def goes_whole(self, slot: Slot) -> bool:
         """Tell whether all of a tensor is sent in a round, rather than what is selected of it, or its factors."""
@@ -387,8 +389,7 @@ class MergeBuffers:
 
     def set_budgets(self, budgets: tuple[int, ...]) -> None:
         """Send so many elements of each tensor from now on, by slot; what they were chosen by is not added up more."""
-        self.energy, self.budgets = None, budgets
-        self._fixed_budgets = {}
+        self.energy, self.budgets, self._fixed_budgets = None, budgets, {}
 
     def budgets_by_name(self) -> dict[str, int] | None:
         """Return how many elements of each tensor to send, by importance; None while that is not known."""
