@@ -10,7 +10,7 @@ of everything that is selected is ``2 k (W-1)``. Both with plain indices; here t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -37,6 +37,8 @@ class _State(State):
     # What this rank selected, ascending; behind its count, the length stands for nothing.
     offer: IndexValuePairs | None = None
     kept: IndexValuePairs | None = None  # the result, ascending; None: not there yet
+    # Of sums that this rank has written, what nobody reads, in the measure of what ranks offer.
+    unread: list[IndexValuePairs] = field(default_factory=list)
 
 
 class OkTopkExchange(MultiRoundExchange):
@@ -144,18 +146,12 @@ class OkTopkExchange(MultiRoundExchange):
         if max(held) > SLACK * equal[0]:
             table, ranges = regions.moves(held, equal), [[part] * len(parts) for part in parts]
             pieces, seen, fault = yield from self.all_to_all_pairs(pending, "surplus", own, table, ranges)
-            self._retain(pending, unread(own, seen, 1 / self.scale))
+            state.unread.append(unread(own, seen, 1 / self.scale))
             own, held, parts = joined(pieces), equal, regions.covered(table, parts)
         kept, seen, fault = yield from self.all_gather_pairs(pending, "kept", own, held, parts, sound=not fault)
         check_kept(name, kept, fault)
-        self._retain(pending, unread(own, seen, 1 / self.scale))
+        state.unread.append(unread(own, seen, 1 / self.scale))
         state.kept = joined(kept)
-
-    def _retain(self, pending: InFlight, rest: IndexValuePairs) -> None:
-        """Keep ``rest``, which this rank has rounded off sums, in the measure of what ranks offer."""
-        if len(rest.indices):
-            for load, part in zip(pending.loads, rest.by_part(pending.extra.starts), strict=True):
-                self.context.retain(load.segment, part.indices, part.values)
 
     def finish(self, pending: InFlight) -> None:
         state: _State = pending.extra
@@ -165,6 +161,10 @@ class OkTopkExchange(MultiRoundExchange):
         for load, total, own in zip(pending.loads, *parts, strict=True):
             load.update.zero_().index_copy_(0, total.indices.long(), total.values.to(load.update.dtype))
             self.commit(load.segment, own.indices, own.values)
+        for rest in state.unread:
+            if len(rest.indices):
+                for load, part in zip(pending.loads, rest.by_part(state.starts), strict=True):
+                    self.context.retain(load.segment, part.indices, part.values)
 
 
 def _budget(layout: Format) -> int:
