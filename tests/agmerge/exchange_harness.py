@@ -76,6 +76,17 @@ class Books:
         self.works[index].index_add_(0, indices, values.to(self.works[index].dtype))
 
 
+class Quiet(Books):
+    """Nobody keeps anything."""
+
+    def __init__(self) -> None:
+        super().__init__([], [])
+
+    def __call__(self, segment: Segment, indices: torch.Tensor | None, values: torch.Tensor) -> None: ...
+
+    def retain(self, segment: Segment, indices: torch.Tensor, values: torch.Tensor) -> None: ...
+
+
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(BITS[tensor.element_size()])
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from exchange_harness import (
     CPU,
-    Books,
     Make,
+    Quiet,
     Seen,
     apart,
     control_of,
@@ -300,17 +300,6 @@ def error_of(make: Make, inject: Callable[[Call], None], drawn: bool) -> BaseExc
     found = testing.run(3, body, return_errors=True, inject=inject)
     assert [type(error) for error in found] == [MessageError] * 3 and len({str(error) for error in found}) == 1
     return found[0]
-
-
-class Quiet(Books):
-    """Nobody keeps anything."""
-
-    def __init__(self) -> None:
-        super().__init__([], [])
-
-    def __call__(self, segment: Segment, indices: torch.Tensor | None, values: torch.Tensor) -> None: ...
-
-    def retain(self, segment: Segment, indices: torch.Tensor, values: torch.Tensor) -> None: ...
 
 
 @pytest.mark.parametrize("odd", [0, 2])
