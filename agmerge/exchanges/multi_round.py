@@ -165,7 +165,7 @@ class MultiRoundExchange(Exchange):
     def add_up_values(
         self, pending: InFlight, what: str, values: torch.Tensor
     ) -> Phases[tuple[torch.Tensor, torch.Tensor, IndexValuePairs, int]]:
-        """Collective. Add ``values``, 1-D, as many on each rank, up in rank order, on a wire as ``context.wire`` says.
+        """Collective. Add up ``values``, 1-D, as many on each rank, in rank order; they travel in ``context.wire``.
 
         Each rank adds up its share, and all gather the sums. Returns what all ranks read of the sums; what is read of
         ``values``; what this rank knows of its share of the sums and nobody reads, by place; and 1 + the first rank
