@@ -131,7 +131,7 @@ class MultiRoundExchange(Exchange):
         sizes, out_sizes = ([form.size for form in forms] for forms in (leaving, arriving))
         message = self._bytes(pending, what, sum(sizes))
         received = self._bytes(pending, f"{what} received", sum(out_sizes))
-        seen = write(leaving, own.split(table[rank]), message, sound=True)
+        seen = _read_of(own, leaving, write(leaving, own.split(table[rank]), message, sound=True))
         pending.bytes += message.numel()
         yield self.comm.all_to_all(received, message, out_sizes, sizes, f"{pending.name}/{what}")
         pieces, good = read(arriving, torch.split(received, out_sizes))
@@ -156,7 +156,8 @@ class MultiRoundExchange(Exchange):
         longest = max(form.size for form in forms)
         message = self._bytes(pending, what, longest)
         received = self._bytes(pending, f"{what} received", self.comm.size * longest)
-        seen = write([forms[self.comm.rank]], [own], message, sound)
+        mine = [forms[self.comm.rank]]
+        seen = _read_of(own, mine, write(mine, [own], message, sound))
         pending.bytes += message.numel()
         yield self.comm.all_gather(received, message, f"{pending.name}/{what}")
         parcels, good = read(forms, torch.split(received, [longest] * self.comm.size))
@@ -193,3 +194,11 @@ class MultiRoundExchange(Exchange):
         """Return the kept uint8[length] of a phase of a message."""
         key: tuple[Any, ...] = (what, pending.name)
         return self.keep(key, length, torch.uint8, pending.message.device)
+
+
+def _read_of(own: IndexValuePairs, forms: Sequence[PairFormat], seen: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return what is read of the values of ``own``, written in ``forms``: these themselves, where they travel so.
+
+    ``seen``: what :func:`agmerge.exchanges.message.pairs.write` has returned.
+    """
+    return own.values if forms[0].exact or not seen else torch.cat(list(seen))

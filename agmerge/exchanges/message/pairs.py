@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from agmerge.exchanges.message import Everything, IndexCodec, ValueCodec, bits, smallest, value_codec
+from agmerge.exchanges.message import Everything, IndexCodec, Int32, ValueCodec, bits, smallest, value_codec
 from agmerge.exchanges.message.indices import in_order
 from agmerge.tensors.layout import aligned
 
@@ -61,6 +61,7 @@ class PairFormat:
     dtype: torch.dtype  # of the values, as they are read
     codec: IndexCodec  # the smallest for so many indices of the range; none are written where these are all of it
     value: ValueCodec  # of the values
+    exact: bool  # values travel as they are
     indices: slice  # bytes of the parcel
     values: slice  # bytes of the parcel
     size: int  # bytes of the parcel
@@ -69,7 +70,7 @@ class PairFormat:
         self.where, self.count, self.dtype = where, count, dtype
         grain = max(bits.CRC_BYTES, dtype.itemsize)  # everything starts where a value may
         self.codec = Everything(count) if count == len(where) else smallest(len(where), count, grain)
-        self.value = value_codec(wire, dtype)
+        self.value, self.exact = value_codec(wire, dtype), wire == "auto"
         self.indices = slice(bits.CRC_BYTES, bits.CRC_BYTES + self.codec.size)
         start = aligned(self.indices.stop, grain)
         self.values = slice(start, start + self.value.size(count))
@@ -78,12 +79,12 @@ class PairFormat:
 
 def write(
     forms: Sequence[PairFormat], parcels: Sequence[IndexValuePairs], message: torch.Tensor, sound: bool
-) -> torch.Tensor:
+) -> list[torch.Tensor]:
     """Write parcels side by side into ``message``, uint8, each under a checksum.
 
-    Returns what is read of the values of all parcels, in order: a copy. A parcel that does not fit its form, because of
-    whatever somebody selected or said, or that is not ``sound``, is written so that :func:`read` finds that out
-    wherever it is read: only there is it known by all ranks.
+    Returns what is read of the values of each parcel that is not empty; it may be a view of ``message``. A parcel that
+    does not fit its form, because of whatever somebody selected or said, or that is not ``sound``, is written so that
+    :func:`read` finds that out wherever it is read: only there is it known by all ranks.
     """
     pairs = [(form, parcel) for form, parcel in zip(forms, parcels, strict=True) if form.count]
     relative = [parcel.indices - form.where.start for form, parcel in pairs]
@@ -95,10 +96,14 @@ def write(
         out = message[start : start + form.size]
         if right and sound:
             form.codec.encode(indices, form.count, out[form.indices])
+        else:  # indices of -1; no marks
+            out[form.indices] = 255 if isinstance(form.codec, Int32) else 0
         seen.append(form.value.encode(parcel.values, out[form.values]))
-        _seal(out, right and sound)
+        bits.write_crc(out)
+        if not (right and sound):
+            out[: bits.CRC_BYTES].bitwise_not_()  # where there are no indices, that says it
         start += form.size
-    return torch.cat(seen) if seen else message.new_empty(0, dtype=forms[0].dtype)
+    return seen
 
 
 def read(forms: Sequence[PairFormat], messages: Sequence[torch.Tensor]) -> tuple[list[IndexValuePairs], list[bool]]:
@@ -111,9 +116,10 @@ def read(forms: Sequence[PairFormat], messages: Sequence[torch.Tensor]) -> tuple
         data = message[: form.size]
         if form.count:
             indices, good = form.codec.decode(data[form.indices], form.count)
-            values = form.value.decode(data[form.values], form.count, form.dtype)
+            values = data[form.values]
+            values = values.view(form.dtype) if form.exact else form.value.decode(values, form.count, form.dtype)
             parcels.append(IndexValuePairs(indices + form.where.start, values))
-            checks.append(good & _sealed(data))
+            checks.append(good & _sealed(form, data))
         else:
             parcels.append(IndexValuePairs(data.new_empty(0, dtype=torch.int32), data.new_empty(0, dtype=form.dtype)))
             checks.append(torch.ones((), dtype=torch.bool, device=data.device))
@@ -123,19 +129,17 @@ def read(forms: Sequence[PairFormat], messages: Sequence[torch.Tensor]) -> tuple
 def unread(pairs: IndexValuePairs, seen: torch.Tensor, factor: float = 1.0) -> IndexValuePairs:
     """Return what readers do not know of ``pairs`` that were written: ``factor`` times the differences to ``seen``.
 
-    ``seen``: what is read of the values. Pairs without a difference, or with one that is not finite, are left out.
+    ``seen``: what is read of the values; themselves, where they travel as they are. Pairs without a difference, or with
+    one that is not finite, are left out.
     """
+    if seen is pairs.values:
+        return pairs.first(0)
     rest = (pairs.values - seen).mul_(factor)
     return IndexValuePairs(pairs.indices, rest).where(rest.isfinite() & (rest != 0))
 
 
-def _seal(part: torch.Tensor, good: bool) -> None:
-    """Write the checksum of a parcel in front of it; unless it is ``good``, one that cannot be right."""
-    bits.write_crc(part)
-    if not good:
-        part[: bits.CRC_BYTES].bitwise_not_()
-
-
-def _sealed(part: torch.Tensor) -> bool | torch.Tensor:
-    """Tell whether a parcel is as a good one was sealed; bool, 0-dim, on a device, whose checksums are 0."""
-    return bits.crc_fits(part) if part.device.type == "cpu" else (part[: bits.CRC_BYTES] == 0).all()
+def _sealed(form: PairFormat, parcel: torch.Tensor) -> bool | torch.Tensor:
+    """Tell whether the checksum of a parcel is right: on a device, 0, where nothing else says that it is not sound."""
+    if parcel.device.type == "cpu" or not isinstance(form.codec, Everything):
+        return bits.crc_fits(parcel)
+    return (parcel[: bits.CRC_BYTES] == 0).all()
