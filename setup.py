@@ -48,13 +48,13 @@ HOROVOD = ["cloudpickle", "psutil", "pyyaml", "packaging", "cffi>=1.4"]
 
 # Plain C behind ctypes: it needs neither torch nor numpy nor Python's headers. Optional: without a compiler the
 # package works, only slower. pip shows the warning with -v alone; `python -m agmerge doctor` says it at any time.
-# Some compilers contract a product and a sum where they can: not here. A root that sets errno needs a library.
-PARTS = ("", "_memory", "_rows", "_columns", "_message", "_updates", "_low_rank", "_orthonormal", "_module")
-FLAGS = "-O3 -std=c11 -ffp-contract=off -fno-math-errno -fvisibility=hidden"
+# Some compilers contract a product and a sum where they can: not here. A root that sets errno needs a library, and a
+# comparison that might trap needs a branch.
+FLAGS = "-O3 -std=c11 -ffp-contract=off -fno-math-errno -fno-trapping-math -fvisibility=hidden"
 KERNEL = Extension(
     "sparsifiers._kernel",
-    [f"sparsifiers/kernel{part}.c" for part in PARTS],
-    depends=["sparsifiers/kernel.h", "sparsifiers/kernel_low_rank_loops.h"],
+    [f"sparsifiers/{path.name}" for path in sorted((ROOT / "sparsifiers").glob("kernel*.c"))],
+    depends=[f"sparsifiers/{path.name}" for path in sorted((ROOT / "sparsifiers").glob("kernel*.h"))],
     extra_compile_args=[] if sys.platform == "win32" else FLAGS.split(),
     optional=True,
 )

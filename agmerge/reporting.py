@@ -14,7 +14,7 @@ from agmerge.engine.synchronizer import Synchronizer
 from agmerge.errors import AGMergeError
 from agmerge.metrics.chrome_trace import Trace, path_of
 from agmerge.metrics.step_times import StepTimes
-from agmerge.options.config import Config
+from agmerge.options.config import AUTO, Config
 from agmerge.planning.plan_choice import mode_of
 from agmerge.planning.replanner import FIRST
 from agmerge.step.gradient_exchange import GradientExchange
@@ -60,6 +60,7 @@ class ReportingMixin:
         for messages in ``synchronize()``; of gradients on a device, in the steps that were measured. ``compressor``:
         in use now, by its canonical name. ``planning``: "timing" (the first steps), "probing" (small messages between
         steps), "trying" (some steps with each of several plans), "settled", "known" (from an earlier run), or "fixed".
+        ``values``: the codec that selected values travel in now, "auto" the gradient's own dtype; ``values_why``: why.
         ``bytes_probed``: of probes, since ranks agreed last; not in ``bytes_sent``. ``selection``:
         only while :meth:`measure_selection` is on.
         """
@@ -67,6 +68,7 @@ class ReportingMixin:
         totals, compressor = exchange.totals, exchange.config.compressor
         sparsifier = compressor.part(Kind.SPARSE)
         exchange.times.settle()
+        values, values_why = self._reducer.wire_now()
         planning_now, probed = self._reducer.planning_now()
         norms = [float(torch.linalg.vector_norm(r.double())) for r in self._reducer.unsent().values()]
         return {
@@ -83,6 +85,8 @@ class ReportingMixin:
             "exposed_seconds": exchange.times.exposed,
             "planning": planning_now,
             "bytes_probed": probed,
+            "values": values,
+            "values_why": values_why,
             "residual_norm": sum(norm**2 for norm in norms) ** 0.5,
             **({"selection": sparsifier.figures()} if isinstance(sparsifier, Observed) else {}),
         }
@@ -127,7 +131,10 @@ class ReportingMixin:
 
         All are milliseconds since the first tensor. After the first step.
         """
-        return merge_buffers_table(self._buffers(), self._reducer.measured(), self._reducer.exchange.times.typical())
+        buffers, times = self._buffers(), self._reducer.exchange.times.typical()
+        wire, why = self._reducer.wire_now()
+        table = merge_buffers_table(buffers, self._reducer.measured(), times)
+        return table if wire == AUTO else f"{table}\nselected values travel in {wire}: {why}"
 
     def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
         """Write a Chrome trace of the steps inside, to open in Perfetto; one file a rank (``trace.rank0.json``)."""

@@ -31,13 +31,14 @@ import parity_low_rank  # noqa: E402
 import parity_report  # noqa: E402
 import parity_tasks  # noqa: E402
 import parity_updates  # noqa: E402
+import parity_wires  # noqa: E402
 from parity_tasks import FOLDS, Case  # noqa: E402
 
 import sparsifiers  # noqa: E402
 
 CORE = ("topk", "dgc", "adtopk", "sidco-gp")
 SECONDS = {"digits": 2.6, "lm": 29.0}  # of one core, for a worker; until there are results to estimate from
-CASES = ("sparsifiers", "updates", "lowrank")
+CASES = ("sparsifiers", "updates", "lowrank", "wires")
 WIDEST = {"digits": 1.0, "lm": 2.0}  # points and percent; a wider interval at density 0.01 gets more seeds
 
 Records = dict[Case, dict[str, Any]]
@@ -47,7 +48,12 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="training parity: compressors against a dense exchange, in pairs")
     add = parser.add_argument
-    add("--cases", choices=CASES, default="sparsifiers", help="updates: sync='updates'; lowrank: factors of matrices")
+    add(
+        "--cases",
+        choices=CASES,
+        default="sparsifiers",
+        help="updates: sync='updates'; lowrank: factors; wires: bits",
+    )
     add("--jobs", type=int, default=2, help="runs at the same time")
     add("--seeds", type=int, default=3, help="repetitions; each has its own weights and batches, and folds")
     add("--max-seeds", type=int, default=6, help="where an interval at density 0.01 is too wide")
@@ -98,7 +104,8 @@ def staged(args: Namespace) -> Iterator[tuple[list[Case], Sequence[int]]]:
     """Yield the stages of ``--cases``."""
     if args.cases == "updates":
         return parity_updates.stages()
-    return parity_low_rank.stages(args.seeds) if args.cases == "lowrank" else stages(args.seeds)
+    others = {"lowrank": parity_low_rank.stages, "wires": parity_wires.stages}
+    return others.get(args.cases, stages)(args.seeds)
 
 
 def matrix(args: Namespace) -> list[Case]:
@@ -138,7 +145,7 @@ def line(case: Case) -> str:
 def sync(case: Case) -> str:
     """Return in words what of the updates is exchanged, and what is not usual of it or of gradients."""
     usual = Case(task=case.task)
-    names = ("wire", "every", "fragments", "overlap")
+    names = ("wire", "every", "fragments", "overlap", "merging")
     more = [f" {name}={getattr(case, name)}" for name in names if getattr(case, name) != getattr(usual, name)]
     return f"{'' if case.sync == 'gradients' else f' sync=updates carry={case.carry}'}{''.join(more)}"
 
@@ -236,6 +243,8 @@ def main() -> None:
         print("\n".join(parity_updates.tables(records)))
     elif args.report and args.cases == "lowrank":
         print("\n".join(parity_updates.tables({case: records[case] for case in matrix(args) if case in records})))
+    elif args.report and args.cases == "wires":
+        print("\n".join(parity_wires.tables({case: records[case] for case in matrix(args) if case in records})))
     elif args.report:
         parity_report.write(records, args.docs)
     if failed:

@@ -72,6 +72,7 @@ class Case:
     sync: str = "gradients"  # or "updates"; what follows is about these
     carry: str | None = None
     wire: str = "auto"
+    merging: str = "agmerge"  # "threshold": no plan by times, which would change what is selected, too
     every: int = 1
     fragments: int = 1
     overlap: int = 0
@@ -247,6 +248,7 @@ def wrapped(case: Case, model: nn.Module) -> agmerge.DistributedOptimizer:
         **({"rank": case.rank} if case.rank else {"density": case.density}),
         memory=case.memory,
         wire=case.wire,
+        merging=case.merging,
         exchange="sparse",
         **{name: getattr(case, name) for name in ("sync", "carry", "every", "fragments", "overlap")},
     )

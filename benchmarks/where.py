@@ -74,13 +74,13 @@ def watched() -> Clocks:
     from agmerge.engine.reducer import Reducer
     from agmerge.exchanges import SparseExchange
     from agmerge.step.round import Round
-    from agmerge.tensors.nonfinite import NonFiniteGuard
+    from agmerge.tensors.arena import Arena
 
     clocks = Clocks()
     for owner, name, row in (
         (Reducer, "on_gradient", "hooks: their own work"),
-        (NonFiniteGuard, "compensate", "hooks: residual + gradient"),
-        (NonFiniteGuard, "take", "hooks: residual + gradient"),
+        (Arena, "accumulate", "hooks: residual + gradient"),
+        (Arena, "move_to_update", "hooks: gradients move to where their updates will be"),
         (Round, "_select", "select"),
         (SparseExchange, "start", "message: gather, encode, commit, checksum"),
         (TorchBackend, "all_gather", "message: hand over"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparsifiers import kernel
 from sparsifiers.memories import Memory, Momentum, NoMemory, Rate
 
 MOMENTUM = 0.9  # where neither the memory nor the optimizer says one
@@ -59,8 +60,13 @@ class DGCMemory(Memory):
 
     def _compensate(
         self, work: Tensor, residual: Tensor | None, gradient: Tensor | None, momentum: Momentum | None, size: int
-    ) -> None:
+    ) -> bool | None:
         assert residual is not None and momentum is not None  # checked; narrows the type
+        if gradient is not None and self.clipping is None:
+            factor, nesterov = self.rate_of(momentum.rate)
+            finite = kernel.momentum(work, residual, gradient, momentum.before, momentum.after, factor, nesterov)
+            if finite is not None:
+                return finite
         # `work` holds the gradient until the velocity overwrites it, so nothing of its size is allocated.
         if gradient is None:
             work.zero_()
@@ -75,6 +81,7 @@ class DGCMemory(Memory):
             work.add_(momentum.after).add_(residual)
         else:
             torch.add(residual, momentum.after, out=work)
+        return None
 
     def rate_of(self, rate: Rate | None) -> Rate:
         """Return the momentum that is applied. `rate`: what the optimizer says of it; None: nothing."""

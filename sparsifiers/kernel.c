@@ -13,16 +13,14 @@
 #include <immintrin.h>
 #endif
 
-#define INTERFACE 5 /* kernel.py expects this number: raise both when a function changes */
-#define AHEAD 16384 /* bytes that a scan is prefetched ahead: the hardware stops at the end of a page */
+#define INTERFACE 7 /* kernel.py expects this number: raise both when a function changes */
 #define BINS 2048
-#define FLOORS 64
 
 EXPORT int kernel_level = 0;
 static int supported = 0;
 
 #if X86
-static uint64_t compaction[256]; /* for each set of 8 lanes, their numbers packed to the front, a byte each */
+uint64_t kernel_compaction[256];
 
 static void set_up(void)
 {
@@ -38,11 +36,11 @@ static void set_up(void)
         for (int lane = 0, slot = 0; lane < 8; lane++)
             if (set >> lane & 1)
                 packed |= (uint64_t)lane << 8 * slot++;
-        compaction[set] = packed;
+        kernel_compaction[set] = packed;
     }
 }
 #else
-static void set_up(void) {}
+static void set_up(void) { supported = NEON; }
 #endif
 
 /* To be called once, before anything else. */
@@ -58,136 +56,6 @@ EXPORT int kernel_set_level(int level)
 {
     kernel_level = level < 0 ? 0 : level < supported ? level : supported;
     return kernel_level;
-}
-
-/* -- scan ------------------------------------------------------------------------------------------------- */
-
-/* Where in a block of n <= BLOCK elements the key exceeds its floor, ascending; `hits` has BLOCK + 64 slots. The
-   floors are one for each element (each = 1), or the same FLOORS ones again and again (each = 0).
-   A branch for every hit would be mispredicted once in a hit, which costs more than to read 64 elements. */
-INLINE int64_t find_hits_body(const int32_t *bits, int64_t n, int32_t mask, const int32_t *floors, int each,
-                               int32_t *hits)
-{
-    int64_t count = 0, i = 0;
-    while (i < n) {
-        int64_t stop = n - i < 16 ? n : i + 16;
-        if (stop - i == 16) {
-            int32_t under = 0; /* its sign: whether a key exceeds its floor; no difference overflows */
-            for (int j = 0; j < 16; j++)
-                under |= floors[each * i + j] - (bits[i + j] & mask);
-            if (under >= 0) {
-                i = stop;
-                continue;
-            }
-        }
-        for (; i < stop; i++) {
-            hits[count] = (int32_t)i;
-            count += (bits[i] & mask) > floors[each * i];
-        }
-    }
-    return count;
-}
-
-#define HITS_PARAMETERS                                                                                              \
-    (const int32_t *bits, int64_t n, int32_t mask, const int32_t *floors, int each, int32_t *hits)
-#define HITS_ARGUMENTS (bits, n, mask, floors, each, hits)
-
-static int64_t find_hits_any HITS_PARAMETERS { return find_hits_body HITS_ARGUMENTS; }
-
-#if X86
-AVX2 static int64_t find_hits_avx2 HITS_PARAMETERS
-{
-    const __m256i masks = _mm256_set1_epi32(mask);
-    int64_t count = 0, i = 0;
-    for (; i + 32 <= n; i += 32) {
-        PREFETCH((const char *)(bits + i) + AHEAD);
-        PREFETCH((const char *)(bits + i) + AHEAD + 64);
-        uint32_t set = 0;
-        for (int j = 0; j < 4; j++) {
-            __m256i key = _mm256_and_si256(_mm256_loadu_si256((const __m256i *)(bits + i + 8 * j)), masks);
-            __m256i floor = _mm256_loadu_si256((const __m256i *)(floors + each * i + 8 * j));
-            __m256i hit = _mm256_cmpgt_epi32(key, floor);
-            set |= (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(hit)) << 8 * j;
-        }
-        for (int32_t place = (int32_t)i; set; set >>= 8, place += 8) {
-            __m256i lanes = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)compaction[set & 255]));
-            _mm256_storeu_si256((__m256i *)(hits + count), _mm256_add_epi32(lanes, _mm256_set1_epi32(place)));
-            count += _mm_popcnt_u32(set & 255);
-        }
-    }
-    for (; i < n; i++) {
-        hits[count] = (int32_t)i;
-        count += (bits[i] & mask) > floors[each * i];
-    }
-    return count;
-}
-
-static const uint8_t counting[64] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
-                                     16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31,
-                                     32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47,
-                                     48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63};
-
-AVX512 static int64_t find_hits_avx512 HITS_PARAMETERS
-{
-    const __m512i masks = _mm512_set1_epi32(mask), lanes = _mm512_loadu_si512(counting);
-    int64_t count = 0;
-    for (int64_t i = 0; i < n; i += 64) {
-        uint64_t valid = n - i < 64 ? (UINT64_C(1) << (n - i)) - 1 : ~UINT64_C(0), set = 0;
-        for (int j = 0; j < 4; j++) {
-            PREFETCH((const char *)(bits + i) + AHEAD + 64 * j);
-            __mmask16 here = (__mmask16)(valid >> 16 * j);
-            __m512i key = _mm512_and_si512(_mm512_maskz_loadu_epi32(here, bits + i + 16 * j), masks);
-            __m512i floor = _mm512_maskz_loadu_epi32(here, floors + each * i + 16 * j);
-            set |= (uint64_t)_mm512_mask_cmpgt_epi32_mask(here, key, floor) << 16 * j;
-        }
-        __m512i found = _mm512_maskz_compress_epi8(set, lanes), base = _mm512_set1_epi32((int32_t)i);
-        int64_t more = (int64_t)_mm_popcnt_u64(set);
-        _mm512_storeu_si512(hits + count, _mm512_add_epi32(_mm512_cvtepu8_epi32(_mm512_castsi512_si128(found)), base));
-        if (more > 16) {
-            uint8_t places[64];
-            _mm512_storeu_si512(places, found);
-            for (int64_t j = 16; j < more; j += 16) {
-                __m512i place = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(places + j)));
-                _mm512_storeu_si512(hits + count + j, _mm512_add_epi32(place, base));
-            }
-        }
-        count += more;
-    }
-    return count;
-}
-#endif
-
-DISPATCH(int64_t, find_hits, HITS_PARAMETERS, HITS_ARGUMENTS)
-
-/* For kernel_rows.c: a floor for each element. */
-int64_t kernel_hits(const int32_t *bits, int64_t n, int32_t mask, const int32_t *floors, int32_t *hits)
-{
-    return find_hits(bits, n, mask, floors, 1, hits);
-}
-
-/* Positions and keys of the elements [start, n) whose key exceeds the floor, appended to `held` others. Returns
-   where it stopped: n, or earlier where the next block might not fit. */
-EXPORT int64_t kernel_scan(const int32_t *bits, int64_t start, int64_t n, int32_t mask, int32_t floor,
-                           int32_t *positions, int32_t *keys, int64_t capacity, int64_t *held)
-{
-    int32_t hits[BLOCK + 64], floors[FLOORS];
-    int64_t i = start, h = *held;
-    for (int j = 0; j < FLOORS; j++)
-        floors[j] = floor;
-    while (i < n) {
-        int64_t size = n - i < BLOCK ? n - i : BLOCK;
-        if (h + size > capacity)
-            break;
-        int64_t count = find_hits(bits + i, size, mask, floors, 0, hits);
-        for (int64_t j = 0; j < count; j++) {
-            positions[h + j] = (int32_t)i + hits[j];
-            keys[h + j] = bits[i + hits[j]] & mask;
-        }
-        h += count;
-        i += size;
-    }
-    *held = h;
-    return i;
 }
 
 /* -- selection in a list of keys -------------------------------------------------------------------------- */
@@ -303,7 +171,7 @@ AVX2 static int64_t keep_avx2 KEEP_PARAMETERS
         __m256i position = _mm256_loadu_si256((const __m256i *)(positions + i));
         __m256i key = _mm256_loadu_si256((const __m256i *)(keys + i));
         unsigned set = (unsigned)_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(key, floors)));
-        __m256i order = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)compaction[set]));
+        __m256i order = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)kernel_compaction[set]));
         _mm256_storeu_si256((__m256i *)(positions + h), _mm256_permutevar8x32_epi32(position, order));
         _mm256_storeu_si256((__m256i *)(keys + h), _mm256_permutevar8x32_epi32(key, order));
         h += _mm_popcnt_u32(set);

@@ -15,6 +15,12 @@
 #define X86 0
 #endif
 
+#if defined(__GNUC__) && defined(__aarch64__)
+#define NEON 1
+#else
+#define NEON 0
+#endif
+
 #if defined(__GNUC__)
 #define INLINE static inline __attribute__((always_inline))
 #define PREFETCH(address) __builtin_prefetch(address)
@@ -49,7 +55,7 @@
                : kernel_level == 1 ? name##_avx2 arguments                                                           \
                                    : name##_any arguments;                                                           \
     }
-#else
+#else /* compilers for arm64 make NEON of these bodies without being asked: every such processor has it */
 #define FOR_EACH_LEVEL(result, name, parameters, arguments)                                                          \
     static result name##_any parameters { return name##_body arguments; }                                            \
     DISPATCH(result, name, parameters, arguments)
@@ -57,11 +63,39 @@
     static result name parameters { return name##_any arguments; }
 #endif
 
-extern int kernel_level; /* 0: any machine, 1: AVX2, 2: AVX-512 with VBMI2 */
+extern int kernel_level; /* 0: any machine, 1: AVX2, 2: AVX-512 with VBMI2; on arm64 1: NEON */
+#if X86
+extern uint64_t kernel_compaction[256]; /* for each set of 8 lanes, their numbers packed to the front, a byte each */
+#endif
 
 #define BLOCK 1024 /* elements of a scan that are searched together: the first-level cache holds them */
 
-/* See kernel.c. */
+/* The place of the lowest bit of a word that is not 0. */
+INLINE int lowest_set(uint64_t word)
+{
+#if defined(__GNUC__)
+    return __builtin_ctzll(word);
+#else
+    int place = 0;
+    for (; !(word & 1); word >>= 1)
+        place++;
+    return place;
+#endif
+}
+
+INLINE int bits_set(uint64_t word)
+{
+#if defined(__GNUC__)
+    return __builtin_popcountll(word);
+#else
+    int count = 0;
+    for (; word; word &= word - 1)
+        count++;
+    return count;
+#endif
+}
+
+/* See kernel.c and kernel_scan.c. */
 int64_t kernel_hits(const int32_t *bits, int64_t n, int32_t mask, const int32_t *floors, int32_t *hits);
 int64_t kernel_scan(const int32_t *bits, int64_t start, int64_t n, int32_t mask, int32_t floor, int32_t *positions,
                     int32_t *keys, int64_t capacity, int64_t *held);

@@ -2,7 +2,8 @@
 
 All of it is optional. Without a compiler at installation, with AGMERGE_KERNEL=off in the environment,
 or for a tensor that the loops cannot read, callers take their numpy or torch path, which gives the same bits.
-AGMERGE_KERNEL=baseline, avx2 or avx512 names the best instruction set that they may use where a processor has it.
+AGMERGE_KERNEL=baseline, avx2 or avx512 (on arm64 baseline or neon) names the best instruction set that they may use,
+where a processor has it.
 ctypes releases the GIL during each call, so other threads run meanwhile.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+import platform
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -22,8 +23,9 @@ from torch import Tensor
 
 VARIABLE = "AGMERGE_KERNEL"
 OFF = "off"
-LEVELS = ("baseline", "avx2", "avx512")  # the instruction sets, by number
-INTERFACE = 5  # of kernel.c; a library that was built from another version is not used
+ARM = platform.machine().lower() in ("aarch64", "arm64")
+LEVELS = ("baseline", "neon") if ARM else ("baseline", "avx2", "avx512")  # the instruction sets, by number
+INTERFACE = 7  # of kernel.c; a library that was built from another version is not used
 ROOM = 1 << 17  # slots of scratch that `rows_top` may take at any size
 PANEL = 64  # columns that are searched together at least: four cache lines of each row
 BLOCK = 1024  # elements that `scan` reads between two looks at the room that is left
@@ -41,11 +43,15 @@ _SIGNATURES: dict[str, tuple[Any, str]] = {  # result and arguments: p a pointer
     "kernel_nth": (ctypes.c_int32, "pllp"),
     "kernel_sample": (None, "pllip"),
     "kernel_commit": (ctypes.c_int, "plppl"),
-    "kernel_add": (ctypes.c_int, "pppli"),
+    "kernel_add": (ctypes.c_int, "pppplfi"),
+    "kernel_momentum": (ctypes.c_int, "ppppplfii"),
+    "kernel_write_sum": (ctypes.c_int, "plpppplf"),
     "kernel_take_in": (ctypes.c_int, "ppllpppplfppl"),
     "kernel_blocks_encode": (ctypes.c_int, "pllilp"),
     "kernel_blocks_decode": (ctypes.c_int, "pllilp"),
     "kernel_scatter": (ctypes.c_int, "plpplf"),
+    "kernel_values_encode": (None, "pllippp"),
+    "kernel_values_decode": (None, "pplip"),
     "kernel_rows": (None, "pllippp"),
     "kernel_columns_scratch": (ctypes.c_int64, "lllll"),
     "kernel_columns": (ctypes.c_int, "plllipllpp"),
@@ -102,6 +108,16 @@ def available() -> bool:
 def level() -> int:
     """Return the number of the instruction set in use; 0 without the library."""
     return 0 if library is None else ctypes.c_int.in_dll(library, "kernel_level").value
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of the instruction sets that this machine has for the loops, the best last; () without these."""
+    if library is None:
+        return ()
+    before = level()
+    highest = set_level(len(LEVELS) - 1)
+    set_level(before)
+    return LEVELS[: highest + 1]
 
 
 def set_level(level: int) -> int:
@@ -216,19 +232,21 @@ def _columns_top(table: Keys, mask: int, quotas: NDArray[np.int64], room: int) -
 # -- tensors --------------------------------------------------------------------------------------------------------
 
 
-def add(work: Tensor, residual: Tensor, gradient: Tensor) -> bool | None:
-    """Write work = residual + gradient past the caches, bit for bit as torch.add, and return whether all is finite.
+def add(
+    work: Tensor, residual: Tensor, gradient: Tensor, factor: float = 1.0, home: Tensor | None = None
+) -> bool | None:
+    """Write work = factor * residual + gradient past the caches, and return whether all is finite.
 
-    None: torch must do it; several of its threads are faster than this one. To look at all of work costs nothing in the
-    same pass. Shapes are equal, and work shares no storage with the others.
+    Bit for bit as torch.mul and torch.add. ``home``: fp32, becomes the gradient, an fp32 one, in the same pass.
+    None, with nothing done: torch must do it; several of its threads are faster than this one. To look at all of work
+    costs nothing in the same pass. Shapes are equal, and what is written shares no storage with the others.
     """
-    kind = KINDS.get(gradient.dtype)
-    if kind is None or work.numel() < STREAMED or torch.get_num_threads() > 1:
+    if not _streams(work, residual, gradient):
         return None
-    if not (plain(work) and plain(residual) and plain(gradient, gradient.dtype)):
+    if home is not None and not (gradient.dtype == torch.float32 and plain(home)):
         return None
-    status = loaded().kernel_add(work.data_ptr(), residual.data_ptr(), gradient.data_ptr(), work.numel(), kind)
-    return None if status < 0 else status == 0
+    pointers = work.data_ptr(), 0 if home is None else home.data_ptr(), residual.data_ptr(), gradient.data_ptr()
+    return not loaded().kernel_add(*pointers, work.numel(), factor, KINDS[gradient.dtype])
 
 
 def subtract(work: Tensor, end: Tensor, begin: Tensor) -> bool | None:
@@ -236,43 +254,32 @@ def subtract(work: Tensor, end: Tensor, begin: Tensor) -> bool | None:
 
     None: torch must do it. Shapes are equal, and work shares no storage with the others; see `add`.
     """
-    if work.numel() < STREAMED or torch.get_num_threads() > 1:
+    if begin.dtype != torch.float32 or not _streams(work, end, begin):
         return None
-    if not (plain(work) and plain(end) and plain(begin)):
-        return None
-    status = loaded().kernel_add(work.data_ptr(), end.data_ptr(), begin.data_ptr(), work.numel(), TAKEN_OFF)
-    return None if status < 0 else status == 0
+    return not loaded().kernel_add(work.data_ptr(), 0, end.data_ptr(), begin.data_ptr(), work.numel(), 1.0, TAKEN_OFF)
 
 
-def takes_in(dtype: torch.dtype, device: torch.device) -> bool:
-    """Tell whether `take_in` can do it, for tensors of such."""
-    single = torch.get_num_threads() == 1  # several of torch's are faster
-    return library is not None and dtype == torch.float32 and device.type == "cpu" and single
+def momentum(
+    work: Tensor, residual: Tensor, gradient: Tensor, before: Tensor, after: Tensor, factor: float, nesterov: bool
+) -> bool | None:
+    """Write after = factor * before + gradient and work = residual + after; return whether all of work is finite.
 
-
-def take_in(
-    base: Tensor, parameter: Tensor, first: int, lists: Sequence[tuple[Tensor, Tensor]], scale: float,
-    own: tuple[Tensor, Tensor],
-) -> bool:  # fmt: skip
-    """Take an update off base and parameter, 1-D fp32, in one pass: False, with nothing done, if torch must do it.
-
-    lists: indices and values, of which the update is the sum of values * scale, list by list. own: indices and what
-    was sent there: at these parameter = base - rest, where rest is what base - parameter was, less what was sent.
-    Indices are int32, ascending, and count from first; values are fp32.
+    In Nesterov's form after = factor * (before + gradient) and work = (gradient + after) + residual. None: torch must
+    do it. Shapes are equal, and what is written shares no storage with the others; see `add`.
     """
-    parts = [tensor for pair in (*lists, own) for tensor in pair]
-    if not (all(map(plain, (base, parameter, *parts[1::2]))) and all(plain(p, torch.int32) for p in parts[::2])):
-        return False
-    if base.numel() != parameter.numel() or any(pair[0].numel() != pair[1].numel() for pair in (*lists, own)):
-        return False
-    count = len(lists)
-    indices, values = (np.array([pair[i].data_ptr() for pair in lists], dtype=np.uintp) for i in (0, 1))
-    counts = np.array([pair[0].numel() for pair in lists], dtype=np.int64)
-    at = np.empty(count, dtype=np.int64)
-    return not loaded().kernel_take_in(
-        base.data_ptr(), parameter.data_ptr(), base.numel(), first, address(indices), address(values),
-        address(counts), address(at), count, scale, own[0].data_ptr(), own[1].data_ptr(), own[0].numel(),
+    if not (_streams(work, residual, gradient) and plain(before) and plain(after)):
+        return None
+    return not loaded().kernel_momentum(
+        work.data_ptr(), residual.data_ptr(), gradient.data_ptr(), before.data_ptr(), after.data_ptr(), work.numel(),
+        factor, nesterov, KINDS[gradient.dtype],
     )  # fmt: skip
+
+
+def _streams(work: Tensor, residual: Tensor, gradient: Tensor) -> bool:
+    """Tell whether work is better written past the caches by one thread, which can read these."""
+    if gradient.dtype not in KINDS or work.numel() < STREAMED or torch.get_num_threads() > 1:
+        return False
+    return plain(work) and plain(residual) and plain(gradient, gradient.dtype)
 
 
 def commit(work: Tensor, indices: Tensor, sent: Tensor) -> bool:

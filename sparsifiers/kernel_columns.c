@@ -72,21 +72,25 @@ FOR_EACH_LEVEL(void, bisect, (const int32_t *maxima, int64_t groups, const int32
    one, which is quicker. */
 static int32_t qth(int32_t *keys, int64_t n, int64_t q, int64_t *larger)
 {
-    int64_t equal, least;
+    int64_t equal;
+    int32_t lowest;
     if ((n - q) * n > 128)
         return kernel_kth(keys, n, q, keys, larger, &equal);
     for (;; n--) {
-        least = 0;
-        for (int64_t i = 1; i < n; i++)
-            least = keys[i] < keys[least] ? i : least;
+        int64_t least = 0;
+        lowest = keys[0];
+        for (int64_t i = 1; i < n; i++) {
+            least = keys[i] < lowest ? i : least;
+            lowest = keys[i] < lowest ? keys[i] : lowest;
+        }
         if (n == q)
             break;
         keys[least] = keys[n - 1];
     }
     *larger = 0;
     for (int64_t i = 0; i < n; i++)
-        *larger += keys[i] > keys[least];
-    return keys[least];
+        *larger += keys[i] > lowest;
+    return lowest;
 }
 
 /* rows of a group; groups; runs of LANES columns; elements that are searched in one go, whole rows if they are short

@@ -6,12 +6,9 @@
    once. */
 
 #include "kernel.h"
+#include "kernel_gradients.h"
 
 #include <string.h>
-
-#if X86
-#include <immintrin.h>
-#endif
 
 enum { MOST = 128 };       /* rows of a factor */
 enum { REGISTERS = 8 };    /* that hold elements of the matrix */
@@ -23,9 +20,6 @@ enum { PANEL = 4096 };     /* and how many are used at a time, for ROWS rows of 
 enum { ROWS = 8 };
 enum { STREAMED = 65536 }; /* elements of a matrix from which on it is written past the caches */
 
-/* What is added to a residual: nothing, or a gradient of float, bfloat16 or float16, by the numbers of kernel.py. */
-enum { ALONE = -1, FLOAT32, BFLOAT16, FLOAT16 };
-
 /* The matrix is residual + gradient. */
 struct sum {
     const float *residual;
@@ -33,29 +27,6 @@ struct sum {
 };
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-static float as_float(uint32_t bits)
-{
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-/* The exponent is moved by a multiplication, which is exact; what is not finite stays so. */
-static float of_half(uint16_t half)
-{
-    float magnitude = as_float((uint32_t)(half & 0x7fff) << 13) * 0x1p112f;
-    uint32_t bits;
-    memcpy(&bits, &magnitude, sizeof bits);
-    return as_float(bits | (uint32_t)(half & 0x8000) << 16 | ((half & 0x7c00) == 0x7c00 ? 0x7f800000 : 0));
-}
-
-static float other_one(const void *gradient, int64_t i, int kind)
-{
-    return kind == FLOAT32    ? ((const float *)gradient)[i]
-           : kind == BFLOAT16 ? as_float((uint32_t)((const uint16_t *)gradient)[i] << 16)
-                              : of_half(((const uint16_t *)gradient)[i]);
-}
 
 static float added_one(const struct sum *of, int64_t i, int kind)
 {
@@ -72,137 +43,8 @@ INLINE void fetch(const struct sum *of, int64_t i, int kind)
         PREFETCH((const uint16_t *)of->gradient + i);
 }
 
-/* -- the loops, for any machine ---------------------------------------------------------------------------- */
-
-#if defined(__GNUC__)
-typedef float vec_any __attribute__((vector_size(16)));
-typedef float loose_any __attribute__((vector_size(16), aligned(4), may_alias));
-#define WIDTH 4
-#define LOAD(from) (*(const loose_any *)(from))
-#define STORE(to, values) (*(loose_any *)(to) = (values))
-#define SPLAT(value) ((vec_any){(value), (value), (value), (value)})
-#else
-typedef float vec_any;
-#define WIDTH 1
-#define LOAD(from) (*(from))
-#define STORE(to, values) (*(to) = (values))
-#define SPLAT(value) ((float)(value))
-#endif
-#if X86
-#define STREAM(to, values) _mm_stream_ps(to, values)
-#else
-#define STREAM STORE
-#endif
-
-static vec_any other_any(const void *gradient, int64_t i, int kind)
-{
-    float values[WIDTH];
-    if (kind == FLOAT32)
-        return LOAD((const float *)gradient + i);
-    for (int lane = 0; lane < WIDTH; lane++)
-        values[lane] = other_one(gradient, i + lane, kind);
-    return LOAD(values);
-}
-
-static float total_any(vec_any values)
-{
-    float lanes[WIDTH], total = 0;
-    STORE(lanes, values);
-    for (int lane = 0; lane < WIDTH; lane++)
-        total += lanes[lane];
-    return total;
-}
-
-#define TARGET
-#define TOTAL total_any
-#define AT(name) name##_any
-#define vec vec_any
-#define MULTIPLY_ADD(a, b, c) ((a) * (b) + (c))
-#define OTHER other_any
-#include "kernel_low_rank_loops.h"
-#undef TARGET
-#undef TOTAL
-#undef AT
-#undef vec
-#undef WIDTH
-#undef LOAD
-#undef STORE
-#undef STREAM
-#undef SPLAT
-#undef MULTIPLY_ADD
-#undef OTHER
-
-#if X86
-/* -- for AVX2 ---------------------------------------------------------------------------------------------- */
-
-#define TARGET __attribute__((target("avx2,fma,f16c")))
-#define AT(name) name##_avx2
-#define vec __m256
-#define WIDTH 8
-#define LOAD(from) _mm256_loadu_ps(from)
-#define STORE(to, values) _mm256_storeu_ps(to, values)
-#define STREAM(to, values) _mm256_stream_ps(to, values)
-#define SPLAT(value) _mm256_set1_ps(value)
-#define MULTIPLY_ADD(a, b, c) _mm256_fmadd_ps(a, b, c)
-#define OTHER other_avx2
-#define TOTAL total_avx2
-
-TARGET static inline float total_avx2(__m256 values)
-{
-    __m128 four = _mm_add_ps(_mm256_castps256_ps128(values), _mm256_extractf128_ps(values, 1));
-    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
-}
-
-TARGET static inline __m256 other_avx2(const void *gradient, int64_t i, int kind)
-{
-    if (kind == FLOAT32)
-        return _mm256_loadu_ps((const float *)gradient + i);
-    __m128i narrow = _mm_loadu_si128((const __m128i *)((const uint16_t *)gradient + i));
-    if (kind == FLOAT16)
-        return _mm256_cvtph_ps(narrow);
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow), 16));
-}
-
-#include "kernel_low_rank_loops.h"
-#undef TARGET
-#undef TOTAL
-#undef AT
-#undef vec
-#undef WIDTH
-#undef LOAD
-#undef STORE
-#undef STREAM
-#undef SPLAT
-#undef MULTIPLY_ADD
-#undef OTHER
-
-/* -- for AVX-512 ------------------------------------------------------------------------------------------- */
-
-#define TARGET AVX512
-#define AT(name) name##_avx512
-#define vec __m512
-#define WIDTH 16
-#define LOAD(from) _mm512_loadu_ps(from)
-#define STORE(to, values) _mm512_storeu_ps(to, values)
-#define STREAM(to, values) _mm512_stream_ps(to, values)
-#define SPLAT(value) _mm512_set1_ps(value)
-#define MULTIPLY_ADD(a, b, c) _mm512_fmadd_ps(a, b, c)
-#define OTHER other_avx512
-#define TOTAL _mm512_reduce_add_ps
-
-TARGET static inline __m512 other_avx512(const void *gradient, int64_t i, int kind)
-{
-    if (kind == FLOAT32)
-        return _mm512_loadu_ps((const float *)gradient + i);
-    __m256i narrow = _mm256_loadu_si256((const __m256i *)((const uint16_t *)gradient + i));
-    if (kind == FLOAT16)
-        return _mm512_cvtph_ps(narrow);
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
-}
-
-#include "kernel_low_rank_loops.h"
-#endif
+#define LOOPS "kernel_low_rank_loops.h"
+#include "kernel_levels.h"
 
 /* -- the choice between them ------------------------------------------------------------------------------- */
 
@@ -223,13 +65,6 @@ DISPATCH(int, columns,
          (const struct sum *of, int64_t i, int kind, int64_t m, int64_t count, const float *scales, int64_t r,
           float *right, float *out, int streamed),
          (of, i, kind, m, count, scales, r, right, out, streamed))
-
-static void fence(void)
-{
-#if X86
-    _mm_sfence();
-#endif
-}
 
 /* How many columns of a right factor are used at a time. */
 static int64_t width(int64_t m, int64_t r)

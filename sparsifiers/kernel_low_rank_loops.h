@@ -1,7 +1,5 @@
-/* The loops of kernel_low_rank.c, which includes this once for each level. There TARGET is the instruction set,
-   AT(name) a name of that level, vec a register of WIDTH floats, and LOAD, STORE, STREAM, SPLAT, MULTIPLY_ADD, TOTAL
-   and OTHER (of a gradient) what can be done with it. Several registers are filled with elements of the matrix; then
-   all rows of a factor go over them. Elements that do not fill a register come last, one by one. */
+/* The loops of kernel_low_rank.c, in the words of kernel_levels.h. Several registers are filled with elements of the
+   matrix; then all rows of a factor go over them. Elements that do not fill a register come last, one by one. */
 
 /* Elements i, i + 1, ... of residual + gradient. */
 TARGET INLINE vec AT(added)(const struct sum *of, int64_t i, int kind)
@@ -9,14 +7,6 @@ TARGET INLINE vec AT(added)(const struct sum *of, int64_t i, int kind)
     if (kind == ALONE)
         return LOAD(of->residual + i);
     return LOAD(of->residual + i) + OTHER(of->gradient, i, kind);
-}
-
-TARGET INLINE void AT(write)(float *out, vec values, int streamed)
-{
-    if (streamed)
-        STREAM(out, values);
-    else
-        STORE(out, values);
 }
 
 /* -- scale * left^T right --------------------------------------------------------------------------------- */
@@ -31,7 +21,7 @@ TARGET INLINE void AT(product_part)(const float *scales, const float *right, int
         for (int q = 0; q < count; q++)
             sums[q] += SPLAT(scales[k]) * LOAD(right + k * m + q * WIDTH);
     for (int q = 0; q < count; q++)
-        AT(write)(out + q * WIDTH, sums[q] * SPLAT(scale), streamed);
+        WRITE(out + q * WIDTH, sums[q] * SPLAT(scale), streamed);
 }
 
 /* A part of one row of the product, of n elements. */
@@ -39,7 +29,7 @@ TARGET static void AT(product)(const float *scales, const float *right, int64_t 
                                int streamed, int64_t n)
 {
     int64_t j = 0;
-    streamed = streamed && (uintptr_t)out % (WIDTH * sizeof(float)) == 0;
+    streamed = streamed && ALIGNED(out);
     for (; j + REGISTERS * WIDTH <= n; j += REGISTERS * WIDTH)
         AT(product_part)(scales, right + j, m, r, scale, out + j, streamed, REGISTERS);
     for (; j + WIDTH <= n; j += WIDTH)
@@ -63,7 +53,7 @@ TARGET INLINE void AT(dots_part)(const struct sum *of, int64_t i, int kind, int6
         values[q] = AT(added)(of, i + q * WIDTH, kind);
         *check = MULTIPLY_ADD(values[q], SPLAT(0), *check);
         if (out)
-            AT(write)(out + i + q * WIDTH, values[q], streamed);
+            WRITE(out + i + q * WIDTH, values[q], streamed);
     }
     for (int64_t k = 0; k < r; k++) {
         vec sum = sums[k];
@@ -82,7 +72,7 @@ TARGET INLINE int AT(dots_of)(const struct sum *of, int64_t i, int64_t n, int ki
     int64_t j = 0;
     for (int64_t k = 0; k < r; k++)
         parts[k] = SPLAT(0);
-    streamed = streamed && out && (uintptr_t)(out + i) % (WIDTH * sizeof(float)) == 0;
+    streamed = streamed && out && ALIGNED(out + i);
     for (; j + REGISTERS * WIDTH <= n; j += REGISTERS * WIDTH)
         AT(dots_part)(of, i + j, kind, next, right + j, m, r, parts, &check, out, streamed, REGISTERS);
     for (; j + WIDTH <= n; j += WIDTH)
@@ -128,7 +118,7 @@ TARGET INLINE void AT(rows_part)(const struct sum *of, int64_t i, int kind, int6
         for (int q = 0; q < count; q++)
             values[q] = MULTIPLY_ADD(SPLAT(scales[k]), LOAD(right + k * m + q * WIDTH), values[q]);
     for (int q = 0; q < count; q++)
-        AT(write)(out + i + q * WIDTH, values[q], streamed);
+        WRITE(out + i + q * WIDTH, values[q], streamed);
 }
 
 /* Write elements [i, i + n) of the matrix, plus scales . right, to those of `out`; see dots_of. */
@@ -136,7 +126,7 @@ TARGET static void AT(rows)(const struct sum *of, int64_t i, int64_t n, int kind
                             const float *right, int64_t m, int64_t r, float *out, int streamed)
 {
     int64_t j = 0;
-    streamed = streamed && (uintptr_t)(out + i) % (WIDTH * sizeof(float)) == 0;
+    streamed = streamed && ALIGNED(out + i);
     for (; j + REGISTERS * WIDTH <= n; j += REGISTERS * WIDTH)
         AT(rows_part)(of, i + j, kind, next, scales, right + j, m, r, out, streamed, REGISTERS);
     for (; j + WIDTH <= n; j += WIDTH)
@@ -155,7 +145,7 @@ TARGET static void AT(rows)(const struct sum *of, int64_t i, int64_t n, int kind
 TARGET static void AT(copied)(float *to, const float *from, int64_t n)
 {
     int64_t j = 0;
-    for (; j < n && (uintptr_t)(to + j) % (WIDTH * sizeof(float)); j++)
+    for (; j < n && !ALIGNED(to + j); j++)
         to[j] = from[j];
     for (; j + WIDTH <= n; j += WIDTH)
         STREAM(to + j, LOAD(from + j));
@@ -177,7 +167,7 @@ TARGET INLINE void AT(columns_part)(const struct sum *of, int64_t i, int64_t j, 
             values[row][q] = AT(added)(of, at, kind);
             *check = MULTIPLY_ADD(values[row][q], SPLAT(0), *check);
             if (out)
-                AT(write)(out + at, values[row][q], streamed);
+                WRITE(out + at, values[row][q], streamed);
         }
     for (int64_t k = 0; k < r; k++)
         for (int q = 0; q < count; q++) {

@@ -1,4 +1,4 @@
-/* One pass over what all workers share of the parameters and what one of them has: see kernel.py, take_in. */
+/* One pass over an update that is the sum of lists of indices and values: see kernel_updates.py. */
 
 #include "kernel.h"
 
@@ -32,6 +32,58 @@ static int fit(const int32_t *indices, int64_t count, int64_t first, int64_t n)
     return count == 0 || (indices[0] >= first && indices[count - 1] < first + n && ascend(indices, count));
 }
 
+#define LOOPS "kernel_updates_loops.h"
+#include "kernel_levels.h"
+DISPATCH(void, pass, (float *total, const float *update, int64_t n), (total, update, n))
+
+/* Whether all of the lists fit; at = 0 for each. */
+static int all_fit(const int32_t *const *indices, const int64_t *counts, int64_t *at, int64_t lists, int64_t first,
+                   int64_t n)
+{
+    for (int64_t list = 0; list < lists; list++) {
+        if (!fit(indices[list], counts[list], first, n))
+            return 0;
+        at[list] = 0;
+    }
+    return 1;
+}
+
+/* update = the sum of scale * values of all lists, list by list, each product rounded by itself, for the elements from
+   start until stop; what lies before is behind `at` in its list already. */
+static void add_up(float *update, int64_t start, int64_t stop, const int32_t *const *indices,
+                   const float *const *values, const int64_t *counts, int64_t *at, int64_t lists, float scale)
+{
+    memset(update, 0, (size_t)(stop - start) * sizeof *update);
+    for (int64_t list = 0; list < lists; list++) {
+        const int32_t *places = indices[list];
+        const float *parts = values[list];
+        int64_t i = at[list];
+        for (; i < counts[list] && places[i] < stop; i++) {
+            float part = parts[i] * scale;
+            update[places[i] - start] += part;
+        }
+        at[list] = i;
+    }
+}
+
+/* total = the sum of scale * values of all lists, see add_up. All indices count from 0. 0, or -1 without doing anything
+   if some do not fit. at: scratch, as long as there are lists. */
+EXPORT int kernel_write_sum(float *total, int64_t n, const int32_t *const *indices, const float *const *values,
+                            const int64_t *counts, int64_t *at, int64_t lists, float scale)
+{
+    float update[STRETCH];
+
+    if (!all_fit(indices, counts, at, lists, 0, n))
+        return -1;
+    for (int64_t start = 0; start < n; start += STRETCH) {
+        int64_t stop = n - start < STRETCH ? n : start + STRETCH;
+        add_up(update, start, stop, indices, values, counts, at, lists, scale);
+        pass(total + start, update, stop - start);
+    }
+    fence();
+    return 0;
+}
+
 /* base -= update and parameter -= update, where update is the sum of scale * values of all lists, list by list, each
    product rounded by itself. But at the places of `own`, parameter = base - rest, where rest is what base - parameter
    was, less what was sent. All indices count from `first`. 0, or -1 without doing anything if some do not fit. at:
@@ -43,28 +95,13 @@ EXPORT int kernel_take_in(float *base, float *parameter, int64_t n, int64_t firs
     float update[STRETCH], rest[STRETCH];
     int64_t j = 0;
 
-    for (int64_t list = 0; list < lists; list++) {
-        if (!fit(indices[list], counts[list], first, n))
-            return -1;
-        at[list] = 0;
-    }
-    if (!fit(own, count, first, n))
+    if (!all_fit(indices, counts, at, lists, first, n) || !fit(own, count, first, n))
         return -1;
     base -= first;
     parameter -= first;
     for (int64_t start = first; start < first + n; start += STRETCH) {
         int64_t stop = first + n - start < STRETCH ? first + n : start + STRETCH, from = j;
-        memset(update, 0, sizeof update);
-        for (int64_t list = 0; list < lists; list++) {
-            const int32_t *places = indices[list];
-            const float *parts = values[list];
-            int64_t i = at[list];
-            for (; i < counts[list] && places[i] < stop; i++) {
-                float part = parts[i] * scale;
-                update[places[i] - start] += part;
-            }
-            at[list] = i;
-        }
+        add_up(update, start, stop, indices, values, counts, at, lists, scale);
         for (; j < count && own[j] < stop; j++)
             rest[j - from] = base[own[j]] - parameter[own[j]] - sent[j];
         move(base + start, parameter + start, update, stop - start);

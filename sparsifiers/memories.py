@@ -234,11 +234,14 @@ class Decaying(Residual):
 
     def _compensate(
         self, work: Tensor, residual: Tensor | None, gradient: Tensor | None, momentum: Momentum | None, size: int
-    ) -> None:
+    ) -> bool | None:
         assert residual is not None  # checked; narrows the type
+        if gradient is not None and (finite := kernel.add(work, residual, gradient, self.decay)) is not None:
+            return finite
         torch.mul(residual, self.decay, out=work)
         if gradient is not None:
             work.add_(gradient)
+        return None
 
 
 class ResidualGTopK(Residual):

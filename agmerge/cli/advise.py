@@ -56,6 +56,9 @@ class AdvisedOptimizer(wrapping.DistributedOptimizer):
             predicted = advice.predicted_step(self.plan, measured, max(0.0, seconds - typical.finish))
             rows = advice.compare(measured, seconds, typical.finish)
             sys.stdout.write(advice.text(rows, seconds, predicted, type(self.optimizer).__name__) + "\n")
+            wire, why = reducer.wire_now()
+            if wire != "auto":
+                sys.stdout.write(f"with selected values in {wire}: {why}\n")
             sys.stdout.flush()
         comm.barrier("advise").wait(reducer.config.timeout)
         raise Enough

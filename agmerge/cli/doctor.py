@@ -24,7 +24,7 @@ from sparsifiers import kernel
 
 TIMEOUT = 12.0  # seconds for one probe; all run at once
 PATIENT = 120  # seconds, for those that took longer
-LEVELS = ("for any machine", "AVX2", "AVX-512")  # of the compiled loops, by number
+LEVELS = {"baseline": "for any machine", "avx2": "AVX2", "avx512": "AVX-512", "neon": "NEON"}  # of the compiled loops
 REQUIRED = "torch"  # the backend without which nothing trains here: the first row, and the exit code
 
 # Loads what horovodrun is made of: it may be missing where Horovod itself works, after an upgrade of Python, say.
@@ -70,12 +70,12 @@ def version_of(program: str, timeout: float = TIMEOUT) -> str:
 def examine(
     probe: Callable[[str], ProbeResult] = probe,
     version_of: Callable[[str], str] = version_of,
-    level: int | None = None,
+    levels: Sequence[str] = (),
 ) -> list[Row]:
     """Return the rows of the table: backends, then launchers, then the compiled loops.
 
     ``probe(program)`` runs Python in a process of its own; all of them run at once. ``version_of(launcher)``: what it
-    says of itself; empty if there is none. ``level``: of the compiled loops; None where they are not in use.
+    says of itself; empty if there is none. ``levels``: see `loops_row`.
     """
     names = sorted(BACKENDS, key=lambda name: name != REQUIRED)  # the others stay in their order
     programs = {name: BACKENDS[name].PROBE for name in names if BACKENDS[name].PROBE} | {"horovodrun": HOROVODRUN}
@@ -93,7 +93,7 @@ def examine(
         torchrun_row(backends["torch"]),
         horovodrun_row(backends["horovod"], probes["horovod"], probes["horovodrun"], mpirun),
         mpirun_row(mpirun),
-        loops_row(level),
+        loops_row(levels),
     ]
 
 
@@ -149,13 +149,16 @@ def mpirun_row(version: str) -> Row:
     return Row("launcher", "mpirun", True, f"{typed('mpirun')}: {version}")
 
 
-def loops_row(level: int | None) -> Row:
+def loops_row(levels: Sequence[str]) -> Row:
     """Return the row of the compiled loops: without them selection takes 2.3 to 6 times as long.
 
-    ``level``: of the loops in use, 0 for any machine, 1 for AVX2, 2 for AVX-512; None: none are in use.
+    ``levels``: the instruction sets that they can use here, the best last; empty: none are in use.
     """
-    if level is not None:
-        return Row("speed", "compiled loops", True, f"in use, {LEVELS[level]}")
+    if levels:
+        setting = os.environ.get(kernel.VARIABLE, "")
+        used = setting if setting in levels else levels[-1]
+        others = f"; {kernel.VARIABLE} may name {', '.join(levels)}" if levels[1:] else ""
+        return Row("speed", "compiled loops", True, f"in use, {LEVELS[used]}{others}")
     slower = "selection takes 2.3 to 6 times as long"
     if os.environ.get(kernel.VARIABLE) == "off":
         return Row("speed", "compiled loops", False, f"switched off: {slower}", f"unset {kernel.VARIABLE}")
@@ -207,7 +210,8 @@ def table(rows: Sequence[Row], advice: str = "To have the others:") -> str:
 
 def main(patience: float = TIMEOUT) -> int:
     """Print the table and return 0 if at least torch works, else 1. ``patience``: seconds for each probe."""
-    level = kernel.set_level(2) if kernel.available() else None  # returns the highest that this machine has
-    rows = examine(lambda program: probe(program, patience), lambda program: version_of(program, patience), level)
+    rows = examine(
+        lambda program: probe(program, patience), lambda program: version_of(program, patience), kernel.names()
+    )
     sys.stdout.write(f"{table(rows)}\n\n{detected(os.environ)}\n")
     return 0 if all(row.works for row in rows if row.name == REQUIRED) else 1

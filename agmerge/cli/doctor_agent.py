@@ -23,10 +23,10 @@ from typing import Any
 
 MARK = "agmerge doctor: "
 VERSIONS = ("torch", "horovod", "mpi4py")
-# What a worker of this Python would import, and the level of its compiled loops; -1: none are in use.
+# What a worker of this Python would import, and the best instruction set of its compiled loops; none: none are in use.
 WORKER = (
     "from agmerge.version import __version__; from sparsifiers import kernel; "
-    "print(__version__, kernel.set_level(2) if kernel.available() else -1)"
+    "print(__version__, kernel.LEVELS[kernel.set_level(len(kernel.LEVELS) - 1)] if kernel.available() else 'none')"
 )
 PINGS, PIECE = 50, 1 << 18  # round trips; bytes that are sent at once
 SLOW = 60.0  # seconds for what was sent to arrive: there are megabytes in buffers

@@ -194,9 +194,9 @@ def _interface(name: str, network: Mapping[str, Any]) -> str:
     return f"{name}, {network['address']}, {speed}"
 
 
-def _level(number: str) -> str:
-    """Return the name of a level of the compiled loops."""
-    return LEVELS[int(number)] if number.isdigit() else "none" if number == "-1" else "not known"
+def _level(name: str) -> str:
+    """Return the instruction set of compiled loops in words."""
+    return LEVELS.get(name, "none" if name == "none" else "not known")
 
 
 def _bits(rate: float) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from agmerge.step.merge_buffers import Received, Sent
 from agmerge.tensors.layout import Segment, Slot
-from sparsifiers import kernel
+from sparsifiers import kernel_updates
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # indices and values
 
@@ -96,7 +96,7 @@ def take_in_lists(base: torch.Tensor, parameter: torch.Tensor, lists: Sequence[L
         if (
             indices is None
             or values is None
-            or not kernel.take_in(end, begin, part.first, part.lists, part.scale, (indices, values))
+            or not kernel_updates.take_in(end, begin, part.first, part.lists, part.scale, (indices, values))
         ):
             take_in(end, begin, _add_up(torch.zeros_like(end), part), [piece._replace(start=0, stop=None)])
 

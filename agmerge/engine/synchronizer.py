@@ -204,6 +204,13 @@ class Synchronizer:
         plans = self.exchange.plans
         return (plans.state, plans.bytes_probed) if isinstance(plans, Replanner) else ("fixed", 0)
 
+    def wire_now(self) -> tuple[str, str]:
+        """Return the value codec of what is selected, and why it is that; "auto": the gradient's own dtype."""
+        plans, buffers = self.exchange.plans, self.exchange.buffers
+        if not isinstance(plans, Replanner) or buffers is None:
+            return self.config.wire, "no ranks have agreed yet"
+        return buffers.wire, plans.why_wire
+
     def measure(self) -> planning.Measurements:
         """Collective. Measure costs now, for reports; the plan stays. Raises where there was no step to measure."""
         self.check_idle("measure()")

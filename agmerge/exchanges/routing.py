@@ -14,7 +14,6 @@ from sparsifiers import Kind
 # Bytes that riding dense segments may add to what a rank receives: about what an all-reduce of their own costs
 # to start (0.5 ms at 1 Gbit/s): a rule, not a measurement.
 RIDE = 65536
-AHEAD = "ahead"  # label of a merge buffer whose tensors are sparsified one by one
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from agmerge.exchanges.message import Everything, fused
 from agmerge.exchanges.message.codec import clear_behind
 from agmerge.exchanges.message.format import Flag, Format, RoundHeader, Section
 from agmerge.exchanges.message.indices import in_order
-from sparsifiers import Selection, kernel
+from sparsifiers import Selection, kernel, kernel_updates
 from sparsifiers.deferred import Deferred
 
 Part = tuple[torch.Tensor, torch.Tensor]  # indices (int32) and values of one rank
@@ -68,11 +68,13 @@ class SparseExchange(Exchange):
         if isinstance(offer, Deferred):
             places = fused.places(section, message)
             if places is not None and self.context.take(load.segment, offer, *places):
+                self.context.observe(places[0].values, offer.count)
                 return offer.count
         assert section.index is not None and section.value is not None
         chosen = offer.values
         if chosen is None:
             chosen = clear_behind(load.work.index_select(0, offer.indices), offer.count)
+        self.context.observe(chosen, offer.count)
         if not section.value.has_zero:
             offer, chosen = without_zeros(offer, chosen)
         if isinstance(section.index, Everything):
@@ -132,7 +134,7 @@ class SparseExchange(Exchange):
             total = self.accumulator(load)
             if section.capacity is None:
                 self._add_dense(total, [layout.whole(message, section) for message in messages])
-            else:
+            elif not kernel_updates.write_sum(total, sparse, self.scale):
                 total.zero_()
                 for indices, values in sparse:
                     if not kernel.scatter(total, indices, values, self.scale):

@@ -78,8 +78,9 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, OptimizerWrapper):
     * ``exchange``: This says how messages are combined. ``"sparse"`` sends what is selected; ``"auto"`` measures the
       first steps and sends dense what is faster so. ``"oktopk"``, ``"masked"`` and ``"two-level"`` are described in
       docs/exchanges.md.
-    * ``wire``: Values travel as the gradient's (``"auto"``), or as ``"fp32" | "fp16" | "bf16" | "int8" | "int4" |
-      "2bit" | "sign"``; what their rounding leaves behind is sent later (docs/wire.md).
+    * ``wire``: Values travel as ``"fp32" | "fp16" | "bf16" | "int8" | "int4" | "2bit" | "sign"``; what their rounding
+      leaves behind is sent later. With ``"auto"`` they travel as the gradient's, and where plans are made from measured
+      times, from the first of these on in the codec that steps are fastest with, if nearly all arrives (docs/wire.md).
     * ``dense_sum``: ``"ordered"`` adds in rank order whatever the plan, ``"native"`` as the backend does.
     * ``scaler``: Pass the ``torch.amp.GradScaler`` in use, here or to :meth:`attach_scaler`. Residuals are kept without
       its scale.

@@ -18,12 +18,13 @@ from agmerge.backends import topology
 from agmerge.backends.handshake import Fact
 from agmerge.exchanges.low_rank.factors import saves
 from agmerge.exchanges.message import VALUES
+from agmerge.exchanges.message.values import CHOICE
 from agmerge.ops import ReduceOp
 from agmerge.options import dense_cutoff, momentum
 from agmerge.options.compressors import Cast
 from agmerge.options.density_policy import DensityPolicy
 from agmerge.options.groups import Groups
-from agmerge.options.updates import GRADIENTS, UPDATES, Updates
+from agmerge.options.updates import GRADIENTS, UPDATES, WITHOUT_CODECS, Updates
 from agmerge.runtime import process_sets
 from agmerge.tensors.dtensors import is_dtensor, why_not_exchangeable
 from agmerge.tensors.nonfinite import SKIP
@@ -156,6 +157,18 @@ class Config:
     def cast(self) -> torch.dtype | None:
         """Return the dtype in which dense lanes travel; None: the gradient's own."""
         return self.compressor.dtype if isinstance(self.compressor, Cast) else None
+
+    @property
+    def wires(self) -> tuple[str, ...]:
+        """Return the value codecs that plans may take in place of the gradient's own dtype, most bits first.
+
+        None where ``wire`` says which one, where an exchange has none, where what rounding leaves behind is lost, and
+        where sums are not to depend on the plan.
+        """
+        codecs = self.compressor.selects and Kind.LOW_RANK not in self.compressor.kinds
+        if self.wire != AUTO or self.ordered or not codecs or self.exchange in WITHOUT_CODECS:
+            return ()
+        return CHOICE if self.memory_of(Kind.SPARSE).has_residual else ()
 
     @property
     def modes(self) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,9 +17,10 @@ import sparsifiers
 from agmerge.backends import timeouts
 from agmerge.exchanges.low_rank.exchange import WIRES as LOW_RANK_WIRES
 from agmerge.exchanges.message import VALUES
-from agmerge.exchanges.routing import AHEAD
 from agmerge.exchanges.splitting import why_parts_impossible
 from agmerge.exchanges.table import EXCHANGES
+from agmerge.exchanges.way import AHEAD, OWN, is_ahead, why_labels_are_wrong, with_ahead
+from agmerge.exchanges.way import wire_of as wire_of_plan
 from agmerge.ops import Average, ReduceOp
 from agmerge.options import dense_cutoff, density_schedule
 from agmerge.options.arguments import Options
@@ -55,6 +55,7 @@ def resolve(options: Options) -> Config:
         **_guards(options), **_sums(options), **_compression(options, updates), **_plan(options), updates=updates
     )
     _check_dear(config)
+    _check_wire_of_plan(config)
     return config
 
 
@@ -216,19 +217,29 @@ def _planner_or_plan(given: Any, sparsify: str, exchange: str) -> tuple[merging.
     if isinstance(given, os.PathLike) or (isinstance(given, str) and given.endswith(".json")):
         given = merging.Plan.load(given)
     if isinstance(given, merging.Plan):
-        if set(given.labels) - {"", AHEAD}:
-            raise ValueError(f"merging: this plan has labels other than {AHEAD!r}, and none is known")
+        if problem := why_labels_are_wrong(given):
+            raise ValueError(f"merging: {problem}")
         if any(given.dense) and exchange != AUTO:
             raise ValueError(f"merging: this plan has dense merge buffers, and exchange={exchange!r}: pass {AUTO!r}")
-        if sparsify == "behind" and any(given.labels):
+        if sparsify == "behind" and is_ahead(given):
             raise ValueError("sparsify='behind', and merging is a plan made to sparsify ahead; leave one of them out")
         if sparsify == AHEAD:
-            given = replace(given, labels=(AHEAD,) * len(given.counts))
+            given = with_ahead(given, True)
         if problem := why_parts_impossible(given):
             raise ValueError(f"merging: {problem}")
         return None, given
     names = ", ".join(merging.names())
     raise TypeError(f"merging={given!r}: give a planner's name ({names}), a planner, or a saved plan")
+
+
+def _check_wire_of_plan(config: Config) -> None:
+    """Raise ``ValueError`` for a plan whose value codec is none that these options leave to a plan."""
+    wire = OWN if config.plan is None else wire_of_plan(config.plan)
+    if wire not in (OWN, config.wire, *config.wires):
+        raise ValueError(
+            f"merging: this plan sends values in {wire}, and the options say otherwise, or do not keep what rounding "
+            f"leaves behind: pass wire={wire!r}, or another plan"
+        )
 
 
 def _check_dear(config: Config) -> None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 import merging
-from agmerge.exchanges.routing import AHEAD
 from agmerge.planning.measuring import BY_NAME, LOW_RANK
+from agmerge.planning.plan_choice import mode_of
 from merging import Measurements
 from merging.measured import sent_whole, step_end
 from sparsifiers import budget
@@ -51,8 +51,7 @@ class Row:
 
 def predicted_step(plan: merging.Plan, measured: Measurements, rest: float) -> float:
     """Return the seconds of a step under ``plan``; ``rest``: those of its seconds that are not the exchange's."""
-    mode = AHEAD if AHEAD in plan.labels else next((mode for mode in measured.modes if mode != AHEAD), AHEAD)
-    return rest + step_end(plan, measured, mode)
+    return rest + step_end(plan, measured, mode_of(plan, measured))
 
 
 def compare(measured: Measurements, step: float, finish: float) -> tuple[Row, ...]:

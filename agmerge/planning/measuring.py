@@ -81,7 +81,9 @@ def residual_energy(buffers: MergeBuffers) -> Energies | None:
     return mean if np.isfinite(mean).all() and mean.any() else None
 
 
-def profile(buffers: MergeBuffers, ready: Seconds, step: int, noise: Energies | None = None) -> merging.Profile:
+def profile(
+    buffers: MergeBuffers, ready: Seconds, step: int, noise: Energies | None = None, wire: str | None = None
+) -> merging.Profile:
     """Return the tensors that take part as planners see them.
 
     A load is in elements of the lane whose messages are timed: selected ones, index and value as they are sent, or
@@ -91,17 +93,19 @@ def profile(buffers: MergeBuffers, ready: Seconds, step: int, noise: Energies | 
         ready: when each tensor is ready, in seconds since the first, never falling; (n,).
         step: whose density counts.
         noise: energy that selection leaves behind, (n,); None: not known.
+        wire: the value codec; None: the one in use.
     """
+    wire = buffers.wire if wire is None else wire
     names, numel, work, load = [], [], [], []
     timed = measured_lane(buffers.layout)
-    unit = _bytes_of_element(buffers, timed, step) if timed.kind is not Kind.DENSE else 0.0
+    unit = bytes_of_element(buffers, timed, step, wire) if timed.kind is not Kind.DENSE else 0.0
     for slot in buffers.layout.slots:
         names.append(slot.name)
         numel.append(slot.numel)
         work.append(slot.numel if slot.lane.kind is not Kind.DENSE else 0)
         sent = _elements_sent(buffers, slot, step)
         same = not unit or (slot.lane.kind is timed.kind and slot.lane.dtype == timed.dtype)
-        load.append(sent if same else math.ceil(sent * _bytes_of_element(buffers, slot.lane, step) / unit))
+        load.append(sent if same else math.ceil(sent * bytes_of_element(buffers, slot.lane, step, wire) / unit))
     return merging.Profile(names, numel, np.diff(ready, prepend=0.0), work=work, load=load, noise=noise)
 
 
@@ -114,9 +118,8 @@ def _elements_sent(buffers: MergeBuffers, slot: Slot, step: int) -> int:
     return slot.numel
 
 
-def _bytes_of_element(buffers: MergeBuffers, lane: Lane, step: int) -> float:
+def bytes_of_element(buffers: MergeBuffers, lane: Lane, step: int, wire: str) -> float:
     """Return what an element that is sent takes in a message, about: with its index, where it was selected."""
-    wire = buffers.config.wire
     if not lane.sparse:
         dtype = WIRES.get(wire) if lane.kind is Kind.LOW_RANK else None
         return (dtype or lane.dtype).itemsize

@@ -11,8 +11,8 @@ from typing import ClassVar
 import numpy as np
 
 import merging
-from agmerge.exchanges.routing import AHEAD
 from agmerge.exchanges.table import EXCHANGES
+from agmerge.exchanges.way import AHEAD, is_ahead
 from agmerge.metrics.step_times import Seconds
 from agmerge.step.agreement import with_mode
 from agmerge.step.merge_buffers import MergeBuffers
@@ -45,16 +45,9 @@ def best_plan(planner: merging.Planner, buffers: MergeBuffers, measured: Measure
     return with_mode(plan, mode)
 
 
-def best_plan_or_current(planner: merging.Planner, buffers: MergeBuffers, measured: Measurements) -> merging.Plan:
-    """Return the best plan, or the one in use unless the best one gains more than ``planner.min_gain``."""
-    best, current = best_plan(planner, buffers, measured), buffers.plan
-    slow_enough = predicted_finish(best, measured) * (1 + planner.min_gain)
-    return current if predicted_finish(current, measured) <= slow_enough else best
-
-
 def mode_of(plan: merging.Plan, measured: Measurements) -> str:
     """Return the mode in which ``plan`` is to be predicted: "ahead" where it says so, else the other one allowed."""
-    return AHEAD if plan.labels[0] == AHEAD else next((mode for mode in measured.modes if mode != AHEAD), AHEAD)
+    return AHEAD if is_ahead(plan) else next((mode for mode in measured.modes if mode != AHEAD), AHEAD)
 
 
 def predicted_finish(plan: merging.Plan, measured: Measurements) -> float:

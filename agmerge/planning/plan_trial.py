@@ -1,7 +1,6 @@
 """Train a few steps with each of several plans: what a prediction promises must be seen in the time of whole steps.
 
-Where merge buffers go dense or sparse by choice, all dense and all compressed are tried beside the plan that is
-predicted to be the best; the fastest one stays.
+Which plans these are, ``candidates`` says: their labels say how they send, so a trial of value codecs is one of plans.
 """
 
 from __future__ import annotations
@@ -9,42 +8,13 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from dataclasses import replace
 
 import merging
-from agmerge.planning.plan_choice import best_plan, planner_of, predicted_finish
-from agmerge.step.agreement import with_mode
-from agmerge.step.merge_buffers import MergeBuffers
-from merging import Measurements
-from merging.measured import sent_whole
 
 STEPS = 6  # of each plan; the first of them is not counted
 HOPELESS = 1.2  # times as long as with another plan, or the one before: if all steps so far were, of at least
 ENOUGH = 3  # steps, the first not counted, the turn of a plan ends
 DOUBTFUL = 1.5  # times as late: a plan that is predicted to end later is not tried
-
-
-def alternatives(
-    planner: merging.Planner, buffers: MergeBuffers, measured: Measurements, chosen: merging.Plan
-) -> list[merging.Plan]:
-    """Return the plans to try beside ``chosen``: all dense and all compressed, if predicted to end not much later.
-
-    None of them where no dense exchange was measured, that is where there is no choice.
-    """
-    if measured.dense is None:
-        return []
-    compressed = best_plan(planner, buffers, replace(measured, dense=None))
-    others = [all_dense(planner_of(buffers, planner), measured), compressed]
-    latest_end = DOUBTFUL * predicted_finish(chosen, measured)
-    return [plan for plan in others if plan != chosen and predicted_finish(plan, measured) < latest_end]
-
-
-def all_dense(planner: merging.Planner, measured: Measurements) -> merging.Plan:
-    """Return the planner's plan if everything went dense."""
-    whole = sent_whole(measured)
-    plan = planner.plan(whole.profile, whole.costs, "dense")
-    mode = "behind" if "behind" in measured.modes else measured.modes[0]  # as a plan with a choice has it
-    return replace(with_mode(plan, mode), dense=(True,) * len(plan.counts))
 
 
 class PlanTrial:

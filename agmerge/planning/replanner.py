@@ -18,18 +18,21 @@ import torch
 
 import merging
 from agmerge.backends.handshake import gather_texts
+from agmerge.exchanges.way import wire_of
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.step_times import Seconds
 from agmerge.metrics.whole_steps import WholeSteps
 from agmerge.options.config import AUTO
-from agmerge.planning import known_plans
+from agmerge.planning import candidates, known_plans, wire_choice
+from agmerge.planning.candidates import Candidate, Search
+from agmerge.planning.codec_costs import measure_codecs
 from agmerge.planning.cost_probe import MeasuredCosts, probe
 from agmerge.planning.drift import DriftDetector, Finding
 from agmerge.planning.first_choices import choose_budgets, choose_cutoff
 from agmerge.planning.known_plans import KnownPlan
 from agmerge.planning.measuring import gather_seconds, measurements, profile
-from agmerge.planning.plan_choice import best_plan, best_plan_or_current, planner_of, predicted_finish
-from agmerge.planning.plan_trial import PlanTrial, alternatives
+from agmerge.planning.plan_choice import planner_of, predicted_finish
+from agmerge.planning.plan_trial import PlanTrial
 from agmerge.planning.probe_budget import Budget
 from agmerge.step.agreed_state import Decision
 from agmerge.step.agreement import decide_on_rank_0, why_plan_does_not_fit
@@ -53,6 +56,10 @@ class Replanner:
         self._measuring: Iterator[Measurements | None] | None = None  # under way
         self.bytes_probed = 0  # handed to collectives by probes, by the rank that sent most
         self._trial: PlanTrial | None = None  # under way
+        self._tried: list[Candidate] = []  # in the last trial, or what was taken without one
+        self._values: torch.Tensor | None = None  # some of those that a step before planning has selected
+        self._is_sampling = False  # the step to come, for these
+        self._why = ""  # the value codec in use was taken in this agreement; "": it was not chosen
         self._has_warned = False
         self._is_known = False  # the plan in use is one of an earlier run, and nothing has been measured in this one
         self._file: Path | None = None  # rank 0's, for a plan that is settled on; None: it is kept already, or nowhere
@@ -64,7 +71,14 @@ class Replanner:
         the next one: costs are measured with the budgets that were chosen. A cutoff of another size is the last one.
         """
         self._whole.end()
+        if self._is_sampling:
+            values = self.buffers.sampled_values()
+            self._values = self._values if values is None else values  # a step that overflows has none
         yield from self._decide(step)
+        plans_soon = self._measuring is not None or self._may_plan_after(self._steps + 1)
+        self._is_sampling = bool(self.buffers.config.wires) and plans_soon
+        if self._is_sampling:
+            self.buffers.sample_values(step)
         self._whole.begin()
 
     def _decide(self, step: int) -> Iterator[Decision]:
@@ -80,14 +94,22 @@ class Replanner:
         elif self._trial is not None:
             yield self._advance_trial(self._trial)
         elif self._measuring is not None:
-            yield from self._go_on(planner, self._measuring)
-        elif self._latest is None:
-            if self._steps == FIRST:
-                yield from self._go_on(planner, self._measure(step))
-        elif planner.recheck_every and (
-            self._steps % planner.recheck_every == 0 or (self._is_known and self._steps in LOOKS)
-        ):
-            yield from self._recheck(planner, step)
+            yield from self._go_on(planner, self._measuring, step)
+        elif self._may_plan_after(self._steps):
+            if self._latest is None:
+                yield from self._go_on(planner, self._measure(step), step)
+            else:
+                yield from self._recheck(planner, step)
+
+    def _may_plan_after(self, steps: int) -> bool:
+        """Tell whether after so many steps of this agreement times are measured, or looked at, for a plan."""
+        planner = self.buffers.config.planner
+        if planner is None or not self._plans_by_times:
+            return False
+        if self._latest is None:
+            return steps == FIRST
+        every = planner.recheck_every
+        return bool(every) and (steps % every == 0 or (self._is_known and steps in LOOKS))
 
     def measure(self, step: int) -> Measurements:
         """Collective. Measure now, for reports, and return it; the plan stays."""
@@ -112,6 +134,18 @@ class Replanner:
         if self._is_known:
             return "known"
         return "timing" if self._latest is None else "settled"
+
+    @property
+    def why_wire(self) -> str:
+        """Say why the value codec in use is what it is."""
+        config = self.buffers.config
+        if not config.wires:
+            return "these options leave no choice" if config.wire == AUTO else f"wire={config.wire!r} was given"
+        if not self._plans_by_times:
+            return "nothing is planned from times"
+        if self._is_known:
+            return "it was settled on in an earlier run"
+        return self._why or "nothing has been measured since ranks agreed"
 
     @property
     def _plans_by_times(self) -> bool:
@@ -168,7 +202,9 @@ class Replanner:
 
     # -- when it plans --------------------------------------------------------------------------------------
 
-    def _go_on(self, planner: merging.Planner, measuring: Iterator[Measurements | None]) -> Iterator[Decision]:
+    def _go_on(
+        self, planner: merging.Planner, measuring: Iterator[Measurements | None], step: int
+    ) -> Iterator[Decision]:
         """Collective. Measure a part; once all is known, yield what follows from it."""
         began = time.time()
         latest = next(measuring)
@@ -178,11 +214,11 @@ class Replanner:
         if latest is None:
             return
         if self._latest is None:
-            yield from self._plan_first(planner, latest)
+            yield from self._plan_first(planner, latest, step)
         else:
-            yield self._plan(planner, latest)
+            yield self._plan(planner, latest, step)
 
-    def _plan_first(self, planner: merging.Planner, latest: Measurements) -> Iterator[Decision]:
+    def _plan_first(self, planner: merging.Planner, latest: Measurements, step: int) -> Iterator[Decision]:
         """Collective. Yield the cutoff of dense="partial" if it is still to be chosen, and the first plan."""
         cutoff = self.buffers.config.partial
         if cutoff is not None and not cutoff.final:
@@ -190,7 +226,7 @@ class Replanner:
             yield Decision(cutoff=chosen)
             if chosen.elements != cutoff.elements:
                 return  # this agreement ends here; the next one measures and plans
-        yield self._plan(planner, latest)
+        yield self._plan(planner, latest, step)
 
     def _recheck(self, planner: merging.Planner, step: int) -> Iterator[Decision]:
         """Collective. Compare times with what was predicted, and plan anew, or probe first, where they have changed."""
@@ -207,11 +243,11 @@ class Replanner:
             self._keep()
             return
         if finding is Finding.PROBE:
-            yield from self._go_on(planner, self._measure(step, ready))
+            yield from self._go_on(planner, self._measure(step, ready), step)
         else:
             known = self._latest
             costs = MeasuredCosts(known.sparsify, known.exchange, known.dense, known.message)
-            yield self._plan(planner, self._measured(step, ready, costs))
+            yield self._plan(planner, self._measured(step, ready, costs), step)
 
     def _advance_trial(self, trial: PlanTrial) -> Decision:
         """Collective. Return the trial's next plan, and when it is over the fastest one, by the slowest rank."""
@@ -219,10 +255,14 @@ class Replanner:
             return Decision()
         following = trial.end_turn()
         if following is not None:
-            return Decision(plan=following)
+            return self._changed_to(following)
         self._trial = None
         seconds = gather_seconds(self.buffers, np.array(trial.seconds()))[0].max(axis=0)
-        fastest = trial.plans[self._number_of_rank_0(int(seconds.argmin()))]
+        shares = [each.delivered for each in self._tried]
+        number = self._number_of_rank_0(wire_choice.best(seconds.tolist(), shares))
+        taken = self._tried[number]
+        fastest, self.measured, self._latest = taken.plan, taken.measured, taken.measured
+        self._why = candidates.why(self._tried, seconds.tolist(), number)
         if all(fastest.dense):
             times = [took for took, plan in zip(seconds, trial.plans, strict=True) if not all(plan.dense)]
             compressed = f"{1e3 * min(times):.3g} ms" if times else "is predicted to take much longer"
@@ -268,31 +308,33 @@ class Replanner:
 
     # -- what is decided ------------------------------------------------------------------------------------
 
-    def _plan(self, planner: merging.Planner, latest: Measurements) -> Decision:
+    def _plan(self, planner: merging.Planner, latest: Measurements, step: int) -> Decision:
         """Collective. Let rank 0 plan, check its plans on every rank, and return the change, if it is one.
 
         The plans travel with what they were made from. Where merge buffers go dense or sparse by choice, a new plan
         has to show what it promises, in a trial beside its alternatives.
         """
-        names = [slot.name for slot in self.buffers.layout.slots]
+        buffers = self.buffers
+        names = [slot.name for slot in buffers.layout.slots]
+        codecs = measure_codecs(buffers, self._values, step) if buffers.config.wires else {}
+
+        def decide() -> dict[str, Any]:
+            search = Search(planner, buffers, latest, codecs, step, self._whole.typical())
+            return candidates.dumps(self._to_try(search))
 
         def reject(decision: dict[str, Any]) -> str:
-            problems = (why_plan_does_not_fit(merging.Plan.loads(text), names) for text in decision["plans"])
+            problems = (why_plan_does_not_fit(each.plan, names) for each in candidates.loads(decision))
             return next(filter(None, problems), "")
 
-        decision = decide_on_rank_0(
-            self.buffers.comm,
-            lambda: {"plans": [plan.dumps() for plan in self._to_try(planner, latest)], "measured": latest.dumps()},
-            reject,
-            self.buffers.config.timeout,
-            decider=repr(planner),
-        )
+        decision = decide_on_rank_0(buffers.comm, decide, reject, buffers.config.timeout, decider=repr(planner))
         self._is_known = False
-        plans = [merging.Plan.loads(text) for text in decision["plans"]]
-        chosen, self._latest = plans[0], Measurements.loads(decision["measured"])
+        self._tried = candidates.loads(decision)
+        chosen, self._latest = self._tried[0].plan, self._tried[0].measured
         self._drift.restart()
-        if len(plans) > 1:
-            self._trial = PlanTrial(*plans, usual=self._whole.typical())
+        if buffers.config.wires:
+            self._why = candidates.why_without_trial(self._tried[0], bool(codecs))
+        if len(self._tried) > 1:
+            self._trial = PlanTrial(*(each.plan for each in self._tried), usual=self._whole.typical())
         elif all(chosen.dense) and self._chooses_dense:
             finish = predicted_finish(chosen, self._latest)
             self._warn_dense_once(f"predicted to end after {1e3 * finish:.3g} ms")
@@ -301,18 +343,20 @@ class Replanner:
             self.measured = self._latest
         return change
 
-    def _to_try(self, planner: merging.Planner, latest: Measurements) -> list[merging.Plan]:
-        """Return the plan to go on with, on rank 0, and after it the plans that a trial compares it with."""
-        if self.measured is None:
-            chosen = best_plan(planner, self.buffers, latest)
-        else:
-            chosen = best_plan_or_current(planner, self.buffers, latest)
-            if chosen == self.buffers.plan:
-                return [chosen]
-        return [chosen, *alternatives(planner, self.buffers, latest, chosen)]
+    def _to_try(self, search: Search) -> list[Candidate]:
+        """Return what to go on with, on rank 0, and after it what a trial compares it with."""
+        chosen = search.chosen()
+        if self.measured is not None:
+            current = search.current()
+            if chosen.plan == current.plan or not search.is_worth(chosen, current):
+                return [current]
+        return [chosen, *search.others(chosen)]
 
     def _changed_to(self, plan: merging.Plan) -> Decision:
-        """Return the decision for ``plan``: none if it is the one in use."""
+        """Return the decision for ``plan``: none if it is the one in use. A trace has a note of another codec."""
+        wire = wire_of(plan)
+        if self.times.trace is not None and wire != wire_of(self.buffers.plan):
+            self.times.trace.note(f"values in {candidates.named(wire)}", time.time(), 0.0)
         return Decision(plan=plan if plan != self.buffers.plan else None)
 
     def _warn_dense_once(self, figures: str) -> None:

@@ -2,9 +2,9 @@
 
 ``gradient_exchange``: the seam that others build on: named tensors in, combined ones out. ``agreed_state``: its group,
 and what is carried from one agreement to the next. ``agreement``: members, order and plan, the same on every rank.
-``merge_buffers``: what holds between two agreements; ``update_home``: where updates lie. ``round``: one attempt at a
-step; ``two_level_round``: with a stage inside each node. ``nonfinite_verdict``: what all do about an infinity.
-``importance``: what density="importance" goes by.
+``merge_buffers``: what holds between two agreements, with its ``messages``; ``update_home``: where updates lie.
+``round``: one attempt at a step; ``two_level_round``: with a stage inside each node. ``nonfinite_verdict``: what all do
+about an infinity. ``importance``: what density="importance" goes by.
 
 May import options/, exchanges/, metrics/, tensors/, backends/ and below.
 """

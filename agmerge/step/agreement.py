@@ -11,8 +11,8 @@ import merging
 from agmerge.backends import Backend
 from agmerge.backends.handshake import broadcast_bytes, require_agreement
 from agmerge.backends.topology import Nodes
-from agmerge.exchanges.routing import AHEAD
 from agmerge.exchanges.splitting import why_parts_impossible
+from agmerge.exchanges.way import OWN, is_ahead, why_labels_are_wrong, with_ahead, with_wire
 from agmerge.options.config import AUTO, Config
 from agmerge.step.merge_buffers import MergeBuffers, model_facts
 from agmerge.tensors.parameters import ParameterInfo
@@ -97,7 +97,9 @@ def why_plan_does_not_fit(plan: merging.Plan, members: Iterable[str]) -> str:
     if sum(plan.counts) != len(names):
         return f"it covers {sum(plan.counts)} tensors, the model has {len(names)}"
     different = sorted(set(plan.names or ()) ^ set(names))
-    return f"tensors that only one of them has: {', '.join(different)}" if different else why_parts_impossible(plan)
+    if different:
+        return f"tensors that only one of them has: {', '.join(different)}"
+    return why_labels_are_wrong(plan) or why_parts_impossible(plan)
 
 
 def with_mode(plan: merging.Plan, mode: str) -> merging.Plan:
@@ -105,9 +107,9 @@ def with_mode(plan: merging.Plan, mode: str) -> merging.Plan:
 
     Then merge buffers of several tensors are one message.
     """
-    label, pairs = AHEAD if mode == "ahead" else "", zip(plan.counts, plan.parts, strict=True)
-    parts = tuple(1 if label == AHEAD and count > 1 else parts for count, parts in pairs)
-    return replace(plan, labels=(label,) * len(plan.counts), parts=parts)
+    ahead, pairs = mode == "ahead", zip(plan.counts, plan.parts, strict=True)
+    parts = tuple(1 if ahead and count > 1 else parts for count, parts in pairs)
+    return replace(with_ahead(plan, ahead), parts=parts)
 
 
 def _make_plan(
@@ -123,8 +125,9 @@ def _make_plan(
     if recorded is not None and not why_plan_does_not_fit(recorded, parameters):
         if config.exchange != AUTO:
             recorded = replace(recorded, dense=(False,) * len(recorded.counts))
-        ahead = AHEAD in recorded.labels
-        if (AHEAD if ahead else "behind") in config.modes or not config.compressor.compresses:
+        if not config.wires:
+            recorded = with_wire(recorded, OWN)
+        if ("ahead" if is_ahead(recorded) else "behind") in config.modes or not config.compressor.compresses:
             return recorded
         return with_mode(recorded, config.modes[0])  # the script asks for the other way now
     # Reversed registration stands in for tensors that no backward pass has reached yet.

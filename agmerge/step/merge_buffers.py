@@ -16,23 +16,24 @@ import merging
 from agmerge.backends import Backend
 from agmerge.backends.handshake import Fact
 from agmerge.backends.topology import Nodes
-from agmerge.exchanges import Exchange, ExchangeContext, SegmentBuffers, routing
+from agmerge.exchanges import Exchange, ExchangeContext, SegmentBuffers
 from agmerge.exchanges.low_rank.bases import Bases
+from agmerge.exchanges.message.sample import ValueSample
 from agmerge.exchanges.node_shards import NodeShards, sharded
 from agmerge.exchanges.reduce_scatter import ScatterExchange
-from agmerge.exchanges.routing import AHEAD, Message, group_by, group_by_dtype, group_into_messages, message_name
-from agmerge.exchanges.splitting import split
 from agmerge.exchanges.table import exchange_of
+from agmerge.exchanges.way import OWN, wire_of
 from agmerge.metrics.step_times import clock_for
 from agmerge.options.config import Config
 from agmerge.step.importance import GradientEnergy
 from agmerge.step.kernel_buffers import KernelBuffers
+from agmerge.step.messages import messages_of, presparsified
 from agmerge.step.side_streams import SideStreams
 from agmerge.step.update_home import InArenas
 from agmerge.tensors.arena import Arena, Unwritten, trim
 from agmerge.tensors.layout import Lane, Layout, Segment, Slot
 from agmerge.tensors.parameters import ParameterInfo
-from sparsifiers import Kind, LowRank, kernel
+from sparsifiers import Kind, LowRank, kernel_updates
 from sparsifiers.deferred import Deferred
 from sparsifiers.gpu import IndexSection, Slots
 from sparsifiers.memories import NoMemory
@@ -113,6 +114,7 @@ class MergeBuffers:
         self.received: list[Received] = []
         self._untrimmed = 2  # steps
         self._copies: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
+        self._sample: ValueSample | None = None  # of what is selected; None: nobody has asked
         self._fixed_budgets: dict[str, int] = {}  # of segments, by key, where they are the same in every step
         # By slot: whether a gradient may move to where its update will be, see `update`; with merging="dear" it stays.
         self.may_move = [config.model is None and local.is_contiguous() for local in self.locals]
@@ -123,42 +125,19 @@ class MergeBuffers:
 
         ``exact``: what is sent whole is not cast, whatever the compressor.
         """
+        self.wire = self.config.wire if self.config.wire != OWN else wire_of(plan)  # of what is selected
         exchanges = self.exchanges(exact=exact)
         if self.config.model is not None:  # merging="dear": each all-reduce in two halves
             exchanges[Kind.DENSE] = ScatterExchange(self.exchange_context())
         self.dense, self.plan, self._fixed_budgets = exchanges[Kind.DENSE], plan, {}
         self.updates.rebuild(plan.bounds)
         self.fingerprint = zlib.crc32(plan.dumps().encode()) & 0x7FFFFFFF
-        ride = [kind for kind, each in exchanges.items() if each.carries_dense and not self.config.ordered]
-        mixes_lanes = all(each.mixes_lanes for each in exchanges.values())
-        self.messages: list[list[Message]] = []  # of each merge buffer
-        kinds = zip(plan.bounds, plan.labels, plan.dense, plan.parts, strict=True)
-        for index, (bounds, label, goes_dense, parts) in enumerate(kinds):
-            segments = routing.segments(self.layout, *bounds, label == AHEAD and not goes_dense)
-            if goes_dense:
-                groups = group_by_dtype(segments)
-            elif mixes_lanes:
-                groups = group_into_messages(segments, self.across.size, ride)
-            else:
-                groups = group_by(segments, lambda lane: lane)
-            if parts > 1:
-                groups = [message for group in groups for message in split(group, parts)]
-            messages: list[Message] = []
-            for number, group in enumerate(groups):
-                exchange = exchanges[Kind.DENSE if goes_dense else group[0].lane.kind]
-                messages.append(Message(message_name(index, number), index, exchange, tuple(group)))
-            self.messages.append(messages)
+        self.messages = messages_of(
+            plan, self.layout, exchanges, self.across.size, ordered=self.config.ordered
+        )  # of each merge buffer
         self.kernels = KernelBuffers(self.messages, self.config.compressor)
         self.buffer_of = [index for index, count in enumerate(plan.counts) for _ in range(count)]
-        # By slot: its own segment, if it is selected from before it is merged; in parts, each is when its turn comes.
-        self.presparsified = {
-            part.slots[0].index: part
-            for messages in self.messages
-            for message in messages
-            for part in message.segments
-            if part.lane.sparse and message.exchange.sparse and plan.labels[message.buffer] == AHEAD
-            if plan.parts[message.buffer] == 1
-        }
+        self.presparsified = presparsified(self.messages, plan)
         # By slot: who can do something of a message as soon as the tensor is there.
         self.prepared = {
             slot.index: message.exchange
@@ -198,7 +177,7 @@ class MergeBuffers:
             config.op,
             self.commit,
             config.timeout,
-            wire=config.wire,
+            wire=self.wire,
             ordered=config.ordered,
             same_on_all_ranks=config.compressor.same_on_all_ranks,
             predivide=config.predivide,
@@ -207,6 +186,7 @@ class MergeBuffers:
             receive=self._receive,
             take=self._take,
             retain=self.retain,
+            observe=self._observe,
             bases=self.bases,
             workers=self.comm.size,  # a node's sum counts for all of its ranks
         )
@@ -215,7 +195,7 @@ class MergeBuffers:
         """Take what all ranks have sent of a segment as it is, if it can be applied in one pass; not if it is much."""
         lane = segment.lane
         if sum(len(indices) for indices, _ in parts) > segment.length // 2 or not (
-            self.arenas[lane].memory.hands_back and kernel.takes_in(lane.dtype, lane.device)
+            self.arenas[lane].memory.hands_back and kernel_updates.takes_in(lane.dtype, lane.device)
         ):
             return False
         self.received.append((segment, parts, scale))
@@ -246,6 +226,21 @@ class MergeBuffers:
             self.commit(segment, indices, -values)
         else:
             arena.retain(segment, indices, values)
+
+    def _observe(self, values: torch.Tensor, count: int | torch.Tensor) -> None:
+        """Keep some of the values that a message has of a segment, in a step that is asked for a sample."""
+        if self._sample is not None:
+            self._sample.take(values, count)
+
+    def sample_values(self, step: int) -> None:
+        """Keep some of the values that the next step, ``step``, selects, for :meth:`sampled_values`."""
+        sparse = [slot for slot in self.layout.slots if slot.lane.sparse]
+        self._sample = ValueSample(sum(self.tensor_budget(slot, step) for slot in sparse))
+
+    def sampled_values(self) -> torch.Tensor | None:
+        """Return what was kept, and keep nothing more; see :meth:`ValueSample.values`. None: nothing was asked for."""
+        sample, self._sample = self._sample, None
+        return None if sample is None else sample.values()
 
     def _take(self, segment: Segment, offer: Deferred, slots: Slots, section: IndexSection) -> bool:
         """Write what is offered of a segment, and take it off what is kept in the same pass, where that can be done."""

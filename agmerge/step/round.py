@@ -23,7 +23,7 @@ from agmerge.tensors.arena import Add, is_movable
 from agmerge.tensors.difference import Difference
 from agmerge.tensors.layout import Segment, Slot
 from agmerge.tensors.nonfinite import NonFiniteGuard
-from sparsifiers import Kind, Selection, Sparsifier
+from sparsifiers import Kind, Selection, Sparsifier, kernel
 
 # Asked for a tensor that nobody has handed over, by name.
 GradientOf = Callable[[str], "torch.Tensor | Difference | None"]
@@ -106,7 +106,7 @@ class Round:
         moves = not (self.dirty or stays) and self.buffers.may_move[slot.index]
         if gradient is not None and moves and slot.lane.on_device:
             gradient = self._moved(slot, gradient)  # it may wait for its merge buffer: it has to lie where it is read
-        self._on_gradient(slot, gradient)
+        self._on_gradient(slot, gradient, moves)
         held = self._moved(slot, gradient) if gradient is not None and moves and not slot.lane.on_device else gradient
         self._on_added(slot, gradient)
         return held
@@ -118,7 +118,7 @@ class Round:
                 if not self._added:
                     self.recorder.begin()
                 gradient = None if self.dirty else gradient_of(slot.name)
-                self._on_gradient(slot, gradient)
+                self._on_gradient(slot, gradient, moves=False)
                 self._on_added(slot, gradient)
         self._drain()
 
@@ -132,9 +132,9 @@ class Round:
         self._poll()
         self.recorder.resumed()
 
-    def _on_gradient(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> None:
-        """Take this rank's own gradient of a tensor."""
-        self._accumulate(slot, gradient)
+    def _on_gradient(self, slot: Slot, gradient: torch.Tensor | Difference | None, moves: bool) -> None:
+        """Take this rank's own gradient of a tensor. ``moves``: it may go to where the update will be, see `_moved`."""
+        self._accumulate(slot, gradient, moves)
 
     def _moved(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
         """Return what to hold in a gradient's place."""
@@ -142,7 +142,7 @@ class Round:
             return self.buffers.arena_of[slot.index].gradients[slot.index]
         return self.buffers.arena_of[slot.index].move_to_update(slot, gradient)
 
-    def _accumulate(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> None:
+    def _accumulate(self, slot: Slot, gradient: torch.Tensor | Difference | None, moves: bool) -> None:
         """Write ``work = residual + gradient``. What is not finite is left out again: the attempt comes to nothing, and
         figures, sparsifiers and codecs have nothing to do with it."""
         if self.dirty:
@@ -152,7 +152,7 @@ class Round:
             self._batches.hold(slot, gradient)
             return
         arena = self.buffers.arena_of[slot.index]
-        finite = arena.accumulate(slot, gradient, self._add_and_prepare(slot))
+        finite = arena.accumulate(slot, gradient, self._add(slot, moves))
         if gradient is None:
             return
         if not finite and self.guard.inspect(slot, arena.work_of(slot), finite):
@@ -160,21 +160,24 @@ class Round:
         elif self.buffers.energy is not None and slot.lane.sparse:
             self.buffers.energy.add(slot, gradient.tensor() if isinstance(gradient, Difference) else gradient)
 
-    def _add_and_prepare(self, slot: Slot) -> Add | None:
-        """Return what adds a tensor's gradient up and prepares it in the same pass; None: nothing does."""
+    def _add(self, slot: Slot, moves: bool) -> Add:
+        """Return what adds a tensor's gradient up and, in the same pass, prepares it or moves it, if it ``moves``."""
         exchange = self.buffers.prepared.get(slot.index)
-        if exchange is None:
-            return None
 
         def add(
             work: torch.Tensor, update: torch.Tensor, residual: torch.Tensor, gradient: torch.Tensor
         ) -> bool | None:
-            moves = self.buffers.may_move[slot.index] and update.dtype == work.dtype and is_movable(update, gradient)
-            finite = exchange.add_and_prepare(slot, work, update, residual, gradient, moves=moves)
-            if finite:
-                self._is_prepared.add(slot.index)
-                if moves:
-                    self._has_moved.add(slot.index)
+            goes = moves and update.dtype == work.dtype and is_movable(update, gradient)
+            if exchange is not None:
+                finite = exchange.add_and_prepare(slot, work, update, residual, gradient, moves=goes)
+                done = bool(finite)
+                if done:
+                    self._is_prepared.add(slot.index)
+            else:
+                finite = kernel.add(work, residual, gradient, home=update) if goes else None
+                done = finite is not None
+            if goes and done:
+                self._has_moved.add(slot.index)
             return finite
 
         return add

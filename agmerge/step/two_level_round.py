@@ -38,7 +38,7 @@ class TwoLevelRound(Round):
         self._summed: list[RoundHeader] = []  # by merge buffer: what this rank said when the node began to add it up
         self._overflowed: list[Slot] = []  # on the host, whose node sum is not finite
 
-    def _on_gradient(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> None:
+    def _on_gradient(self, slot: Slot, gradient: torch.Tensor | Difference | None, moves: bool) -> None:
         gradient = gradient.tensor() if isinstance(gradient, Difference) else gradient
         good = gradient is None or not self.guard.inspect(slot, gradient)
         self._shards.put(slot, gradient if good and not self.dirty else None)
@@ -46,7 +46,7 @@ class TwoLevelRound(Round):
     def _moved(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
         return self._shards.set_aside(slot, gradient)
 
-    def _accumulate(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> None:
+    def _accumulate(self, slot: Slot, gradient: torch.Tensor | Difference | None, moves: bool) -> None:
         assert not isinstance(gradient, Difference)  # a node's sum, here
         if self.dirty:
             return
@@ -81,7 +81,7 @@ class TwoLevelRound(Round):
             self.guard.peer_found()
         for slot, used in zip(self._slots(buffer), header.used, strict=True):
             self._added[slot.index] = used
-            self._accumulate(slot, self._shards.shard(slot) if used else None)
+            self._accumulate(slot, self._shards.shard(slot) if used else None, moves=False)
             self._prepare(slot)
         self._send(buffer)
 

@@ -78,7 +78,8 @@ def trim() -> None:
 
 def is_movable(home: torch.Tensor, gradient: torch.Tensor) -> bool:
     """Tell whether a gradient may move to ``home``: it is not there, and that is a plain copy of its elements."""
-    plain = type(gradient) is type(home) and gradient.dtype == home.dtype and gradient.is_contiguous()
+    alike = gradient.dtype == home.dtype and gradient.shape == home.shape
+    plain = type(gradient) is type(home) and alike and gradient.is_contiguous()
     return plain and not gradient.requires_grad and gradient.data_ptr() != home.data_ptr()
 
 

@@ -102,3 +102,31 @@ def loops(request: pytest.FixtureRequest) -> Iterator[str]:
         if request.param == "numpy":
             patch.setattr(kernel, "library", None)
         yield str(request.param)
+
+
+@pytest.fixture
+def all_levels() -> Iterator[list[int]]:
+    """Those that this machine has; afterwards the one in use before is used again."""
+    before = kernel.level()
+    yield list(range(len(kernel.names())))
+    kernel.set_level(before)
+
+
+@pytest.fixture(params=kernel.LEVELS)
+def level(request: pytest.FixtureRequest, all_levels: list[int]) -> int:
+    """The loops of one instruction set."""
+    wanted = kernel.LEVELS.index(request.param)
+    if wanted not in all_levels:
+        pytest.skip(f"this machine has no {request.param}")
+    return kernel.set_level(wanted)
+
+
+@pytest.fixture
+def any_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The loops for the memory, whatever the size, and one thread."""
+    monkeypatch.setattr(kernel, "STREAMED", 0)
+    monkeypatch.setattr(kernel, "SCATTERED", 0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsifiers import kernel
+from sparsifiers import kernel, kernel_updates
 
 pytestmark = [
     pytest.mark.skipif(not kernel.available(), reason="the compiled loops were not built"),
@@ -59,6 +59,37 @@ def test_subtract_is_torchs(level: int) -> None:
     assert kernel.subtract(torch.zeros(4), torch.zeros(4), torch.zeros(4).bfloat16()) is None
 
 
+@pytest.mark.parametrize("ranks", [0, 1, 3])
+def test_a_sum_is_written_as_torch_writes_it(level: int, ranks: int) -> None:
+    source = torch.Generator().manual_seed(ranks)
+    for n in SIZES:
+        lists = [chosen(n, 0, source) for _ in range(ranks)]
+        update = torch.zeros(n)
+        for indices, values in lists:
+            update.index_add_(0, indices, values * (1 / 3))
+        for shift in range(3):
+            total = torch.full((n + shift + 1,), 7.0)
+            assert kernel_updates.write_sum(total[shift:-1], lists, 1 / 3)
+            assert torch.equal(total[shift:-1], update)
+            assert (total[:shift] == 7.0).all() and total[-1] == 7.0
+
+
+def test_a_gradient_moves_in_the_pass_that_adds_it_up(level: int) -> None:
+    source = torch.Generator().manual_seed(0)
+    for n in SIZES:
+        for shift in range(3):
+            residual, gradient = torch.randn(n, generator=source), torch.randn(n, generator=source)
+            work, home = torch.full((n + 1,), 7.0), torch.full((n + shift + 1,), 7.0)
+            assert kernel.add(work[:-1], residual, gradient, home=home[shift:-1]) is True
+            assert torch.equal(work[:-1], residual + gradient) and torch.equal(home[shift:-1], gradient)
+            assert work[-1] == 7.0 and (home[:shift] == 7.0).all() and home[-1] == 7.0
+            gradient[n // 2] = torch.inf
+            assert kernel.add(work[:-1], residual, gradient, home=home[shift:-1]) is False
+            assert torch.equal(home[shift:-1], gradient)
+    assert kernel.add(torch.zeros(4), torch.zeros(4), torch.zeros(4).bfloat16(), home=torch.zeros(4)) is None
+    assert kernel.add(torch.zeros(4), torch.zeros(4), torch.zeros(4), home=torch.zeros(4).double()) is None
+
+
 @pytest.mark.parametrize("first", [0, 5, 4096])
 @pytest.mark.parametrize("ranks", [0, 1, 3])
 def test_take_in_is_what_torch_makes_of_it_in_several_passes(level: int, first: int, ranks: int) -> None:
@@ -69,7 +100,7 @@ def test_take_in_is_what_torch_makes_of_it_in_several_passes(level: int, first: 
         lists = [chosen(n, first, source) for _ in range(ranks)]
         own, sent = chosen(n, first, source)
         own_base, own_parameter = base.clone(), parameter.clone()
-        assert kernel.take_in(own_base, own_parameter, first, lists, 1 / 3, (own, sent))
+        assert kernel_updates.take_in(own_base, own_parameter, first, lists, 1 / 3, (own, sent))
 
         update = torch.zeros(n)
         for indices, values in lists:
@@ -89,16 +120,21 @@ def test_indices_that_do_not_fit_change_nothing(level: int) -> None:
         bad = (torch.tensor(wrong, dtype=torch.int32), torch.ones(len(wrong)))
         for lists, own in (([good, bad], good), ([good], bad)):
             base, parameter = torch.ones(n), torch.ones(n)
-            assert not kernel.take_in(base, parameter, first, lists, 0.5, own)
+            assert not kernel_updates.take_in(base, parameter, first, lists, 0.5, own)
             assert (base == 1).all() and (parameter == 1).all()
+        total = torch.ones(n)
+        assert not kernel_updates.write_sum(total, [(bad[0] - first, bad[1])], 0.5)
+        assert (total == 1).all()
 
 
 def test_what_is_left_to_torch(level: int) -> None:
     own = (torch.tensor([0], dtype=torch.int32), torch.ones(1))
     base, parameter = torch.ones(4), torch.ones(4)
-    assert kernel.take_in(base, parameter, 0, [], 1.0, own)
-    assert not kernel.take_in(base.double(), parameter, 0, [], 1.0, own)
-    assert not kernel.take_in(base, torch.ones(8)[::2], 0, [], 1.0, own)
-    assert not kernel.take_in(base, parameter, 0, [(own[0].long(), own[1])], 1.0, own)
-    assert not kernel.take_in(base, parameter, 0, [], 1.0, (own[0], own[1].double()))
-    assert kernel.takes_in(torch.float32, base.device) and not kernel.takes_in(torch.float64, base.device)
+    assert kernel_updates.take_in(base, parameter, 0, [], 1.0, own)
+    assert not kernel_updates.take_in(base.double(), parameter, 0, [], 1.0, own)
+    assert not kernel_updates.take_in(base, torch.ones(8)[::2], 0, [], 1.0, own)
+    assert not kernel_updates.take_in(base, parameter, 0, [(own[0].long(), own[1])], 1.0, own)
+    assert not kernel_updates.take_in(base, parameter, 0, [], 1.0, (own[0], own[1].double()))
+    assert kernel_updates.takes_in(torch.float32, base.device) and not kernel_updates.takes_in(
+        torch.float64, base.device
+    )

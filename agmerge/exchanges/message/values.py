@@ -39,6 +39,7 @@ CASTS = (
 )
 SCALED = (Steps("int8", 8, 8), Steps("int4", 9, 4), Signs("2bit", 10, 2, scales=2), Signs("sign", 11, 1))
 VALUES: dict[str, ValueCodec] = {codec.name: codec for codec in (*CASTS[:3], *SCALED)}  # those that can be asked for
+CHOICE = ("fp32", "fp16", "int8", "int4", "2bit", "sign")  # those that wire="auto" chooses from, most bits first
 
 
 def value_codec(wire: str, dtype: torch.dtype) -> ValueCodec:

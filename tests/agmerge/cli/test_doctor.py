@@ -39,7 +39,7 @@ def rows(mpirun: str = OPEN_MPI, **changed: ProbeResult) -> dict[str, Row]:
     """The table where ``changed`` is what the probes of that name find."""
     probes = {"torch": TORCH, "horovod": HOROVOD, "mpi4py": MPI4PY, "horovodrun": HOROVODRUN}
     found = {**GOOD, **{probes[name]: value for name, value in changed.items()}}
-    return {row.name: row for row in doctor.examine(found.__getitem__, lambda program: mpirun, 2)}
+    return {row.name: row for row in doctor.examine(found.__getitem__, lambda program: mpirun, ["baseline", "avx2"])}
 
 
 def broken(table: Mapping[str, Row]) -> dict[str, str]:
@@ -104,28 +104,36 @@ def test_probes_run_side_by_side() -> None:
         together.wait(60)
         return GOOD[code]
 
-    assert all(row.works for row in doctor.examine(probe, lambda program: OPEN_MPI, 0))
+    assert all(row.works for row in doctor.examine(probe, lambda program: OPEN_MPI, ["baseline"]))
 
 
 @pytest.mark.parametrize(
-    ("level", "off", "compilers", "detail", "fix"),
+    ("levels", "off", "compilers", "detail", "fix"),
     [
-        (2, "", ["cc"], "in use, AVX-512", ""),
-        (0, "", [], "in use, for any machine", ""),
-        (None, "off", ["cc"], "switched off: selection takes", "unset AGMERGE_KERNEL"),
-        (None, "", ["clang"], "not built: selection takes", "python -m pip install --force-reinstall --no-deps"),
-        (None, "avx2", [], "there was no C compiler: ", "install one (apt install gcc), then python -m pip"),
+        (
+            ["baseline", "avx2", "avx512"],
+            "",
+            ["cc"],
+            "in use, AVX-512; AGMERGE_KERNEL may name baseline, avx2, avx512",
+            "",
+        ),
+        (["baseline", "neon"], "", ["cc"], "in use, NEON; AGMERGE_KERNEL may name baseline, neon", ""),
+        (["baseline", "avx2", "avx512"], "avx2", ["cc"], "in use, AVX2; AGMERGE_KERNEL may name ", ""),
+        (["baseline"], "", [], "in use, for any machine", ""),
+        ([], "off", ["cc"], "switched off: selection takes", "unset AGMERGE_KERNEL"),
+        ([], "", ["clang"], "not built: selection takes", "python -m pip install --force-reinstall --no-deps"),
+        ([], "avx2", [], "there was no C compiler: ", "install one (apt install gcc), then python -m pip"),
     ],
 )
 def test_whether_the_compiled_loops_are_in_use(
-    level: int | None, off: str, compilers: list[str], detail: str, fix: str, monkeypatch: pytest.MonkeyPatch
+    levels: list[str], off: str, compilers: list[str], detail: str, fix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AGMERGE_KERNEL", off)
     there = dict.fromkeys([*compilers, "python"], "/bin/python")
     monkeypatch.setattr("shutil.which", lambda program, path=None: there.get(program))
-    row = doctor.loops_row(level)
+    row = doctor.loops_row(levels)
     assert row.detail.startswith(detail) and row.fix.startswith(fix)
-    assert row.works is (level is not None) and bool(row.fix) != row.works
+    assert row.works is bool(levels) and bool(row.fix) != row.works
 
 
 def test_what_horovodrun_can_use() -> None:

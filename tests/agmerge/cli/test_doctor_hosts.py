@@ -26,7 +26,7 @@ def facts(host: str, **changed: Any) -> dict[str, Any]:
         "python": "3.11.7",
         "agmerge": "0.1.0",
         "problem": "",
-        "loops": "2",
+        "loops": "avx512",
         "torch": "2.13.0+cpu",
         "horovod": "0.28.1",
         "mpi4py": "4.1.2",
@@ -100,8 +100,8 @@ def test_a_host_on_which_no_worker_could_start() -> None:
         ("torch", "2.12.1", "torch", "2.13.0+cpu on a; 2.12.1 on b", "-m pip install torch==2.13.0"),
         ("horovod", "", "Horovod", "0.28.1 on a; none on b", "-m agmerge build-horovod"),
         ("mpirun", "mpirun (Open MPI) 4.1.4", "mpirun", "; mpirun (Open MPI) 4.1.4 on b", "make it what a has"),
-        ("loops", "-1", "compiled loops", "AVX-512 on a; none on b", "the slowest host sets the pace"),
-        ("loops", "1", "compiled loops", "AVX-512 on a; AVX2 on b", "python -m agmerge doctor"),
+        ("loops", "none", "compiled loops", "AVX-512 on a; none on b", "the slowest host sets the pace"),
+        ("loops", "avx2", "compiled loops", "AVX-512 on a; AVX2 on b", "python -m agmerge doctor"),
     ],
 )
 def test_what_differs_between_hosts(name: str, value: str, title: str, detail: str, fix: str) -> None:
@@ -174,7 +174,7 @@ def test_two_agents_here_are_asked_and_measured() -> None:
     assert seen.unreached == {} and list(seen.facts) == ["me@localhost", "127.0.0.1"]
     here, off = seen.facts.values()
     assert here["python"] == sys.version.split()[0] and here["torch"] and here["folder"]
-    assert off["loops"] == "-1" and {name: off[name] for name in ("torch", "mpirun")} == {
+    assert off["loops"] == "none" and {name: off[name] for name in ("torch", "mpirun")} == {
         name: here[name] for name in ("torch", "mpirun")
     }
     assert all(abs(ahead) <= wrong + 0.1 for ahead, wrong in seen.clocks.values())

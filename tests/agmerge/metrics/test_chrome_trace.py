@@ -65,7 +65,9 @@ def test_a_trace_has_every_buffer_of_every_step_on_each_line(tmp_path: Path, fir
 def test_probes_between_steps_are_in_a_row_of_their_own(tmp_path: Path) -> None:
     def body(rank: int, net: nn.Module) -> None:
         inner = torch.optim.SGD(net.parameters(), lr=0.1)
-        optimizer = agmerge.DistributedOptimizer(inner, net.named_parameters(), compression="topk", exchange="sparse")
+        optimizer = agmerge.DistributedOptimizer(
+            inner, net.named_parameters(), compression="topk", wire="fp32", exchange="sparse"
+        )
         with optimizer.trace(tmp_path / "trace.json"):
             more(optimizer, net, FIRST + 2)
 

@@ -33,7 +33,8 @@ import agmerge
 import merging
 from agmerge import testing
 from agmerge.exchanges.message.format import slot_bytes
-from agmerge.planning import cost_probe, drift, plan_choice, replanner
+from agmerge.exchanges.way import wire_of, with_wire
+from agmerge.planning import candidates, cost_probe, drift, replanner
 from agmerge.planning.probe_budget import Budget
 from agmerge.planning.replanner import FIRST
 from agmerge.step.agreement import with_mode
@@ -100,7 +101,7 @@ def test_a_model_with_everything_that_is_awkward_keeps_its_residuals_too(monkeyp
 
     monkeypatch.setattr(drift.DriftDetector, "look", lambda *_: drift.Finding.PLAN)
     monkeypatch.setattr(
-        plan_choice, "predicted_finish", lambda plan, measured: float("nan")
+        candidates, "predicted_finish", lambda plan, measured: float("nan")
     )  # never better, never worse
 
     def best(planner: merging.Planner, measured: merging.Measurements) -> tuple[merging.Plan, str]:
@@ -145,7 +146,8 @@ def test_the_first_plan_is_what_the_saved_measurements_give(name: str, sparsify:
     assert measured.dumps() == text
     assert measured.modes == (("behind", "ahead") if sparsify == "auto" else (sparsify,))
     assert measured.workers == 2 and dict(measured.facts)["step"] == str(FIRST)
-    assert plan == with_mode(*merging.best(merging.get(name), measured))
+    planned = with_mode(*merging.best(merging.get(name), measured))
+    assert plan == with_wire(planned, wire_of(plan))  # the measurements are those of the wire that is planned with
 
 
 def test_the_measurements_are_those_of_the_model() -> None:

@@ -89,6 +89,7 @@ class World:
         monkeypatch.setattr("agmerge.step.agreed_state.RunningStepTimes", Scripted)
         monkeypatch.setattr(replanner, "probe", probe)
         monkeypatch.setattr(merging, "best", best)
+        monkeypatch.setattr("agmerge.options.config.CHOICE", ())  # see test_wire_choice.py
 
 
 def at(look: int) -> int:

@@ -1,0 +1,73 @@
+"""Look at what a codec makes of the values that training selects: how much of it arrives, and what that takes.
+
+What does not arrive is sent later, so the share that does is the share of a step's progress. It is of energies, as
+in the contraction ||v - C(v)||^2 <= (1 - d) ||v||^2 that convergence with error feedback rests on (Karimireddy et al.,
+"Error Feedback Fixes SignSGD", ICML 2019).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from agmerge.exchanges.message.codec import ValueCodec, clear_behind
+from agmerge.exchanges.message.scaled import BLOCK
+
+BLOCKS = 64  # of values that are kept, about
+TURNS = 3  # times that a codec is timed; the fastest counts
+
+
+class Handling(NamedTuple):
+    """Say what a codec makes of one rank's values, a row of numbers to be compared between ranks."""
+
+    energy: float  # the sum of the squares of all values
+    lost: float  # that of the differences between values and what receivers read
+    encode: float  # seconds a value
+    decode: float  # seconds a value
+
+
+class ValueSample:
+    """Keep some of the values that one step sends, as they were before a codec rounded them.
+
+    ``values``: that the step sends, about. Of these every so manieth block is kept, so that all tensors have a part.
+    """
+
+    def __init__(self, values: int) -> None:
+        self._every = max(1, values // (BLOCK * BLOCKS))  # blocks
+        self._seen = 0  # blocks
+        self._whole: list[Tensor] = []  # blocks
+        self._short: list[Tensor] = []  # fewer values than a block has: these are what is left of a message
+
+    def take(self, values: Tensor, count: int | Tensor) -> None:
+        """Copy some of ``values``, (capacity,), of which ``count`` are in use. A device is not waited for."""
+        blocks = -(-values.numel() // BLOCK)
+        for block in range(-self._seen % self._every, blocks, self._every):
+            start = block * BLOCK
+            kept = clear_behind(values[start : start + BLOCK].float(), count - start).clone()
+            (self._whole if kept.numel() == BLOCK else self._short).append(kept)
+        self._seen += blocks
+
+    def values(self) -> Tensor | None:
+        """Return what was kept, float32, whole blocks first; None if that is nothing, or not finite."""
+        kept = [*self._whole, *self._short]
+        values = torch.cat([part.cpu() for part in kept]) if kept else torch.empty(0)
+        return values if values.numel() and bool(values.isfinite().all()) else None
+
+
+def handling(codec: ValueCodec, values: Tensor) -> Handling:
+    """Return what ``codec`` makes of ``values``, float32 on the host, in a message of their own."""
+    out = torch.empty(codec.size(values.numel()), dtype=torch.uint8)
+    encode = decode = float("inf")
+    read = values
+    for _ in range(TURNS):
+        began = time.perf_counter()
+        read = codec.encode(values, out)
+        encoded = time.perf_counter()
+        codec.decode(out, values.numel(), values.dtype)
+        encode, decode = min(encode, encoded - began), min(decode, time.perf_counter() - encoded)
+    exact, count = values.double(), values.numel()
+    lost = exact - read.double()
+    return Handling(float(exact.dot(exact)), float(lost.dot(lost)), encode / count, decode / count)

@@ -1,0 +1,193 @@
+"""Find the plans to try, with the value codec of each: on rank 0, from what all ranks have measured.
+
+Where merge buffers go dense or sparse by choice, all dense and all compressed are beside the plan that is predicted to
+be the best; where that one rounds values, the best one that does not is, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import merging
+from agmerge.exchanges.way import OWN, with_wire
+from agmerge.planning import plan_trial, wire_choice
+from agmerge.planning.measuring import profile
+from agmerge.planning.plan_choice import best_plan, planner_of, predicted_finish
+from agmerge.planning.wire_choice import LEAST, Codec, in_wire
+from agmerge.step.agreement import with_mode
+from agmerge.step.merge_buffers import MergeBuffers
+from merging import Measurements
+from merging.measured import sent_whole
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Hold one way to go on. Its plan's labels say how it sends, see :class:`agmerge.exchanges.way.Way`."""
+
+    plan: merging.Plan
+    measured: Measurements  # what is predicted of it goes by
+    delivered: float = 1.0  # share of the energy of what is selected that receivers read
+    wire: str = OWN  # the value codec of what is selected
+
+    @property
+    def finish(self) -> float:
+        """Return when the last exchange is predicted to end, in seconds since backward began."""
+        return predicted_finish(self.plan, self.measured)
+
+    @property
+    def is_dense(self) -> bool:
+        """Tell whether nothing is selected, so that the value codec has no say."""
+        return all(self.plan.dense)
+
+
+def dumps(candidates: Sequence[Candidate]) -> dict[str, Any]:
+    """Return candidates as what a record may hold: what several of them go by is in it once."""
+    texts = {each.plan: each.measured.dumps() for each in candidates}
+    distinct = list(dict.fromkeys(texts.values()))
+    rows = [(each.plan.dumps(), distinct.index(texts[each.plan]), each.delivered, each.wire) for each in candidates]
+    return {"rows": rows, "measured": distinct}
+
+
+def loads(record: Mapping[str, Any]) -> list[Candidate]:
+    """Return the candidates that :func:`dumps` was given."""
+    measured = [Measurements.loads(text) for text in record["measured"]]
+    return [Candidate(merging.Plan.loads(plan), measured[index], *rest) for plan, index, *rest in record["rows"]]
+
+
+class Search:
+    """Look for the plans to try, from one set of measurements.
+
+    Args:
+        planner: who makes plans.
+        buffers: the merge buffers in use.
+        latest: what was measured, in the value codec in use.
+        codecs: those that may be taken, by name, with the one in use; the gradient's own dtype first. Empty: nothing is
+            known, and the one in use stays.
+        step: the one to come.
+        usual: seconds of a step as it is.
+    """
+
+    def __init__(
+        self,
+        planner: merging.Planner,
+        buffers: MergeBuffers,
+        latest: Measurements,
+        codecs: Mapping[str, Codec],
+        step: int,
+        usual: float,
+    ) -> None:
+        self._planner, self._buffers, self._latest, self._codecs, self._step = planner, buffers, latest, codecs, step
+        self._known: dict[tuple[str, bool], Candidate] = {}  # what :meth:`_best` has found
+        self._rest = max(0.0, usual - predicted_finish(buffers.plan, latest))  # seconds of a step that no plan changes
+
+    def current(self) -> Candidate:
+        """Return the plan in use."""
+        return self._candidate(self._buffers.plan, self._latest, self._buffers.wire)
+
+    def chosen(self) -> Candidate:
+        """Return the candidate with the fewest predicted seconds for what arrives."""
+        if not self._codecs:
+            return self._best(self._buffers.wire)
+        exact = self._best(OWN)
+        pair = [exact, self._best(self._promising(exact))]
+        return pair[wire_choice.best([self._seconds(each) for each in pair], [each.delivered for each in pair])]
+
+    def is_worth(self, chosen: Candidate, current: Candidate) -> bool:
+        """Tell whether ``chosen`` gains so much over the plan in use that it is taken in its place."""
+        gain = 1 + self._planner.min_gain
+        if chosen.wire == current.wire or chosen.is_dense or current.is_dense:
+            return not current.finish <= chosen.finish * gain
+        if OWN in (chosen.wire, current.wire) or current.delivered < LEAST:
+            return True  # whether rounding is worth it has been decided, with a margin
+        scores = [self._seconds(each) / each.delivered for each in (current, chosen)]
+        return not scores[0] <= scores[1] * gain
+
+    def others(self, chosen: Candidate) -> list[Candidate]:
+        """Return what to try beside ``chosen``: what is predicted to end not much later."""
+        found: list[Candidate] = []
+        if self._codecs and chosen.wire != OWN:
+            found.append(self._best(OWN))
+        if chosen.measured.dense is not None:
+            whole = _all_dense(planner_of(self._buffers, self._planner), chosen.measured)
+            found.append(self._candidate(whole, chosen.measured, OWN))
+            found.append(self._best(chosen.wire, compressed=True))
+        latest_end = plan_trial.DOUBTFUL * chosen.finish
+        plans = {chosen.plan: chosen}
+        for each in found:
+            if each.finish < latest_end:
+                plans.setdefault(each.plan, each)
+        return list(plans.values())[1:]
+
+    def _seconds(self, candidate: Candidate) -> float:
+        """Return the predicted seconds of a step."""
+        return self._rest + candidate.finish
+
+    def _promising(self, exact: Candidate) -> str:
+        """Return the codec that is best with the plans that there are: planning for each of them would take long."""
+        sketches = [exact.plan]
+        if any(exact.plan.dense):
+            sketches.append(self._best(OWN, compressed=True).plan)
+        enough = [codec for codec in self._codecs.values() if codec.delivered >= LEAST]
+        finishes = [min(predicted_finish(plan, self._in(codec.wire)) for plan in sketches) for codec in enough]
+        seconds = [self._rest + finish for finish in finishes]
+        return enough[wire_choice.best(seconds, [codec.delivered for codec in enough])].wire
+
+    def _best(self, wire: str, *, compressed: bool = False) -> Candidate:
+        """Return the best plan in a codec. ``compressed``: in which nothing goes dense."""
+        if (wire, compressed) not in self._known:
+            measured = self._in(wire)
+            plan = best_plan(self._planner, self._buffers, replace(measured, dense=None) if compressed else measured)
+            self._known[wire, compressed] = self._candidate(plan, measured, wire)
+        return self._known[wire, compressed]
+
+    def _candidate(self, plan: merging.Plan, measured: Measurements, wire: str) -> Candidate:
+        """Return a plan with a codec, which it has no use for if it selects nothing."""
+        if all(plan.dense):
+            wire = OWN if self._codecs else self._buffers.wire
+            return Candidate(plan, self._in(wire), wire=wire)
+        if self._buffers.config.wires:  # else the script has said which one
+            plan = with_wire(plan, wire)
+        return Candidate(plan, measured, self._codecs[wire].delivered if wire in self._codecs else 1.0, wire)
+
+    def _in(self, wire: str) -> Measurements:
+        """Return what was measured as it would be in a codec."""
+        buffers = self._buffers
+        if wire == buffers.wire:
+            return self._latest
+        load = profile(buffers, self._latest.profile.backward.cumsum(), self._step, wire=wire).load
+        return in_wire(self._latest, load, self._codecs[buffers.wire], self._codecs[wire], buffers.across.size)
+
+
+def _all_dense(planner: merging.Planner, measured: Measurements) -> merging.Plan:
+    """Return the planner's plan if everything went dense."""
+    whole = sent_whole(measured)
+    plan = planner.plan(whole.profile, whole.costs, "dense")
+    mode = "behind" if "behind" in measured.modes else measured.modes[0]  # as a plan with a choice has it
+    return replace(with_mode(plan, mode), dense=(True,) * len(plan.counts))
+
+
+def why(candidates: Sequence[Candidate], seconds: Sequence[float], taken: int) -> str:
+    """Say why the wire of the candidate number ``taken`` was: seconds of a step with each of ``candidates``."""
+    fastest: dict[str, float] = {}
+    for each, took in zip(candidates, seconds, strict=True):
+        if not each.is_dense:
+            fastest[each.wire] = min(took, fastest.get(each.wire, took))
+    chosen = candidates[taken]
+    steps = ", ".join(f"{1e3 * took:.3g} ms a step in {named(wire)}" for wire, took in fastest.items())
+    return f"{chosen.delivered:.5g} of the energy that is selected arrives; {steps}"
+
+
+def why_without_trial(candidate: Candidate, measured: bool) -> str:
+    """Say why the wire of ``candidate`` is used without a trial. ``measured``: codecs were."""
+    if not measured:
+        return "no values were at hand to measure codecs on, so it stays"
+    if candidate.wire == OWN:
+        return "no codec of fewer bits is predicted to gain enough, or too little arrives"
+    return f"{candidate.delivered:.5g} of the energy that is selected arrives, and it is predicted to be faster"
+
+
+def named(wire: str) -> str:
+    """Return what a wire is called in texts."""
+    return "the gradient's own dtype" if wire == OWN else wire

@@ -1,0 +1,68 @@
+"""Make the messages of each merge buffer of a plan: pure, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import merging
+from agmerge.exchanges import Exchange, routing
+from agmerge.exchanges.routing import Message, group_by, group_by_dtype, group_into_messages, message_name
+from agmerge.exchanges.splitting import split
+from agmerge.exchanges.way import ways
+from agmerge.tensors.layout import Layout, Segment
+from sparsifiers import Kind
+
+
+def messages_of(
+    plan: merging.Plan, layout: Layout, exchanges: Mapping[Kind, Exchange], workers: int, *, ordered: bool
+) -> list[list[Message]]:
+    """Return the messages of each merge buffer.
+
+    Args:
+        plan: of the tensors in ``layout``, in its order.
+        layout: where they lie.
+        exchanges: who carries each kind of lane that there is; ``Kind.DENSE``, too, what goes dense by the plan.
+        workers: between which messages are exchanged.
+        ordered: sums are in rank order, whatever the plan: what is sent whole does not ride with others.
+    """
+    ride = [kind for kind, each in exchanges.items() if each.carries_dense and not ordered]
+    mixes_lanes = all(each.mixes_lanes for each in exchanges.values())
+    messages: list[list[Message]] = []
+    kinds = zip(plan.bounds, ways(plan), plan.dense, plan.parts, strict=True)
+    for index, (bounds, way, goes_dense, parts) in enumerate(kinds):
+        segments = routing.segments(layout, *bounds, way.ahead and not goes_dense)
+        if goes_dense:
+            groups = group_by_dtype(segments)
+        elif mixes_lanes:
+            groups = group_into_messages(segments, workers, ride)
+        else:
+            groups = group_by(segments, lambda lane: lane)
+        if parts > 1:
+            groups = [message for group in groups for message in split(group, parts)]
+        messages.append(
+            [
+                Message(message_name(index, number), index, _carrier(exchanges, group, goes_dense), tuple(group))
+                for number, group in enumerate(groups)
+            ]
+        )
+    return messages
+
+
+def _carrier(exchanges: Mapping[Kind, Exchange], group: list[Segment], goes_dense: bool) -> Exchange:
+    """Return who carries a message of these segments."""
+    return exchanges[Kind.DENSE if goes_dense else group[0].lane.kind]
+
+
+def presparsified(messages: list[list[Message]], plan: merging.Plan) -> dict[int, Segment]:
+    """Return, by slot, its own segment, if it is selected from before it is merged.
+
+    In parts, each is when its turn comes.
+    """
+    found: dict[int, Segment] = {}
+    for row, way, parts in zip(messages, ways(plan), plan.parts, strict=True):
+        if way.ahead and parts == 1:
+            for message in row:
+                for part, selected in zip(message.segments, message.selected, strict=True):
+                    if selected:
+                        found[part.slots[0].index] = part
+    return found

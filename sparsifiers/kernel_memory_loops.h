@@ -1,0 +1,81 @@
+/* The loops of kernel_memory.c, in the words of kernel_levels.h. What is written goes past the caches: it is read again
+   only when its whole merge buffer is. Each product and each sum is rounded by itself. A `check` adds up 0 times what is
+   written: NaN, if something is not finite. */
+
+/* work = factor * residual + gradient, and home = gradient if there is a home, n elements. */
+TARGET INLINE int AT(add_of)(float *work, float *home, const float *residual, const void *gradient, int64_t n,
+                             float factor, int kind)
+{
+    vec check = SPLAT(0);
+    float zero = 0;
+    int64_t i = 0;
+    while (i < n) {
+        if (n - i < WIDTH || !ALIGNED(work + i)) {
+            float other = other_one(gradient, i, kind);
+            if (home)
+                home[i] = other;
+            work[i] = factor * residual[i] + other;
+            zero += 0 * work[i++];
+            continue;
+        }
+        int streamed = home && ALIGNED(home + i);
+        for (; i + WIDTH <= n; i += WIDTH) {
+            vec other = OTHER(gradient, i, kind), sum = SPLAT(factor) * LOAD(residual + i) + other;
+            check = MULTIPLY_ADD(sum, SPLAT(0), check);
+            if (home)
+                WRITE(home + i, other, streamed);
+            STREAM(work + i, sum);
+        }
+    }
+    return zero + TOTAL(check) != 0;
+}
+
+TARGET static int AT(add)(float *work, float *home, const float *residual, const void *gradient, int64_t n,
+                          float factor, int kind)
+{
+    if (home)
+        return AT(add_of)(work, home, residual, gradient, n, factor, FLOAT32);
+    return kind == FLOAT32    ? AT(add_of)(work, 0, residual, gradient, n, factor, FLOAT32)
+           : kind == BFLOAT16 ? AT(add_of)(work, 0, residual, gradient, n, factor, BFLOAT16)
+           : kind == FLOAT16  ? AT(add_of)(work, 0, residual, gradient, n, factor, FLOAT16)
+                              : AT(add_of)(work, 0, residual, gradient, n, factor, TAKEN_OFF);
+}
+
+/* after = factor * before + gradient, and work = residual + after; in Nesterov's form after = factor * (before + gradient),
+   and work = (gradient + after) + residual. */
+TARGET INLINE int AT(momentum_of)(float *work, const float *residual, const void *gradient, const float *before,
+                                  float *after, int64_t n, float factor, int nesterov, int kind)
+{
+    vec check = SPLAT(0);
+    float zero = 0;
+    int64_t i = 0;
+    while (i < n) {
+        if (n - i < WIDTH || !ALIGNED(work + i)) {
+            float other = other_one(gradient, i, kind);
+            after[i] = nesterov ? factor * (before[i] + other) : factor * before[i] + other;
+            work[i] = nesterov ? (other + after[i]) + residual[i] : residual[i] + after[i];
+            zero += 0 * work[i++];
+            continue;
+        }
+        int streamed = ALIGNED(after + i);
+        for (; i + WIDTH <= n; i += WIDTH) {
+            vec other = OTHER(gradient, i, kind), old = LOAD(before + i), rest = LOAD(residual + i), sum, new;
+            new = nesterov ? SPLAT(factor) * (old + other) : SPLAT(factor) * old + other;
+            sum = nesterov ? (other + new) + rest : rest + new;
+            check = MULTIPLY_ADD(sum, SPLAT(0), check);
+            WRITE(after + i, new, streamed);
+            STREAM(work + i, sum);
+        }
+    }
+    return zero + TOTAL(check) != 0;
+}
+
+TARGET static int AT(momentum)(float *work, const float *residual, const void *gradient, const float *before,
+                               float *after, int64_t n, float factor, int nesterov, int kind)
+{
+    if (nesterov && kind == FLOAT32)
+        return AT(momentum_of)(work, residual, gradient, before, after, n, factor, 1, FLOAT32);
+    if (kind == FLOAT32)
+        return AT(momentum_of)(work, residual, gradient, before, after, n, factor, 0, FLOAT32);
+    return AT(momentum_of)(work, residual, gradient, before, after, n, factor, nesterov, kind);
+}

@@ -1,0 +1,296 @@
+"""wire="auto": few bits where the link asks for it, and nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import Sent, agreed, conserving, loss_of, mlp, on_ranks, seeded, train, wrap
+from torch import nn
+
+import merging
+from agmerge import testing
+from agmerge.backends import topology
+from agmerge.exchanges.way import Way, wire_of, with_wire
+from agmerge.planning import cost_probe, plan_trial, replanner, wire_choice
+from agmerge.planning.probe_budget import Budget
+from agmerge.planning.replanner import FIRST
+from agmerge.step.merge_buffers import MergeBuffers
+from merging import Curve
+
+MODEL = seeded(mlp)
+SLOW, FAST = 1.0, 0.0  # seconds an element
+TRIAL = 2 * plan_trial.STEPS
+
+
+@pytest.fixture
+def link(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What an element takes in an exchange, and one that goes dense, in place of what is measured; to be changed."""
+    seconds = [SLOW]
+
+    def probe(buffers: MergeBuffers, step: int, backward: float, budget: Budget) -> Iterator[cost_probe.MeasuredCosts]:
+        line, *dense = (Curve((0, 10**6), (1e-3, 1e-3 + slope * 10**6)) for slope in seconds)
+        yield cost_probe.MeasuredCosts(Curve((0, 1), (0.0, 0.0)), line, *dense or [None])
+
+    monkeypatch.setattr(replanner, "probe", probe)
+    return seconds
+
+
+@pytest.fixture(autouse=True)
+def the_faster_wire_is_the_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let steps in trials take what they would on the slow link: the first plan of a trial has the fewest bits."""
+    monkeypatch.setattr(plan_trial.PlanTrial, "seconds", lambda trial: [1.0 + n for n in range(len(trial.plans))])
+
+
+def wires(size: int, steps: int, **options: Any) -> list[str]:
+    """Train; the wire after each step, the same on all ranks, as are their calls and replicas."""
+
+    def body(rank: int, model: nn.Module) -> tuple[list[str], Any, list[str]]:
+        optimizer = wrap(model, **{"compression": "topk", "density": 0.1, "merging": "agmerge", **options})
+        found, seen = [], []
+        carries = "sync" in options  # then parameters differ between ranks
+        for step in range(steps):
+            digests = train(model, optimizer, rank, [step])
+            seen += [str(step)] if carries else digests
+            found.append(optimizer.stats()["values"])
+        return found, [call[:2] for call in testing.calls()], seen  # oktopk's have as many bytes as it takes
+
+    found, _, seen = agreed(on_ranks(size, MODEL, body))
+    assert len(set(seen)) == steps
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_slow_link_takes_few_bits_after_the_first_plan_and_not_before(size: int, link: list[float]) -> None:
+    found = wires(size, FIRST + TRIAL + 2)
+    assert set(found[: FIRST - 1]) == {"auto"}
+    assert found[FIRST - 1] in ("fp16", "int8", "int4") and found[-1] == found[FIRST - 1]
+    assert "auto" in found[FIRST - 1 :]  # its turn in the trial
+
+
+def test_a_fast_link_keeps_the_gradients_own_dtype(link: list[float]) -> None:
+    link[0] = FAST
+    assert set(wires(2, FIRST + TRIAL + 2)) == {"auto"}
+
+
+@pytest.mark.parametrize("wire", ["auto", "fp32", "int8"])
+@pytest.mark.filterwarnings("ignore:agmerge sends gradients dense")
+def test_where_dense_is_fastest_codecs_have_no_say(wire: str, link: list[float]) -> None:
+    link.append(FAST)
+
+    def body(rank: int, model: nn.Module) -> tuple[list[str], merging.Plan]:
+        optimizer = wrap(model, compression="topk", merging="agmerge", exchange="auto", wire=wire)
+        return train(model, optimizer, rank, range(FIRST)), optimizer.plan
+
+    _, plan = agreed(on_ranks(2, MODEL, body))
+    assert all(plan.dense) and wire_of(plan) == "auto"
+
+
+def test_a_codec_that_is_slower_in_real_steps_is_given_back(link: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_trial.PlanTrial, "seconds", lambda trial: [2.0] + [1.0] * (len(trial.plans) - 1))
+    found = wires(2, FIRST + TRIAL + 2)
+    assert found[FIRST - 1] != "auto" == found[-1]
+
+
+def test_one_of_which_too_little_arrives_is_none(link: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agmerge.planning.candidates.LEAST", 1.0)
+    assert set(wires(2, FIRST + 3)) == {"auto"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"wire": "fp32"},
+        {"wire": "sign"},
+        {"memory": "none"},
+        {"dense_sum": "ordered"},
+        {"merging": "threshold"},
+        {"merging": merging.Plan((3, 3))},
+        {"exchange": "oktopk"},
+        {"exchange": "masked"},
+        {"num_groups": 2},
+        {"sync": "updates", "merging": "agmerge"},
+        {"compression": "powersgd", "rank": 2, "density": None},
+    ],
+    ids=str,
+)
+def test_what_the_script_says_stays(options: dict[str, Any], link: list[float]) -> None:
+    if "num_groups" in options:
+        options = {**options, "merging": "agmerge"}
+    expected = options.get("wire") or ("sign" if options.get("sync") == "updates" else "auto")
+    assert set(wires(2, FIRST + 3, **options)) == {expected}
+
+
+def test_nothing_is_lost_while_codecs_change(link: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = Sent(monkeypatch)
+
+    def body(rank: int, model: nn.Module) -> tuple[list[str], list[merging.Plan]]:
+        optimizer = wrap(model, compression="topk", merging="agmerge")
+        return conserving(model, optimizer, lambda step: loss_of(model, rank, step), FIRST + TRIAL + 3, sent)
+
+    seen, plans = agreed(on_ranks(2, MODEL, body))
+    assert len(set(seen)) == len(plans) and len({wire_of(plan) for plan in plans}) == 2
+
+
+def test_a_training_that_is_resumed_goes_on_in_the_same_wire_to_the_bit(link: list[float]) -> None:
+    settled = FIRST + TRIAL + 2
+
+    def straight(rank: int, model: nn.Module) -> tuple[dict[str, Any], Any, list[str], str]:
+        optimizer = wrap(model, compression="topk", merging="agmerge")
+        train(model, optimizer, rank, range(settled))
+        saved = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+        return *saved, train(model, optimizer, rank, range(settled, settled + 3)), optimizer.stats()["values"]
+
+    kept = on_ranks(2, MODEL, straight)
+
+    def resumed(rank: int, model: nn.Module, **options: Any) -> tuple[list[str], str]:
+        optimizer = wrap(model, compression="topk", merging="agmerge", **options)
+        state, parameters, *_ = kept[rank]
+        model.load_state_dict(parameters)
+        optimizer.load_state_dict(state)
+        return train(model, optimizer, rank, range(settled, settled + 3)), optimizer.stats()["values"]
+
+    assert agreed(on_ranks(2, MODEL, resumed)) == kept[0][2:] and kept[0][3] != "auto"
+    assert agreed(on_ranks(2, MODEL, lambda rank, model: resumed(rank, model, wire="fp32")))[1] == "fp32"
+
+
+def test_it_is_looked_at_again_when_the_link_has_changed(link: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter([replanner.Finding.PROBE])
+    monkeypatch.setattr(replanner.DriftDetector, "look", lambda *_: next(looks, replanner.Finding.KEEP))
+    every = 5
+
+    def body(rank: int, model: nn.Module) -> list[str]:
+        planner = merging.get("agmerge", check_every=every)
+        optimizer, found = wrap(model, compression="topk", merging=planner), []
+        for step in range(FIRST + TRIAL + 3 * every):
+            if step == FIRST + TRIAL - 1:
+                link[0] = FAST
+            train(model, optimizer, rank, [step])
+            found.append(optimizer.stats()["values"])
+        return found
+
+    found = agreed(on_ranks(2, MODEL, body))
+    assert found[FIRST - 1] != "auto" and found[-1] == "auto"
+
+
+def test_tables_and_traces_say_it(link: list[float], tmp_path: Path) -> None:
+    def body(rank: int, model: nn.Module) -> tuple[str, str]:
+        optimizer = wrap(model, compression="topk", merging="agmerge")
+        train(model, optimizer, rank, range(FIRST - 2))
+        before = optimizer.merge_report()
+        with optimizer.trace(tmp_path / "trace.json"):
+            train(model, optimizer, rank, range(FIRST - 2, FIRST + TRIAL + 3))
+        return before, optimizer.merge_report()
+
+    for before, after in on_ranks(2, MODEL, body):
+        assert "travel in" not in before
+        assert re.search(
+            r"values travel in (fp16|int8|int4): 0\.\d+ of the energy that is selected arrives; .* ms", after
+        )
+    events = json.loads((tmp_path / "trace.rank1.json").read_text())["traceEvents"]
+    assert sum(event["name"].startswith("values in") for event in events) == 3  # to it, back, and to it for good
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"exchange": "two-level"},
+        {"exchange": "auto"},
+        {"compression": "dgc", "memory": "dgc"},
+        {"density": "importance"},
+        {"density": {".*": 0.2}},
+        {"compression": "randomk"},
+        {"sparsify": "ahead"},
+        {"density": 1.0},
+        {"dense": "partial"},
+    ],
+    ids=str,
+)
+def test_whatever_else_is_asked_for(
+    options: dict[str, Any], link: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if options.get("exchange") == "two-level":
+        monkeypatch.setenv(topology.VARIABLE, "2")
+    found = wires(4 if "two-level" in options.values() else 2, FIRST + TRIAL + 2, **options)
+    assert set(found[: FIRST - 1]) == {"auto"} and found[-1] in ("fp16", "int8", "int4")
+
+
+def test_a_plan_of_an_earlier_run_brings_its_wire(
+    link: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGMERGE_CACHE", str(tmp_path))
+    monkeypatch.setattr(replanner.DriftDetector, "look", keeping)
+    every = FIRST + 5
+    options = {"merging": merging.get("agmerge", check_every=every)}
+    first = wires(2, every + TRIAL, **options)
+    assert first[-1] != "auto" and len(list((tmp_path / "plans").iterdir())) == 1
+    assert wires(2, 3, **options) == [first[-1]] * 3  # from the first step's end on
+    assert wires(2, 3, wire="fp32", **options) == ["fp32"] * 3
+
+
+def keeping(detector: Any, *_: Any) -> replanner.Finding:
+    """A look that finds times to be as they were."""
+    detector.usual_ratio = 1.0
+    return replanner.Finding.KEEP
+
+
+# -- plans that say it -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", [Way(), Way(ahead=True), Way(wire="int8"), Way(ahead=True, wire="sign")])
+def test_a_label_says_what_it_was_made_from(way: Way) -> None:
+    assert Way.of(way.label) == way
+    assert with_wire(merging.Plan((2,), labels=(way.label,)), "int4").labels == (Way(way.ahead, "int4").label,)
+
+
+@pytest.mark.parametrize("label", ["wire=int3", "int8", "ahead wires", "wire=auto"])
+def test_other_words_are_refused(label: str) -> None:
+    with pytest.raises(ValueError, match="has the word"):
+        wrap(mlp(), compression="topk", merging=merging.Plan((6,), labels=(label,)))
+
+
+def test_merge_buffers_of_several_wires_are_refused() -> None:
+    with pytest.raises(ValueError, match="all the same one"):
+        wrap(mlp(), compression="topk", merging=merging.Plan((3, 3), labels=("wire=int8", "")))
+
+
+@pytest.mark.parametrize("options", [{"wire": "fp32"}, {"memory": "none"}, {"exchange": "oktopk"}])
+def test_a_plan_with_a_wire_that_the_options_exclude_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="this plan sends values in int8"):
+        wrap(mlp(), compression="topk", merging=merging.Plan((6,), labels=("wire=int8",)), **options)
+
+
+def test_a_plan_of_the_script_may_say_the_wire_and_is_followed() -> None:
+    plan = merging.Plan((3, 3), labels=("wire=int8",) * 2)
+
+    def digests(rank: int, model: nn.Module, **options: Any) -> tuple[list[str], str]:
+        optimizer = wrap(model, compression="topk", **options)
+        return train(model, optimizer, rank, range(5)), optimizer.stats()["values"]
+
+    said = agreed(on_ranks(2, MODEL, lambda rank, model: digests(rank, model, merging=plan)))
+    given = agreed(
+        on_ranks(2, MODEL, lambda rank, model: digests(rank, model, merging=merging.Plan((3, 3)), wire="int8"))
+    )
+    assert said == given and said[1] == "int8"
+
+
+def test_the_share_that_arrives_is_of_all_ranks_values(link: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[dict[str, wire_choice.Codec]] = []
+    original = replanner.measure_codecs
+
+    def measured(buffers: MergeBuffers, values: torch.Tensor | None, step: int) -> dict[str, wire_choice.Codec]:
+        codecs = original(buffers, values, step)
+        found.append(codecs)
+        return codecs
+
+    monkeypatch.setattr(replanner, "measure_codecs", measured)
+    wires(3, FIRST)
+    assert len(found) == 3 and found[0] == found[1] == found[2]
+    shares = [found[0][name].delivered for name in ("auto", "fp16", "int8", "int4", "2bit", "sign")]
+    assert shares[0] == 1.0 and shares == sorted(shares, reverse=True) and shares[-1] > 0.3
