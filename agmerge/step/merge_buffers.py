@@ -22,7 +22,7 @@ from agmerge.exchanges.message.sample import ValueSample
 from agmerge.exchanges.node_shards import NodeShards, sharded
 from agmerge.exchanges.reduce_scatter import ScatterExchange
 from agmerge.exchanges.table import exchange_of
-from agmerge.exchanges.way import OWN, wire_of
+from agmerge.exchanges.way import OWN, exchange_of_plan, wire_of
 from agmerge.metrics.step_times import clock_for
 from agmerge.options.config import Config
 from agmerge.step.importance import GradientEnergy
@@ -126,6 +126,7 @@ class MergeBuffers:
         ``exact``: what is sent whole is not cast, whatever the compressor.
         """
         self.wire = self.config.wire if self.config.wire != OWN else wire_of(plan)  # of what is selected
+        self.exchange = self.config.exchange if not self.config.exchanges else exchange_of_plan(plan)  # of the same
         exchanges = self.exchanges(exact=exact)
         if self.config.model is not None:  # merging="dear": each all-reduce in two halves
             exchanges[Kind.DENSE] = ScatterExchange(self.exchange_context())
@@ -167,7 +168,7 @@ class MergeBuffers:
         """Return new exchanges, one for each kind of lane that there is. ``exact``: without a cast."""
         context, kinds = self.exchange_context(), {lane.kind for lane in self.arenas} | {Kind.DENSE}
         context = replace(context, cast=None) if exact else context
-        return {kind: exchange_of(kind, self.config.exchange)(context) for kind in kinds}
+        return {kind: exchange_of(kind, self.exchange)(context) for kind in kinds}
 
     def exchange_context(self) -> ExchangeContext:
         """Return what the exchanges of these merge buffers are made from."""
