@@ -61,6 +61,8 @@ class ReportingMixin:
         in use now, by its canonical name. ``planning``: "timing" (the first steps), "probing" (small messages between
         steps), "trying" (some steps with each of several plans), "settled", "known" (from an earlier run), or "fixed".
         ``values``: the codec that selected values travel in now, "auto" the gradient's own dtype; ``values_why``: why.
+        ``exchange``: how what is selected is combined now; with ``exchange="fastest"`` "auto" is what it is by default.
+        ``exchange_why``: why.
         ``bytes_probed``: of probes, since ranks agreed last; not in ``bytes_sent``. ``selection``:
         only while :meth:`measure_selection` is on.
         """
@@ -69,6 +71,7 @@ class ReportingMixin:
         sparsifier = compressor.part(Kind.SPARSE)
         exchange.times.settle()
         values, values_why = self._reducer.wire_now()
+        combined, combined_why = self._reducer.exchange_now()
         planning_now, probed = self._reducer.planning_now()
         norms = [float(torch.linalg.vector_norm(r.double())) for r in self._reducer.unsent().values()]
         return {
@@ -87,6 +90,8 @@ class ReportingMixin:
             "bytes_probed": probed,
             "values": values,
             "values_why": values_why,
+            "exchange": combined,
+            "exchange_why": combined_why,
             "residual_norm": sum(norm**2 for norm in norms) ** 0.5,
             **({"selection": sparsifier.figures()} if isinstance(sparsifier, Observed) else {}),
         }

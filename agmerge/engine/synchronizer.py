@@ -211,6 +211,13 @@ class Synchronizer:
             return self.config.wire, "no ranks have agreed yet"
         return buffers.wire, plans.why_wire
 
+    def exchange_now(self) -> tuple[str, str]:
+        """Return the exchange of what is selected, and why it is that."""
+        plans, buffers = self.exchange.plans, self.exchange.buffers
+        if not isinstance(plans, Replanner) or buffers is None:
+            return self.config.exchange, "no ranks have agreed yet"
+        return buffers.exchange, plans.why_exchange
+
     def measure(self) -> planning.Measurements:
         """Collective. Measure costs now, for reports; the plan stays. Raises where there was no step to measure."""
         self.check_idle("measure()")

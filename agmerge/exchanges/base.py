@@ -34,11 +34,19 @@ Commit = Callable[[Segment, "torch.Tensor | None", "torch.Tensor | Unwritten | N
 # segment's work in the same pass. Returns False, with nothing done, where that takes two.
 Take = Callable[[Segment, Deferred, Slots, IndexSection], bool]
 
+# retain(segment, indices, values) adds to the segment's work what this rank has rounded off sums of all ranks:
+# work[indices] += values. indices: int32 or int64, (n,), ascending; values: (n,).
+Retain = Callable[[Segment, torch.Tensor, torch.Tensor], None]
+
 # What all ranks have sent of a segment, (indices, values) by rank, and the factor of these values. Returns whether that
 # is enough: then no update is written.
 Receive = Callable[[Segment, "list[tuple[torch.Tensor, torch.Tensor]]", float], bool]
 # observe(values, count): some of them may be copied; the first `count` are in use.
 Observe = Callable[[torch.Tensor, "int | torch.Tensor"], None]
+
+
+def _nobody_retains(segment: Segment, indices: torch.Tensor, values: torch.Tensor) -> None:
+    raise NotImplementedError(f"{segment.key}: a codec rounds sums, and ExchangeContext.retain was not given")
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,7 @@ class ExchangeContext:
     keeps: bool = False  # `work` of dense segments holds a residual, so that what is sent has to be committed
     receive: Receive = lambda segment, parts, scale: False  # asked where ranks' selections are at hand, one by one
     take: Take = lambda segment, offer, slots, section: False  # asked where a message has the values themselves
+    retain: Retain = _nobody_retains  # takes what a codec rounds off sums of all ranks
     observe: Observe = lambda values, count: None  # told of the values that are sent, before they are rounded
     bases: Bases | None = None  # of low-rank lanes; None: there are none
     workers: int | None = None  # whose gradients a sum has; None: one of each rank of `comm`

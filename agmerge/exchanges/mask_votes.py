@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from agmerge.exchanges.message import bits, smallest
@@ -53,7 +54,14 @@ def vote(work: torch.Tensor, offered: torch.Tensor, share: int, workers: int, mo
 
 def merge_votes(votes: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the mask: what the votes of all ranks name of one vector, int64, ascending."""
-    return torch.cat(list(votes)).sort().values
+    return ascending(torch.cat(list(votes)))
+
+
+def ascending(indices: torch.Tensor) -> torch.Tensor:
+    """Return ``indices`` in order. On the host numpy takes a fourth of the time of torch."""
+    if indices.device.type == "cpu":
+        return torch.from_numpy(np.sort(indices.numpy()))
+    return indices.sort().values
 
 
 class VoteFormat:
@@ -83,7 +91,7 @@ class VoteFormat:
         """Fill ``out``, uint8[size], with what a rank names of each vector: int64, of its ``share``, in no order."""
         counts = []
         for codec, part, length, names in zip(self._codecs, self._parts, self.lengths, named, strict=True):
-            places = ((names - share) // self.workers).sort().values.to(torch.int32)
+            places = ascending((names - share) // self.workers).to(torch.int32)
             valid = bool(in_order(places, self._held(length, share)))
             counts.append(places.numel() if valid else -1)  # what somebody selected is not there: others must know
             if part.stop > part.start:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 
@@ -21,6 +22,7 @@ from agmerge.exchanges.multi_round import MultiRoundExchange, Phases, State
 from sparsifiers import Selection
 
 _DIGITS, _BASE = 4, 8  # of a checksum, one-hot
+_NUMBER = 4  # bytes of the number, behind the votes, that stands for masks which nobody votes on
 
 
 @dataclass
@@ -29,7 +31,7 @@ class _State(State):
 
     header: Format | None = None  # in front of the votes
     votes: mask_votes.VoteFormat | None = None  # None: nothing is voted on
-    voted: list[bool] = field(default_factory=list)  # the mask of this load is voted on; else it is all of it
+    known: list[torch.Tensor | None] = field(default_factory=list)  # the mask of a load; None: it is voted on
     masks: list[torch.Tensor] = field(default_factory=list)  # int32 or int64, once all ranks agree on them
     sums: list[all_reduce.Sum] = field(default_factory=list)  # values under way, one for each dtype
     totals: dict[int, torch.Tensor] = field(default_factory=dict)  # by load: its part of a sum, a view
@@ -45,10 +47,14 @@ class MaskedExchange(MultiRoundExchange):
        off its work, and an all-reduce adds them up, after backward, all merge buffers' together.
     3. The update is the sum at the mask, and zero elsewhere.
 
+    Where ``context.wire`` names a codec, values do not add up on their way: each rank is sent a share of the mask from
+    all others, adds it up in rank order, and hands the sums round (:meth:`MultiRoundExchange.add_up_values`). A rank
+    keeps what the codec rounds off its own values, and off its share of the sums. Values then leave after backward.
+
     Two masks need no vote. With ``context.same_on_all_ranks`` what is offered depends on (seed, key, step) alone, so
-    offers are the mask; and where k is all of a segment, the mask is all of it. Without a vote there is one round: a
-    checksum of the mask and the control numbers travel behind the values. With ``context.ordered`` values are added in
-    rank order.
+    offers are the mask; and where k is all of a segment, the mask is all of it. Without a vote, and without a codec,
+    there is one round: a checksum of the mask and the control numbers travel behind the values. With
+    ``context.ordered`` values are added in rank order.
 
     A mask by vote is nobody's own choice: with W ranks whose gradients have little in common it leaves about as much
     behind as an own choice of k/W would, with ranks that agree about as much as ``sparse`` does.
@@ -58,7 +64,7 @@ class MaskedExchange(MultiRoundExchange):
 
     def __init__(self, context: ExchangeContext) -> None:
         super().__init__(context)
-        self.drawn, self.ordered = context.same_on_all_ranks, context.ordered
+        self.drawn, self.ordered, self.coded = context.same_on_all_ranks, context.ordered, context.wire != "auto"
 
     def start(
         self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
@@ -68,14 +74,18 @@ class MaskedExchange(MultiRoundExchange):
         if len(chosen) < len(loads):
             raise ValueError(f"{name}: a segment without a selection cannot share a message of masked")
         whole = [offer.indices.numel() >= load.segment.numel for offer, load in zip(chosen, loads, strict=True)]
-        if self.drawn or all(whole):
-            return self._start_agreed(name, loads, chosen, whole, control)
+        known = [
+            _all(load) if all_of_it else offer.indices if self.drawn else None
+            for load, offer, all_of_it in zip(loads, chosen, whole, strict=True)
+        ]
+        if not self.coded and (self.drawn or all(whole)):
+            return self._start_agreed(name, loads, [mask for mask in known if mask is not None], control)
         workers, device = self.comm.size, loads[0].work.device
-        budgets = [0 if all_of_it else offer.indices.numel() for offer, all_of_it in zip(chosen, whole, strict=True)]
+        budgets = [offer.indices.numel() if mask is None else 0 for offer, mask in zip(chosen, known, strict=True)]
         slots = [mask_votes.slots(k, workers) for k in budgets]
         votes = mask_votes.VoteFormat([load.segment.length for load in loads], slots, workers)
         header = self.format_of(name, loads, [0] * len(loads))  # votes follow it
-        size = header.size + votes.size
+        size = header.size + votes.size + (_NUMBER if self.drawn else 0)
         message = self.keep(("votes", name), size, torch.uint8, device)
         received = self.keep(("all votes", name), size * workers, torch.uint8, device)
         header.write_header(message, control, [0] * len(loads))
@@ -85,26 +95,23 @@ class MaskedExchange(MultiRoundExchange):
             if k and not control.flags & Flag.REPLAN:
                 most = mask_votes.quota(k, workers, share)
                 named[i] = mask_votes.vote(load.work, offer.trimmed(), share, workers, most)
-        votes.write(named, share, message[header.size :])
+        votes.write(named, share, message[header.size : header.size + votes.size])
+        if self.drawn:
+            message[-_NUMBER:].view(torch.int32).copy_(number_of([mask for mask in known if mask is not None], device))
         handle = self.comm.all_gather(received, message, name)
-        state = _State(header=header, votes=votes, voted=[not all_of_it for all_of_it in whole])
+        state = _State(header=header, votes=votes, known=known)
         return self.schedule(InFlight(name, loads, control, handle, size, 0, message, received, state))
 
     def _start_agreed(
         self,
         name: str,
         loads: Sequence[SegmentBuffers],
-        offers: Sequence[Selection],
-        whole: Sequence[bool],
+        masks: list[torch.Tensor],
         control: RoundHeader,
     ) -> InFlight:
-        """Collective. Send values at masks that all ranks know already; ``whole``: the mask of a load is all of it."""
-        state = _State()
-        state.masks = [
-            _all(load) if all_of_it else offer.indices
-            for load, offer, all_of_it in zip(loads, offers, whole, strict=True)
-        ]
-        digits = checksum(state.masks)
+        """Collective. Send values at masks that all ranks know already."""
+        state = _State(masks=masks)
+        digits = checksum(masks)
         self._send(name, loads, state, torch.cat([digits, tail_of(control, torch.float32, digits.device)]))
         first = state.sums[0]
         elements = sum(_real(load, mask) for load, mask in zip(loads, state.masks, strict=True))
@@ -137,19 +144,44 @@ class MaskedExchange(MultiRoundExchange):
         by_rank = []
         for rank, message in enumerate(messages):
             share = mask_votes.share_of(rank, self.comm.size, pending.control.step)
-            named = state.votes.read(message[state.header.size :], share)
+            named = state.votes.read(message[state.header.size :][: state.votes.size], share)
             if named is None:
                 raise MessageError(
                     f"{pending.name}: what rank {rank} votes has changed on its way, or is not in the vector: look at "
                     "the network and the memory of its machine; what a sparsifier selects must be in range"
                 )
             by_rank.append(named)
-        for load, voted, named_by_all in zip(pending.loads, state.voted, zip(*by_rank, strict=True), strict=True):
-            state.masks.append(mask_votes.merge_votes(named_by_all) if voted else _all(load))
+        if self.drawn and (messages[:, -_NUMBER:] != messages[0, -_NUMBER:]).any():
+            raise _drawn_apart(pending.name, state.control)
+        for mask, named_by_all in zip(state.known, zip(*by_rank, strict=True), strict=True):
+            state.masks.append(mask_votes.merge_votes(named_by_all) if mask is None else mask)
+        pending.elements = sum(_real(load, mask) for load, mask in zip(pending.loads, state.masks, strict=True))
+        if self.coded:
+            yield from self._add_up(pending, state)
+            return
+        # `wait` waits for sums one by one, so that an update is written while those behind it travel.
         self._send(f"{pending.name}/values", pending.loads, state, torch.empty(0, device=messages.device))
         pending.bytes += sum(part.bytes for part in state.sums)
-        pending.elements = sum(_real(load, mask) for load, mask in zip(pending.loads, state.masks, strict=True))
-        yield from ()  # `wait` waits for sums one by one, so that an update is written while those behind it travel
+
+    def _add_up(self, pending: InFlight, state: _State) -> Phases[None]:
+        """Collective. Add up what lies at the masks in the codec, all of one dtype together; commit it."""
+        for number, dtype in enumerate(dict.fromkeys(load.work.dtype for load in pending.loads)):
+            members = [i for i, load in enumerate(pending.loads) if load.work.dtype == dtype]
+            lengths = [state.masks[i].numel() for i in members]
+            if not any(lengths):
+                continue
+            values = torch.cat([pending.loads[i].work.index_select(0, state.masks[i]) for i in members])
+            sums, seen, rest, fault = yield from self.add_up_values(pending, f"values {number}", values)
+            if fault:
+                raise MessageError(
+                    f"{pending.name}: the sums that rank {fault - 1} handed round are damaged, or what it was sent for "
+                    "them: look at the network and the memory of its machine"
+                )
+            by_load = (torch.split(sums, lengths), torch.split(seen, lengths), rest.by_part([0, *accumulate(lengths)]))
+            for i, total, sent, unread in zip(members, *by_load, strict=True):
+                state.totals[i], segment, mask = total, pending.loads[i].segment, state.masks[i]
+                self.commit(segment, mask, sent)
+                self.context.retain(segment, mask[unread.indices], unread.values)
 
     def _send(self, name: str, loads: Sequence[SegmentBuffers], state: _State, tail: torch.Tensor) -> None:
         """Collective. Begin to add up what lies at the masks, one sum for each dtype; ``tail`` goes behind the first.
@@ -186,10 +218,7 @@ class MaskedExchange(MultiRoundExchange):
         # A rank that sends nothing but a flag has drawn nothing.
         hot = [sum(value != 0.0 for value in digits[at : at + _BASE]) for at in range(0, len(digits), _BASE)]
         if not control.flags & Flag.REPLAN and hot != [1] * _DIGITS:
-            raise MessageError(
-                f"{pending.name}: ranks drew different coordinates in step {control.step}. Give every rank the same "
-                "compressor with the same seed, and load a checkpoint of the same step on all of them"
-            )
+            raise _drawn_apart(pending.name, control)
         return control
 
     def finish(self, pending: InFlight) -> None:
@@ -197,20 +226,34 @@ class MaskedExchange(MultiRoundExchange):
         for i, (load, mask) in enumerate(zip(pending.loads, state.masks, strict=True)):
             load.update.zero_()
             if mask.numel():
-                load.update.index_copy_(0, mask.long(), state.totals[i] * self.scale)
+                load.update.index_copy_(0, mask.long(), (state.totals[i] * self.scale).to(load.update.dtype))
 
 
-def checksum(masks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the digits of a number that stands for ``masks`` (int32 or int64): one-hot, float32[32].
-
-    One-hot digits can be summed: where all ranks have the same, one position of each is not zero. Waits for no device.
-    """
-    number = torch.zeros((), dtype=torch.int64, device=masks[0].device)
+def number_of(masks: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return a number below 4093 that stands for ``masks`` (int32 or int64): int64, 0-dim. Waits for no device."""
+    number = torch.zeros((), dtype=torch.int64, device=device)
     for mask in masks:
         places = torch.arange(1, mask.numel() + 1, device=mask.device)
         number = (31 * number + ((mask.long() + 1) * (2 * places + 1)).sum()) % 4093
+    return number
+
+
+def checksum(masks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the digits of the number that stands for ``masks`` (int32 or int64): one-hot, float32[32].
+
+    One-hot digits can be summed: where all ranks have the same, one position of each is not zero. Waits for no device.
+    """
+    number = number_of(masks, masks[0].device)
     digits = torch.stack([number // _BASE**i % _BASE for i in range(_DIGITS)])
     return (digits[:, None] == torch.arange(_BASE, device=digits.device)).flatten().float()
+
+
+def _drawn_apart(name: str, control: RoundHeader) -> MessageError:
+    """Return the error of ranks that do not have the same mask."""
+    return MessageError(
+        f"{name}: ranks drew different coordinates in step {control.step}. Give every rank the same "
+        "compressor with the same seed, and load a checkpoint of the same step on all of them"
+    )
 
 
 def _all(load: SegmentBuffers) -> torch.Tensor:

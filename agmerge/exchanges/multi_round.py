@@ -5,14 +5,17 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
 
 from agmerge.backends import Handle
+from agmerge.exchanges.all_reduce import in_rank_order
 from agmerge.exchanges.base import Exchange, ExchangeContext, InFlight
 from agmerge.exchanges.message.format import RoundHeader
-from agmerge.exchanges.message.pairs import IndexValuePairs, PairFormat, read, write
+from agmerge.exchanges.message.pairs import IndexValuePairs, PairFormat, read, unread, write
+from agmerge.exchanges.oktopk.regions import shares
 
 T = TypeVar("T")
 Phases = Generator[Handle, None, T]  # yields each collective that it starts; goes on when that has ended
@@ -115,23 +118,24 @@ class MultiRoundExchange(Exchange):
         own: IndexValuePairs,
         table: list[list[int]],
         ranges: Sequence[Sequence[range]],
-    ) -> Phases[tuple[list[IndexValuePairs], int]]:
+    ) -> Phases[tuple[list[IndexValuePairs], torch.Tensor, int]]:
         """Collective. Cut ``own`` pairs into pieces, send piece r to rank r, and return what arrives, by rank.
 
         ``table[a][b]``: pairs that rank a sends to rank b, the same table on all ranks. ``ranges[a][b]``: where their
-        indices lie, which ascend in it. Also returns 1 + the first rank whose piece is damaged or not so; else 0.
+        indices lie, which ascend in it. Values travel as ``context.wire`` says: also returns what is read of the
+        values of ``own``; and 1 + the first rank whose piece is damaged or not so, else 0.
         """
-        dtype, rank = own.values.dtype, self.comm.rank
-        leaving = [PairFormat(*pair, dtype) for pair in zip(ranges[rank], table[rank], strict=True)]
-        arriving = [PairFormat(places[rank], row[rank], dtype) for places, row in zip(ranges, table, strict=True)]
+        rank = self.comm.rank
+        leaving = [self._parcel(*pair, own) for pair in zip(ranges[rank], table[rank], strict=True)]
+        arriving = [self._parcel(places[rank], row[rank], own) for places, row in zip(ranges, table, strict=True)]
         sizes, out_sizes = ([form.size for form in forms] for forms in (leaving, arriving))
         message = self._bytes(pending, what, sum(sizes))
         received = self._bytes(pending, f"{what} received", sum(out_sizes))
-        write(leaving, own.split(table[rank]), message, sound=True)
+        seen = _read_of(own, leaving, write(leaving, own.split(table[rank]), message, sound=True))
         pending.bytes += message.numel()
         yield self.comm.all_to_all(received, message, out_sizes, sizes, f"{pending.name}/{what}")
         pieces, good = read(arriving, torch.split(received, out_sizes))
-        return pieces, 0 if all(good) else 1 + good.index(False)
+        return pieces, seen, 0 if all(good) else 1 + good.index(False)
 
     def all_gather_pairs(
         self,
@@ -141,23 +145,60 @@ class MultiRoundExchange(Exchange):
         held: Sequence[int],
         ranges: Sequence[range],
         sound: bool,
-    ) -> Phases[tuple[list[IndexValuePairs], int]]:
+    ) -> Phases[tuple[list[IndexValuePairs], torch.Tensor, int]]:
         """Collective. Gather the pairs of all ranks, and return them by rank; messages are as long as the longest.
 
         ``held[r]``: how many rank r has; ``ranges[r]``: where their indices lie, which ascend in it. ``sound``: whether
-        this rank's own are right. Also returns 1 + the first rank whose pairs are damaged or not sound; else 0.
+        this rank's own are right. Also returns what is read of the values of ``own``, see :meth:`all_to_all_pairs`; and
+        1 + the first rank whose pairs are damaged or not sound, else 0.
         """
-        forms = [PairFormat(*pair, own.values.dtype) for pair in zip(ranges, held, strict=True)]
+        forms = [self._parcel(*pair, own) for pair in zip(ranges, held, strict=True)]
         longest = max(form.size for form in forms)
         message = self._bytes(pending, what, longest)
         received = self._bytes(pending, f"{what} received", self.comm.size * longest)
-        write([forms[self.comm.rank]], [own], message, sound)
+        mine = [forms[self.comm.rank]]
+        seen = _read_of(own, mine, write(mine, [own], message, sound))
         pending.bytes += message.numel()
         yield self.comm.all_gather(received, message, f"{pending.name}/{what}")
         parcels, good = read(forms, torch.split(received, [longest] * self.comm.size))
-        return parcels, 0 if all(good) else 1 + good.index(False)
+        return parcels, seen, 0 if all(good) else 1 + good.index(False)
+
+    def add_up_values(
+        self, pending: InFlight, what: str, values: torch.Tensor
+    ) -> Phases[tuple[torch.Tensor, torch.Tensor, IndexValuePairs, int]]:
+        """Collective. Add up ``values``, 1-D, as many on each rank, in rank order; they travel in ``context.wire``.
+
+        Each rank adds up its share, and all gather the sums. Returns what all ranks read of the sums; what is read of
+        ``values``; what this rank knows of its share of the sums and nobody reads, by place; and 1 + the first rank
+        whose sums are damaged, or that was sent what is, else 0.
+        """
+        workers, rank = self.comm.size, self.comm.rank
+        held = shares(values.numel(), workers)
+        parts = [range(stop - count, stop) for count, stop in zip(held, accumulate(held), strict=True)]
+        places = torch.arange(values.numel(), dtype=torch.int32, device=values.device)
+        pieces, seen, fault = yield from self.all_to_all_pairs(
+            pending, what, IndexValuePairs(places, values), [held] * workers, [parts] * workers
+        )
+        share = slice(parts[rank].start, parts[rank].stop)
+        own = IndexValuePairs(places[share], in_rank_order(torch.stack([piece.values for piece in pieces])))
+        sums, read_of_own, fault = yield from self.all_gather_pairs(
+            pending, f"{what} added up", own, held, parts, sound=not fault
+        )
+        return torch.cat([part.values for part in sums]), seen, unread(own, read_of_own), fault
+
+    def _parcel(self, where: range, count: int, like: IndexValuePairs) -> PairFormat:
+        """Return the layout of ``count`` pairs within ``where``, whose values have the dtype of those ``like`` them."""
+        return PairFormat(where, count, like.values.dtype, self.context.wire)
 
     def _bytes(self, pending: InFlight, what: str, length: int) -> torch.Tensor:
         """Return the kept uint8[length] of a phase of a message."""
         key: tuple[Any, ...] = (what, pending.name)
         return self.keep(key, length, torch.uint8, pending.message.device)
+
+
+def _read_of(own: IndexValuePairs, forms: Sequence[PairFormat], seen: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return what is read of the values of ``own``, written in ``forms``: these themselves, where they travel so.
+
+    ``seen``: what :func:`agmerge.exchanges.message.pairs.write` has returned.
+    """
+    return own.values if forms[0].exact or not seen else torch.cat(list(seen))

@@ -12,8 +12,12 @@ import merging
 from agmerge.exchanges.message.values import VALUES
 
 AHEAD = "ahead"
-OWN = "auto"  # the wire of a gradient's own dtype
-_WIRE = "wire="
+OWN = "auto"  # the wire of a gradient's own dtype; the exchange that the options name
+MASKED, OKTOPK = SUMS = (
+    "masked",
+    "oktopk",
+)  # exchanges that send k elements of the sum, which exchange="fastest" tries
+_WIRE, _EXCHANGE = "wire=", "exchange="
 
 
 @dataclass(frozen=True)
@@ -22,28 +26,33 @@ class Way:
 
     ahead: bool = False  # tensors are selected from one by one, before they are merged
     wire: str = OWN  # the value codec of what is selected
+    exchange: str = OWN  # of what is selected
 
     @classmethod
     def of(cls, label: str) -> Way:
         """Return what ``label`` says. Raises ``ValueError`` for a word that says nothing."""
         way = cls()
         for word in label.split():
-            wire = word.removeprefix(_WIRE)
+            wire, exchange = word.removeprefix(_WIRE), word.removeprefix(_EXCHANGE)
             if word == AHEAD:
                 way = replace(way, ahead=True)
             elif wire in VALUES and wire != word:
                 way = replace(way, wire=wire)
+            elif exchange in SUMS and exchange != word:
+                way = replace(way, exchange=exchange)
             else:
                 raise ValueError(
                     f"labels: {label!r} has the word {word!r}; there are {AHEAD!r} and, with a value codec, "
-                    f"{_WIRE + 'int8'!r}"
+                    f"{_WIRE + 'int8'!r}, with one of {', '.join(SUMS)} {_EXCHANGE + MASKED!r}"
                 )
         return way
 
     @property
     def label(self) -> str:
         """Return the label that says this."""
-        return " ".join([AHEAD] * self.ahead + [f"{_WIRE}{self.wire}"] * (self.wire != OWN))
+        words = [(AHEAD, self.ahead), (_WIRE + self.wire, self.wire != OWN)]
+        words.append((_EXCHANGE + self.exchange, self.exchange != OWN))
+        return " ".join(word for word, is_said in words if is_said)
 
 
 def ways(plan: merging.Plan) -> list[Way]:
@@ -54,10 +63,13 @@ def ways(plan: merging.Plan) -> list[Way]:
 def why_labels_are_wrong(plan: merging.Plan) -> str:
     """Say what is wrong with the labels of ``plan``; empty if nothing is."""
     try:
-        wires = sorted({way.wire for way in ways(plan)})
+        found = ways(plan)
     except ValueError as error:
         return str(error)
-    return "" if len(wires) == 1 else f"its merge buffers have the wires {', '.join(wires)}: give all the same one"
+    for what, names in (("wires", {way.wire for way in found}), ("exchanges", {way.exchange for way in found})):
+        if len(names) > 1:
+            return f"its merge buffers have the {what} {', '.join(sorted(names))}: give all the same one"
+    return ""
 
 
 def wire_of(plan: merging.Plan) -> str:
@@ -78,3 +90,14 @@ def is_ahead(plan: merging.Plan) -> bool:
 def with_ahead(plan: merging.Plan, ahead: bool) -> merging.Plan:
     """Return ``plan``, selecting before tensors are merged, or not."""
     return replace(plan, labels=tuple(replace(way, ahead=ahead).label for way in ways(plan)))
+
+
+def exchange_of_plan(plan: merging.Plan) -> str:
+    """Return the exchange of all that is selected."""
+    return ways(plan)[0].exchange
+
+
+def with_exchange(plan: merging.Plan, exchange: str) -> merging.Plan:
+    """Return ``plan`` with this exchange; of ``SUMS``, none sends merge buffers in several messages."""
+    parts = plan.parts if exchange == OWN else (1,) * len(plan.counts)
+    return replace(plan, labels=tuple(replace(way, exchange=exchange).label for way in ways(plan)), parts=parts)

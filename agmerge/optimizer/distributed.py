@@ -76,8 +76,8 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, OptimizerWrapper):
     * ``sparsify``: ``"ahead"`` selects from each tensor before merging, ``"behind"`` from the whole merge buffer after
       it. ``"auto"`` takes what is predicted to be faster.
     * ``exchange``: This says how messages are combined. ``"sparse"`` sends what is selected; ``"auto"`` measures the
-      first steps and sends dense what is faster so. ``"oktopk"``, ``"masked"`` and ``"two-level"`` are described in
-      docs/exchanges.md.
+      first steps and sends dense what is faster so. ``"oktopk"``, ``"masked"`` and ``"two-level"`` apply something
+      else, and ``"fastest"`` tries the first two beside ``"auto"`` (docs/exchanges.md).
     * ``wire``: Values travel as ``"fp32" | "fp16" | "bf16" | "int8" | "int4" | "2bit" | "sign"``; what their rounding
       leaves behind is sent later. With ``"auto"`` they travel as the gradient's, and where plans are made from measured
       times, from the first of these on in the codec that steps are fastest with, if nearly all arrives (docs/wire.md).

@@ -35,7 +35,7 @@ _MEANT = {  # by others' names
 # What is about compression alone, and of that about selection.
 _COMPRESSION = {"wire": "the values that a compressor sends", "dense": "which parameters a compressor leaves whole"}
 _SELECTION = {"sparsify": "when a sparsifier selects", "warmup": "how much a sparsifier selects"}
-_SELECTING = ("oktopk", "masked")  # exchanges that are nothing without a selection
+_SELECTING = ("oktopk", "masked", "fastest")  # exchanges that are nothing without a selection
 
 
 class Cast(sparsifiers.Compressor):

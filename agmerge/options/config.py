@@ -19,6 +19,7 @@ from agmerge.backends.handshake import Fact
 from agmerge.exchanges.low_rank.factors import saves
 from agmerge.exchanges.message import VALUES
 from agmerge.exchanges.message.values import CHOICE
+from agmerge.exchanges.way import SUMS
 from agmerge.ops import ReduceOp
 from agmerge.options import dense_cutoff, momentum
 from agmerge.options.compressors import Cast
@@ -33,6 +34,7 @@ from sparsifiers import ByName, Kind, LowRank
 
 MERGING = "agmerge"  # the default planner
 AUTO = "auto"
+FASTEST = "fastest"
 TWO_LEVEL = topology.EXCHANGE
 SMALL = 1024  # elements; a smaller tensor costs more to select from than to send
 WIRES = ("auto", *VALUES)
@@ -169,6 +171,16 @@ class Config:
         if self.wire != AUTO or self.ordered or not codecs or self.exchange in WITHOUT_CODECS:
             return ()
         return CHOICE if self.memory_of(Kind.SPARSE).has_residual else ()
+
+    @property
+    def chooses_dense(self) -> bool:
+        """Tell whether merge buffers may go dense by what that costs, though there is something to compress."""
+        return self.exchange in (AUTO, FASTEST) and self.compressor.compresses
+
+    @property
+    def exchanges(self) -> tuple[str, ...]:
+        """Return the exchanges that plans may take in place of the usual one of what is selected."""
+        return SUMS if self.exchange == FASTEST else ()
 
     @property
     def modes(self) -> tuple[str, ...]:

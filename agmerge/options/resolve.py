@@ -16,21 +16,21 @@ import merging
 import sparsifiers
 from agmerge.backends import timeouts
 from agmerge.exchanges.low_rank.exchange import WIRES as LOW_RANK_WIRES
+from agmerge.exchanges.message import VALUES
 from agmerge.exchanges.splitting import why_parts_impossible
 from agmerge.exchanges.table import EXCHANGES
-from agmerge.exchanges.way import AHEAD, OWN, is_ahead, why_labels_are_wrong, with_ahead
+from agmerge.exchanges.way import AHEAD, OWN, exchange_of_plan, is_ahead, why_labels_are_wrong, with_ahead
 from agmerge.exchanges.way import wire_of as wire_of_plan
 from agmerge.ops import Average, ReduceOp
 from agmerge.options import dense_cutoff, density_schedule
 from agmerge.options.arguments import Options
 from agmerge.options.compressors import compressor_of, densities_of, memory_for
-from agmerge.options.config import AUTO, MERGING, TWO_LEVEL, WIRES, Config, DenseRule, is_small
+from agmerge.options.config import AUTO, FASTEST, MERGING, TWO_LEVEL, WIRES, Config, DenseRule, is_small
 from agmerge.options.density_policy import DENSITY, IMPORTANCE, DensityPolicy
 from agmerge.options.groups import parse_groups
 from agmerge.options.updates import (
     HOLD,
     UPDATES,
-    WITHOUT_CODECS,
     Updates,
     default_density,
     density_of,
@@ -56,6 +56,7 @@ def resolve(options: Options) -> Config:
     )
     _check_dear(config)
     _check_wire_of_plan(config)
+    _check_exchange_of_plan(config)
     return config
 
 
@@ -113,10 +114,10 @@ def _compression(options: Options, updates: Updates | None) -> dict[str, Any]:
     _check_low_rank(options, compressor)
     if patterns and isinstance(compression, sparsifiers.Sparsifier):
         raise ValueError(f"density={density!r} and compression={compression!r}: give a name, or one density")
-    if wire != "auto" and options.exchange in WITHOUT_CODECS:
+    if wire in VALUES and not VALUES[wire].has_zero and options.exchange == "masked":
         raise ValueError(
-            f"wire={wire!r}: exchange={options.exchange!r} sends values in the gradient's dtype; leave wire out, or "
-            "take exchange='sparse', 'two-level' or 'auto'"
+            f"wire={wire!r}: a mask names coordinates where a rank may have nothing to send, and {wire!r} has no code "
+            "for 0; take another wire, or exchange='sparse', 'oktopk', 'two-level' or 'auto'"
         )
     cutoff = dense_cutoff.parse_dense_cutoff(dense, compressor, compression, density, options.warmup)
     warmup = density_schedule.parse_warmup(options.warmup, bool(patterns))
@@ -219,7 +220,7 @@ def _planner_or_plan(given: Any, sparsify: str, exchange: str) -> tuple[merging.
     if isinstance(given, merging.Plan):
         if problem := why_labels_are_wrong(given):
             raise ValueError(f"merging: {problem}")
-        if any(given.dense) and exchange != AUTO:
+        if any(given.dense) and exchange not in (AUTO, FASTEST):
             raise ValueError(f"merging: this plan has dense merge buffers, and exchange={exchange!r}: pass {AUTO!r}")
         if sparsify == "behind" and is_ahead(given):
             raise ValueError("sparsify='behind', and merging is a plan made to sparsify ahead; leave one of them out")
@@ -239,6 +240,16 @@ def _check_wire_of_plan(config: Config) -> None:
         raise ValueError(
             f"merging: this plan sends values in {wire}, and the options say otherwise, or do not keep what rounding "
             f"leaves behind: pass wire={wire!r}, or another plan"
+        )
+
+
+def _check_exchange_of_plan(config: Config) -> None:
+    """Raise ``ValueError`` for a plan whose exchange is none that these options leave to a plan."""
+    exchange = OWN if config.plan is None else exchange_of_plan(config.plan)
+    if exchange not in (OWN, config.exchange, *config.exchanges):
+        raise ValueError(
+            f"merging: this plan exchanges by {exchange!r}, and exchange={config.exchange!r}: pass "
+            f"exchange={FASTEST!r} or {exchange!r}, or another plan"
         )
 
 

@@ -23,8 +23,8 @@ from sparsifiers.memories import Decaying, HandBack, NoMemory, Residual
 GRADIENTS, UPDATES = SYNCS = ("gradients", "updates")
 APPLY, HOLD = CARRIES = ("apply", "hold")
 DENSITY_OF_UPDATES = 0.05  # the default, see docs/parity.md
-WIRE_OF_UPDATES = "sign"  # the default where an exchange has codecs
-WITHOUT_CODECS = ("oktopk", "masked")  # exchanges that send values as they are
+WIRE_OF_UPDATES = "sign"  # the default where an exchange has one
+WITHOUT_CODECS = ("oktopk", "masked")  # exchanges that send values as they are, unless a codec is asked for
 
 Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 

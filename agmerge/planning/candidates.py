@@ -11,11 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import merging
-from agmerge.exchanges.way import OWN, with_wire
+from agmerge.exchanges.message.values import value_codec
+from agmerge.exchanges.traffic import exchanged_by
+from agmerge.exchanges.way import OKTOPK, OWN, with_exchange, with_wire
 from agmerge.planning import plan_trial, wire_choice
-from agmerge.planning.measuring import profile
+from agmerge.planning.cost_probe import measured_lane
+from agmerge.planning.measuring import bytes_of_element, profile
 from agmerge.planning.plan_choice import best_plan, planner_of, predicted_finish
-from agmerge.planning.wire_choice import LEAST, Codec, in_wire
+from agmerge.planning.wire_choice import FAR, LEAST, Codec, in_wire
 from agmerge.step.agreement import with_mode
 from agmerge.step.merge_buffers import MergeBuffers
 from merging import Measurements
@@ -30,6 +33,7 @@ class Candidate:
     measured: Measurements  # what is predicted of it goes by
     delivered: float = 1.0  # share of the energy of what is selected that receivers read
     wire: str = OWN  # the value codec of what is selected
+    exchange: str = OWN  # of what is selected
 
     @property
     def finish(self) -> float:
@@ -46,7 +50,10 @@ def dumps(candidates: Sequence[Candidate]) -> dict[str, Any]:
     """Return candidates as what a record may hold: what several of them go by is in it once."""
     texts = {each.plan: each.measured.dumps() for each in candidates}
     distinct = list(dict.fromkeys(texts.values()))
-    rows = [(each.plan.dumps(), distinct.index(texts[each.plan]), each.delivered, each.wire) for each in candidates]
+    rows = [
+        (each.plan.dumps(), distinct.index(texts[each.plan]), each.delivered, each.wire, each.exchange)
+        for each in candidates
+    ]
     return {"rows": rows, "measured": distinct}
 
 
@@ -115,7 +122,7 @@ class Search:
             found.append(self._best(chosen.wire, compressed=True))
         latest_end = plan_trial.DOUBTFUL * chosen.finish
         plans = {chosen.plan: chosen}
-        for each in found:
+        for each in [*found, *self._sums(chosen)]:
             if each.finish < latest_end:
                 plans.setdefault(each.plan, each)
         return list(plans.values())[1:]
@@ -123,6 +130,30 @@ class Search:
     def _seconds(self, candidate: Candidate) -> float:
         """Return the predicted seconds of a step."""
         return self._rest + candidate.finish
+
+    def _sums(self, chosen: Candidate) -> list[Candidate]:
+        """Return the best plan with each exchange that may take the place of the usual one, in the codec of ``chosen``.
+
+        Those are left out that are not predicted to end before the usual one: of their later rounds it is predicted
+        that backward hides them, too. Once one of them is in use, it stays: what the usual one takes is not measured.
+        """
+        buffers = self._buffers
+        if buffers.exchange != OWN or not buffers.config.exchanges:
+            return []
+        usual = self._best(buffers.wire, compressed=True) if all(chosen.plan.dense) else chosen
+        lane = measured_lane(buffers.layout)
+        value = value_codec(usual.wire, lane.dtype)
+        each = value.size(FAR) / FAR
+        index = bytes_of_element(buffers, lane, self._step, usual.wire) - each
+        found = []
+        for name in buffers.config.exchanges if value.has_zero else (OKTOPK,):
+            coded, curve = usual.wire != OWN, usual.measured.exchange
+            measured = replace(
+                usual.measured, exchange=exchanged_by(name, curve, buffers.across.size, index, each, coded=coded)
+            )
+            plan = best_plan(self._planner, buffers, measured)
+            found.append(self._candidate(plan, measured, usual.wire, name))
+        return [each for each in found if each.finish < usual.finish and not each.is_dense]
 
     def _promising(self, exact: Candidate) -> str:
         """Return the codec that is best with the plans that there are: planning for each of them would take long."""
@@ -142,14 +173,20 @@ class Search:
             self._known[wire, compressed] = self._candidate(plan, measured, wire)
         return self._known[wire, compressed]
 
-    def _candidate(self, plan: merging.Plan, measured: Measurements, wire: str) -> Candidate:
-        """Return a plan with a codec, which it has no use for if it selects nothing."""
+    def _candidate(
+        self, plan: merging.Plan, measured: Measurements, wire: str, exchange: str | None = None
+    ) -> Candidate:
+        """Return a plan with a codec and an exchange (None: the one in use), no use for a plan that selects nothing."""
         if all(plan.dense):
             wire = OWN if self._codecs else self._buffers.wire
             return Candidate(plan, self._in(wire), wire=wire)
         if self._buffers.config.wires:  # else the script has said which one
             plan = with_wire(plan, wire)
-        return Candidate(plan, measured, self._codecs[wire].delivered if wire in self._codecs else 1.0, wire)
+        exchange = exchange or self._buffers.exchange
+        if self._buffers.config.exchanges:
+            plan = with_exchange(plan, exchange)
+        delivered = self._codecs[wire].delivered if wire in self._codecs else 1.0
+        return Candidate(plan, measured, delivered, wire, exchange)
 
     def _in(self, wire: str) -> Measurements:
         """Return what was measured as it would be in a codec."""
@@ -191,3 +228,12 @@ def why_without_trial(candidate: Candidate, measured: bool) -> str:
 def named(wire: str) -> str:
     """Return what a wire is called in texts."""
     return "the gradient's own dtype" if wire == OWN else wire
+
+
+def why_exchange(candidates: Sequence[Candidate], seconds: Sequence[float]) -> str:
+    """Say what steps took with the exchanges of ``candidates``, the best plan of each, in ``seconds``."""
+    fastest: dict[str, float] = {}
+    for each, took in zip(candidates, seconds, strict=True):
+        name = "dense" if all(each.plan.dense) else "sparse" if each.exchange == OWN else each.exchange
+        fastest[name] = min(took, fastest.get(name, took))
+    return ", ".join(f"{1e3 * took:.3g} ms a step with {name}" for name, took in fastest.items())

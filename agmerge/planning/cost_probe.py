@@ -15,7 +15,6 @@ import numpy as np
 
 from agmerge.backends.handshake import gather_bytes
 from agmerge.exchanges import Exchange
-from agmerge.options.config import AUTO
 from agmerge.planning.message_timing import BURST, MessageTimer, unobserved
 from agmerge.planning.probe_budget import Budget
 from agmerge.step.merge_buffers import MergeBuffers
@@ -124,7 +123,7 @@ class _Prober:
             times = yield from self._sample(dense, SIZES)
             overhead = yield from self._cpu_overhead_of_message(dense, times)
             return MeasuredCosts(None, Curve.fit(times.exchange), None, Curve((0,), (overhead,)))
-        compressed, has_choice = exchanges[lane.kind], self.buffers.config.exchange == AUTO
+        compressed, has_choice = exchanges[lane.kind], self.buffers.config.chooses_dense
         times = yield from self._sample(compressed, SIZES / 2 if has_choice else SIZES)
         overhead = yield from self._cpu_overhead_of_message(compressed, times)
         per_vector = 0.0

@@ -40,7 +40,7 @@ def best_plan(planner: merging.Planner, buffers: MergeBuffers, measured: Measure
     """Return the plan with which the planner predicts steps to end first, divided into messages where that helps."""
     fitting = planner_of(buffers, planner)
     plan, mode = merging.best(fitting, measured)
-    if fitting.max_messages > 1 and EXCHANGES[buffers.config.exchange].pipelines_parts:
+    if fitting.max_messages > 1 and EXCHANGES[buffers.exchange].pipelines_parts:
         plan = merging.divide(plan, measured.profile, measured.costs, mode, fitting.max_messages)
     return with_mode(plan, mode)
 

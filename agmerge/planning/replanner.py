@@ -60,6 +60,7 @@ class Replanner:
         self._values: torch.Tensor | None = None  # some of those that a step before planning has selected
         self._is_sampling = False  # the step to come, for these
         self._why = ""  # the value codec in use was taken in this agreement; "": it was not chosen
+        self._why_exchange = ""  # what steps took in the last trial; "": there was none in this agreement
         self._has_warned = False
         self._is_known = False  # the plan in use is one of an earlier run, and nothing has been measured in this one
         self._file: Path | None = None  # rank 0's, for a plan that is settled on; None: it is kept already, or nowhere
@@ -148,6 +149,18 @@ class Replanner:
         return self._why or "nothing has been measured since ranks agreed"
 
     @property
+    def why_exchange(self) -> str:
+        """Say why the exchange in use is what it is."""
+        config = self.buffers.config
+        if not config.exchanges:
+            return f"exchange={config.exchange!r} was given"
+        if not self._plans_by_times:
+            return "nothing is planned from times"
+        if self._is_known:
+            return "it was settled on in an earlier run"
+        return self._why_exchange or "no other one was tried"
+
+    @property
     def _plans_by_times(self) -> bool:
         """Tell whether there is anything to plan from times."""
         config, planner = self.buffers.config, self.buffers.config.planner
@@ -159,7 +172,7 @@ class Replanner:
     def _chooses_dense(self) -> bool:
         """Tell whether merge buffers go dense or sparse by what that costs."""
         config = self.buffers.config
-        return config.exchange == AUTO and config.compressor.compresses
+        return config.chooses_dense
 
     # -- what an earlier run has found ----------------------------------------------------------------------------
 
@@ -263,6 +276,7 @@ class Replanner:
         taken = self._tried[number]
         fastest, self.measured, self._latest = taken.plan, taken.measured, taken.measured
         self._why = candidates.why(self._tried, seconds.tolist(), number)
+        self._why_exchange = candidates.why_exchange(self._tried, seconds.tolist())
         if all(fastest.dense):
             times = [took for took, plan in zip(seconds, trial.plans, strict=True) if not all(plan.dense)]
             compressed = f"{1e3 * min(times):.3g} ms" if times else "is predicted to take much longer"

@@ -12,8 +12,8 @@ from agmerge.backends import Backend
 from agmerge.backends.handshake import broadcast_bytes, require_agreement
 from agmerge.backends.topology import Nodes
 from agmerge.exchanges.splitting import why_parts_impossible
-from agmerge.exchanges.way import OWN, is_ahead, why_labels_are_wrong, with_ahead, with_wire
-from agmerge.options.config import AUTO, Config
+from agmerge.exchanges.way import OWN, is_ahead, why_labels_are_wrong, with_ahead, with_exchange, with_wire
+from agmerge.options.config import AUTO, FASTEST, Config
 from agmerge.step.merge_buffers import MergeBuffers, model_facts
 from agmerge.tensors.parameters import ParameterInfo
 
@@ -123,10 +123,12 @@ def _make_plan(
     if config.plan is not None and config.plan.names is not None:
         return config.plan
     if recorded is not None and not why_plan_does_not_fit(recorded, parameters):
-        if config.exchange != AUTO:
+        if config.exchange not in (AUTO, FASTEST):
             recorded = replace(recorded, dense=(False,) * len(recorded.counts))
         if not config.wires:
             recorded = with_wire(recorded, OWN)
+        if not config.exchanges:
+            recorded = with_exchange(recorded, OWN)
         if ("ahead" if is_ahead(recorded) else "behind") in config.modes or not config.compressor.compresses:
             return recorded
         return with_mode(recorded, config.modes[0])  # the script asks for the other way now

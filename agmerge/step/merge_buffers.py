@@ -22,7 +22,7 @@ from agmerge.exchanges.message.sample import ValueSample
 from agmerge.exchanges.node_shards import NodeShards, sharded
 from agmerge.exchanges.reduce_scatter import ScatterExchange
 from agmerge.exchanges.table import exchange_of
-from agmerge.exchanges.way import OWN, wire_of
+from agmerge.exchanges.way import OWN, exchange_of_plan, wire_of
 from agmerge.metrics.step_times import clock_for
 from agmerge.options.config import Config
 from agmerge.step.importance import GradientEnergy
@@ -126,11 +126,11 @@ class MergeBuffers:
         ``exact``: what is sent whole is not cast, whatever the compressor.
         """
         self.wire = self.config.wire if self.config.wire != OWN else wire_of(plan)  # of what is selected
+        self.exchange = self.config.exchange if not self.config.exchanges else exchange_of_plan(plan)  # of the same
         exchanges = self.exchanges(exact=exact)
         if self.config.model is not None:  # merging="dear": each all-reduce in two halves
             exchanges[Kind.DENSE] = ScatterExchange(self.exchange_context())
-        self.dense, self.plan = exchanges[Kind.DENSE], plan
-        self._fixed_budgets = {}
+        self.dense, self.plan, self._fixed_budgets = exchanges[Kind.DENSE], plan, {}
         self.updates.rebuild(plan.bounds)
         self.fingerprint = zlib.crc32(plan.dumps().encode()) & 0x7FFFFFFF
         self.messages = messages_of(
@@ -168,7 +168,7 @@ class MergeBuffers:
         """Return new exchanges, one for each kind of lane that there is. ``exact``: without a cast."""
         context, kinds = self.exchange_context(), {lane.kind for lane in self.arenas} | {Kind.DENSE}
         context = replace(context, cast=None) if exact else context
-        return {kind: exchange_of(kind, self.config.exchange)(context) for kind in kinds}
+        return {kind: exchange_of(kind, self.exchange)(context) for kind in kinds}
 
     def exchange_context(self) -> ExchangeContext:
         """Return what the exchanges of these merge buffers are made from."""
@@ -186,6 +186,7 @@ class MergeBuffers:
             keeps=any(config.memory_of(kind).has_residual or config.memory_of(kind).hands_back for kind in Kind),
             receive=self._receive,
             take=self._take,
+            retain=self.retain,
             observe=self._observe,
             bases=self.bases,
             workers=self.comm.size,  # a node's sum counts for all of its ranks
@@ -218,6 +219,14 @@ class MergeBuffers:
             self.sent.append((segment, indices, sent))
         else:
             arena.commit(segment, indices, sent)
+
+    def retain(self, segment: Segment, indices: torch.Tensor, values: torch.Tensor) -> None:
+        """Add what is not read of sums to what is kept: see :meth:`Arena.retain`. Or remember it, to hand back."""
+        arena = self.arenas[segment.lane]
+        if arena.memory.hands_back:
+            self.commit(segment, indices, -values)
+        else:
+            arena.retain(segment, indices, values)
 
     def _observe(self, values: torch.Tensor, count: int | torch.Tensor) -> None:
         """Keep some of the values that a message has of a segment, in a step that is asked for a sample."""
@@ -286,8 +295,7 @@ class MergeBuffers:
 
     def keys(self) -> set[str]:
         """Return the owners of sparsifier state: a key for each segment."""
-        segments = (part for messages in self.messages for message in messages for part in message.segments)
-        return {part.key for part in segments}
+        return {part.key for messages in self.messages for message in messages for part in message.segments}
 
     def goes_whole(self, slot: Slot) -> bool:
         """Tell whether all of a tensor is sent in a round, rather than what is selected of it, or its factors."""
@@ -377,8 +385,7 @@ class MergeBuffers:
 
     def set_budgets(self, budgets: tuple[int, ...]) -> None:
         """Send so many elements of each tensor from now on, by slot; what they were chosen by is not added up more."""
-        self.energy, self.budgets = None, budgets
-        self._fixed_budgets = {}
+        self.energy, self.budgets, self._fixed_budgets = None, budgets, {}
 
     def budgets_by_name(self) -> dict[str, int] | None:
         """Return how many elements of each tensor to send, by importance; None while that is not known."""

@@ -281,6 +281,14 @@ class Arena:
         if self.memory.has_momentum and indices is not None and sent is not None:
             self.memory.mask(self._momenta[self._turn][part], indices, sent)
 
+    def retain(self, segment: Segment, indices: torch.Tensor, values: torch.Tensor) -> None:
+        """Add ``values`` to ``work`` at ``indices`` (int32 or int64) of ``segment``, for all ranks: no momentum ends.
+
+        Does nothing for a memory that keeps nothing.
+        """
+        if self.memory.has_residual:
+            commit(self.work[segment.start : segment.stop], indices, -values)
+
     def take(self, segment: Segment, offer: Deferred, slots: Slots, section: IndexSection) -> bool:
         """Write what is offered of ``segment`` to a message, and take it off ``work``, in the same pass.
 

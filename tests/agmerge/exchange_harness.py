@@ -41,6 +41,9 @@ def get(
     return indices, section.value.decode(message[section.values], count, dtype), good
 
 
+Pair = tuple["torch.Tensor | None", torch.Tensor]
+
+
 @dataclass
 class Seen:
     """What one rank saw of one exchange, segment by segment. ``sent`` is None where nothing was committed."""
@@ -48,8 +51,40 @@ class Seen:
     before: list[torch.Tensor]
     rest: list[torch.Tensor]
     update: list[torch.Tensor]
-    sent: list[tuple[torch.Tensor | None, torch.Tensor] | None]
+    sent: list[Pair | None]
+    kept: list[list[Pair]]  # of sums, each time that something was
     control: RoundHeader
+
+
+class Books:
+    """What an exchange tells of each segment, and what is left of it."""
+
+    def __init__(self, segments: Sequence[Segment], works: list[torch.Tensor]) -> None:
+        self.segments, self.works = segments, works
+        self.sent: list[Pair | None] = [None] * len(segments)
+        self.kept: list[list[Pair]] = [[] for _ in segments]
+
+    def __call__(self, segment: Segment, indices: torch.Tensor | None, values: torch.Tensor) -> None:
+        index = self.segments.index(segment)
+        assert self.sent[index] is None  # once a step
+        self.sent[index] = (None if indices is None else indices.clone(), values.clone())
+        commit(self.works[index], indices, values)
+
+    def retain(self, segment: Segment, indices: torch.Tensor, values: torch.Tensor) -> None:
+        index = self.segments.index(segment)
+        self.kept[index].append((indices.clone(), values.clone()))
+        self.works[index].index_add_(0, indices, values.to(self.works[index].dtype))
+
+
+class Quiet(Books):
+    """Nobody keeps anything."""
+
+    def __init__(self) -> None:
+        super().__init__([], [])
+
+    def __call__(self, segment: Segment, indices: torch.Tensor | None, values: torch.Tensor) -> None: ...
+
+    def retain(self, segment: Segment, indices: torch.Tensor, values: torch.Tensor) -> None: ...
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -95,24 +130,17 @@ def exchange(
     def body(rank: int) -> Seen:
         works = [work(rank, index) for index in range(len(segments))]
         before = [one.clone() for one in works]
-        sent: list[tuple[torch.Tensor | None, torch.Tensor] | None] = [None] * len(segments)
-
-        def record(segment: Segment, indices: torch.Tensor | None, values: torch.Tensor) -> None:
-            index = segments.index(segment)
-            assert sent[index] is None  # once a step
-            sent[index] = (None if indices is None else indices.clone(), values.clone())
-            commit(works[index], indices, values)
-
+        books = Books(segments, works)
         updates = [torch.full((s.length,), torch.nan, dtype=s.lane.dtype) for s in segments]
         loads = [SegmentBuffers(s, w, u) for s, w, u in zip(segments, works, updates, strict=True)]
         control = control_of(rank, segments)
-        here = make(record)
+        here = make(books)
         pending = here.start("buffer 3", loads, [offer(rank, i) for i in range(len(segments))], control)
         arrived = here.wait(pending)
         assert all(update.isnan().all() for update in updates)  # wait() writes nothing
         here.finish(pending)
         assert pending.bytes == sum(size for _, _, size in testing.calls())
-        return Seen(before, works, updates, sent, arrived)
+        return Seen(before, works, updates, books.sent, books.kept, arrived)
 
     seen = testing.run(size, body)
     controls = [control_of(rank, segments) for rank in range(size)]
@@ -156,8 +184,13 @@ Offers = Callable[[int, int], Selection]
 Works = Callable[[int, int], torch.Tensor]
 
 
-def oktopk(op: ReduceOp = Average) -> Make:
-    return lambda record: OkTopkExchange(context(record, op))
+def oktopk(op: ReduceOp = Average, wire: str = "auto") -> Make:
+    return lambda record: OkTopkExchange(context(record, op, **coded(record, wire)))
+
+
+def coded(record: Callable[..., None], wire: str) -> dict[str, Any]:
+    """The options of an exchange whose values have a codec: somebody keeps what it rounds off sums."""
+    return {"wire": wire, "retain": record.retain} if isinstance(record, Books) else {"wire": wire}
 
 
 def draws(
@@ -181,5 +214,7 @@ def apart(segments: Sequence[Segment]) -> list[Segment]:
     ]
 
 
-def masked(op: ReduceOp = Average, *, drawn: bool = False, ordered: bool = False) -> Make:
-    return lambda record: MaskedExchange(context(record, op, same_on_all_ranks=drawn, ordered=ordered))
+def masked(op: ReduceOp = Average, *, drawn: bool = False, ordered: bool = False, wire: str = "auto") -> Make:
+    return lambda record: MaskedExchange(
+        context(record, op, same_on_all_ranks=drawn, ordered=ordered, **coded(record, wire))
+    )

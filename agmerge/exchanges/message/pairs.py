@@ -1,8 +1,7 @@
 """Write pairs of indices and values as bytes: ``checksum | indices | values``.
 
-Both ends know the range of the indices and their number. Indices stand in the smallest codec for so many of that range,
-and count from its start. Values keep their dtype: which of them are kept, and so taken off a residual, is decided after
-they have been added up, and what a lossy codec rounds off then would be in nobody's residual.
+Both ends know the range of the indices, their number, and the codec of the values. Indices stand in the smallest codec
+for so many of that range, and count from its start. Whoever writes values keeps what readers do not read of them.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from agmerge.exchanges.message import IndexCodec, Int32, bits, smallest
+from agmerge.exchanges.message import Everything, IndexCodec, Int32, ValueCodec, bits, smallest, value_codec
 from agmerge.exchanges.message.indices import in_order
 from agmerge.tensors.layout import aligned
 
@@ -37,6 +36,16 @@ class IndexValuePairs:
         parts = zip(torch.split(self.indices, list(counts)), torch.split(self.values, list(counts)), strict=True)
         return [IndexValuePairs(indices, values) for indices, values in parts]
 
+    def by_part(self, starts: Sequence[int]) -> list[IndexValuePairs]:
+        """Return what lies from each of ``starts`` up to the next one, with indices that count from there.
+
+        Indices ascend, from the first of ``starts`` to below the last.
+        """
+        inner = torch.tensor(starts[1:-1], dtype=self.indices.dtype, device=self.indices.device)
+        places = [0, *torch.searchsorted(self.indices, inner).tolist(), self.indices.numel()]
+        parts = self.split([stop - start for start, stop in zip(places, places[1:], strict=False)])
+        return [IndexValuePairs(part.indices - start, part.values) for part, start in zip(parts, starts, strict=False)]
+
 
 def joined(parcels: Sequence[IndexValuePairs]) -> IndexValuePairs:
     """Return the pairs of all parcels, in order: a copy."""
@@ -49,32 +58,39 @@ class PairFormat:
 
     where: range  # of the indices; both ends know it
     count: int  # of the pairs; both ends know it
-    dtype: torch.dtype  # of the values
-    codec: IndexCodec  # the smallest for so many indices of the range
+    dtype: torch.dtype  # of the values, as they are read
+    codec: IndexCodec  # the smallest for so many indices of the range; none are written where these are all of it
+    value: ValueCodec  # of the values
+    exact: bool  # values travel as they are
     indices: slice  # bytes of the parcel
     values: slice  # bytes of the parcel
     size: int  # bytes of the parcel
 
-    def __init__(self, where: range, count: int, dtype: torch.dtype) -> None:
+    def __init__(self, where: range, count: int, dtype: torch.dtype, wire: str = "auto") -> None:
         self.where, self.count, self.dtype = where, count, dtype
         grain = max(bits.CRC_BYTES, dtype.itemsize)  # everything starts where a value may
-        self.codec: IndexCodec = smallest(len(where), count, grain)
+        self.codec = Everything(count) if count == len(where) else smallest(len(where), count, grain)
+        self.value, self.exact = value_codec(wire, dtype), wire == "auto"
         self.indices = slice(bits.CRC_BYTES, bits.CRC_BYTES + self.codec.size)
         start = aligned(self.indices.stop, grain)
-        self.values = slice(start, start + count * dtype.itemsize)
+        self.values = slice(start, start + self.value.size(count))
         self.size = aligned(self.values.stop, grain) if count else 0
 
 
-def write(forms: Sequence[PairFormat], parcels: Sequence[IndexValuePairs], message: torch.Tensor, sound: bool) -> None:
+def write(
+    forms: Sequence[PairFormat], parcels: Sequence[IndexValuePairs], message: torch.Tensor, sound: bool
+) -> list[torch.Tensor]:
     """Write parcels side by side into ``message``, uint8, each under a checksum.
 
-    A parcel that does not fit its form, because of whatever somebody selected or said, or that is not ``sound``, is
-    written so that :func:`read` finds that out wherever it is read: only there is it known by all ranks.
+    Returns what is read of the values of each parcel that is not empty; it may be a view of ``message``. A parcel that
+    does not fit its form, because of whatever somebody selected or said, or that is not ``sound``, is written so that
+    :func:`read` finds that out wherever it is read: only there is it known by all ranks.
     """
     pairs = [(form, parcel) for form, parcel in zip(forms, parcels, strict=True) if form.count]
     relative = [parcel.indices - form.where.start for form, parcel in pairs]
     checks = [in_order(indices, len(form.where)) for indices, (form, _) in zip(relative, pairs, strict=True)]
     good = torch.stack(checks).tolist() if checks else []  # one look at a device
+    seen = []
     start = 0
     for (form, parcel), indices, right in zip(pairs, relative, good, strict=True):
         out = message[start : start + form.size]
@@ -82,9 +98,12 @@ def write(forms: Sequence[PairFormat], parcels: Sequence[IndexValuePairs], messa
             form.codec.encode(indices, form.count, out[form.indices])
         else:  # indices of -1; no marks
             out[form.indices] = 255 if isinstance(form.codec, Int32) else 0
-        out[form.values].view(form.dtype).copy_(parcel.values)
+        seen.append(form.value.encode(parcel.values, out[form.values]))
         bits.write_crc(out)
+        if not (right and sound):
+            out[: bits.CRC_BYTES].bitwise_not_()  # where there are no indices, that says it
         start += form.size
+    return seen
 
 
 def read(forms: Sequence[PairFormat], messages: Sequence[torch.Tensor]) -> tuple[list[IndexValuePairs], list[bool]]:
@@ -97,10 +116,30 @@ def read(forms: Sequence[PairFormat], messages: Sequence[torch.Tensor]) -> tuple
         data = message[: form.size]
         if form.count:
             indices, good = form.codec.decode(data[form.indices], form.count)
-            good = good & bits.crc_fits(data)
-            parcels.append(IndexValuePairs(indices + form.where.start, data[form.values].view(form.dtype)))
-            checks.append(good)
+            values = data[form.values]
+            values = values.view(form.dtype) if form.exact else form.value.decode(values, form.count, form.dtype)
+            parcels.append(IndexValuePairs(indices + form.where.start, values))
+            checks.append(good & _sealed(form, data))
         else:
             parcels.append(IndexValuePairs(data.new_empty(0, dtype=torch.int32), data.new_empty(0, dtype=form.dtype)))
             checks.append(torch.ones((), dtype=torch.bool, device=data.device))
     return parcels, torch.stack(checks).tolist()
+
+
+def unread(pairs: IndexValuePairs, seen: torch.Tensor, factor: float = 1.0) -> IndexValuePairs:
+    """Return what readers do not know of ``pairs`` that were written: ``factor`` times the differences to ``seen``.
+
+    ``seen``: what is read of the values; themselves, where they travel as they are. Pairs without a difference, or with
+    one that is not finite, are left out.
+    """
+    if seen is pairs.values:
+        return pairs.first(0)
+    rest = (pairs.values - seen).mul_(factor)
+    return IndexValuePairs(pairs.indices, rest).where(rest.isfinite() & (rest != 0))
+
+
+def _sealed(form: PairFormat, parcel: torch.Tensor) -> bool | torch.Tensor:
+    """Tell whether the checksum of a parcel is right: on a device, 0, where nothing else says that it is not sound."""
+    if parcel.device.type == "cpu" or not isinstance(form.codec, Everything):
+        return bits.crc_fits(parcel)
+    return (parcel[: bits.CRC_BYTES] == 0).all()

@@ -10,18 +10,19 @@ of everything that is selected is ``2 k (W-1)``. Both with plain indices; here t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
 
 from agmerge.errors import MessageError
 from agmerge.exchanges.base import InFlight, SegmentBuffers
+from agmerge.exchanges.message import value_codec
 from agmerge.exchanges.message.format import Format, RoundHeader
-from agmerge.exchanges.message.pairs import IndexValuePairs, joined
+from agmerge.exchanges.message.pairs import IndexValuePairs, joined, unread
 from agmerge.exchanges.multi_round import MultiRoundExchange, Phases, State
 from agmerge.exchanges.oktopk import histogram, regions
-from agmerge.exchanges.oktopk.reduction import added, check_faults, check_kept, offered, within
+from agmerge.exchanges.oktopk.reduction import added, check_faults, check_kept, nonzero, offered, within
 from sparsifiers import Selection
 
 SLACK = 1.125  # a rank's part of the result may be this much longer than the mean before any of it is moved
@@ -36,6 +37,8 @@ class _State(State):
     # What this rank selected, ascending; behind its count, the length stands for nothing.
     offer: IndexValuePairs | None = None
     kept: IndexValuePairs | None = None  # the result, ascending; None: not there yet
+    # Of sums that this rank has written, what nobody reads, in the measure of what ranks offer.
+    unread: list[IndexValuePairs] = field(default_factory=list)
 
 
 class OkTopkExchange(MultiRoundExchange):
@@ -49,7 +52,10 @@ class OkTopkExchange(MultiRoundExchange):
        the last of which anything is kept, and how much of it each rank may keep.
     4. Balance and all-gather: where one rank holds much more than the mean, the surplus goes to others (all-to-all);
        then every rank gets all of the result.
-    5. The update is the result. Each rank takes off its work what it offered of the elements that are kept.
+    5. The update is the result. Each rank takes off its work what was read of its offer at the elements that are kept.
+
+    Values travel in ``context.wire``. Each rank keeps what the codec rounds off its own offer, and whoever writes sums,
+    in phase 4, keeps what is not read of these: so nothing is lost. A codec that has no code for 0 is given no 0.
 
     With k what a rank may offer, never more than k elements are kept, and k where so many are offered: all above a
     bin of the magnitudes' histogram (see ``histogram``), and of that bin those of lowest index. What a rank offered and
@@ -74,7 +80,10 @@ class OkTopkExchange(MultiRoundExchange):
             raise ValueError(f"{name}: oktopk sends what is selected from one lane, and was given {lanes}")
         layout = self.format_of(name, loads, [offer.indices.numel() for offer in chosen])
         starts = (0, *accumulate(segment.length for segment in segments))
-        offer = offered(loads, chosen, starts)
+        lane = segments[0].lane
+        if not value_codec(self.context.wire, lane.dtype).has_zero:
+            chosen = [nonzero(load.work, offer) for load, offer in zip(loads, chosen, strict=True)]
+        offer = offered(loads, chosen, starts, lane.dtype if self.context.wire == "auto" else lane.storage)
         counts = [selection.count for selection in chosen]
         words = torch.empty(1 + regions.number(_budget(layout)), dtype=torch.int32, device=offer.indices.device)
         words[0] = sum(counts)
@@ -94,7 +103,8 @@ class OkTopkExchange(MultiRoundExchange):
     def phases(self, pending: InFlight) -> Phases[None]:
         """Collective. Reduce the offers to the result, once all headers are there: phases 2 to 4."""
         state, name, rank = pending.extra, pending.name, self.comm.rank
-        k, length, storage = _budget(state.layout), state.starts[-1], pending.loads[0].work.dtype
+        k, length = _budget(state.layout), state.starts[-1]
+        storage, dtype = pending.loads[0].work.dtype, state.offer.values.dtype
         headers = pending.received.view(self.comm.size, -1)
         state.control = state.layout.read_headers(headers, pending.control, name)
         words = headers[:, 4 * state.layout.words :].contiguous().view(torch.int32).cpu().numpy()
@@ -112,39 +122,49 @@ class OkTopkExchange(MultiRoundExchange):
         if [sum(row) for row in table] != counts or min(map(min, table)) < 0:
             raise MessageError(f"{name}: ranks announce {counts} elements, and by region {table}")
         parts = [range(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
-        pieces, fault = yield from self.all_to_all_pairs(pending, "pieces", state.offer, table, [parts] * len(parts))
+        everywhere = [parts] * len(parts)
+        pieces, seen, fault = yield from self.all_to_all_pairs(pending, "pieces", state.offer, table, everywhere)
+        state.offer = IndexValuePairs(state.offer.indices, seen)
         own = added(pieces, storage, self.scale)
+        if not value_codec(self.context.wire, dtype).has_zero:
+            own = own.where(own.values != 0)
 
         # 3. One threshold for all.
         bins = histogram.bin_of(own.values)
-        everywhere = yield from self.all_reduce(pending, "histogram", histogram.bin_counts(bins))
-        edge, room = histogram.crossing(everywhere, k)
+        total = yield from self.all_reduce(pending, "histogram", histogram.bin_counts(bins))
+        edge, room = histogram.crossing(total, k)
         tally = [int((bins > edge).sum()), int((bins == edge).sum()), fault]
         tallies = yield from self.all_gather_ints(pending, "tally", tally)
         check_faults(name, [faulty for _, _, faulty in tallies], cuts)
         takes = histogram.allotted([at_edge for _, at_edge, _ in tallies], room)
         own = own.where(histogram.kept(bins, edge, takes[rank]))
-        own = IndexValuePairs(own.indices, own.values.to(state.offer.values.dtype))
+        own = IndexValuePairs(own.indices, own.values.to(dtype))
 
         # 4. Balance and all-gather.
         held = [above + take for (above, _, _), take in zip(tallies, takes, strict=True)]
         equal = regions.shares(sum(held), self.comm.size)
         if max(held) > SLACK * equal[0]:
             table, ranges = regions.moves(held, equal), [[part] * len(parts) for part in parts]
-            pieces, fault = yield from self.all_to_all_pairs(pending, "surplus", own, table, ranges)
+            pieces, seen, fault = yield from self.all_to_all_pairs(pending, "surplus", own, table, ranges)
+            state.unread.append(unread(own, seen, 1 / self.scale))
             own, held, parts = joined(pieces), equal, regions.covered(table, parts)
-        kept, fault = yield from self.all_gather_pairs(pending, "kept", own, held, parts, sound=not fault)
+        kept, seen, fault = yield from self.all_gather_pairs(pending, "kept", own, held, parts, sound=not fault)
         check_kept(name, kept, fault)
+        state.unread.append(unread(own, seen, 1 / self.scale))
         state.kept = joined(kept)
 
     def finish(self, pending: InFlight) -> None:
         state: _State = pending.extra
         assert state.offer is not None and state.kept is not None
         sent = state.offer.where(within(state.offer.indices, state.kept.indices))
-        parts = (pairs.split(regions.split(pairs.indices, state.starts)) for pairs in (state.kept, sent))
-        for load, start, total, own in zip(pending.loads, state.starts, *parts, strict=False):
-            load.update.zero_().index_copy_(0, (total.indices - start).long(), total.values)
-            self.commit(load.segment, own.indices - start, own.values)
+        parts = (pairs.by_part(state.starts) for pairs in (state.kept, sent))
+        for load, total, own in zip(pending.loads, *parts, strict=True):
+            load.update.zero_().index_copy_(0, total.indices.long(), total.values.to(load.update.dtype))
+            self.commit(load.segment, own.indices, own.values)
+        for rest in state.unread:
+            if len(rest.indices):
+                for load, part in zip(pending.loads, rest.by_part(state.starts), strict=True):
+                    self.context.retain(load.segment, part.indices, part.values)
 
 
 def _budget(layout: Format) -> int:

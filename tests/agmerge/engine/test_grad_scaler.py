@@ -24,6 +24,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"compression": "topk"},
     {"compression": "adtopk", "exchange": "oktopk"},
     {"compression": "topk", "exchange": "masked"},
+    {"compression": "topk", "exchange": "oktopk", "wire": "int8"},
     {"compression": "topk", "exchange": "two-level"},
     {"compression": "none"},
     {"compression": "dgc"},

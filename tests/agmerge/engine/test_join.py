@@ -23,6 +23,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "ordered": {"compression": "none", "dense_sum": "ordered"},
     "oktopk": {"compression": "topk", "exchange": "oktopk"},
     "masked": {"compression": "topk", "exchange": "masked"},
+    "oktopk int4": {"compression": "topk", "exchange": "oktopk", "wire": "int4"},
+    "masked int8": {"compression": "topk", "exchange": "masked", "wire": "int8"},
     "drawn": {"compression": "randomk", "exchange": "masked"},
     "two-level": {"compression": "topk", "exchange": "two-level"},
     "importance": {"compression": "topk", "density": "importance"},

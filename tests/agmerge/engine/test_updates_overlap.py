@@ -25,6 +25,7 @@ WHEN: list[dict[str, Any]] = [
     {"overlap": 2, "every": 5},
     {"overlap": 1, "every": 4, "fragments": 3, "merging": "layerwise"},
     {"overlap": 1, "exchange": "oktopk"},
+    {"overlap": 1, "exchange": "oktopk", "wire": "int4"},
     {"overlap": 1, "exchange": "masked"},
     {"overlap": 1, "compression": "none"},
     {"overlap": 1, "outer": agmerge.Nesterov(lr=1.0, momentum=0.5)},

@@ -30,7 +30,9 @@ OPTIONS: list[dict[str, Any]] = [
     {"exchange": "sparse", "carry": "hold"},
     {"exchange": "sparse", "wire": "sign", "merging": "single"},
     {"exchange": "oktopk", "sparsify": "ahead"},
+    {"exchange": "oktopk", "wire": "sign"},
     {"exchange": "masked", "merging": "layerwise"},
+    {"exchange": "masked", "wire": "int4"},
     {"exchange": "auto", "compression": "none"},
     {"exchange": "sparse", "every": 3, "fragments": 2, "merging": "layerwise"},
 ]

@@ -32,6 +32,7 @@ from torch import Tensor
 from agmerge import testing
 from agmerge.backends.local import Call
 from agmerge.errors import MessageError
+from agmerge.exchanges.message import VALUES
 from agmerge.planning.cost_probe import probe
 from agmerge.planning.probe_budget import Budget
 
@@ -79,10 +80,13 @@ def test_what_is_sent_and_what_is_kept_is_what_was_there(size: int, case: str, m
     assert case == "whole" or all(rejected > 10_000 for _, _, rejected in found)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_updates_add_up_to_gradients_less_residuals(size: int) -> None:
+CODED = [(3, "oktopk", wire) for wire in VALUES] + [(3, "masked", wire) for wire in ("fp16", "int4")]
+
+
+@pytest.mark.parametrize("size, exchange, wire", [*((size, "oktopk", "auto") for size in (2, 3, 4)), *CODED])
+def test_updates_add_up_to_gradients_less_residuals(size: int, exchange: str, wire: str) -> None:
     def body(rank: int, model: AwkwardModel) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-        optimizer = wrapped(model, density=0.05)
+        optimizer = wrapped_awkward(model, exchange=exchange, wire=wire, density=0.05)
         sums: list[dict[str, Tensor]] = [
             {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in model.named_parameters()} for _ in range(2)
         ]

@@ -280,4 +280,4 @@ def test_a_result_must_ascend(damaged: list[list[int]], fault: int, named: int) 
 
 def test_a_merge_buffer_that_int32_cannot_index_is_refused() -> None:
     with pytest.raises(ValueError, match="a merge buffer of 2147483648 elements"):
-        reduction.offered([], [], [0, 2**31])
+        reduction.offered([], [], [0, 2**31], torch.float32)

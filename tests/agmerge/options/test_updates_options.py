@@ -64,7 +64,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"decay": 0.9, "carry": "hold", "compression": "none"}, ["compression='none'", "decay=0.9"]),
     ({"exchange": "two-level"}, ["exchange='two-level'", "carry='apply'", "pass carry='hold'"]),
     ({"exchange": "two-level", "carry": "hold", "fragments": 2, "every": 4}, ["two-level", "leave fragments out"]),
-    ({"wire": "sign", "exchange": "oktopk"}, ["wire='sign'", "exchange='oktopk'"]),
+    ({"wire": "sign", "exchange": "masked"}, ["wire='sign'", "no code for 0"]),
     ({"wire": "sign", "compression": "none"}, ["wire='sign'", "compression='none'"]),
     ({"nonfinite": "ignore"}, ["nonfinite='ignore'", "unknown"]),
 ]

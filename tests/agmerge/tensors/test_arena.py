@@ -201,3 +201,23 @@ def test_a_memory_that_keeps_nothing() -> None:
     assert arena.work.data_ptr() == slab
     arena.accumulate(slot, None)
     assert arena.work.count_nonzero() == 0
+
+
+# -- what is kept of sums -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("memory", ["residual", "dgc", "none"])
+def test_what_is_kept_of_sums_is_added_and_ends_no_momentum(memory: str) -> None:
+    arena, layout = arena_of([(8,)], memory=memory)
+    (segment,), (slot,) = layout.segments(0, 1), layout.slots
+    arena.accumulate(slot, torch.arange(1.0, 9.0))
+    before = arena.work.clone()
+    arena.retain(segment, torch.tensor([1, 5], dtype=torch.int32), torch.tensor([0.5, -2.0]))
+    expected = before.clone()
+    if memory != "none":
+        expected[1] += 0.5
+        expected[5] -= 2.0
+    assert bits(arena.work) == bits(expected)
+    arena.swap()
+    if memory == "dgc":
+        assert arena.state_of(slot)["momentum"].all()
