@@ -18,7 +18,7 @@ from merging.checks import Elements
 
 FAR = 1 << 31  # elements: where a curve of one point has another one
 GAIN = 0.01  # share of a step's seconds: a codec that loses something has to gain more
-LEAST = 0.999  # of the energy that is selected: a codec of which less arrives is not taken, see docs/parity.md
+LEAST = 0.9999  # of the energy that is selected: a codec of which less arrives is not taken, see docs/parity.md
 
 
 @dataclass(frozen=True)
