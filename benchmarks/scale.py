@@ -61,6 +61,12 @@ PASSED = {"duplex": 0.94, "shared": 0.97}
 frames of 64 KB, dense exchanges between two workers reached that much."""
 PHASES = {"gpt2": (0.34, 0.53, 0.13), "resnet50": (0.29, 0.55, 0.16)}
 """Of a step without exchange, forward, backward, and the update, which waits for the last message: one core, SGD."""
+READY = {
+    "gpt2": ((0.0, 0.26), (0.77, 0.93), (1.0, 1.0)),
+    "resnet50": ((0.0, 0.01), (0.12, 0.04), (0.43, 0.24), (0.71, 0.58), (0.8, 0.65), (0.9, 0.74), (0.98, 0.88), (1, 1)),
+}
+"""Shares of the elements that are ready, and of backward that have passed then: one core. The first product of a language
+model's backward is that with its embedding, whose gradient is the last to be ready."""
 LAST = 0.2  # of the library's work: reading messages and writing the update (where.py), when the last one is there
 WORKERS = tuple(2**power for power in range(1, 13))
 POSITIONS = {
@@ -71,6 +77,7 @@ POSITIONS = {
     "vit-large": 32 * 197,
 }
 """Multiplications per weight in a batch: samples times positions; for the two CNNs the mean over their weights."""
+TIED = ("gpt2-large",)  # whose first product of backward is that with the embedding, which is the last to be ready
 
 
 @dataclass(frozen=True)
@@ -192,6 +199,8 @@ def profile(model: str) -> tuple[float, merging.Profile, shapes.Shapes]:
     """Return seconds of forward, the tensors with their times, and their shapes."""
     sizes = shapes.sizes(model)
     work = np.array(sizes, dtype=np.float64) * POSITIONS[model]
+    if model in TIED:
+        work[[0, -1]] = work[0] + work[-1], 0.0
     names = [f"t{i}" for i in range(len(sizes))]
     return float(2 * work.sum() / SPEED), merging.Profile(names, sizes, 4 * work / SPEED + 5e-6), shapes.shapes(model)
 
@@ -335,7 +344,8 @@ def check(path: Path) -> str:
         dimensions, floor = shapes.MEASURED[model]()[::-1], middle(cell, step_time.FLOOR)
         sizes = np.array([math.prod(shape) for shape in dimensions])
         forward, backward, update = (part * floor for part in PHASES[model])
-        tensors = merging.Profile([f"t{i}" for i in range(len(sizes))], sizes, sizes / sizes.sum() * backward)
+        ready = backward * np.interp(sizes.cumsum() / sizes.sum(), *zip(*READY[model], strict=True))
+        tensors = merging.Profile([f"t{i}" for i in range(len(sizes))], sizes, np.diff(ready, prepend=0.0))
         known = unshaped.get((model, workers)) or unshaped.get((model, 2))
         for name, strategy in MEASURED.items():
             measured, work = middle(cell, name), 0.0
