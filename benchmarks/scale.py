@@ -65,8 +65,8 @@ READY = {
     "gpt2": ((0.0, 0.26), (0.77, 0.93), (1.0, 1.0)),
     "resnet50": ((0.0, 0.01), (0.12, 0.04), (0.43, 0.24), (0.71, 0.58), (0.8, 0.65), (0.9, 0.74), (0.98, 0.88), (1, 1)),
 }
-"""Shares of the elements that are ready, and of backward that have passed then: one core. The first product of a language
-model's backward is that with its embedding, whose gradient is the last to be ready."""
+"""Shares of the elements that are ready, and of backward that have passed then: one core. The first product of backward
+in a language model is that with its embedding, whose gradient is the last to be ready."""
 LAST = 0.2  # of the library's work: reading messages and writing the update (where.py), when the last one is there
 WORKERS = tuple(2**power for power in range(1, 13))
 POSITIONS = {
