@@ -4,6 +4,7 @@
     python benchmarks/planning.py --no-grid --tensors 1000
     python benchmarks/planning.py --no-grid --choice --budget 0     # how long an unbounded search can take: minutes
     python benchmarks/planning.py --no-grid --every --tensors 2000   # every planner, and the choice for a partition
+    python benchmarks/planning.py --training       # all that one step of training waits for, with curves as it has them
 
 Costs are alpha-beta (ring) and depend on the number of workers; backward is spread over tensors by size, with a
 floor. None of it is measured: it says how good planners are under the model, not how fast training is.
@@ -17,6 +18,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ import shapes  # noqa: E402
 
 import merging  # noqa: E402
 from merging.dense_choice import choose_dense  # noqa: E402
+from merging.measured import sent_whole  # noqa: E402
 from merging.planners.agmerge import BUDGET  # noqa: E402
 
 DENSITIES = (1.0, 0.1, 0.01, 0.001)
@@ -89,6 +93,55 @@ def taking(plan: Callable[[], object], repeat: int) -> float:
         plan()
         times.append(time.process_time() - start)
     return statistics.median(times)
+
+
+def measured(sizes: list[int], backward: float, bits: float) -> merging.Measurements:
+    """Return what training might measure: so many seconds of backward, two workers, 1 % of what is not small."""
+    elements = np.array(sizes)
+    small = elements < 1024
+    rng = np.random.default_rng(0)
+
+    def curve(start: float, each: float, powers: int, zero: bool = False) -> merging.Curve:
+        points = {2**power: [start + each * 2**power * (1 + 0.2 * rng.random())] for power in range(4, powers)}
+        return merging.Curve.fit(points, zero=zero)
+
+    times = backward * (0.8 * elements / elements.sum() + 0.2 / len(sizes))
+    load = np.where(small, elements, np.ceil(0.01 * elements).astype(int))
+    return merging.Measurements(
+        profile=merging.Profile(
+            [f"t{i}" for i in range(len(sizes))], sizes, times, work=np.where(small, 0, elements), load=load
+        ),
+        sparsify=curve(2e-5, 3e-10, 24, zero=True),
+        exchange=curve(4e-4, 2 * 5.1 * 8 / bits, 18),
+        dense=curve(5e-4, 2 * 4 * 8 / bits, 24),
+        message=curve(2e-4, 8e-9, 18),
+        modes=("ahead", "behind"),
+        workers=2,
+    )
+
+
+def plans_of_a_step(planner: merging.Planner, known: merging.Measurements) -> None:
+    """Make the plans that rank 0 makes after the tenth step: the best, all compressed, all dense."""
+    for one in (known, replace(known, dense=None)):
+        plan, mode = merging.best(planner, one)
+        merging.divide(plan, one.profile, one.costs, mode, planner.max_messages)
+    whole = sent_whole(known)
+    planner.plan(whole.profile, whole.costs, "dense")
+
+
+def print_training(tensors: int, repeat: int) -> None:
+    """Print the milliseconds of all plans of a step, on shared links of several rates."""
+    cases = {
+        "the small gpt2": ([math.prod(shape) for shape in shapes.small_gpt2()[::-1]], 0.1),
+        "resnet50": (shapes.sizes("resnet50"), 0.3),
+        **{f"{model}, {tensors}": (stretched(model, tensors), 1.0) for model in ("gpt2", "resnet50")},
+    }
+    print("ms for all plans of a step at 200 Mbit/s, 1, 10 and 25 Gbit/s")
+    planner = merging.get("agmerge")
+    for name, (sizes, backward) in cases.items():
+        problems = [measured(sizes, backward, bits) for bits in (2e8, 1e9, 1e10, 2.5e10)]
+        took = [1e3 * taking(partial(plans_of_a_step, planner, problem), repeat) for problem in problems]
+        print(f"  {name:15} {len(sizes):4} tensors", *(f"{ms:8.1f}" for ms in took), flush=True)
 
 
 def print_every(tensors: int, repeat: int) -> None:
@@ -160,7 +213,11 @@ def main() -> None:
     parser.add_argument("--every", action="store_true", help="time every planner too")
     parser.add_argument("--no-grid", action="store_true", help="only the times")
     parser.add_argument("--workers", type=int, nargs="+", default=WORKERS, help="of the grid")
+    parser.add_argument("--training", action="store_true", help="time what a step of training waits for, and no more")
     options = parser.parse_args()
+    if options.training:
+        print_training(options.tensors, options.repeat)
+        return
     print_times(options.tensors, options.repeat, options.choice, options.budget)
     if options.every:
         print_every(options.tensors, options.repeat)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import merging
+from agmerge.backends.registry import BACKENDS
 from agmerge.step.agreement import why_plan_does_not_fit
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.version import __version__
@@ -66,13 +67,15 @@ def folder() -> Path | None:
 
 
 def path_of(where: Path, buffers: MergeBuffers, hosts: Sequence[str]) -> Path:
-    """Return the file for this training: its tensors, arguments, backend, workers, hosts and versions.
+    """Return the file for this training: its tensors, arguments, backend, launcher, workers, hosts and versions.
 
-    The tensors as they become ready: a plan keeps their order. ``hosts``: of every rank.
+    The tensors as they become ready: a plan keeps their order. ``hosts``: of every rank, and so which ranks share one.
+    The launcher by the variables that it sets: one backend may have several, as Horovod has over MPI and over Gloo.
     """
     slots = [(slot.name, list(slot.shape), repr(slot.lane)) for slot in buffers.tensors.slots]
     versions = (__version__, torch.__version__, torch.get_num_threads())
-    facts = [slots, buffers.config.facts(), buffers.comm.name, buffers.comm.size, list(hosts), versions]
+    launcher = sorted({name for backend in BACKENDS.values() for name in backend.SIZES if name in os.environ})
+    facts = [slots, buffers.config.facts(), buffers.comm.name, launcher, buffers.comm.size, list(hosts), versions]
     digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
     return where / f"{digest}.json"
 

@@ -16,7 +16,7 @@ from merging.profile import Profile
 
 SOLVERS = ("exact", "greedy")
 LARGEST = 1000  # tensors up to which the optimum is searched: its tables grow with the square
-BUDGET = 20_000_000  # extensions of states, a second or so
+BUDGET = 2_000_000  # extensions of states, some 0.2 s
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -28,7 +28,7 @@ class AGMerge(Planner):
     `phases` merge buffers of as equal a number of tensors as can be.
 
     Intra-worker: boundaries are chosen so that backward, selection and the exchange of the merge buffer before
-    overlap. `solver="exact"` takes the plan that `exact` predicts to end first, up to 1000 tensors and a second
+    overlap. `solver="exact"` takes the plan that `exact` predicts to end first, up to 1000 tensors and 0.2 seconds
     or so of work, counted and not timed (see `budget` there); beyond 1000, and with `solver="greedy"`, it is
     the rule of `search.greedy`: send as soon as the channel is free and never leave it idle, for the
     best first merge buffer. Over the grid of benchmarks/planning.py that ends at most 6.5 % later than the

@@ -2,54 +2,41 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from merging.checks import Reals, whole
+from merging.checks import whole
 from merging.costs import Costs
 from merging.plan import Plan
 from merging.planner import Planner
-from merging.planners.search.bounds import WEIGHTS, earliest, latest
+from merging.planners.search.bounds import Bounds, Path, bound
+from merging.planners.search.edges import edges_of, turned
 from merging.planners.search.frontier import Found, Spent, Work, search
-from merging.planners.search.greedy import greedy
 from merging.planners.search.tables import Tables, tables
 from merging.profile import Profile
-from merging.size_limit import cut
-from merging.timeline import predict
 
 _ROUNDING = 1e-9  # share of a finish by which sums in another order may differ
-_NARROW = 6  # states a prefix in the search for a good plan
-_GAPS = (
-    0.0005,
-    0.0015,
-    0.004,
-    0.02,
-    0.06,
-    0.15,
-    0.4,
-    1.0,
-    3.0,
-)  # above the lower bound, guesses of the finish, as shares of it
-# Weights of the bounds, states a prefix in a narrow search before, extensions that the complete searches may try.
-# Sharp bounds take long to make, and pay where the search would take longer.
-_LITTLE = 50_000  # extensions
-_RUNGS = ((WEIGHTS, None, 500_000), (33, 32, 2_000_000), (129, 64, None))
+# Weights of the bounds, closer and closer, and extensions that the search of all that they leave may then try.
+_RUNGS = ((9, 200_000), (9, 200_000), (33, 500_000), (129, None))
+_SHIFTS = (0, -1, 1)  # plans that follow the bounds: by the weight of the state, and by those beside it
+_NARROW = 2  # states a prefix in the search for a good plan among very many
+_PASSED = 16  # edges times weights that a pass of bounds looks at in the time of one extension
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Exact(Planner):
     """Find the plan that ends first, of all plans of runs below 2**31 elements, dense merge buffers included.
 
-    Of plans that end at the same time it is one with the fewest merge buffers. O(n^2) time and memory where
-    readiness is the same in every plan (mode "dense", and "ahead" without dense merge buffers); elsewhere
-    times the states that none beats: few in practice, but many where dense and sparse cost nearly the same,
-    which has taken minutes at 600 tensors. `budget` bounds that work: the number of states times merge buffers
-    that may be tried, a second being 10 to 20 million; beyond it, the best plan found so far is returned, never
-    one that ends later than the greedy of `agmerge`. None, the default, is no bound. It counts work, not
-    time: the plan is the same in every process. Source: dynamic programs of our own; MG-WFBP (arXiv
-    1912.09268) and OMGS-SGD state the problem and solve it greedily.
+    Of plans that end at the same time it is one with the fewest merge buffers. O(n^2) memory, and O(n^2) time times the
+    states that none beats and that can still be the best: few, but for the choice of dense merge buffers. With it the
+    problem holds that of dividing numbers into two sets of equal sums, for which no quick way is known, and where dense
+    and sparse cost nearly the same it has taken minutes at 600 tensors. `budget` bounds that work: the number of
+    extensions of states that may be tried, a second being about 10 million; beyond it, the best plan found so far is
+    returned. None, the default, is no bound. It counts work, not time: the plan is the same in every process. Source:
+    dynamic programs of our own; MG-WFBP (arXiv 1912.09268) and OMGS-SGD state the problem and solve it greedily.
 
     It is the optimum over partitions in which every merge buffer travels whole (`Plan.parts` 1): `divide` may end
     a plan sooner.
@@ -69,85 +56,52 @@ class Exact(Planner):
 def optimum(profile: Profile, costs: Costs, mode: str, budget: int | None = None) -> Plan:
     """Return the plan with the smallest predicted finish; of several, one with the fewest merge buffers.
 
-    Where readiness is the same in every plan, `earliest` knows that finish. Elsewhere narrow searches find a
-    plan that is close, and the search of all states that can end by its finish the optimum: first with cheap
-    bounds, then with sharp ones. With the optimum's finish as the bound, `search` runs for the fewest merge
-    buffers. Where a `budget` of extensions (see `search`) is spent before, the result is the best plan so far, or
-    the optimum with more merge buffers than needed.
+    Plans that follow the bounds are good ones, soon; then only what the bounds say may end sooner is searched. Where
+    that is too much, bounds from the other end close more, then those of more weights. With a choice of ways there is
+    much between the bounds and the optimum, and a narrow search finds better plans first. Where a `budget` of
+    extensions (see `search`) is spent before, the result is the best plan so far.
     """
     table = tables(profile, costs, mode)
-    problem = _Problem(table, *earliest(table), Work(budget))
-    if table.fixed:
-        finish = float(problem.channel[-1])
-        try:
-            return problem.sure(finish, fewest=True)[0]
-        except Spent:
-            return problem.sure(finish, work=Work())[0]
-    n = len(profile)
-    ends = [(plan, predict(plan, profile, costs, mode).finish) for plan in (Plan((1,) * n), cut(Plan((n,)), profile))]
-    known, proven = _climb(problem, min(ends, key=itemgetter(1)))
-    if proven:
-        return known[0]
-    simple = cut(greedy(profile, costs, mode), profile)
-    return _sooner(known, (simple, predict(simple, profile, costs, mode).finish))[0]
-
-
-def _climb(problem: _Problem, known: Found) -> tuple[Found, bool]:
-    """Return the optimum and True, or the best of `known` and what was found before the work was spent, and False."""
-    proven = False
-    try:
-        known = problem.close(known)
-        with suppress(Spent):  # where little is open below that, both questions at once
-            return problem.sure(known[1], fewest=True, work=Work(_LITTLE, problem.work)), True
-        for weights, width, most in _RUNGS:
-            if width is not None and not proven:
-                known = _sooner(known, problem.found(known[1], weights, width=width))
-            part = Work(most, problem.work)
+    edges = edges_of(table)
+    back = edges.reversed()
+    known: Found = (Plan((1,) * len(profile)), math.inf)
+    ahead: Bounds | None = None
+    behind: Bounds | None = None
+    opened, work = edges.all_open(), Work(budget)
+    with suppress(Spent):
+        for weights, most in _RUNGS:
+            if ahead is not None:
+                work.spend(2 * weights * int(opened.sum()) // _PASSED)
+                behind, opened = bound(back, weights, turned(opened), ahead, _in_time(known, edges.grain))
+                known = _soonest(known, *(_found(table, *behind.follow(back, shift), True) for shift in _SHIFTS))
+                opened = turned(opened)
+            ahead, opened = bound(edges, weights, opened, behind, _in_time(known, edges.grain))
+            known = _soonest(known, *(_found(table, *ahead.follow(edges, shift)) for shift in _SHIFTS))
             try:
-                if not proven:
-                    known = _sooner(known, problem.sure(known[1], weights, work=part))
-                proven = True
-                return problem.sure(known[1], weights, fewest=True, work=part), True
+                part = Work(most, work)
+                return (search(table, ahead, opened, _in_time(known, edges.grain), edges.grain, part) or known)[0]
             except Spent:
-                if problem.work.spent:
+                if work.spent:
                     break
-    except Spent:
-        pass
-    return known, proven
+            if behind is not None and edges.ways > 1:
+                narrow = search(table, ahead, opened, _in_time(known, edges.grain), edges.grain, work, _NARROW)
+                known = _soonest(known, narrow)
+    return known[0]
 
 
-@dataclass(frozen=True)
-class _Problem:
-    """Search one problem again and again, with closer and closer bounds."""
-
-    table: Tables  # what every possible merge buffer costs
-    clock: Reals  # by prefix, the earliest compute clock, (n + 1,)
-    channel: Reals  # by prefix, the earliest channel clock, (n + 1,)
-    work: Work  # that is left for all searches
-
-    def found(self, finish: float, weights: int = WEIGHTS, **how: Any) -> Found | None:
-        """Return what `search` finds that ends by `finish`."""
-        bounds = latest(self.table, self.clock, self.channel, finish, weights)
-        return search(self.table, bounds, **{"work": self.work, **how})
-
-    def sure(self, finish: float, weights: int = WEIGHTS, **how: Any) -> Found:
-        """Return the same where a plan is known to end at `finish`, up to rounding."""
-        found = self.found(finish * (1 + _ROUNDING), weights, **how)
-        assert found is not None
-        return found
-
-    def close(self, known: Found) -> Found:
-        """Return a good plan: guesses from the lower bound upwards, until a plan keeps one; or `known`."""
-        for gap in _GAPS:
-            guess = float(self.channel[-1]) * (1 + gap)
-            if guess >= known[1]:
-                break
-            found = self.found(guess, width=_NARROW)
-            if found is not None:
-                return _sooner(known, found)
-        return known
+def _in_time(known: Found, grain: float) -> float:
+    """Return when plans must end to be as good as `known`, up to rounding."""
+    return known[1] + (grain / 4 if grain else _ROUNDING * known[1])
 
 
-def _sooner(known: Found, found: Found | None) -> Found:
-    """Return the one that ends first, `known` of equals."""
-    return found if found is not None and found[1] < known[1] else known
+def _found(table: Tables, path: Path, finish: float, backwards: bool = False) -> Found:
+    """Return the plan of a path that ends then; `backwards`: one of the reversed problem."""
+    if backwards:
+        path = [(table.n - 1 - last, table.n - 1 - first, way) for first, last, way in reversed(path)]
+    counts = tuple(last + 1 - first for first, last, _ in path)
+    return Plan(counts, tuple(bool(table.options[way].dense[last, first]) for first, last, way in path)), finish
+
+
+def _soonest(*found: Found | None) -> Found:
+    """Return the one that ends first, the first of equals."""
+    return min((one for one in found if one is not None), key=itemgetter(1))

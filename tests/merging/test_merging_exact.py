@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -14,7 +15,8 @@ from merging_harness import instance
 
 import merging
 from merging import MODES, Costs, Plan, Profile, predict
-from merging.planners.search.bounds import earliest, latest
+from merging.planners.search.bounds import bound
+from merging.planners.search.edges import edges_of, turned
 from merging.planners.search.frontier import Work, unbeaten
 from merging.planners.search.tables import tables
 from merging.size_limit import LIMIT
@@ -138,18 +140,57 @@ def test_cost_functions_are_called_with_arrays_and_few_times(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_bounds_hold_along_the_optimum(mode: str) -> None:
+@pytest.mark.parametrize("n", [12, 40])
+def test_bounds_hold_along_the_optimum(n: int, mode: str) -> None:
     rng = random.Random(5)
     for _ in range(30):
-        model, costs = instance(rng, 12, True)
-        table = tables(model, costs, mode)
-        timeline = predict(EXACT.plan(model, costs, mode), model, costs, mode)
-        clock, channel = earliest(table)
-        bounds = latest(table, clock, channel, timeline.finish * (1 + 1e-9))
-        assert channel[-1] <= timeline.finish * (1 + 1e-12)
-        for stop, span in zip(np.cumsum(EXACT.plan(model, costs, mode).counts), timeline.spans, strict=True):
-            assert clock[stop] <= span.ready * (1 + 1e-12) and channel[stop] <= span.end * (1 + 1e-12)
-            assert bounds.hopeful(stop, np.array([span.ready]), np.array([span.end])).all()
+        model, costs = instance(rng, n, True)
+        plan = EXACT.plan(model, costs, mode)
+        timeline = predict(plan, model, costs, mode)
+        edges = edges_of(tables(model, costs, mode))
+        finish = (timeline.finish + 2 * n * edges.grain) * (1 + 1e-9)
+        whole, opened = bound(edges, 5, edges.all_open(), None, np.inf)
+        behind, left = bound(edges.reversed(), 9, turned(opened), whole, finish)
+        ahead, left = bound(edges, 17, turned(left), behind, finish)
+        assert whole.rest[:, 0].max() <= ahead.rest[:, 0].max() * (1 + 1e-12) <= finish
+        path, end = ahead.follow(edges)
+        assert sum(last + 1 - first for first, last, _ in path) == n and end >= timeline.finish * (1 - 1e-12)
+        for (start, stop), way, span in zip(plan.bounds, plan.dense, timeline.spans, strict=True):
+            assert left[start, (way if edges.ways > 1 else 0) * n + stop - 1]
+            assert len(ahead.in_time(stop, np.array([span.ready]), np.array([span.end]), finish))
+
+
+def test_what_is_left_out_cannot_end_in_time() -> None:
+    """No plan with a merge buffer that the bounds close ends by the finish that they are for."""
+    rng, closed = random.Random(7), 0
+    for _ in range(20):
+        model, costs = instance(rng, 7, False)
+        edges = edges_of(tables(model, costs, "behind"))
+        finish = 1.1 * predict(EXACT.plan(model, costs, "behind"), model, costs, "behind").finish
+        behind, left = bound(edges.reversed(), 9, turned(edges.all_open()), None, finish)
+        ahead, left = bound(edges, 9, turned(left), behind, finish)
+        for cuts in itertools.product((False, True), repeat=6):
+            stops = [*(i + 1 for i, cut in enumerate(cuts) if cut), 7]
+            counts = tuple(np.diff(stops, prepend=0).tolist())
+            if not all(left[stop - count, stop - 1] for count, stop in zip(counts, stops, strict=True)):
+                closed += 1
+                assert predict(Plan(counts), model, costs, "behind").finish > finish
+    assert closed > 100
+
+
+def test_a_problem_from_its_end_is_the_same_problem() -> None:
+    rng = random.Random(11)
+    for mode in MODES:
+        model, costs = instance(rng, 40, True, message=True)
+        edges = edges_of(tables(model, costs, mode))
+        back = edges.reversed()
+        path, end = bound(edges, 9, edges.all_open(), None, np.inf)[0].follow(edges)
+        clock = channel = 0.0
+        for first, last, way in reversed(path):
+            clock += back.clock[39 - last, way, 39 - first]
+            channel = max(channel, clock) + back.channel[39 - last, way, 39 - first]
+        assert channel == pytest.approx(end, rel=1e-12)
+        assert np.array_equal(turned(turned(edges.all_open())), edges.all_open())
 
 
 def test_unbeaten_states() -> None:

@@ -1,4 +1,4 @@
-"""Bound the clocks of every plan, so that the search for the optimum leaves out what cannot lead to it."""
+"""Bound when plans can end at the earliest, so that the search for the optimum leaves out what cannot lead to it."""
 
 from __future__ import annotations
 
@@ -8,144 +8,116 @@ from dataclasses import dataclass
 import numpy as np
 
 from merging.checks import Reals
-from merging.planners.search.tables import Flags, Tables
+from merging.planners.search.edges import NEVER, Edges, Indices
+from merging.planners.search.tables import Flags
 
-_COARSE = 4  # of these, every so many are looked at first
-WEIGHTS = 9  # looked at for every state; sharper bounds have 8 k + 1 of them, so that every k-th is one of these
+Path = list[tuple[int, int, int]]
+"""Merge buffers: first tensor, last tensor, way."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Hold the latest clocks with which a plan can still finish in time, by prefix.
+    """Hold lower bounds of the finish, by Lagrangian weights, and the merge buffers that they come from.
 
-    clock, channel: a state (t, E) after the first j tensors is hopeless if t > clock[j] or E > channel[j];
-        both of shape (n + 1,).
-    open: per option, [j, i]: whether a merge buffer of the tensors i to j can be part of such a plan.
-    finish: when they must end.
-    rest: for r weights w from 0 to 1, shape (r, n + 1): no plan from (t, E) ends before
-        w t + (1 - w) E + rest[w, j]. None where readiness is the same in every plan.
+    rest: for r weights w, evenly from 0 to 1, shape (r, n + 1): no plan from a state (t, E) of prefix i ends before
+        w t + (1 - w) E + rest[w, i]. Concave in w, so that few of them have to be looked at.
+    best: the number of the edge of prefix i that it comes from, (r, n).
+    late: of a plan that ends in time, the latest compute and channel clock of each prefix, (2, n + 1).
     """
 
-    clock: Reals
-    channel: Reals
-    open: tuple[Flags, ...]
-    finish: float
-    rest: Reals | None = None
+    rest: Reals
+    best: Indices
+    late: Reals
 
-    def hopeful(self, j: int, clock: Reals, channel: Reals, *, sharp: bool = False) -> Flags:
-        """Return which states (clock, channel) of prefix j can still end by `finish`; `sharp`: by all weights."""
-        good = np.asarray((clock <= self.clock[j]) & (channel <= self.channel[j]))
-        if self.rest is None:
-            return good
-        # A few weights leave out most; what they leave is looked at with all of them.
-        step = 1 if sharp else (len(self.rest) - 1) // (WEIGHTS - 1)
-        for every in (_COARSE * step, step):
-            left = good.nonzero()[0]
-            if not len(left):
-                break
-            weights, others = _weights(len(self.rest), every)
-            mixed = weights * clock[left]
-            mixed += others * channel[left]
-            mixed += self.rest[::every, j : j + 1]
-            good[left] = mixed.max(axis=0) <= self.finish
-        return good
+    def lower(self, i: int, clock: Reals, channel: Reals) -> Reals:
+        """Return a time before which no plan ends that continues a state (clock, channel) of prefix i, each (k,)."""
+        ahead = clock - channel
+        weight = self._turns[i].searchsorted(ahead)
+        found: Reals = self.rest[weight, i]
+        found += channel
+        found += ahead * (weight / (len(self.rest) - 1))
+        return found
 
-    @property
-    def sharp(self) -> bool:
-        """Tell whether `hopeful` with `sharp` looks at more weights than without."""
-        return self.rest is not None and len(self.rest) > WEIGHTS
+    def in_time(self, i: int, clock: Reals, channel: Reals, finish: float) -> Indices:
+        """Return which states of prefix i can still end by `finish`, which is not later than that of `late`."""
+        good = ((clock <= self.late[0, i]) & (channel <= self.late[1, i])).nonzero()[0]
+        return np.asarray(good[self.lower(i, clock[good], channel[good]) <= finish])
+
+    def follow(self, edges: Edges, shift: int = 0) -> tuple[Path, float]:
+        """Return the plan that takes, from where it has come to, the edge of the bound there; and when it ends.
+
+        `shift`: the edge of the weight so many numbers away is taken instead.
+        """
+        n, i, clock, channel, path = edges.n, 0, 0.0, 0.0, []
+        while i < n:
+            weight = int(self._turns[i].searchsorted(clock - channel)) + shift
+            way, last = divmod(int(self.best[min(max(weight, 0), len(self.best) - 1), i]), n)
+            clock += float(edges.clock[i, way, last])
+            channel = max(channel, clock) + float(edges.channel[i, way, last])
+            path.append((i, last, way))
+            i = last + 1
+        return path, channel
+
+    @functools.cached_property
+    def _turns(self) -> Reals:
+        """Return, by prefix, at which t - E the next weight gives the larger bound, ascending, (n + 1, r - 1)."""
+        return np.ascontiguousarray(((self.rest[:-1] - self.rest[1:]) * (len(self.rest) - 1)).T)
 
 
-def earliest(tables: Tables) -> tuple[Reals, Reals]:
-    """Return, per prefix, a lower bound of the compute clock and of the channel clock, each (n + 1,).
+def bound(edges: Edges, weights: int, opened: Flags, behind: Bounds | None, finish: float) -> tuple[Bounds, Flags]:
+    """Return bounds over the edges in `opened`, and those of them that can be part of a plan that ends by `finish`.
 
-    The recursion with both clocks minimised by themselves:
+    With T = clock and C = channel, an edge gives t' = t + T, E' >= E + C and E' >= t' + C, hence
+    v t' + (1 - v) E' >= w (t + T) + (1 - w) E + (1 - v) C for all v <= w, and
 
-        t[j] = min over i < j of  t[i] + sum of steps + select
-        E[j] = min over i < j of  max(E[i], t[i] + sum of steps + select) + channel
+        rest[w, i] = min over edges of  w T + max over v <= w of ((1 - v) C + rest[v, j + 1])
 
-    Where readiness is the same in every plan, E[n] is the optimum, up to rounding.
+    The latest clocks are the recursion from the end, over the edges that the earliest clocks can take in time:
+
+        channel[i] = max over edges of  channel[j + 1] - C
+        clock[i]   = max over edges of  min(clock[j + 1], channel[j + 1] - C) - T
+
+    weights: how many. More are closer.
+    behind: bounds of the reversed edges, which say as much of what comes before an edge; None: nothing is known of it.
     """
-    n = tables.n
-    upto = _upto(tables)
-    clock, channel = np.zeros(n + 1), np.zeros(n + 1)
-    for j in range(n):
-        ends, ready = [], []
-        for option in tables.options:
-            run = upto[option.clock]
-            leaves = clock[: j + 1] + (run[j + 1] - run[: j + 1])
-            if option.select is not None:
-                leaves += option.select[j, : j + 1]
-            ends.append((np.maximum(channel[: j + 1], leaves) + option.channel[j, : j + 1]).min())
-            ready.append(leaves.min())
-        clock[j + 1], channel[j + 1] = min(ready), min(ends)
-    return clock, channel
-
-
-def latest(tables: Tables, clock: Reals, channel: Reals, finish: float, weights: int = WEIGHTS) -> Bounds:
-    """Return the bounds of plans that end by `finish`, given `earliest` clocks: the recursion from the end.
-
-        channel'[i] = max over j of  channel'[j] - channel(i..j)
-        clock'[i]   = max over j of  min(clock'[j], channel'[j] - channel(i..j)) - steps - select
-
-    over the merge buffers that the earliest clocks can serve in time. More `weights` leave out more states.
-    """
-    n = tables.n
-    upto = _upto(tables)
-    late_clock, late_channel = np.full(n + 1, -np.inf), np.full(n + 1, -np.inf)
-    late_clock[n] = late_channel[n] = finish
-    flags = tuple(np.zeros((n, n), bool) for _ in tables.options)
+    n = edges.n
+    w = np.linspace(0.0, 1.0, weights)[:, None]
+    others, rows = 1 - w, np.arange(weights)
+    rest, best = np.zeros((weights, n + 1)), np.zeros((weights, n), np.int64)
+    late = np.full((2, n + 1), finish)
+    before = None if behind is None else _finer(behind.rest, weights)[::-1, ::-1]
+    still = np.zeros_like(opened)
     for i in range(n - 1, -1, -1):
-        for option, flag in zip(tables.options, flags, strict=True):
-            run = upto[option.clock]
-            takes = run[i + 1 :] - run[i]
-            if option.select is not None:
-                takes = takes + option.select[i:, i]
-            start = late_channel[i + 1 :] - option.channel[i:, i]
-            leave = np.minimum(late_clock[i + 1 :], start)
-            good = (clock[i] + takes <= leave) & (channel[i] <= start)
-            flag[i:, i] = good
-            if good.any():
-                late_channel[i] = max(late_channel[i], start[good].max())
-                late_clock[i] = max(late_clock[i], (leave - takes)[good].max())
-    rest = None if tables.fixed else _rest(tables, flags, *_weights(weights))
-    return Bounds(late_clock, late_channel, flags, finish, rest)
+        numbers = opened[i].nonzero()[0]
+        if before is not None:
+            following = numbers % n + 1
+            start = late[1].take(following) - edges.channel[i].take(numbers)
+            leave = np.minimum(late[0].take(following), start) - edges.clock[i].take(numbers)
+            good = (leave >= before[-1, i]) & (start >= before[0, i])
+            numbers, start, leave = numbers[good], start[good], leave[good]
+        ends = others * edges.channel[i].take(numbers)
+        ends += rest.take(numbers % n + 1, axis=1)
+        np.maximum.accumulate(ends, axis=0, out=ends)
+        ends += w * edges.clock[i].take(numbers)
+        if before is not None:
+            good = (ends + before[:, i, None]).max(axis=0) <= finish
+            numbers, start, leave = numbers[good], start[good], leave[good]
+            ends = ends[:, good]
+            late[:, i] = leave.max(initial=-NEVER), start.max(initial=-NEVER)
+        still[i, numbers] = True
+        if not len(numbers):
+            rest[:, i] = NEVER
+            continue
+        place = ends.argmin(axis=1)
+        rest[:, i], best[:, i] = ends[rows, place], numbers[place]
+    return Bounds(rest, best, late), still
 
 
-@functools.cache
-def _weights(count: int, every: int = 1) -> tuple[Reals, Reals]:
-    """Return every so many of ``count`` weights from 0 to 1, as a column, and what is left to 1 of each."""
-    weights = np.linspace(0.0, 1.0, count, dtype=np.float64)[::every, None]
-    others = 1 - weights
-    weights.flags.writeable = others.flags.writeable = False
-    return weights, others
-
-
-def _rest(tables: Tables, flags: tuple[Flags, ...], weights: Reals, others: Reals) -> Reals:
-    """Return `Bounds.rest` over the merge buffers in `flags`: both clocks at once, by Lagrangian weights.
-
-    With T = steps + select and C = channel, a merge buffer gives t' = t + T, E' >= E + C and E' >= t' + C, so
-    v t' + (1 - v) E' >= w (t + T) + (1 - w) E + (1 - v) C for all v <= w; the finish is E, of weight 0. Hence
-
-        rest[w, i] = min over j of  w T(i..j) + max over v <= w of ((1 - v) C(i..j) + rest[v, j])
-    """
-    n = tables.n
-    upto = _upto(tables)
-    rest = np.full((len(weights), n + 1), np.inf)
-    rest[:, n] = -np.inf
-    rest[0, n] = 0.0
-    for i in range(n - 1, -1, -1):
-        for option, flag in zip(tables.options, flags, strict=True):
-            j = i + np.flatnonzero(flag[i:, i])
-            if len(j):
-                takes = upto[option.clock][j + 1] - upto[option.clock][i]
-                if option.select is not None:
-                    takes = takes + option.select[j, i]
-                moved = np.maximum.accumulate(others * option.channel[j, i] + rest[:, j + 1], axis=0)
-                rest[:, i] = np.minimum(rest[:, i], (weights * takes + moved).min(axis=1))
-    return rest
-
-
-def _upto(tables: Tables) -> Reals:
-    """Return the n + 1 prefix sums of the steps, one row per clock."""
-    return np.concatenate([np.zeros((len(tables.steps), 1)), np.cumsum(tables.steps, axis=1)], axis=1)
+def _finer(rest: Reals, weights: int) -> Reals:
+    """Return the bounds for more weights, 8 k + 1 for 8 + 1: the concave lies above the lines between its points."""
+    every = (weights - 1) // (len(rest) - 1)
+    fine = np.empty((weights, rest.shape[1]))
+    for part in range(every):
+        fine[part:-1:every] = rest[:-1] * (1 - part / every) + rest[1:] * (part / every)
+    fine[-1] = rest[-1]
+    return fine

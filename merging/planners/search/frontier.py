@@ -10,14 +10,11 @@ from numpy.typing import NDArray
 from merging.checks import Reals
 from merging.plan import Plan
 from merging.planners.search.bounds import Bounds
-from merging.planners.search.tables import Tables
+from merging.planners.search.edges import Indices
+from merging.planners.search.tables import Flags, Tables
 
-Indices = NDArray[np.int64]
 Found = tuple[Plan, float]
 """A plan, and when its last exchange ends."""
-
-_FEW = 32  # tensors up to which clocks are compared to the bit
-_GRAIN = 1e-13  # of the finish: beyond, clocks that round to the same multiple are equal
 
 
 class Spent(Exception):
@@ -50,59 +47,75 @@ class Work:
 
 
 def search(
-    tables: Tables, bounds: Bounds, *, fewest: bool = False, width: int | None = None, work: Work | None = None
+    tables: Tables,
+    bounds: Bounds,
+    opened: Flags,
+    finish: float,
+    grain: float,
+    work: Work,
+    width: int | None = None,
 ) -> Found | None:
-    """Return the plan that ends first, and when, or None where none keeps within the bounds.
+    """Return the plan that ends first, and when; of several the one with the fewest merge buffers; None: none in time.
 
-    A state is (t, E) after the first j tensors, with t the compute and E the channel clock. Every state of
-    prefix i is extended by every merge buffer that starts there; of the states of a prefix, those beaten
-    in t and E are dropped. With `fewest`, they must be beaten in merge buffers as well, so that of all
-    plans that end first the one with the fewest merge buffers is returned; then the first found. With `width`,
-    only so many states of a prefix are kept, spread evenly: a good plan soon, not always the optimum.
+    A state is (t, E) after the first j tensors, with t the compute and E the channel clock. Every state of prefix i is
+    extended by every merge buffer that starts there and is in `opened`; what the bounds say cannot end by `finish` is
+    dropped, and of the states of a prefix those beaten in t and E. With `width`, only so many states of a prefix are
+    kept, those with the lowest bounds: a good plan soon, not always the optimum.
 
-    The additions are those of `predict`, in its order, and rounding is monotone: what is found is the
-    optimum to the bit. Beyond 32 tensors, times that round to the same multiple of 1e-13 of the finish are
-    equal, as those of sums in another order should be; the optimum is then one up to n times that.
+    The additions are those of `predict`, in its order, and rounding is monotone: what is found is the optimum to the
+    bit, and states must be beaten in merge buffers as well. Where each merge buffer takes a `grain` more, as in the
+    edges, the fewest come by themselves, among sums in another order, too.
 
     Raises `Spent` where `work` does not suffice; a search costs an extension per state and merge buffer tried.
     """
     n = tables.n
-    work = work or Work()
-    grain = _GRAIN * bounds.finish if n > _FEW else 0.0
-    opened = _Open(len(tables.steps))
-    opened.add(np.zeros(1), np.zeros(1), np.zeros(1, np.int64), 0)
+    flags = np.ascontiguousarray(opened.T)  # at [number of an edge, i]
+    states = _Open(len(tables.steps))
+    states.add(np.zeros(1), np.zeros(1), np.zeros(1, np.int64), 0)
     history: list[tuple[Indices, Indices, NDArray[np.bool_]]] = []
     for j in range(n):
-        opened.advance(tables.steps[:, j])
+        states.advance(tables.steps[:, j])
         clocks, channels, origins, dense = [], [], [], []
-        for option, flags in zip(tables.options, bounds.open, strict=True):
-            chosen = np.flatnonzero(flags[j][opened.start])
+        for way, option in enumerate(tables.options):
+            chosen = np.flatnonzero(flags[way * n + j].take(states.start))
+            if not len(chosen):
+                continue
             work.spend(len(chosen))
-            start = opened.start[chosen]
-            leaves = opened.clock[option.clock][chosen]
+            start = states.start[chosen]
+            leaves = states.clock[option.clock].take(chosen)
             if option.select is not None:
-                leaves = leaves + option.select[j][start]
-            ends = np.maximum(opened.channel[chosen], leaves) + option.channel[j][start]
-            good = bounds.hopeful(j + 1, leaves, ends)
-            clocks.append(leaves[good])
-            channels.append(ends[good])
-            origins.append(chosen[good])
-            dense.append(option.dense[j][start[good]])
+                leaves += option.select[j].take(start)
+            leaves += grain
+            ends = np.maximum(states.channel.take(chosen), leaves)
+            ends += option.channel[j].take(start)
+            ends += grain
+            clocks.append(leaves)
+            channels.append(ends)
+            origins.append(chosen)
+            dense.append(option.dense[j].take(start))
+        if not clocks:
+            history.append((np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, bool)))
+            continue
         clock, channel, origin = np.concatenate(clocks), np.concatenate(channels), np.concatenate(origins)
-        buffers = opened.buffers[origin] + 1
-        rough = (np.rint(clock / grain), np.rint(channel / grain)) if grain > 0 else (clock, channel)
-        kept = unbeaten(*rough, buffers if fewest else None)
-        if bounds.sharp:
-            kept = kept[bounds.hopeful(j + 1, clock[kept], channel[kept], sharp=True)]
+        kept = bounds.in_time(j + 1, clock, channel, finish)
+        buffers = states.buffers[origin[kept]] + 1
+        kept = kept[unbeaten(clock[kept], channel[kept], None if grain else buffers)]
         if width is not None and len(kept) > width:
-            kept = kept[np.linspace(0, len(kept) - 1, width).astype(np.int64)]
+            kept = kept[bounds.lower(j + 1, clock[kept], channel[kept]).argpartition(width)[:width]]
         origin = origin[kept]
-        history.append((opened.label[origin], opened.start[origin], np.concatenate(dense)[kept]))
-        opened.add(clock[kept], channel[kept], buffers[kept], j + 1)
-    if not len(kept):
+        history.append((states.label[origin], states.start[origin], np.concatenate(dense)[kept]))
+        states.add(clock[kept], channel[kept], states.buffers[origin] + 1, j + 1)
+    return _best(states, history)
+
+
+def _best(states: _Open, history: list[tuple[Indices, Indices, NDArray[np.bool_]]]) -> Found | None:
+    """Return the plan of the state that ends first, of equals of that with the fewest merge buffers."""
+    whole = np.flatnonzero(states.start == len(history))
+    if not len(whole):
         return None
-    last = int(np.lexsort((buffers[kept], rough[1][kept]))[0])
-    return _plan(history, last), float(channel[kept][last])
+    buffers, ends = states.buffers[whole], states.channel[whole]
+    last = int(np.lexsort((buffers, ends))[0])
+    return _plan(history, last), float(ends[last])
 
 
 class _Open:

@@ -12,7 +12,7 @@ from merging.costs import Cost, Costs
 from merging.profile import Profile
 from merging.size_limit import LIMIT
 
-_BLOCK = 1 << 18  # entries of a table that are made at once
+_ROWS = 64  # of a table, that are made at once, up to the diagonal
 
 Flags = NDArray[np.bool_]
 
@@ -53,7 +53,7 @@ class Tables:
 
 
 def tables(profile: Profile, costs: Costs, mode: str) -> Tables:
-    """Return the tables of one mode; O(n^2) memory, and O(n^2 / 2**18 + 1) calls of each cost function."""
+    """Return the tables of one mode; O(n^2) memory, and n / 64 calls of each cost function."""
     n = len(profile)
     barred = _sums(profile.numel) >= LIMIT
     barred[np.triu_indices(n, 1)] = True
@@ -93,11 +93,10 @@ def _table(cost: Cost, values: Elements, barred: Flags, outside: float = np.inf)
     n = len(values)
     upto = np.concatenate([[0], np.cumsum(values)])
     table = np.empty((n, n))
-    rows = max(1, _BLOCK // n)
-    for first in range(0, n, rows):
-        last = min(n, first + rows)
-        sums = upto[first + 1 : last + 1, None] - upto[None, :-1]
-        sums[barred[first:last]] = 0
-        table[first:last] = cost(sums)
+    for first in range(0, n, _ROWS):
+        last = min(n, first + _ROWS)
+        sums = upto[first + 1 : last + 1, None] - upto[None, :last]
+        sums[barred[first:last, :last]] = 0
+        table[first:last, :last] = cost(sums)
     table[barred] = outside
     return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
 from collections.abc import Iterator
@@ -124,6 +125,21 @@ def test_it_is_for_a_run_alike_in_all_that_counts(cache: Path, link: Link) -> No
     for fixed in ({"merging": plan}, {"merging": "threshold", "exchange": "sparse"}, {"merging": "exact"}):
         assert "known" not in run(2, **fixed)[0]
     assert run(1, merging=plan)[1][0].counts == plan.counts
+    assert set(run(2)[0]) == {"known"}
+
+
+def test_it_is_for_ranks_that_are_started_and_placed_alike(
+    cache: Path, link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks share a host, or do not; Horovod's ranks of horovodrun and of mpirun have other collectives."""
+    run(SETTLED)
+    with monkeypatch.context() as changed:
+        changed.setenv("OMPI_COMM_WORLD_SIZE", "2")
+        assert set(run(2)[0]) == {"timing"}
+    with monkeypatch.context() as changed:
+        numbers = itertools.count()
+        changed.setattr(replanner.socket, "gethostname", lambda: f"host{next(numbers)}")
+        assert set(run(2)[0]) == {"timing"}
     assert set(run(2)[0]) == {"known"}
 
 

@@ -1,0 +1,82 @@
+"""Hold what every possible merge buffer takes of both clocks, as edges of a graph that can be walked both ways."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from merging.checks import Reals
+from merging.planners.search.tables import Flags, Tables
+
+Indices = NDArray[np.int64]
+FEW = 32  # tensors up to which clocks are compared to the bit
+_GRAIN = 1e-13  # of the time of a simple plan: beyond, what each merge buffer takes more, so that fewer are better
+NEVER = 1e300  # seconds: of an edge that does not exist, where infinity times a weight of 0 would be no number
+
+
+@dataclass(frozen=True)
+class Edges:
+    """Hold, at [i, o, j] with i <= j, the merge buffer of the tensors i to j, sent as option o of the tables says.
+
+    It takes a state (t, E) of the prefix i to t + clock, max(E, t + clock) + channel of the prefix j + 1. The edges of
+    prefix i are numbered o n + j. Both arrays have the shape (n, o, n).
+    """
+
+    clock: Reals
+    channel: Reals
+    grain: float  # seconds that are in each of both beside what a merge buffer takes
+
+    @property
+    def n(self) -> int:
+        """Return the number of tensors."""
+        return len(self.clock)
+
+    @property
+    def ways(self) -> int:
+        """Return in how many ways a merge buffer may be sent."""
+        return self.clock.shape[1]
+
+    def all_open(self) -> Flags:
+        """Return which numbers at each prefix are those of an edge below the size limit, (n, o n)."""
+        return np.tile(np.tri(self.n, dtype=bool).T, self.ways) & (self.channel.reshape(self.n, -1) < NEVER)
+
+    def reversed(self) -> Edges:
+        """Return the same problem from its end: the first tensor is the last, and both clocks change places.
+
+        A plan ends when the longest way does that follows the compute clock to one of its merge buffers and the channel
+        from there, and that is the same way in both directions (of flow shops of two machines: Muth, 1979).
+        """
+        return Edges(_turned(self.channel), _turned(self.clock), self.grain)
+
+
+def edges_of(tables: Tables) -> Edges:
+    """Return the edges of the tables. Beyond 32 tensors each takes the tables' grain more of both clocks."""
+    n = tables.n
+    clock, channel = np.empty((2, n, len(tables.options), n))
+    upto = np.concatenate([np.zeros((len(tables.steps), 1)), np.cumsum(tables.steps, axis=1)], axis=1)
+    for way, option in enumerate(tables.options):
+        run = upto[option.clock]
+        np.subtract(run[None, 1:], run[:-1, None], out=clock[:, way])
+        if option.select is not None:
+            clock[:, way] += option.select.T
+        np.minimum(option.channel.T, NEVER, out=channel[:, way])
+    single = float((clock[0, :, -1] + channel[0, :, -1]).min())
+    each = clock[0, :, -1].min() + np.einsum("iwi->iw", channel).min(axis=1).sum()
+    grain = _GRAIN * min(single, float(each)) if n > FEW else 0.0
+    clock += grain
+    channel += grain
+    return Edges(clock, channel, grain)
+
+
+def turned(opened: Flags) -> Flags:
+    """Return the edges that these are in the reversed problem."""
+    n = len(opened)
+    return _turned(opened.reshape(n, -1, n)).reshape(n, -1)
+
+
+def _turned(values: NDArray[Any]) -> NDArray[Any]:
+    """Return what is at [n - 1 - j, o, n - 1 - i] at [i, o, j]."""
+    return np.ascontiguousarray(values[::-1, :, ::-1].transpose(2, 1, 0))
