@@ -1,7 +1,7 @@
 """Add to what was probed what training itself has shown: how long its messages took, which are larger. Pure functions.
 
-On a slow link, where even a small message takes long, probes end before the sizes that messages have. Of one size, or two
-that take their start-up alone, nothing can be said of larger ones.
+On a slow link, where even a small message takes long, probes end before the sizes that messages have. Of one size, or
+two that take their start-up alone, nothing can be said of larger ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def with_training(
 ) -> MeasuredCosts:
     """Return ``costs`` with what training has shown under ``plan``. ``step``: the one to come; ``travel``: as below."""
     lane = measured_lane(buffers.layout)
-    load = profile(buffers, np.zeros(len(buffers.layout.slots)), step).load
+    load = profile(buffers, np.zeros(len(buffers.layout.slots)), step).load.tolist()
     exchange = with_seen(costs.exchange, plan, load, travel)
     if costs.dense is None:
         return costs._replace(exchange=exchange)
