@@ -31,6 +31,7 @@ from typing import Any
 PORT = 29577
 ETC = Path("/etc/netns")  # where `ip netns exec` looks for a namespace's own files of /etc
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+LEVEL = "AGMERGE_KERNEL"  # as on a machine without newer instructions; ATEN_CPU_CAPABILITY is torch's
 OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "HOROVOD", "AGMERGE", "TORCHELASTIC")
 
 
@@ -114,7 +115,7 @@ class Spaces(ABC):
 
     def launch(self, command: Sequence[str], environment: Mapping[str, str], worker: int = 0) -> subprocess.Popen[str]:
         """Start one process, a launcher say, where a worker is; no variable of a launcher outside reaches it."""
-        kept = {key: value for key, value in os.environ.items() if not key.startswith(OF_LAUNCHERS)}
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(OF_LAUNCHERS) or key == LEVEL}
         kept |= {"OMP_NUM_THREADS": "1", "AGMERGE_CACHE": "off", "GLOO_SOCKET_IFNAME": self.interface, **environment}
         pipe: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         inside = [*_within(self.space(worker)), *command]
