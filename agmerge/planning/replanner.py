@@ -23,7 +23,7 @@ from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.step_times import Seconds
 from agmerge.metrics.whole_steps import WholeSteps
 from agmerge.options.config import AUTO
-from agmerge.planning import candidates, known_plans, wire_choice
+from agmerge.planning import candidates, known_plans, seen_messages, wire_choice
 from agmerge.planning.candidates import Candidate, Search
 from agmerge.planning.codec_costs import measure_codecs
 from agmerge.planning.cost_probe import MeasuredCosts, probe
@@ -297,17 +297,21 @@ class Replanner:
             ready: when each tensor is ready, (n,), on the slowest rank; None: the averages of all ranks say so.
             at_once: nothing is left for later steps.
         """
-        lengths = np.array([self._whole.typical()])
+        lengths, travel = np.array([self._whole.typical()]), None
         if ready is None:
-            every_ready, every_length = gather_seconds(self.buffers, self.times.ready(), lengths)
-            ready = every_ready.max(axis=0)
+            own = self.times.ready(), self.times.travel(), lengths
+            every_ready, every_travel, every_length = gather_seconds(self.buffers, *own)
+            ready, travel = every_ready.max(axis=0), every_travel.max(axis=0)
             self.times.restart()
         else:
             (every_length,) = gather_seconds(self.buffers, lengths)
+        plan = self.buffers.plan
         budget = Budget(float(every_length.max()), 4 * self.buffers.layout.numel, at_once=at_once)
         before = self.bytes_probed
         for costs in probe(self.buffers, step, float(ready[-1]), budget):
             self.bytes_probed = before + int(budget.bytes)
+            if costs is not None and travel is not None:
+                costs = seen_messages.with_training(costs, self.buffers, plan, step, travel)
             yield None if costs is None else self._measured(step, ready, costs)
 
     def _measured(self, step: int, ready: Seconds, costs: MeasuredCosts) -> Measurements:

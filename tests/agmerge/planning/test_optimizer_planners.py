@@ -152,7 +152,7 @@ def test_the_first_plan_is_what_the_saved_measurements_give(name: str, sparsify:
 
 def test_the_measurements_are_those_of_the_model() -> None:
     def body(rank: int, model: nn.Module) -> merging.Measurements:
-        optimizer = wrap(model, merging="agmerge", density=0.1)
+        optimizer = wrap(model, merging="agmerge", density=0.1, wire="fp32")
         train(model, optimizer, rank, range(FIRST))
         return optimizer.measurements
 
