@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from agmerge.backends import horovod_elastic, mpi, status, timeouts
+from agmerge.backends import horovod_elastic, horovod_mpi, mpi, status, timeouts
 from agmerge.backends.base import Backend, Handle, Listen, matched
 from agmerge.backends.diagnosis import ProbeResult, Row, built_in
 from agmerge.errors import AGMergeError, CollectiveTimeout, NoAnswer, PeerLost, RankMismatchError
@@ -38,6 +39,10 @@ STARTING = (
     "Was each worker started, and do they see each other? HOROVOD_GLOO_IFACE=<interface> chooses the network for "
     "horovodrun --gloo, --network-interfaces for horovodrun, AGMERGE_TIMEOUT gives workers longer to start. "
     "`python -m agmerge doctor --hosts A,B` looks at the network"
+)
+TOO_LATE = (
+    "the script has called hvd.init() itself, and there are fewer cores than threads of workers: while Horovod waits in "
+    "Open MPI it takes a core from training. Call agmerge.init() first, or start workers with {settings}"
 )
 SHORTEST, LONGEST = 2e-5, 1e-3  # seconds between two looks at a handle
 
@@ -81,10 +86,14 @@ def open(env: Mapping[str, str], timeout: float, listen: Listen) -> HorovodBacke
             "to build it"
         ) from error
     owned = not hvd.is_initialized()
+    trains_here = not torch.cuda.is_available()
+    waiting = horovod_mpi.waiting(os.environ, torch.get_num_threads() if trains_here else 1)
     if owned:
-        for name, value in (ON_DEVICES if torch.cuda.is_available() else SETTINGS).items():
+        for name, value in {**(SETTINGS if trains_here else ON_DEVICES), **waiting}.items():
             os.environ.setdefault(name, value)
         timeouts.bounded(lambda: _init(hvd), timeout, "init()", STARTING if launched(env) else mpi.STARTING)
+    elif hvd.rank() == 0 and (late := [f"{name}={value}" for name, value in waiting.items() if name not in os.environ]):
+        warnings.warn(TOO_LATE.format(settings=" ".join(late)), stacklevel=2)
     return HorovodBackend(hvd, None, "agmerge", owned=owned)
 
 
