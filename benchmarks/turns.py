@@ -105,8 +105,8 @@ class Stage:
     def start(self, name: str, command: Sequence[str], launcher: Sequence[str] = (), **more: str) -> Job:
         """Start a job, and return it warm and frozen.
 
-        ``launcher``: what starts all of its workers at once; none: they are started one by one, with torchrun's variables.
-        Raises RuntimeError, with the end of its output, if a process ends or does not get there in time.
+        ``launcher``: what starts all of its workers at once; none: they are started one by one, with torchrun's
+        variables. Raises RuntimeError, with the end of its output, if a process ends or does not get there in time.
         """
         self._port += 7  # a store of its own
         known = {SOCKET: self._path, **KEEP, **more}

@@ -40,10 +40,6 @@ STARTING = (
     "horovodrun --gloo, --network-interfaces for horovodrun, AGMERGE_TIMEOUT gives workers longer to start. "
     "`python -m agmerge doctor --hosts A,B` looks at the network"
 )
-TOO_LATE = (
-    "the script has called hvd.init() itself, and there are fewer cores than threads of workers: while Horovod waits in "
-    "Open MPI it takes a core from training. Call agmerge.init() first, or start workers with {settings}"
-)
 SHORTEST, LONGEST = 2e-5, 1e-3  # seconds between two looks at a handle
 
 
@@ -87,13 +83,14 @@ def open(env: Mapping[str, str], timeout: float, listen: Listen) -> HorovodBacke
         ) from error
     owned = not hvd.is_initialized()
     trains_here = not torch.cuda.is_available()
-    waiting = horovod_mpi.waiting(os.environ, torch.get_num_threads() if trains_here else 1)
+    threads = torch.get_num_threads() if trains_here else 1
     if owned:
-        for name, value in {**(SETTINGS if trains_here else ON_DEVICES), **waiting}.items():
+        settings = {**(SETTINGS if trains_here else ON_DEVICES), **horovod_mpi.waiting(os.environ, threads)}
+        for name, value in settings.items():
             os.environ.setdefault(name, value)
         timeouts.bounded(lambda: _init(hvd), timeout, "init()", STARTING if launched(env) else mpi.STARTING)
-    elif hvd.rank() == 0 and (late := [f"{name}={value}" for name, value in waiting.items() if name not in os.environ]):
-        warnings.warn(TOO_LATE.format(settings=" ".join(late)), stacklevel=2)
+    elif hvd.rank() == 0 and (advice := horovod_mpi.advice(os.environ, threads)):
+        warnings.warn(advice, stacklevel=2)
     return HorovodBackend(hvd, None, "agmerge", owned=owned)
 
 

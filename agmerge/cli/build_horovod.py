@@ -83,15 +83,15 @@ PATCHES: Mapping[str, tuple[tuple[str, str, int], ...]] = {
     "horovod/runner/js_run.py": (
         ("from distutils.spawn import find_executable", "from shutil import which as find_executable", 1),
     ),
-    # How its thread goes round (docs/backends.md has what each costs). It slept until a cycle after its last start, so a
-    # worker that was early once started every cycle early, and waited for the others inside it, in MPI with a whole core.
-    # And in every cycle all gathered whether one has a new process set, which cost Gloo more than all the rest: every
-    # sixteenth will do. Cycles are collective, so all ranks count alike.
+    # How its thread goes round (docs/backends.md has what each costs). It slept until a cycle after its last start, so
+    # a worker that was early once started every cycle early, and waited for the others inside: in MPI with a whole
+    # core. And in every cycle all gathered whether one has a new process set, which cost Gloo more than all the rest:
+    # every sixteenth will do. Cycles are collective, so all ranks count alike.
     "horovod/common/operations.cc": (
         (
-            "    should_shutdown |= response_list.shutdown();\n  }\n",
-            "    should_shutdown |= response_list.shutdown();\n  }\n\n"
-            "  state.last_cycle_start = std::chrono::steady_clock::now();\n",
+            "response_list.shutdown();\n  }\n\n  return !should_shutdown;",
+            "response_list.shutdown();\n  }\n\n  state.last_cycle_start = std::chrono::steady_clock::now();\n\n"
+            "  return !should_shutdown;",
             1,
         ),
         (
