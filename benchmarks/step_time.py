@@ -83,6 +83,8 @@ def command(stage: Stage, name: str, model: str, peers: dict[str, str]) -> Job:
     if not one.horovod:
         return stage.start(name, line)
     network = stage.network
+    if one.horovod == "mpi":
+        return stage.start(name, line, launcher=rendezvous.mpirun(network), **rendezvous.PATIENT)
     server = network.launch([sys.executable, rendezvous.__file__, str(network.workers)], {})
     assert server.stdout is not None
     port = server.stdout.readline()

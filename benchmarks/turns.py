@@ -102,13 +102,18 @@ class Stage:
         self._server.close()
         self._folder.cleanup()
 
-    def start(self, name: str, command: Sequence[str], **more: str) -> Job:
+    def start(self, name: str, command: Sequence[str], launcher: Sequence[str] = (), **more: str) -> Job:
         """Start a job, and return it warm and frozen.
 
-        Raises RuntimeError, with the end of its output, if a process ends or does not get there in time.
+        ``launcher``: what starts all of its workers at once; none: they are started one by one, with torchrun's
+        variables. Raises RuntimeError, with the end of its output, if a process ends or does not get there in time.
         """
         self._port += 7  # a store of its own
-        started = self.network.start(command, port=self._port, **{SOCKET: self._path, **KEEP, **more})
+        known = {SOCKET: self._path, **KEEP, **more}
+        if launcher:
+            started = [self.network.launch([*launcher, *command], known)]
+        else:
+            started = self.network.start(command, port=self._port, **known)
         job, deadline = Job(name), time.monotonic() + PATIENCE
         self._server.settimeout(0.5)
         while len(job.lines) < self.network.workers:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from agmerge.backends import horovod_elastic, mpi, status, timeouts
+from agmerge.backends import horovod_elastic, horovod_mpi, mpi, status, timeouts
 from agmerge.backends.base import Backend, Handle, Listen, matched
 from agmerge.backends.diagnosis import ProbeResult, Row, built_in
 from agmerge.errors import AGMergeError, CollectiveTimeout, NoAnswer, PeerLost, RankMismatchError
@@ -81,10 +82,15 @@ def open(env: Mapping[str, str], timeout: float, listen: Listen) -> HorovodBacke
             "to build it"
         ) from error
     owned = not hvd.is_initialized()
+    trains_here = not torch.cuda.is_available()
+    threads = torch.get_num_threads() if trains_here else 1
     if owned:
-        for name, value in (ON_DEVICES if torch.cuda.is_available() else SETTINGS).items():
+        settings = {**(SETTINGS if trains_here else ON_DEVICES), **horovod_mpi.waiting(os.environ, threads)}
+        for name, value in settings.items():
             os.environ.setdefault(name, value)
         timeouts.bounded(lambda: _init(hvd), timeout, "init()", STARTING if launched(env) else mpi.STARTING)
+    elif hvd.rank() == 0 and (advice := horovod_mpi.advice(os.environ, threads)):
+        warnings.warn(advice, stacklevel=2)
     return HorovodBackend(hvd, None, "agmerge", owned=owned)
 
 

@@ -28,6 +28,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from agmerge.backends.horovod_mpi import cores
 from agmerge.cli import nccl
 from agmerge.errors import AGMergeError
 
@@ -81,6 +82,24 @@ PATCHES: Mapping[str, tuple[tuple[str, str, int], ...]] = {
     ),
     "horovod/runner/js_run.py": (
         ("from distutils.spawn import find_executable", "from shutil import which as find_executable", 1),
+    ),
+    # How its thread goes round (docs/backends.md has what each costs). It slept until a cycle after its last start, so
+    # a worker that was early once started every cycle early, and waited for the others inside: in MPI with a whole
+    # core. And in every cycle all gathered whether one has a new process set, which cost Gloo more than all the rest:
+    # every sixteenth will do. Cycles are collective, so all ranks count alike.
+    "horovod/common/operations.cc": (
+        (
+            "response_list.shutdown();\n  }\n\n  return !should_shutdown;",
+            "response_list.shutdown();\n  }\n\n  state.last_cycle_start = std::chrono::steady_clock::now();\n\n"
+            "  return !should_shutdown;",
+            1,
+        ),
+        (
+            "  if (state.dynamic_process_sets) {\n    // Initialize any newly",
+            "  static thread_local unsigned cycles = 0;  // since hvd.init(), which starts another thread\n"
+            "  if (state.dynamic_process_sets && cycles++ % 16 == 0) {\n    // Initialize any newly",
+            1,
+        ),
     ),
     # Its thread allocates outputs on a stream that stands behind all that the script has queued by then, and makes NCCL
     # wait for that. Who hands in an output of its own, as our all-gather does, waits for nothing.
@@ -275,11 +294,6 @@ def path() -> str:
     scripts = sysconfig.get_path("scripts")
     own = [str(Path(sys.executable).parent), scripts, str(Path(site.getuserbase(), "bin"))]
     return os.pathsep.join([*dict.fromkeys(own), os.environ.get("PATH", os.defpath)])
-
-
-def cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def pip(*arguments: str, env: Mapping[str, str] | None = None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from pretend.device import Device
 from pretend.registration import install
 from pretend.tensors import put
 
-from agmerge.backends import horovod
+from agmerge.backends import horovod, horovod_mpi
 from agmerge.backends.horovod import SETTINGS, HorovodBackend, HorovodHandle
 
 
@@ -81,20 +82,56 @@ def test_without_nccl_tensors_go_through_the_host(nccl: int) -> None:
     assert HorovodBackend(hvd, None, "own").through_host is (nccl == 0)
 
 
+def _pretend(monkeypatch: pytest.MonkeyPatch, **more: object) -> SimpleNamespace:
+    """A Horovod that is imported and notes in ``seen`` the variables that it is initialised with; ``more``: of it."""
+    seen: dict[str, str] = {}
+    hvd = SimpleNamespace(is_initialized=lambda: False, init=lambda: seen.update(os.environ), seen=seen)
+    for name in ("rank", "size", "local_rank", "local_size"):
+        setattr(hvd, name, lambda name=name: int("size" in name))
+    vars(hvd).update(more)
+    monkeypatch.setitem(sys.modules, "horovod", SimpleNamespace(torch=hvd))
+    monkeypatch.setitem(sys.modules, "horovod.torch", hvd)
+    return hvd
+
+
+def _open(monkeypatch: pytest.MonkeyPatch, given: dict[str, str]) -> None:
+    """Open the backend in a process that has these variables."""
+    monkeypatch.setattr(os, "environ", dict(given))
+    horovod.open({}, timeout=10, listen=lambda rank, gather, env: None)
+
+
 @pytest.mark.parametrize("gpus", [False, True])
 def test_init_sets_what_the_user_has_not(gpus: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
-    seen: dict[str, str | None] = {}
-
-    def init() -> None:
-        seen.update({name: os.environ.get(name) for name in SETTINGS})
-
-    hvd = SimpleNamespace(is_initialized=lambda: False, init=init)
-    for name in ("rank", "size", "local_rank", "local_size"):
-        setattr(hvd, name, lambda name=name: int("size" in name))
-    monkeypatch.setitem(sys.modules, "horovod", SimpleNamespace(torch=hvd))
-    monkeypatch.setitem(sys.modules, "horovod.torch", hvd)
     for given in ({"HOROVOD_CYCLE_TIME": "20"}, {}):
-        monkeypatch.setattr(os, "environ", dict(given))
-        horovod.open({}, timeout=10, listen=lambda rank, gather, env: None)
-        assert seen == {**SETTINGS, "HOROVOD_CYCLE_TIME": "1" if gpus else "5", **given}
+        hvd = _pretend(monkeypatch)
+        _open(monkeypatch, given)
+        assert hvd.seen == {**SETTINGS, "HOROVOD_CYCLE_TIME": "1" if gpus else "5", **given}
+
+
+@pytest.mark.parametrize("given", [{}, {"OMPI_MCA_mpi_yield_when_idle": "0"}])
+def test_init_says_how_open_mpi_is_to_wait_where_cores_are_few(
+    given: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(horovod_mpi, "cores", lambda: 2 * torch.get_num_threads() + 1)
+    for workers, told in (("1", {}), ("2", horovod_mpi.SLEEPING)):
+        started, hvd = {"OMPI_COMM_WORLD_LOCAL_SIZE": workers, **given}, _pretend(monkeypatch)
+        _open(monkeypatch, started)
+        assert hvd.seen == {**SETTINGS, **told, **started}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_script_that_initialises_horovod_hears_once_how_open_mpi_should_wait(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(horovod_mpi, "cores", lambda: 2)
+    initialised = {"is_initialized": lambda: True, "rank": lambda: rank, "size": lambda: 2}
+    started, said = {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, {"OMPI_MCA_mpi_yield_when_idle": "0"}
+    for given, missing in ((started, 3), ({**started, **said}, 2), ({**started, **horovod_mpi.SLEEPING}, 0), (said, 0)):
+        hvd = _pretend(monkeypatch, **initialised)
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            _open(monkeypatch, given)
+        assert [str(one.message).count("=") for one in heard] == ([missing] if missing and rank == 0 else [])
+        assert hvd.seen == {} and os.environ == given
