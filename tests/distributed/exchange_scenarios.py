@@ -25,7 +25,9 @@ STEPS = 10
 COMMON: dict[str, Any] = {"density": 0.2, "dense_sum": "ordered", "merging": merging.get("threshold", bytes=65536)}
 EXCHANGES: dict[str, dict[str, Any]] = {
     "oktopk": {"exchange": "oktopk", "compression": "topk"},
+    "oktopk in few bits": {"exchange": "oktopk", "compression": "topk", "wire": "int4"},
     "masked, by vote": {"exchange": "masked", "compression": "topk"},
+    "masked in few bits": {"exchange": "masked", "compression": "topk", "wire": "int8"},
     "masked, drawn": {"exchange": "masked", "compression": "randomk"},
     "powersgd": {"exchange": "sparse", "compression": "powersgd"},
     "acpsgd": {"exchange": "sparse", "compression": "acpsgd"},
