@@ -122,7 +122,7 @@ class _Prober:
         if lane.kind is Kind.DENSE:
             times = yield from self._sample(dense, SIZES)
             overhead = yield from self._cpu_overhead_of_message(dense, times)
-            return MeasuredCosts(None, Curve.fit(times.exchange), None, Curve((0,), (overhead,)))
+            return MeasuredCosts(None, Curve.fit(_least(times.exchange)), None, Curve((0,), (overhead,)))
         compressed, has_choice = exchanges[lane.kind], self.buffers.config.chooses_dense
         times = yield from self._sample(compressed, SIZES / 2 if has_choice else SIZES)
         overhead = yield from self._cpu_overhead_of_message(compressed, times)
@@ -132,12 +132,12 @@ class _Prober:
         choice: Curve | None = None
         if has_choice:
             times_whole = yield from self._sample(dense, SIZES, packs=False)
-            choice = Curve.fit(times_whole.exchange)
+            choice = Curve.fit(_least(times_whole.exchange))
         return MeasuredCosts(
-            Curve.fit(_plus(per_vector, times.selection), zero=True),
-            Curve.fit(times.exchange),
+            Curve.fit(_plus(per_vector, _least(times.selection)), zero=True),
+            Curve.fit(_least(times.exchange)),
             choice,
-            Curve.fit(_plus(overhead, times.packing)),
+            Curve.fit(_plus(overhead, _least(times.packing))),
         )
 
     # -- one probe, and what it cost ----------------------------------------------------------------------------
@@ -300,6 +300,11 @@ def _seconds_to_pack(timers: list[MessageTimer], tensors: int) -> float:
 def _fastest(samples: Samples) -> float:
     """Return the least seconds of the smallest size."""
     return min(samples[min(samples)])
+
+
+def _least(samples: Samples) -> Samples:
+    """Return the least seconds of each size: a sample is of several runs already, and other load only adds."""
+    return {size: [min(runs)] for size, runs in samples.items()}
 
 
 def _plus(seconds: float, samples: Samples) -> Samples:
