@@ -129,6 +129,11 @@ def compensations(work: Tensor, residual: Tensor, gradient: Tensor, velocity: Te
     for name, nesterov in (("dgc", False), ("dgc, Nesterov", True)):
         momentum = Momentum(before, velocity, Rate(0.9, nesterov))
         yield Loop(f"compensate: {name}", 20 * n, lambda m=momentum: dgc.compensate(work, residual, gradient, m))
+    moving = Momentum(before, velocity, Rate(0.9, False))
+    yield Loop(
+        "compensate: dgc, and move", 24 * n,
+        lambda: kernel.momentum(work, residual, gradient, *moving[:2], 0.9, False, home=home),
+    )  # fmt: skip
     yield Loop("difference", 12 * n, lambda: kernel.subtract(work, residual, gradient))
 
 

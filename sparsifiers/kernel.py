@@ -25,7 +25,7 @@ VARIABLE = "AGMERGE_KERNEL"
 OFF = "off"
 ARM = platform.machine().lower() in ("aarch64", "arm64")
 LEVELS = ("baseline", "neon") if ARM else ("baseline", "avx2", "avx512")  # the instruction sets, by number
-INTERFACE = 7  # of kernel.c; a library that was built from another version is not used
+INTERFACE = 8  # of kernel.c; a library that was built from another version is not used
 ROOM = 1 << 17  # slots of scratch that `rows_top` may take at any size
 PANEL = 64  # columns that are searched together at least: four cache lines of each row
 BLOCK = 1024  # elements that `scan` reads between two looks at the room that is left
@@ -44,7 +44,7 @@ _SIGNATURES: dict[str, tuple[Any, str]] = {  # result and arguments: p a pointer
     "kernel_sample": (None, "pllip"),
     "kernel_commit": (ctypes.c_int, "plppl"),
     "kernel_add": (ctypes.c_int, "pppplfi"),
-    "kernel_momentum": (ctypes.c_int, "ppppplfii"),
+    "kernel_momentum": (ctypes.c_int, "pppppplfii"),
     "kernel_write_sum": (ctypes.c_int, "plpppplf"),
     "kernel_take_in": (ctypes.c_int, "ppllpppplfppl"),
     "kernel_blocks_encode": (ctypes.c_int, "pllilp"),
@@ -241,9 +241,7 @@ def add(
     None, with nothing done: torch must do it; several of its threads are faster than this one. To look at all of work
     costs nothing in the same pass. Shapes are equal, and what is written shares no storage with the others.
     """
-    if not _streams(work, residual, gradient):
-        return None
-    if home is not None and not (gradient.dtype == torch.float32 and plain(home)):
+    if not _streams(work, residual, gradient, home):
         return None
     pointers = work.data_ptr(), 0 if home is None else home.data_ptr(), residual.data_ptr(), gradient.data_ptr()
     return not loaded().kernel_add(*pointers, work.numel(), factor, KINDS[gradient.dtype])
@@ -260,24 +258,27 @@ def subtract(work: Tensor, end: Tensor, begin: Tensor) -> bool | None:
 
 
 def momentum(
-    work: Tensor, residual: Tensor, gradient: Tensor, before: Tensor, after: Tensor, factor: float, nesterov: bool
-) -> bool | None:
+    work: Tensor, residual: Tensor, gradient: Tensor, before: Tensor, after: Tensor, factor: float, nesterov: bool,
+    home: Tensor | None = None,
+) -> bool | None:  # fmt: skip
     """Write after = factor * before + gradient and work = residual + after; return whether all of work is finite.
 
-    In Nesterov's form after = factor * (before + gradient) and work = (gradient + after) + residual. None: torch must
-    do it. Shapes are equal, and what is written shares no storage with the others; see `add`.
+    In Nesterov's form after = factor * (before + gradient) and work = (gradient + after) + residual. ``home``, and what
+    None means: see `add`. Shapes are equal, and what is written shares no storage with the others.
     """
-    if not (_streams(work, residual, gradient) and plain(before) and plain(after)):
+    if not (_streams(work, residual, gradient, home) and plain(before) and plain(after)):
         return None
     return not loaded().kernel_momentum(
-        work.data_ptr(), residual.data_ptr(), gradient.data_ptr(), before.data_ptr(), after.data_ptr(), work.numel(),
-        factor, nesterov, KINDS[gradient.dtype],
+        work.data_ptr(), 0 if home is None else home.data_ptr(), residual.data_ptr(), gradient.data_ptr(),
+        before.data_ptr(), after.data_ptr(), work.numel(), factor, nesterov, KINDS[gradient.dtype],
     )  # fmt: skip
 
 
-def _streams(work: Tensor, residual: Tensor, gradient: Tensor) -> bool:
-    """Tell whether work is better written past the caches by one thread, which can read these."""
+def _streams(work: Tensor, residual: Tensor, gradient: Tensor, home: Tensor | None = None) -> bool:
+    """Tell whether work, and home, are better written past the caches by one thread, which can read these."""
     if gradient.dtype not in KINDS or work.numel() < STREAMED or torch.get_num_threads() > 1:
+        return False
+    if home is not None and not (gradient.dtype == torch.float32 and plain(home)):
         return False
     return plain(work) and plain(residual) and plain(gradient, gradient.dtype)
 

@@ -56,9 +56,9 @@ DISPATCH(int, add,
          (float *work, float *home, const float *residual, const void *gradient, int64_t n, float factor, int kind),
          (work, home, residual, gradient, n, factor, kind))
 DISPATCH(int, momentum,
-         (float *work, const float *residual, const void *gradient, const float *before, float *after, int64_t n,
-          float factor, int nesterov, int kind),
-         (work, residual, gradient, before, after, n, factor, nesterov, kind))
+         (float *work, float *home, const float *residual, const void *gradient, const float *before, float *after,
+          int64_t n, float factor, int nesterov, int kind),
+         (work, home, residual, gradient, before, after, n, factor, nesterov, kind))
 
 /* work = factor * residual + gradient, each rounded; home = gradient, a float one, unless it is NULL. 1 if anything in
    work is then not finite, else 0. */
@@ -71,11 +71,12 @@ EXPORT int kernel_add(float *work, float *home, const float *residual, const voi
 }
 
 /* after = factor * before + gradient, and work = residual + after; in Nesterov's form after = factor * (before + gradient),
-   and work = (gradient + after) + residual. 1 if anything in work is then not finite, else 0. */
-EXPORT int kernel_momentum(float *work, const float *residual, const void *gradient, const float *before, float *after,
-                           int64_t n, float factor, int nesterov, int kind)
+   and work = (gradient + after) + residual. home = gradient, a float one, unless it is NULL. 1 if anything in work is then
+   not finite, else 0. */
+EXPORT int kernel_momentum(float *work, float *home, const float *residual, const void *gradient, const float *before,
+                           float *after, int64_t n, float factor, int nesterov, int kind)
 {
-    int endless = momentum(work, residual, gradient, before, after, n, factor, nesterov, kind);
+    int endless = momentum(work, home, residual, gradient, before, after, n, factor, nesterov, kind);
     fence();
     return endless;
 }

@@ -42,9 +42,9 @@ TARGET static int AT(add)(float *work, float *home, const float *residual, const
 }
 
 /* after = factor * before + gradient, and work = residual + after; in Nesterov's form after = factor * (before + gradient),
-   and work = (gradient + after) + residual. */
-TARGET INLINE int AT(momentum_of)(float *work, const float *residual, const void *gradient, const float *before,
-                                  float *after, int64_t n, float factor, int nesterov, int kind)
+   and work = (gradient + after) + residual. home = gradient if there is a home. */
+TARGET INLINE int AT(momentum_of)(float *work, float *home, const float *residual, const void *gradient,
+                                  const float *before, float *after, int64_t n, float factor, int nesterov, int kind)
 {
     vec check = SPLAT(0);
     float zero = 0;
@@ -52,17 +52,21 @@ TARGET INLINE int AT(momentum_of)(float *work, const float *residual, const void
     while (i < n) {
         if (n - i < WIDTH || !ALIGNED(work + i)) {
             float other = other_one(gradient, i, kind);
+            if (home)
+                home[i] = other;
             after[i] = nesterov ? factor * (before[i] + other) : factor * before[i] + other;
             work[i] = nesterov ? (other + after[i]) + residual[i] : residual[i] + after[i];
             zero += 0 * work[i++];
             continue;
         }
-        int streamed = ALIGNED(after + i);
+        int streamed = ALIGNED(after + i), home_streamed = home && ALIGNED(home + i);
         for (; i + WIDTH <= n; i += WIDTH) {
             vec other = OTHER(gradient, i, kind), old = LOAD(before + i), rest = LOAD(residual + i), sum, new;
             new = nesterov ? SPLAT(factor) * (old + other) : SPLAT(factor) * old + other;
             sum = nesterov ? (other + new) + rest : rest + new;
             check = MULTIPLY_ADD(sum, SPLAT(0), check);
+            if (home)
+                WRITE(home + i, other, home_streamed);
             WRITE(after + i, new, streamed);
             STREAM(work + i, sum);
         }
@@ -70,12 +74,14 @@ TARGET INLINE int AT(momentum_of)(float *work, const float *residual, const void
     return zero + TOTAL(check) != 0;
 }
 
-TARGET static int AT(momentum)(float *work, const float *residual, const void *gradient, const float *before,
-                               float *after, int64_t n, float factor, int nesterov, int kind)
+TARGET static int AT(momentum)(float *work, float *home, const float *residual, const void *gradient,
+                               const float *before, float *after, int64_t n, float factor, int nesterov, int kind)
 {
+    if (home)
+        return AT(momentum_of)(work, home, residual, gradient, before, after, n, factor, nesterov, FLOAT32);
     if (nesterov && kind == FLOAT32)
-        return AT(momentum_of)(work, residual, gradient, before, after, n, factor, 1, FLOAT32);
+        return AT(momentum_of)(work, 0, residual, gradient, before, after, n, factor, 1, FLOAT32);
     if (kind == FLOAT32)
-        return AT(momentum_of)(work, residual, gradient, before, after, n, factor, 0, FLOAT32);
-    return AT(momentum_of)(work, residual, gradient, before, after, n, factor, nesterov, kind);
+        return AT(momentum_of)(work, 0, residual, gradient, before, after, n, factor, 0, FLOAT32);
+    return AT(momentum_of)(work, 0, residual, gradient, before, after, n, factor, nesterov, kind);
 }

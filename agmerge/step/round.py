@@ -23,7 +23,7 @@ from agmerge.tensors.arena import Add, is_movable
 from agmerge.tensors.difference import Difference
 from agmerge.tensors.layout import Segment, Slot
 from agmerge.tensors.nonfinite import NonFiniteGuard
-from sparsifiers import Kind, Selection, Sparsifier, kernel
+from sparsifiers import Kind, Selection, Sparsifier
 
 # Asked for a tensor that nobody has handed over, by name.
 GradientOf = Callable[[str], "torch.Tensor | Difference | None"]
@@ -152,7 +152,13 @@ class Round:
             self._batches.hold(slot, gradient)
             return
         arena = self.buffers.arena_of[slot.index]
-        finite = arena.accumulate(slot, gradient, self._add(slot, moves))
+        finite = None
+        if moves and isinstance(gradient, torch.Tensor) and slot.index not in self.buffers.prepared:
+            finite = arena.accumulate_and_move(slot, gradient)
+            if finite is not None:
+                self._has_moved.add(slot.index)
+        if finite is None:
+            finite = arena.accumulate(slot, gradient, self._add_and_prepare(slot, moves))
         if gradient is None:
             return
         if not finite and self.guard.inspect(slot, arena.work_of(slot), finite):
@@ -160,24 +166,24 @@ class Round:
         elif self.buffers.energy is not None and slot.lane.sparse:
             self.buffers.energy.add(slot, gradient.tensor() if isinstance(gradient, Difference) else gradient)
 
-    def _add(self, slot: Slot, moves: bool) -> Add:
-        """Return what adds a tensor's gradient up and, in the same pass, prepares it or moves it, if it ``moves``."""
+    def _add_and_prepare(self, slot: Slot, moves: bool) -> Add | None:
+        """Return what adds a tensor's gradient up and prepares it in the same pass; None: nothing does.
+
+        It also moves the gradient there, if that ``moves``.
+        """
         exchange = self.buffers.prepared.get(slot.index)
+        if exchange is None:
+            return None
 
         def add(
             work: torch.Tensor, update: torch.Tensor, residual: torch.Tensor, gradient: torch.Tensor
         ) -> bool | None:
             goes = moves and update.dtype == work.dtype and is_movable(update, gradient)
-            if exchange is not None:
-                finite = exchange.add_and_prepare(slot, work, update, residual, gradient, moves=goes)
-                done = bool(finite)
-                if done:
-                    self._is_prepared.add(slot.index)
-            else:
-                finite = kernel.add(work, residual, gradient, home=update) if goes else None
-                done = finite is not None
-            if goes and done:
-                self._has_moved.add(slot.index)
+            finite = exchange.add_and_prepare(slot, work, update, residual, gradient, moves=goes)
+            if finite:
+                self._is_prepared.add(slot.index)
+                if goes:
+                    self._has_moved.add(slot.index)
             return finite
 
         return add

@@ -198,6 +198,22 @@ class Arena:
                 return finite
         return self.memory.compensate(self._views[self._turn][index], residual, gradient, momentum, self._size)
 
+    def accumulate_and_move(self, slot: Slot, gradient: torch.Tensor) -> bool | None:
+        """Do what :meth:`accumulate` and :meth:`move_to_update` do in one pass over memory, on the host.
+
+        None, with nothing done, where that takes two.
+        """
+        index = slot.index
+        work, home = self._views[self._turn][index], self.gradients[index]
+        rule = one_pass(self.memory, (self._rate_of(slot),)) if self.memory.has_residual else None
+        if rule is None or home.dtype != work.dtype or not is_movable(home, gradient):
+            return None
+        residual = self._views[1 - self._turn][index]
+        if rule.momentum is None:
+            return kernel.add(work, residual, gradient, home=home)
+        momentum = self._momentum_of(slot)
+        return kernel.momentum(work, residual, gradient, momentum.before, momentum.after, *rule.momentum, home=home)
+
     def accumulate_all(
         self, gradients: Sequence[tuple[Slot, torch.Tensor | None]], largest: LargestKey, scratch: Scratch | None
     ) -> torch.Tensor:

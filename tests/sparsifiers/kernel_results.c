@@ -22,8 +22,8 @@ int kernel_columns(const int32_t *bits, int64_t length, int64_t columns, int64_t
 int kernel_commit(float *work, int64_t n, const int32_t *indices, const float *sent, int64_t count);
 int kernel_scatter(float *total, int64_t n, const int32_t *indices, const float *values, int64_t count, float scale);
 int kernel_add(float *work, float *home, const float *residual, const void *gradient, int64_t n, float factor, int kind);
-int kernel_momentum(float *work, const float *residual, const void *gradient, const float *before, float *after,
-                    int64_t n, float factor, int nesterov, int kind);
+int kernel_momentum(float *work, float *home, const float *residual, const void *gradient, const float *before,
+                    float *after, int64_t n, float factor, int nesterov, int kind);
 int kernel_blocks_encode(const int32_t *indices, int64_t count, int64_t capacity, int low, int64_t last, uint8_t *out);
 int kernel_blocks_decode(const uint8_t *data, int64_t count, int64_t capacity, int low, int64_t last, int32_t *out);
 void kernel_values_encode(const float *values, int64_t count, int64_t used, int width, uint8_t *scales, uint8_t *out,
@@ -43,7 +43,7 @@ static const char *const NAMES[KINDS] = {"normal", "ties", "denormal", "special"
 static const uint32_t SPECIALS[] = {0,          0x80000000, 1,          0x80000001, 0x007fffff, 0x7f800000,
                                     0xff800000, 0x7fc00000, 0xffc00001, 0x7f7fffff, 0xff7fffff, 0x00800000};
 
-static float inputs[4][MOST + 8], first[MOST + 8], second[MOST + 8];
+static float inputs[4][MOST + 8], first[MOST + 8], second[MOST + 8], third[MOST + 8];
 static uint16_t halves[MOST + 8];
 static int32_t places[ROOM], keys[ROOM], scratch[ROOM], chosen[MOST];
 static uint8_t bytes[ROOM];
@@ -162,9 +162,11 @@ static void sum_all(int level, int kind, int64_t n, int shift)
             hash_word((uint32_t)kernel_add(first + shift, home, residual, other, n, part ? 0.95f : 1.0f, of));
             hash_floats(first + shift, n);
             hash_floats(second + shift + part, home ? n : 0);
-            hash_word((uint32_t)kernel_momentum(first + shift, residual, other, before, second + part, n, 0.9f, part, of));
+            hash_word((uint32_t)kernel_momentum(first + shift, home ? third : NULL, residual, other, before,
+                                                second + part, n, 0.9f, part, of));
             hash_floats(first + shift, n);
             hash_floats(second + part, n);
+            hash_floats(third, home ? n : 0);
         }
     }
     say(level, "memories", kind, n);

@@ -83,6 +83,12 @@ def test_a_gradient_moves_in_the_pass_that_adds_it_up(level: int) -> None:
             assert kernel.add(work[:-1], residual, gradient, home=home[shift:-1]) is True
             assert torch.equal(work[:-1], residual + gradient) and torch.equal(home[shift:-1], gradient)
             assert work[-1] == 7.0 and (home[:shift] == 7.0).all() and home[-1] == 7.0
+            before, after, moved = torch.randn(n, generator=source), torch.empty(n), torch.empty(n)
+            for nesterov in (False, True):
+                assert kernel.momentum(work[:-1], residual, gradient, before, after, 0.9, nesterov, home=moved.zero_())
+                alone, velocity = torch.empty(n), torch.empty(n)
+                assert kernel.momentum(alone, residual, gradient, before, velocity, 0.9, nesterov)
+                assert torch.equal(work[:-1], alone) and torch.equal(after, velocity) and torch.equal(moved, gradient)
             gradient[n // 2] = torch.inf
             assert kernel.add(work[:-1], residual, gradient, home=home[shift:-1]) is False
             assert torch.equal(home[shift:-1], gradient)
