@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import sparsifiers
 from agmerge.tensors.arena import Arena, commit
 from agmerge.tensors.layout import Lane, Layout
-from sparsifiers import Kind
+from sparsifiers import Kind, kernel
 
 CPU = torch.device("cpu")
 INT = {torch.float32: torch.int32, torch.float64: torch.int64}
@@ -221,3 +221,36 @@ def test_what_is_kept_of_sums_is_added_and_ends_no_momentum(memory: str) -> None
     arena.swap()
     if memory == "dgc":
         assert arena.state_of(slot)["momentum"].all()
+
+
+@pytest.mark.skipif(not kernel.available(), reason="the compiled loops were not built")
+@pytest.mark.parametrize("memory", ["residual", "dgc"])
+def test_one_pass_leaves_what_two_do(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "STREAMED", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    (one, layout), (two, _) = (arena_of([(7, 5), (64,)], memory=memory) for _ in range(2))
+    source = torch.Generator().manual_seed(0)
+    for step in range(3):
+        for slot in layout.slots:
+            gradient = torch.randn(slot.shape, generator=source)
+            if step == 2:
+                gradient.view(-1)[3] = torch.inf
+            assert one.accumulate_and_move(slot, gradient) is (step < 2)
+            two.accumulate(slot, gradient)
+            assert two.move_to_update(slot, gradient) is two.gradients[slot.index]
+        for slot in layout.slots:
+            assert torch.equal(one.gradients[slot.index], two.gradients[slot.index])
+        assert bits(one.work) == bits(two.work)
+        one.swap()
+        two.swap()
+        for kind, kept in one.state_of(layout.slots[0]).items():
+            assert bits(kept.reshape(-1)) == bits(two.state_of(layout.slots[0])[kind].reshape(-1))
+
+
+def test_what_takes_two_passes_is_left_as_it_is() -> None:
+    arena, layout = arena_of([(4,)], dtype=torch.bfloat16)
+    before = bits(arena.work)
+    assert arena.accumulate_and_move(layout.slots[0], torch.ones(4, dtype=torch.bfloat16)) is None  # work is float32
+    assert bits(arena.work) == before and (arena.update == 0).all()
+    alone, _ = arena_of([(4,)], memory="none")
+    assert alone.accumulate_and_move(layout.slots[0], torch.ones(4)) is None  # nothing is kept, so nothing is added up
