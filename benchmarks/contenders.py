@@ -55,6 +55,7 @@ CONTENDERS: dict[str, Contender] = {
     "agmerge dgc int8": ours(compression="dgc", exchange="sparse", wire="int8"),
     "agmerge topk on Horovod": ours(compression="topk", exchange="sparse", horovod="gloo"),
     "agmerge topk on Horovod, MPI": ours(compression="topk", exchange="sparse", horovod="mpi"),
+    "agmerge fastest": ours(warm=75, compression="topk", exchange="fastest"),
     "agmerge powersgd": ours(compression="powersgd", rank=RANK, exchange="sparse"),
     "agmerge acpsgd": ours(compression="acpsgd", rank=RANK, exchange="sparse"),
     "agmerge updates": ours(exchange="sparse", sync="updates"),
