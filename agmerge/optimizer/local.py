@@ -21,7 +21,7 @@ from agmerge.optimizer.distributed import DistributedOptimizer
 from agmerge.options import compressors
 from agmerge.options.arguments import Options
 from agmerge.options.resolve import resolve
-from agmerge.options.updates import UPDATES, WITHOUT_CODECS
+from agmerge.options.updates import UPDATES, SENT_AS_THEY_ARE
 from agmerge.reporting import ReportingMixin
 from agmerge.runtime import workers
 from agmerge.tensors.parameters import ParameterTable
@@ -168,6 +168,6 @@ def _settings(every: int, compression: Any, density: Any, wire: str | None, opti
     if "sync" in options:
         raise TypeError("sync is not an argument here: local steps exchange updates")
     if wire is None:
-        codecs = compressors.has_codecs(compression) and options.get("exchange") not in WITHOUT_CODECS
+        codecs = compressors.has_codecs(compression) and options.get("exchange") not in SENT_AS_THEY_ARE
         wire = WIRE if codecs else "auto"
     return {**options, "every": every, "compression": compression, "density": density, "wire": wire, "sync": UPDATES}

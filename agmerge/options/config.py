@@ -25,7 +25,7 @@ from agmerge.options import dense_cutoff, momentum
 from agmerge.options.compressors import Cast
 from agmerge.options.density_policy import DensityPolicy
 from agmerge.options.groups import Groups
-from agmerge.options.updates import GRADIENTS, UPDATES, WITHOUT_CODECS, Updates
+from agmerge.options.updates import GRADIENTS, UPDATES, SENT_AS_THEY_ARE, Updates
 from agmerge.runtime import process_sets
 from agmerge.tensors.dtensors import is_dtensor, why_not_exchangeable
 from agmerge.tensors.nonfinite import SKIP
@@ -168,7 +168,7 @@ class Config:
         where sums are not to depend on the plan.
         """
         codecs = self.compressor.selects and Kind.LOW_RANK not in self.compressor.kinds
-        if self.wire != AUTO or self.ordered or not codecs or self.exchange in WITHOUT_CODECS:
+        if self.wire != AUTO or self.ordered or not codecs or self.exchange in SENT_AS_THEY_ARE:
             return ()
         return CHOICE if self.memory_of(Kind.SPARSE).has_residual else ()
 

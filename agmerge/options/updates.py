@@ -24,7 +24,7 @@ GRADIENTS, UPDATES = SYNCS = ("gradients", "updates")
 APPLY, HOLD = CARRIES = ("apply", "hold")
 DENSITY_OF_UPDATES = 0.05  # the default, see docs/parity.md
 WIRE_OF_UPDATES = "sign"  # the default where an exchange has one
-WITHOUT_CODECS = ("oktopk", "masked")  # exchanges that send values as they are, unless a codec is asked for
+SENT_AS_THEY_ARE = ("oktopk", "masked")  # exchanges that send values as they are, unless a codec is asked for
 
 Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
@@ -92,7 +92,7 @@ def default_density(options: Options) -> float:
 
 def wire_of(options: Options, compressor: sparsifiers.Compressor) -> str:
     """Return the value codec that is asked for, or the default one: of updates where an exchange has codecs signs."""
-    codecs = compressor.kinds == {sparsifiers.Kind.SPARSE} and options.exchange not in WITHOUT_CODECS
+    codecs = compressor.kinds == {sparsifiers.Kind.SPARSE} and options.exchange not in SENT_AS_THEY_ARE
     return WIRE_OF_UPDATES if options.sync == UPDATES and options.wire == "auto" and codecs else options.wire
 
 
