@@ -21,7 +21,7 @@ from agmerge.optimizer.distributed import DistributedOptimizer
 from agmerge.options import compressors
 from agmerge.options.arguments import Options
 from agmerge.options.resolve import resolve
-from agmerge.options.updates import UPDATES, SENT_AS_THEY_ARE
+from agmerge.options.updates import SENT_AS_THEY_ARE, UPDATES
 from agmerge.reporting import ReportingMixin
 from agmerge.runtime import workers
 from agmerge.tensors.parameters import ParameterTable

@@ -25,7 +25,7 @@ from agmerge.options import dense_cutoff, momentum
 from agmerge.options.compressors import Cast
 from agmerge.options.density_policy import DensityPolicy
 from agmerge.options.groups import Groups
-from agmerge.options.updates import GRADIENTS, UPDATES, SENT_AS_THEY_ARE, Updates
+from agmerge.options.updates import GRADIENTS, SENT_AS_THEY_ARE, UPDATES, Updates
 from agmerge.runtime import process_sets
 from agmerge.tensors.dtensors import is_dtensor, why_not_exchangeable
 from agmerge.tensors.nonfinite import SKIP
