@@ -80,6 +80,7 @@ def watched() -> Clocks:
     for owner, name, row in (
         (Reducer, "on_gradient", "hooks: their own work"),
         (Arena, "accumulate", "hooks: residual + gradient"),
+        (Arena, "accumulate_and_move", "hooks: residual + gradient, and move"),
         (Arena, "move_to_update", "hooks: gradients move to where their updates will be"),
         (Round, "_select", "select"),
         (SparseExchange, "start", "message: gather, encode, commit, checksum"),
