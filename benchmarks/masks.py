@@ -36,7 +36,7 @@ def equal_bytes(workers: int, *, votes: bool) -> float:
 
 
 def energies(shape: tuple[int, int], workers: int, correlation: float, **options: Any) -> tuple[float, float]:
-    """Of the residuals after ``STEPS``, and of their mean, in units of one gradient's."""
+    """Return the energy of the residuals after ``STEPS``, and of their mean, in units of one gradient's."""
     scale = torch.randn(shape, generator=torch.Generator().manual_seed(0)).exp()
 
     def gradient(rank: int, step: int) -> torch.Tensor:
@@ -61,7 +61,7 @@ def energies(shape: tuple[int, int], workers: int, correlation: float, **options
 
 
 def energy(workers: int, correlation: float, **options: Any) -> float:
-    """Of the residuals after ``STEPS``, in units of one gradient's."""
+    """Return the energy of the residuals after ``STEPS``, in units of one gradient's."""
     return energies(SHAPE, workers, correlation, **options)[0]
 
 

@@ -4,7 +4,7 @@
 ``mask_votes``), ``oktopk/``, ``low_rank/`` and ``reduce_scatter`` are the exchanges; ``all_reduce``: sums that
 several need.
 ``node_shards``: the stage inside a node. ``message/``: what a message looks like. ``routing`` and ``splitting``: which
-segments of a merge buffer share one; ``way``: what a plan says of that.
+segments of a merge buffer share one; ``way``: what a plan says of that. ``traffic``: what exchanges move.
 
 May import backends/, tensors/ and the package ``sparsifiers``.
 """

@@ -140,7 +140,7 @@ class Search:
         buffers = self._buffers
         if buffers.exchange != OWN or not buffers.config.exchanges:
             return []
-        usual = self._best(buffers.wire, compressed=True) if all(chosen.plan.dense) else chosen
+        usual = self._best(buffers.wire, compressed=True) if chosen.is_dense else chosen
         lane = measured_lane(buffers.layout)
         value = value_codec(usual.wire, lane.dtype)
         each = value.size(FAR) / FAR
@@ -234,6 +234,6 @@ def why_exchange(candidates: Sequence[Candidate], seconds: Sequence[float]) -> s
     """Say what steps took with the exchanges of ``candidates``, the best plan of each, in ``seconds``."""
     fastest: dict[str, float] = {}
     for each, took in zip(candidates, seconds, strict=True):
-        name = "dense" if all(each.plan.dense) else "sparse" if each.exchange == OWN else each.exchange
+        name = "dense" if each.is_dense else "sparse" if each.exchange == OWN else each.exchange
         fastest[name] = min(took, fastest.get(name, took))
     return ", ".join(f"{1e3 * took:.3g} ms a step with {name}" for name, took in fastest.items())

@@ -73,9 +73,9 @@ def probe(buffers: MergeBuffers, step: int, backward: float, budget: Budget) -> 
     :func:`measured_lane`, of sizes that double, are selected from, or projected, and exchanged as in a step; nothing
     of it is written to a residual or an update, or known to a sparsifier afterwards. Selection, which projecting counts
     as, and packing are means of several calls with one key, since thresholds may be reused; an exchange is the median
-    from the moment its message is packed. All are the maximum over ranks. When sizes become too dear, the rest follows
-    the slope. What small messages take of the processor beside that, its share of the network's threads for one, is
-    part of ``message``.
+    from the moment its message is packed. All are the maximum over ranks, and of two visits to a size the faster one
+    counts. When sizes become too dear, the rest follows the slope. What small messages take of the processor beside
+    that, its share of the network's threads for one, is part of ``message``.
 
     Args:
         buffers: whose messages are timed.

@@ -142,11 +142,7 @@ class Replanner:
         config = self.buffers.config
         if not config.wires:
             return "these options leave no choice" if config.wire == AUTO else f"wire={config.wire!r} was given"
-        if not self._plans_by_times:
-            return "nothing is planned from times"
-        if self._is_known:
-            return "it was settled on in an earlier run"
-        return self._why or "nothing has been measured since ranks agreed"
+        return self._why_undecided or self._why or "nothing has been measured since ranks agreed"
 
     @property
     def why_exchange(self) -> str:
@@ -154,11 +150,14 @@ class Replanner:
         config = self.buffers.config
         if not config.exchanges:
             return f"exchange={config.exchange!r} was given"
+        return self._why_undecided or self._why_exchange or "no other one was tried"
+
+    @property
+    def _why_undecided(self) -> str:
+        """Say why this run has decided nothing about how is sent; empty: it has, or will."""
         if not self._plans_by_times:
             return "nothing is planned from times"
-        if self._is_known:
-            return "it was settled on in an earlier run"
-        return self._why_exchange or "no other one was tried"
+        return "it was settled on in an earlier run" if self._is_known else ""
 
     @property
     def _plans_by_times(self) -> bool:
@@ -166,13 +165,7 @@ class Replanner:
         config, planner = self.buffers.config, self.buffers.config.planner
         if planner is None or self.buffers.comm.size == 1:
             return False
-        return (planner.timed and config.groups is None) or self._chooses_dense
-
-    @property
-    def _chooses_dense(self) -> bool:
-        """Tell whether merge buffers go dense or sparse by what that costs."""
-        config = self.buffers.config
-        return config.chooses_dense
+        return (planner.timed and config.groups is None) or config.chooses_dense
 
     # -- what an earlier run has found ----------------------------------------------------------------------------
 
@@ -353,7 +346,7 @@ class Replanner:
             self._why = candidates.why_without_trial(self._tried[0], bool(codecs))
         if len(self._tried) > 1:
             self._trial = PlanTrial(*(each.plan for each in self._tried), usual=self._whole.typical())
-        elif all(chosen.dense) and self._chooses_dense:
+        elif all(chosen.dense) and buffers.config.chooses_dense:
             finish = predicted_finish(chosen, self._latest)
             self._warn_dense_once(f"predicted to end after {1e3 * finish:.3g} ms")
         change = self._changed_to(chosen)

@@ -57,7 +57,7 @@ class Seen:
 
 
 class Books:
-    """What an exchange tells of each segment, and what is left of it."""
+    """Hold what an exchange tells of each segment, and what is left of it."""
 
     def __init__(self, segments: Sequence[Segment], works: list[torch.Tensor]) -> None:
         self.segments, self.works = segments, works
@@ -189,7 +189,7 @@ def oktopk(op: ReduceOp = Average, wire: str = "auto") -> Make:
 
 
 def coded(record: Callable[..., None], wire: str) -> dict[str, Any]:
-    """The options of an exchange whose values have a codec: somebody keeps what it rounds off sums."""
+    """Return the options of an exchange whose values have a codec: somebody keeps what it rounds off sums."""
     return {"wire": wire, "retain": record.retain} if isinstance(record, Books) else {"wire": wire}
 
 

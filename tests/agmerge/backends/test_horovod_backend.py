@@ -83,7 +83,7 @@ def test_without_nccl_tensors_go_through_the_host(nccl: int) -> None:
 
 
 def _pretend(monkeypatch: pytest.MonkeyPatch, **more: object) -> SimpleNamespace:
-    """A Horovod that is imported and notes in ``seen`` the variables that it is initialised with; ``more``: of it."""
+    """Return a Horovod that notes in ``seen`` the variables that it is initialised with; ``more``: of it."""
     seen: dict[str, str] = {}
     hvd = SimpleNamespace(is_initialized=lambda: False, init=lambda: seen.update(os.environ), seen=seen)
     for name in ("rank", "size", "local_rank", "local_size"):

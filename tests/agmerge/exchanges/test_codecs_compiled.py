@@ -1,4 +1,4 @@
-"""The compiled loops write and read values of a few bits as the codecs do with torch, to the bit, at every level."""
+"""Hold the compiled loops to the codecs of a few bits: they write and read the same, to the bit, at every level."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def level(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def message(codec: Scaled, vector: Tensor, count: int | None) -> list[Tensor]:
-    """What is written, what is said to be read, and what is."""
+    """Return what is written, what is said to be read, and what is."""
     out = torch.full((codec.size(vector.numel()),), 77, dtype=torch.uint8)
     sent = codec.encode(vector, out, count)
     few = vector.numel() // 3

@@ -162,7 +162,7 @@ def test_masked_against_a_sum_in_plain_code(
 
 
 def through(values: torch.Tensor, wire: str) -> torch.Tensor:
-    """What is read of values that went through a codec."""
+    """Return what is read of values that went through a codec."""
     codec = value_codec(wire, values.dtype)
     return codec.encode(values, torch.zeros(codec.size(len(values)), dtype=torch.uint8)).to(values.dtype)
 
