@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsifiers import kernel
+from sparsifiers import kernel, kernel_message
 from sparsifiers.memories import Memory, Momentum, NoMemory, Rate
 
 MOMENTUM = 0.9  # where neither the memory nor the optimizer says one
@@ -97,7 +97,7 @@ class DGCMemory(Memory):
         return nesterov
 
     def mask(self, momentum: Tensor, indices: Tensor, sent: Tensor) -> None:
-        if self.masking:
+        if self.masking and not kernel_message.mask(momentum, indices, sent):
             # By product, not by fill: a padding slot holds an index that may be a real one elsewhere, and sends 0.
             momentum.scatter_reduce_(0, indices.long(), (sent == 0).to(momentum.dtype), "prod")
 

@@ -32,6 +32,12 @@ static int fit(const int32_t *indices, int64_t count, int64_t first, int64_t n)
     return count == 0 || (indices[0] >= first && indices[count - 1] < first + n && ascend(indices, count));
 }
 
+/* The same, for others: 1 or 0. */
+EXPORT int kernel_fit(const int32_t *indices, int64_t count, int64_t first, int64_t n)
+{
+    return fit(indices, count, first, n);
+}
+
 #define LOOPS "kernel_updates_loops.h"
 #include "kernel_levels.h"
 DISPATCH(void, pass, (float *total, const float *update, int64_t n), (total, update, n))

@@ -180,9 +180,9 @@ class Sent:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.of: dict[int, dict[str, Tensor]] = {}
-        original = MergeBuffers.commit
+        commits, takes = MergeBuffers.commit, MergeBuffers.take_values
 
-        def commit(session: MergeBuffers, segment: Segment, indices: Tensor | None, sent: Tensor | None) -> None:
+        def note(session: MergeBuffers, segment: Segment, indices: Tensor | None, sent: Tensor | None) -> None:
             assert sent is not None  # segments that are summed where they lie are larger than any here
             full = torch.zeros(segment.length, dtype=segment.lane.storage)
             if indices is None:
@@ -195,9 +195,19 @@ class Sent:
                 whole = mine.setdefault(slot.name, torch.zeros(slot.shape, dtype=full.dtype))
                 at = slot.offset - segment.start
                 whole.view(-1)[start:stop] = full[at + start : at + stop]
-            original(session, segment, indices, sent)
+
+        def commit(session: MergeBuffers, segment: Segment, indices: Tensor | None, sent: Tensor | None) -> None:
+            note(session, segment, indices, sent)
+            commits(session, segment, indices, sent)
+
+        def take_values(session: MergeBuffers, segment: Segment, indices: Tensor, values: Tensor) -> bool:
+            done = takes(session, segment, indices, values)
+            if done:
+                note(session, segment, indices, values)
+            return done
 
         monkeypatch.setattr(MergeBuffers, "commit", commit)
+        monkeypatch.setattr(MergeBuffers, "take_values", take_values)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:

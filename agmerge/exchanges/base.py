@@ -34,6 +34,10 @@ Commit = Callable[[Segment, "torch.Tensor | None", "torch.Tensor | Unwritten | N
 # segment's work in the same pass. Returns False, with nothing done, where that takes two.
 Take = Callable[[Segment, Deferred, Slots, IndexSection], bool]
 
+# take_values(segment, indices, values) does so for values that travel as they are in a message on the host: it writes
+# what stands at indices of the segment's work, int32[n], to `values`, (n,), and takes that off. False: likewise.
+TakeValues = Callable[[Segment, torch.Tensor, torch.Tensor], bool]
+
 # retain(segment, indices, values) adds to the segment's work what this rank has rounded off sums of all ranks:
 # work[indices] += values. indices: int32 or int64, (n,), ascending; values: (n,).
 Retain = Callable[[Segment, torch.Tensor, torch.Tensor], None]
@@ -65,6 +69,7 @@ class ExchangeContext:
     keeps: bool = False  # `work` of dense segments holds a residual, so that what is sent has to be committed
     receive: Receive = lambda segment, parts, scale: False  # asked where ranks' selections are at hand, one by one
     take: Take = lambda segment, offer, slots, section: False  # asked where a message has the values themselves
+    take_values: TakeValues = lambda segment, indices, values: False  # likewise, on the host
     retain: Retain = _nobody_retains  # takes what a codec rounds off sums of all ranks
     observe: Observe = lambda values, count: None  # told of the values that are sent, before they are rounded
     bases: Bases | None = None  # of low-rank lanes; None: there are none

@@ -71,6 +71,8 @@ class SparseExchange(Exchange):
                 self.context.observe(places[0].values, offer.count)
                 return offer.count
         assert section.index is not None and section.value is not None
+        if self._take_values(load, offer, section, message):
+            return offer.count
         chosen = offer.values
         if chosen is None:
             chosen = clear_behind(load.work.index_select(0, offer.indices), offer.count)
@@ -84,13 +86,21 @@ class SparseExchange(Exchange):
                 sent = clear_behind(sent.index_select(0, offer.indices), offer.count)
         else:
             count = offer.count
-            if fused.writes(section, message.device):
-                fused.encode_indices(section, offer.indices, count, message)
-            else:
-                section.index.encode(offer.indices, count, message[section.indices])
+            fused.encode_indices(section, offer.indices, count, message)
             sent = section.value.encode(chosen, message[section.values], count)
         self.commit(load.segment, offer.indices, sent)
         return count
+
+    def _take_values(self, load: SegmentBuffers, offer: Selection, section: Section, message: torch.Tensor) -> bool:
+        """Do what `_write` does of values that travel as they are, each read once; False: nothing was done."""
+        values = fused.values_as_they_are(section, message, load.work.dtype)
+        if values is None or offer.values is not None or isinstance(offer.count, torch.Tensor):
+            return False
+        if not self.context.take_values(load.segment, offer.indices[: offer.count], values[: offer.count]):
+            return False
+        self.context.observe(clear_behind(values, offer.count), offer.count)
+        fused.encode_indices(section, offer.indices, offer.count, message)
+        return True
 
     def wait(self, pending: InFlight) -> RoundHeader:
         """Collective. Wait for the all-gather, check all messages, and return what all ranks say together."""
@@ -138,7 +148,7 @@ class SparseExchange(Exchange):
                 total.zero_()
                 for indices, values in sparse:
                     if not kernel.scatter(total, indices, values, self.scale):
-                        total.index_add_(0, indices, values.mul_(self.scale))
+                        total.index_add_(0, indices, values * self.scale)
             if total is not load.update:
                 load.update.copy_(total)
 

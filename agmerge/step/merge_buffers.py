@@ -160,8 +160,7 @@ class MergeBuffers:
 
     def _arena(self, lane: Lane, length: int) -> Arena:
         slots = [slot for slot in self.layout.slots if slot.lane == lane]
-        rates = self.config.rates
-        rate = None if rates is None else rates.by_slot(self.parameters)
+        rate = None if self.config.rates is None else self.config.rates.by_slot(self.parameters)
         return Arena(lane, length, slots, self.config.memory_of(lane.kind), self.comm.size, rate)
 
     def exchanges(self, *, exact: bool = False) -> dict[Kind, Exchange]:
@@ -186,6 +185,7 @@ class MergeBuffers:
             keeps=any(config.memory_of(kind).has_residual or config.memory_of(kind).hands_back for kind in Kind),
             receive=self._receive,
             take=self._take,
+            take_values=self.take_values,
             retain=self.retain,
             observe=self._observe,
             bases=self.bases,
@@ -246,6 +246,10 @@ class MergeBuffers:
     def _take(self, segment: Segment, offer: Deferred, slots: Slots, section: IndexSection) -> bool:
         """Write what is offered of a segment, and take it off what is kept in the same pass, where that can be done."""
         return self.arenas[segment.lane].take(segment, offer, slots, section)
+
+    def take_values(self, segment: Segment, indices: torch.Tensor, values: torch.Tensor) -> bool:
+        """Write values of a segment to a message, and take them off: see :meth:`Arena.take_values`."""
+        return self.arenas[segment.lane].take_values(segment, indices, values)
 
     def forget_round(self) -> None:
         """Forget what a round has sent, received and staged: it has been applied, or comes to nothing."""

@@ -18,7 +18,7 @@ import torch
 
 from agmerge.tensors.difference import Difference
 from agmerge.tensors.layout import Lane, Segment, Slot
-from sparsifiers import Memory, Momentum, Rate, kernel
+from sparsifiers import Memory, Momentum, Rate, kernel, kernel_message
 from sparsifiers.deferred import Deferred
 from sparsifiers.gpu import IndexSection, LargestKey, Momenta, Scratch, Slots, TensorTable, compensate, has_kernels
 from sparsifiers.memories import NoMemory, Residual
@@ -316,6 +316,17 @@ class Arena:
         momentum = self._momenta[self._turn][segment.start : segment.stop] if clears else None
         offer.write(slots, section, commit=self.memory.has_residual, momentum=momentum)
         return True
+
+    def take_values(self, segment: Segment, indices: torch.Tensor, values: torch.Tensor) -> bool:
+        """Write what stands at ``indices`` of ``segment`` to ``values``, and take it off ``work``, in the same pass.
+
+        Returns False, with nothing done, where that takes two, or nothing is kept. Both (n,), on the host; int32.
+        """
+        clears, part = clears_momentum(self.memory), slice(segment.start, segment.stop)
+        if clears is None or not self.memory.has_residual:
+            return False
+        momentum = self._momenta[self._turn][part] if clears else None
+        return kernel_message.take(self.work[part], indices, values, momentum)
 
     def apply_momentum(self, unused: Iterable[Slot] = ()) -> None:
         """Apply the momentum of what is sent whole to its average, once every message has arrived.

@@ -20,6 +20,9 @@ int64_t kernel_columns_scratch(int64_t length, int64_t columns, int64_t pitch, i
 int kernel_columns(const int32_t *bits, int64_t length, int64_t columns, int64_t pitch, int32_t mask,
                    const int64_t *quotas, int64_t total, int64_t most, int32_t *scratch, int32_t *out);
 int kernel_commit(float *work, int64_t n, const int32_t *indices, const float *sent, int64_t count);
+int kernel_take(float *work, float *momentum, int64_t n, const int32_t *indices, float *values, int64_t count);
+int kernel_mask(float *momentum, int64_t n, const int32_t *indices, const float *sent, int64_t count);
+int kernel_fit(const int32_t *indices, int64_t count, int64_t first, int64_t n);
 int kernel_scatter(float *total, int64_t n, const int32_t *indices, const float *values, int64_t count, float scale);
 int kernel_add(float *work, float *home, const float *residual, const void *gradient, int64_t n, float factor, int kind);
 int kernel_momentum(float *work, float *home, const float *residual, const void *gradient, const float *before,
@@ -181,6 +184,13 @@ static void move_all(int level, int kind, int64_t n, int shift)
     hash_word((uint32_t)kernel_commit(first + shift, n, chosen, inputs[1], count));
     hash_word((uint32_t)kernel_scatter(first + shift, n, chosen, inputs[2], count, 0.3f));
     hash_floats(first, n + shift);
+    hash_word((uint32_t)kernel_mask(first + shift, n, chosen, inputs[1], count));
+    hash_word((uint32_t)kernel_fit(chosen, count, 0, n));
+    memcpy(second, inputs[3], sizeof second);
+    hash_word((uint32_t)kernel_take(first + shift, second + shift, n, chosen, third, count));
+    hash_floats(first, n + shift);
+    hash_floats(second, n + shift);
+    hash_floats(third, count);
     memcpy(second, inputs[3], sizeof second);
     int64_t at[2], counts[2] = {count, count / 2};
     const int32_t *lists[2] = {chosen, chosen};

@@ -35,7 +35,7 @@ class ValueCodec(ABC):
 
     @abstractmethod
     def decode(self, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-        """Return the first ``count`` values of ``data``, uint8[size(m)]: (count,), of ``dtype``, not a view."""
+        """Return the first ``count`` values of ``data``, uint8[size(m)]: (count,), of ``dtype``, perhaps a view."""
 
     @abstractmethod
     def decode_rows(self, data: Tensor, slots: int, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Write and read sections in kernels of the device, where it has them: the same bytes and the same sums.
+"""Write and read sections in few passes, or kernels of the device, where it has them: the same bytes and the same sums.
 
 What ``sparsifiers.gpu`` does in a launch or two, torch's operations do in dozens.
 """
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from agmerge.exchanges.message.format import Format, Section
+from agmerge.exchanges.message.indices import Everything
 from agmerge.exchanges.message.values import Cast
 from sparsifiers import gpu
 
@@ -32,9 +33,21 @@ def places(section: Section, message: Tensor) -> tuple[gpu.Slots, gpu.IndexSecti
     return slots, gpu.IndexSection(section.index.layout, message[section.index_words].view(torch.int32))
 
 
+def values_as_they_are(section: Section, message: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return where ``message``, uint8[size] on the host, has values of ``dtype`` as they are; None: it has not."""
+    exact = isinstance(section.value, Cast) and section.value.dtype == dtype
+    if not exact or isinstance(section.index, Everything) or message.device.type != "cpu":
+        return None
+    return message[section.values].view(dtype)
+
+
 def encode_indices(section: Section, indices: Tensor, count: int | Tensor, message: Tensor) -> None:
     """Write the first ``count`` of ``indices``, int32[capacity], into the section of ``message``, uint8[size]."""
-    assert section.index is not None and section.index.layout is not None
+    assert section.index is not None
+    if not writes(section, message.device):
+        section.index.encode(indices, count, message[section.indices])
+        return
+    assert section.index.layout is not None
     words = message[section.index_words].view(torch.int32)
     words.zero_()
     gpu.encode_indices(indices, count, gpu.IndexSection(section.index.layout, words))

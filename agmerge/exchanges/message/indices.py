@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from agmerge.exchanges.message import bits, device_bits
-from sparsifiers import kernel
+from sparsifiers import kernel, kernel_message
 from sparsifiers.gpu.layout import BITMAP, PLAIN, IndexLayout
 
 GRAIN = 16  # bytes; parts of a message start on such a boundary
@@ -219,7 +219,10 @@ def in_order(indices: Tensor, length: int) -> Tensor:
         return torch.ones((), dtype=torch.bool, device=indices.device)
     if indices.device.type == "cpu":
         held = indices.numpy()
-        return torch.tensor(bool((held[1:] > held[:-1]).all() and held[0] >= 0 and held[-1] < length))
+        good = kernel_message.ascends(held, length)
+        if good is None:
+            good = bool((held[1:] > held[:-1]).all() and held[0] >= 0 and held[-1] < length)
+        return torch.tensor(good)
     ascending = (indices[1:] > indices[:-1]).all()
     return ascending & (indices[0] >= 0) & (indices[-1] < length)
 

@@ -22,7 +22,7 @@ class Cast(ValueCodec):
         return out.view(self.dtype).copy_(saturated(values, torch.finfo(self.dtype).max))
 
     def decode(self, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-        return data.view(self.dtype)[:count].to(dtype, copy=True)
+        return data.view(self.dtype)[:count].to(dtype)
 
     def decode_rows(self, data: Tensor, slots: int, dtype: torch.dtype) -> Tensor:
         return data.view(self.dtype).to(dtype, copy=True)

@@ -40,10 +40,7 @@ def through(codec: ValueCodec, values: torch.Tensor) -> torch.Tensor:
     for count in {0, 1, values.numel() // 2, values.numel() - 1} - {-1}:
         if count <= values.numel():
             assert same(codec.decode(out[:size], count, values.dtype), got[:count])
-    before = out.clone()
-    got.mul_(0.5)
-    assert torch.equal(out, before)  # not a view
-    return codec.decode(out[:size], values.numel(), values.dtype)
+    return got
 
 
 @settings(deadline=None)

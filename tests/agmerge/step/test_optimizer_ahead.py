@@ -14,6 +14,7 @@ from support import (
     WIDTH,
     AwkwardModel,
     Parts,
+    Sent,
     agreed,
     awkward_batch,
     awkward_groups,
@@ -87,29 +88,22 @@ def test_layer_by_layer_ahead_is_behind(compression: str) -> None:
 @pytest.mark.parametrize("compression", sparsifiers.names())
 def test_every_tensor_is_heard_in_every_step(compression: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also a bias beside a weight of a thousand times its gradient; behind, it would wait."""
-    sent: list[dict[str, int]] = []
-    original = MergeBuffers.commit
-
-    def commit(session: MergeBuffers, segment: Segment, indices: Tensor | None, values: Tensor) -> None:
-        assert indices is not None and len(segment.slots) == 1
-        sent[-1][segment.slots[0].name] = int(values.count_nonzero())
-        original(session, segment, indices, values)
-
-    monkeypatch.setattr(MergeBuffers, "commit", commit)
+    sent = Sent(monkeypatch)
+    heard: list[dict[str, int]] = []
 
     def body(rank: int, model: nn.Sequential) -> None:
         model.get_parameter("0.weight").register_hook(lambda gradient: gradient * 1000)
         options: dict[str, Any] = {"density": 0.01, "dense": [], "memory": "residual"}
         optimizer = wrap(model, sgd(model), compression=compression, merging="single", sparsify="ahead", **options)
         for step in range(3):
-            sent.append({})
             train(model, optimizer, rank, [step])
+            heard.append({name: int(values.count_nonzero()) for name, values in sent.of.pop(rank).items()})
 
     model = seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)))
     on_ranks(1, model, body)
     names = {name for name, _ in model.named_parameters()}
-    for heard in sent:
-        assert heard.keys() == names and min(heard.values()) >= 1, heard
+    for counts in heard:
+        assert counts.keys() == names and min(counts.values()) >= 1, counts
 
 
 @pytest.mark.parametrize("seed", range(4))

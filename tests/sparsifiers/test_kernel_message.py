@@ -1,0 +1,86 @@
+"""The compiled loops about what is sent of a vector do what torch and numpy do, and refuse what they cannot read."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from sparsifiers import kernel, kernel_message, memory
+from sparsifiers.dgc_memory import DGCMemory
+
+pytestmark = pytest.mark.skipif(not kernel.available(), reason="the compiled loops were not built")
+SPECIALS = (0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-40, -3e38)
+
+
+def drawn(n: int, seed: int) -> torch.Tensor:
+    """Numbers, every third of them a special one."""
+    source = torch.Generator().manual_seed(seed)
+    vector = torch.randn(n, generator=source)
+    some = torch.tensor(SPECIALS)[torch.randint(len(SPECIALS), (n,), generator=source)]
+    return torch.where(torch.rand(n, generator=source) < 0.33, some, vector)
+
+
+def alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bits, but for which NaN it is."""
+    same = torch.equal(a.nan_to_num(nan=1.0).view(torch.int32), b.nan_to_num(nan=1.0).view(torch.int32))
+    return same and torch.equal(a.isnan(), b.isnan())
+
+
+@pytest.mark.parametrize("n", [1, 48, 49, 50, 1000])
+@pytest.mark.parametrize("has_momentum", [False, True])
+def test_take_gathers_commits_and_masks(level: int, n: int, has_momentum: bool) -> None:
+    for shift in (0, 1):
+        work, momentum = drawn(3 * n + shift, 1)[shift:], drawn(3 * n + shift, 2)[shift:]
+        indices = torch.randperm(3 * n)[:n].sort().values.int()
+        sent = work[indices]
+        left, cleared = work.clone(), momentum.clone()
+        left.index_add_(0, indices, sent, alpha=-1)
+        if has_momentum:
+            cleared.scatter_reduce_(0, indices.long(), (sent == 0).float(), "prod")
+        values = torch.full((n,), 7.0)
+        assert kernel_message.take(work, indices, values, momentum if has_momentum else None)
+        assert alike(values, sent) and alike(work, left) and alike(momentum, cleared)
+
+
+def test_mask_is_dgcs(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = memory("dgc")
+    assert isinstance(rule, DGCMemory)
+    momentum, sent = drawn(500, 1), drawn(100, 2)
+    indices = torch.randint(500, (100,)).int()
+    indices[90:], sent[90:] = indices[0], 0.0  # padding
+    compiled, expected = momentum.clone(), momentum.clone()
+    rule.mask(compiled, indices, sent)
+    monkeypatch.setattr(kernel_message, "mask", lambda *given: False)
+    rule.mask(expected, indices, sent)
+    assert alike(compiled, expected) and not alike(compiled, momentum)
+
+
+def test_ascends_is_numpys(level: int) -> None:
+    good = np.arange(3, 300, 2, dtype=np.int32)
+    assert kernel_message.ascends(good, 300) and kernel_message.ascends(good[:0], 0)
+    assert not kernel_message.ascends(good, 299)
+    for place in range(len(good)):
+        for wrong in (-1, 2**31 - 1, good[place - 1]):
+            other = good.copy()
+            other[place] = wrong
+            ordered = bool((other[1:] > other[:-1]).all() and other[0] >= 0 and other[-1] < 300)
+            assert kernel_message.ascends(other, 300) is ordered
+    assert kernel_message.ascends(good.astype(np.int64), 300) is None  # type: ignore[arg-type]
+
+
+def test_what_does_not_fit_changes_nothing(level: int) -> None:
+    vector, values = torch.ones(100), torch.full((3,), 7.0)
+    for wrong in (-1, 100, -(2**31)):
+        indices = torch.tensor([1, wrong, 2], dtype=torch.int32)
+        with pytest.raises(IndexError, match=r"outside \[0, 100\)"):
+            kernel_message.take(vector, indices, values)
+        with pytest.raises(IndexError, match=r"outside \[0, 100\)"):
+            kernel_message.mask(vector, indices, values)
+    fine = torch.tensor([1, 2, 3], dtype=torch.int32)
+    assert not kernel_message.take(vector.double(), fine, values.double())
+    assert not kernel_message.take(vector, fine.long(), values)
+    assert not kernel_message.take(vector, fine, values[:2])
+    assert not kernel_message.take(vector, fine, values, vector.half())
+    assert not kernel_message.mask(vector.view(10, 10), fine, values)
+    assert (vector == 1).all() and (values == 7).all()
