@@ -29,7 +29,7 @@ from support import (
     trained,
     wrap,
 )
-from torch import Tensor, nn
+from torch import nn
 
 import agmerge
 import merging
