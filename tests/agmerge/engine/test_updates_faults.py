@@ -124,6 +124,26 @@ def test_a_scaler_that_skips_on_one_rank_holds_up_nobody(options: dict[str, Any]
     assert len(set(bits)) > 1
 
 
+@pytest.mark.parametrize("scaled", [True, False], ids=["scaled", ""])
+def test_around_a_plain_optimizer_a_step_is_left_out_on_one_rank_likewise(scaled: bool) -> None:
+    def body(rank: int, model: nn.Module) -> str:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
+        inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with agmerge.LocalSync(model, inner, every=2, nonfinite="skip") as sync:
+            for step in range(4):
+                inner.zero_grad()
+                infinite = rank == 1 and step == 2
+                scaler.scale(loss_of(model, rank, step) * (torch.inf if infinite else 1.0)).backward()
+                scaler.step(inner)
+                scaler.update()
+            assert sync.stats()["exchanges"] == 2 and sync.stats()["steps_skipped"] == int(rank == 1)
+            sync.consolidate()
+        assert [int(state["step"]) for state in inner.state.values()] == [3 if rank == 1 else 4] * 6
+        return digest(model)
+
+    agreed(on_ranks(2, MODEL, body))
+
+
 # -- what is not finite -------------------------------------------------------------------------------------------
 
 
