@@ -6,8 +6,7 @@ Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from agmerge.engine.optimizer_wrapper import check_optimizer
 from agmerge.engine.step_hooks import follow
 from agmerge.engine.update_reducer import UpdateReducer
 from agmerge.optimizer.distributed import DistributedOptimizer
+from agmerge.optimizer.sharing import SharingMixin
 from agmerge.options import compressors
 from agmerge.options.arguments import Options
 from agmerge.options.resolve import resolve
@@ -52,7 +52,7 @@ class LocalOptimizer(DistributedOptimizer):
         super().__init__(optimizer, named_parameters, **settings)
 
 
-class LocalSync(ReportingMixin):
+class LocalSync(ReportingMixin, SharingMixin):
     """Exchange, inside of a ``with``, what ``optimizer`` makes of the parameters of ``model`` every ``every`` steps.
 
     The optimizer is not wrapped: hooks on its step do it. For scripts that use torchft's ``DiLoCo`` or ``LocalSGD``:
@@ -112,20 +112,6 @@ class LocalSync(ReportingMixin):
         self._unfollow = None
         if kind is None:
             self._reducer.flush()
-
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        """Let the parameters, inside, be those that all workers have in common: to evaluate, and to save."""
-        with self._reducer.shared():
-            yield
-
-    def consolidate(self) -> None:
-        """Collective. Exchange all that workers carry, whole: then parameters are equal on all ranks, to the bit."""
-        self._reducer.consolidate()
-
-    def flush(self) -> None:
-        """Collective. Take in what is under way, with ``overlap=``."""
-        self._reducer.flush()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, and under ``"agmerge"`` what this rank keeps beside it."""
