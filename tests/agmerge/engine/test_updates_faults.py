@@ -221,17 +221,22 @@ def test_what_an_optimizer_has_made_infinite_is_an_error_everywhere(options: dic
     assert "rank 1: " in text
 
 
-def test_gradients_that_are_never_finite_end_the_run() -> None:
-    """With ``"skip"``, after a hundred in a row."""
+@pytest.mark.parametrize("fused", [False, True], ids=["", "fused, with a scaler"])
+def test_gradients_that_are_never_finite_end_the_run(fused: bool) -> None:
+    """After a hundred in a row: with ``"skip"``, and where a scaler and a fused optimizer find them."""
 
     def body(rank: int, model: nn.Module) -> int:
-        optimizer, steps = updating(model, nonfinite="skip"), 0
+        inner = torch.optim.AdamW(model.parameters(), fused=True) if fused else sgd(model)
+        optimizer, steps = updating(model, inner, nonfinite="skip"), 0
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0, enabled=fused)
         with pytest.raises(agmerge.NonFiniteError):
             while steps < 200:
                 optimizer.zero_grad()
+                scaler.scale(torch.ones(1))
                 for parameter in model.parameters():
                     parameter.grad = torch.full_like(parameter, torch.nan if rank else 0.0)
-                optimizer.step()
+                scaler.step(optimizer)
+                scaler.update()
                 steps += 1
         return steps
 
