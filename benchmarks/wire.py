@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from agmerge.exchanges.message import ValueCodec, candidates, smallest  # noqa: E402  (found only through the line above)
 from agmerge.exchanges.message.format import Format, RoundHeader  # noqa: E402
-from agmerge.exchanges.sparse import without_zeros  # noqa: E402
+from agmerge.exchanges.message.offers import without_zeros  # noqa: E402
 from agmerge.tensors.layout import Lane, Layout, Segment  # noqa: E402
 from sparsifiers import Kind, Selection  # noqa: E402
 

@@ -49,7 +49,7 @@ def _scaled_step(inner: Any, found: torch.Tensor, scale: torch.Tensor | None) ->
     if getattr(inner, "_step_supports_amp_scaling", False):  # it looks itself, on the device
         inner.grad_scale, inner.found_inf = scale, found
         try:
-            return OwnStep(inner.step(), scaled=True)
+            return OwnStep(inner.step(), stepped=not found.item(), scaled=True)  # asked once the step is queued
         finally:
             del inner.grad_scale, inner.found_inf
     if found.item():

@@ -82,7 +82,7 @@ class _Step:
             self._bad = not_finite(members)
             self._is_made = not self._bad
         elif self._looks_itself:
-            self._is_made = True  # as far as the host knows
+            self._is_made = True  # by the optimizer, perhaps in vain: see end()
         else:
             self._of_scaler = {name: attributes.pop(name) for name in ("found_inf", "grad_scale")}
             self._is_made = not self._of_scaler["found_inf"].item()
@@ -98,5 +98,7 @@ class _Step:
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         vars(self._optimizer).update(self._of_scaler)
+        if self._is_scaled and self._looks_itself:
+            self._is_made = not self._optimizer.found_inf.item()  # asked once the step is queued
         self._gradients, self._of_scaler = [], {}
         self._reducer.count_step(self._is_made, self._bad, scaled=self._is_scaled)

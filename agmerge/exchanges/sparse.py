@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from agmerge.errors import MessageError
@@ -16,7 +15,7 @@ from agmerge.exchanges.base import Exchange, InFlight, SegmentBuffers
 from agmerge.exchanges.message import Everything, fused
 from agmerge.exchanges.message.codec import clear_behind
 from agmerge.exchanges.message.format import Flag, Format, RoundHeader, Section
-from agmerge.exchanges.message.indices import in_order
+from agmerge.exchanges.message.offers import spread, without_zeros
 from sparsifiers import Selection, kernel, kernel_updates
 from sparsifiers.deferred import Deferred
 
@@ -224,50 +223,3 @@ def _refuse_disordered(name: str, section: Section, good: Sequence[bool]) -> Non
             f"{section.segment.length - 1}, or not as many as it announced: either its message was damaged, "
             "or its sparsifier breaks the contract of a Selection"
         )
-
-
-def without_zeros(offer: Selection, values: torch.Tensor) -> tuple[Selection, torch.Tensor]:
-    """Return ``offer`` and ``values``, (capacity,), 0 at and after the count, without what is 0; others move up.
-
-    On a device the count then stays there; on the host, these are the same objects where nothing is 0.
-    """
-    if values.device.type == "cpu":
-        used = values.numpy() != 0  # seven times as fast as torch's
-        count = int(np.count_nonzero(used))
-        if count == offer.count:
-            return offer, values
-        chosen = torch.from_numpy(np.flatnonzero(used))
-        indices, moved = torch.zeros_like(offer.indices), torch.zeros_like(values)
-        torch.index_select(offer.indices, 0, chosen, out=indices[:count])
-        torch.index_select(values, 0, chosen, out=moved[:count])
-        return Selection(indices, count), moved
-    kept = values != 0
-    # What is left out falls behind the last slot.
-    places = torch.where(kept, kept.cumsum(0) - 1, values.numel())
-    indices = offer.indices.new_zeros(values.numel() + 1).scatter_(0, places, offer.indices)
-    moved = values.new_zeros(values.numel() + 1).scatter_(0, places, values)
-    return Selection(indices[:-1], kept.sum(dtype=torch.int32)), moved[:-1]
-
-
-def spread(offer: Selection, values: torch.Tensor, length: int) -> tuple[torch.Tensor, int | torch.Tensor]:
-    """Return ``values``, (capacity,), at their places among ``length``, 0 at others, and the count to announce.
-
-    That is ``length``; 0 if what is offered is not in order, which receivers take for the error that it is. On a device
-    it stays there; on the host, ``values`` are returned themselves where all are offered.
-    """
-    if offer.indices.device.type != "cpu":
-        return spread_on_device(offer, values, length)
-    chosen = offer.trimmed()
-    good = in_order(offer.indices[: len(chosen)], length)
-    if good and len(chosen) == length:
-        return values, length
-    return values.new_zeros(length).index_copy_(0, chosen, values[: len(chosen)]), good * length
-
-
-def spread_on_device(offer: Selection, values: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do what :func:`spread` does, on any device, with nothing that waits for it."""
-    slots = torch.arange(offer.indices.numel(), dtype=torch.int32, device=values.device)
-    live = slots < offer.count
-    places = torch.where(live, offer.indices, length)  # padding falls behind the last one
-    good = ((places[1:] > places[:-1]) | ~live[1:]).all()
-    return values.new_zeros(length + 1).scatter_(0, places.long(), values)[:-1], good * length

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,8 @@ from agmerge.engine.update_reducer import UpdateReducer
 from agmerge.errors import AGMergeError
 from agmerge.integrations.ddp_hook import Hook, exchange
 from agmerge.integrations.ddp_refusals import checked_model, checked_options
-from agmerge.optimizer.swapping import swap_compressor
+from agmerge.optimizer.sharing import SharingMixin
+from agmerge.optimizer.swapping import SwappingMixin
 from agmerge.options import compressors, momentum, notices
 from agmerge.options.arguments import Options
 from agmerge.options.config import with_momentum_of
@@ -67,7 +68,7 @@ class _OneGroup:
     param_groups: list[dict[str, Any]]
 
 
-class Compressed(ReportingMixin):
+class Compressed(ReportingMixin, SharingMixin, SwappingMixin):
     """Hold what :func:`compress` has made of a model. What it offers means what it means on a DistributedOptimizer.
 
     ``optimizer``: the plain one, None where it was not given.
@@ -138,39 +139,6 @@ class Compressed(ReportingMixin):
                 "optimizer does with its own: a no_sync() that was entered before compress() has ended, or the script "
                 "has set require_backward_grad_sync. Call compress() outside of no_sync(), and leave that to it"
             )
-
-    def set_compressor(
-        self,
-        compression: Any,
-        *,
-        density: Any = None,
-        rank: Any = None,
-        memory: Any = None,
-        warmup: Any = None,
-        **options: Any,
-    ) -> None:
-        """Collective. Compress otherwise from the next pass on, with arguments as DistributedOptimizer's."""
-        chosen = {"density": density, "rank": rank, "memory": memory, "warmup": warmup}
-        before = self._reducer.config
-        self._options = swap_compressor(self._reducer, self._options, self.optimizer, compression, chosen, options)
-        notices.warn_of_changes(self._reducer.exchange, self.optimizer, before)
-
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        """Let the parameters, inside, be those that all workers have in common: to evaluate, and to save.
-
-        With ``sync="updates"`` a worker's own are ahead of these. With ``sync="gradients"`` they are the same anyway.
-        """
-        with self._reducer.shared():
-            yield
-
-    def consolidate(self) -> None:
-        """Collective. Make parameters equal on all ranks to the bit, where ``sync="updates"`` lets them differ."""
-        self._reducer.consolidate()
-
-    def flush(self) -> None:
-        """Collective. Take in what is under way, with ``overlap=``."""
-        self._reducer.flush()
 
     def state_dict(self) -> dict[str, Any]:
         """Return, under ``"agmerge"``, what this rank keeps: its residuals, the plan.

@@ -2,7 +2,8 @@
 
 ``distributed``: :class:`DistributedOptimizer`, which every step goes through. ``saving``: what it keeps. ``local``:
 :class:`LocalOptimizer` and :class:`LocalSync`, for workers that step by themselves and exchange every so many steps.
-``swapping``: go on with another compressor.
+``sharing``: the parameters that all have in common. ``swapping``: go on with another compressor. What a model in
+DistributedDataParallel offers (``integrations/ddp.py``) is of the last two, too.
 
 May import reporting.py, checkpoint/, engine/ and below.
 """

@@ -16,7 +16,8 @@ from agmerge.engine.reducers import AnyReducer, reducer_for
 from agmerge.errors import AGMergeError
 from agmerge.ops import Average, ReduceOp
 from agmerge.optimizer.saving import SavingMixin
-from agmerge.optimizer.swapping import swap_compressor
+from agmerge.optimizer.sharing import SharingMixin
+from agmerge.optimizer.swapping import SwappingMixin
 from agmerge.options import compressors, notices
 from agmerge.options.arguments import Options
 from agmerge.options.config import with_momentum_of
@@ -31,7 +32,7 @@ ZERO_GRAD = (
 )
 
 
-class DistributedOptimizer(ReportingMixin, SavingMixin, OptimizerWrapper):
+class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMixin, OptimizerWrapper):
     """Collective. Wrap ``optimizer`` so that every step uses gradients combined over all workers.
 
     The wrapped optimizer keeps working as it is: ``param_groups``, ``state`` and ``defaults`` are its own, and
@@ -105,6 +106,8 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, OptimizerWrapper):
     * ``outer``: :class:`agmerge.Nesterov`, or a function from a list of parameters to an optimizer of them, steps with
       what was combined. None takes it as it is.
     """
+
+    optimizer: torch.optim.Optimizer  # the inner one
 
     def __init__(
         self,
@@ -213,23 +216,6 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, OptimizerWrapper):
         with self._reducer.paused():
             yield
 
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        """Let the parameters, inside, be those that all workers have in common: to evaluate, and to save.
-
-        With ``sync="updates"`` a worker's own parameters are ahead of these. They are back afterwards, so that changes
-        inside are lost. Nothing communicates. With ``sync="gradients"`` they are the same anyway.
-        """
-        with self._reducer.shared():
-            yield
-
-    def consolidate(self) -> None:
-        """Collective. Exchange all that workers carry, whole: then parameters are equal on all ranks, to the bit.
-
-        With ``sync="gradients"`` they are anyway, and nothing happens.
-        """
-        self._reducer.consolidate()
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Collective. Combine the gradients, then step the inner optimizer. Return the closure's loss, if there is one.
 
@@ -237,13 +223,6 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, OptimizerWrapper):
         With ``sync="updates"``, step it first, with this worker's own gradients, and then exchange what is due.
         """
         return self._reducer.step(self, closure)
-
-    def flush(self) -> None:
-        """Collective. Apply what ``merging="dear"`` leaves to the next forward, or ``overlap=`` to a later step.
-
-        With other arguments there are none. Those of DeAR are under way already: ranks need not call this together.
-        """
-        self._reducer.flush()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Collective. Zero the inner optimizer's gradients; ``AssertionError`` while they are on their way.
@@ -260,28 +239,6 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, OptimizerWrapper):
         """Sum so many backward passes from the next step on. The same on every rank."""
         check_passes(passes)
         self._reducer.set_passes(passes)
-
-    def set_compressor(
-        self,
-        compression: Any,
-        *,
-        density: Any = None,
-        rank: Any = None,
-        memory: Any = None,
-        warmup: Any = None,
-        **options: Any,
-    ) -> None:
-        """Collective. Compress otherwise from the next step on. Between steps; residuals and plan stay.
-
-        Arguments are those of the constructor; ``density`` and ``rank`` None are those in use, ``options`` are the
-        compressor's. What was not sent is sent by the new compressor; with one that drops nothing, all of it in the
-        next step. A momentum that the new memory does not have, and bases that the new compressor does not have, are
-        kept, and saved, until one takes them up; an SGD's own momentum then begins at zero.
-        """
-        chosen = {"density": density, "rank": rank, "memory": memory, "warmup": warmup}
-        before = self._reducer.config
-        self._options = swap_compressor(self._reducer, self._options, self.optimizer, compression, chosen, options)
-        notices.warn_of_changes(self._reducer.exchange, self.optimizer, before)
 
     def attach_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """Collective. Work with ``scaler`` from the next step on, as ``scaler=`` does from the first. Between steps."""

@@ -6,18 +6,18 @@ Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Mo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from agmerge.checkpoint import rank_state
 from agmerge.engine.optimizer_wrapper import check_optimizer
+from agmerge.engine.step_hooks import follow
 from agmerge.engine.update_reducer import UpdateReducer
 from agmerge.optimizer.distributed import DistributedOptimizer
+from agmerge.optimizer.sharing import SharingMixin
 from agmerge.options import compressors
 from agmerge.options.arguments import Options
 from agmerge.options.resolve import resolve
@@ -52,13 +52,12 @@ class LocalOptimizer(DistributedOptimizer):
         super().__init__(optimizer, named_parameters, **settings)
 
 
-class LocalSync(ReportingMixin):
+class LocalSync(ReportingMixin, SharingMixin):
     """Exchange, inside of a ``with``, what ``optimizer`` makes of the parameters of ``model`` every ``every`` steps.
 
     The optimizer is not wrapped: hooks on its step do it. For scripts that use torchft's ``DiLoCo`` or ``LocalSGD``:
     ``sync_every``, ``outer_optimizer`` (an optimizer, whose class and options are taken) and ``fragment_sync_delay``
-    are other names of ``every``, ``outer`` and ``overlap``. Other arguments are those of :class:`LocalOptimizer`. With
-    a ``GradScaler`` use that one: a step that the scaler skips on one rank runs no hooks there.
+    are other names of ``every``, ``outer`` and ``overlap``. Other arguments are those of :class:`LocalOptimizer`.
     """
 
     _reducer: UpdateReducer
@@ -92,44 +91,27 @@ class LocalSync(ReportingMixin):
         compressors.check_meaning(settings["compression"], settings)
         self._reducer = UpdateReducer(ParameterTable(optimizer, model.named_parameters()), resolve(Options(**settings)))
         self.optimizer = optimizer
-        self._hooks: list[RemovableHandle] = []
+        self._unfollow: Callable[[], None] | None = None  # takes the hooks off; None: there are none
 
     def __enter__(self) -> LocalSync:
         """Collective. Connect, and exchange from now on whenever the optimizer has made so many steps.
 
         Raises ``ValueError`` inside of its own ``with``.
         """
-        if self._hooks:
+        if self._unfollow is not None:
             raise ValueError("this LocalSync is entered already, and would count every step twice: enter it once")
         workers.adopt()
         self._reducer.connect()
-        self._hooks = [
-            self.optimizer.register_step_pre_hook(lambda *_: self._reducer.before_step()),
-            self.optimizer.register_step_post_hook(lambda *_: self._reducer.after_step()),
-        ]
+        self._unfollow = follow(self._reducer)
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         """Collective. Take in what is under way, unless there was an error, and exchange nothing more."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        if self._unfollow is not None:
+            self._unfollow()
+        self._unfollow = None
         if kind is None:
             self._reducer.flush()
-
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        """Let the parameters, inside, be those that all workers have in common: to evaluate, and to save."""
-        with self._reducer.shared():
-            yield
-
-    def consolidate(self) -> None:
-        """Collective. Exchange all that workers carry, whole: then parameters are equal on all ranks, to the bit."""
-        self._reducer.consolidate()
-
-    def flush(self) -> None:
-        """Collective. Take in what is under way, with ``overlap=``."""
-        self._reducer.flush()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, and under ``"agmerge"`` what this rank keeps beside it."""

@@ -2,41 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from agmerge.checkpoint import rank_state
 from agmerge.engine.synchronizer import Synchronizer
-from agmerge.options import compressors
+from agmerge.options import compressors, notices
 from agmerge.options.arguments import Options
 from agmerge.options.config import with_momentum_of
 from agmerge.options.resolve import resolve
 
 
-def swap_compressor(
-    reducer: Synchronizer,
-    options: Options,
-    optimizer: torch.optim.Optimizer | None,
-    compression: Any,
-    chosen: Mapping[str, Any],
-    own: Mapping[str, Any],
-) -> Options:
-    """Collective. Have ``reducer`` compress otherwise from the next step on; return the options that it goes by then.
+class SwappingMixin:
+    """Let what exchanges for a script compress otherwise from some step on."""
 
-    What was not sent is sent by the new compressor; with one that drops nothing, all of it in the next step.
+    optimizer: torch.optim.Optimizer | None  # the one that steps; None: it is not known
+    _reducer: Synchronizer
+    _options: Options  # those in use
 
-    Args:
-        reducer: between steps.
-        options: those in use.
-        optimizer: the one that steps; None: it is not known.
-        compression: as the constructor takes it.
-        chosen: ``density``, ``rank``, ``memory`` and ``warmup``; a density or rank that is None is the one in use.
-        own: options of the compressor, by name.
-    """
-    changed = compressors.swapped(options, optimizer, compression, chosen, own)
-    config = with_momentum_of(resolve(changed), optimizer)
-    config = rank_state.with_memory_for_unsent(reducer.exchange, config, chosen["memory"])
-    reducer.reconfigure(config, "set_compressor()", "Give every rank the same compressor, at the same step.")
-    return changed
+    def set_compressor(
+        self,
+        compression: Any,
+        *,
+        density: Any = None,
+        rank: Any = None,
+        memory: Any = None,
+        warmup: Any = None,
+        **options: Any,
+    ) -> None:
+        """Collective. Compress otherwise from the next step on. Between steps; residuals and plan stay.
+
+        Arguments are those of :class:`agmerge.DistributedOptimizer`; ``density`` and ``rank`` None are those in use,
+        ``options`` are the compressor's. What was not sent is sent by the new compressor; with one that drops nothing,
+        all of it in the next step. A momentum that the new memory does not have, and bases that the new compressor does
+        not have, are kept, and saved, until one takes them up; an SGD's own momentum then begins at zero.
+        """
+        reducer, optimizer, before = self._reducer, self.optimizer, self._reducer.config
+        chosen = {"density": density, "rank": rank, "memory": memory, "warmup": warmup}
+        changed = compressors.swapped(self._options, optimizer, compression, chosen, options)
+        config = with_momentum_of(resolve(changed), optimizer)
+        config = rank_state.with_memory_for_unsent(reducer.exchange, config, memory)
+        reducer.reconfigure(config, "set_compressor()", "Give every rank the same compressor, at the same step.")
+        self._options = changed
+        notices.warn_of_changes(reducer.exchange, optimizer, before)

@@ -19,8 +19,7 @@ from agmerge.exchanges.low_rank.exchange import WIRES as LOW_RANK_WIRES
 from agmerge.exchanges.message import VALUES
 from agmerge.exchanges.splitting import why_parts_impossible
 from agmerge.exchanges.table import EXCHANGES
-from agmerge.exchanges.way import AHEAD, OWN, exchange_of_plan, is_ahead, why_labels_are_wrong, with_ahead
-from agmerge.exchanges.way import wire_of as wire_of_plan
+from agmerge.exchanges.way import AHEAD, OWN, is_ahead, ways, why_labels_are_wrong, with_ahead
 from agmerge.ops import Average, ReduceOp
 from agmerge.options import dense_cutoff, density_schedule
 from agmerge.options.arguments import Options
@@ -55,8 +54,7 @@ def resolve(options: Options) -> Config:
         **_guards(options), **_sums(options), **_compression(options, updates), **_plan(options), updates=updates
     )
     _check_dear(config)
-    _check_wire_of_plan(config)
-    _check_exchange_of_plan(config)
+    _check_way_of_plan(config)
     return config
 
 
@@ -233,23 +231,20 @@ def _planner_or_plan(given: Any, sparsify: str, exchange: str) -> tuple[merging.
     raise TypeError(f"merging={given!r}: give a planner's name ({names}), a planner, or a saved plan")
 
 
-def _check_wire_of_plan(config: Config) -> None:
-    """Raise ``ValueError`` for a plan whose value codec is none that these options leave to a plan."""
-    wire = OWN if config.plan is None else wire_of_plan(config.plan)
-    if wire not in (OWN, config.wire, *config.wires):
+def _check_way_of_plan(config: Config) -> None:
+    """Raise ``ValueError`` for a plan whose value codec, or exchange, is none that these options leave to a plan."""
+    if config.plan is None:
+        return
+    way = ways(config.plan)[0]  # all merge buffers' is the same
+    if way.wire not in (OWN, config.wire, *config.wires):
         raise ValueError(
-            f"merging: this plan sends values in {wire}, and the options say otherwise, or do not keep what rounding "
-            f"leaves behind: pass wire={wire!r}, or another plan"
+            f"merging: this plan sends values in {way.wire}, and the options say otherwise, or do not keep what "
+            f"rounding leaves behind: pass wire={way.wire!r}, or another plan"
         )
-
-
-def _check_exchange_of_plan(config: Config) -> None:
-    """Raise ``ValueError`` for a plan whose exchange is none that these options leave to a plan."""
-    exchange = OWN if config.plan is None else exchange_of_plan(config.plan)
-    if exchange not in (OWN, config.exchange, *config.exchanges):
+    if way.exchange not in (OWN, config.exchange, *config.exchanges):
         raise ValueError(
-            f"merging: this plan exchanges by {exchange!r}, and exchange={config.exchange!r}: pass "
-            f"exchange={FASTEST!r} or {exchange!r}, or another plan"
+            f"merging: this plan exchanges by {way.exchange!r}, and exchange={config.exchange!r}: pass "
+            f"exchange={FASTEST!r} or {way.exchange!r}, or another plan"
         )
 
 

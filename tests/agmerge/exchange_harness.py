@@ -7,20 +7,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 
 from agmerge import testing
 from agmerge.exchanges import Commit, DenseExchange, Exchange, ExchangeContext, SegmentBuffers, SparseExchange
 from agmerge.exchanges.masked import MaskedExchange
 from agmerge.exchanges.message.format import RoundHeader, Section
 from agmerge.exchanges.oktopk.exchange import OkTopkExchange
-from agmerge.ops import Average, ReduceOp
+from agmerge.ops import Average, ReduceOp, Sum
 from agmerge.runtime import workers
 from agmerge.tensors.arena import commit
 from agmerge.tensors.layout import Lane, Layout, Segment
-from sparsifiers import Selection
+from sparsifiers import Kind, Selection
 
 WAIT = 30.0
 CPU = torch.device("cpu")
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 Make = Callable[[Callable[..., None]], Exchange]
 
@@ -218,3 +220,35 @@ def masked(op: ReduceOp = Average, *, drawn: bool = False, ordered: bool = False
     return lambda record: MaskedExchange(
         context(record, op, same_on_all_ranks=drawn, ordered=ordered, **coded(record, wire))
     )
+
+
+@dataclass(frozen=True)
+class SumInput:
+    """What ranks hand to a sparse sum: tensors of ``numels`` elements and one dtype, each a segment, as ahead."""
+
+    size: int
+    op: ReduceOp
+    numels: list[int]
+    dtype: torch.dtype
+    density: float
+    seed: int
+    on_device: bool
+
+    def segments(self) -> list[Segment]:
+        lane = Lane(CPU, self.dtype, Kind.SPARSE)
+        return apart([part for numel in self.numels for part in segments_of([(numel, lane)])])
+
+    def draws(self, segments: Sequence[Segment], magnitude: float = 1.0) -> tuple[Works, Offers]:
+        return draws(segments, self.density, self.seed, self.on_device, magnitude)
+
+
+SUM_INPUTS = st.builds(
+    SumInput,
+    size=st.integers(1, 5),
+    op=st.sampled_from([Average, Sum]),
+    numels=st.lists(st.integers(1, 200), min_size=1, max_size=4),
+    dtype=st.sampled_from(DTYPES),
+    density=st.sampled_from([0.0, 0.02, 0.1, 0.5, 1.0]),
+    seed=st.integers(0, 1000),
+    on_device=st.booleans(),
+)

@@ -32,10 +32,12 @@ class Ended:
 def environment(**more: str) -> dict[str, str]:
     """This process's environment without anything a launcher may have left, and one thread a worker.
 
-    Horovod's cycle is short: tests send thousands of small messages, one after the other.
+    Of ours it has what tests are run with: which loops, and no plans of the user's own. Horovod's cycle is short: tests
+    send thousands of small messages, one after the other.
     """
     dropped = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "HOROVOD", "AGMERGE", "TORCHELASTIC")
-    kept = {key: one for key, one in os.environ.items() if not key.startswith(dropped) or key == "AGMERGE_KERNEL"}
+    ours = ("AGMERGE_KERNEL", "AGMERGE_CACHE")
+    kept = {key: one for key, one in os.environ.items() if not key.startswith(dropped) or key in ours}
     return {**kept, "OMP_NUM_THREADS": "1", "HOROVOD_CYCLE_TIME": "0.1", **more}
 
 

@@ -11,7 +11,19 @@ from typing import Any
 import collective_scenarios
 import pytest
 from exchange_scenarios import EXCHANGES, STEPS, in_memory
-from launching import HERE, LAUNCHERS, ROOT, by_hand, launch, missing, results, run, start_by_hand, torchrun
+from launching import (
+    HERE,
+    LAUNCHERS,
+    ROOT,
+    by_hand,
+    environment,
+    launch,
+    missing,
+    results,
+    run,
+    start_by_hand,
+    torchrun,
+)
 from updates_scenarios import JOINED, SAVED, WAYS
 from updates_scenarios import in_memory as updates_in_memory
 
@@ -277,6 +289,10 @@ def test_a_rank_that_never_answers_is_not_waited_for_for_ever() -> None:
         silent.communicate()
     assert told.returncode not in (0, None)
     assert "buffer 0" in output and "CollectiveTimeout" in output
+
+
+def test_workers_go_by_no_plan_of_an_earlier_run() -> None:
+    assert environment()["AGMERGE_CACHE"] == "off"
 
 
 def test_a_script_keeps_its_own_process_group(tmp_path: Path) -> None:

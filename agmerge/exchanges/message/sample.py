@@ -8,6 +8,7 @@ in the contraction ||v - C(v)||^2 <= (1 - d) ||v||^2 that convergence with error
 from __future__ import annotations
 
 import time
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -52,8 +53,9 @@ class ValueSample:
 
     def values(self) -> Tensor | None:
         """Return what was kept, float32, whole blocks first; None if that is nothing, or not finite."""
-        kept = [*self._whole, *self._short]
-        values = torch.cat([part.cpu() for part in kept]) if kept else torch.empty(0)
+        runs = groupby([*self._whole, *self._short], key=lambda part: part.device)
+        parts = [torch.cat(list(run)).cpu() for _, run in runs]  # one transfer, if all of them are on one device
+        values = torch.cat(parts) if parts else torch.empty(0)
         return values if values.numel() and bool(values.isfinite().all()) else None
 
 

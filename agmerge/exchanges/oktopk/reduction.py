@@ -10,8 +10,8 @@ import torch
 from agmerge.errors import MessageError
 from agmerge.exchanges.base import SegmentBuffers
 from agmerge.exchanges.message.codec import clear_behind
+from agmerge.exchanges.message.offers import without_zeros
 from agmerge.exchanges.message.pairs import IndexValuePairs, joined
-from agmerge.exchanges.sparse import without_zeros
 from sparsifiers import Selection
 
 

@@ -112,7 +112,7 @@ def test_a_scaler_that_skips_on_one_rank_holds_up_nobody(options: dict[str, Any]
             seen.append(digest(base_of(optimizer).values()))
             carried.append(sum(float(t.abs().sum()) for t in reducer_of(optimizer).unsent().values()))
         assert optimizer.stats()["steps"] == 4
-        assert optimizer.stats()["steps_skipped"] == int(rank == 1 and not fused)  # a fused one does not say so
+        assert optimizer.stats()["steps_skipped"] == int(rank == 1)
         assert scaler.get_scale() == scale / (2 if rank == 1 else 1)
         assert [int(state["step"]) for state in inner.state.values()] == [3 if rank == 1 else 4] * 6
         if not options:
@@ -122,6 +122,26 @@ def test_a_scaler_that_skips_on_one_rank_holds_up_nobody(options: dict[str, Any]
 
     bits, _ = agreed(on_ranks(2, MODEL, body))
     assert len(set(bits)) > 1
+
+
+@pytest.mark.parametrize("scaled", [True, False], ids=["scaled", ""])
+def test_around_a_plain_optimizer_a_step_is_left_out_on_one_rank_likewise(scaled: bool) -> None:
+    def body(rank: int, model: nn.Module) -> str:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
+        inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with agmerge.LocalSync(model, inner, every=2, nonfinite="skip") as sync:
+            for step in range(4):
+                inner.zero_grad()
+                infinite = rank == 1 and step == 2
+                scaler.scale(loss_of(model, rank, step) * (torch.inf if infinite else 1.0)).backward()
+                scaler.step(inner)
+                scaler.update()
+            assert sync.stats()["exchanges"] == 2 and sync.stats()["steps_skipped"] == int(rank == 1)
+            sync.consolidate()
+        assert [int(state["step"]) for state in inner.state.values()] == [3 if rank == 1 else 4] * 6
+        return digest(model)
+
+    agreed(on_ranks(2, MODEL, body))
 
 
 # -- what is not finite -------------------------------------------------------------------------------------------
@@ -201,17 +221,22 @@ def test_what_an_optimizer_has_made_infinite_is_an_error_everywhere(options: dic
     assert "rank 1: " in text
 
 
-def test_gradients_that_are_never_finite_end_the_run() -> None:
-    """With ``"skip"``, after a hundred in a row."""
+@pytest.mark.parametrize("fused", [False, True], ids=["", "fused, with a scaler"])
+def test_gradients_that_are_never_finite_end_the_run(fused: bool) -> None:
+    """After a hundred in a row: with ``"skip"``, and where a scaler and a fused optimizer find them."""
 
     def body(rank: int, model: nn.Module) -> int:
-        optimizer, steps = updating(model, nonfinite="skip"), 0
+        inner = torch.optim.AdamW(model.parameters(), fused=True) if fused else sgd(model)
+        optimizer, steps = updating(model, inner, nonfinite="skip"), 0
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0, enabled=fused)
         with pytest.raises(agmerge.NonFiniteError):
             while steps < 200:
                 optimizer.zero_grad()
+                scaler.scale(torch.ones(1))
                 for parameter in model.parameters():
                     parameter.grad = torch.full_like(parameter, torch.nan if rank else 0.0)
-                optimizer.step()
+                scaler.step(optimizer)
+                scaler.update()
                 steps += 1
         return steps
 

@@ -9,10 +9,12 @@ import pytest
 import torch
 from exchange_harness import (
     CPU,
+    DTYPES,
+    SUM_INPUTS,
     Make,
     Quiet,
     Seen,
-    apart,
+    SumInput,
     control_of,
     draw_offer,
     draw_work,
@@ -37,7 +39,6 @@ from agmerge.ops import Average, ReduceOp, Sum
 from agmerge.tensors.layout import Lane, Segment
 from sparsifiers import Kind, Selection
 
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 WIRES = list(VALUES)
 WITH_ZERO = [wire for wire in WIRES if VALUES[wire].has_zero]
 LIGHT = settings(deadline=None)
@@ -70,32 +71,13 @@ def assert_kept(seen: Sequence[Seen], segments: Sequence[Segment], op: ReduceOp,
 
 
 @LIGHT
-@given(
-    size=st.integers(1, 5),
-    op=st.sampled_from([Average, Sum]),
-    numels=st.lists(st.integers(1, 200), min_size=1, max_size=4),
-    dtype=st.sampled_from(DTYPES),
-    wire=st.sampled_from(WIRES),
-    density=st.sampled_from([0.0, 0.02, 0.1, 0.5, 1.0]),
-    seed=st.integers(0, 1000),
-    on_device=st.booleans(),
-)
-def test_oktopk(
-    size: int,
-    op: ReduceOp,
-    numels: list[int],
-    dtype: torch.dtype,
-    wire: str,
-    density: float,
-    seed: int,
-    on_device: bool,
-) -> None:
-    lane = Lane(CPU, dtype, Kind.SPARSE)
-    segments = apart([part for numel in numels for part in segments_of([(numel, lane)])])
-    work, offer = draws(segments, density, seed, on_device, 1.0)
-    seen = exchange(size, oktopk(op, wire), segments, work, offer)
+@given(handed=SUM_INPUTS, wire=st.sampled_from(WIRES))
+def test_oktopk(handed: SumInput, wire: str) -> None:
+    segments = handed.segments()
+    work, offer = handed.draws(segments)
+    seen = exchange(handed.size, oktopk(handed.op, wire), segments, work, offer)
     largest = max(float(one.abs().max()) for rank in seen for one in rank.before)
-    assert_kept(seen, segments, op, largest)
+    assert_kept(seen, segments, handed.op, largest)
     touched = 0
     for index, segment in enumerate(segments):
         offered = torch.zeros(segment.length, dtype=torch.bool)

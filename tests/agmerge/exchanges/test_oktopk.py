@@ -9,8 +9,10 @@ import pytest
 import torch
 from exchange_harness import (
     CPU,
+    SUM_INPUTS,
     Offers,
     Seen,
+    SumInput,
     apart,
     control_of,
     draw_offer,
@@ -28,11 +30,10 @@ from hypothesis import strategies as st
 from agmerge import testing
 from agmerge.exchanges import SegmentBuffers
 from agmerge.exchanges.oktopk import regions
-from agmerge.ops import Average, ReduceOp, Sum
+from agmerge.ops import Average, Sum
 from agmerge.tensors.layout import Lane, Segment
 from sparsifiers import Kind, Selection
 
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 LIGHT = settings(deadline=None)
 FP32 = Lane(CPU, torch.float32, Kind.SPARSE)
 
@@ -94,33 +95,14 @@ def check(seen: Sequence[Seen], segments: Sequence[Segment], offer: Offers, scal
 
 
 @LIGHT
-@given(
-    size=st.integers(1, 5),
-    op=st.sampled_from([Average, Sum]),
-    numels=st.lists(st.integers(1, 200), min_size=1, max_size=4),
-    dtype=st.sampled_from(DTYPES),
-    density=st.sampled_from([0.0, 0.02, 0.1, 0.5, 1.0]),
-    magnitude=st.sampled_from([1e-6, 1.0, 1e6]),
-    seed=st.integers(0, 1000),
-    on_device=st.booleans(),
-)
-def test_oktopk(
-    size: int,
-    op: ReduceOp,
-    numels: list[int],
-    dtype: torch.dtype,
-    density: float,
-    magnitude: float,
-    seed: int,
-    on_device: bool,
-) -> None:
-    lane = Lane(CPU, dtype, Kind.SPARSE)
-    segments = apart([part for numel in numels for part in segments_of([(numel, lane)])])  # one a tensor, as ahead
-    if dtype == torch.float16:
+@given(handed=SUM_INPUTS, magnitude=st.sampled_from([1e-6, 1.0, 1e6]))
+def test_oktopk(handed: SumInput, magnitude: float) -> None:
+    segments = handed.segments()
+    if handed.dtype == torch.float16:
         magnitude = min(magnitude, 1e3)  # the sum of what saturates is infinite, as anywhere
-    work, offer = draws(segments, density, seed, on_device, magnitude)
-    seen = exchange(size, oktopk(op), segments, work, offer)
-    check(seen, segments, offer, op.scale(size))
+    work, offer = handed.draws(segments, magnitude)
+    seen = exchange(handed.size, oktopk(handed.op), segments, work, offer)
+    check(seen, segments, offer, handed.op.scale(handed.size))
 
 
 @pytest.mark.parametrize("skewed", [False, True])

@@ -7,6 +7,9 @@ import random
 import numpy as np
 import pytest
 import torch
+from pretend import streams
+from pretend.device import Device
+from pretend.tensors import put
 
 import merging
 from agmerge.exchanges.message.sample import BLOCKS, ValueSample, handling
@@ -95,6 +98,21 @@ def test_what_is_left_of_messages_comes_behind_whole_blocks() -> None:
     values = sample.values()
     assert values is not None
     assert values.tolist() == [3.0] * BLOCK + [2.0] * 7 + [0.0] * 3 + [3.0] * 3
+
+
+def test_a_sample_comes_from_a_device_at_once() -> None:
+    device, sample = Device(), ValueSample(BLOCK)
+    device.use()
+    with streams.installed():
+        for number, length in enumerate((10, BLOCK + 3, 2 * BLOCK)):
+            sample.take(put(torch.full((length,), float(number)), device), length)
+        sample.take(torch.full((2,), 3.0), 2)  # a lane of another device
+        assert not device.books.waits
+        values = sample.values()
+    assert len(device.books.waits) == 1
+    assert (
+        values is not None and values.tolist() == [1.0] * BLOCK + [2.0] * 2 * BLOCK + [0.0] * 10 + [1.0] * 3 + [3.0] * 2
+    )
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
