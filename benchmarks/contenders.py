@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import importlib.util
 import os
 import sys
@@ -49,6 +50,7 @@ def ours(warm: int = 45, horovod: str = "", **options: Any) -> Contender:
 CONTENDERS: dict[str, Contender] = {
     "no exchange": Contender("alone"),
     "floor": Contender("floor"),
+    "passes alone": Contender("passes", (("density", 0.01),)),
     "agmerge": ours(warm=60),
     "agmerge topk": ours(compression="topk", exchange="sparse"),
     "agmerge topk fp16": ours(compression="topk", exchange="sparse", wire="fp16"),
@@ -147,8 +149,11 @@ def alone(work: Any, optimizer: Any) -> tuple[int, Step, Figures]:
     return int(os.environ["RANK"]), step, _nothing
 
 
-def floor(work: Any, optimizer: Any) -> tuple[int, Step, Figures]:
-    """The same, and eight bytes are gathered between backward and update: what waiting for each other costs."""
+def floor(work: Any, optimizer: Any, then: Step = lambda: None) -> tuple[int, Step, Figures]:
+    """The same, and eight bytes are gathered between backward and update: what waiting for each other costs.
+
+    ``then``: is called after that.
+    """
     import torch
     import torch.distributed as dist
 
@@ -159,9 +164,49 @@ def floor(work: Any, optimizer: Any) -> tuple[int, Step, Figures]:
         optimizer.zero_grad()
         work.loss().backward()
         dist.all_gather_into_tensor(all_of_them, mine)
+        then()
         optimizer.step()
 
     return rank, step, _nothing
+
+
+def passes(work: Any, optimizer: Any, *, density: float) -> tuple[int, Step, Figures]:
+    """The floor, and the two passes over memory that error feedback does not do without: residual + gradient, update.
+
+    What is selected is known already, and nothing is sent: what this adds to the floor, no sparsification goes below.
+    """
+    import torch
+
+    from agmerge.tensors.arena import zeros
+    from sparsifiers import kernel, kernel_updates
+
+    parameters = list(work.model.parameters())
+    length = sum(parameter.numel() for parameter in parameters)
+    residual, kept, update = (zeros(length, torch.float32, torch.device("cpu")) for _ in range(3))
+    sizes = [parameter.numel() for parameter in parameters]
+    indices = torch.arange(0, length, round(1 / density), dtype=torch.int32)
+    parts = [(indices, torch.zeros(len(indices)))] * 2  # of two workers
+
+    def views(flat: torch.Tensor) -> list[torch.Tensor]:
+        return [part.view_as(p) for part, p in zip(flat.split(sizes), parameters, strict=True)]
+
+    slabs, homes = [views(residual), views(kept)], views(update)
+
+    def hook(number: int, parameter: torch.Tensor) -> None:
+        before, after = (slab[number] for slab in slabs)
+        if kernel.add(after, before, parameter.grad, home=homes[number]) is None:  # a small one
+            torch.add(before, parameter.grad, out=after)
+            homes[number].copy_(parameter.grad)
+        parameter.grad = homes[number]
+
+    for number, parameter in enumerate(parameters):
+        parameter.register_post_accumulate_grad_hook(functools.partial(hook, number))
+
+    def then() -> None:
+        kernel_updates.write_sum(update, parts, 0.5)
+        slabs.reverse()
+
+    return floor(work, optimizer, then)
 
 
 def agmerge(work: Any, optimizer: Any, backend: str = "torch", **options: Any) -> tuple[int, Step, Figures]:
