@@ -2,6 +2,8 @@
 
 #include "kernel.h"
 
+#include <string.h>
+
 /* -- commit ----------------------------------------------------------------------------------------------- */
 
 /* The largest of the indices as unsigned numbers, so that a negative one is too large. */
@@ -49,34 +51,75 @@ EXPORT int kernel_scatter(float *total, int64_t n, const int32_t *indices, const
 
 /* -- compensate ------------------------------------------------------------------------------------------- */
 
+/* Where to note what of some elements has a key above `floor`: its position, `first` being that of the first of them, and
+   its key. A `held` above `room`: there was no room for all. */
+struct notes {
+    int32_t floor, first;
+    int32_t *positions, *keys;
+    int64_t elements, held, room;
+};
+
+/* Note of the lanes at element i those that are bits of `hits`. */
+INLINE void note(struct notes *notes, int64_t i, const float *lanes, unsigned hits)
+{
+    int64_t held = notes->held;
+    for (; hits; hits &= hits - 1, held++) {
+        int lane = lowest_set(hits);
+        int32_t key;
+        memcpy(&key, lanes + lane, sizeof key);
+        if (held < notes->room) {
+            notes->positions[held] = notes->first + (int32_t)i + lane;
+            notes->keys[held] = key & MAGNITUDE;
+        }
+    }
+    notes->held = held;
+}
+
+INLINE void note_one(struct notes *notes, int64_t i, float value)
+{
+    int32_t key;
+    memcpy(&key, &value, sizeof key);
+    if ((key & MAGNITUDE) > notes->floor)
+        note(notes, i, &value, 1);
+}
+
 #define LOOPS "kernel_memory_loops.h"
 #include "kernel_levels.h"
 
 DISPATCH(int, add,
-         (float *work, float *home, const float *residual, const void *gradient, int64_t n, float factor, int kind),
-         (work, home, residual, gradient, n, factor, kind))
+         (float *work, float *home, const float *residual, const void *gradient, int64_t n, float factor, int kind,
+          struct notes *notes),
+         (work, home, residual, gradient, n, factor, kind, notes))
 DISPATCH(int, momentum,
          (float *work, float *home, const float *residual, const void *gradient, const float *before, float *after,
-          int64_t n, float factor, int nesterov, int kind),
-         (work, home, residual, gradient, before, after, n, factor, nesterov, kind))
+          int64_t n, float factor, int nesterov, int kind, struct notes *notes),
+         (work, home, residual, gradient, before, after, n, factor, nesterov, kind, notes))
+
+static int64_t width(int kind) { return kind == BFLOAT16 || kind == FLOAT16 ? 2 : 4; }
 
 /* work = factor * residual + gradient, each rounded; home = gradient, a float one, unless it is NULL. 1 if anything in
-   work is then not finite, else 0. */
+   work is then not finite, else 0. notes: of so many parts that follow each other, n elements in all; none: 0 parts. */
 EXPORT int kernel_add(float *work, float *home, const float *residual, const void *gradient, int64_t n, float factor,
-                      int kind)
+                      int kind, struct notes *notes, int64_t parts)
 {
-    int endless = add(work, home, residual, gradient, n, factor, kind);
+    int endless = parts ? 0 : add(work, home, residual, gradient, n, factor, kind, NULL);
+    for (int64_t p = 0, i = 0; p < parts; i += notes[p++].elements)
+        endless |= add(work + i, home ? home + i : NULL, residual + i, (const char *)gradient + i * width(kind),
+                       notes[p].elements, factor, kind, notes + p);
     fence();
     return endless;
 }
 
 /* after = factor * before + gradient, and work = residual + after; in Nesterov's form after = factor * (before + gradient),
-   and work = (gradient + after) + residual. home = gradient, a float one, unless it is NULL. 1 if anything in work is then
-   not finite, else 0. */
+   and work = (gradient + after) + residual. home, notes and the result: see kernel_add. */
 EXPORT int kernel_momentum(float *work, float *home, const float *residual, const void *gradient, const float *before,
-                           float *after, int64_t n, float factor, int nesterov, int kind)
+                           float *after, int64_t n, float factor, int nesterov, int kind, struct notes *notes,
+                           int64_t parts)
 {
-    int endless = momentum(work, home, residual, gradient, before, after, n, factor, nesterov, kind);
+    int endless = parts ? 0 : momentum(work, home, residual, gradient, before, after, n, factor, nesterov, kind, NULL);
+    for (int64_t p = 0, i = 0; p < parts; i += notes[p++].elements)
+        endless |= momentum(work + i, home ? home + i : NULL, residual + i, (const char *)gradient + i * width(kind),
+                            before + i, after + i, notes[p].elements, factor, nesterov, kind, notes + p);
     fence();
     return endless;
 }

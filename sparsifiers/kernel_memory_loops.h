@@ -1,11 +1,12 @@
 /* The loops of kernel_memory.c, in the words of kernel_levels.h. What is written goes past the caches: it is read again
    only when its whole merge buffer is. Each product and each sum is rounded by itself. A `check` adds up 0 times what is
-   written: NaN, if something is not finite. */
+   written: NaN, if something is not finite. What exceeds a floor is noted while it is in a register. */
 
 /* work = factor * residual + gradient, and home = gradient if there is a home, n elements. */
 TARGET INLINE int AT(add_of)(float *work, float *home, const float *residual, const void *gradient, int64_t n,
-                             float factor, int kind)
+                             float factor, int kind, struct notes *notes)
 {
+    const int32_t floor = notes ? notes->floor : 0;
     vec check = SPLAT(0);
     float zero = 0;
     int64_t i = 0;
@@ -15,7 +16,10 @@ TARGET INLINE int AT(add_of)(float *work, float *home, const float *residual, co
             if (home)
                 home[i] = other;
             work[i] = factor * residual[i] + other;
-            zero += 0 * work[i++];
+            zero += 0 * work[i];
+            if (notes)
+                note_one(notes, i, work[i]);
+            i++;
             continue;
         }
         int streamed = home && ALIGNED(home + i);
@@ -25,27 +29,43 @@ TARGET INLINE int AT(add_of)(float *work, float *home, const float *residual, co
             if (home)
                 WRITE(home + i, other, streamed);
             STREAM(work + i, sum);
+            unsigned hits = notes ? HITS(sum, floor) : 0;
+            if (hits) {
+                float lanes[WIDTH];
+                STORE(lanes, sum);
+                note(notes, i, lanes, hits);
+            }
         }
     }
     return zero + TOTAL(check) != 0;
 }
 
-TARGET static int AT(add)(float *work, float *home, const float *residual, const void *gradient, int64_t n,
-                          float factor, int kind)
+TARGET INLINE int AT(add_kind)(float *work, float *home, const float *residual, const void *gradient, int64_t n,
+                               float factor, int kind, struct notes *notes)
 {
     if (home)
-        return AT(add_of)(work, home, residual, gradient, n, factor, FLOAT32);
-    return kind == FLOAT32    ? AT(add_of)(work, 0, residual, gradient, n, factor, FLOAT32)
-           : kind == BFLOAT16 ? AT(add_of)(work, 0, residual, gradient, n, factor, BFLOAT16)
-           : kind == FLOAT16  ? AT(add_of)(work, 0, residual, gradient, n, factor, FLOAT16)
-                              : AT(add_of)(work, 0, residual, gradient, n, factor, TAKEN_OFF);
+        return AT(add_of)(work, home, residual, gradient, n, factor, FLOAT32, notes);
+    return kind == FLOAT32    ? AT(add_of)(work, 0, residual, gradient, n, factor, FLOAT32, notes)
+           : kind == BFLOAT16 ? AT(add_of)(work, 0, residual, gradient, n, factor, BFLOAT16, notes)
+           : kind == FLOAT16  ? AT(add_of)(work, 0, residual, gradient, n, factor, FLOAT16, notes)
+                              : AT(add_of)(work, 0, residual, gradient, n, factor, TAKEN_OFF, notes);
+}
+
+/* A loop that notes nothing does not look, either. */
+TARGET static int AT(add)(float *work, float *home, const float *residual, const void *gradient, int64_t n,
+                          float factor, int kind, struct notes *notes)
+{
+    return notes ? AT(add_kind)(work, home, residual, gradient, n, factor, kind, notes)
+                 : AT(add_kind)(work, home, residual, gradient, n, factor, kind, 0);
 }
 
 /* after = factor * before + gradient, and work = residual + after; in Nesterov's form after = factor * (before + gradient),
    and work = (gradient + after) + residual. home = gradient if there is a home. */
 TARGET INLINE int AT(momentum_of)(float *work, float *home, const float *residual, const void *gradient,
-                                  const float *before, float *after, int64_t n, float factor, int nesterov, int kind)
+                                  const float *before, float *after, int64_t n, float factor, int nesterov, int kind,
+                                  struct notes *notes)
 {
+    const int32_t floor = notes ? notes->floor : 0;
     vec check = SPLAT(0);
     float zero = 0;
     int64_t i = 0;
@@ -56,7 +76,10 @@ TARGET INLINE int AT(momentum_of)(float *work, float *home, const float *residua
                 home[i] = other;
             after[i] = nesterov ? factor * (before[i] + other) : factor * before[i] + other;
             work[i] = nesterov ? (other + after[i]) + residual[i] : residual[i] + after[i];
-            zero += 0 * work[i++];
+            zero += 0 * work[i];
+            if (notes)
+                note_one(notes, i, work[i]);
+            i++;
             continue;
         }
         int streamed = ALIGNED(after + i), home_streamed = home && ALIGNED(home + i);
@@ -69,19 +92,34 @@ TARGET INLINE int AT(momentum_of)(float *work, float *home, const float *residua
                 WRITE(home + i, other, home_streamed);
             WRITE(after + i, new, streamed);
             STREAM(work + i, sum);
+            unsigned hits = notes ? HITS(sum, floor) : 0;
+            if (hits) {
+                float lanes[WIDTH];
+                STORE(lanes, sum);
+                note(notes, i, lanes, hits);
+            }
         }
     }
     return zero + TOTAL(check) != 0;
 }
 
-TARGET static int AT(momentum)(float *work, float *home, const float *residual, const void *gradient,
-                               const float *before, float *after, int64_t n, float factor, int nesterov, int kind)
+TARGET INLINE int AT(momentum_kind)(float *work, float *home, const float *residual, const void *gradient,
+                                    const float *before, float *after, int64_t n, float factor, int nesterov, int kind,
+                                    struct notes *notes)
 {
     if (home)
-        return AT(momentum_of)(work, home, residual, gradient, before, after, n, factor, nesterov, FLOAT32);
+        return AT(momentum_of)(work, home, residual, gradient, before, after, n, factor, nesterov, FLOAT32, notes);
     if (nesterov && kind == FLOAT32)
-        return AT(momentum_of)(work, 0, residual, gradient, before, after, n, factor, 1, FLOAT32);
+        return AT(momentum_of)(work, 0, residual, gradient, before, after, n, factor, 1, FLOAT32, notes);
     if (kind == FLOAT32)
-        return AT(momentum_of)(work, 0, residual, gradient, before, after, n, factor, 0, FLOAT32);
-    return AT(momentum_of)(work, 0, residual, gradient, before, after, n, factor, nesterov, kind);
+        return AT(momentum_of)(work, 0, residual, gradient, before, after, n, factor, 0, FLOAT32, notes);
+    return AT(momentum_of)(work, 0, residual, gradient, before, after, n, factor, nesterov, kind, notes);
+}
+
+TARGET static int AT(momentum)(float *work, float *home, const float *residual, const void *gradient,
+                               const float *before, float *after, int64_t n, float factor, int nesterov, int kind,
+                               struct notes *notes)
+{
+    return notes ? AT(momentum_kind)(work, home, residual, gradient, before, after, n, factor, nesterov, kind, notes)
+                 : AT(momentum_kind)(work, home, residual, gradient, before, after, n, factor, nesterov, kind, 0);
 }

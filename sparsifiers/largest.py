@@ -28,7 +28,7 @@ def select_rows_on_device(vector: Tensor, request: Request, turn: int) -> Select
     """Return the largest of each row, k in all, as `sparsifiers.rows.deal` deals them; nothing waits for the device."""
     if not gpu.has_kernels(vector):
         return Selection(largest_in_rows_on_device(vector, request.k, turn, request.shapes), request.k)
-    scratch = request.scratch or gpu.Scratch(vector.numel(), vector.device)
+    scratch = _scratch(vector, request)
     rows = scratch.row_table(request.shapes)
     return _later_or_now(vector, request, partial(gpu.select_rows, vector, rows, request.k, turn, scratch))
 
@@ -39,8 +39,14 @@ def select_in_kernels(vector: Tensor, request: Request, *, exact: bool) -> Selec
     exact: the k largest. Else all that are larger than the k-th by an eighth of an octave, and of those as large as it
     within that the first: for methods that estimate where the k-th lies, which a histogram tells in one pass.
     """
-    scratch = request.scratch or gpu.Scratch(vector.numel(), vector.device)
+    scratch = _scratch(vector, request)
     return _later_or_now(vector, request, partial(gpu.select_largest, vector, request.k, scratch, exact=exact))
+
+
+def _scratch(vector: Tensor, request: Request) -> gpu.Scratch:
+    """Return what the request has of it, or a new one."""
+    given = request.scratch
+    return given if isinstance(given, gpu.Scratch) else gpu.Scratch(vector.numel(), vector.device)
 
 
 def _later_or_now(vector: Tensor, request: Request, select: Select) -> Selection:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sparsifiers.arguments import Request
 from sparsifiers.base import Selection, Sparsifier
+from sparsifiers.candidates import largest_noted
 from sparsifiers.exact_topk import largest_magnitudes
 from sparsifiers.largest import select_largest_on_device
 from sparsifiers.magnitude import bit_view, magnitude_mask
@@ -28,9 +29,13 @@ class TopK(Sparsifier):
 
     name = "topk"
     has_kernels = True
+    takes_candidates = True
 
     def _select(self, vector: Tensor, request: Request) -> Selection:
-        indices = largest_magnitudes(bit_view(vector).numpy(), magnitude_mask(vector.dtype), request.k)
+        bits, mask = bit_view(vector).numpy(), magnitude_mask(vector.dtype)
+        indices = largest_noted(
+            request.scratch, bits, mask, request.k, lambda: largest_magnitudes(bits, mask, request.k)
+        )
         return Selection(torch.from_numpy(indices), request.k)
 
     def _select_on_device(self, vector: Tensor, request: Request) -> Selection:

@@ -21,7 +21,12 @@ int kernel_columns(const int32_t *bits, int64_t length, int64_t columns, int64_t
                    const int64_t *quotas, int64_t total, int64_t most, int32_t *scratch, int32_t *out);
 int kernel_commit(float *work, int64_t n, const int32_t *indices, const float *sent, int64_t count);
 int kernel_scatter(float *total, int64_t n, const int32_t *indices, const float *values, int64_t count, float scale);
-int kernel_add(float *work, float *home, const float *residual, const void *gradient, int64_t n, float factor, int kind);
+struct notes {
+    int32_t floor, first, *positions, *keys;
+    int64_t elements, held, room;
+};
+int kernel_add(float *work, float *home, const float *residual, const void *gradient, int64_t n, float factor, int kind,
+               struct notes *notes, int64_t parts);
 int kernel_momentum(float *work, float *home, const float *residual, const void *gradient, const float *before,
                     float *after, int64_t n, float factor, int nesterov, int kind);
 int kernel_blocks_encode(const int32_t *indices, int64_t count, int64_t capacity, int low, int64_t last, uint8_t *out);
