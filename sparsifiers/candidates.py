@@ -123,14 +123,17 @@ class Candidates:
         unknown = self.length - sum(each.stop - each.start for each in self._stretches.values())
         if unknown > self.length // MUCH:
             return None
-        slots = sum(each.end - each.first for each in self._stretches.values()) + min(unknown, k)
+        spare = min(unknown, k + kernel.BLOCK)  # slots for what is read
+        slots = sum(each.end - each.first for each in self._stretches.values()) + spare
         positions, keys, _ = workspace(slots)
         done = held = 0
         for start, stop, first, end in [*sorted(self._stretches.values()), (self.length, self.length, 0, 0)]:
             if done < start:
-                done, held = kernel.scan(bits[:start], done, mask, self._floor, positions, keys, held)
+                room, before = held + spare, held
+                done, held = kernel.scan(bits[:start], done, mask, self._floor, positions[:room], keys[:room], held)
                 if done < start:
                     return None
+                spare -= held - before
             positions[held : held + end - first], keys[held : held + end - first] = self._list[:, first:end]
             done, held = stop, held + end - first
         return held
