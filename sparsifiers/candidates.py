@@ -29,6 +29,7 @@ RARE = 32  # elements for each that is selected, at least: to note more of them 
 FIRST, LEAST, MOST = 0.95, 0.6, 0.99
 RISE, DROP = 0.0015, 0.04
 MUCH = 4  # a part of the vector of so many, that is read if it was not noted
+SPARE = 65  # slots that loops may write to beyond the room
 NOTHING = np.iinfo(np.int32).max  # a floor that no key exceeds
 
 
@@ -62,30 +63,31 @@ class Candidates:
         self.length = length
         self._floor = NOTHING  # a key
         self._part = FIRST  # of the smallest magnitude selected: the next floor
-        self._list = np.empty((2, 0), dtype=np.int32)  # positions, keys
-        self._held = 0  # in the list
+        self._room = 0  # candidates that the lists can hold
+        self._list = np.empty((2, SPARE), dtype=np.int32)  # positions, keys
+        self._addresses = (0, 0)  # of both
+        self._held = 0  # in the lists
         self._stretches: dict[int, Stretch] = {}  # by start
         self._has_tried = False  # to note something, since the last selection
 
     def begin(self, notes: Notes, start: int) -> bool:
         """Let `notes` take what exceeds the floor from element `start` on; tell whether there is a floor."""
-        self.forget(start)
-        notes.floor, notes.first, notes.held, notes.room = self._floor, start, 0, 0
-        if self._floor == NOTHING:
-            return False
-        self._has_tried = True
+        self._stretches.pop(start, None)
         if not self._stretches:
             self._held = 0
-        notes.room = self._list.shape[1] - self._held
-        notes.positions, notes.keys = (kernel.address(row) + 4 * self._held for row in self._list)
-        return True
+        held, (positions, keys) = self._held, self._addresses
+        notes.floor, notes.first, notes.held, notes.room = self._floor, start, 0, self._room - held
+        notes.positions, notes.keys = positions + 4 * held, keys + 4 * held
+        self._has_tried = self._floor != NOTHING
+        return self._has_tried
 
     def end(self, notes: Notes) -> None:
         """Keep what was noted, if there was room for all of it."""
-        if self._floor != NOTHING and notes.held <= notes.room:
-            end = self._held + notes.held
-            self._stretches[notes.first] = Stretch(notes.first, notes.first + notes.elements, self._held, end)
-            self._held = end
+        first, held = self._held, notes.held
+        if self._has_tried and held <= notes.room:
+            start = notes.first
+            self._stretches[start] = Stretch(start, start + notes.elements, first, first + held)
+            self._held = first + held
 
     def forget(self, start: int) -> None:
         """Forget what was noted from element `start` on: it is written again."""
@@ -145,8 +147,10 @@ class Candidates:
             self._floor = NOTHING
             return
         self._floor = int(np.float32(magnitude * self._part).view(np.int32))
-        if not ROOM * k <= self._list.shape[1] <= 2 * ROOM * k:
-            self._list = np.empty((2, ROOM * k), dtype=np.int32)
+        if not ROOM * k <= self._room <= 2 * ROOM * k:
+            self._room = ROOM * k
+            self._list = np.empty((2, self._room + SPARE), dtype=np.int32)
+            self._addresses = kernel.address(self._list[0]), kernel.address(self._list[1])
 
 
 def largest_noted(

@@ -52,27 +52,34 @@ EXPORT int kernel_scatter(float *total, int64_t n, const int32_t *indices, const
 /* -- compensate ------------------------------------------------------------------------------------------- */
 
 /* Where to note what of some elements has a key above `floor`: its position, `first` being that of the first of them, and
-   its key. A `held` above `room`: there was no room for all. */
+   its key. A `held` above `room`: there was no room for all. The lists have SPARE slots more. */
 struct notes {
     int32_t floor, first;
     int32_t *positions, *keys;
     int64_t elements, held, room;
 };
 
-/* Note of the lanes at element i those that are bits of `hits`. */
-INLINE void note(struct notes *notes, int64_t i, const float *lanes, unsigned hits)
+enum { GROUP = 64, SPARE = GROUP + 1 }; /* GROUP: elements whose hits are the bits of a word */
+
+/* Note of the elements of a group, which begins at element i, those that are bits of `hits`. */
+INLINE void note(struct notes *notes, int64_t i, const float *group, uint64_t hits)
 {
-    int64_t held = notes->held;
-    for (; hits; hits &= hits - 1, held++) {
-        int lane = lowest_set(hits);
-        int32_t key;
-        memcpy(&key, lanes + lane, sizeof key);
-        if (held < notes->room) {
-            notes->positions[held] = notes->first + (int32_t)i + lane;
-            notes->keys[held] = key & MAGNITUDE;
+    if (!hits)
+        return;
+    int64_t held = notes->held, end = held + bits_set(hits);
+    int32_t first = notes->first + (int32_t)i, *positions = notes->positions, *keys = notes->keys;
+    notes->held = end;
+    if (held > notes->room)
+        return;
+    do /* one slot beyond may be written; a branch for each hit would be mispredicted more often */
+        for (int j = 0; j < 2; j++, held++, hits &= hits - 1) {
+            int place = lowest_set(hits | UINT64_C(1) << (GROUP - 1));
+            int32_t key;
+            memcpy(&key, group + place, sizeof key);
+            positions[held] = first + place;
+            keys[held] = key & MAGNITUDE;
         }
-    }
-    notes->held = held;
+    while (held < end);
 }
 
 INLINE void note_one(struct notes *notes, int64_t i, float value)
@@ -80,7 +87,10 @@ INLINE void note_one(struct notes *notes, int64_t i, float value)
     int32_t key;
     memcpy(&key, &value, sizeof key);
     if ((key & MAGNITUDE) > notes->floor)
-        note(notes, i, &value, 1);
+        {
+        float group[GROUP] = {value};
+        note(notes, i, group, 1);
+    }
 }
 
 #define LOOPS "kernel_memory_loops.h"

@@ -1,6 +1,18 @@
 /* The loops of kernel_memory.c, in the words of kernel_levels.h. What is written goes past the caches: it is read again
    only when its whole merge buffer is. Each product and each sum is rounded by itself. A `check` adds up 0 times what is
-   written: NaN, if something is not finite. What exceeds a floor is noted while it is in a register. */
+   written: NaN, if something is not finite. What exceeds a floor is noted, GROUP elements at a time. */
+
+/* Write a register at element i, and return what was written to work. */
+TARGET INLINE vec AT(add_some)(float *work, float *home, const float *residual, const void *gradient, int64_t i,
+                               float factor, int kind, int streamed, vec *check)
+{
+    vec other = OTHER(gradient, i, kind), sum = SPLAT(factor) * LOAD(residual + i) + other;
+    *check = MULTIPLY_ADD(sum, SPLAT(0), *check);
+    if (home)
+        WRITE(home + i, other, streamed);
+    STREAM(work + i, sum);
+    return sum;
+}
 
 /* work = factor * residual + gradient, and home = gradient if there is a home, n elements. */
 TARGET INLINE int AT(add_of)(float *work, float *home, const float *residual, const void *gradient, int64_t n,
@@ -8,10 +20,10 @@ TARGET INLINE int AT(add_of)(float *work, float *home, const float *residual, co
 {
     const int32_t floor = notes ? notes->floor : 0;
     vec check = SPLAT(0);
-    float zero = 0;
+    float zero = 0, group[GROUP];
     int64_t i = 0;
     while (i < n) {
-        if (n - i < WIDTH || !ALIGNED(work + i)) {
+        if (n - i < GROUP || !ALIGNED(work + i)) {
             float other = other_one(gradient, i, kind);
             if (home)
                 home[i] = other;
@@ -23,18 +35,17 @@ TARGET INLINE int AT(add_of)(float *work, float *home, const float *residual, co
             continue;
         }
         int streamed = home && ALIGNED(home + i);
-        for (; i + WIDTH <= n; i += WIDTH) {
-            vec other = OTHER(gradient, i, kind), sum = SPLAT(factor) * LOAD(residual + i) + other;
-            check = MULTIPLY_ADD(sum, SPLAT(0), check);
-            if (home)
-                WRITE(home + i, other, streamed);
-            STREAM(work + i, sum);
-            unsigned hits = notes ? HITS(sum, floor) : 0;
-            if (hits) {
-                float lanes[WIDTH];
-                STORE(lanes, sum);
-                note(notes, i, lanes, hits);
+        for (; i + GROUP <= n; i += GROUP) {
+            uint64_t hits = 0;
+            for (int j = 0; j < GROUP; j += WIDTH) {
+                vec sum = AT(add_some)(work, home, residual, gradient, i + j, factor, kind, streamed, &check);
+                if (notes) {
+                    STORE(group + j, sum);
+                    hits |= (uint64_t)HITS(sum, floor) << j;
+                }
             }
+            if (notes)
+                note(notes, i, group, hits);
         }
     }
     return zero + TOTAL(check) != 0;
@@ -59,6 +70,21 @@ TARGET static int AT(add)(float *work, float *home, const float *residual, const
                  : AT(add_kind)(work, home, residual, gradient, n, factor, kind, 0);
 }
 
+TARGET INLINE vec AT(momentum_some)(float *work, float *home, const float *residual, const void *gradient,
+                                    const float *before, float *after, int64_t i, float factor, int nesterov, int kind,
+                                    int streamed, int home_streamed, vec *check)
+{
+    vec other = OTHER(gradient, i, kind), old = LOAD(before + i), rest = LOAD(residual + i), sum, new;
+    new = nesterov ? SPLAT(factor) * (old + other) : SPLAT(factor) * old + other;
+    sum = nesterov ? (other + new) + rest : rest + new;
+    *check = MULTIPLY_ADD(sum, SPLAT(0), *check);
+    if (home)
+        WRITE(home + i, other, home_streamed);
+    WRITE(after + i, new, streamed);
+    STREAM(work + i, sum);
+    return sum;
+}
+
 /* after = factor * before + gradient, and work = residual + after; in Nesterov's form after = factor * (before + gradient),
    and work = (gradient + after) + residual. home = gradient if there is a home. */
 TARGET INLINE int AT(momentum_of)(float *work, float *home, const float *residual, const void *gradient,
@@ -67,10 +93,10 @@ TARGET INLINE int AT(momentum_of)(float *work, float *home, const float *residua
 {
     const int32_t floor = notes ? notes->floor : 0;
     vec check = SPLAT(0);
-    float zero = 0;
+    float zero = 0, group[GROUP];
     int64_t i = 0;
     while (i < n) {
-        if (n - i < WIDTH || !ALIGNED(work + i)) {
+        if (n - i < GROUP || !ALIGNED(work + i)) {
             float other = other_one(gradient, i, kind);
             if (home)
                 home[i] = other;
@@ -83,21 +109,18 @@ TARGET INLINE int AT(momentum_of)(float *work, float *home, const float *residua
             continue;
         }
         int streamed = ALIGNED(after + i), home_streamed = home && ALIGNED(home + i);
-        for (; i + WIDTH <= n; i += WIDTH) {
-            vec other = OTHER(gradient, i, kind), old = LOAD(before + i), rest = LOAD(residual + i), sum, new;
-            new = nesterov ? SPLAT(factor) * (old + other) : SPLAT(factor) * old + other;
-            sum = nesterov ? (other + new) + rest : rest + new;
-            check = MULTIPLY_ADD(sum, SPLAT(0), check);
-            if (home)
-                WRITE(home + i, other, home_streamed);
-            WRITE(after + i, new, streamed);
-            STREAM(work + i, sum);
-            unsigned hits = notes ? HITS(sum, floor) : 0;
-            if (hits) {
-                float lanes[WIDTH];
-                STORE(lanes, sum);
-                note(notes, i, lanes, hits);
+        for (; i + GROUP <= n; i += GROUP) {
+            uint64_t hits = 0;
+            for (int j = 0; j < GROUP; j += WIDTH) {
+                vec sum = AT(momentum_some)(work, home, residual, gradient, before, after, i + j, factor, nesterov,
+                                            kind, streamed, home_streamed, &check);
+                if (notes) {
+                    STORE(group + j, sum);
+                    hits |= (uint64_t)HITS(sum, floor) << j;
+                }
             }
+            if (notes)
+                note(notes, i, group, hits);
         }
     }
     return zero + TOTAL(check) != 0;
