@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -64,7 +64,7 @@ class Candidates:
         self._floor = NOTHING  # a key
         self._part = FIRST  # of the smallest magnitude selected: the next floor
         self._room = 0  # candidates that the lists can hold
-        self._list = np.empty((2, SPARE), dtype=np.int32)  # positions, keys
+        self._list = np.empty((2, SPARE), dtype=np.int32)  # positions, with the signs of the elements, and keys
         self._addresses = (0, 0)  # of both
         self._held = 0  # in the lists
         self._stretches: dict[int, Stretch] = {}  # by start
@@ -95,29 +95,31 @@ class Candidates:
 
     def largest(
         self, bits: NDArray[np.int32], mask: int, k: int, search: Callable[[], NDArray[np.int32]]
-    ) -> NDArray[np.int32]:
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32] | None]:
         """Return the positions of the k largest keys `bits & mask`, int32[k], ascending; of equals the lowest.
 
-        bits: the vector as it was written, int32[length]; afterwards it may change. search: finds the same by reading
-        the vector.
+        With them what `bits` has there, if that is known. bits: the vector as it was written, int32[length]; afterwards
+        it may change. search: finds the positions by reading the vector.
         """
         held, has_tried, self._has_tried = self._gather(bits, mask, k), self._has_tried, False
         self._stretches = {}
+        values = None
         if held is None or held < k:
             found = search()
             smallest = int((bits[found] & mask).min())
         else:
             positions, keys, rest = workspace(held)
             smallest = kernel.cut(positions, keys, held, k, rest)
-            found = positions[:k].copy()
+            values = positions[:k] & ~mask | keys[:k]
+            found = positions[:k] & mask
         if has_tried:
             too_few = held is not None and held < k
             self._part = max(LEAST, self._part - DROP) if too_few else min(MOST, self._part + RISE)
         self._learn(smallest, k)
-        return found
+        return found, values
 
     def _gather(self, bits: NDArray[np.int32], mask: int, k: int) -> int | None:
-        """Put all that exceed the floor into the workspace of this thread, by position; return how many they are.
+        """Put all that exceed the floor into the workspace of this thread, in order; return how many they are.
 
         What lies between the stretches is read: small tensors, and those that another loop has written. None, if that
         is much, or there is no room.
@@ -135,6 +137,7 @@ class Candidates:
                 done, held = kernel.scan(bits[:start], done, mask, self._floor, positions[:room], keys[:room], held)
                 if done < start:
                     return None
+                positions[before:held] |= bits[positions[before:held]] & ~mask
                 spare -= held - before
             positions[held : held + end - first], keys[held : held + end - first] = self._list[:, first:end]
             done, held = stop, held + end - first
@@ -151,19 +154,6 @@ class Candidates:
             self._room = ROOM * k
             self._list = np.empty((2, self._room + SPARE), dtype=np.int32)
             self._addresses = kernel.address(self._list[0]), kernel.address(self._list[1])
-
-
-def largest_noted(
-    scratch: object,
-    bits: NDArray[np.signedinteger[Any]],
-    mask: int,
-    k: int,
-    search: Callable[[], NDArray[np.int32]],
-) -> NDArray[np.int32]:
-    """Return what `search` does, the k largest of a vector: where `scratch` is `Candidates` of it, from these."""
-    if isinstance(scratch, Candidates) and kernel.reads(bits):
-        return scratch.largest(bits, mask, k, search)
-    return search()
 
 
 class TensorNotes:

@@ -12,12 +12,11 @@ from torch import Tensor
 from sparsifiers import gpu
 from sparsifiers.arguments import Request
 from sparsifiers.base import Selection, Sparsifier
-from sparsifiers.candidates import largest_noted
 from sparsifiers.device import bracket, keys_of, take
 from sparsifiers.estimated import LEAST, key_floor, number, padded
 from sparsifiers.estimator_sample import strided
 from sparsifiers.exact_topk import largest_magnitudes, scan
-from sparsifiers.largest import select_in_kernels
+from sparsifiers.largest import select_in_kernels, select_largest_on_host
 from sparsifiers.magnitude import INTEGERS, bit_view, magnitude_mask
 
 REACHED = 32  # sampled elements among the k largest, at least; the authors' code has 2
@@ -92,7 +91,7 @@ class DGC(Sparsifier):
             indices = scan(bits, mask, k, int(self._threshold(vector, request)) - 1)
             return indices if len(indices) == k else largest_magnitudes(bits, mask, k)
 
-        return padded(largest_noted(request.scratch, bits, mask, k, search), k)
+        return select_largest_on_host(vector, request, search)
 
     def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
         """Select on any device; no value is read by the host. count is a tensor in mode "paper", else k."""

@@ -51,8 +51,9 @@ EXPORT int kernel_scatter(float *total, int64_t n, const int32_t *indices, const
 
 /* -- compensate ------------------------------------------------------------------------------------------- */
 
-/* Where to note what of some elements has a key above `floor`: its position, `first` being that of the first of them, and
-   its key. A `held` above `room`: there was no room for all. The lists have SPARE slots more. */
+/* Where to note what of some elements has a key above `floor`: its position, `first` being that of the first of them, with
+   the sign of the element as its own, and its key. A `held` above `room`: there was no room for all. The lists have SPARE
+   slots more. */
 struct notes {
     int32_t floor, first;
     int32_t *positions, *keys;
@@ -74,10 +75,10 @@ INLINE void note(struct notes *notes, int64_t i, const float *group, uint64_t hi
     do /* one slot beyond may be written; a branch for each hit would be mispredicted more often */
         for (int j = 0; j < 2; j++, held++, hits &= hits - 1) {
             int place = lowest_set(hits | UINT64_C(1) << (GROUP - 1));
-            int32_t key;
-            memcpy(&key, group + place, sizeof key);
-            positions[held] = first + place;
-            keys[held] = key & MAGNITUDE;
+            int32_t bits;
+            memcpy(&bits, group + place, sizeof bits);
+            positions[held] = (first + place) | (bits & ~MAGNITUDE);
+            keys[held] = bits & MAGNITUDE;
         }
     while (held < end);
 }

@@ -1,17 +1,37 @@
-"""Select the largest of a vector on a device: in kernels where it has them, else in torch's operations."""
+"""Select the largest of a vector: on a device in kernels, or in torch's operations; on the host from what was noted."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from sparsifiers import gpu
+from sparsifiers import gpu, kernel
 from sparsifiers.arguments import Request
 from sparsifiers.base import Selection
+from sparsifiers.candidates import Candidates
 from sparsifiers.deferred import Deferred, Select
 from sparsifiers.device import largest_magnitudes_on_device
+from sparsifiers.magnitude import bit_view, magnitude_mask
 from sparsifiers.rows_device import largest_in_rows_on_device
+
+
+def select_largest_on_host(vector: Tensor, request: Request, search: Callable[[], NDArray[np.int32]]) -> Selection:
+    """Return the k largest magnitudes of floats [n], ascending; of equals the lowest index, NaN largest.
+
+    search: finds their positions by reading the vector; it is not asked where enough was noted when that was written.
+    """
+    bits, values = bit_view(vector).numpy(), None
+    if isinstance(request.scratch, Candidates) and kernel.reads(bits):
+        found, values = request.scratch.largest(bits, magnitude_mask(vector.dtype), request.k, search)
+    else:
+        found = search()
+    known = None if values is None else torch.from_numpy(values).view(vector.dtype)
+    return Selection(torch.from_numpy(found), request.k, known)
 
 
 def select_largest_on_device(vector: Tensor, request: Request) -> Selection:

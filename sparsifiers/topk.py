@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from sparsifiers.arguments import Request
 from sparsifiers.base import Selection, Sparsifier
-from sparsifiers.candidates import largest_noted
 from sparsifiers.exact_topk import largest_magnitudes
-from sparsifiers.largest import select_largest_on_device
+from sparsifiers.largest import select_largest_on_device, select_largest_on_host
 from sparsifiers.magnitude import bit_view, magnitude_mask
 
 
@@ -33,10 +31,7 @@ class TopK(Sparsifier):
 
     def _select(self, vector: Tensor, request: Request) -> Selection:
         bits, mask = bit_view(vector).numpy(), magnitude_mask(vector.dtype)
-        indices = largest_noted(
-            request.scratch, bits, mask, request.k, lambda: largest_magnitudes(bits, mask, request.k)
-        )
-        return Selection(torch.from_numpy(indices), request.k)
+        return select_largest_on_host(vector, request, lambda: largest_magnitudes(bits, mask, request.k))
 
     def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
         return select_largest_on_device(vector, request)

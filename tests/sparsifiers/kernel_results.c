@@ -169,9 +169,11 @@ static void hash_notes(const struct notes notes[2])
     for (int p = 0; p < 2; p++) {
         hash_word((uint32_t)notes[p].held);
         if (notes[p].held <= notes[p].room) {
-            hash_words(notes[p].positions, notes[p].held);
-            for (int64_t j = 0; j < notes[p].held; j++) /* all NaN are one */
-                hash_word((uint32_t)(notes[p].keys[j] > 0x7f800000 ? 0x7fc00000 : notes[p].keys[j]));
+            for (int64_t j = 0; j < notes[p].held; j++) { /* all NaN are one, also those of another sign */
+                int nan = notes[p].keys[j] > 0x7f800000;
+                hash_word((uint32_t)(nan ? notes[p].positions[j] & MASK : notes[p].positions[j]));
+                hash_word((uint32_t)(nan ? 0x7fc00000 : notes[p].keys[j]));
+            }
         }
     }
 }

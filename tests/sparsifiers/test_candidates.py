@@ -98,12 +98,14 @@ def test_loops_note_exactly_what_exceeds_the_floor(
             assert finite is loop.run(plain, rest, gradient, None) is bool(work.isfinite().all())
             assert same_bits(work.nan_to_num(nan=1.0), plain.nan_to_num(nan=1.0))
             keys = keys_of(work)
-            for (known, start, elements), mine in zip(parts, (keys[:split], keys[split:]), strict=True):
+            halves = zip(parts, (keys[:split], keys[split:]), (work[:split], work[split:]), strict=True)
+            for (known, start, elements), mine, part in halves:
                 expected = np.flatnonzero(mine > known._floor)
                 (stretch,) = known._stretches.values()
                 assert stretch[:2] == (start, start + elements) and stretch.end - stretch.first == len(expected)
                 positions, noted = known._list[:, stretch.first : stretch.end]
-                assert (positions == expected + start).all() and (noted == mine[expected]).all()
+                assert (positions & MASK == expected + start).all() and (noted == mine[expected]).all()
+                assert (positions < 0).tolist() == part[expected].signbit().tolist()
 
 
 @dataclass
@@ -139,7 +141,9 @@ class Training:
             searched.append(True)
             return largest_magnitudes(bits, MASK, k)
 
-        found = self.known.largest(bits, MASK, k, search)
+        found, values = self.known.largest(bits, MASK, k, search)
+        assert values is None or (values == bits[found]).all()
+        assert (values is None) is bool(searched)
         assert found.dtype == np.int32 and found.tolist() == brute_force(self.work, k)
         self.searched.append(bool(searched))
         self.work[torch.from_numpy(found).long()] = 0.0
@@ -229,14 +233,18 @@ def test_where_much_is_selected_nothing_is_noted(training: Training) -> None:
 def test_sparsifiers_select_the_same_with_candidates(name: str, training: Training) -> None:
     sparsifier = sparsifiers.get(name)
     assert sparsifier.takes_candidates
+    known: list[bool] = []
     for step in range(12):
         for number, size in enumerate(SIZES):
             training.write(number, torch.randn(size))
         plain = sparsifier.select(training.work, k=150, step=step)
         noted = sparsifier.select(training.work, k=150, step=step, scratch=training.known)
         assert torch.equal(plain.indices, noted.indices) and plain.count == noted.count
+        known.append(noted.values is not None)
+        assert not known[-1] or torch.equal(noted.values, training.work[noted.trimmed()])
         training.work[noted.trimmed()] = 0.0
         training.work, training.rest = training.rest, training.work
+    assert any(known) and not known[0]
 
 
 def test_a_sparsifier_that_selects_otherwise_takes_none() -> None:
