@@ -22,7 +22,7 @@ from sparsifiers.exact_topk import workspace
 from sparsifiers.threshold_reuse import value_of
 
 ROOM = 3  # times k: as many are held at most, of 8 bytes each
-RARE = 32  # elements for each that is selected, at least: to note more of them takes as long as to read (measured)
+RARE = 16  # elements for each that is selected, at least: the lists take 1.5 bytes an element at most
 # The next floor is a part of the smallest magnitude selected. That part rises while enough are held, and drops where
 # too few were: so the vector is read in one step of thirty or so. It is large, because error feedback leaves just below
 # the last threshold what was not sent: of networks in training 0.95 held 1.2 to 1.8 k, 0.85 three times as many.

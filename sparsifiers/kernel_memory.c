@@ -62,11 +62,9 @@ struct notes {
 
 enum { GROUP = 64, SPARE = GROUP + 1 }; /* GROUP: elements whose hits are the bits of a word */
 
-/* Note of the elements of a group, which begins at element i, those that are bits of `hits`. */
-INLINE void note(struct notes *notes, int64_t i, const float *group, uint64_t hits)
+/* Note of the GROUP floats that begin at element i those that are bits of `hits`, one at least. */
+INLINE void note(struct notes *notes, int64_t i, const void *group, uint64_t hits)
 {
-    if (!hits)
-        return;
     int64_t held = notes->held, end = held + bits_set(hits);
     int32_t first = notes->first + (int32_t)i, *positions = notes->positions, *keys = notes->keys;
     notes->held = end;
@@ -76,7 +74,7 @@ INLINE void note(struct notes *notes, int64_t i, const float *group, uint64_t hi
         for (int j = 0; j < 2; j++, held++, hits &= hits - 1) {
             int place = lowest_set(hits | UINT64_C(1) << (GROUP - 1));
             int32_t bits;
-            memcpy(&bits, group + place, sizeof bits);
+            memcpy(&bits, (const float *)group + place, sizeof bits);
             positions[held] = (first + place) | (bits & ~MAGNITUDE);
             keys[held] = bits & MAGNITUDE;
         }
@@ -85,13 +83,11 @@ INLINE void note(struct notes *notes, int64_t i, const float *group, uint64_t hi
 
 INLINE void note_one(struct notes *notes, int64_t i, float value)
 {
+    float group[GROUP] = {value};
     int32_t key;
     memcpy(&key, &value, sizeof key);
     if ((key & MAGNITUDE) > notes->floor)
-        {
-        float group[GROUP] = {value};
         note(notes, i, group, 1);
-    }
 }
 
 #define LOOPS "kernel_memory_loops.h"

@@ -20,7 +20,7 @@ TARGET INLINE int AT(add_of)(float *work, float *home, const float *residual, co
 {
     const int32_t floor = notes ? notes->floor : 0;
     vec check = SPLAT(0);
-    float zero = 0, group[GROUP];
+    float zero = 0;
     int64_t i = 0;
     while (i < n) {
         if (n - i < GROUP || !ALIGNED(work + i)) {
@@ -36,16 +36,15 @@ TARGET INLINE int AT(add_of)(float *work, float *home, const float *residual, co
         }
         int streamed = home && ALIGNED(home + i);
         for (; i + GROUP <= n; i += GROUP) {
+            vec sums[GROUP / WIDTH]; /* written out where there are hits */
             uint64_t hits = 0;
             for (int j = 0; j < GROUP; j += WIDTH) {
                 vec sum = AT(add_some)(work, home, residual, gradient, i + j, factor, kind, streamed, &check);
-                if (notes) {
-                    STORE(group + j, sum);
-                    hits |= (uint64_t)HITS(sum, floor) << j;
-                }
+                sums[j / WIDTH] = sum;
+                hits |= notes ? (uint64_t)HITS(sum, floor) << j : 0;
             }
-            if (notes)
-                note(notes, i, group, hits);
+            if (hits)
+                note(notes, i, sums, hits);
         }
     }
     return zero + TOTAL(check) != 0;
@@ -93,7 +92,7 @@ TARGET INLINE int AT(momentum_of)(float *work, float *home, const float *residua
 {
     const int32_t floor = notes ? notes->floor : 0;
     vec check = SPLAT(0);
-    float zero = 0, group[GROUP];
+    float zero = 0;
     int64_t i = 0;
     while (i < n) {
         if (n - i < GROUP || !ALIGNED(work + i)) {
@@ -110,17 +109,16 @@ TARGET INLINE int AT(momentum_of)(float *work, float *home, const float *residua
         }
         int streamed = ALIGNED(after + i), home_streamed = home && ALIGNED(home + i);
         for (; i + GROUP <= n; i += GROUP) {
+            vec sums[GROUP / WIDTH]; /* written out where there are hits */
             uint64_t hits = 0;
             for (int j = 0; j < GROUP; j += WIDTH) {
                 vec sum = AT(momentum_some)(work, home, residual, gradient, before, after, i + j, factor, nesterov,
                                             kind, streamed, home_streamed, &check);
-                if (notes) {
-                    STORE(group + j, sum);
-                    hits |= (uint64_t)HITS(sum, floor) << j;
-                }
+                sums[j / WIDTH] = sum;
+                hits |= notes ? (uint64_t)HITS(sum, floor) << j : 0;
             }
-            if (notes)
-                note(notes, i, group, hits);
+            if (hits)
+                note(notes, i, sums, hits);
         }
     }
     return zero + TOTAL(check) != 0;
