@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,6 +35,8 @@ from agmerge.exchanges.message.indices import smallest  # noqa: E402
 from agmerge.exchanges.message.values import SCALED  # noqa: E402
 from agmerge.tensors.arena import commit  # noqa: E402
 from sparsifiers import Momentum, Rate, kernel, kernel_updates  # noqa: E402
+from sparsifiers.candidates import Candidates, TensorNotes  # noqa: E402
+from sparsifiers.magnitude import magnitude_mask  # noqa: E402
 
 UNIT = 12  # bytes an element of `torch.add(residual, gradient, out=work)`
 LINE = 64  # bytes that an element at a random place takes
@@ -125,6 +128,11 @@ def compensations(work: Tensor, residual: Tensor, gradient: Tensor, velocity: Te
         yield Loop(name, (8 + dtype.itemsize) * n, lambda other=other: memory.compensate(work, residual, other))
     home = torch.randn(n)
     yield Loop("compensate: residual, and move", 16 * n, lambda: kernel.add(work, residual, gradient, home=home))
+    noting = TensorNotes([(candidates_of(work), 0, n)])
+    yield Loop(
+        "compensate: residual, move and note", 16 * n,
+        lambda: kernel.add(work, residual, gradient, home=home, noting=noting),
+    )  # fmt: skip
     before = torch.randn(n)
     for name, nesterov in (("dgc", False), ("dgc, Nesterov", True)):
         momentum = Momentum(before, velocity, Rate(0.9, nesterov))
@@ -135,6 +143,14 @@ def compensations(work: Tensor, residual: Tensor, gradient: Tensor, velocity: Te
         lambda: kernel.momentum(work, residual, gradient, *moving[:2], 0.9, False, home=home),
     )  # fmt: skip
     yield Loop("difference", 12 * n, lambda: kernel.subtract(work, residual, gradient))
+
+
+def candidates_of(work: Tensor) -> Candidates:
+    """Return what has a floor that a good hundredth of what `compensations` adds up exceeds."""
+    known, k = Candidates(work.numel()), work.numel() // 100
+    sizes = torch.full_like(work, 3.7).view(torch.int32).numpy()  # 1.3 % of sums of two normals exceed 0.95 of it
+    known.largest(sizes, magnitude_mask(work.dtype), k, lambda: np.arange(k, dtype=np.int32))
+    return known
 
 
 def seconds(run: Callable[[], object]) -> float:

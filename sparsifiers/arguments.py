@@ -15,6 +15,7 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
+from sparsifiers.candidates import Candidates
 from sparsifiers.gpu import Scratch
 
 NUMEL_LIMIT = 2**31  # indices travel as int32
@@ -30,7 +31,9 @@ class Request:
     key: str  # names the vector, and owns the state that belongs to it; "" in `capacity`
     step: int  # committed exchanges so far, equal on all ranks
     shapes: tuple[tuple[int, ...], ...]  # of the tensors that the vector concatenates; (numel,) where not given
-    scratch: Scratch | None = None  # kept beside the vector, for a selection that may be made later; None: make it now
+    # Kept beside the vector: on a device what kernels need, for a selection that may be made later; on the host what
+    # was noted when it was written. None: nothing, and the selection is made now.
+    scratch: Scratch | Candidates | None = None
 
 
 def budget(density: float, numel: int) -> int:
@@ -86,7 +89,7 @@ def check_request(
     key: str,
     step: int,
     shapes: Sequence[Sequence[int]] | None,
-    scratch: Scratch | None = None,
+    scratch: Scratch | Candidates | None = None,
 ) -> Request:
     """Return the call as a Request, with k from the density where it is None.
 

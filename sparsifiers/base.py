@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsifiers.arguments import Request, check_density, check_request, check_vector
+from sparsifiers.candidates import Candidates
 from sparsifiers.canonical import canonical
 from sparsifiers.compressor import Compressor, Kind
 from sparsifiers.gpu import Scratch
@@ -64,6 +65,7 @@ class Sparsifier(Compressor):
     kind = Kind.SPARSE
     memory = "residual"
     has_kernels = False  # where a device has kernels, they make its selections: it may be given a `Scratch`
+    takes_candidates = False  # on the host it sends the k largest exactly: it may be given `Candidates`
     density: float  # selected / total elements, in (0, 1]; used where the caller gives no k
 
     def __init__(self, density: float = 0.01) -> None:
@@ -77,7 +79,7 @@ class Sparsifier(Compressor):
         key: str = "",
         step: int = 0,
         shapes: Sequence[Sequence[int]] | None = None,
-        scratch: Scratch | None = None,
+        scratch: Scratch | Candidates | None = None,
     ) -> Selection:
         """Choose at most k coordinates of `vector`, which is 1-D, of any float dtype, stride and device.
 
@@ -87,7 +89,8 @@ class Sparsifier(Compressor):
         shapes: those of the tensors that the vector concatenates; None: it is one 1-D tensor.
         scratch: what kernels keep beside the vector, where the sparsifier `has_kernels`. The selection is then made
             when somebody looks at it, or says where it is to be written (`Deferred`): till then the vector must stay as
-            it is. None: it is made now.
+            it is. On the host what was noted when the vector was written, where it `takes_candidates`; that changes
+            nothing but time. None: there is nothing, and the selection is made now.
 
         The vector is not changed, no gradient is recorded, and nothing waits for a device. ValueError or TypeError
         for arguments outside the contract.

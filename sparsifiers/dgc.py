@@ -16,7 +16,7 @@ from sparsifiers.device import bracket, keys_of, take
 from sparsifiers.estimated import LEAST, key_floor, number, padded
 from sparsifiers.estimator_sample import strided
 from sparsifiers.exact_topk import largest_magnitudes, scan
-from sparsifiers.largest import select_in_kernels
+from sparsifiers.largest import select_in_kernels, select_largest_on_host
 from sparsifiers.magnitude import INTEGERS, bit_view, magnitude_mask
 
 REACHED = 32  # sampled elements among the k largest, at least; the authors' code has 2
@@ -69,7 +69,7 @@ class DGC(Sparsifier):
             raise ValueError(f"dgc: sample_ratio is {sample_ratio!r}, outside (0, 1]; the authors take 0.01")
         if mode not in ("exact", "paper"):
             raise ValueError(f"dgc: mode is {mode!r}; choose 'exact' or 'paper'")
-        self.has_kernels = mode == "exact"
+        self.has_kernels = self.takes_candidates = mode == "exact"
 
     def options(self) -> dict[str, object]:
         return {"sample_ratio": self.sample_ratio, "mode": self.mode}
@@ -82,12 +82,16 @@ class DGC(Sparsifier):
         return ranked(sample, sample_rank(len(sample), k / n, margin=self.mode == "exact"))
 
     def _select(self, vector: Tensor, request: Request) -> Selection:
-        key, k = self._threshold(vector, request), request.k
+        k = request.k
         if self.mode == "paper":
-            return padded(_factor_loop(vector, key, k), k)
+            return padded(_factor_loop(vector, self._threshold(vector, request), k), k)
         bits, mask = bit_view(vector).numpy(), magnitude_mask(vector.dtype)
-        indices = scan(bits, mask, k, int(key) - 1)
-        return padded(indices if len(indices) == k else largest_magnitudes(bits, mask, k), k)
+
+        def search() -> NDArray[np.int32]:
+            indices = scan(bits, mask, k, int(self._threshold(vector, request)) - 1)
+            return indices if len(indices) == k else largest_magnitudes(bits, mask, k)
+
+        return select_largest_on_host(vector, request, search)
 
     def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
         """Select on any device; no value is read by the host. count is a tensor in mode "paper", else k."""

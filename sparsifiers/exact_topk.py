@@ -96,7 +96,7 @@ def _compiled_counted_scan(
     n = len(bits)
     slots = min(n, most + max(k, 8 * kernel.BLOCK))
     positions: NDArray[np.int32]
-    positions, keys, rest = _workspace(slots)
+    positions, keys, rest = workspace(slots)
     held = stop = count = 0
     while stop < n:
         stop, held = kernel.scan(bits, stop, mask, floor, positions, keys, held)
@@ -106,7 +106,7 @@ def _compiled_counted_scan(
     return positions[:held].copy(), min(count, most + 1)
 
 
-def _workspace(slots: int) -> NDArray[np.int32]:
+def workspace(slots: int) -> NDArray[np.int32]:
     """Return scratch of this thread, int32[3, slots], with anything in it."""
     # Memory fresh from the system costs a fault a page, a tenth of the scan; so a thread keeps what it used last.
     if slots > KEPT:

@@ -71,6 +71,7 @@ extern int kernel_level; /* 0: any machine, 1: AVX2, 2: AVX-512 with VBMI2; on a
 extern uint64_t kernel_compaction[256]; /* for each set of 8 lanes, their numbers packed to the front, a byte each */
 #endif
 
+#define MAGNITUDE 0x7fffffff /* the bits of a float that are its key */
 #define BLOCK 1024 /* elements of a scan that are searched together: the first-level cache holds them */
 
 /* The place of the lowest bit of a word that is not 0. */

@@ -14,7 +14,7 @@ import os
 import platform
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ VARIABLE = "AGMERGE_KERNEL"
 OFF = "off"
 ARM = platform.machine().lower() in ("aarch64", "arm64")
 LEVELS = ("baseline", "neon") if ARM else ("baseline", "avx2", "avx512")  # the instruction sets, by number
-INTERFACE = 9  # of kernel.c; a library that was built from another version is not used
+INTERFACE = 10  # of kernel.c; a library that was built from another version is not used
 ROOM = 1 << 17  # slots of scratch that `rows_top` may take at any size
 PANEL = 64  # columns that are searched together at least: four cache lines of each row
 BLOCK = 1024  # elements that `scan` reads between two looks at the room that is left
@@ -46,8 +46,8 @@ _SIGNATURES: dict[str, tuple[Any, str]] = {  # result and arguments: p a pointer
     "kernel_take": (ctypes.c_int, "pplppl"),
     "kernel_mask": (ctypes.c_int, "plppl"),
     "kernel_fit": (ctypes.c_int, "plll"),
-    "kernel_add": (ctypes.c_int, "pppplfi"),
-    "kernel_momentum": (ctypes.c_int, "pppppplfii"),
+    "kernel_add": (ctypes.c_int, "pppplfipl"),
+    "kernel_momentum": (ctypes.c_int, "pppppplfiipl"),
     "kernel_write_sum": (ctypes.c_int, "plpppplf"),
     "kernel_take_in": (ctypes.c_int, "ppllpppplfppl"),
     "kernel_blocks_encode": (ctypes.c_int, "pllilp"),
@@ -232,49 +232,72 @@ def _columns_top(table: Keys, mask: int, quotas: NDArray[np.int64], room: int) -
     return indices
 
 
+class Noting(Protocol):
+    """Take note of the largest of what a loop writes."""
+
+    def begin(self) -> tuple[int, int]:
+        """Return the address and number of `struct notes` of kernel_memory.c; (0, 0): there is nothing to note."""
+
+    def end(self) -> None:
+        """Keep what has been noted since :meth:`begin`."""
+
+
 # -- tensors --------------------------------------------------------------------------------------------------------
 
 
 def add(
-    work: Tensor, residual: Tensor, gradient: Tensor, factor: float = 1.0, home: Tensor | None = None
-) -> bool | None:
+    work: Tensor, residual: Tensor, gradient: Tensor, factor: float = 1.0, home: Tensor | None = None,
+    noting: Noting | None = None,
+) -> bool | None:  # fmt: skip
     """Write work = factor * residual + gradient past the caches, and return whether all is finite.
 
     Bit for bit as torch.mul and torch.add. ``home``: fp32, becomes the gradient, an fp32 one, in the same pass.
+    ``noting``: takes note of the largest of work, likewise.
     None, with nothing done: torch must do it; several of its threads are faster than this one. To look at all of work
     costs nothing in the same pass. Shapes are equal, and what is written shares no storage with the others.
     """
     if not _streams(work, residual, gradient, home):
         return None
     pointers = work.data_ptr(), 0 if home is None else home.data_ptr(), residual.data_ptr(), gradient.data_ptr()
-    return not loaded().kernel_add(*pointers, work.numel(), factor, KINDS[gradient.dtype])
+    return _noted(noting, loaded().kernel_add, *pointers, work.numel(), factor, KINDS[gradient.dtype])
 
 
-def subtract(work: Tensor, end: Tensor, begin: Tensor) -> bool | None:
+def subtract(work: Tensor, end: Tensor, begin: Tensor, noting: Noting | None = None) -> bool | None:
     """Write work = end - begin past the caches, bit for bit as torch.sub, and return whether all is finite.
 
-    None: torch must do it. Shapes are equal, and work shares no storage with the others; see `add`.
+    None: torch must do it. Shapes are equal, and work shares no storage with the others. ``noting``: see `add`.
     """
     if begin.dtype != torch.float32 or not _streams(work, end, begin):
         return None
-    return not loaded().kernel_add(work.data_ptr(), 0, end.data_ptr(), begin.data_ptr(), work.numel(), 1.0, TAKEN_OFF)
+    pointers = work.data_ptr(), 0, end.data_ptr(), begin.data_ptr()
+    return _noted(noting, loaded().kernel_add, *pointers, work.numel(), 1.0, TAKEN_OFF)
 
 
 def momentum(
     work: Tensor, residual: Tensor, gradient: Tensor, before: Tensor, after: Tensor, factor: float, nesterov: bool,
-    home: Tensor | None = None,
+    home: Tensor | None = None, noting: Noting | None = None,
 ) -> bool | None:  # fmt: skip
     """Write after = factor * before + gradient and work = residual + after; return whether all of work is finite.
 
-    In Nesterov's form after = factor * (before + gradient) and work = (gradient + after) + residual. ``home``, and what
-    None means: see `add`. Shapes are equal, and what is written shares no storage with the others.
+    In Nesterov's form after = factor * (before + gradient) and work = (gradient + after) + residual. ``home``,
+    ``noting`` and what None means: see `add`. Shapes are equal, and what is written shares no storage with the others.
     """
     if not (_streams(work, residual, gradient, home) and plain(before) and plain(after)):
         return None
-    return not loaded().kernel_momentum(
+    return _noted(
+        noting, loaded().kernel_momentum,
         work.data_ptr(), 0 if home is None else home.data_ptr(), residual.data_ptr(), gradient.data_ptr(),
         before.data_ptr(), after.data_ptr(), work.numel(), factor, nesterov, KINDS[gradient.dtype],
     )  # fmt: skip
+
+
+def _noted(noting: Noting | None, loop: Any, *arguments: float) -> bool:
+    """Call a loop of kernel_memory.c, and return whether all that it has written is finite."""
+    notes, parts = (0, 0) if noting is None else noting.begin()
+    endless = loop(*arguments, notes, parts)
+    if noting is not None:
+        noting.end()
+    return not endless
 
 
 def _streams(work: Tensor, residual: Tensor, gradient: Tensor, home: Tensor | None = None) -> bool:

@@ -1,8 +1,9 @@
 /* Includes LOOPS, a file of loops over registers of floats, once for each level. There TARGET is the instruction set,
-   AT(name) a name of that level, vec a register of WIDTH floats, and LOAD, STORE, STREAM, SPLAT, MULTIPLY_ADD, TOTAL and
-   OTHER (of a gradient) what can be done with it. MULTIPLY_ADD may round once or twice: its bits differ among levels.
+   AT(name) a name of that level, vec a register of WIDTH floats, and LOAD, STORE, STREAM, SPLAT, MULTIPLY_ADD, TOTAL, HITS
+   (the lanes whose key exceeds a floor, as bits) and OTHER (of a gradient) what can be done with it. MULTIPLY_ADD may round once or twice: its bits differ among levels.
    STREAM writes past the caches, to an address that is aligned to a register; fence() comes after the last. */
 
+#include "kernel.h"
 #include "kernel_gradients.h"
 
 #if X86
@@ -77,8 +78,28 @@ static inline float total_any(vec_any values)
     return total;
 }
 
+/* Nearly always there are none. */
+static inline unsigned hits_any(vec_any values, int32_t floor)
+{
+#if X86
+    __m128i key = _mm_and_si128(_mm_castps_si128(values), _mm_set1_epi32(MAGNITUDE));
+    return (unsigned)_mm_movemask_ps(_mm_castsi128_ps(_mm_cmpgt_epi32(key, _mm_set1_epi32(floor))));
+#else
+    int32_t keys[WIDTH];
+    uint32_t exceeds = 0;
+    unsigned set = 0;
+    memcpy(keys, &values, sizeof keys);
+    for (int lane = 0; lane < WIDTH; lane++)
+        exceeds |= (uint32_t)(floor - (keys[lane] & MAGNITUDE)); /* both >= 0: no overflow */
+    for (int lane = 0; exceeds >> 31 && lane < WIDTH; lane++)
+        set |= (unsigned)((keys[lane] & MAGNITUDE) > floor) << lane;
+    return set;
+#endif
+}
+
 #define TARGET
 #define TOTAL total_any
+#define HITS hits_any
 #define AT(name) name##_any
 #define vec vec_any
 #define MULTIPLY_ADD(a, b, c) ((a) * (b) + (c))
@@ -86,6 +107,7 @@ static inline float total_any(vec_any values)
 #include LOOPS
 #undef TARGET
 #undef TOTAL
+#undef HITS
 #undef AT
 #undef vec
 #undef WIDTH
@@ -110,12 +132,19 @@ static inline float total_any(vec_any values)
 #define MULTIPLY_ADD(a, b, c) _mm256_fmadd_ps(a, b, c)
 #define OTHER other_avx2
 #define TOTAL total_avx2
+#define HITS hits_avx2
 
 TARGET static inline float total_avx2(__m256 values)
 {
     __m128 four = _mm_add_ps(_mm256_castps256_ps128(values), _mm256_extractf128_ps(values, 1));
     __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+TARGET static inline unsigned hits_avx2(__m256 values, int32_t floor)
+{
+    __m256i key = _mm256_and_si256(_mm256_castps_si256(values), _mm256_set1_epi32(MAGNITUDE));
+    return (unsigned)_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(key, _mm256_set1_epi32(floor))));
 }
 
 TARGET static inline __m256 other_avx2(const void *gradient, int64_t i, int kind)
@@ -133,6 +162,7 @@ TARGET static inline __m256 other_avx2(const void *gradient, int64_t i, int kind
 #include LOOPS
 #undef TARGET
 #undef TOTAL
+#undef HITS
 #undef AT
 #undef vec
 #undef WIDTH
@@ -156,6 +186,13 @@ TARGET static inline __m256 other_avx2(const void *gradient, int64_t i, int kind
 #define MULTIPLY_ADD(a, b, c) _mm512_fmadd_ps(a, b, c)
 #define OTHER other_avx512
 #define TOTAL _mm512_reduce_add_ps
+#define HITS hits_avx512
+
+TARGET static inline unsigned hits_avx512(__m512 values, int32_t floor)
+{
+    __m512i key = _mm512_and_si512(_mm512_castps_si512(values), _mm512_set1_epi32(MAGNITUDE));
+    return _mm512_cmpgt_epi32_mask(key, _mm512_set1_epi32(floor));
+}
 
 TARGET static inline __m512 other_avx512(const void *gradient, int64_t i, int kind)
 {

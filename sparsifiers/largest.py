@@ -1,17 +1,37 @@
-"""Select the largest of a vector on a device: in kernels where it has them, else in torch's operations."""
+"""Select the largest of a vector: on a device in kernels, or in torch's operations; on the host from what was noted."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from sparsifiers import gpu
+from sparsifiers import gpu, kernel
 from sparsifiers.arguments import Request
 from sparsifiers.base import Selection
+from sparsifiers.candidates import Candidates
 from sparsifiers.deferred import Deferred, Select
 from sparsifiers.device import largest_magnitudes_on_device
+from sparsifiers.magnitude import bit_view, magnitude_mask
 from sparsifiers.rows_device import largest_in_rows_on_device
+
+
+def select_largest_on_host(vector: Tensor, request: Request, search: Callable[[], NDArray[np.int32]]) -> Selection:
+    """Return the k largest magnitudes of floats [n], ascending; of equals the lowest index, NaN largest.
+
+    search: finds their positions by reading the vector; it is not asked where enough was noted when that was written.
+    """
+    bits, values = bit_view(vector).numpy(), None
+    if isinstance(request.scratch, Candidates) and kernel.reads(bits):
+        found, values = request.scratch.largest(bits, magnitude_mask(vector.dtype), request.k, search)
+    else:
+        found = search()
+    known = None if values is None else torch.from_numpy(values).view(vector.dtype)
+    return Selection(torch.from_numpy(found), request.k, known)
 
 
 def select_largest_on_device(vector: Tensor, request: Request) -> Selection:
@@ -28,7 +48,7 @@ def select_rows_on_device(vector: Tensor, request: Request, turn: int) -> Select
     """Return the largest of each row, k in all, as `sparsifiers.rows.deal` deals them; nothing waits for the device."""
     if not gpu.has_kernels(vector):
         return Selection(largest_in_rows_on_device(vector, request.k, turn, request.shapes), request.k)
-    scratch = request.scratch or gpu.Scratch(vector.numel(), vector.device)
+    scratch = _scratch(vector, request)
     rows = scratch.row_table(request.shapes)
     return _later_or_now(vector, request, partial(gpu.select_rows, vector, rows, request.k, turn, scratch))
 
@@ -39,8 +59,14 @@ def select_in_kernels(vector: Tensor, request: Request, *, exact: bool) -> Selec
     exact: the k largest. Else all that are larger than the k-th by an eighth of an octave, and of those as large as it
     within that the first: for methods that estimate where the k-th lies, which a histogram tells in one pass.
     """
-    scratch = request.scratch or gpu.Scratch(vector.numel(), vector.device)
+    scratch = _scratch(vector, request)
     return _later_or_now(vector, request, partial(gpu.select_largest, vector, request.k, scratch, exact=exact))
+
+
+def _scratch(vector: Tensor, request: Request) -> gpu.Scratch:
+    """Return what the request has of it, or a new one."""
+    given = request.scratch
+    return given if isinstance(given, gpu.Scratch) else gpu.Scratch(vector.numel(), vector.device)
 
 
 def _later_or_now(vector: Tensor, request: Request, select: Select) -> Selection:

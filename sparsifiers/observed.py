@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sparsifiers.arguments import Request
 from sparsifiers.base import Selection, Sparsifier
+from sparsifiers.candidates import Candidates
 from sparsifiers.gpu import Scratch
 from sparsifiers.proof import Proof
 
@@ -45,7 +46,7 @@ class Observed(Sparsifier):
         key: str = "",
         step: int = 0,
         shapes: Sequence[Sequence[int]] | None = None,
-        scratch: Scratch | None = None,
+        scratch: Scratch | Candidates | None = None,
     ) -> Selection:
         """Return the selection of `wrapped` from the same arguments, after observing it. Waits for the device."""
         selection = self.wrapped.select(vector, k=k, key=key, step=step, shapes=shapes, scratch=scratch)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from sparsifiers.arguments import Request
 from sparsifiers.base import Selection, Sparsifier
 from sparsifiers.exact_topk import largest_magnitudes
-from sparsifiers.largest import select_largest_on_device
+from sparsifiers.largest import select_largest_on_device, select_largest_on_host
 from sparsifiers.magnitude import bit_view, magnitude_mask
 
 
@@ -28,10 +27,11 @@ class TopK(Sparsifier):
 
     name = "topk"
     has_kernels = True
+    takes_candidates = True
 
     def _select(self, vector: Tensor, request: Request) -> Selection:
-        indices = largest_magnitudes(bit_view(vector).numpy(), magnitude_mask(vector.dtype), request.k)
-        return Selection(torch.from_numpy(indices), request.k)
+        bits, mask = bit_view(vector).numpy(), magnitude_mask(vector.dtype)
+        return select_largest_on_host(vector, request, lambda: largest_magnitudes(bits, mask, request.k))
 
     def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
         return select_largest_on_device(vector, request)

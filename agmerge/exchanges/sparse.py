@@ -93,7 +93,7 @@ class SparseExchange(Exchange):
     def _take_values(self, load: SegmentBuffers, offer: Selection, section: Section, message: torch.Tensor) -> bool:
         """Do what `_write` does of values that travel as they are, each read once; False: nothing was done."""
         values = fused.values_as_they_are(section, message, load.work.dtype)
-        if values is None or offer.values is not None or isinstance(offer.count, torch.Tensor):
+        if values is None or isinstance(offer.count, torch.Tensor):
             return False
         if not self.context.take_values(load.segment, offer.indices[: offer.count], values[: offer.count]):
             return False

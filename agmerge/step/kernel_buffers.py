@@ -1,14 +1,16 @@
-"""Hold what kernels of devices keep beside merge buffers, from step to step, while the plan stays as it is."""
+"""Hold what kernels keep beside merge buffers, from step to step, while the plan stays as it is."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain, compress
 
 import torch
 
 from agmerge.exchanges.routing import Message
-from agmerge.tensors.layout import Lane, Segment
-from sparsifiers import Compressor, Kind, Sparsifier
+from agmerge.tensors.layout import Lane, Segment, Slot
+from sparsifiers import Compressor, Kind, Sparsifier, kernel
+from sparsifiers.candidates import Candidates, TensorNotes
 from sparsifiers.gpu import LargestKey, Scratch, is_fused
 
 
@@ -21,18 +23,46 @@ class KernelBuffers:
     def __init__(self, messages: Sequence[Sequence[Message]], compressor: Compressor) -> None:
         sparsifier = compressor.part(Kind.SPARSE)
         self._selects = isinstance(sparsifier, Sparsifier) and sparsifier.has_kernels
+        self._takes_candidates = isinstance(sparsifier, Sparsifier) and sparsifier.takes_candidates
         self._messages = messages
-        self._scratch: dict[str, Scratch] = {}  # by the key of a segment
+        self._scratch: dict[str, Scratch | Candidates] = {}  # by the key of a segment
+        self._notes: dict[int, TensorNotes] | None = None  # by slot, of those that are large enough; None: not yet made
         self._largest: dict[tuple[int, torch.device], LargestKey] = {}  # by merge buffer and device
 
-    def scratch(self, segment: Segment) -> Scratch | None:
+    def scratch(self, segment: Segment) -> Scratch | Candidates | None:
         """Return what kernels keep beside a segment that is selected from; None: kernels do not select from it."""
-        lane = segment.lane
-        if not (self._selects and lane.on_device and is_fused(lane.device) and lane.storage == torch.float32):
+        lane, key = segment.lane, segment.key
+        on_device = self._selects and lane.on_device and is_fused(lane.device)
+        on_host = self._takes_candidates and not lane.on_device and kernel.available()
+        if not (on_device or on_host) or lane.storage != torch.float32:
             return None
-        if segment.key not in self._scratch:
-            self._scratch[segment.key] = Scratch(segment.vector_length, lane.device)
-        return self._scratch[segment.key]
+        if key not in self._scratch:
+            length = segment.vector_length
+            self._scratch[key] = Scratch(length, lane.device) if on_device else Candidates(length)
+        return self._scratch[key]
+
+    def notes(self, slot: Slot) -> TensorNotes | None:
+        """Return what notes the largest of a tensor's ``work`` when that is written, on the host; None: nothing does.
+
+        A tensor may lie in several segments.
+        """
+        if self._notes is None:
+            self._notes = dict(self._make_notes())
+        return self._notes.get(slot.index)
+
+    def _make_notes(self) -> Iterator[tuple[int, TensorNotes]]:
+        parts: dict[Slot, list[tuple[Candidates, int, int]]] = {}  # in the order of messages, which is theirs
+        for message in chain.from_iterable(self._messages):
+            for segment in compress(message.segments, message.selected):
+                candidates = self.scratch(segment)
+                if not isinstance(candidates, Candidates):
+                    continue
+                for slot in segment.slots:
+                    start, stop = segment.inside(slot)
+                    parts.setdefault(slot, []).append((candidates, slot.offset + start - segment.start, stop - start))
+        for slot, found in parts.items():
+            if slot.numel >= kernel.STREAMED and sum(elements for _, _, elements in found) == slot.numel:
+                yield slot.index, TensorNotes(found)
 
     def scratch_of(self, buffer: int, lane: Lane) -> Scratch | None:
         """Return what :meth:`scratch` does of all that a merge buffer has of a lane; None, too, if that is in parts."""
@@ -42,7 +72,8 @@ class KernelBuffers:
             for segment, selected in zip(message.segments, message.selected, strict=True)
             if segment.lane == lane
         ]
-        return self.scratch(parts[0][0]) if len(parts) == 1 and parts[0][1] else None
+        found = self.scratch(parts[0][0]) if len(parts) == 1 and parts[0][1] else None
+        return found if isinstance(found, Scratch) else None
 
     def largest(self, buffer: int, device: torch.device) -> LargestKey:
         """Return what kernels raise that write the tensors of a merge buffer on a device."""

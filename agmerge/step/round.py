@@ -151,18 +151,18 @@ class Round:
             gradient = gradient.tensor() if isinstance(gradient, Difference) else gradient
             self._batches.hold(slot, gradient)
             return
-        arena = self.buffers.arena_of[slot.index]
+        arena, notes = self.buffers.arena_of[slot.index], self.buffers.kernels.notes(slot)
         finite = None
         if moves and isinstance(gradient, torch.Tensor) and slot.index not in self.buffers.prepared:
-            finite = arena.accumulate_and_move(slot, gradient)
+            finite = arena.accumulate_and_move(slot, gradient, notes)
             if finite is not None:
                 self._has_moved.add(slot.index)
         if finite is None:
-            finite = arena.accumulate(slot, gradient, self._add_and_prepare(slot, moves))
+            finite = arena.accumulate(slot, gradient, self._add_and_prepare(slot, moves), notes)
         if gradient is None:
             return
         if not finite and self.guard.inspect(slot, arena.work_of(slot), finite):
-            arena.accumulate(slot, None)
+            arena.accumulate(slot, None, notes=notes)
         elif self.buffers.energy is not None and slot.lane.sparse:
             self.buffers.energy.add(slot, gradient.tensor() if isinstance(gradient, Difference) else gradient)
 

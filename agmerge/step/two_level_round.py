@@ -51,7 +51,7 @@ class TwoLevelRound(Round):
         if self.dirty:
             return
         arena = self.buffers.arena_of[slot.index]
-        finite = arena.accumulate(slot, gradient)
+        finite = arena.accumulate(slot, gradient, notes=self.buffers.kernels.notes(slot))
         if gradient is None or not arena.memory.has_residual or gradient.device.type != "cpu":
             return
         if finite is False or (finite is None and not is_finite(arena.work_of(slot))):

@@ -19,6 +19,7 @@ import torch
 from agmerge.tensors.difference import Difference
 from agmerge.tensors.layout import Lane, Segment, Slot
 from sparsifiers import Memory, Momentum, Rate, kernel, kernel_message
+from sparsifiers.candidates import TensorNotes
 from sparsifiers.deferred import Deferred
 from sparsifiers.gpu import IndexSection, LargestKey, Momenta, Scratch, Slots, TensorTable, compensate, has_kernels
 from sparsifiers.memories import NoMemory, Residual
@@ -178,16 +179,24 @@ class Arena:
         for tensor in kept:
             torch.nan_to_num_(tensor, 0.0, 0.0, 0.0)
 
-    def accumulate(self, slot: Slot, gradient: torch.Tensor | Difference | None, add: Add | None = None) -> bool | None:
+    def accumulate(
+        self,
+        slot: Slot,
+        gradient: torch.Tensor | Difference | None,
+        add: Add | None = None,
+        notes: TensorNotes | None = None,
+    ) -> bool | None:
         """Write the tensor's part of ``work`` from its residual and ``gradient`` (None: it has none).
 
         Returns whether all of it is finite, if that is known, else None. ``add``: is asked first where that is a plain
-        sum; it may do something else with it in the same pass.
+        sum; it may do something else with it in the same pass. ``notes``: of what is written, where one pass can.
         """
         index = slot.index
+        if notes is not None:
+            notes.forget()
         if isinstance(gradient, Difference):
             if self.in_place:
-                return gradient.write(self._views[self._turn][index])
+                return gradient.write(self._views[self._turn][index], notes)
             gradient.write(self.gradients[index])
             gradient = self.gradients[index]
         momentum = self._momentum_of(slot) if self._momentum_of_gradients else None
@@ -196,23 +205,36 @@ class Arena:
             finite = add(self._views[self._turn][index], self.gradients[index], residual, gradient)
             if finite is not None:
                 return finite
-        return self.memory.compensate(self._views[self._turn][index], residual, gradient, momentum, self._size)
+        work = self._views[self._turn][index]
+        if notes is not None and gradient is not None and gradient.layout is torch.strided:
+            finite = self._add_in_one_pass(slot, gradient, None, notes) if gradient.shape == work.shape else None
+            if finite is not None:
+                return finite
+        return self.memory.compensate(work, residual, gradient, momentum, self._size)
 
-    def accumulate_and_move(self, slot: Slot, gradient: torch.Tensor) -> bool | None:
+    def accumulate_and_move(self, slot: Slot, gradient: torch.Tensor, notes: TensorNotes | None = None) -> bool | None:
         """Do what :meth:`accumulate` and :meth:`move_to_update` do in one pass over memory, on the host.
 
         None, with nothing done, where that takes two.
         """
-        index = slot.index
-        work, home = self._views[self._turn][index], self.gradients[index]
-        rule = one_pass(self.memory, (self._rate_of(slot),)) if self.memory.has_residual else None
-        if rule is None or home.dtype != work.dtype or not is_movable(home, gradient):
+        home = self.gradients[slot.index]
+        if home.dtype != self.work.dtype or not is_movable(home, gradient):
             return None
-        residual = self._views[1 - self._turn][index]
+        return self._add_in_one_pass(slot, gradient, home, notes)
+
+    def _add_in_one_pass(
+        self, slot: Slot, gradient: torch.Tensor, home: torch.Tensor | None, notes: TensorNotes | None
+    ) -> bool | None:
+        """Write ``work``, and move the gradient if it has a ``home``; None, with nothing done: no loop does it."""
+        rule = one_pass(self.memory, (self._rate_of(slot),)) if self.memory.has_residual else None
+        if rule is None:
+            return None
+        work, residual = (self._views[turn][slot.index] for turn in (self._turn, 1 - self._turn))
         if rule.momentum is None:
-            return kernel.add(work, residual, gradient, home=home)
+            return kernel.add(work, residual, gradient, home=home, noting=notes)
         momentum = self._momentum_of(slot)
-        return kernel.momentum(work, residual, gradient, momentum.before, momentum.after, *rule.momentum, home=home)
+        kept = momentum.before, momentum.after
+        return kernel.momentum(work, residual, gradient, *kept, *rule.momentum, home=home, noting=notes)
 
     def accumulate_all(
         self, gradients: Sequence[tuple[Slot, torch.Tensor | None]], largest: LargestKey, scratch: Scratch | None

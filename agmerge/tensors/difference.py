@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from sparsifiers import kernel
+from sparsifiers.candidates import TensorNotes
 
 
 class Difference(NamedTuple):
@@ -15,9 +16,12 @@ class Difference(NamedTuple):
     end: torch.Tensor
     begin: torch.Tensor
 
-    def write(self, out: torch.Tensor) -> bool | None:
-        """Write it to ``out``, of the same shape and in the dtype of ``end``; tell whether all is finite, if known."""
-        finite = kernel.subtract(out, self.end, self.begin)
+    def write(self, out: torch.Tensor, notes: TensorNotes | None = None) -> bool | None:
+        """Write it to ``out``, of the same shape and in the dtype of ``end``; tell whether all is finite, if known.
+
+        ``notes``: of what is written, where one pass can.
+        """
+        finite = kernel.subtract(out, self.end, self.begin, notes)
         if finite is None:
             torch.sub(self.end, self.begin, out=out)
         return finite

@@ -24,9 +24,14 @@ int kernel_take(float *work, float *momentum, int64_t n, const int32_t *indices,
 int kernel_mask(float *momentum, int64_t n, const int32_t *indices, const float *sent, int64_t count);
 int kernel_fit(const int32_t *indices, int64_t count, int64_t first, int64_t n);
 int kernel_scatter(float *total, int64_t n, const int32_t *indices, const float *values, int64_t count, float scale);
-int kernel_add(float *work, float *home, const float *residual, const void *gradient, int64_t n, float factor, int kind);
+struct notes {
+    int32_t floor, first, *positions, *keys;
+    int64_t elements, held, room;
+};
+int kernel_add(float *work, float *home, const float *residual, const void *gradient, int64_t n, float factor, int kind,
+               struct notes *notes, int64_t parts);
 int kernel_momentum(float *work, float *home, const float *residual, const void *gradient, const float *before,
-                    float *after, int64_t n, float factor, int nesterov, int kind);
+                    float *after, int64_t n, float factor, int nesterov, int kind, struct notes *notes, int64_t parts);
 int kernel_blocks_encode(const int32_t *indices, int64_t count, int64_t capacity, int low, int64_t last, uint8_t *out);
 int kernel_blocks_decode(const uint8_t *data, int64_t count, int64_t capacity, int low, int64_t last, int32_t *out);
 void kernel_values_encode(const float *values, int64_t count, int64_t used, int width, uint8_t *scales, uint8_t *out,
@@ -155,6 +160,27 @@ static void select_all(int level, int kind, int64_t n, int shift)
     say(level, "rows", kind, n);
 }
 
+/* All of it, in two parts, each with lists and room of its own; a floor that many exceed, or few. */
+static void prepare(struct notes notes[2], int64_t n, int32_t floor, int64_t room)
+{
+    for (int p = 0; p < 2; p++)
+        notes[p] = (struct notes){floor, p ? 1000 : 3, places + p * MOST, keys + p * MOST, p ? n - n / 3 : n / 3, 0, room};
+}
+
+static void hash_notes(const struct notes notes[2])
+{
+    for (int p = 0; p < 2; p++) {
+        hash_word((uint32_t)notes[p].held);
+        if (notes[p].held <= notes[p].room) {
+            for (int64_t j = 0; j < notes[p].held; j++) { /* all NaN are one, also those of another sign */
+                int nan = notes[p].keys[j] > 0x7f800000;
+                hash_word((uint32_t)(nan ? notes[p].positions[j] & MASK : notes[p].positions[j]));
+                hash_word((uint32_t)(nan ? 0x7fc00000 : notes[p].keys[j]));
+            }
+        }
+    }
+}
+
 static void sum_all(int level, int kind, int64_t n, int shift)
 {
     const float *residual = inputs[0] + shift, *gradient = inputs[1] + (shift + 1) % 3, *before = inputs[2];
@@ -162,11 +188,17 @@ static void sum_all(int level, int kind, int64_t n, int shift)
         const void *other = of == 1 || of == 2 ? (const void *)halves : (const void *)gradient;
         for (int part = 0; part < 2; part++) {
             float *home = of == 0 && part ? second + shift + part : NULL; /* a gradient of float may move */
-            hash_word((uint32_t)kernel_add(first + shift, home, residual, other, n, part ? 0.95f : 1.0f, of));
+            struct notes notes[2];
+            prepare(notes, n, part ? 0x3fc00000 : 0x3c23d70a, MOST - 100); /* 1.5, 0.01 */
+            hash_word((uint32_t)kernel_add(first + shift, home, residual, other, n, part ? 0.95f : 1.0f, of, notes,
+                                           of == 3 && part ? 0 : 2));
+            hash_notes(notes);
             hash_floats(first + shift, n);
             hash_floats(second + shift + part, home ? n : 0);
+            prepare(notes, n, part ? 0x3fc00000 : 0, n / 2);
             hash_word((uint32_t)kernel_momentum(first + shift, home ? third : NULL, residual, other, before,
-                                                second + part, n, 0.9f, part, of));
+                                                second + part, n, 0.9f, part, of, notes, of ? 2 : 0));
+            hash_notes(notes);
             hash_floats(first + shift, n);
             hash_floats(second + part, n);
             hash_floats(third, home ? n : 0);

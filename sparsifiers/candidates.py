@@ -1,0 +1,182 @@
+"""Note the largest elements of a vector while it is written, so that nobody reads it again to select them.
+
+A pass that writes a vector piece by piece notes position and key of what exceeds a floor, a little below the last
+selection's smallest key. If k or more are held at last, the k largest of them are the k largest of the vector, exactly.
+If fewer are, because the scale has dropped, or if there was no room, the vector is read as if nothing had been noted.
+So nothing depends on the floor but time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sparsifiers import kernel
+from sparsifiers.exact_topk import workspace
+from sparsifiers.threshold_reuse import value_of
+
+ROOM = 3  # times k: as many are held at most, of 8 bytes each
+RARE = 16  # elements for each that is selected, at least: the lists take 1.5 bytes an element at most
+# The next floor is a part of the smallest magnitude selected. That part rises while enough are held, and drops where
+# too few were: so the vector is read in one step of thirty or so. It is large, because error feedback leaves just below
+# the last threshold what was not sent: of networks in training 0.95 held 1.2 to 1.8 k, 0.85 three times as many.
+FIRST, LEAST, MOST = 0.95, 0.6, 0.99
+RISE, DROP = 0.0015, 0.04
+MUCH = 4  # a part of the vector of so many, that is read if it was not noted
+SPARE = 65  # slots that loops may write to beyond the room
+NOTHING = np.iinfo(np.int32).max  # a floor that no key exceeds
+
+
+class Notes(ctypes.Structure):
+    """Mirror `struct notes` of kernel_memory.c."""
+
+    _fields_ = [
+        ("floor", ctypes.c_int32),
+        ("first", ctypes.c_int32),
+        ("positions", ctypes.c_void_p),
+        ("keys", ctypes.c_void_p),
+        ("elements", ctypes.c_int64),
+        ("held", ctypes.c_int64),
+        ("room", ctypes.c_int64),
+    ]
+
+
+class Stretch(NamedTuple):
+    """Name elements of the vector that are written, and which part of the list holds what exceeds the floor of them."""
+
+    start: int
+    stop: int
+    first: int
+    end: int
+
+
+class Candidates:
+    """Hold what was noted of a vector of `length` elements, fp32 in CPU memory, and learn a floor from step to step."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self._floor = NOTHING  # a key
+        self._part = FIRST  # of the smallest magnitude selected: the next floor
+        self._room = 0  # candidates that the lists can hold
+        self._list = np.empty((2, SPARE), dtype=np.int32)  # positions, with the signs of the elements, and keys
+        self._addresses = (0, 0)  # of both
+        self._held = 0  # in the lists
+        self._stretches: dict[int, Stretch] = {}  # by start
+        self._has_tried = False  # to note something, since the last selection
+
+    def begin(self, notes: Notes, start: int) -> bool:
+        """Let `notes` take what exceeds the floor from element `start` on; tell whether there is a floor."""
+        self._stretches.pop(start, None)
+        if not self._stretches:
+            self._held = 0
+        held, (positions, keys) = self._held, self._addresses
+        notes.floor, notes.first, notes.held, notes.room = self._floor, start, 0, self._room - held
+        notes.positions, notes.keys = positions + 4 * held, keys + 4 * held
+        self._has_tried = self._floor != NOTHING
+        return self._has_tried
+
+    def end(self, notes: Notes) -> None:
+        """Keep what was noted, if there was room for all of it."""
+        first, held = self._held, notes.held
+        if self._has_tried and held <= notes.room:
+            start = notes.first
+            self._stretches[start] = Stretch(start, start + notes.elements, first, first + held)
+            self._held = first + held
+
+    def forget(self, start: int) -> None:
+        """Forget what was noted from element `start` on: it is written again."""
+        self._stretches.pop(start, None)
+
+    def largest(
+        self, bits: NDArray[np.int32], mask: int, k: int, search: Callable[[], NDArray[np.int32]]
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32] | None]:
+        """Return the positions of the k largest keys `bits & mask`, int32[k], ascending; of equals the lowest.
+
+        With them what `bits` has there, if that is known. bits: the vector as it was written, int32[length]; afterwards
+        it may change. search: finds the positions by reading the vector.
+        """
+        held, has_tried, self._has_tried = self._gather(bits, mask, k), self._has_tried, False
+        self._stretches = {}
+        values = None
+        if held is None or held < k:
+            found = search()
+            smallest = int((bits[found] & mask).min())
+        else:
+            positions, keys, rest = workspace(held)
+            smallest = kernel.cut(positions, keys, held, k, rest)
+            values = positions[:k] & ~mask | keys[:k]
+            found = positions[:k] & mask
+        if has_tried:
+            too_few = held is not None and held < k
+            self._part = max(LEAST, self._part - DROP) if too_few else min(MOST, self._part + RISE)
+        self._learn(smallest, k)
+        return found, values
+
+    def _gather(self, bits: NDArray[np.int32], mask: int, k: int) -> int | None:
+        """Put all that exceed the floor into the workspace of this thread, in order; return how many they are.
+
+        What lies between the stretches is read: small tensors, and those that another loop has written. None, if that
+        is much, or there is no room.
+        """
+        unknown = self.length - sum(each.stop - each.start for each in self._stretches.values())
+        if unknown > self.length // MUCH:
+            return None
+        spare = min(unknown, k + kernel.BLOCK)  # slots for what is read
+        slots = sum(each.end - each.first for each in self._stretches.values()) + spare
+        positions, keys, _ = workspace(slots)
+        done = held = 0
+        for start, stop, first, end in [*sorted(self._stretches.values()), (self.length, self.length, 0, 0)]:
+            if done < start:
+                room, before = held + spare, held
+                done, held = kernel.scan(bits[:start], done, mask, self._floor, positions[:room], keys[:room], held)
+                if done < start:
+                    return None
+                positions[before:held] |= bits[positions[before:held]] & ~mask
+                spare -= held - before
+            positions[held : held + end - first], keys[held : held + end - first] = self._list[:, first:end]
+            done, held = stop, held + end - first
+        return held
+
+    def _learn(self, smallest: int, k: int) -> None:
+        """Take a floor for the next step from the smallest of the k keys selected in this one."""
+        magnitude = value_of(smallest, torch.float32)
+        if not 0.0 < magnitude < math.inf or RARE * k > self.length:
+            self._floor = NOTHING
+            return
+        self._floor = int(np.float32(magnitude * self._part).view(np.int32))
+        if not ROOM * k <= self._room <= 2 * ROOM * k:
+            self._room = ROOM * k
+            self._list = np.empty((2, self._room + SPARE), dtype=np.int32)
+            self._addresses = kernel.address(self._list[0]), kernel.address(self._list[1])
+
+
+class TensorNotes:
+    """Note what a loop writes of one tensor, the parts of which lie in one vector or several, for `kernel.add`."""
+
+    def __init__(self, parts: Sequence[tuple[Candidates, int, int]]) -> None:
+        """Take, of each part, the candidates of its vector, where it starts there, and how many elements it has."""
+        self._parts = [(candidates, start) for candidates, start, _ in parts]
+        self._notes = (Notes * len(parts))(*(Notes(elements=elements) for _, _, elements in parts))
+
+    def begin(self) -> tuple[int, int]:
+        """Return the address and number of `struct notes` that a loop is to fill; (0, 0): there is nothing to note."""
+        begun = [
+            candidates.begin(notes, start) for (candidates, start), notes in zip(self._parts, self._notes, strict=True)
+        ]
+        return (ctypes.addressof(self._notes), len(begun)) if any(begun) else (0, 0)
+
+    def end(self) -> None:
+        """Keep what was noted since `begin`."""
+        for (candidates, _), notes in zip(self._parts, self._notes, strict=True):
+            candidates.end(notes)
+
+    def forget(self) -> None:
+        """Forget what was noted: the tensor is written again."""
+        for candidates, start in self._parts:
+            candidates.forget(start)
