@@ -205,6 +205,19 @@ def test_tensors_without_a_gradient_and_those_that_are_written_again(training: T
     assert training.searched[-1]  # nothing was noted: what another loop has written is not read for candidates
 
 
+def test_what_was_noted_is_forgotten_where_another_loop_writes(training: Training) -> None:
+    for _ in range(4):
+        training.step(150, normal(1.0))
+    for number, size in enumerate(SIZES):
+        training.write(number, torch.randn(size))
+    training.write(7, 9.0 * (torch.arange(SIZES[7]) % 200 == 0))
+    stretch = training.known._stretches[training.starts[7]]
+    assert stretch.end > stretch.first  # so that to keep it would be seen
+    training.write(7, None)
+    training.select(150)
+    assert not training.searched[-1]
+
+
 def test_a_vector_that_was_written_by_others_is_searched_and_nothing_is_kept_of_another_step(
     training: Training,
 ) -> None:
