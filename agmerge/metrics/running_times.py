@@ -77,6 +77,11 @@ class RunningStepTimes:
             raise LookupError("no step has been averaged")
         return np.asarray(np.maximum.accumulate(typical.ready))
 
+    def making(self) -> Seconds:
+        """Return the seconds to make each merge buffer's message, (m,): medians of this average, which has a step."""
+        self.settle()
+        return np.asarray(np.median([times.making for times in self.steps], axis=0))
+
     def travel(self) -> Seconds:
         """Return the seconds of each merge buffer's exchange, (m,): medians of this average, which has a step."""
         self.settle()

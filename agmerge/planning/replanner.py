@@ -23,10 +23,10 @@ from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.step_times import Seconds
 from agmerge.metrics.whole_steps import WholeSteps
 from agmerge.options.config import AUTO
-from agmerge.planning import candidates, known_plans, seen_messages, wire_choice
+from agmerge.planning import candidates, known_plans, wire_choice
 from agmerge.planning.candidates import Candidate, Search
 from agmerge.planning.codec_costs import measure_codecs
-from agmerge.planning.cost_probe import MeasuredCosts, probe
+from agmerge.planning.cost_probe import MeasuredCosts
 from agmerge.planning.drift import DriftDetector, Finding
 from agmerge.planning.first_choices import choose_budgets, choose_cutoff
 from agmerge.planning.known_plans import KnownPlan
@@ -34,6 +34,7 @@ from agmerge.planning.measuring import gather_seconds, measurements, profile
 from agmerge.planning.plan_choice import planner_of, predicted_finish
 from agmerge.planning.plan_trial import PlanTrial
 from agmerge.planning.probe_budget import Budget
+from agmerge.planning.seen_messages import SeenMessages, measure_costs, seen_in
 from agmerge.step.agreed_state import Decision
 from agmerge.step.agreement import decide_on_rank_0, why_plan_does_not_fit
 from agmerge.step.merge_buffers import MergeBuffers
@@ -236,8 +237,11 @@ class Replanner:
 
     def _recheck(self, planner: merging.Planner, step: int) -> Iterator[Decision]:
         """Collective. Compare times with what was predicted, and plan anew, or probe first, where they have changed."""
-        every_ready, every_travel = gather_seconds(self.buffers, self.times.ready(), self.times.travel())
-        self.times.restart()
+        times = self.times
+        every_ready, every_making, every_travel = gather_seconds(
+            self.buffers, times.ready(), times.making(), times.travel()
+        )
+        times.restart()
         ready = every_ready.max(axis=0)
         finding = Finding.KEEP
         assert self._latest is not None
@@ -249,7 +253,8 @@ class Replanner:
             self._keep()
             return
         if finding is Finding.PROBE:
-            yield from self._go_on(planner, self._measure(step, ready), step)
+            seen = self._seen(step, ready, every_making, every_travel)
+            yield from self._go_on(planner, self._measure(step, ready, seen), step)
         else:
             known = self._latest
             costs = MeasuredCosts(known.sparsify, known.exchange, known.dense, known.message)
@@ -281,31 +286,35 @@ class Replanner:
     # -- what is measured -----------------------------------------------------------------------------------
 
     def _measure(
-        self, step: int, ready: Seconds | None = None, *, at_once: bool = False
+        self, step: int, ready: Seconds | None = None, seen: SeenMessages | None = None, *, at_once: bool = False
     ) -> Iterator[Measurements | None]:
         """Collective. Measure a part at each ``next``, between steps, and yield None; yield what plans need at last.
 
         Args:
             step: the one to come.
             ready: when each tensor is ready, (n,), on the slowest rank; None: the averages of all ranks say so.
+            seen: what messages took in these steps; where ``ready`` is None the averages say that, too.
             at_once: nothing is left for later steps.
         """
-        lengths, travel = np.array([self._whole.typical()]), None
+        lengths = np.array([self._whole.typical()])
         if ready is None:
-            own = self.times.ready(), self.times.travel(), lengths
-            every_ready, every_travel, every_length = gather_seconds(self.buffers, *own)
-            ready, travel = every_ready.max(axis=0), every_travel.max(axis=0)
+            own = self.times.ready(), self.times.making(), self.times.travel(), lengths
+            every_ready, every_making, every_travel, every_length = gather_seconds(self.buffers, *own)
+            ready = every_ready.max(axis=0)
+            seen = self._seen(step, ready, every_making, every_travel)
             self.times.restart()
         else:
             (every_length,) = gather_seconds(self.buffers, lengths)
-        plan = self.buffers.plan
         budget = Budget(float(every_length.max()), 4 * self.buffers.layout.numel, at_once=at_once)
         before = self.bytes_probed
-        for costs in probe(self.buffers, step, float(ready[-1]), budget):
+        for costs in measure_costs(self.buffers, step, float(ready[-1]), budget, seen):
             self.bytes_probed = before + int(budget.bytes)
-            if costs is not None and travel is not None:
-                costs = seen_messages.with_training(costs, self.buffers, plan, step, travel)
             yield None if costs is None else self._measured(step, ready, costs)
+
+    def _seen(self, step: int, ready: Seconds, making: Seconds, travel: Seconds) -> SeenMessages | None:
+        """Return what the steps since the averages began have shown; ``making``, ``travel``: of every rank, (W, m)."""
+        tensors = profile(self.buffers, ready, step)
+        return seen_in(self.buffers.plan, tensors, making.max(axis=0), travel.max(axis=0))
 
     def _measured(self, step: int, ready: Seconds, costs: MeasuredCosts) -> Measurements:
         """Collective. Return what plans are made from; rank 0's counts. Arguments are those of :meth:`_measure`."""

@@ -298,7 +298,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, planner: Any, **options: Any) -> tu
     monkeypatch.setattr("merging.message_split.SMALLEST", 64)  # the model is small, and so is what it can gain
     monkeypatch.setattr("merging.message_split.GAIN", 0.01)
     found = MeasuredCosts(Curve((0, 3072), (0.0, 50.0)), Curve((0, 700), (0.1, 50.0)), None)
-    monkeypatch.setattr(replanner, "probe", lambda *_: iter([found]))
+    monkeypatch.setattr(replanner, "measure_costs", lambda *_: iter([found]))
 
     def body(rank: int, model: nn.Module) -> tuple[Plan, list[str], list[str]]:
         optimizer = wrap(model, merging=planner, **{"compression": "topk", "sparsify": "behind", **options})

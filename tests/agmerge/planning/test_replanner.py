@@ -72,7 +72,9 @@ class World:
                 seconds = world.travel(self.look) * world.told(workers.world().rank)
                 return np.full(len(self.steps[-1].handed), seconds)
 
-        def probe(session: MergeBuffers, step: int, backward: float, budget: Budget) -> Iterator[MeasuredCosts]:
+        def probe(
+            session: MergeBuffers, step: int, backward: float, budget: Budget, *_: object
+        ) -> Iterator[MeasuredCosts]:
             start = world.start(len(world.probes)) * 1.0
             session.comm.barrier("probe").wait(10)  # every rank reads the number before rank 0 counts
             if session.comm.rank == 0:
@@ -87,7 +89,7 @@ class World:
             return original(planner, measured)
 
         monkeypatch.setattr("agmerge.step.agreed_state.RunningStepTimes", Scripted)
-        monkeypatch.setattr(replanner, "probe", probe)
+        monkeypatch.setattr(replanner, "measure_costs", probe)
         monkeypatch.setattr(merging, "best", best)
         monkeypatch.setattr("agmerge.options.config.CHOICE", ())  # see test_wire_choice.py
 
