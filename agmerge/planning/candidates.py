@@ -1,7 +1,7 @@
 """Find the plans to try, with the value codec of each: on rank 0, from what all ranks have measured.
 
-Where merge buffers go dense or sparse by choice, all dense and all compressed are beside the plan that is predicted to
-be the best; where that one rounds values, the best one that does not is, too.
+Beside the plan that is predicted to be the best is the one in use, for predictions may be wrong. Where merge buffers go
+dense or sparse by choice, all dense and all compressed are, too; where it rounds values, the best one that does not is.
 """
 
 from __future__ import annotations
@@ -39,6 +39,11 @@ class Candidate:
     def finish(self) -> float:
         """Return when the last exchange is predicted to end, in seconds since backward began."""
         return predicted_finish(self.plan, self.measured)
+
+    @property
+    def shape(self) -> tuple[int, int, str, str]:
+        """Return in how many messages it sends, how many of them whole, and how the others."""
+        return sum(self.plan.parts), sum(self.plan.dense), self.wire, self.exchange
 
     @property
     def is_dense(self) -> bool:
@@ -112,7 +117,10 @@ class Search:
         return not scores[0] <= scores[1] * gain
 
     def others(self, chosen: Candidate) -> list[Candidate]:
-        """Return what to try beside ``chosen``: what is predicted to end not much later."""
+        """Return what to try beside ``chosen``: what is predicted to end not much later, the plan in use for one.
+
+        That one is left out where as many messages that are sent alike are tried.
+        """
         found: list[Candidate] = []
         if self._codecs and chosen.wire != OWN:
             found.append(self._best(OWN))
@@ -125,6 +133,9 @@ class Search:
         for each in [*found, *self._sums(chosen)]:
             if each.finish < latest_end:
                 plans.setdefault(each.plan, each)
+        current = self.current()
+        if current.finish < latest_end and current.shape not in [each.shape for each in plans.values()]:
+            plans[current.plan] = current
         return list(plans.values())[1:]
 
     def _seconds(self, candidate: Candidate) -> float:

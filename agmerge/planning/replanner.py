@@ -262,11 +262,11 @@ class Replanner:
 
     def _advance_trial(self, trial: PlanTrial) -> Decision:
         """Collective. Return the trial's next plan, and when it is over the fastest one, by the slowest rank."""
-        if not self._number_of_rank_0(trial.count_step()):
+        if not trial.count_step():
             return Decision()
-        following = trial.end_turn()
-        if following is not None:
-            return self._changed_to(following)
+        following = self._number_of_rank_0(trial.following())
+        if following >= 0:
+            return self._changed_to(trial.begin_turn(following))
         self._trial = None
         seconds = gather_seconds(self.buffers, np.array(trial.seconds()))[0].max(axis=0)
         shares = [each.delivered for each in self._tried]
@@ -354,7 +354,7 @@ class Replanner:
         if buffers.config.wires:
             self._why = candidates.why_without_trial(self._tried[0], bool(codecs))
         if len(self._tried) > 1:
-            self._trial = PlanTrial(*(each.plan for each in self._tried), usual=self._whole.typical())
+            self._trial = PlanTrial(*(each.plan for each in self._tried))
         elif all(chosen.dense) and buffers.config.chooses_dense:
             finish = predicted_finish(chosen, self._latest)
             self._warn_dense_once(f"predicted to end after {1e3 * finish:.3g} ms")
@@ -365,11 +365,9 @@ class Replanner:
 
     def _to_try(self, search: Search) -> list[Candidate]:
         """Return what to go on with, on rank 0, and after it what a trial compares it with."""
-        chosen = search.chosen()
-        if self.measured is not None:
-            current = search.current()
-            if chosen.plan == current.plan or not search.is_worth(chosen, current):
-                return [current]
+        chosen, current = search.chosen(), search.current()
+        if self.measured is not None and (chosen.plan == current.plan or not search.is_worth(chosen, current)):
+            return [current]
         return [chosen, *search.others(chosen)]
 
     def _changed_to(self, plan: merging.Plan) -> Decision:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,7 +138,8 @@ def test_near_the_trade_off_both_are_tried_and_the_faster_stays(slower: int, mon
         return seen
 
     seen = agreed(on_ranks(2, MODEL, body))
-    assert seen == [False] * plan_trial.STEPS + [True] * plan_trial.STEPS + [slower == 0]
+    turns = [False] * plan_trial.TURN + [True] * plan_trial.TURN
+    assert seen == turns * plan_trial.ROUNDS + [slower == 0]
 
 
 def test_a_dense_plan_that_only_looks_faster_is_given_up_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,8 @@ def test_a_dense_plan_that_only_looks_faster_is_given_up_without_a_word(monkeypa
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         seen = agreed(on_ranks(2, MODEL, body))
-    assert seen == [True] * plan_trial.STEPS + [False] * (plan_trial.STEPS + 2)
+    turns = [True] * plan_trial.TURN + [False] * plan_trial.TURN
+    assert seen == turns * plan_trial.ROUNDS + [False] * 2
 
 
 def test_a_dense_plan_that_is_far_behind_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,35 +187,3 @@ def test_every_planner_has_the_choice(name: str, monkeypatch: pytest.MonkeyPatch
     plans = on_ranks(2, MODEL, lambda rank, model: trained(rank, model, merging=name).plan)
     assert plans[0] == plans[1]
     assert set(plans[0].dense) == {True}
-
-
-def test_the_turn_of_a_hopeless_plan_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is a little slower has all its steps, for it may be chance."""
-    monkeypatch.setattr(plan_trial, "HOPELESS", 1.2)
-    lasted = {}
-    for factor in (1.1, 1.3):
-        clock = [0.0]
-        monkeypatch.setattr(plan_trial, "time", SimpleNamespace(perf_counter=lambda clock=clock: clock[0]))
-        trial, steps = plan_trial.PlanTrial(merging.Plan((1,)), merging.Plan((2,))), [0]
-        for step in [1.0] * plan_trial.STEPS + [9.0] + [factor] * plan_trial.STEPS:
-            clock[0] += step
-            steps[-1] += 1
-            if trial.count_step():
-                steps.append(0)
-                if trial.end_turn() is None:
-                    break
-        lasted[factor] = steps[:-1]
-        assert trial.seconds() == pytest.approx([1.0, factor])
-    assert lasted == {1.1: [plan_trial.STEPS] * 2, 1.3: [plan_trial.STEPS, plan_trial.ENOUGH]}
-
-
-@pytest.mark.parametrize("usual, lasts", [(0.8, plan_trial.ENOUGH), (0.9, plan_trial.STEPS)])
-def test_the_first_plan_is_held_against_the_steps_before(
-    usual: float, lasts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is predicted to be the best, and may be far from it."""
-    monkeypatch.setattr(plan_trial, "HOPELESS", 1.2)
-    clock = iter(range(100))
-    monkeypatch.setattr(plan_trial, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
-    trial = plan_trial.PlanTrial(merging.Plan((1,)), merging.Plan((2,)), usual=usual)
-    assert [trial.count_step() for _ in range(lasts)] == [False] * (lasts - 1) + [True]

@@ -15,7 +15,7 @@ import merging
 from agmerge import testing
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.step_times import Seconds
-from agmerge.planning import replanner
+from agmerge.planning import plan_trial, replanner
 from agmerge.planning.cost_probe import MeasuredCosts
 from agmerge.planning.drift import CONFIRMATIONS, LATE, STEADY, DriftDetector
 from agmerge.planning.probe_budget import Budget
@@ -92,6 +92,7 @@ class World:
         monkeypatch.setattr(replanner, "measure_costs", probe)
         monkeypatch.setattr(merging, "best", best)
         monkeypatch.setattr("agmerge.options.config.CHOICE", ())  # see test_wire_choice.py
+        monkeypatch.setattr(plan_trial, "DOUBTFUL", 0.0)  # no trials: see test_plan_trial.py
 
 
 def at(look: int) -> int:
