@@ -2,13 +2,14 @@
 
 Which plans these are, ``candidates`` says: their labels say how they send, so a trial of value codecs is one of plans.
 Plans take turns several times, so that other load that comes or goes meets all of them, and of the steps of each the
-fastest third counts, since other load only adds.
+fastest third counts, since other load only adds. What is predicted to be the best has to be beaten beyond chance.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 
 import merging
 
@@ -59,6 +60,11 @@ class PlanTrial:
         """Return what a step takes with each plan on this rank: the mean of the fastest third, in seconds."""
         return [_fastest_third(counted) for counted in self._counted]
 
+    def doubts(self) -> list[float]:
+        """Return by how much steps with each plan differ on this rank: from :meth:`seconds` to their median."""
+        medians = [statistics.median(counted) for counted in self._counted]
+        return [median - fast for median, fast in zip(medians, self.seconds(), strict=True)]
+
     def _is_out(self, number: int) -> bool:
         """Tell whether a plan, which has had a turn as all have, is not the fastest one beyond doubt."""
         seconds = self.seconds()
@@ -71,3 +77,12 @@ class PlanTrial:
 def _fastest_third(seconds: list[float]) -> float:
     """Return the mean of the fastest third of these steps, of one at least."""
     return statistics.fmean(sorted(seconds)[: max(1, len(seconds) // 3)])
+
+
+def taken(best: int, seconds: Sequence[float], doubts: Sequence[float]) -> int:
+    """Return the number of the plan to go on with: ``best``, or the first, which is predicted to be the best.
+
+    That one stays unless ``best`` is faster by more than steps with one of both differ among themselves: on a machine
+    with other work a few steps say less than what was measured before.
+    """
+    return best if seconds[best] + max(doubts[best], doubts[0]) < seconds[0] else 0

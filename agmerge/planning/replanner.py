@@ -23,7 +23,7 @@ from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.step_times import Seconds
 from agmerge.metrics.whole_steps import WholeSteps
 from agmerge.options.config import AUTO
-from agmerge.planning import candidates, known_plans, wire_choice
+from agmerge.planning import candidates, known_plans, plan_trial, wire_choice
 from agmerge.planning.candidates import Candidate, Search
 from agmerge.planning.codec_costs import measure_codecs
 from agmerge.planning.cost_probe import MeasuredCosts
@@ -268,9 +268,10 @@ class Replanner:
         if following >= 0:
             return self._changed_to(trial.begin_turn(following))
         self._trial = None
-        seconds = gather_seconds(self.buffers, np.array(trial.seconds()))[0].max(axis=0)
-        shares = [each.delivered for each in self._tried]
-        number = self._number_of_rank_0(wire_choice.best(seconds.tolist(), shares))
+        columns = gather_seconds(self.buffers, np.array(trial.seconds()), np.array(trial.doubts()))
+        seconds, doubts = (every.max(axis=0) for every in columns)
+        best = wire_choice.best(seconds.tolist(), [each.delivered for each in self._tried])
+        number = self._number_of_rank_0(plan_trial.taken(best, seconds.tolist(), doubts.tolist()))
         taken = self._tried[number]
         fastest, self.measured, self._latest = taken.plan, taken.measured, taken.measured
         self._why = candidates.why(self._tried, seconds.tolist(), number)

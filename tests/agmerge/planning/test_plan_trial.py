@@ -59,3 +59,17 @@ def test_other_load_for_a_while_does_not_decide(begins: int, monkeypatch: pytest
     loaded = {(begins + more) % (2 * half) for more in range(half)}
     _, seconds = trained(monkeypatch, lambda plan, step: (1.0 + 0.04 * plan) * (1.3 if step in loaded else 1.0), 2)
     assert seconds[0] < seconds[1]
+
+
+def test_what_is_predicted_to_be_the_best_has_to_be_beaten_beyond_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plan_trial.taken(1, [1.0, 0.9], [0.02, 0.05]) == 1
+    assert plan_trial.taken(1, [1.0, 0.9], [0.2, 0.05]) == plan_trial.taken(1, [1.0, 0.9], [0.02, 0.15]) == 0
+    assert plan_trial.taken(0, [1.0, 0.9], [0.0, 0.0]) == 0  # as where a codec loses too much
+    clock = [0.0]
+    monkeypatch.setattr(plan_trial, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    trial = PlanTrial(*PLANS[:1])
+    for seconds in [9.0, 1.0, 2.0] * ROUNDS:
+        clock[0] += seconds
+        if trial.count_step():
+            trial.begin_turn(0)
+    assert trial.seconds() == [1.0] and trial.doubts() == [0.5]
