@@ -23,7 +23,7 @@ from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.step_times import Seconds
 from agmerge.metrics.whole_steps import WholeSteps
 from agmerge.options.config import AUTO
-from agmerge.planning import candidates, known_plans, plan_trial, wire_choice
+from agmerge.planning import candidates, known_plans, plan_trial, probe_budget, wire_choice
 from agmerge.planning.candidates import Candidate, Search
 from agmerge.planning.codec_costs import measure_codecs
 from agmerge.planning.cost_probe import MeasuredCosts
@@ -41,6 +41,7 @@ from agmerge.step.merge_buffers import MergeBuffers
 from merging import Measurements
 
 FIRST = 10  # steps that are measured before the first plan
+_DONE = Decision()  # what takes several steps is over
 LOOKS = (5, FIRST)  # steps after which a plan of an earlier run is looked at first: it may be for another network
 
 
@@ -54,7 +55,8 @@ class Replanner:
         self._steps = 0  # of this agreement
         self._drift = DriftDetector()  # asked on rank 0
         self._whole = WholeSteps()
-        self._measuring: Iterator[Measurements | None] | None = None  # under way
+        self._step = 0  # the one to come
+        self._under_way: Iterator[Decision | None] | None = None  # probing and planning, over several steps
         self.bytes_probed = 0  # handed to collectives by probes, by the rank that sent most
         self._trial: PlanTrial | None = None  # under way
         self._tried: list[Candidate] = []  # in the last trial, or what was taken without one
@@ -73,11 +75,12 @@ class Replanner:
         the next one: costs are measured with the budgets that were chosen. A cutoff of another size is the last one.
         """
         self._whole.end()
+        self._step = step
         if self._is_sampling:
             values = self.buffers.sampled_values()
             self._values = self._values if values is None else values  # a step that overflows has none
         yield from self._decide(step)
-        plans_soon = self._measuring is not None or self._may_plan_after(self._steps + 1)
+        plans_soon = self._under_way is not None or self._may_plan_after(self._steps + 1)
         self._is_sampling = bool(self.buffers.config.wires) and plans_soon
         if self._is_sampling:
             self.buffers.sample_values(step)
@@ -95,11 +98,11 @@ class Replanner:
             yield self._recall()
         elif self._trial is not None:
             yield self._advance_trial(self._trial)
-        elif self._measuring is not None:
-            yield from self._go_on(planner, self._measuring, step)
+        elif self._under_way is not None:
+            yield from self._go_on(self._under_way)
         elif self._may_plan_after(self._steps):
             if self._latest is None:
-                yield from self._go_on(planner, self._measure(step), step)
+                yield from self._go_on(self._renew(planner, self._measure(step)))
             else:
                 yield from self._recheck(planner, step)
 
@@ -131,7 +134,7 @@ class Replanner:
             return "fixed"
         if self._trial is not None:
             return "trying"
-        if self._measuring is not None:
+        if self._under_way is not None:
             return "probing"
         if self._is_known:
             return "known"
@@ -209,31 +212,36 @@ class Replanner:
 
     # -- when it plans --------------------------------------------------------------------------------------
 
-    def _go_on(
-        self, planner: merging.Planner, measuring: Iterator[Measurements | None], step: int
-    ) -> Iterator[Decision]:
-        """Collective. Measure a part; once all is known, yield what follows from it."""
-        began = time.time()
-        latest = next(measuring)
+    def _go_on(self, under_way: Iterator[Decision | None]) -> Iterator[Decision]:
+        """Collective. Do a part of what takes several steps, and yield what follows from it once it is there."""
+        self._under_way, began = under_way, time.time()
+        part = next(under_way, None)
         if self.times.trace is not None:
             self.times.trace.note("probe", began, time.time() - began)
-        self._measuring = measuring if latest is None else None
-        if latest is None:
-            return
-        if self._latest is None:
-            yield from self._plan_first(planner, latest, step)
-        else:
-            yield self._plan(planner, latest, step)
+        while part is not None:
+            yield part
+            part = next(under_way, _DONE)
+            if part is _DONE:
+                self._under_way = None
+                return
 
-    def _plan_first(self, planner: merging.Planner, latest: Measurements, step: int) -> Iterator[Decision]:
-        """Collective. Yield the cutoff of dense="partial" if it is still to be chosen, and the first plan."""
+    def _renew(self, planner: merging.Planner, measuring: Iterator[Measurements | None]) -> Iterator[Decision | None]:
+        """Collective. Measure and plan, a part at each ``next``, and yield None; yield what changes at last.
+
+        Before the first plan that may be the cutoff of dense="partial", if it is still to be chosen.
+        """
+        is_first, latest = self._latest is None, None
+        for latest in measuring:
+            if latest is None:
+                yield None
+        assert latest is not None
         cutoff = self.buffers.config.partial
-        if cutoff is not None and not cutoff.final:
+        if is_first and cutoff is not None and not cutoff.final:
             chosen = choose_cutoff(self.buffers, planner_of(self.buffers, planner), latest)
             yield Decision(cutoff=chosen)
             if chosen.elements != cutoff.elements:
                 return  # this agreement ends here; the next one measures and plans
-        yield self._plan(planner, latest, step)
+        yield from self._plan(planner, latest)
 
     def _recheck(self, planner: merging.Planner, step: int) -> Iterator[Decision]:
         """Collective. Compare times with what was predicted, and plan anew, or probe first, where they have changed."""
@@ -254,11 +262,11 @@ class Replanner:
             return
         if finding is Finding.PROBE:
             seen = self._seen(step, ready, every_making, every_travel)
-            yield from self._go_on(planner, self._measure(step, ready, seen), step)
+            yield from self._go_on(self._renew(planner, self._measure(step, ready, seen)))
         else:
             known = self._latest
             costs = MeasuredCosts(known.sparsify, known.exchange, known.dense, known.message)
-            yield self._plan(planner, self._measured(step, ready, costs), step)
+            yield from self._go_on(self._plan(planner, self._measured(step, ready, costs)))
 
     def _advance_trial(self, trial: PlanTrial) -> Decision:
         """Collective. Return the trial's next plan, and when it is over the fastest one, by the slowest rank."""
@@ -329,25 +337,28 @@ class Replanner:
 
     # -- what is decided ------------------------------------------------------------------------------------
 
-    def _plan(self, planner: merging.Planner, latest: Measurements, step: int) -> Decision:
-        """Collective. Let rank 0 plan, check its plans on every rank, and return the change, if it is one.
+    def _plan(self, planner: merging.Planner, latest: Measurements) -> Iterator[Decision | None]:
+        """Collective. Let rank 0 plan, a part at each ``next``, and yield None; yield the change at last, if it is one.
 
-        The plans travel with what they were made from. Where merge buffers go dense or sparse by choice, a new plan
-        has to show what it promises, in a trial beside its alternatives.
+        Every rank checks the plans, which travel with what they were made from. Where merge buffers go dense or sparse
+        by choice, a new plan has to show what it promises, in a trial beside its alternatives.
         """
-        buffers = self.buffers
+        buffers, usual = self.buffers, self._whole.typical()
         names = [slot.name for slot in buffers.layout.slots]
-        codecs = measure_codecs(buffers, self._values, step) if buffers.config.wires else {}
+        codecs = measure_codecs(buffers, self._values, self._step) if buffers.config.wires else {}
+        search = Search(planner, buffers, latest, codecs, self._step, usual)
 
         def decide() -> dict[str, Any]:
-            search = Search(planner, buffers, latest, codecs, step, self._whole.typical())
-            return candidates.dumps(self._to_try(search))
+            found = search.to_try(probe_budget.SHARE * usual, stays=self.measured is not None)
+            return {} if found is None else candidates.dumps(found)
 
         def reject(decision: dict[str, Any]) -> str:
-            problems = (why_plan_does_not_fit(each.plan, names) for each in candidates.loads(decision))
-            return next(filter(None, problems), "")
+            found = candidates.loads(decision) if decision else []
+            return next(filter(None, (why_plan_does_not_fit(each.plan, names) for each in found)), "")
 
-        decision = decide_on_rank_0(buffers.comm, decide, reject, buffers.config.timeout, decider=repr(planner))
+        who, timeout = repr(planner), buffers.config.timeout
+        while not (decision := decide_on_rank_0(buffers.comm, decide, reject, timeout, decider=who)):
+            yield None
         self._is_known = False
         self._tried = candidates.loads(decision)
         chosen, self._latest = self._tried[0].plan, self._tried[0].measured
@@ -362,14 +373,7 @@ class Replanner:
         change = self._changed_to(chosen)
         if self.measured is None or change.plan is not None:
             self.measured = self._latest
-        return change
-
-    def _to_try(self, search: Search) -> list[Candidate]:
-        """Return what to go on with, on rank 0, and after it what a trial compares it with."""
-        chosen, current = search.chosen(), search.current()
-        if self.measured is not None and (chosen.plan == current.plan or not search.is_worth(chosen, current)):
-            return [current]
-        return [chosen, *search.others(chosen)]
+        yield change
 
     def _changed_to(self, plan: merging.Plan) -> Decision:
         """Return the decision for ``plan``: none if it is the one in use. A trace has a note of another codec."""

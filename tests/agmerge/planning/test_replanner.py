@@ -16,10 +16,11 @@ from agmerge import testing
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.step_times import Seconds
 from agmerge.planning import plan_trial, replanner
+from agmerge.planning.candidates import Search
 from agmerge.planning.cost_probe import MeasuredCosts
 from agmerge.planning.drift import CONFIRMATIONS, LATE, STEADY, DriftDetector
 from agmerge.planning.probe_budget import Budget
-from agmerge.planning.replanner import FIRST, Replanner
+from agmerge.planning.replanner import FIRST
 from agmerge.runtime import workers
 from agmerge.step.merge_buffers import MergeBuffers
 from merging import Curve
@@ -297,12 +298,12 @@ def test_the_rank_that_waited_least_says_what_an_exchange_takes(late: int, monke
 
 def test_rank_0_decides_and_the_others_need_not_be_able_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planning, looking back, comparing: all of it happens on one rank, and what it finds is what all do."""
-    for owner, what in ((DriftDetector, "look"), (Replanner, "_to_try")):
+    for owner, what in ((DriftDetector, "look"), (Search, "to_try")):
         original = getattr(owner, what)
 
-        def only(self: Any, *arguments: Any, original: Any = original) -> Any:
+        def only(self: Any, *arguments: Any, original: Any = original, **options: Any) -> Any:
             assert workers.world().rank == 0
-            return original(self, *arguments)
+            return original(self, *arguments, **options)
 
         monkeypatch.setattr(owner, what, only)
     world = World(backward=change(LONG, SHORT, at=1))
