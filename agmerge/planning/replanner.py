@@ -269,7 +269,7 @@ class Replanner:
             yield from self._go_on(self._plan(planner, self._measured(step, ready, costs)))
 
     def _advance_trial(self, trial: PlanTrial) -> Decision:
-        """Collective. Return the trial's next plan, and when it is over the fastest one, by the slowest rank."""
+        """Collective. Return the trial's next plan, and when it is over the one to go on with, by the slowest rank."""
         if not trial.count_step():
             return Decision()
         following = self._number_of_rank_0(trial.following())
@@ -281,16 +281,16 @@ class Replanner:
         best = wire_choice.best(seconds.tolist(), [each.delivered for each in self._tried])
         number = self._number_of_rank_0(plan_trial.taken(best, seconds.tolist(), doubts.tolist()))
         taken = self._tried[number]
-        fastest, self.measured, self._latest = taken.plan, taken.measured, taken.measured
+        plan, self.measured, self._latest = taken.plan, taken.measured, taken.measured
         self._why = candidates.why(self._tried, seconds.tolist(), number)
         self._why_exchange = candidates.why_exchange(self._tried, seconds.tolist())
-        if all(fastest.dense):
-            times = [took for took, plan in zip(seconds, trial.plans, strict=True) if not all(plan.dense)]
+        if all(plan.dense):
+            times = [took for took, tried in zip(seconds, trial.plans, strict=True) if not all(tried.dense)]
             compressed = f"{1e3 * min(times):.3g} ms" if times else "is predicted to take much longer"
-            self._warn_dense_once(f"{1e3 * seconds.min():.3g} ms a step, compressed {compressed}")
+            self._warn_dense_once(f"{1e3 * seconds[number]:.3g} ms a step, compressed {compressed}")
         self.times.restart()
         self._steps = FIRST
-        return self._changed_to(fastest)
+        return self._changed_to(plan)
 
     # -- what is measured -----------------------------------------------------------------------------------
 
