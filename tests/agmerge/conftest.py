@@ -26,5 +26,6 @@ def probes_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost_probe, "RUNS", 2)
     for never in ("HOPELESS", "SURE"):
         monkeypatch.setattr(plan_trial, never, math.inf)
+    monkeypatch.setattr(plan_trial.PlanTrial, "doubts", lambda trial: [0.0] * len(trial.plans))
     for few in ("VISITS", "ROUNDS", "PAIRS"):
         monkeypatch.setattr(cost_probe, few, 1)

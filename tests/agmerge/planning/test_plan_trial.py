@@ -11,6 +11,7 @@ import merging
 from agmerge.planning import plan_trial
 from agmerge.planning.plan_trial import ROUNDS, TURN, PlanTrial
 
+doubts = PlanTrial.doubts  # in place of which all tests have none
 PLANS = tuple(merging.Plan((1,) * number) for number in (1, 2, 3))
 Seconds = Callable[[int, int], float]  # of a plan, by its number, in a step of the trial
 
@@ -72,4 +73,4 @@ def test_what_is_predicted_to_be_the_best_has_to_be_beaten_beyond_chance(monkeyp
         clock[0] += seconds
         if trial.count_step():
             trial.begin_turn(0)
-    assert trial.seconds() == [1.0] and trial.doubts() == [0.5]
+    assert trial.seconds() == [1.0] and doubts(trial) == [0.5]
