@@ -1,7 +1,7 @@
 """Hold what probes find against what training itself has shown: how long its messages took to be made and to travel.
 
 Probes are short, and most of them small. On a slow link they end before the sizes that messages have, and on a machine
-with other work one that was held up makes every size beyond it look dear: messages of 80 kB were thought to take 5 s.
+with other work one that was held up makes every size beyond it look dear: a message was thought to take 1 s, not 0.04.
 Of the messages of training there are many steps, so the seconds that all of one step took together are known well.
 They bound every curve: messages in one take no longer than one after the other, and beside its start-up a message of a
 share of the elements takes about that share of the seconds.

@@ -41,7 +41,7 @@ def test_one_point_becomes_a_line() -> None:
 
 
 def test_a_probe_that_was_held_up_makes_no_larger_message_dear() -> None:
-    """As found on two cores beside another job: 51 ms where 4 are usual, so a message of everything took 5.7 s."""
+    """As found on two cores beside another job: 51 ms where 4 are usual, so a message of everything took a second."""
     probed = Curve((1196, 3585, 10753), (0.22e-3, 4.26e-3, 51.46e-3))
     assert probed(197_400) > 1.0
     found = bounded_exchange(probed, 197_400, 37.5e-3)
