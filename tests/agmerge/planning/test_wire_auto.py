@@ -31,13 +31,13 @@ TRIAL = 2 * plan_trial.STEPS
 
 @pytest.fixture
 def link(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What an element takes in an exchange, and one that goes dense, in place of what is measured; to be changed."""
+    """What an element takes in an exchange, and one that goes dense, beside a start-up that makes one message best."""
     seconds = [SLOW]
 
     def probe(
         buffers: MergeBuffers, step: int, backward: float, budget: Budget, *_: object
     ) -> Iterator[cost_probe.MeasuredCosts]:
-        line, *dense = (Curve((0, 10**6), (1e-3, 1e-3 + slope * 10**6)) for slope in seconds)
+        line, *dense = (Curve((0, 10**6), (1.0, 1.0 + slope * 10**6)) for slope in seconds)
         yield cost_probe.MeasuredCosts(Curve((0, 1), (0.0, 0.0)), line, *dense or [None])
 
     monkeypatch.setattr(replanner, "measure_costs", probe)
