@@ -17,6 +17,7 @@ from agmerge.metrics.step_times import Clock, Seconds
 from agmerge.planning.cost_probe import MeasuredCosts
 from agmerge.planning.measuring import gather_seconds
 from agmerge.planning.replanner import Replanner
+from agmerge.planning.seen_messages import SeenMessages
 from agmerge.step.merge_buffers import MergeBuffers
 
 
@@ -38,13 +39,17 @@ class DearReplanner(Replanner):
         self._reducer = weakref.proxy(reducer)
 
     def _measure(
-        self, step: int, ready: Seconds | None = None, *, at_once: bool = False
+        self, step: int, ready: Seconds | None = None, seen: SeenMessages | None = None, *, at_once: bool = False
     ) -> Iterator[planning.Measurements | None]:
         """Collective. Measure. Pending updates are applied first: nothing is in flight while exchanges are timed."""
         self._reducer.flush()
-        for part in super()._measure(step, ready, at_once=at_once):
+        for part in super()._measure(step, ready, seen, at_once=at_once):
             yield part
             self._reducer.flush()
+
+    def _seen(self, step: int, ready: Seconds, making: Seconds, travel: Seconds) -> SeenMessages | None:
+        """Return nothing: what travels in backward is a half of each exchange."""
+        return None
 
     def _measured(self, step: int, ready: Seconds, costs: MeasuredCosts) -> planning.Measurements:
         """Collective. Return what plans are made from, with seconds of forward."""

@@ -77,10 +77,21 @@ class RunningStepTimes:
             raise LookupError("no step has been averaged")
         return np.asarray(np.maximum.accumulate(typical.ready))
 
+    def making(self) -> Seconds:
+        """Return the seconds to make each merge buffer's message, (m,): medians, as :meth:`ready`."""
+        return self._median("making")
+
     def travel(self) -> Seconds:
-        """Return the seconds of each merge buffer's exchange, (m,): medians of this average, which has a step."""
+        """Return the seconds of each merge buffer's exchange, (m,): medians, as :meth:`ready`."""
+        return self._median("travel")
+
+    def _median(self, what: str) -> Seconds:
+        """Return the medians of one figure of steps, (m,). Of the last average, and raises, as :meth:`ready` has it."""
         self.settle()
-        return np.asarray(np.median([times.travel for times in self.steps], axis=0))
+        steps = self.steps or ([] if self._before is None else [self._before])
+        if not steps:
+            raise LookupError("no step has been averaged")
+        return np.asarray(np.median([getattr(times, what) for times in steps], axis=0))
 
     def typical(self) -> StepTimes | None:
         """Return the median step, mark by mark; of the last average where this one has none yet; else None."""

@@ -106,6 +106,11 @@ class StepTimes:
         return self.received - self.waiting
 
     @property
+    def making(self) -> Seconds:
+        """Return the seconds from each merge buffer's last tensor to its message, the first of several, (m,)."""
+        return self.handed - self.complete
+
+    @property
     def travel(self) -> Seconds:
         """Return the seconds that each exchange took, once those before it had ended, (m,): a hook too long at most."""
         return np.asarray(self.arrived - np.maximum(self.handed, np.concatenate([[0.0], self.arrived[:-1]])))

@@ -1,13 +1,15 @@
 """Find the plans to try, with the value codec of each: on rank 0, from what all ranks have measured.
 
-Where merge buffers go dense or sparse by choice, all dense and all compressed are beside the plan that is predicted to
-be the best; where that one rounds values, the best one that does not is, too.
+Beside the plan that is predicted to be the best is the one in use, for predictions may be wrong. Where merge buffers go
+dense or sparse by choice, all dense and all compressed are, too; where it rounds values, the best one that does not is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import merging
@@ -41,6 +43,11 @@ class Candidate:
         return predicted_finish(self.plan, self.measured)
 
     @property
+    def shape(self) -> tuple[int, int, str, str]:
+        """Return in how many messages it sends, how many of them whole, and how the others."""
+        return sum(self.plan.parts), sum(self.plan.dense), self.wire, self.exchange
+
+    @property
     def is_dense(self) -> bool:
         """Tell whether nothing is selected, so that the value codec has no say."""
         return all(self.plan.dense)
@@ -63,8 +70,12 @@ def loads(record: Mapping[str, Any]) -> list[Candidate]:
     return [Candidate(merging.Plan.loads(plan), measured[index], *rest) for plan, index, *rest in record["rows"]]
 
 
+class _Interrupted(Exception):
+    """Say that there is no more time until after the next step."""
+
+
 class Search:
-    """Look for the plans to try, from one set of measurements.
+    """Look for the plans to try, from one set of measurements, over several steps where that takes long.
 
     Args:
         planner: who makes plans.
@@ -86,8 +97,34 @@ class Search:
         usual: float,
     ) -> None:
         self._planner, self._buffers, self._latest, self._codecs, self._step = planner, buffers, latest, codecs, step
-        self._known: dict[tuple[str, bool], Candidate] = {}  # what :meth:`_best` has found
+        self._known: dict[tuple[str, ...], merging.Plan] = {}  # what :meth:`_made` has
+        self._measured = {buffers.wire: latest}  # as it would be in a codec, by name
+        self._until, self._has_planned = 0.0, False  # when this part of the search ends, once it has made a plan
         self._rest = max(0.0, usual - predicted_finish(buffers.plan, latest))  # seconds of a step that no plan changes
+
+    def to_try(self, seconds: float, *, stays: bool) -> list[Candidate] | None:
+        """Return what to go on with, and after it what a trial compares it with; None: ask again after the next step.
+
+        Args:
+            seconds: that this may take now; one plan is made in any case.
+            stays: the plan in use was made from times, and is kept where no other one is worth a change.
+        """
+        self._until, self._has_planned = time.perf_counter() + seconds, False
+        try:
+            chosen, current = self.chosen(), self.current()
+            if stays and (chosen.plan == current.plan or not self.is_worth(chosen, current)):
+                return [current]
+            return [chosen, *self.others(chosen)]
+        except _Interrupted:
+            return None
+
+    def _made(self, make: Callable[[], merging.Plan], *key: str) -> merging.Plan:
+        """Return the plan of this name, which ``make`` makes unless it is there. Raises :class:`_Interrupted`."""
+        if key not in self._known:
+            if self._has_planned and time.perf_counter() > self._until:
+                raise _Interrupted
+            self._known[key], self._has_planned = make(), True
+        return self._known[key]
 
     def current(self) -> Candidate:
         """Return the plan in use."""
@@ -112,12 +149,16 @@ class Search:
         return not scores[0] <= scores[1] * gain
 
     def others(self, chosen: Candidate) -> list[Candidate]:
-        """Return what to try beside ``chosen``: what is predicted to end not much later."""
+        """Return what to try beside ``chosen``: what is predicted to end not much later, the plan in use for one.
+
+        That one is left out where as many messages that are sent alike are tried, and where a planner makes one plan.
+        """
         found: list[Candidate] = []
         if self._codecs and chosen.wire != OWN:
             found.append(self._best(OWN))
         if chosen.measured.dense is not None:
-            whole = _all_dense(planner_of(self._buffers, self._planner), chosen.measured)
+            planner = planner_of(self._buffers, self._planner)
+            whole = self._made(lambda: _all_dense(planner, chosen.measured), "dense", chosen.wire)
             found.append(self._candidate(whole, chosen.measured, OWN))
             found.append(self._best(chosen.wire, compressed=True))
         latest_end = plan_trial.DOUBTFUL * chosen.finish
@@ -125,6 +166,10 @@ class Search:
         for each in [*found, *self._sums(chosen)]:
             if each.finish < latest_end:
                 plans.setdefault(each.plan, each)
+        current = self.current()
+        is_other = current.shape not in [each.shape for each in plans.values()]
+        if self._planner.recheck_every and is_other and current.finish < latest_end:  # what others say is never doubted
+            plans[current.plan] = current
         return list(plans.values())[1:]
 
     def _seconds(self, candidate: Candidate) -> float:
@@ -151,7 +196,7 @@ class Search:
             measured = replace(
                 usual.measured, exchange=exchanged_by(name, curve, buffers.across.size, index, each, coded=coded)
             )
-            plan = best_plan(self._planner, buffers, measured)
+            plan = self._made(partial(best_plan, self._planner, buffers, measured), "sum", name, usual.wire)
             found.append(self._candidate(plan, measured, usual.wire, name))
         return [each for each in found if each.finish < usual.finish and not each.is_dense]
 
@@ -167,11 +212,12 @@ class Search:
 
     def _best(self, wire: str, *, compressed: bool = False) -> Candidate:
         """Return the best plan in a codec. ``compressed``: in which nothing goes dense."""
-        if (wire, compressed) not in self._known:
-            measured = self._in(wire)
-            plan = best_plan(self._planner, self._buffers, replace(measured, dense=None) if compressed else measured)
-            self._known[wire, compressed] = self._candidate(plan, measured, wire)
-        return self._known[wire, compressed]
+        measured = self._in(wire)
+        assumed = replace(measured, dense=None) if compressed else measured
+        key = ("compressed" if compressed else "best", wire)
+        return self._candidate(
+            self._made(lambda: best_plan(self._planner, self._buffers, assumed), *key), measured, wire
+        )
 
     def _candidate(
         self, plan: merging.Plan, measured: Measurements, wire: str, exchange: str | None = None
@@ -190,11 +236,12 @@ class Search:
 
     def _in(self, wire: str) -> Measurements:
         """Return what was measured as it would be in a codec."""
-        buffers = self._buffers
-        if wire == buffers.wire:
-            return self._latest
-        load = profile(buffers, self._latest.profile.backward.cumsum(), self._step, wire=wire).load
-        return in_wire(self._latest, load, self._codecs[buffers.wire], self._codecs[wire], buffers.across.size)
+        if wire not in self._measured:
+            now, other = self._codecs[self._buffers.wire], self._codecs[wire]
+            ready = self._latest.profile.backward.cumsum()
+            load = profile(self._buffers, ready, self._step, wire=wire).load
+            self._measured[wire] = in_wire(self._latest, load, now, other, self._buffers.across.size)
+        return self._measured[wire]
 
 
 def _all_dense(planner: merging.Planner, measured: Measurements) -> merging.Plan:

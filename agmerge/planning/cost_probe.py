@@ -26,7 +26,7 @@ GROWTH = 2.0  # of the sizes, at least
 RUNS = 6  # of one size in one visit, at most
 SIZES = 0.8  # of the budget: the rest is for what follows
 VISITS = 2  # to each size, after different steps where a step has room for one of them only
-SLOPED = 4.0  # times the seconds of the smallest size: beyond, elements are what costs, and the slope is known
+SLOPED = 2.0  # times the seconds of the smallest size: beyond, elements are what costs; what was seen bounds the slope
 
 PIECE = 1e-5  # seconds: no processor does a piece of work sooner
 ROUNDS = 5  # so often are small messages in a row timed, at most

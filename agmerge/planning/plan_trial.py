@@ -1,50 +1,88 @@
 """Train a few steps with each of several plans: what a prediction promises must be seen in the time of whole steps.
 
 Which plans these are, ``candidates`` says: their labels say how they send, so a trial of value codecs is one of plans.
+Plans take turns several times, so that other load that comes or goes meets all of them, and of the steps of each the
+fastest third counts, since other load only adds. What is predicted to be the best has to be beaten beyond chance.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
+from collections.abc import Sequence
 
 import merging
 
-STEPS = 6  # of each plan; the first of them is not counted
-HOPELESS = 1.2  # times as long as with another plan, or the one before: if all steps so far were, of at least
-ENOUGH = 3  # steps, the first not counted, the turn of a plan ends
+TURN = 3  # steps of a plan until the next one has its turn; the first of them is not counted
+ROUNDS = 3  # turns that a plan has, at most
+STEPS = TURN * ROUNDS  # of each plan, at most
+HOPELESS = 1.4  # times as long as each step of another plan: where all of one turn are, there is no further turn,
+SURE = 2  # nor where all of so many turns are longer at all
 DOUBTFUL = 1.5  # times as late: a plan that is predicted to end later is not tried
 
 
 class PlanTrial:
-    """Train with one plan after the other, ``STEPS`` steps each or until it is hopeless, and time this rank's steps."""
+    """Train with plans in turn, ``TURN`` steps each, and time this rank's steps: who has a turn next, rank 0 says."""
 
-    def __init__(self, *plans: merging.Plan, usual: float = math.inf) -> None:
-        """Begin with the first of ``plans`` in the next step. ``usual``: seconds of a step with the plan before."""
+    def __init__(self, *plans: merging.Plan) -> None:
+        """Begin with the first of ``plans`` in the next step."""
         self.plans = plans
-        self._usual = usual
-        self._seconds: list[list[float]] = [[]]  # of each step, of the plans so far
+        self._counted: list[list[float]] = [[] for _ in plans]  # seconds of steps
+        self._turns = [0] * len(plans)  # that each plan has begun
+        self._now, self._steps = 0, 0  # the plan in use, and its steps in this turn
         self._last_end = time.perf_counter()
+        self.begin_turn(0)
 
     def count_step(self) -> bool:
-        """Count a step that has ended; tell whether the plan in use has had its steps, as this rank sees it."""
+        """Count a step that has ended; tell whether the turn of the plan in use is over: for all ranks alike."""
         now = time.perf_counter()
-        seconds = self._seconds[-1]
-        seconds.append(now - self._last_end)
+        self._steps += 1
+        if self._steps > 1:
+            self._counted[self._now].append(now - self._last_end)
         self._last_end = now
-        if len(seconds) == STEPS:
-            return True
-        best = min((statistics.median(others[1:]) for others in self._seconds[:-1]), default=math.inf)
-        return len(seconds) >= ENOUGH and min(seconds[1:]) > HOPELESS * min(best, self._usual)
+        return self._steps == TURN
 
-    def end_turn(self) -> merging.Plan | None:
-        """Return the plan to go on with, which has the next turn; None if every plan has had one."""
-        if len(self._seconds) == len(self.plans):
-            return None
-        self._seconds.append([])
-        return self.plans[len(self._seconds) - 1]
+    def following(self) -> int:
+        """Return the number of the plan that has the next turn, now that one is over; -1: the trial is over."""
+        if min(self._turns) == 0:
+            return self._turns.index(0)
+        left = [number for number in range(len(self.plans)) if not self._is_out(number)]
+        waiting = [number for number in left if self._turns[number] < ROUNDS]
+        return min(waiting, key=self._turns.__getitem__) if waiting and len(left) > 1 else -1
+
+    def begin_turn(self, number: int) -> merging.Plan:
+        """Return the plan of this number, whose turn begins."""
+        self._turns[number] += 1
+        self._now, self._steps = number, 0
+        return self.plans[number]
 
     def seconds(self) -> list[float]:
-        """Return the median step of each plan on this rank, in seconds."""
-        return [statistics.median(seconds[1:]) for seconds in self._seconds]
+        """Return what a step takes with each plan on this rank: the mean of the fastest third, in seconds."""
+        return [_fastest_third(counted) for counted in self._counted]
+
+    def doubts(self) -> list[float]:
+        """Return by how much steps with each plan differ on this rank: from :meth:`seconds` to their median."""
+        medians = [statistics.median(counted) for counted in self._counted]
+        return [median - fast for median, fast in zip(medians, self.seconds(), strict=True)]
+
+    def _is_out(self, number: int) -> bool:
+        """Tell whether a plan, which has had a turn as all have, is not the fastest one beyond doubt."""
+        seconds = self.seconds()
+        best = min(range(len(seconds)), key=seconds.__getitem__)
+        is_sure = min(self._turns[number], self._turns[best]) >= SURE
+        most = (1.0 if is_sure else HOPELESS) * max(self._counted[best])
+        return number != best and min(self._counted[number]) > most
+
+
+def _fastest_third(seconds: list[float]) -> float:
+    """Return the mean of the fastest third of these steps, of one at least."""
+    return statistics.fmean(sorted(seconds)[: max(1, len(seconds) // 3)])
+
+
+def taken(best: int, seconds: Sequence[float], doubts: Sequence[float]) -> int:
+    """Return the number of the plan to go on with: ``best``, or the first, which is predicted to be the best.
+
+    That one stays unless ``best`` is faster by more than steps with one of both differ among themselves: on a machine
+    with other work a few steps say less than what was measured before.
+    """
+    return best if seconds[best] + max(doubts[best], doubts[0]) < seconds[0] else 0

@@ -23,10 +23,10 @@ from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.step_times import Seconds
 from agmerge.metrics.whole_steps import WholeSteps
 from agmerge.options.config import AUTO
-from agmerge.planning import candidates, known_plans, seen_messages, wire_choice
+from agmerge.planning import candidates, known_plans, plan_trial, probe_budget, wire_choice
 from agmerge.planning.candidates import Candidate, Search
 from agmerge.planning.codec_costs import measure_codecs
-from agmerge.planning.cost_probe import MeasuredCosts, probe
+from agmerge.planning.cost_probe import MeasuredCosts
 from agmerge.planning.drift import DriftDetector, Finding
 from agmerge.planning.first_choices import choose_budgets, choose_cutoff
 from agmerge.planning.known_plans import KnownPlan
@@ -34,12 +34,14 @@ from agmerge.planning.measuring import gather_seconds, measurements, profile
 from agmerge.planning.plan_choice import planner_of, predicted_finish
 from agmerge.planning.plan_trial import PlanTrial
 from agmerge.planning.probe_budget import Budget
+from agmerge.planning.seen_messages import SeenMessages, measure_costs, seen_in
 from agmerge.step.agreed_state import Decision
 from agmerge.step.agreement import decide_on_rank_0, why_plan_does_not_fit
 from agmerge.step.merge_buffers import MergeBuffers
 from merging import Measurements
 
 FIRST = 10  # steps that are measured before the first plan
+_DONE = Decision()  # what takes several steps is over
 LOOKS = (5, FIRST)  # steps after which a plan of an earlier run is looked at first: it may be for another network
 
 
@@ -53,7 +55,8 @@ class Replanner:
         self._steps = 0  # of this agreement
         self._drift = DriftDetector()  # asked on rank 0
         self._whole = WholeSteps()
-        self._measuring: Iterator[Measurements | None] | None = None  # under way
+        self._step = 0  # the one to come
+        self._under_way: Iterator[Decision | None] | None = None  # probing and planning, over several steps
         self.bytes_probed = 0  # handed to collectives by probes, by the rank that sent most
         self._trial: PlanTrial | None = None  # under way
         self._tried: list[Candidate] = []  # in the last trial, or what was taken without one
@@ -72,11 +75,12 @@ class Replanner:
         the next one: costs are measured with the budgets that were chosen. A cutoff of another size is the last one.
         """
         self._whole.end()
+        self._step = step
         if self._is_sampling:
             values = self.buffers.sampled_values()
             self._values = self._values if values is None else values  # a step that overflows has none
         yield from self._decide(step)
-        plans_soon = self._measuring is not None or self._may_plan_after(self._steps + 1)
+        plans_soon = self._under_way is not None or self._may_plan_after(self._steps + 1)
         self._is_sampling = bool(self.buffers.config.wires) and plans_soon
         if self._is_sampling:
             self.buffers.sample_values(step)
@@ -94,11 +98,11 @@ class Replanner:
             yield self._recall()
         elif self._trial is not None:
             yield self._advance_trial(self._trial)
-        elif self._measuring is not None:
-            yield from self._go_on(planner, self._measuring, step)
+        elif self._under_way is not None:
+            yield from self._go_on(self._under_way)
         elif self._may_plan_after(self._steps):
             if self._latest is None:
-                yield from self._go_on(planner, self._measure(step), step)
+                yield from self._go_on(self._renew(planner, self._measure(step)))
             else:
                 yield from self._recheck(planner, step)
 
@@ -130,7 +134,7 @@ class Replanner:
             return "fixed"
         if self._trial is not None:
             return "trying"
-        if self._measuring is not None:
+        if self._under_way is not None:
             return "probing"
         if self._is_known:
             return "known"
@@ -208,36 +212,44 @@ class Replanner:
 
     # -- when it plans --------------------------------------------------------------------------------------
 
-    def _go_on(
-        self, planner: merging.Planner, measuring: Iterator[Measurements | None], step: int
-    ) -> Iterator[Decision]:
-        """Collective. Measure a part; once all is known, yield what follows from it."""
-        began = time.time()
-        latest = next(measuring)
+    def _go_on(self, under_way: Iterator[Decision | None]) -> Iterator[Decision]:
+        """Collective. Do a part of what takes several steps, and yield what follows from it once it is there."""
+        self._under_way, began = under_way, time.time()
+        part = next(under_way, None)
         if self.times.trace is not None:
             self.times.trace.note("probe", began, time.time() - began)
-        self._measuring = measuring if latest is None else None
-        if latest is None:
-            return
-        if self._latest is None:
-            yield from self._plan_first(planner, latest, step)
-        else:
-            yield self._plan(planner, latest, step)
+        while part is not None:
+            yield part
+            part = next(under_way, _DONE)
+            if part is _DONE:
+                self._under_way = None
+                return
 
-    def _plan_first(self, planner: merging.Planner, latest: Measurements, step: int) -> Iterator[Decision]:
-        """Collective. Yield the cutoff of dense="partial" if it is still to be chosen, and the first plan."""
+    def _renew(self, planner: merging.Planner, measuring: Iterator[Measurements | None]) -> Iterator[Decision | None]:
+        """Collective. Measure and plan, a part at each ``next``, and yield None; yield what changes at last.
+
+        Before the first plan that may be the cutoff of dense="partial", if it is still to be chosen.
+        """
+        is_first, latest = self._latest is None, None
+        for latest in measuring:
+            if latest is None:
+                yield None
+        assert latest is not None
         cutoff = self.buffers.config.partial
-        if cutoff is not None and not cutoff.final:
+        if is_first and cutoff is not None and not cutoff.final:
             chosen = choose_cutoff(self.buffers, planner_of(self.buffers, planner), latest)
             yield Decision(cutoff=chosen)
             if chosen.elements != cutoff.elements:
                 return  # this agreement ends here; the next one measures and plans
-        yield self._plan(planner, latest, step)
+        yield from self._plan(planner, latest)
 
     def _recheck(self, planner: merging.Planner, step: int) -> Iterator[Decision]:
         """Collective. Compare times with what was predicted, and plan anew, or probe first, where they have changed."""
-        every_ready, every_travel = gather_seconds(self.buffers, self.times.ready(), self.times.travel())
-        self.times.restart()
+        times = self.times
+        every_ready, every_making, every_travel = gather_seconds(
+            self.buffers, times.ready(), times.making(), times.travel()
+        )
+        times.restart()
         ready = every_ready.max(axis=0)
         finding = Finding.KEEP
         assert self._latest is not None
@@ -249,63 +261,69 @@ class Replanner:
             self._keep()
             return
         if finding is Finding.PROBE:
-            yield from self._go_on(planner, self._measure(step, ready), step)
+            seen = self._seen(step, ready, every_making, every_travel)
+            yield from self._go_on(self._renew(planner, self._measure(step, ready, seen)))
         else:
             known = self._latest
             costs = MeasuredCosts(known.sparsify, known.exchange, known.dense, known.message)
-            yield self._plan(planner, self._measured(step, ready, costs), step)
+            yield from self._go_on(self._plan(planner, self._measured(step, ready, costs)))
 
     def _advance_trial(self, trial: PlanTrial) -> Decision:
-        """Collective. Return the trial's next plan, and when it is over the fastest one, by the slowest rank."""
-        if not self._number_of_rank_0(trial.count_step()):
+        """Collective. Return the trial's next plan, and when it is over the one to go on with, by the slowest rank."""
+        if not trial.count_step():
             return Decision()
-        following = trial.end_turn()
-        if following is not None:
-            return self._changed_to(following)
+        following = self._number_of_rank_0(trial.following())
+        if following >= 0:
+            return self._changed_to(trial.begin_turn(following))
         self._trial = None
-        seconds = gather_seconds(self.buffers, np.array(trial.seconds()))[0].max(axis=0)
-        shares = [each.delivered for each in self._tried]
-        number = self._number_of_rank_0(wire_choice.best(seconds.tolist(), shares))
+        columns = gather_seconds(self.buffers, np.array(trial.seconds()), np.array(trial.doubts()))
+        seconds, doubts = (every.max(axis=0) for every in columns)
+        best = wire_choice.best(seconds.tolist(), [each.delivered for each in self._tried])
+        number = self._number_of_rank_0(plan_trial.taken(best, seconds.tolist(), doubts.tolist()))
         taken = self._tried[number]
-        fastest, self.measured, self._latest = taken.plan, taken.measured, taken.measured
+        plan, self.measured, self._latest = taken.plan, taken.measured, taken.measured
         self._why = candidates.why(self._tried, seconds.tolist(), number)
         self._why_exchange = candidates.why_exchange(self._tried, seconds.tolist())
-        if all(fastest.dense):
-            times = [took for took, plan in zip(seconds, trial.plans, strict=True) if not all(plan.dense)]
+        if all(plan.dense):
+            times = [took for took, tried in zip(seconds, trial.plans, strict=True) if not all(tried.dense)]
             compressed = f"{1e3 * min(times):.3g} ms" if times else "is predicted to take much longer"
-            self._warn_dense_once(f"{1e3 * seconds.min():.3g} ms a step, compressed {compressed}")
+            self._warn_dense_once(f"{1e3 * seconds[number]:.3g} ms a step, compressed {compressed}")
         self.times.restart()
         self._steps = FIRST
-        return self._changed_to(fastest)
+        return self._changed_to(plan)
 
     # -- what is measured -----------------------------------------------------------------------------------
 
     def _measure(
-        self, step: int, ready: Seconds | None = None, *, at_once: bool = False
+        self, step: int, ready: Seconds | None = None, seen: SeenMessages | None = None, *, at_once: bool = False
     ) -> Iterator[Measurements | None]:
         """Collective. Measure a part at each ``next``, between steps, and yield None; yield what plans need at last.
 
         Args:
             step: the one to come.
             ready: when each tensor is ready, (n,), on the slowest rank; None: the averages of all ranks say so.
+            seen: what messages took in these steps; where ``ready`` is None the averages say that, too.
             at_once: nothing is left for later steps.
         """
-        lengths, travel = np.array([self._whole.typical()]), None
+        lengths = np.array([self._whole.typical()])
         if ready is None:
-            own = self.times.ready(), self.times.travel(), lengths
-            every_ready, every_travel, every_length = gather_seconds(self.buffers, *own)
-            ready, travel = every_ready.max(axis=0), every_travel.max(axis=0)
+            own = self.times.ready(), self.times.making(), self.times.travel(), lengths
+            every_ready, every_making, every_travel, every_length = gather_seconds(self.buffers, *own)
+            ready = every_ready.max(axis=0)
+            seen = self._seen(step, ready, every_making, every_travel)
             self.times.restart()
         else:
             (every_length,) = gather_seconds(self.buffers, lengths)
-        plan = self.buffers.plan
         budget = Budget(float(every_length.max()), 4 * self.buffers.layout.numel, at_once=at_once)
         before = self.bytes_probed
-        for costs in probe(self.buffers, step, float(ready[-1]), budget):
+        for costs in measure_costs(self.buffers, step, float(ready[-1]), budget, seen):
             self.bytes_probed = before + int(budget.bytes)
-            if costs is not None and travel is not None:
-                costs = seen_messages.with_training(costs, self.buffers, plan, step, travel)
             yield None if costs is None else self._measured(step, ready, costs)
+
+    def _seen(self, step: int, ready: Seconds, making: Seconds, travel: Seconds) -> SeenMessages | None:
+        """Return what the steps since the averages began have shown; ``making``, ``travel``: of every rank, (W, m)."""
+        tensors = profile(self.buffers, ready, step)
+        return seen_in(self.buffers.plan, tensors, making.max(axis=0), travel.max(axis=0))
 
     def _measured(self, step: int, ready: Seconds, costs: MeasuredCosts) -> Measurements:
         """Collective. Return what plans are made from; rank 0's counts. Arguments are those of :meth:`_measure`."""
@@ -319,25 +337,28 @@ class Replanner:
 
     # -- what is decided ------------------------------------------------------------------------------------
 
-    def _plan(self, planner: merging.Planner, latest: Measurements, step: int) -> Decision:
-        """Collective. Let rank 0 plan, check its plans on every rank, and return the change, if it is one.
+    def _plan(self, planner: merging.Planner, latest: Measurements) -> Iterator[Decision | None]:
+        """Collective. Let rank 0 plan, a part at each ``next``, and yield None; yield the change at last, if it is one.
 
-        The plans travel with what they were made from. Where merge buffers go dense or sparse by choice, a new plan
-        has to show what it promises, in a trial beside its alternatives.
+        Every rank checks the plans, which travel with what they were made from. Where merge buffers go dense or sparse
+        by choice, a new plan has to show what it promises, in a trial beside its alternatives.
         """
-        buffers = self.buffers
+        buffers, usual = self.buffers, self._whole.typical()
         names = [slot.name for slot in buffers.layout.slots]
-        codecs = measure_codecs(buffers, self._values, step) if buffers.config.wires else {}
+        codecs = measure_codecs(buffers, self._values, self._step) if buffers.config.wires else {}
+        search = Search(planner, buffers, latest, codecs, self._step, usual)
 
         def decide() -> dict[str, Any]:
-            search = Search(planner, buffers, latest, codecs, step, self._whole.typical())
-            return candidates.dumps(self._to_try(search))
+            found = search.to_try(probe_budget.SHARE * usual, stays=self.measured is not None)
+            return {} if found is None else candidates.dumps(found)
 
         def reject(decision: dict[str, Any]) -> str:
-            problems = (why_plan_does_not_fit(each.plan, names) for each in candidates.loads(decision))
-            return next(filter(None, problems), "")
+            found = candidates.loads(decision) if decision else []
+            return next(filter(None, (why_plan_does_not_fit(each.plan, names) for each in found)), "")
 
-        decision = decide_on_rank_0(buffers.comm, decide, reject, buffers.config.timeout, decider=repr(planner))
+        who, timeout = repr(planner), buffers.config.timeout
+        while not (decision := decide_on_rank_0(buffers.comm, decide, reject, timeout, decider=who)):
+            yield None
         self._is_known = False
         self._tried = candidates.loads(decision)
         chosen, self._latest = self._tried[0].plan, self._tried[0].measured
@@ -345,23 +366,14 @@ class Replanner:
         if buffers.config.wires:
             self._why = candidates.why_without_trial(self._tried[0], bool(codecs))
         if len(self._tried) > 1:
-            self._trial = PlanTrial(*(each.plan for each in self._tried), usual=self._whole.typical())
+            self._trial = PlanTrial(*(each.plan for each in self._tried))
         elif all(chosen.dense) and buffers.config.chooses_dense:
             finish = predicted_finish(chosen, self._latest)
             self._warn_dense_once(f"predicted to end after {1e3 * finish:.3g} ms")
         change = self._changed_to(chosen)
         if self.measured is None or change.plan is not None:
             self.measured = self._latest
-        return change
-
-    def _to_try(self, search: Search) -> list[Candidate]:
-        """Return what to go on with, on rank 0, and after it what a trial compares it with."""
-        chosen = search.chosen()
-        if self.measured is not None:
-            current = search.current()
-            if chosen.plan == current.plan or not search.is_worth(chosen, current):
-                return [current]
-        return [chosen, *search.others(chosen)]
+        yield change
 
     def _changed_to(self, plan: merging.Plan) -> Decision:
         """Return the decision for ``plan``: none if it is the one in use. A trace has a note of another codec."""

@@ -1,70 +1,144 @@
-"""Add to what was probed what training itself has shown: how long its messages took, which are larger. Pure functions.
+"""Hold what probes find against what training itself has shown: how long its messages took to be made and to travel.
 
-On a slow link, where even a small message takes long, probes end before the sizes that messages have. Of one size, or
-two that take their start-up alone, nothing can be said of larger ones.
+Probes are short, and most of them small. On a slow link they end before the sizes that messages have, and on a machine
+with other work one that was held up makes every size beyond it look dear: a message was thought to take 1 s, not 0.04.
+Of the messages of training there are many steps, so the seconds that all of one step took together are known well.
+They bound every curve: messages in one take no longer than one after the other, and beside its start-up a message of a
+share of the elements takes about that share of the seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import merging
+from agmerge.exchanges.way import is_ahead
 from agmerge.metrics.step_times import Seconds
-from agmerge.planning.cost_probe import MeasuredCosts, measured_lane
-from agmerge.planning.measuring import bytes_of_element, profile
+from agmerge.planning.cost_probe import MeasuredCosts, measured_lane, probe
+from agmerge.planning.measuring import bytes_of_element
+from agmerge.planning.probe_budget import Budget
 from agmerge.step.merge_buffers import MergeBuffers
 from merging import Curve
 
-FAR = 4.0  # times the largest size that was probed: of what is nearer, the probes know more
+SLACK = 2.0  # times its share of the seconds seen: what a message may take beside its start-up
 
 
-def with_training(
-    costs: MeasuredCosts, buffers: MergeBuffers, plan: merging.Plan, step: int, travel: Seconds
-) -> MeasuredCosts:
-    """Return ``costs`` with what training has shown under ``plan``. ``step``: the one to come; ``travel``: as below."""
+class SeenMessages(NamedTuple):
+    """Say what training has shown of the compressed messages of one step together, on the slowest rank."""
+
+    work: int  # elements that are selected from
+    load: int  # elements of the messages
+    making: float  # seconds of the processor to select and pack; NaN: part of it is not seen, or takes another way
+    travel: float  # seconds of the exchanges
+
+
+def measure_costs(
+    buffers: MergeBuffers, step: int, backward: float, budget: Budget, seen: SeenMessages | None
+) -> Iterator[MeasuredCosts | None]:
+    """Collective. Do as :func:`agmerge.planning.cost_probe.probe`, and bound what it finds by what was seen.
+
+    ``seen``: None: nothing was.
+    """
+    for costs in probe(buffers, step, backward, budget):
+        yield costs if costs is None or seen is None else bounded(costs, seen, *_whole(buffers, step))
+
+
+def _whole(buffers: MergeBuffers, step: int) -> tuple[int, float]:
+    """Return the elements of a dense exchange of everything, and of messages that bring as many bytes as one of it."""
     lane = measured_lane(buffers.layout)
-    load = profile(buffers, np.zeros(len(buffers.layout.slots)), step).load.tolist()
-    exchange = with_seen(costs.exchange, plan, load, travel)
-    if costs.dense is None:
-        return costs._replace(exchange=exchange)
-    each = bytes_of_element(buffers, lane, step, buffers.wire)
-    as_many = 2 * lane.dtype.itemsize / (buffers.across.size * each)  # of an all-reduce, beside an all-gather
-    dense = with_volume(costs.dense, exchange, buffers.layout.numel, as_many)
-    return costs._replace(exchange=exchange, dense=dense)
+    as_many = 2 * lane.dtype.itemsize / (buffers.across.size * bytes_of_element(buffers, lane, step, buffers.wire))
+    return buffers.layout.numel, as_many  # of an all-reduce, beside an all-gather
 
 
-def with_seen(curve: Curve, plan: merging.Plan, load: Sequence[int], travel: Seconds) -> Curve:
-    """Return the cost of exchanges with the largest message of training as its last point, where probes end far before.
+def seen_in(plan: merging.Plan, profile: merging.Profile, making: Seconds, travel: Seconds) -> SeenMessages | None:
+    """Return what steps under ``plan`` have shown; None where nothing is compressed.
 
     Args:
-        curve: seconds over elements, as probed.
         plan: that training has sent by.
-        load: elements of each tensor in messages, n of them.
-        travel: seconds of each merge buffer's exchange in training, (m,), on the slowest rank.
+        profile: of the tensors.
+        making, travel: seconds of each merge buffer, (m,), on the slowest rank.
     """
-    sizes = [sum(load[start:stop]) for start, stop in plan.bounds]
     compressed = [number for number, dense in enumerate(plan.dense) if not dense]
     if not compressed:
+        return None
+    bounds = [plan.bounds[number] for number in compressed]
+    whole = max(plan.parts) == 1 and not is_ahead(plan)  # else messages are made while others travel, or tensors come
+    return SeenMessages(
+        work=sum(int(profile.work[start:stop].sum()) for start, stop in bounds),
+        load=sum(int(profile.load[start:stop].sum()) for start, stop in bounds),
+        making=float(making[compressed].sum()) if whole else math.nan,
+        travel=float(travel[compressed].sum()),
+    )
+
+
+def bounded(costs: MeasuredCosts, seen: SeenMessages, numel: int, as_many: float) -> MeasuredCosts:
+    """Return ``costs`` as what was seen leaves them. Pure.
+
+    Args:
+        costs: as probed.
+        seen: in training.
+        numel: elements of all tensors.
+        as_many: elements of a message that bring as many bytes as one that is sent whole.
+    """
+    exchange = bounded_exchange(costs.exchange, seen.load, seen.travel)
+    sparsify, message = costs.sparsify, costs.message
+    if sparsify is not None and message is not None and seen.work:
+        sparsify, message = bounded_making(sparsify, message, seen)
+    dense = None if costs.dense is None else bounded_dense(costs.dense, exchange, numel, as_many)
+    return MeasuredCosts(sparsify, exchange, dense, message)
+
+
+def bounded_exchange(curve: Curve, load: int, seconds: float) -> Curve:
+    """Return the cost of exchanges where messages of ``load`` elements together took so many seconds."""
+    if not (load and seconds > 0.0):
         return curve
-    largest = max(compressed, key=sizes.__getitem__)
-    size, seconds = sizes[largest], float(travel[largest])
-    if size <= FAR * curve.elements[-1] or not seconds > curve.seconds[-1]:
+    within = _below(curve, min(curve.seconds[0], seconds), load, seconds)
+    capped = [min(value, seconds) if at <= load else value for at, value in zip(*within, strict=True)]
+    return _ending(Curve(within[0], tuple(capped)), load, seconds)
+
+
+def bounded_making(sparsify: Curve, message: Curve, seen: SeenMessages) -> tuple[Curve, Curve]:
+    """Return the costs of selection and of messages where the making of all that a step sends took ``seen.making``.
+
+    What a message takes beside selection and packing, ``message(0)``, is not among the seconds seen.
+    """
+    if not seen.making > 0.0:
+        return sparsify, message
+    start = message.seconds[0]
+    message = Curve(*_below(message, start, seen.load, seen.making))
+    message = _ending(message, seen.load, min(message(seen.load), start + seen.making))
+    sparsify = Curve(*_below(sparsify, sparsify(1), seen.work, seen.making))
+    return _ending(sparsify, seen.work, seen.making - (message(seen.load) - start)), message
+
+
+def _below(curve: Curve, start: float, elements: int, seconds: float) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Return the points of a curve, none above ``start`` and ``SLACK`` times its share of ``seconds``."""
+    most = [start + SLACK * seconds * at / elements for at in curve.elements]
+    return curve.elements, tuple(min(pair) for pair in zip(curve.seconds, most, strict=True))
+
+
+def _ending(curve: Curve, elements: int, seconds: float) -> Curve:
+    """Return the curve with a point more where it ends before ``elements``; it does not fall."""
+    if elements <= curve.elements[-1]:
         return curve
-    return Curve((*curve.elements, size), (*curve.seconds, seconds))
+    return Curve((*curve.elements, elements), (*curve.seconds, max(seconds, curve.seconds[-1])))
 
 
-def with_volume(dense: Curve, exchange: Curve, whole: int, as_many: float) -> Curve:
-    """Return the cost of dense exchanges, where one size alone was probed, with all elements as another point.
+def bounded_dense(dense: Curve, exchange: Curve, whole: int, as_many: float) -> Curve:
+    """Return the cost of dense exchanges where messages of ``exchange`` that bring as many bytes take what they do.
 
-    They take as long as a message of ``exchange`` that brings as many bytes: a constant would have them cost nothing.
+    Where one size alone was probed, all elements are another point: a constant would have them cost nothing.
 
     Args:
         dense, exchange: seconds over elements.
-        whole: elements, more than the one size.
+        whole: elements, those of all tensors.
         as_many: elements of ``exchange`` that bring as many bytes as one that is sent whole.
     """
-    if len(dense.elements) > 1 or whole <= dense.elements[0]:
-        return dense
-    return Curve((*dense.elements, whole), (*dense.seconds, max(dense.seconds[0], float(exchange(as_many * whole)))))
+    start, seconds = dense.seconds[0], float(exchange(as_many * whole))
+    within = Curve(*_below(dense, start, whole, seconds))
+    if len(dense.elements) == 1:
+        return _ending(within, whole, seconds)
+    most = start + SLACK * seconds
+    return within if within(whole) <= most else _ending(within, whole, most)

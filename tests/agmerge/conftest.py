@@ -24,6 +24,8 @@ def probes_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(probe_budget, "SHARE", math.inf)
     monkeypatch.setattr(cost_probe, "RUNS", 2)
-    monkeypatch.setattr(plan_trial, "HOPELESS", math.inf)
+    for never in ("HOPELESS", "SURE"):
+        monkeypatch.setattr(plan_trial, never, math.inf)
+    monkeypatch.setattr(plan_trial.PlanTrial, "doubts", lambda trial: [0.0] * len(trial.plans))
     for few in ("VISITS", "ROUNDS", "PAIRS"):
         monkeypatch.setattr(cost_probe, few, 1)

@@ -69,7 +69,7 @@ def test_with_a_dear_clock_a_few_steps_of_each_average_are_measured_and_all_that
     assert averages.measures_next(device)
 
 
-@pytest.mark.parametrize("ask", ["ready", "travel", "typical", "restart", "forget"])
+@pytest.mark.parametrize("ask", ["ready", "making", "travel", "typical", "restart", "forget"])
 def test_who_asks_gets_the_last_step_too(ask: str) -> None:
     averages, last = RunningStepTimes(), Done(times_of([1.0], [5.0]))
     averages.observe(last)
@@ -91,7 +91,9 @@ def test_readiness_never_falls_though_tensors_change_places() -> None:
 
 def test_a_travel_is_the_median_of_the_steps() -> None:
     averages = averages_of([times_of([0.0], row) for row in ([4.0, 1.0], [6.0, 5.0], [90.0, 2.0])])
-    assert averages.travel().tolist() == [6.0, 2.0]
+    assert averages.travel().tolist() == [6.0, 2.0] and averages.making().tolist() == [1.0, 1.0]
+    averages.restart()
+    assert averages.making().tolist() == [1.0, 1.0]  # until there is a step, as it was
 
 
 def test_a_new_beginning_forgets_all_but_what_was_waited_in_all() -> None:

@@ -19,7 +19,7 @@ from agmerge.step.merge_buffers import MergeBuffers
 from merging import Curve
 
 MODEL = seeded(mlp)
-STEPS = FIRST + 4 * plan_trial.STEPS + 2
+STEPS = FIRST + 5 * plan_trial.STEPS + 2  # the plan in use may be tried, too
 Link = dict[str, float]
 
 
@@ -28,11 +28,13 @@ def link(monkeypatch: pytest.MonkeyPatch) -> Link:
     """Seconds to start an exchange, and of an element, in place of what is measured; of a dense one, too."""
     costs = {"start": 1e-3, "element": 1.0, "dense": 1.0}
 
-    def probe(buffers: MergeBuffers, step: int, backward: float, budget: Budget) -> Iterator[cost_probe.MeasuredCosts]:
+    def probe(
+        buffers: MergeBuffers, step: int, backward: float, budget: Budget, *_: object
+    ) -> Iterator[cost_probe.MeasuredCosts]:
         lines = [Curve((0, 10**6), (costs["start"], costs["start"] + costs[of] * 10**6)) for of in ("element", "dense")]
         yield cost_probe.MeasuredCosts(Curve((0, 1), (0.0, 0.0)), *lines)
 
-    monkeypatch.setattr(replanner, "probe", probe)
+    monkeypatch.setattr(replanner, "measure_costs", probe)
     for what in ("POINTS", "BINS"):  # beside which nothing counts that this model sends
         monkeypatch.setattr(f"agmerge.exchanges.traffic.{what}", 0)
     return costs

@@ -54,13 +54,15 @@ class Link:
             def travel(self) -> Seconds:
                 return np.full(len(super().travel()), link.factor)
 
-        def probe(buffers: MergeBuffers, step: int, backward: float, budget: Budget) -> Iterator[MeasuredCosts]:
+        def probe(
+            buffers: MergeBuffers, step: int, backward: float, budget: Budget, *_: object
+        ) -> Iterator[MeasuredCosts]:
             link.probes += buffers.comm.rank == 0
             line, dense = (Curve((0, 10**6), (1e-5, 1e-5 + 1e6 * slope)) for slope in (1e-5, link.dense))
             yield MeasuredCosts(Curve((0, 1), (0.0, 0.0)), line, dense)
 
         monkeypatch.setattr("agmerge.step.agreed_state.RunningStepTimes", Scripted)
-        monkeypatch.setattr(replanner, "probe", probe)
+        monkeypatch.setattr(replanner, "measure_costs", probe)
         monkeypatch.setattr(plan_trial, "DOUBTFUL", 0.0)  # no trials
 
 

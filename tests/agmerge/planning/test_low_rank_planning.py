@@ -41,7 +41,9 @@ def costing(compressed: float, dense: float) -> Any:
     def line(slope: float) -> Curve:
         return Curve((0, 1_000_000), (1e-3, 1e-3 + slope * 1_000_000))
 
-    def probe(buffers: MergeBuffers, step: int, backward: float, budget: Budget) -> Iterator[cost_probe.MeasuredCosts]:
+    def probe(
+        buffers: MergeBuffers, step: int, backward: float, budget: Budget, *_: object
+    ) -> Iterator[cost_probe.MeasuredCosts]:
         yield cost_probe.MeasuredCosts(Curve((0, 1), (0.0, 0.0)), line(compressed), line(dense))
 
     return probe
@@ -71,7 +73,7 @@ def test_every_planner_plans_it_and_nothing_is_lost(compression: str, name: str)
 def test_auto_takes_what_costs_less(
     compression: str, compressed: float, dense: float, flags: set[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replanner, "probe", costing(compressed, dense))
+    monkeypatch.setattr(replanner, "measure_costs", costing(compressed, dense))
     plans = on_ranks(2, MODEL, lambda rank, model: trained(rank, model, compression=compression).plan)
     assert plans[0] == plans[1] and set(plans[0].dense) == flags
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +26,9 @@ TENSORS = 6
 def costing(sparse: float, dense: float) -> Any:
     """A probe that finds these seconds an element of load and of numel."""
 
-    def probe(session: MergeBuffers, step: int, backward: float, budget: Budget) -> Iterator[cost_probe.MeasuredCosts]:
+    def probe(
+        session: MergeBuffers, step: int, backward: float, budget: Budget, *_: object
+    ) -> Iterator[cost_probe.MeasuredCosts]:
         yield cost_probe.MeasuredCosts(Curve((0, 1), (0.0, 0.0)), line(sparse), line(dense) if dense else None)
 
     return probe
@@ -48,13 +49,13 @@ def trained(rank: int, model: nn.Module, steps: int = FIRST, **options: Any) -> 
 
 @pytest.mark.parametrize(("sparse", "dense", "flags"), [(1.0, 1e3, {False}), (1e3, 1e-6, {True})])
 def test_what_costs_less_is_taken(sparse: float, dense: float, flags: set[bool], monkeypatch: Any) -> None:
-    monkeypatch.setattr(replanner, "probe", costing(sparse, dense))
+    monkeypatch.setattr(replanner, "measure_costs", costing(sparse, dense))
     plans = on_ranks(2, MODEL, lambda rank, model: trained(rank, model).plan)
     assert plans[0] == plans[1] and set(plans[0].dense) == flags
 
 
 def test_going_dense_for_good_is_said_once_and_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replanner, "probe", costing(1e3, 1e-6))
+    monkeypatch.setattr(replanner, "measure_costs", costing(1e3, 1e-6))
 
     def body(rank: int, model: nn.Module) -> int:
         optimizer = wrap(model, compression="topk", density=0.1, merging="agmerge", exchange="auto")
@@ -121,7 +122,7 @@ def test_from_dense_to_sparse_and_back_residuals_are_sent_in_the_end() -> None:
 
 @pytest.mark.parametrize("slower", [0, 1])
 def test_near_the_trade_off_both_are_tried_and_the_faster_stays(slower: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replanner, "probe", costing(1e-9, 1e-7))
+    monkeypatch.setattr(replanner, "measure_costs", costing(1e-9, 1e-7))
     monkeypatch.setattr(plan_trial.PlanTrial, "seconds", lambda one: [2.0, 1.0] if slower == 0 else [1.0, 2.0])
 
     def body(rank: int, model: nn.Module) -> list[bool]:
@@ -137,12 +138,13 @@ def test_near_the_trade_off_both_are_tried_and_the_faster_stays(slower: int, mon
         return seen
 
     seen = agreed(on_ranks(2, MODEL, body))
-    assert seen == [False] * plan_trial.STEPS + [True] * plan_trial.STEPS + [slower == 0]
+    turns = [False] * plan_trial.TURN + [True] * plan_trial.TURN
+    assert seen == turns * plan_trial.ROUNDS + [slower == 0]
 
 
 def test_a_dense_plan_that_only_looks_faster_is_given_up_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     """Predicted to end a little sooner than what compresses everything, which is tried all the same."""
-    monkeypatch.setattr(replanner, "probe", costing(2e-8, 1e-9))
+    monkeypatch.setattr(replanner, "measure_costs", costing(2e-8, 1e-9))
     monkeypatch.setattr(plan_trial.PlanTrial, "seconds", lambda one: [2.0, 1.0])
 
     def body(rank: int, model: nn.Module) -> list[bool]:
@@ -157,11 +159,12 @@ def test_a_dense_plan_that_only_looks_faster_is_given_up_without_a_word(monkeypa
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         seen = agreed(on_ranks(2, MODEL, body))
-    assert seen == [True] * plan_trial.STEPS + [False] * (plan_trial.STEPS + 2)
+    turns = [True] * plan_trial.TURN + [False] * plan_trial.TURN
+    assert seen == turns * plan_trial.ROUNDS + [False] * 2
 
 
 def test_a_dense_plan_that_is_far_behind_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replanner, "probe", costing(1e-6, 1.0))
+    monkeypatch.setattr(replanner, "measure_costs", costing(1e-6, 1.0))
 
     def body(rank: int, model: nn.Module) -> bool:
         optimizer = trained(rank, model, FIRST + plan_trial.STEPS)
@@ -180,39 +183,7 @@ def test_with_sparse_there_is_no_choice_and_no_dense_curve() -> None:
 
 @pytest.mark.parametrize("name", [name for name in merging.names() if name != "dear"])
 def test_every_planner_has_the_choice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replanner, "probe", costing(1e3, 1e-6))
+    monkeypatch.setattr(replanner, "measure_costs", costing(1e3, 1e-6))
     plans = on_ranks(2, MODEL, lambda rank, model: trained(rank, model, merging=name).plan)
     assert plans[0] == plans[1]
     assert set(plans[0].dense) == {True}
-
-
-def test_the_turn_of_a_hopeless_plan_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is a little slower has all its steps, for it may be chance."""
-    monkeypatch.setattr(plan_trial, "HOPELESS", 1.2)
-    lasted = {}
-    for factor in (1.1, 1.3):
-        clock = [0.0]
-        monkeypatch.setattr(plan_trial, "time", SimpleNamespace(perf_counter=lambda clock=clock: clock[0]))
-        trial, steps = plan_trial.PlanTrial(merging.Plan((1,)), merging.Plan((2,))), [0]
-        for step in [1.0] * plan_trial.STEPS + [9.0] + [factor] * plan_trial.STEPS:
-            clock[0] += step
-            steps[-1] += 1
-            if trial.count_step():
-                steps.append(0)
-                if trial.end_turn() is None:
-                    break
-        lasted[factor] = steps[:-1]
-        assert trial.seconds() == pytest.approx([1.0, factor])
-    assert lasted == {1.1: [plan_trial.STEPS] * 2, 1.3: [plan_trial.STEPS, plan_trial.ENOUGH]}
-
-
-@pytest.mark.parametrize("usual, lasts", [(0.8, plan_trial.ENOUGH), (0.9, plan_trial.STEPS)])
-def test_the_first_plan_is_held_against_the_steps_before(
-    usual: float, lasts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is predicted to be the best, and may be far from it."""
-    monkeypatch.setattr(plan_trial, "HOPELESS", 1.2)
-    clock = iter(range(100))
-    monkeypatch.setattr(plan_trial, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
-    trial = plan_trial.PlanTrial(merging.Plan((1,)), merging.Plan((2,)), usual=usual)
-    assert [trial.count_step() for _ in range(lasts)] == [False] * (lasts - 1) + [True]

@@ -53,11 +53,11 @@ class Probes:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
 
-        def probe(session: MergeBuffers, step: int, backward: float, budget: Budget) -> Any:
+        def probe(session: MergeBuffers, step: int, backward: float, budget: Budget, *_: object) -> Any:
             self.count += 1
             return cost_probe.probe(session, step, backward, budget)
 
-        monkeypatch.setattr(replanner, "probe", probe)
+        monkeypatch.setattr(replanner, "measure_costs", probe)
 
 
 @pytest.mark.thin

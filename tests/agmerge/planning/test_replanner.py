@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,11 +16,12 @@ import merging
 from agmerge import testing
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.step_times import Seconds
-from agmerge.planning import replanner
+from agmerge.planning import plan_trial, probe_budget, replanner
+from agmerge.planning.candidates import Search
 from agmerge.planning.cost_probe import MeasuredCosts
 from agmerge.planning.drift import CONFIRMATIONS, LATE, STEADY, DriftDetector
 from agmerge.planning.probe_budget import Budget
-from agmerge.planning.replanner import FIRST, Replanner
+from agmerge.planning.replanner import FIRST
 from agmerge.runtime import workers
 from agmerge.step.merge_buffers import MergeBuffers
 from merging import Curve
@@ -72,7 +74,9 @@ class World:
                 seconds = world.travel(self.look) * world.told(workers.world().rank)
                 return np.full(len(self.steps[-1].handed), seconds)
 
-        def probe(session: MergeBuffers, step: int, backward: float, budget: Budget) -> Iterator[MeasuredCosts]:
+        def probe(
+            session: MergeBuffers, step: int, backward: float, budget: Budget, *_: object
+        ) -> Iterator[MeasuredCosts]:
             start = world.start(len(world.probes)) * 1.0
             session.comm.barrier("probe").wait(10)  # every rank reads the number before rank 0 counts
             if session.comm.rank == 0:
@@ -87,9 +91,10 @@ class World:
             return original(planner, measured)
 
         monkeypatch.setattr("agmerge.step.agreed_state.RunningStepTimes", Scripted)
-        monkeypatch.setattr(replanner, "probe", probe)
+        monkeypatch.setattr(replanner, "measure_costs", probe)
         monkeypatch.setattr(merging, "best", best)
         monkeypatch.setattr("agmerge.options.config.CHOICE", ())  # see test_wire_choice.py
+        monkeypatch.setattr(plan_trial, "DOUBTFUL", 0.0)  # no trials: see test_plan_trial.py
 
 
 def at(look: int) -> int:
@@ -292,14 +297,61 @@ def test_the_rank_that_waited_least_says_what_an_exchange_takes(late: int, monke
     assert world.probes == world.plans == [FIRST]
 
 
+@pytest.mark.parametrize("seconds, buffers", [([1.0, 2.0], MANY), ([2.0, 1.0], 1)])
+def test_the_plan_in_use_is_tried_beside_a_new_one(
+    seconds: list[float], buffers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Costs may be wrong: where steps with the new plan take longer, it does not stay."""
+    World(backward=constant(LONG)).install(monkeypatch)
+    monkeypatch.setattr(plan_trial, "DOUBTFUL", 2.0)
+    monkeypatch.setattr(plan_trial.PlanTrial, "seconds", lambda trial: seconds)
+
+    def body(rank: int, model: nn.Module) -> list[int]:
+        optimizer = wrap(model, merging=merging.get("agmerge", check_every=100))
+        found = []
+        for step in range(FIRST + 2 * plan_trial.STEPS + 1):
+            train(model, optimizer, rank, [step])
+            found.append(len(optimizer.plan.counts))
+        return found
+
+    found = agreed(on_ranks(2, MODEL, body))
+    turns = [MANY] * plan_trial.TURN + [1] * plan_trial.TURN
+    assert found == [1] * (FIRST - 1) + turns * plan_trial.ROUNDS + [buffers] * 2
+
+
+def test_rank_0_plans_over_several_steps_and_comes_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no time, one plan is made after each step: the best one that there is, dense for one."""
+
+    def costs(*_: object) -> Iterator[MeasuredCosts]:
+        yield MeasuredCosts(Curve((0, 1), (0.0, 0.0)), *[Curve((0, LOAD), (1e-3, slope)) for slope in (2.0, 1.0)])
+
+    monkeypatch.setattr(replanner, "measure_costs", costs)
+    monkeypatch.setattr(plan_trial.PlanTrial, "seconds", lambda trial: [1.0 + n for n in range(len(trial.plans))])
+
+    def body(rank: int, model: nn.Module) -> tuple[list[str], merging.Plan]:
+        optimizer = wrap(model, compression="topk", density=0.1, wire="fp32", merging="agmerge")
+        states = []
+        for step in range(FIRST + 20):
+            train(model, optimizer, rank, [step])
+            states.append(optimizer.stats()["planning"])
+        return states, optimizer.plan
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that nothing is compressed
+        at_once, plan = agreed(on_ranks(2, MODEL, body))
+        monkeypatch.setattr(probe_budget, "SHARE", 0.0)
+        spread, same = agreed(on_ranks(2, MODEL, body))
+    assert same == plan and "probing" not in at_once and 1 <= spread.count("probing") <= 4
+
+
 def test_rank_0_decides_and_the_others_need_not_be_able_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planning, looking back, comparing: all of it happens on one rank, and what it finds is what all do."""
-    for owner, what in ((DriftDetector, "look"), (Replanner, "_to_try")):
+    for owner, what in ((DriftDetector, "look"), (Search, "to_try")):
         original = getattr(owner, what)
 
-        def only(self: Any, *arguments: Any, original: Any = original) -> Any:
+        def only(self: Any, *arguments: Any, original: Any = original, **options: Any) -> Any:
             assert workers.world().rank == 0
-            return original(self, *arguments)
+            return original(self, *arguments, **options)
 
         monkeypatch.setattr(owner, what, only)
     world = World(backward=change(LONG, SHORT, at=1))
