@@ -1,7 +1,8 @@
 """Find the plans to try, with the value codec of each: on rank 0, from what all ranks have measured.
 
 Beside the plan that is predicted to be the best is the one in use, for predictions may be wrong. Where merge buffers go
-dense or sparse by choice, all dense and all compressed are, too; where it rounds values, the best one that does not is.
+dense or sparse by choice, all dense and all compressed are, too; and where values may be rounded, the best one that
+rounds them, or does not, whichever the first one is not.
 """
 
 from __future__ import annotations
@@ -132,11 +133,8 @@ class Search:
 
     def chosen(self) -> Candidate:
         """Return the candidate with the fewest predicted seconds for what arrives."""
-        if not self._codecs:
-            return self._best(self._buffers.wire)
-        exact = self._best(OWN)
-        pair = [exact, self._best(self._promising(exact))]
-        return pair[wire_choice.best([self._seconds(each) for each in pair], [each.delivered for each in pair])]
+        ways = self._codings()
+        return ways[wire_choice.best([self._seconds(each) for each in ways], [each.delivered for each in ways])]
 
     def is_worth(self, chosen: Candidate, current: Candidate) -> bool:
         """Tell whether ``chosen`` gains so much over the plan in use that it is taken in its place."""
@@ -153,9 +151,8 @@ class Search:
 
         That one is left out where as many messages that are sent alike are tried, and where a planner makes one plan.
         """
-        found: list[Candidate] = []
-        if self._codecs and chosen.wire != OWN:
-            found.append(self._best(OWN))
+        doubted = bool(self._planner.recheck_every)  # what the plans of others promise is not
+        found = [each for each in self._codings() if each.wire != chosen.wire and (doubted or chosen.wire != OWN)]
         if chosen.measured.dense is not None:
             planner = planner_of(self._buffers, self._planner)
             whole = self._made(lambda: _all_dense(planner, chosen.measured), "dense", chosen.wire)
@@ -168,7 +165,7 @@ class Search:
                 plans.setdefault(each.plan, each)
         current = self.current()
         is_other = current.shape not in [each.shape for each in plans.values()]
-        if self._planner.recheck_every and is_other and current.finish < latest_end:  # what others say is never doubted
+        if doubted and is_other and current.finish < latest_end:
             plans[current.plan] = current
         return list(plans.values())[1:]
 
@@ -200,15 +197,24 @@ class Search:
             found.append(self._candidate(plan, measured, usual.wire, name))
         return [each for each in found if each.finish < usual.finish and not each.is_dense]
 
-    def _promising(self, exact: Candidate) -> str:
-        """Return the codec that is best with the plans that there are: planning for each of them would take long."""
+    def _codings(self) -> list[Candidate]:
+        """Return the best plan in each value codec that comes into question: one that rounds nothing, one that does.
+
+        The second is in the codec that is best with the plans that there are: planning for each would take long.
+        """
+        enough = [codec for codec in self._codecs.values() if codec.wire != OWN and codec.delivered >= LEAST]
+        if not self._codecs:
+            return [self._best(self._buffers.wire)]
+        exact = self._best(OWN)
+        if not enough:
+            return [exact]
         sketches = [exact.plan]
         if any(exact.plan.dense):
             sketches.append(self._best(OWN, compressed=True).plan)
-        enough = [codec for codec in self._codecs.values() if codec.delivered >= LEAST]
         finishes = [min(predicted_finish(plan, self._in(codec.wire)) for plan in sketches) for codec in enough]
         seconds = [self._rest + finish for finish in finishes]
-        return enough[wire_choice.best(seconds, [codec.delivered for codec in enough])].wire
+        promising = enough[wire_choice.best(seconds, [codec.delivered for codec in enough])].wire
+        return [exact, self._best(promising)]
 
     def _best(self, wire: str, *, compressed: bool = False) -> Candidate:
         """Return the best plan in a codec. ``compressed``: in which nothing goes dense."""

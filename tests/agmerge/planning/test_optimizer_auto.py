@@ -126,7 +126,7 @@ def test_near_the_trade_off_both_are_tried_and_the_faster_stays(slower: int, mon
     monkeypatch.setattr(plan_trial.PlanTrial, "seconds", lambda one: [2.0, 1.0] if slower == 0 else [1.0, 2.0])
 
     def body(rank: int, model: nn.Module) -> list[bool]:
-        optimizer = trained(rank, model, FIRST)
+        optimizer = trained(rank, model, FIRST, wire="fp32")
         seen = []
         for step in range(FIRST, FIRST + 2 * plan_trial.STEPS + 1):
             plan = optimizer.plan

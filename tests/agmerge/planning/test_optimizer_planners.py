@@ -112,7 +112,7 @@ def test_a_model_with_everything_that_is_awkward_keeps_its_residuals_too(monkeyp
 
     def body(rank: int, model: AwkwardModel) -> tuple[list[str], list[merging.Plan], Calls]:
         inner = torch.optim.SGD(awkward_groups(model), lr=0.05, momentum=0.9)
-        options: dict[str, Any] = {"compression": "topk", "merging": Restless()}
+        options: dict[str, Any] = {"compression": "topk", "merging": Restless(), "wire": "fp32"}
         optimizer = agmerge.DistributedOptimizer(inner, model.named_parameters(), **options)
 
         def loss(step: int) -> Tensor:

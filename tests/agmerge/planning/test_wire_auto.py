@@ -82,7 +82,17 @@ def test_a_slow_link_takes_few_bits_after_the_first_plan_and_not_before(size: in
 
 def test_a_fast_link_keeps_the_gradients_own_dtype(link: list[float]) -> None:
     link[0] = FAST
-    assert set(wires(2, FIRST + TRIAL + 2)) == {"auto"}
+    found = wires(2, FIRST + TRIAL + 2)
+    assert found[FIRST - 1] == "auto" == found[-1]
+
+
+def test_a_codec_that_was_not_predicted_to_gain_is_taken_where_real_steps_gain(
+    link: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link[0] = FAST
+    monkeypatch.setattr(plan_trial.PlanTrial, "seconds", lambda trial: [2.0] + [1.0] * (len(trial.plans) - 1))
+    found = wires(2, FIRST + TRIAL + 2)
+    assert found[FIRST - 1] == "auto" and found[-1] in ("fp16", "int8", "int4")
 
 
 @pytest.mark.parametrize("wire", ["auto", "fp32", "int8"])
