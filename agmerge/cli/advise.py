@@ -23,7 +23,7 @@ from agmerge.options.compressors import cast_name
 from agmerge.planning import advice
 from sparsifiers.registry import spelling
 
-STEPS = 12  # trained before the table is printed
+STEPS = 12  # trained before the table is printed, and one or two more where plans change
 
 
 class Enough(BaseException):
@@ -42,7 +42,9 @@ class AdvisedOptimizer(wrapping.DistributedOptimizer):
         """Collective. Take a step; after the last one that is measured, print the table and end the script."""
         loss = super().step(closure)
         self._ended.append(time.perf_counter())
-        if len(self._ended) > STEPS and not self._reducer.exchange.outside:
+        exchange = self._reducer.exchange
+        # Where the plan has just changed, on all ranks, no step has been measured with it.
+        if len(self._ended) > STEPS and not exchange.outside and exchange.times.typical() is not None:
             self._conclude()
         return loss
 

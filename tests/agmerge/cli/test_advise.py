@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from support import on_ranks
+from support import agreed, on_ranks
 from torch import nn
 
 import agmerge
@@ -126,7 +126,7 @@ def test_every_rank_of_the_script_ends_after_the_table(
                 return step
         return -1
 
-    assert on_ranks(2, model, body) == [advise.STEPS] * 2
+    assert advise.STEPS <= agreed(on_ranks(2, model, body)) <= advise.STEPS + 2
     printed = capsys.readouterr().out
     assert printed.count("strategy") == 1 and "recommendation" in printed and "predicted of it: " in printed
 

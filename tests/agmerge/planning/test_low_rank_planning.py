@@ -275,7 +275,7 @@ def test_advise_and_plan_print_their_tables(capsys: pytest.CaptureFixture[str], 
                 return step
         return -1
 
-    assert on_ranks(2, MODEL, body) == [advise.STEPS] * 2
+    assert advise.STEPS <= agreed(on_ranks(2, MODEL, body)) <= advise.STEPS + 2
     printed = capsys.readouterr().out
     assert all(f"rank {rank}" in printed for rank in (1, 4, 16)) and "recommendation" in printed
     planned = tmp_path / "plan.json"
