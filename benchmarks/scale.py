@@ -313,16 +313,18 @@ def picture(rows: list[dict[str, Any]], folder: Path) -> None:
     figure.savefig(folder / "scale.svg")
 
 
-MEASURED = {
-    "agmerge dense": STRATEGIES["dense"],
-    "Horovod": STRATEGIES["dense"],
-    "Horovod fp16": STRATEGIES["fp16"],
-    "agmerge topk": STRATEGIES["sparse 1 %"],
-    "agmerge topk fp16": strategies("fp16")["sparse 1 %"],
-    "agmerge powersgd": STRATEGIES["powersgd 4"],
-    "agmerge acpsgd": STRATEGIES["acpsgd 4"],
-}
-"""What the contenders of step_time.py do."""
+def measured_strategies(wire: str) -> dict[str, Strategy]:
+    """Return which strategy a contender of step_time.py is; ``wire``: of the one that chooses it by itself."""
+    compared = strategies(wire)
+    return {
+        "agmerge dense": compared["dense"],
+        "Horovod": compared["dense"],
+        "Horovod fp16": compared["fp16"],
+        "agmerge topk": compared["sparse 1 %"],
+        "agmerge topk fp16": strategies("fp16")["sparse 1 %"],
+        "agmerge powersgd": compared["powersgd 4"],
+        "agmerge acpsgd": compared["acpsgd 4"],
+    }
 
 
 def middle(cell: dict[str, Any], name: str) -> float:
@@ -330,8 +332,11 @@ def middle(cell: dict[str, Any], name: str) -> float:
     return statistics.median(cell["found"].get(name, {}).get("seconds") or [0.0])
 
 
-def check(path: Path) -> str:
-    """Return the model with this machine's compute, beside what ``step_time.py`` measured, as a table in Markdown."""
+def check(path: Path, wire: str) -> str:
+    """Return the model with this machine's compute, beside what ``step_time.py`` measured, as a table in Markdown.
+
+    ``wire``: that "agmerge topk" had chosen.
+    """
     lines = ["| model | link | workers | strategy | predicted, ms | measured, ms | |", "|---|---|---|---|---|---|---|"]
     cells = step_time.cells_of(path)
     unshaped = {(cell["model"], cell["workers"]): cell for cell in cells if cell["rate"] == "none"}
@@ -347,7 +352,7 @@ def check(path: Path) -> str:
         ready = backward * np.interp(sizes.cumsum() / sizes.sum(), *zip(*READY[model], strict=True))
         tensors = merging.Profile([f"t{i}" for i in range(len(sizes))], sizes, np.diff(ready, prepend=0.0))
         known = unshaped.get((model, workers)) or unshaped.get((model, 2))
-        for name, strategy in MEASURED.items():
+        for name, strategy in measured_strategies(wire).items():
             measured, work = middle(cell, name), 0.0
             if not measured:
                 continue
@@ -364,12 +369,14 @@ def main() -> None:
     """Print the tables, or the check."""
     parser = argparse.ArgumentParser(description="simulated step times for 2 to 4096 workers")
     parser.add_argument("--check", type=Path, metavar="FILE", help="what step_time.py has measured")
-    parser.add_argument("--wire", choices=VALUE, default="fp32", help="of selected values")
+    parser.add_argument(
+        "--wire", choices=VALUE, default="fp32", help="of selected values; with --check what 'agmerge topk' had chosen"
+    )
     parser.add_argument("--json", type=Path, help="write all numbers there")
     parser.add_argument("--picture", type=Path, metavar="FOLDER")
     args = parser.parse_args()
     if args.check:
-        print(check(args.check))
+        print(check(args.check, args.wire))
         return
     rows = simulate(args.wire)
     print(tables(rows))
