@@ -330,8 +330,8 @@ class MergeBuffers:
 
         Called once every message has arrived, before updates are handed round in a node.
         """
-        for lane, arena in self.arenas.items():
-            arena.apply_momentum(slot for slot in self.layout.slots if slot.lane == lane and not used[slot.index])
+        for arena in self.arenas.values():
+            arena.apply_momentum(used)
 
     def gather_node_updates(self) -> int:
         """Collective. Make whole updates of those of the shards in a node; return the bytes handed over.

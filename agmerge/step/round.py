@@ -81,10 +81,11 @@ class Round:
         return self._due is None
 
     def slots(self, *, due: bool = True) -> Iterator[Slot]:
-        """Yield the tensors that are exchanged in this round; ``due`` False: those that are not."""
-        for slot in self.buffers.layout.slots:
-            if self._is_due(self.buffers.buffer_of[slot.index]) is due:
-                yield slot
+        """Return the tensors that are exchanged in this round; ``due`` False: those that are not."""
+        slots = self.buffers.layout.slots
+        if self._due is None:  # called in every step, for every tensor
+            return iter(slots if due else ())
+        return (slot for slot in slots if (self.buffers.buffer_of[slot.index] in self._due) is due)
 
     def left_out(self, *, unused: bool) -> Iterator[Slot]:
         """Yield the tensors that are not exchanged in this round and, with ``unused``, those that no rank had."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -229,11 +229,11 @@ class Arena:
         rule = one_pass(self.memory, (self._rate_of(slot),)) if self.memory.has_residual else None
         if rule is None:
             return None
-        work, residual = (self._views[turn][slot.index] for turn in (self._turn, 1 - self._turn))
+        index, now, before = slot.index, self._turn, 1 - self._turn
+        work, residual = self._views[now][index], self._views[before][index]
         if rule.momentum is None:
             return kernel.add(work, residual, gradient, home=home, noting=notes)
-        momentum = self._momentum_of(slot)
-        kept = momentum.before, momentum.after
+        kept = self._momentum_views[before][index], self._momentum_views[now][index]
         return kernel.momentum(work, residual, gradient, *kept, *rule.momentum, home=home, noting=notes)
 
     def accumulate_all(
@@ -350,11 +350,11 @@ class Arena:
         momentum = self._momenta[self._turn][part] if clears else None
         return kernel_message.take(self.work[part], indices, values, momentum)
 
-    def apply_momentum(self, unused: Iterable[Slot] = ()) -> None:
+    def apply_momentum(self, used: Sequence[bool]) -> None:
         """Apply the momentum of what is sent whole to its average, once every message has arrived.
 
-        ``unused``: tensors that no rank had a gradient for; their momentum stays as it was. Does nothing for memories
-        that apply theirs before selection, or have none.
+        ``used``: by slot, whether any rank had a gradient; the momentum of others stays as it was. Does nothing for
+        memories that apply theirs before selection, or have none.
         """
         if self.memory.has_momentum and not self.memory.has_residual:
             rates = {self._rate_of(slot) for slot in self._slots}
@@ -364,8 +364,9 @@ class Arena:
             else:
                 for slot in self._slots:
                     self.memory.correct(self.gradients[slot.index], self._momentum_of(slot))
-            for slot in unused:
-                self.keep(slot)
+            for slot in self._slots:
+                if not used[slot.index]:
+                    self.keep(slot)
 
     def keep(self, slot: Slot) -> None:
         """Let what is kept of one tensor be, at the end of this step, what it was before."""

@@ -162,7 +162,7 @@ class Layout:
             slots.append(slot)
         self.slots = tuple(slots)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Return the elements of all tensors, padding not counted."""
         return sum(slot.numel for slot in self.slots)
