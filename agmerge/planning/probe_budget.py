@@ -6,7 +6,7 @@ import math
 
 SECONDS = 1.0  # for all probes together,
 STEPS = 3.0  # or so many steps' worth of time, whichever is more
-SHARE = 0.15  # of a step: so much longer it may take
+SHARE = 0.1  # of a step: so much longer it may take; with what ranks tell each other about it, half as much again
 LEAST = 1e-3  # seconds that any step may take longer: below, nothing can be timed at all
 GRADIENTS = 8.0  # times the bytes of all gradients, for all probes together: docs/merging.md says why
 FLOOR = 1 << 16  # bytes that any model may spend: below, its messages are headers and little else
@@ -25,6 +25,11 @@ class Budget:
         self._bytes = max(FLOOR, GRADIENTS * gradient)
         self.seconds, self.bytes = 0.0, 0.0  # spent so far
         self._here = 0.0  # seconds spent after the step that has just ended
+
+    @property
+    def is_spread(self) -> bool:
+        """Tell whether probes are spread over steps."""
+        return self.share < math.inf
 
     def spend(self, seconds: float, sent: float) -> None:
         """Count a probe that took so many seconds and handed so many bytes to collectives."""

@@ -316,9 +316,14 @@ class Replanner:
             (every_length,) = gather_seconds(self.buffers, lengths)
         budget = Budget(float(every_length.max()), 4 * self.buffers.layout.numel, at_once=at_once)
         before = self.bytes_probed
+        if budget.is_spread:  # what ranks have told each other so far took its time, too
+            yield None
         for costs in measure_costs(self.buffers, step, float(ready[-1]), budget, seen):
             self.bytes_probed = before + int(budget.bytes)
-            yield None if costs is None else self._measured(step, ready, costs)
+            if costs is None or not budget.fits(budget.share):  # no probe and no plan after the same step
+                yield None
+            if costs is not None:
+                yield self._measured(step, ready, costs)
 
     def _seen(self, step: int, ready: Seconds, making: Seconds, travel: Seconds) -> SeenMessages | None:
         """Return what the steps since the averages began have shown; ``making``, ``travel``: of every rank, (W, m)."""

@@ -348,4 +348,4 @@ def test_stats_say_when_it_probes_and_what_that_sent(monkeypatch: pytest.MonkeyP
     assert list(dict.fromkeys(states)) == ["fixed", "timing", "probing", "settled"]
     assert states.count("timing") == FIRST - 1 and states.count("probing") > 1
     sent = [sent for _, sent in seen]
-    assert sent == sorted(sent) and sent[FIRST - 1] == 0 < sent[FIRST]
+    assert sent == sorted(sent) and sent[FIRST] == 0 < sent[FIRST + 1]

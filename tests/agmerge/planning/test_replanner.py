@@ -331,7 +331,7 @@ def test_rank_0_plans_over_several_steps_and_comes_to_the_same(monkeypatch: pyte
     def body(rank: int, model: nn.Module) -> tuple[list[str], merging.Plan]:
         optimizer = wrap(model, compression="topk", density=0.1, wire="fp32", merging="agmerge")
         states = []
-        for step in range(FIRST + 20):
+        for step in range(FIRST + 30):
             train(model, optimizer, rank, [step])
             states.append(optimizer.stats()["planning"])
         return states, optimizer.plan
@@ -341,7 +341,7 @@ def test_rank_0_plans_over_several_steps_and_comes_to_the_same(monkeypatch: pyte
         at_once, plan = agreed(on_ranks(2, MODEL, body))
         monkeypatch.setattr(probe_budget, "SHARE", 0.0)
         spread, same = agreed(on_ranks(2, MODEL, body))
-    assert same == plan and "probing" not in at_once and 1 <= spread.count("probing") <= 4
+    assert same == plan and "probing" not in at_once and 2 <= spread.count("probing") <= 5
 
 
 def test_rank_0_decides_and_the_others_need_not_be_able_to(monkeypatch: pytest.MonkeyPatch) -> None:
