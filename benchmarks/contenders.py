@@ -150,7 +150,7 @@ def alone(work: Any, optimizer: Any) -> tuple[int, Step, Figures]:
 
 
 def floor(work: Any, optimizer: Any, then: Step = lambda: None) -> tuple[int, Step, Figures]:
-    """The same, and eight bytes are gathered between backward and update: what waiting for each other costs.
+    """Train alone, and gather eight bytes between backward and update: what waiting for each other costs.
 
     ``then``: is called after that.
     """
@@ -171,9 +171,10 @@ def floor(work: Any, optimizer: Any, then: Step = lambda: None) -> tuple[int, St
 
 
 def passes(work: Any, optimizer: Any, *, density: float) -> tuple[int, Step, Figures]:
-    """The floor, and the two passes over memory that error feedback does not do without: residual + gradient, update.
+    """Do what the floor does, and the two passes of error feedback over memory: residual + gradient, and the update.
 
-    What is selected is known already, and nothing is sent: what this adds to the floor, no sparsification goes below.
+    What is selected is known already, and nothing is sent: no sparsification adds less to the floor. ``RuntimeError``
+    where the compiled loops do not make the second pass.
     """
     import torch
 
@@ -203,7 +204,8 @@ def passes(work: Any, optimizer: Any, *, density: float) -> tuple[int, Step, Fig
         parameter.register_post_accumulate_grad_hook(functools.partial(hook, number))
 
     def then() -> None:
-        kernel_updates.write_sum(update, parts, 0.5)
+        if not kernel_updates.write_sum(update, parts, 0.5):
+            raise RuntimeError("the compiled loops were not built, or torch has several threads")
         slabs.reverse()
 
     return floor(work, optimizer, then)

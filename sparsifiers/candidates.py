@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from sparsifiers import kernel
 from sparsifiers.exact_topk import workspace
-from sparsifiers.threshold_reuse import value_of
+from sparsifiers.threshold_reuse import key_from, value_of
 
 ROOM = 3  # times k: as many are held at most, of 8 bytes each
 RARE = 16  # elements for each that is selected, at least: the lists take 1.5 bytes an element at most
@@ -149,7 +149,7 @@ class Candidates:
         if not 0.0 < magnitude < math.inf or RARE * k > self.length:
             self._floor = NOTHING
             return
-        self._floor = int(np.float32(magnitude * self._part).view(np.int32))
+        self._floor = key_from(magnitude * self._part, torch.float32)
         if not ROOM * k <= self._room <= 2 * ROOM * k:
             self._room = ROOM * k
             self._list = np.empty((2, self._room + SPARE), dtype=np.int32)

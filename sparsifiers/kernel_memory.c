@@ -4,9 +4,9 @@
 
 #include <string.h>
 
-/* Where to note what of some elements has a key above `floor`: its position, `first` being that of the first of them, with
-   the sign of the element as its own, and its key. A `held` above `room`: there was no room for all. The lists have SPARE
-   slots more. */
+/* Where to note what of some elements has a key above `floor`: its position, `first` being that of the first of them,
+   with the sign of the element as its own, and its key. A `held` above `room`: there was no room for all. The lists have
+   SPARE slots more. */
 struct notes {
     int32_t floor, first;
     int32_t *positions, *keys;
@@ -36,11 +36,12 @@ INLINE void note(struct notes *notes, int64_t i, const void *group, uint64_t hit
 
 INLINE void note_one(struct notes *notes, int64_t i, float value)
 {
-    float group[GROUP] = {value};
     int32_t key;
     memcpy(&key, &value, sizeof key);
-    if ((key & MAGNITUDE) > notes->floor)
+    if ((key & MAGNITUDE) > notes->floor) {
+        float group[GROUP] = {value};
         note(notes, i, group, 1);
+    }
 }
 
 #define LOOPS "kernel_memory_loops.h"

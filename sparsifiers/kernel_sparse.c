@@ -1,4 +1,5 @@
-/* Loops over float32 at indices: what is sent is taken off, what arrives is added. See kernel.c for what holds of all. */
+/* Loops over float32 at indices: what is sent is taken off, what arrives is added. See kernel.c for what holds of
+   all. */
 
 #include "kernel.h"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import merging
@@ -133,7 +133,7 @@ class Search:
 
     def chosen(self) -> Candidate:
         """Return the candidate with the fewest predicted seconds for what arrives."""
-        ways = self._codings()
+        ways = self._codings
         return ways[wire_choice.best([self._seconds(each) for each in ways], [each.delivered for each in ways])]
 
     def is_worth(self, chosen: Candidate, current: Candidate) -> bool:
@@ -152,7 +152,7 @@ class Search:
         That one is left out where as many messages that are sent alike are tried, and where a planner makes one plan.
         """
         doubted = bool(self._planner.recheck_every)  # what the plans of others promise is not
-        found = [each for each in self._codings() if each.wire != chosen.wire and (doubted or chosen.wire != OWN)]
+        found = [each for each in self._codings if each.wire != chosen.wire and (doubted or chosen.wire != OWN)]
         if chosen.measured.dense is not None:
             planner = planner_of(self._buffers, self._planner)
             whole = self._made(lambda: _all_dense(planner, chosen.measured), "dense", chosen.wire)
@@ -197,15 +197,16 @@ class Search:
             found.append(self._candidate(plan, measured, usual.wire, name))
         return [each for each in found if each.finish < usual.finish and not each.is_dense]
 
+    @cached_property
     def _codings(self) -> list[Candidate]:
         """Return the best plan in each value codec that comes into question: one that rounds nothing, one that does.
 
         The second is in the codec that is best with the plans that there are: planning for each would take long.
         """
-        enough = [codec for codec in self._codecs.values() if codec.wire != OWN and codec.delivered >= LEAST]
         if not self._codecs:
             return [self._best(self._buffers.wire)]
         exact = self._best(OWN)
+        enough = [codec for codec in self._codecs.values() if codec.wire != OWN and codec.delivered >= LEAST]
         if not enough:
             return [exact]
         sketches = [exact.plan]

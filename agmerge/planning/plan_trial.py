@@ -15,7 +15,6 @@ import merging
 
 TURN = 3  # steps of a plan until the next one has its turn; the first of them is not counted
 ROUNDS = 3  # turns that a plan has, at most
-STEPS = TURN * ROUNDS  # of each plan, at most
 HOPELESS = 1.4  # times as long as each step of another plan: where all of one turn are, there is no further turn,
 SURE = 2  # nor where all of so many turns are longer at all
 DOUBTFUL = 1.5  # times as late: a plan that is predicted to end later is not tried

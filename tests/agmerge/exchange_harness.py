@@ -224,7 +224,7 @@ def masked(op: ReduceOp = Average, *, drawn: bool = False, ordered: bool = False
 
 @dataclass(frozen=True)
 class SumInput:
-    """What ranks hand to a sparse sum: tensors of ``numels`` elements and one dtype, each a segment, as ahead."""
+    """Hold what ranks hand to a sparse sum: tensors of ``numels`` elements and one dtype, each a segment, as ahead."""
 
     size: int
     op: ReduceOp

@@ -122,11 +122,7 @@ def level(request: pytest.FixtureRequest, all_levels: list[int]) -> int:
 
 
 @pytest.fixture
-def any_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The loops for the memory, whatever the size, and one thread."""
+def any_size(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the loops for the memory, whatever the size, and one thread."""
     monkeypatch.setattr(kernel, "STREAMED", 0)
     monkeypatch.setattr(kernel, "SCATTERED", 0)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

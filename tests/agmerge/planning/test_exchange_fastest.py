@@ -19,7 +19,7 @@ from agmerge.step.merge_buffers import MergeBuffers
 from merging import Curve
 
 MODEL = seeded(mlp)
-STEPS = FIRST + 5 * plan_trial.STEPS + 2  # the plan in use may be tried, too
+STEPS = FIRST + 5 * plan_trial.TURN * plan_trial.ROUNDS + 2  # the plan in use may be tried, too
 Link = dict[str, float]
 
 

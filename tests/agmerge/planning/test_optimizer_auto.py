@@ -128,7 +128,7 @@ def test_near_the_trade_off_both_are_tried_and_the_faster_stays(slower: int, mon
     def body(rank: int, model: nn.Module) -> list[bool]:
         optimizer = trained(rank, model, FIRST, wire="fp32")
         seen = []
-        for step in range(FIRST, FIRST + 2 * plan_trial.STEPS + 1):
+        for step in range(FIRST, FIRST + 2 * plan_trial.TURN * plan_trial.ROUNDS + 1):
             plan = optimizer.plan
             assert plan is not None
             seen.append(all(plan.dense))
@@ -150,7 +150,7 @@ def test_a_dense_plan_that_only_looks_faster_is_given_up_without_a_word(monkeypa
     def body(rank: int, model: nn.Module) -> list[bool]:
         optimizer = wrap(model, compression="topk", density=0.1, merging="agmerge", exchange="auto")
         seen = []
-        for step in range(FIRST + 2 * plan_trial.STEPS + 1):
+        for step in range(FIRST + 2 * plan_trial.TURN * plan_trial.ROUNDS + 1):
             train(model, optimizer, rank, range(step, step + 1))
             assert optimizer.plan is not None
             seen.append(all(optimizer.plan.dense))
@@ -167,7 +167,7 @@ def test_a_dense_plan_that_is_far_behind_is_not_tried(monkeypatch: pytest.Monkey
     monkeypatch.setattr(replanner, "measure_costs", costing(1e-6, 1.0))
 
     def body(rank: int, model: nn.Module) -> bool:
-        optimizer = trained(rank, model, FIRST + plan_trial.STEPS)
+        optimizer = trained(rank, model, FIRST + plan_trial.TURN * plan_trial.ROUNDS)
         assert optimizer.plan is not None
         return any(optimizer.plan.dense)
 

@@ -309,7 +309,7 @@ def test_the_plan_in_use_is_tried_beside_a_new_one(
     def body(rank: int, model: nn.Module) -> list[int]:
         optimizer = wrap(model, merging=merging.get("agmerge", check_every=100))
         found = []
-        for step in range(FIRST + 2 * plan_trial.STEPS + 1):
+        for step in range(FIRST + 2 * plan_trial.TURN * plan_trial.ROUNDS + 1):
             train(model, optimizer, rank, [step])
             found.append(len(optimizer.plan.counts))
         return found

@@ -26,7 +26,7 @@ from merging import Curve
 
 MODEL = seeded(mlp)
 SLOW, FAST = 1.0, 0.0  # seconds an element
-TRIAL = 2 * plan_trial.STEPS
+TRIAL = 2 * plan_trial.TURN * plan_trial.ROUNDS
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -43,17 +43,13 @@ pytestmark = pytest.mark.skipif(not kernel.available(), reason="the compiled loo
 
 
 @pytest.fixture(autouse=True)
-def for_small_tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def for_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "STREAMED", 0)
     monkeypatch.setattr(candidates, "RARE", 1)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def runs(name: str) -> list[list[str]]:
-    """The digests after each step, by rank."""
+    """Return the digests after each step, by rank."""
     model = copy.deepcopy(MODEL).to(torch.bfloat16 if name == "16 bits" else torch.float32)
     options = {"compression": "topk", "density": 0.05, "memory": "residual", **OPTIONS[name]}
     momentum = 0.0 if options["memory"] == "dgc" else 0.9
@@ -72,7 +68,7 @@ def runs(name: str) -> list[list[str]]:
 
 
 def poked(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> list[str]:
-    """A gradient that becomes infinite on its way, on one rank."""
+    """Make a gradient infinite on its way, on one rank."""
     weight, step = next(iter(model.parameters())), 0
 
     def poke(gradient: torch.Tensor) -> torch.Tensor:
