@@ -6,6 +6,7 @@ the inner optimizer's step sees 0.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,7 +54,10 @@ class Rates:
 
 def rate(group: Mapping[str, Any]) -> Rate:
     """Return what a group of ``torch.optim.SGD`` says of momentum."""
-    return Rate(float(group["momentum"]), bool(group["nesterov"]))
+    return _rate(float(group["momentum"]), bool(group["nesterov"]))
+
+
+_rate = functools.lru_cache(Rate)  # one of a few, asked for in every step for every tensor
 
 
 def applies(optimizer: torch.optim.Optimizer, groups: Groups | None = None) -> bool:

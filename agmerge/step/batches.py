@@ -6,7 +6,7 @@ import torch
 
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.arena import Arena
-from agmerge.tensors.layout import Lane, Slot
+from agmerge.tensors.layout import Slot
 from agmerge.tensors.nonfinite import NonFiniteGuard, is_finite
 
 Batch = list[tuple[Slot, "torch.Tensor | None"]]  # tensors of one lane, with their gradients
@@ -17,22 +17,24 @@ class Batches:
 
     def __init__(self, buffers: MergeBuffers, guard: NonFiniteGuard) -> None:
         self._buffers, self._guard = buffers, guard
-        self._waiting: dict[int, dict[Lane, Batch]] = {}  # by merge buffer and lane: not yet in `work`
+        self._waiting: dict[int, dict[Arena, Batch]] = {}  # by merge buffer and arena: not yet in `work`
         self._read: list[torch.Tensor] = []  # gradients on devices, which are perhaps still to be read
 
     def hold(self, slot: Slot, gradient: torch.Tensor | None) -> None:
         """Keep a gradient until :meth:`accumulate` is called for its merge buffer; None: the tensor has none."""
-        lanes = self._waiting.setdefault(self._buffers.buffer_of[slot.index], {})
-        lanes.setdefault(slot.lane, []).append((slot, gradient))
+        batches = self._waiting.setdefault(self._buffers.buffer_of[slot.index], {})
+        batches.setdefault(self._buffers.arena_of[slot.index], []).append((slot, gradient))
 
     def accumulate(self, buffer: int) -> None:
         """Write ``work = residual + gradient`` for all tensors of a merge buffer that have waited, lane by lane."""
-        lanes = self._waiting.pop(buffer, {})
-        for device in {lane.device for lane in lanes if lane.on_device}:
+        batches = self._waiting.pop(buffer, {})
+        for device in {arena.lane.device for arena in batches if arena.lane.on_device}:
             self._buffers.kernels.largest(buffer, device).begin()
-        for lane, batch in lanes.items():
-            accumulate = self._accumulate_on_device if lane.on_device else self._copy
-            accumulate(buffer, self._buffers.arenas[lane], batch)
+        for arena, batch in batches.items():
+            if arena.lane.on_device:
+                self._accumulate_on_device(buffer, arena, batch)
+            else:
+                self._copy(arena, batch)
 
     def let_go(self) -> None:
         """Let go of gradients: what is queued from now on comes behind what has read them."""
@@ -54,11 +56,11 @@ class Batches:
             for slot, gradient in batch:
                 self._buffers.energy.add(slot, gradient)
 
-    def _copy(self, buffer: int, arena: Arena, batch: Batch) -> None:
+    def _copy(self, arena: Arena, batch: Batch) -> None:
         """Put all small tensors of a merge buffer that are sent whole into ``arena``: one call, one look at all."""
         given = [gradient for _, gradient in batch if gradient is not None]  # all of them
         torch._foreach_copy_([arena.work_of(slot) for slot, _ in batch], given)
-        start, stop = min(slot.offset for slot, _ in batch), max(slot.end for slot, _ in batch)
+        start, stop = min([slot.offset for slot, _ in batch]), max([slot.end for slot, _ in batch])
         # What lies between them is of the same merge buffer, and finite, or padding.
         if is_finite(arena.work[start:stop]):
             return

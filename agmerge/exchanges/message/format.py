@@ -273,8 +273,10 @@ class Format:
 
     def _place(self, row: Sequence[int]) -> list[int]:
         """Return the words of a header, ``row``, that are the same for all messages that belong together."""
-        sections = [row[start : start + _EACH - 1] for start in range(_FIRST, self._used_from, _EACH)]
-        return [*row[_STEP:_FLAGS], *row[_WORDS:_CHECKSUM], *(word for section in sections for word in section)]
+        place = [*row[_STEP:_FLAGS], *row[_WORDS:_CHECKSUM]]
+        for start in range(_FIRST, self._used_from, _EACH):
+            place += row[start : start + _EACH - 1]
+        return place
 
     def _named(self, place: Sequence[int]) -> list[Fact]:
         """Return these words with their names, as facts to compare between ranks."""
@@ -340,4 +342,4 @@ def _bits(flags: Sequence[bool]) -> list[int]:
 
 def _unbits(words: Sequence[int], count: int) -> tuple[bool, ...]:
     """Return the first ``count`` flags of such words."""
-    return tuple(bool(words[i // 31] >> (i % 31) & 1) for i in range(count))
+    return tuple([bool(words[i // 31] >> (i % 31) & 1) for i in range(count)])
