@@ -79,9 +79,8 @@ def watched() -> Clocks:
     clocks = Clocks()
     for owner, name, row in (
         (Reducer, "on_gradient", "hooks: their own work"),
-        (Arena, "accumulate", "hooks: residual + gradient"),
-        (Arena, "accumulate_and_move", "hooks: residual + gradient, and move"),
-        (Arena, "move_to_update", "hooks: gradients move to where their updates will be"),
+        (Arena, "accumulate", "hooks: residual + gradient, and move"),
+        (Arena, "move_to_update", "hooks: others move to where their updates will be"),
         (Round, "_select", "select"),
         (SparseExchange, "start", "message: gather, encode, commit, checksum"),
         (TorchBackend, "all_gather", "message: hand over"),

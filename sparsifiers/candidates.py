@@ -124,14 +124,14 @@ class Candidates:
         What lies between the stretches is read: small tensors, and those that another loop has written. None, if that
         is much, or there is no room.
         """
-        unknown = self.length - sum(each.stop - each.start for each in self._stretches.values())
+        stretches = sorted(self._stretches.values())
+        unknown = self.length - sum([stop - start for start, stop, _, _ in stretches])
         if unknown > self.length // MUCH:
             return None
         spare = min(unknown, k + kernel.BLOCK)  # slots for what is read
-        slots = sum(each.end - each.first for each in self._stretches.values()) + spare
-        positions, keys, _ = workspace(slots)
+        positions, keys, _ = workspace(sum([end - first for _, _, first, end in stretches]) + spare)
         done = held = 0
-        for start, stop, first, end in [*sorted(self._stretches.values()), (self.length, self.length, 0, 0)]:
+        for start, stop, first, end in [*stretches, (self.length, self.length, 0, 0)]:
             if done < start:
                 room, before = held + spare, held
                 done, held = kernel.scan(bits[:start], done, mask, self._floor, positions[:room], keys[:room], held)
@@ -161,22 +161,24 @@ class TensorNotes:
 
     def __init__(self, parts: Sequence[tuple[Candidates, int, int]]) -> None:
         """Take, of each part, the candidates of its vector, where it starts there, and how many elements it has."""
-        self._parts = [(candidates, start) for candidates, start, _ in parts]
         self._notes = (Notes * len(parts))(*(Notes(elements=elements) for _, _, elements in parts))
+        self._address = ctypes.addressof(self._notes)
+        ours = zip(parts, self._notes, strict=True)
+        self._parts = [(candidates, start, notes) for (candidates, start, _), notes in ours]
 
     def begin(self) -> tuple[int, int]:
         """Return the address and number of `struct notes` that a loop is to fill; (0, 0): there is nothing to note."""
-        begun = [
-            candidates.begin(notes, start) for (candidates, start), notes in zip(self._parts, self._notes, strict=True)
-        ]
-        return (ctypes.addressof(self._notes), len(begun)) if any(begun) else (0, 0)
+        begun = 0
+        for candidates, start, notes in self._parts:
+            begun += candidates.begin(notes, start)
+        return (self._address, len(self._parts)) if begun else (0, 0)
 
     def end(self) -> None:
         """Keep what was noted since `begin`."""
-        for (candidates, _), notes in zip(self._parts, self._notes, strict=True):
+        for candidates, _, notes in self._parts:
             candidates.end(notes)
 
     def forget(self) -> None:
         """Forget what was noted: the tensor is written again."""
-        for candidates, start in self._parts:
+        for candidates, start, _ in self._parts:
             candidates.forget(start)

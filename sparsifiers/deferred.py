@@ -52,13 +52,14 @@ class Deferred(Selection):
         """Return what stands there: fp32[capacity]."""
         return self._made().values
 
-    def write(self, slots: Slots, section: IndexSection, *, commit: bool, momentum: Tensor | None) -> None:
-        """Make it in `slots` and `section`, which may be parts of a message.
+    def write(self, slots: Slots, section: IndexSection, *, commit: bool, momentum: Tensor | None) -> bool:
+        """Make it in `slots` and `section`, which may be parts of a message; return True, for that can be done.
 
         commit: take what is written off the vector. momentum: like the vector, cleared where something was taken off.
         """
         self._select(slots, section, commit=commit, momentum=momentum)
         self._is_taken = commit
+        return True
 
     def _made(self) -> Slots:
         if self._slots is None:

@@ -59,12 +59,13 @@ class DGCMemory(Memory):
         }
 
     def _compensate(
-        self, work: Tensor, residual: Tensor | None, gradient: Tensor | None, momentum: Momentum | None, size: int
-    ) -> bool | None:
+        self, work: Tensor, residual: Tensor | None, gradient: Tensor | None, momentum: Momentum | None, size: int,
+        home: Tensor | None = None, notes: kernel.Noting | None = None,
+    ) -> bool | None:  # fmt: skip
         assert residual is not None and momentum is not None  # checked; narrows the type
         if gradient is not None and self.clipping is None:
-            factor, nesterov = self.rate_of(momentum.rate)
-            finite = kernel.momentum(work, residual, gradient, momentum.before, momentum.after, factor, nesterov)
+            before, after, rate = momentum
+            finite = kernel.momentum(work, residual, gradient, before, after, *self.rate_of(rate), home, notes)
             if finite is not None:
                 return finite
         # `work` holds the gradient until the velocity overwrites it, so nothing of its size is allocated.

@@ -30,7 +30,6 @@ ROOM = 1 << 17  # slots of scratch that `rows_top` may take at any size
 PANEL = 64  # columns that are searched together at least: four cache lines of each row
 BLOCK = 1024  # elements that `scan` reads between two looks at the room that is left
 STREAMED = 1 << 16  # elements from which `add` is faster than torch (measured)
-SCATTERED = 1 << 13  # indices from which `commit` is faster than torch (measured)
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # dtypes of gradients, by their number in kernel.c
 TAKEN_OFF = 3  # likewise, float32 that is subtracted
 
@@ -233,13 +232,16 @@ def _columns_top(table: Keys, mask: int, quotas: NDArray[np.int64], room: int) -
 
 
 class Noting(Protocol):
-    """Take note of the largest of what a loop writes."""
+    """Take note of the largest of what is written."""
 
     def begin(self) -> tuple[int, int]:
         """Return the address and number of `struct notes` of kernel_memory.c; (0, 0): there is nothing to note."""
 
     def end(self) -> None:
         """Keep what has been noted since :meth:`begin`."""
+
+    def forget(self) -> None:
+        """Forget what was noted: it is written again, and no loop does it."""
 
 
 # -- tensors --------------------------------------------------------------------------------------------------------
@@ -256,7 +258,7 @@ def add(
     None, with nothing done: torch must do it; several of its threads are faster than this one. To look at all of work
     costs nothing in the same pass. Shapes are equal, and what is written shares no storage with the others.
     """
-    if not _streams(work, residual, gradient, home):
+    if not _streams(gradient, work, residual, home=home):
         return None
     pointers = work.data_ptr(), 0 if home is None else home.data_ptr(), residual.data_ptr(), gradient.data_ptr()
     return _noted(noting, loaded().kernel_add, *pointers, work.numel(), factor, KINDS[gradient.dtype])
@@ -267,7 +269,7 @@ def subtract(work: Tensor, end: Tensor, begin: Tensor, noting: Noting | None = N
 
     None: torch must do it. Shapes are equal, and work shares no storage with the others. ``noting``: see `add`.
     """
-    if begin.dtype != torch.float32 or not _streams(work, end, begin):
+    if begin.dtype != torch.float32 or not _streams(begin, work, end):
         return None
     pointers = work.data_ptr(), 0, end.data_ptr(), begin.data_ptr()
     return _noted(noting, loaded().kernel_add, *pointers, work.numel(), 1.0, TAKEN_OFF)
@@ -282,7 +284,7 @@ def momentum(
     In Nesterov's form after = factor * (before + gradient) and work = (gradient + after) + residual. ``home``,
     ``noting`` and what None means: see `add`. Shapes are equal, and what is written shares no storage with the others.
     """
-    if not (_streams(work, residual, gradient, home) and plain(before) and plain(after)):
+    if not _streams(gradient, work, residual, before, after, home=home):
         return None
     return _noted(
         noting, loaded().kernel_momentum,
@@ -300,30 +302,13 @@ def _noted(noting: Noting | None, loop: Any, *arguments: float) -> bool:
     return not endless
 
 
-def _streams(work: Tensor, residual: Tensor, gradient: Tensor, home: Tensor | None = None) -> bool:
-    """Tell whether work, and home, are better written past the caches by one thread, which can read these."""
-    if gradient.dtype not in KINDS or work.numel() < STREAMED or torch.get_num_threads() > 1:
+def _streams(gradient: Tensor, *kept: Tensor, home: Tensor | None = None) -> bool:
+    """Tell whether these, and home, are better read and written past the caches by one thread, which can do it."""
+    if gradient.dtype not in KINDS or gradient.numel() < STREAMED or torch.get_num_threads() > 1:
         return False
-    if home is not None and not (gradient.dtype == torch.float32 and plain(home)):
-        return False
-    return plain(work) and plain(residual) and plain(gradient, gradient.dtype)
-
-
-def commit(work: Tensor, indices: Tensor, sent: Tensor) -> bool:
-    """Take off: work[indices] -= sent, an index that occurs again included; False, with nothing done: torch must do it.
-
-    work: fp32 [n]; indices: int32[m]; sent: fp32 [m].
-
-    IndexError, with nothing done, for an index outside [0, len(work)).
-    """
-    count = indices.numel()
-    if count < SCATTERED or not work.dim() == indices.dim() == sent.dim() == 1 or sent.numel() != count:
-        return False
-    if not (plain(work) and plain(indices, torch.int32) and plain(sent)):
-        return False
-    if loaded().kernel_commit(work.data_ptr(), work.numel(), indices.data_ptr(), sent.data_ptr(), count):
-        raise IndexError(f"an index to commit is outside [0, {work.numel()})")
-    return True
+    if home is not None:
+        return plain(gradient, home, *kept)
+    return plain(gradient, dtype=gradient.dtype) and plain(*kept)
 
 
 def blocks_encode(indices: Tensor, count: int, capacity: int, low: int, last: int, out: Tensor) -> bool:
@@ -331,7 +316,8 @@ def blocks_encode(indices: Tensor, count: int, capacity: int, low: int, last: in
 
     capacity: slots of the message; low: bits of an index inside its block; last: number of the last block.
     """
-    if not (0 <= count <= min(indices.numel(), capacity) and plain(indices, torch.int32) and plain(out, torch.uint8)):
+    fits = 0 <= count <= min(indices.numel(), capacity)
+    if not (fits and plain(indices, dtype=torch.int32) and plain(out, dtype=torch.uint8)):
         return False
     return not loaded().kernel_blocks_encode(indices.data_ptr(), count, capacity, low, last, out.data_ptr())
 
@@ -341,7 +327,7 @@ def blocks_decode(data: Tensor, count: int, capacity: int, low: int, last: int) 
 
     None if Blocks must read them itself. For the arguments see `blocks_encode`.
     """
-    if not (0 <= count <= capacity and plain(data, torch.uint8)):
+    if not (0 <= count <= capacity and plain(data, dtype=torch.uint8)):
         return None
     indices = torch.empty(count, dtype=torch.int32)
     good = loaded().kernel_blocks_decode(data.data_ptr(), count, capacity, low, last, indices.data_ptr())
@@ -356,23 +342,25 @@ def scatter(total: Tensor, indices: Tensor, values: Tensor, scale: float) -> boo
     IndexError, with nothing done, for an index outside [0, len(total)).
     """
     count = indices.numel()
-    if values.numel() != count or not (plain(total) and plain(indices, torch.int32) and plain(values)):
+    if values.numel() != count or not (plain(total, values) and plain(indices, dtype=torch.int32)):
         return False
     if loaded().kernel_scatter(total.data_ptr(), total.numel(), indices.data_ptr(), values.data_ptr(), count, scale):
         raise IndexError(f"an index to add at is outside [0, {total.numel()})")
     return True
 
 
-def plain(tensor: Tensor, dtype: torch.dtype = torch.float32) -> bool:
-    """Tell whether the loops can read this tensor: of that dtype, contiguous and in CPU memory."""
-    return (
-        library is not None
-        and tensor.dtype == dtype
-        and tensor.is_cpu  # device.type takes several times as long
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-        and tensor.data_ptr() % tensor.element_size() == 0
-    )
+def plain(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+    """Tell whether the loops can read these tensors: of that dtype, contiguous and in CPU memory."""
+    for tensor in tensors:
+        if not (
+            tensor.dtype == dtype
+            and tensor.is_cpu  # device.type takes several times as long
+            and tensor.is_contiguous()
+            and not tensor.is_neg()
+            and tensor.data_ptr() % dtype.itemsize == 0
+        ):
+            return False
+    return library is not None
 
 
 def loaded() -> ctypes.CDLL:

@@ -140,7 +140,7 @@ def _adds(matrix: Tensor, residual: Tensor, gradient: Tensor, left: Tensor, righ
         and gradient.dtype in KINDS
         and _fit(matrix, left, right, FEW)
         and _alone(matrix, residual, left, right)
-        and plain(gradient, gradient.dtype)
+        and plain(gradient, dtype=gradient.dtype)
     )
 
 
@@ -153,4 +153,4 @@ def _fit(matrix: Tensor, left: Tensor, right: Tensor, most: int) -> bool:
 
 
 def _alone(*tensors: Tensor) -> bool:
-    return torch.get_num_threads() == 1 and all(map(plain, tensors))
+    return torch.get_num_threads() == 1 and plain(*tensors)

@@ -49,7 +49,7 @@ def take_in(
     was sent there: at these parameter = base - rest, where rest is what base - parameter was, less what was sent.
     Indices are int32, ascending, and count from first; values are fp32.
     """
-    if not (plain(base) and plain(parameter) and _are_plain((*lists, own))) or base.numel() != parameter.numel():
+    if not (plain(base, parameter) and _are_plain((*lists, own))) or base.numel() != parameter.numel():
         return False
     given = _Pointers.to(lists)
     return not loaded().kernel_take_in(
@@ -77,4 +77,4 @@ class _Pointers(NamedTuple):
 
 def _are_plain(lists: Sequence[List]) -> bool:
     """Tell whether the loops can read these lists."""
-    return all(plain(i, torch.int32) and plain(v) and i.numel() == v.numel() for i, v in lists)
+    return all([plain(i, dtype=torch.int32) and plain(v) and i.numel() == v.numel() for i, v in lists])

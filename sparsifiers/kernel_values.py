@@ -19,7 +19,7 @@ def encode(values: Tensor, used: int, width: int, scales: Tensor, codes: Tensor,
     slots or more, of which the first m are written: behind those in use 0.
     """
     count = values.numel()
-    if not (all(map(plain, (values, scales, read))) and plain(codes, torch.uint8)):
+    if not (plain(values, scales, read) and plain(codes, dtype=torch.uint8)):
         return False
     if not _fit(count, width, scales, codes, read) or codes.numel() != -(-count * width // 8):
         return False
@@ -31,7 +31,7 @@ def encode(values: Tensor, used: int, width: int, scales: Tensor, codes: Tensor,
 
 def decode(scales: Tensor, codes: Tensor, count: int, width: int, read: Tensor) -> bool:
     """Read the first `count` values that `encode` has written; False, with nothing done, if torch must do it."""
-    if not (plain(scales) and plain(codes, torch.uint8) and plain(read) and _fit(count, width, scales, codes, read)):
+    if not (plain(scales, read) and plain(codes, dtype=torch.uint8) and _fit(count, width, scales, codes, read)):
         return False
     loaded().kernel_values_decode(scales.data_ptr(), codes.data_ptr(), count, width, read.data_ptr())
     return True

@@ -6,8 +6,9 @@ sent, and what is left of the work slice is the next residual.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,9 +48,9 @@ class _Renamed:
 class Memory(ABC):
     """Make the vector that selection reads out of a residual and a gradient.
 
-    A subclass sets `name` and `has_residual` and writes `_compensate`. One with a momentum sets `has_momentum`, and
-    writes `mask` and `for_dense_lane`: its momentum has the residual's shape and dtype, and `compensate` applies it
-    where there is a residual, else `correct` does.
+    A subclass sets `name` and `has_residual` and writes `_compensate`, which may have the arguments `home` and `notes`
+    of `compensate`, too. One with a momentum sets `has_momentum`, and writes `mask` and `for_dense_lane`: its momentum
+    has the residual's shape and dtype, and `compensate` applies it where there is a residual, else `correct` does.
     """
 
     name: str  # the canonical name that it is registered under
@@ -57,14 +58,16 @@ class Memory(ABC):
     has_momentum: bool = False  # it applies a momentum, in the place of the optimizer
     follows: bool = False  # it takes the momentum of an optimizer that has one, from `Momentum.rate`
     hands_back: bool = False  # whoever gave the tensor keeps what is not sent of it, and hears what was sent
+    _moves: ClassVar[bool] = False  # `_compensate` has the arguments `home` and `notes`
 
     # The names of version 0.1: memories of scripts may use them for one version more.
     keeps = _Renamed("has_residual")
     corrects = _Renamed("has_momentum")
 
     def __init_subclass__(cls, **options: object) -> None:
-        """Rename what a subclass still writes under a name of version 0.1."""
+        """Rename what a subclass still writes under a name of version 0.1, and see what its `_compensate` takes."""
         super().__init_subclass__(**options)
+        cls._moves = {"home", "notes"} <= inspect.signature(cls._compensate).parameters.keys()
         for old, new in (("keeps", "has_residual"), ("corrects", "has_momentum")):
             if old in vars(cls):
                 setattr(cls, new, vars(cls)[old])
@@ -82,6 +85,8 @@ class Memory(ABC):
         gradient: Tensor | None,
         momentum: Momentum | None = None,
         size: int = 1,
+        home: Tensor | None = None,
+        notes: kernel.Noting | None = None,
     ) -> bool | None:
         """Write `work` from one tensor's residual and gradient; neither of these is changed.
 
@@ -91,24 +96,36 @@ class Memory(ABC):
         gradient: of the dtype of work or a narrower one; None: the tensor got no gradient in this step.
         momentum: None exactly if the memory has none that is applied here.
         size: the number of workers.
+        home: like work; becomes the gradient, in the same pass where one does all of it.
+        notes: take note of the largest of work in that pass, or forget what they hold.
 
         Returns whether all of work is finite, if that is known without another look at it, else None. ValueError for
         arguments that do not fit.
         """
+        if torch.is_grad_enabled():  # a hook under create_graph=True sees gradients that require grad
+            with torch.no_grad():
+                return self.compensate(work, residual, gradient, momentum, size, home, notes)
         self._check(work, residual, gradient)
         if (self.has_momentum and self.has_residual) is (momentum is None):
             wanted = "given" if self.has_momentum else "None: this memory has none"
             raise ValueError(f"{self}: momentum must be {wanted}")
-        if not torch.is_grad_enabled():
-            return self._compensate(work, residual, gradient, momentum, size)
-        with torch.no_grad():  # a hook under create_graph=True sees gradients that require grad
-            return self._compensate(work, residual, gradient, momentum, size)
+        more = (home, notes) if self._moves else ()
+        finite = self._compensate(work, residual, gradient, momentum, size, *more)
+        if finite is None or not more:
+            if home is not None and gradient is not None:
+                home.copy_(gradient)
+            if notes is not None:
+                notes.forget()
+        return finite
 
     @abstractmethod
     def _compensate(
         self, work: Tensor, residual: Tensor | None, gradient: Tensor | None, momentum: Momentum | None, size: int
     ) -> bool | None:
-        """Write `work`; the arguments were checked. Return whether all of it is finite; None: not looked at."""
+        """Write `work`; the arguments were checked. Return whether all of it is finite; None: not looked at.
+
+        One with the arguments `home` and `notes` of `compensate` has seen to both unless it returns None.
+        """
 
     def mask(self, momentum: Tensor, indices: Tensor, sent: Tensor) -> None:
         """Clear the momentum, 1-D, where `sent` was taken off the residual at `indices`; one may come again with 0."""
@@ -198,12 +215,13 @@ class Residual(Memory):
     has_residual = True
 
     def _compensate(
-        self, work: Tensor, residual: Tensor | None, gradient: Tensor | None, momentum: Momentum | None, size: int
-    ) -> bool | None:
+        self, work: Tensor, residual: Tensor | None, gradient: Tensor | None, momentum: Momentum | None, size: int,
+        home: Tensor | None = None, notes: kernel.Noting | None = None,
+    ) -> bool | None:  # fmt: skip
         assert residual is not None  # checked; narrows the type
         if gradient is None:
             work.copy_(residual)
-        elif (finite := kernel.add(work, residual, gradient)) is not None:
+        elif (finite := kernel.add(work, residual, gradient, home=home, noting=notes)) is not None:
             return finite
         elif gradient.dtype == work.dtype or work.device.type != "cpu":
             torch.add(residual, gradient, out=work)
@@ -233,11 +251,14 @@ class Decaying(Residual):
         return {"decay": self.decay}
 
     def _compensate(
-        self, work: Tensor, residual: Tensor | None, gradient: Tensor | None, momentum: Momentum | None, size: int
-    ) -> bool | None:
+        self, work: Tensor, residual: Tensor | None, gradient: Tensor | None, momentum: Momentum | None, size: int,
+        home: Tensor | None = None, notes: kernel.Noting | None = None,
+    ) -> bool | None:  # fmt: skip
         assert residual is not None  # checked; narrows the type
-        if gradient is not None and (finite := kernel.add(work, residual, gradient, self.decay)) is not None:
-            return finite
+        if gradient is not None:
+            finite = kernel.add(work, residual, gradient, self.decay, home, notes)
+            if finite is not None:
+                return finite
         torch.mul(residual, self.decay, out=work)
         if gradient is not None:
             work.add_(gradient)

@@ -23,6 +23,7 @@ import agmerge
 import merging
 from agmerge import testing
 from agmerge.step.merge_buffers import MergeBuffers
+from agmerge.tensors.arena import Write
 from agmerge.tensors.layout import Segment
 
 torch.set_num_threads(1)  # ranks are threads or processes already
@@ -180,7 +181,7 @@ class Sent:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.of: dict[int, dict[str, Tensor]] = {}
-        commits, takes = MergeBuffers.commit, MergeBuffers.take_values
+        commits, takes = MergeBuffers.commit, MergeBuffers.take
 
         def note(session: MergeBuffers, segment: Segment, indices: Tensor | None, sent: Tensor | None) -> None:
             assert sent is not None  # segments that are summed where they lie are larger than any here
@@ -200,14 +201,16 @@ class Sent:
             note(session, segment, indices, sent)
             commits(session, segment, indices, sent)
 
-        def take_values(session: MergeBuffers, segment: Segment, indices: Tensor, values: Tensor) -> bool:
-            done = takes(session, segment, indices, values)
+        def take(session: MergeBuffers, segment: Segment, write: Write) -> bool:
+            work = session.load(segment).work
+            before = work.clone()
+            done = takes(session, segment, write)
             if done:
-                note(session, segment, indices, values)
+                note(session, segment, None, before - work)
             return done
 
         monkeypatch.setattr(MergeBuffers, "commit", commit)
-        monkeypatch.setattr(MergeBuffers, "take_values", take_values)
+        monkeypatch.setattr(MergeBuffers, "take", take)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:

@@ -20,23 +20,17 @@ from agmerge.backends.streams import streams_of
 from agmerge.exchanges.low_rank.bases import Bases
 from agmerge.exchanges.message.format import Format, RoundHeader
 from agmerge.ops import ReduceOp
-from agmerge.tensors.arena import Unwritten
+from agmerge.tensors.arena import Unwritten, Write
 from agmerge.tensors.layout import Segment, Slot
 from sparsifiers import Selection
-from sparsifiers.deferred import Deferred
-from sparsifiers.gpu import IndexSection, Slots
 
 # commit(segment, indices, sent) takes this rank's part of the update off the segment's work: work[indices] -= sent.
 # indices: int32 or int64, (n,), or None: of all its elements. sent: (n,), or None: all there is, as it is.
 Commit = Callable[[Segment, "torch.Tensor | None", "torch.Tensor | Unwritten | None"], None]
 
-# take(segment, offer, slots, section) writes what is offered of a segment into its message, and takes that off the
-# segment's work in the same pass. Returns False, with nothing done, where that takes two.
-Take = Callable[[Segment, Deferred, Slots, IndexSection], bool]
-
-# take_values(segment, indices, values) does so for values that travel as they are in a message on the host: it writes
-# what stands at indices of the segment's work, int32[n], to `values`, (n,), and takes that off. False: likewise.
-TakeValues = Callable[[Segment, torch.Tensor, torch.Tensor], bool]
+# take(segment, write) has what is offered of a segment written to its message as it is, and taken off the segment's
+# work in the same pass. Returns False, with nothing done, where that takes two.
+Take = Callable[[Segment, Write], bool]
 
 # retain(segment, indices, values) adds to the segment's work what this rank has rounded off sums of all ranks:
 # work[indices] += values. indices: int32 or int64, (n,), ascending; values: (n,).
@@ -68,8 +62,7 @@ class ExchangeContext:
     cast: torch.dtype | None = None  # dtype of dense segments on the wire; None: the gradient's own
     keeps: bool = False  # `work` of dense segments holds a residual, so that what is sent has to be committed
     receive: Receive = lambda segment, parts, scale: False  # asked where ranks' selections are at hand, one by one
-    take: Take = lambda segment, offer, slots, section: False  # asked where a message has the values themselves
-    take_values: TakeValues = lambda segment, indices, values: False  # likewise, on the host
+    take: Take = lambda segment, write: False  # asked where a message has the values themselves
     retain: Retain = _nobody_retains  # takes what a codec rounds off sums of all ranks
     observe: Observe = lambda values, count: None  # told of the values that are sent, before they are rounded
     bases: Bases | None = None  # of low-rank lanes; None: there are none

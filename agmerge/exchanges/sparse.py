@@ -6,6 +6,7 @@ all-reduce of their own.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +17,7 @@ from agmerge.exchanges.message import Everything, fused
 from agmerge.exchanges.message.codec import clear_behind
 from agmerge.exchanges.message.format import Flag, Format, RoundHeader, Section
 from agmerge.exchanges.message.offers import spread, without_zeros
-from sparsifiers import Selection, kernel, kernel_updates
+from sparsifiers import Selection, kernel, kernel_message, kernel_updates
 from sparsifiers.deferred import Deferred
 
 Part = tuple[torch.Tensor, torch.Tensor]  # indices (int32) and values of one rank
@@ -64,13 +65,10 @@ class SparseExchange(Exchange):
         self, load: SegmentBuffers, offer: Selection, section: Section, message: torch.Tensor
     ) -> int | torch.Tensor:
         """Write what is offered of one segment, and take it off its work; return the count to announce."""
-        if isinstance(offer, Deferred):
-            places = fused.places(section, message)
-            if places is not None and self.context.take(load.segment, offer, *places):
-                self.context.observe(places[0].values, offer.count)
-                return offer.count
         assert section.index is not None and section.value is not None
-        if self._take_values(load, offer, section, message):
+        if isinstance(offer, Deferred) and self._take_on_device(load, offer, section, message):
+            return offer.count
+        if self._take(load, offer, section, message):
             return offer.count
         chosen = offer.values
         if chosen is None:
@@ -90,15 +88,27 @@ class SparseExchange(Exchange):
         self.commit(load.segment, offer.indices, sent)
         return count
 
-    def _take_values(self, load: SegmentBuffers, offer: Selection, section: Section, message: torch.Tensor) -> bool:
+    def _take(self, load: SegmentBuffers, offer: Selection, section: Section, message: torch.Tensor) -> bool:
         """Do what `_write` does of values that travel as they are, each read once; False: nothing was done."""
         values = fused.values_as_they_are(section, message, load.work.dtype)
         if values is None or isinstance(offer.count, torch.Tensor):
             return False
-        if not self.context.take_values(load.segment, offer.indices[: offer.count], values[: offer.count]):
+        indices, taken = offer.indices[: offer.count], values[: offer.count]
+        if not self.context.take(
+            load.segment,
+            lambda commit, momentum: commit and kernel_message.take(load.work, indices, taken, momentum),
+        ):
             return False
         self.context.observe(clear_behind(values, offer.count), offer.count)
         fused.encode_indices(section, offer.indices, offer.count, message)
+        return True
+
+    def _take_on_device(self, load: SegmentBuffers, offer: Deferred, section: Section, message: torch.Tensor) -> bool:
+        """Do the same with kernels, which select while they write."""
+        places = fused.places(section, message)
+        if places is None or not self.context.take(load.segment, functools.partial(offer.write, *places)):
+            return False
+        self.context.observe(places[0].values, offer.count)
         return True
 
     def wait(self, pending: InFlight) -> RoundHeader:

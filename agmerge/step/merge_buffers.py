@@ -30,12 +30,10 @@ from agmerge.step.kernel_buffers import KernelBuffers
 from agmerge.step.messages import messages_of, presparsified
 from agmerge.step.side_streams import SideStreams
 from agmerge.step.update_home import InArenas
-from agmerge.tensors.arena import Arena, Unwritten, trim
+from agmerge.tensors.arena import Arena, Unwritten, Write, trim
 from agmerge.tensors.layout import Lane, Layout, Segment, Slot
 from agmerge.tensors.parameters import ParameterInfo
 from sparsifiers import Kind, LowRank, kernel_updates
-from sparsifiers.deferred import Deferred
-from sparsifiers.gpu import IndexSection, Slots
 from sparsifiers.memories import NoMemory
 
 SHARD = (
@@ -163,6 +161,9 @@ class MergeBuffers:
         rate = None if self.config.rates is None else self.config.rates.by_slot(self.parameters)
         return Arena(lane, length, slots, self.config.memory_of(lane.kind), self.comm.size, rate)
 
+    def _arena_of(self, segment: Segment) -> Arena:
+        return self.arena_of[segment.slots[0].index]  # a lane takes longer to look up
+
     def exchanges(self, *, exact: bool = False) -> dict[Kind, Exchange]:
         """Return new exchanges, one for each kind of lane that there is. ``exact``: without a cast."""
         context, kinds = self.exchange_context(), {lane.kind for lane in self.arenas} | {Kind.DENSE}
@@ -184,8 +185,7 @@ class MergeBuffers:
             cast=config.cast,
             keeps=any(config.memory_of(kind).has_residual or config.memory_of(kind).hands_back for kind in Kind),
             receive=self._receive,
-            take=self._take,
-            take_values=self.take_values,
+            take=self.take,
             retain=self.retain,
             observe=self._observe,
             bases=self.bases,
@@ -196,7 +196,7 @@ class MergeBuffers:
         """Take what all ranks have sent of a segment as it is, if it can be applied in one pass; not if it is much."""
         lane = segment.lane
         if sum(len(indices) for indices, _ in parts) > segment.length // 2 or not (
-            self.arenas[lane].memory.hands_back and kernel_updates.takes_in(lane.dtype, lane.device)
+            self._arena_of(segment).memory.hands_back and kernel_updates.takes_in(lane.dtype, lane.device)
         ):
             return False
         self.received.append((segment, parts, scale))
@@ -204,7 +204,7 @@ class MergeBuffers:
 
     def commit(self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor | Unwritten | None) -> None:
         """Take what was sent of a segment off what is kept: see :meth:`Arena.commit`. Or remember it, to hand back."""
-        arena = self.arenas[segment.lane]
+        arena = self._arena_of(segment)
         if arena.memory.hands_back:  # copies: the buffers of a message are written again
             if indices is not None:
                 # As many as there are elements are all of them, unless a codec without a 0 has moved them up.
@@ -220,9 +220,13 @@ class MergeBuffers:
         else:
             arena.commit(segment, indices, sent)
 
+    def take(self, segment: Segment, write: Write) -> bool:
+        """Have what is sent of a segment written to its message, and taken off in that pass: see :meth:`Arena.take`."""
+        return self._arena_of(segment).take(segment, write)
+
     def retain(self, segment: Segment, indices: torch.Tensor, values: torch.Tensor) -> None:
         """Add what is not read of sums to what is kept: see :meth:`Arena.retain`. Or remember it, to hand back."""
-        arena = self.arenas[segment.lane]
+        arena = self._arena_of(segment)
         if arena.memory.hands_back:
             self.commit(segment, indices, -values)
         else:
@@ -243,14 +247,6 @@ class MergeBuffers:
         sample, self._sample = self._sample, None
         return None if sample is None else sample.values()
 
-    def _take(self, segment: Segment, offer: Deferred, slots: Slots, section: IndexSection) -> bool:
-        """Write what is offered of a segment, and take it off what is kept in the same pass, where that can be done."""
-        return self.arenas[segment.lane].take(segment, offer, slots, section)
-
-    def take_values(self, segment: Segment, indices: torch.Tensor, values: torch.Tensor) -> bool:
-        """Write values of a segment to a message, and take them off: see :meth:`Arena.take_values`."""
-        return self.arenas[segment.lane].take_values(segment, indices, values)
-
     def forget_round(self) -> None:
         """Forget what a round has sent, received and staged: it has been applied, or comes to nothing."""
         self.side.follow()
@@ -263,7 +259,7 @@ class MergeBuffers:
 
     def load(self, segment: Segment) -> SegmentBuffers:
         """Return the segment with its memory as it is in this step: views."""
-        arena, part = self.arenas[segment.lane], slice(segment.start, segment.stop)
+        arena, part = self._arena_of(segment), slice(segment.start, segment.stop)
         return SegmentBuffers(segment, arena.work[part], arena.update[part])
 
     def tensor_budget(self, slot: Slot, step: int) -> int:
@@ -291,7 +287,7 @@ class MergeBuffers:
             k = self.budget(segment, step)
             if not self.config.density.varies:
                 self._fixed_budgets[segment.key] = k
-        work, shapes = self.arenas[segment.lane].work[segment.start : segment.stop], segment.shapes
+        work, shapes = self._arena_of(segment).work[segment.start : segment.stop], segment.shapes
         if len(segment.slots) == 1:
             return work[: segment.vector_length], k, shapes[:1]  # no padding
         # Everything, padding too: else it could be chosen in place of an element.

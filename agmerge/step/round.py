@@ -19,7 +19,7 @@ from agmerge.metrics.totals import Totals
 from agmerge.step.batches import Batches
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.queued_messages import said_by_all
-from agmerge.tensors.arena import Add, is_movable
+from agmerge.tensors.arena import Add
 from agmerge.tensors.difference import Difference
 from agmerge.tensors.layout import Segment, Slot
 from agmerge.tensors.nonfinite import NonFiniteGuard
@@ -66,7 +66,7 @@ class Round:
         self._batches = Batches(buffers, self.guard)
         self._offers: dict[int, Selection] = {}  # by slot, of tensors that are sparsified ahead
         self._is_prepared: set[int] = set()  # slots that were prepared when their gradient was added up
-        self._has_moved: set[int] = set()  # of these, those whose gradient was copied to where the update will be
+        self._has_moved: set[int] = set()  # slots whose gradient was then copied to where the update will be
         self._in_flight: list[list[tuple[Message, InFlight]]] = []  # per merge buffer that was sent
         self._counted: dict[int, tuple[int, int]] = {}  # bytes and elements of each message that are in the totals
         self._arrived = 0  # merge buffers whose messages are known to be here
@@ -153,13 +153,10 @@ class Round:
             self._batches.hold(slot, gradient)
             return
         arena, notes = self.buffers.arena_of[slot.index], self.buffers.kernels.notes(slot)
-        finite = None
-        if moves and isinstance(gradient, torch.Tensor) and slot.index not in self.buffers.prepared:
-            finite = arena.accumulate_and_move(slot, gradient, notes)
-            if finite is not None:
-                self._has_moved.add(slot.index)
-        if finite is None:
-            finite = arena.accumulate(slot, gradient, self._add_and_prepare(slot, moves), notes)
+        home = arena.home_of(slot, gradient) if moves and isinstance(gradient, torch.Tensor) else None
+        finite = arena.accumulate(slot, gradient, self._add_and_prepare(slot, home is not None), notes, home)
+        if home is not None:
+            self._has_moved.add(slot.index)
         if gradient is None:
             return
         if not finite and self.guard.inspect(slot, arena.work_of(slot), finite):
@@ -170,7 +167,7 @@ class Round:
     def _add_and_prepare(self, slot: Slot, moves: bool) -> Add | None:
         """Return what adds a tensor's gradient up and prepares it in the same pass; None: nothing does.
 
-        It also moves the gradient there, if that ``moves``.
+        It also moves the gradient, if that ``moves``.
         """
         exchange = self.buffers.prepared.get(slot.index)
         if exchange is None:
@@ -179,12 +176,9 @@ class Round:
         def add(
             work: torch.Tensor, update: torch.Tensor, residual: torch.Tensor, gradient: torch.Tensor
         ) -> bool | None:
-            goes = moves and update.dtype == work.dtype and is_movable(update, gradient)
-            finite = exchange.add_and_prepare(slot, work, update, residual, gradient, moves=goes)
+            finite = exchange.add_and_prepare(slot, work, update, residual, gradient, moves=moves)
             if finite:
                 self._is_prepared.add(slot.index)
-                if goes:
-                    self._has_moved.add(slot.index)
             return finite
 
         return add

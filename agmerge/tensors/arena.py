@@ -18,10 +18,9 @@ import torch
 
 from agmerge.tensors.difference import Difference
 from agmerge.tensors.layout import Lane, Segment, Slot
-from sparsifiers import Memory, Momentum, Rate, kernel, kernel_message
+from sparsifiers import Memory, Momentum, Rate, kernel_message
 from sparsifiers.candidates import TensorNotes
-from sparsifiers.deferred import Deferred
-from sparsifiers.gpu import IndexSection, LargestKey, Momenta, Scratch, Slots, TensorTable, compensate, has_kernels
+from sparsifiers.gpu import LargestKey, Momenta, Scratch, TensorTable, compensate, has_kernels
 from sparsifiers.memories import NoMemory, Residual
 from sparsifiers.one_pass import clears_momentum, one_pass
 
@@ -38,6 +37,17 @@ class Unwritten(Protocol):
         """Return it as a tensor of its own, in any shape, without padding."""
 
 
+class Write(Protocol):
+    """Write what is offered of a segment to its message, as it is, and take it off ``work``, in one pass."""
+
+    def __call__(self, *, commit: bool, momentum: torch.Tensor | None) -> bool:
+        """Tell whether that was done; False: nothing was.
+
+        ``commit``: something is taken off. ``momentum``, as long as the segment: is cleared where what was taken off is
+        not 0; None: nothing is.
+        """
+
+
 def commit(work: torch.Tensor, indices: torch.Tensor | None, sent: torch.Tensor) -> None:
     """Subtract: ``work -= sent`` at ``indices`` (int32, int64; None: everywhere), in place, for any dtype of ``sent``.
 
@@ -48,7 +58,7 @@ def commit(work: torch.Tensor, indices: torch.Tensor | None, sent: torch.Tensor)
         work.sub_(sent)
         return
     sent = sent.to(work.dtype)
-    if not kernel.commit(work, indices, sent):
+    if not kernel_message.commit(work, indices, sent):
         work.index_add_(0, indices, sent, alpha=-1)
 
 
@@ -119,7 +129,8 @@ class Arena:
         rate: Callable[[Slot], Rate] | None = None,
     ) -> None:
         self.lane, self.memory, self._size = lane, memory, size
-        self._slots, self._rate = slots, rate
+        self._slots = slots
+        self._rate_of: Callable[[Slot], Rate | None] = rate or (lambda slot: None)
 
         def slab() -> torch.Tensor:
             return zeros(length, lane.storage, lane.device)
@@ -135,6 +146,7 @@ class Arena:
         self._momentum_of_gradients = memory.has_momentum and memory.has_residual
         self._tables: dict[tuple[int, ...], TensorTable] = {}  # of tensors that are accumulated together, by index
         self.in_place = not memory.has_residual and lane.dtype == lane.storage
+        self._moves = memory.has_residual and lane.dtype == lane.storage and not lane.on_device
         self.update = first if self.in_place else zeros(length, lane.dtype, lane.device)
         # `.data`: each with a version of its own, which tells whether a script has written to it.
         self.gradients = {slot.index: view(self.update, slot).data for slot in slots}
@@ -185,56 +197,33 @@ class Arena:
         gradient: torch.Tensor | Difference | None,
         add: Add | None = None,
         notes: TensorNotes | None = None,
+        home: torch.Tensor | None = None,
     ) -> bool | None:
         """Write the tensor's part of ``work`` from its residual and ``gradient`` (None: it has none).
 
         Returns whether all of it is finite, if that is known, else None. ``add``: is asked first where that is a plain
-        sum; it may do something else with it in the same pass. ``notes``: of what is written, where one pass can.
+        sum; it may do something else with it in the same pass. ``notes``: of what is written, where one pass can; else
+        they are forgotten. ``home``: what :meth:`home_of` has said, becomes the gradient, in the same pass if it can.
         """
         index = slot.index
-        if notes is not None:
-            notes.forget()
+        work = self._views[self._turn][index]
         if isinstance(gradient, Difference):
             if self.in_place:
-                return gradient.write(self._views[self._turn][index], notes)
+                return gradient.write(work, notes)
             gradient.write(self.gradients[index])
             gradient = self.gradients[index]
-        momentum = self._momentum_of(slot) if self._momentum_of_gradients else None
         residual = self._views[1 - self._turn][index] if self.memory.has_residual else None
         if add is not None and self._adds_up and residual is not None and gradient is not None:
-            finite = add(self._views[self._turn][index], self.gradients[index], residual, gradient)
+            finite = add(work, self.gradients[index], residual, gradient)
             if finite is not None:
                 return finite
-        work = self._views[self._turn][index]
-        if notes is not None and gradient is not None and gradient.layout is torch.strided:
-            finite = self._add_in_one_pass(slot, gradient, None, notes) if gradient.shape == work.shape else None
-            if finite is not None:
-                return finite
-        return self.memory.compensate(work, residual, gradient, momentum, self._size)
+        momentum = self._momentum_of(slot) if self._momentum_of_gradients else None
+        return self.memory.compensate(work, residual, gradient, momentum, self._size, home, notes)
 
-    def accumulate_and_move(self, slot: Slot, gradient: torch.Tensor, notes: TensorNotes | None = None) -> bool | None:
-        """Do what :meth:`accumulate` and :meth:`move_to_update` do in one pass over memory, on the host.
-
-        None, with nothing done, where that takes two.
-        """
+    def home_of(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Return where a gradient moves while it is accumulated: to where its update will be; None: not then."""
         home = self.gradients[slot.index]
-        if home.dtype != self.work.dtype or not is_movable(home, gradient):
-            return None
-        return self._add_in_one_pass(slot, gradient, home, notes)
-
-    def _add_in_one_pass(
-        self, slot: Slot, gradient: torch.Tensor, home: torch.Tensor | None, notes: TensorNotes | None
-    ) -> bool | None:
-        """Write ``work``, and move the gradient if it has a ``home``; None, with nothing done: no loop does it."""
-        rule = one_pass(self.memory, (self._rate_of(slot),)) if self.memory.has_residual else None
-        if rule is None:
-            return None
-        index, now, before = slot.index, self._turn, 1 - self._turn
-        work, residual = self._views[now][index], self._views[before][index]
-        if rule.momentum is None:
-            return kernel.add(work, residual, gradient, home=home, noting=notes)
-        kept = self._momentum_views[before][index], self._momentum_views[now][index]
-        return kernel.momentum(work, residual, gradient, *kept, *rule.momentum, home=home, noting=notes)
+        return home if self._moves and is_movable(home, gradient) else None
 
     def accumulate_all(
         self, gradients: Sequence[tuple[Slot, torch.Tensor | None]], largest: LargestKey, scratch: Scratch | None
@@ -276,9 +265,6 @@ class Arena:
             torch._foreach_zero_(missing)
         if self.memory.has_residual:
             self.work[part].add_(self._slabs[1 - self._turn][part])  # padding is 0 in both
-
-    def _rate_of(self, slot: Slot) -> Rate | None:
-        return None if self._rate is None else self._rate(slot)
 
     def _table(self, slots: Sequence[Slot]) -> TensorTable:
         """Return where tensors that lie side by side begin and end, in elements from the first one on."""
@@ -327,28 +313,16 @@ class Arena:
         if self.memory.has_residual:
             commit(self.work[segment.start : segment.stop], indices, -values)
 
-    def take(self, segment: Segment, offer: Deferred, slots: Slots, section: IndexSection) -> bool:
-        """Write what is offered of ``segment`` to a message, and take it off ``work``, in the same pass.
+    def take(self, segment: Segment, write: Write) -> bool:
+        """Have what is sent of ``segment`` written to a message, and taken off ``work``, in the same pass.
 
-        Returns False, with nothing done, where kernels do not know what the memory does when something is sent.
+        Returns False, with nothing done, where no loop or kernel knows what the memory does when something is sent.
         """
         clears = clears_momentum(self.memory)
         if clears is None or self.memory.hands_back:
             return False
         momentum = self._momenta[self._turn][segment.start : segment.stop] if clears else None
-        offer.write(slots, section, commit=self.memory.has_residual, momentum=momentum)
-        return True
-
-    def take_values(self, segment: Segment, indices: torch.Tensor, values: torch.Tensor) -> bool:
-        """Write what stands at ``indices`` of ``segment`` to ``values``, and take it off ``work``, in the same pass.
-
-        Returns False, with nothing done, where that takes two, or nothing is kept. Both (n,), on the host; int32.
-        """
-        clears, part = clears_momentum(self.memory), slice(segment.start, segment.stop)
-        if clears is None or not self.memory.has_residual:
-            return False
-        momentum = self._momenta[self._turn][part] if clears else None
-        return kernel_message.take(self.work[part], indices, values, momentum)
+        return write(commit=self.memory.has_residual, momentum=momentum)
 
     def apply_momentum(self, used: Sequence[bool]) -> None:
         """Apply the momentum of what is sent whole to its average, once every message has arrived.
@@ -382,8 +356,8 @@ class Arena:
         self.work = self._slabs[self._turn]
 
     def _momentum_of(self, slot: Slot) -> Momentum:
-        before, after = (self._momentum_views[turn][slot.index] for turn in (1 - self._turn, self._turn))
-        return Momentum(before, after, self._rate_of(slot))
+        before, after = self._momentum_views[1 - self._turn], self._momentum_views[self._turn]
+        return Momentum(before[slot.index], after[slot.index], self._rate_of(slot))
 
 
 def view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:

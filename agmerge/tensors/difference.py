@@ -19,11 +19,13 @@ class Difference(NamedTuple):
     def write(self, out: torch.Tensor, notes: TensorNotes | None = None) -> bool | None:
         """Write it to ``out``, of the same shape and in the dtype of ``end``; tell whether all is finite, if known.
 
-        ``notes``: of what is written, where one pass can.
+        ``notes``: of what is written, where one pass can; else they are forgotten.
         """
         finite = kernel.subtract(out, self.end, self.begin, notes)
         if finite is None:
             torch.sub(self.end, self.begin, out=out)
+            if notes is not None:
+                notes.forget()
         return finite
 
     def tensor(self) -> torch.Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsifiers import kernel
+from sparsifiers import kernel, kernel_message
 
 Maker = Callable[[int, np.random.Generator], np.ndarray]
 
@@ -125,4 +125,4 @@ def level(request: pytest.FixtureRequest, all_levels: list[int]) -> int:
 def any_size(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the loops for the memory, whatever the size, and one thread."""
     monkeypatch.setattr(kernel, "STREAMED", 0)
-    monkeypatch.setattr(kernel, "SCATTERED", 0)
+    monkeypatch.setattr(kernel_message, "SCATTERED", 0)

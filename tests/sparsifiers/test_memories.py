@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import sparsifiers
+from sparsifiers.dgc_memory import DGCMemory
+from sparsifiers.memories import Decaying, Memory, Momentum, NoMemory, Residual, ResidualGTopK
 
 SameBits = Callable[[Tensor, Tensor], bool]
 DTYPES = [
@@ -194,3 +196,57 @@ def test_a_memory_may_be_read_and_written_under_the_names_of_version_0_1() -> No
     older = Older()
     older.keeps = True
     assert older.has_residual and not Older.has_residual
+
+
+class Noted:
+    """Notes that count how often they are forgotten."""
+
+    def __init__(self) -> None:
+        self.forgotten = 0
+
+    def begin(self) -> tuple[int, int]:
+        return 0, 0
+
+    def end(self) -> None:
+        """Nothing was noted."""
+
+    def forget(self) -> None:
+        self.forgotten += 1
+
+
+class Adding:
+    """What a script mixes into a memory: it has no place for more arguments, and looks by itself."""
+
+    def _compensate(
+        self, work: Tensor, residual: Tensor | None, gradient: Tensor | None, momentum: Momentum | None, size: int
+    ) -> bool:
+        assert residual is not None and gradient is not None
+        torch.add(residual, gradient, out=work)
+        return True
+
+
+class Mixed(Adding, Residual):  # type: ignore[misc]
+    """A script's."""
+
+
+class Written(Residual):
+    """A script's, which leaves the sum to the class that it is of."""
+
+    def _compensate(  # type: ignore[override]
+        self, work: Tensor, residual: Tensor | None, gradient: Tensor | None, momentum: Momentum | None, size: int
+    ) -> bool:
+        return super()._compensate(work, residual, gradient, momentum, size) is not False
+
+
+@pytest.mark.parametrize("memory", [Mixed(), Written(), Residual(), Decaying(1.0)], ids=str)
+def test_whatever_a_memory_takes_gradients_move_and_notes_are_forgotten(memory: Memory) -> None:
+    residual, gradient = torch.randn(5, 7), torch.randn(5, 7)  # too few elements for a loop
+    work, home, notes = torch.zeros(5, 7), torch.zeros(5, 7), Noted()
+    memory.compensate(work, residual, gradient, home=home, notes=notes)
+    assert torch.equal(work, residual + gradient) and torch.equal(home, gradient)
+    assert notes.forgotten == 1
+
+
+def test_which_memories_take_a_home_and_notes() -> None:
+    assert all(memory._moves for memory in (Residual, ResidualGTopK, Decaying, DGCMemory))
+    assert not any(memory._moves for memory in (Mixed, Written, NoMemory))

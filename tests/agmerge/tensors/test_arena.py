@@ -235,7 +235,9 @@ def test_one_pass_leaves_what_two_do(memory: str, monkeypatch: pytest.MonkeyPatc
             gradient = torch.randn(slot.shape, generator=source)
             if step == 2:
                 gradient.view(-1)[3] = torch.inf
-            assert one.accumulate_and_move(slot, gradient) is (step < 2)
+            home = one.home_of(slot, gradient)
+            assert home is one.gradients[slot.index]
+            assert one.accumulate(slot, gradient, home=home) is (step < 2)
             two.accumulate(slot, gradient)
             assert two.move_to_update(slot, gradient) is two.gradients[slot.index]
         for slot in layout.slots:
@@ -247,10 +249,13 @@ def test_one_pass_leaves_what_two_do(memory: str, monkeypatch: pytest.MonkeyPatc
             assert bits(kept.reshape(-1)) == bits(two.state_of(layout.slots[0])[kind].reshape(-1))
 
 
-def test_what_takes_two_passes_is_left_as_it_is() -> None:
+def test_what_no_pass_moves_has_no_home() -> None:
     arena, layout = arena_of([(4,)], dtype=torch.bfloat16)
-    before = bits(arena.work)
-    assert arena.accumulate_and_move(layout.slots[0], torch.ones(4, dtype=torch.bfloat16)) is None  # work is float32
-    assert bits(arena.work) == before and (arena.update == 0).all()
+    (slot,) = layout.slots
+    assert arena.home_of(slot, torch.ones(4, dtype=torch.bfloat16)) is None  # work is float32
     alone, _ = arena_of([(4,)], memory="none")
-    assert alone.accumulate_and_move(layout.slots[0], torch.ones(4)) is None  # nothing is kept, so nothing is added up
+    assert alone.home_of(slot, torch.ones(4)) is None  # nothing is kept, so nothing is added up
+    arena, _ = arena_of([(4,)])
+    assert arena.home_of(slot, torch.ones(4, dtype=torch.bfloat16)) is None
+    assert arena.home_of(slot, arena.gradients[slot.index]) is None  # it is there
+    assert arena.home_of(slot, torch.ones(4)) is arena.gradients[slot.index]
