@@ -11,8 +11,12 @@ from hypothesis import strategies as st
 
 import sparsifiers
 from agmerge.tensors.arena import Arena, commit
+from agmerge.tensors.difference import Difference
 from agmerge.tensors.layout import Lane, Layout
-from sparsifiers import Kind, kernel
+from sparsifiers import Kind, Memory, kernel
+from sparsifiers.candidates import Candidates, TensorNotes
+from sparsifiers.dgc_memory import DGCMemory
+from sparsifiers.memories import HandBack
 
 CPU = torch.device("cpu")
 INT = {torch.float32: torch.int32, torch.float64: torch.int64}
@@ -31,11 +35,13 @@ def exact(tensor: torch.Tensor) -> list[Fraction]:
 
 
 def arena_of(
-    shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32, memory: str = "residual"
+    shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32, memory: str | Memory = "residual"
 ) -> tuple[Arena, Layout]:
     lane = Lane(CPU, dtype, Kind.SPARSE)
     layout = Layout([(f"t{i}", shape, lane) for i, shape in enumerate(shapes)])
-    return Arena(lane, layout.lengths[lane], layout.slots, sparsifiers.memory(memory)), layout
+    return Arena(
+        lane, layout.lengths[lane], layout.slots, memory if isinstance(memory, Memory) else sparsifiers.memory(memory)
+    ), layout
 
 
 # -- commit -------------------------------------------------------------------------------------------------
@@ -259,3 +265,50 @@ def test_what_no_pass_moves_has_no_home() -> None:
     assert arena.home_of(slot, torch.ones(4, dtype=torch.bfloat16)) is None
     assert arena.home_of(slot, arena.gradients[slot.index]) is None  # it is there
     assert arena.home_of(slot, torch.ones(4)) is arena.gradients[slot.index]
+
+
+# -- what is written to a message and taken off in one pass ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "memory, commits, clears",
+    [
+        (sparsifiers.memory("residual"), True, False),
+        (sparsifiers.memory("none"), False, False),
+        (sparsifiers.memory("dgc"), True, True),
+        (DGCMemory(masking=False), True, False),
+    ],
+    ids=str,
+)
+def test_whoever_takes_is_told_what_the_memory_does(memory: Memory, commits: bool, clears: bool) -> None:
+    arena, layout = arena_of([(8,), (40,)], memory=memory)
+    (segment,) = layout.segments(1, 2)
+    for slot in layout.slots:
+        arena.accumulate(slot, torch.arange(1.0, slot.numel + 1))
+
+    def write(*, commit: bool, momentum: torch.Tensor | None) -> bool:
+        assert commit is commits and (momentum is not None) is clears
+        if momentum is not None:
+            assert momentum.shape == (segment.length,)
+            momentum[3] = 0.0
+        return commit
+
+    assert arena.take(segment, write) is commits
+    if clears:
+        arena.swap()
+        momentum = arena.state_of(layout.slots[1])["momentum"]
+        assert momentum[3] == 0 and momentum.count_nonzero() == 39
+
+
+def test_nothing_is_taken_where_it_is_handed_back() -> None:
+    arena, layout = arena_of([(8,)], memory=HandBack())
+    assert not arena.take(*layout.segments(0, 1), lambda commit, momentum: True)
+
+
+def test_a_difference_that_no_loop_writes_is_not_noted() -> None:
+    out, notes = torch.empty(4), TensorNotes([(Candidates(4), 0, 4)])
+    assert kernel.subtract(out, torch.ones(4), torch.zeros(4)) is None  # of so few elements
+    forgotten = []
+    notes.forget = lambda: forgotten.append(True)  # type: ignore[method-assign]
+    assert Difference(torch.ones(4), torch.zeros(4)).write(out, notes) is None
+    assert out.tolist() == [1.0] * 4 and forgotten == [True]
