@@ -212,8 +212,8 @@ class _Prober:
         """
         yield from self._room(expected.seconds)
         runs = self.budget.runs(expected.seconds, expected.sent, most, part)
+        self._max_over_ranks(0.0)  # ranks begin together: a wait for a rank is no exchange, and nothing that a probe costs
         timer = self._timer(segment, exchange)
-        self._max_over_ranks(0.0)  # ranks begin together: a wait for a rank is no exchange
         selecting, packing = timer.time_selection(runs) if packs else (0.0, 0.0)
         travel = timer.time_exchange(runs)
         selecting, packing, travel, took, sent = self._told([timer], selecting, packing, travel)
@@ -241,9 +241,9 @@ class _Prober:
         fastest = [math.inf, math.inf]  # with messages and without: the minimum, for other load only adds
         for turn in range(2 * ROUNDS):  # in turn, so that a load that comes or goes meets both
             yield from self._room(BURST * between)
+            self._max_over_ranks(0.0)
             timer = self._timer(self.segments[0], exchange)
             pieces = pieces or math.ceil(between / max(timer.time_work(10) / 10, PIECE))
-            self._max_over_ranks(0.0)
             fastest[turn % 2] = min(fastest[turn % 2], timer.time_burst(0 if turn % 2 else BURST, pieces))
             took, sent = self._told([timer])
             dearest = max(dearest, sent)
@@ -269,6 +269,7 @@ class _Prober:
             if turn > 1 and not self.budget.allows(took, sent):
                 break
             yield from self._room(took)
+            self._max_over_ranks(0.0)
             timers = [self._timer(segment, exchange) for segment in ways[turn % 2]]
             seconds[turn % 2].append(_seconds_to_pack(timers, count))
             took, sent = self._told(timers)

@@ -346,7 +346,7 @@ def test_rank_0_plans_over_several_steps_and_comes_to_the_same(monkeypatch: pyte
 
 def test_rank_0_decides_and_the_others_need_not_be_able_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planning, looking back, comparing: all of it happens on one rank, and what it finds is what all do."""
-    for owner, what in ((DriftDetector, "look"), (Search, "to_try")):
+    for owner, what in ((DriftDetector, "look"), (Search, "go_on")):
         original = getattr(owner, what)
 
         def only(self: Any, *arguments: Any, original: Any = original, **options: Any) -> Any:
