@@ -150,9 +150,10 @@ class Search:
         return not scores[0] <= scores[1] * gain
 
     def others(self, chosen: Candidate) -> Pieces[list[Candidate]]:
-        """Return, in pieces, what to try beside ``chosen``: what is predicted to end not much later, the plan in use for one.
+        """Return, in pieces, what to try beside ``chosen``: what is predicted to end not much later.
 
-        That one is left out where as many messages that are sent alike are tried, and where a planner makes one plan.
+        The plan in use is one of these, but where as many messages that are sent alike are tried, and where a planner
+        makes one plan.
         """
         doubted = bool(self._planner.recheck_every)  # what the plans of others promise is not
         codings = yield from self._codings()

@@ -1,4 +1,4 @@
-"""Bound what probes and planning cost: how much longer a step takes, and of probes their time and bytes in all."""
+"""Bound what probes and planning cost: how much longer a step takes; of probes also their time and bytes in all."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from merging_harness import instance
 
 import merging
 from merging import MODES, Costs, Plan, Profile, predict
-from merging.planners.agmerge import equal_counts
 from merging.pieces import at_once
+from merging.planners.agmerge import equal_counts
 from merging.planners.exact import optimum
 from merging.planners.search.frontier import Spent, Work
 from merging.planners.search.greedy import greedy
@@ -221,3 +221,19 @@ def test_work_is_shared() -> None:
     with pytest.raises(Spent):
         Work(None, whole).spend(3)
     assert whole.spent and not Work().spent
+
+
+@pytest.mark.parametrize("solver", ["exact", "greedy"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_plan_is_made_in_many_pieces(solver: str, mode: str) -> None:
+    """One a tensor, at least, and with the choice of dense merge buffers: training goes on in between."""
+    model, costs = instance(random.Random(5), 50, True)
+    planner = merging.get("agmerge", solver=solver)
+    pieces, count = planner.plan_in_pieces(model, costs, mode), 0
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            assert end.value == planner.plan(model, costs, mode) and count > len(model)
+            break
+        count += 1

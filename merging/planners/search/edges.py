@@ -54,7 +54,7 @@ class Edges:
 
 
 def edges_of(tables: Tables) -> Pieces[Edges]:
-    """Return, in pieces, the edges of the tables. Beyond 32 tensors each takes the tables' grain more of both clocks."""
+    """Return, in pieces, the edges of the tables. Beyond 32 tensors each takes the grain more of both clocks."""
     n = tables.n
     clock, channel = np.empty((2, n, len(tables.options), n))
     upto = np.concatenate([np.zeros((len(tables.steps), 1)), np.cumsum(tables.steps, axis=1)], axis=1)

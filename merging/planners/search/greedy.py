@@ -21,7 +21,7 @@ Marks = NDArray[np.uint8]
 
 
 def greedy(profile: Profile, costs: Costs, mode: str) -> Pieces[Plan]:
-    """Return, in pieces, a plan that leaves the channel idle no more once it is in use: O(n^2) steps in numpy, n^2 bytes.
+    """Return, in pieces, a plan that leaves the channel idle no more once in use: O(n^2) steps in numpy, n^2 bytes.
 
     For every f in 1..n: the first f tensors are a merge buffer, and from then on each is closed at the first
     tensor with which it is ready (selection included) no sooner than the channel is free. The f whose last
