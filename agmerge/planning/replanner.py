@@ -349,8 +349,7 @@ class Replanner:
         by choice, a new plan has to show what it promises, in a trial beside its alternatives.
         """
         buffers, usual = self.buffers, self._whole.typical()
-        names = [slot.name for slot in buffers.layout.slots]
-        budget = Budget(usual, 4 * buffers.layout.numel)
+        names, budget = [slot.name for slot in buffers.layout.slots], Budget(usual, 4 * buffers.layout.numel)
         codecs = measure_codecs(buffers, self._values, self._step) if buffers.config.wires else {}
         if codecs and budget.is_spread:  # that took its time, too
             yield None
