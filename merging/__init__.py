@@ -15,8 +15,9 @@ import sys
 
 from merging.costs import Cost, Costs
 from merging.curve import Curve
-from merging.measured import Measurements, best
-from merging.message_split import divide
+from merging.measured import Measurements, best, best_in_pieces
+from merging.message_split import divide, divide_in_pieces
+from merging.pieces import Pieces, at_once
 from merging.plan import Plan
 from merging.planner import Planner
 from merging.profile import Profile
@@ -29,13 +30,17 @@ __all__ = [
     "Costs",
     "Curve",
     "Measurements",
+    "Pieces",
     "Plan",
     "Planner",
     "Profile",
     "Span",
     "Timeline",
+    "at_once",
     "best",
+    "best_in_pieces",
     "divide",
+    "divide_in_pieces",
     "get",
     "names",
     "predict",

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from merging.checks import Reals
 from merging.costs import Costs
+from merging.pieces import Pieces, at_once
 from merging.plan import Plan
 from merging.profile import Profile
 from merging.timeline import check_mode
@@ -27,6 +28,11 @@ def choose_dense(plan: Plan, profile: Profile, costs: Costs, mode: str) -> Plan:
 
     Raises ValueError for an unknown mode and for a plan that does not fit the profile.
     """
+    return at_once(choose_dense_in_pieces(plan, profile, costs, mode))
+
+
+def choose_dense_in_pieces(plan: Plan, profile: Profile, costs: Costs, mode: str) -> Pieces[Plan]:
+    """Return what `choose_dense` does, in pieces."""
     check_mode(mode)
     plan.check(len(profile), profile.names)
     bare = replace(plan, dense=(False,) * len(plan.counts), parts=())
@@ -37,6 +43,7 @@ def choose_dense(plan: Plan, profile: Profile, costs: Costs, mode: str) -> Plan:
     clock, channel, flags = np.zeros(1), np.zeros(1), np.zeros(1, np.int64)  # of each state; flags: how many are set
     history: list[Indices] = []  # by merge buffer, of each state: twice its number before, and 1 more if dense
     for start, stop in plan.bounds:
+        yield
         run = slice(start, stop)
         backward = float(profile.backward[run].sum())
         load, selects = int(profile.load[run].sum()), 0.0

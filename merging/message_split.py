@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from merging.checks import whole
 from merging.costs import Costs
+from merging.pieces import Pieces, at_once
 from merging.plan import Plan
 from merging.profile import Profile
 from merging.timeline import check_mode, predict
@@ -28,6 +29,11 @@ def divide(plan: Plan, profile: Profile, costs: Costs, mode: str, most: int = MO
     Source: the pipelines of CaSync (HiPress, SOSP 2021) and Espresso (EuroSys 2023); the rule is our own.
     Raises ValueError for an unknown mode, a plan that does not fit the profile, and `most` below 1.
     """
+    return at_once(divide_in_pieces(plan, profile, costs, mode, most))
+
+
+def divide_in_pieces(plan: Plan, profile: Profile, costs: Costs, mode: str, most: int) -> Pieces[Plan]:
+    """Return what `divide` does, in pieces."""
     check_mode(mode)
     most = whole("divide: most", most, least=1)
     plan = replace(plan, parts=())
@@ -41,6 +47,7 @@ def divide(plan: Plan, profile: Profile, costs: Costs, mode: str, most: int = MO
         largest = min(most, int(profile.work[start:stop].sum()) // SMALLEST)
         ends = [(finish * (1 - GAIN), plan)]
         for power in range(1, largest.bit_length()):
+            yield
             parts = (*plan.parts[:buffer], 2**power, *plan.parts[buffer + 1 :])
             divided = replace(plan, parts=parts)
             ends.append((predict(divided, profile, costs, mode).finish, divided))

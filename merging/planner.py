@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from merging.costs import Costs
+from merging.pieces import Pieces, at_once
 from merging.plan import Plan
 from merging.profile import Profile
 from merging.size_limit import check_tensors, cut
@@ -35,15 +36,24 @@ class Planner(ABC):
         Every merge buffer holds fewer than 2**31 elements. Raises ValueError for a mode not in `modes` and for
         a tensor that reaches 2**31 elements.
         """
+        return at_once(self.plan_in_pieces(profile, costs, mode))
+
+    def plan_in_pieces(self, profile: Profile, costs: Costs, mode: str) -> Pieces[Plan]:
+        """Return what `plan` does, in pieces."""
         check_mode(mode, self.modes)
         check_tensors(profile)
-        plan = self.partition(profile, costs, mode)
+        plan = yield from self.partition_in_pieces(profile, costs, mode)
         plan.check(len(profile))
         return cut(replace(plan, names=profile.names), profile)
 
     @abstractmethod
     def partition(self, profile: Profile, costs: Costs, mode: str) -> Plan:
         """Return the plan by this planner's own rule, which may leave names and the size limit to `plan`."""
+
+    def partition_in_pieces(self, profile: Profile, costs: Costs, mode: str) -> Pieces[Plan]:
+        """Return what `partition` does, in pieces: one, unless a planner that may take long says otherwise."""
+        yield
+        return self.partition(profile, costs, mode)
 
     def options(self) -> dict[str, Any]:
         """Return the hyper-parameters by name, in alphabetical order."""

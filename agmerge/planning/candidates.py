@@ -8,9 +8,8 @@ rounds them, or does not, whichever the first one is not.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
 from typing import Any
 
 import merging
@@ -24,7 +23,7 @@ from agmerge.planning.plan_choice import best_plan, planner_of, predicted_finish
 from agmerge.planning.wire_choice import FAR, LEAST, Codec, in_wire
 from agmerge.step.agreement import with_mode
 from agmerge.step.merge_buffers import MergeBuffers
-from merging import Measurements
+from merging import Measurements, Pieces
 from merging.measured import sent_whole
 
 
@@ -71,10 +70,6 @@ def loads(record: Mapping[str, Any]) -> list[Candidate]:
     return [Candidate(merging.Plan.loads(plan), measured[index], *rest) for plan, index, *rest in record["rows"]]
 
 
-class _Interrupted(Exception):
-    """Say that there is no more time until after the next step."""
-
-
 class Search:
     """Look for the plans to try, from one set of measurements, over several steps where that takes long.
 
@@ -86,6 +81,7 @@ class Search:
             known, and the one in use stays.
         step: the one to come.
         usual: seconds of a step as it is.
+        stays: the plan in use was made from times, and is kept where no other one is worth a change.
     """
 
     def __init__(
@@ -96,44 +92,51 @@ class Search:
         codecs: Mapping[str, Codec],
         step: int,
         usual: float,
+        *,
+        stays: bool,
     ) -> None:
         self._planner, self._buffers, self._latest, self._codecs, self._step = planner, buffers, latest, codecs, step
         self._known: dict[tuple[str, ...], merging.Plan] = {}  # what :meth:`_made` has
         self._measured = {buffers.wire: latest}  # as it would be in a codec, by name
-        self._until, self._has_planned = 0.0, False  # when this part of the search ends, once it has made a plan
         self._rest = max(0.0, usual - predicted_finish(buffers.plan, latest))  # seconds of a step that no plan changes
+        self._pieces = self._to_try(stays)
 
-    def to_try(self, seconds: float, *, stays: bool) -> list[Candidate] | None:
-        """Return what to go on with, and after it what a trial compares it with; None: ask again after the next step.
+    def go_on(self, seconds: float) -> list[Candidate] | None:
+        """Look on for so many seconds; return what there is to try, the one to go on with first.
 
-        Args:
-            seconds: that this may take now; one plan is made in any case.
-            stays: the plan in use was made from times, and is kept where no other one is worth a change.
+        None: that is not known yet, and this is to be called again after the next step. What is found does not depend
+        on how often that is.
         """
-        self._until, self._has_planned = time.perf_counter() + seconds, False
+        until = time.perf_counter() + seconds
         try:
-            chosen, current = self.chosen(), self.current()
-            if stays and (chosen.plan == current.plan or not self.is_worth(chosen, current)):
-                return [current]
-            return [chosen, *self.others(chosen)]
-        except _Interrupted:
-            return None
+            while True:
+                next(self._pieces)
+                if time.perf_counter() > until:
+                    return None
+        except StopIteration as end:
+            found: list[Candidate] = end.value
+            return found
 
-    def _made(self, make: Callable[[], merging.Plan], *key: str) -> merging.Plan:
-        """Return the plan of this name, which ``make`` makes unless it is there. Raises :class:`_Interrupted`."""
+    def _to_try(self, stays: bool) -> Pieces[list[Candidate]]:
+        """Return, in pieces, what to go on with, and after it what a trial compares it with."""
+        chosen, current = (yield from self.chosen()), self.current()
+        if stays and (chosen.plan == current.plan or not self.is_worth(chosen, current)):
+            return [current]
+        return [chosen, *(yield from self.others(chosen))]
+
+    def _made(self, make: Pieces[merging.Plan], *key: str) -> Pieces[merging.Plan]:
+        """Return, in pieces, the plan of this name, which ``make`` makes unless it is there."""
         if key not in self._known:
-            if self._has_planned and time.perf_counter() > self._until:
-                raise _Interrupted
-            self._known[key], self._has_planned = make(), True
+            self._known[key] = yield from make
         return self._known[key]
 
     def current(self) -> Candidate:
         """Return the plan in use."""
         return self._candidate(self._buffers.plan, self._latest, self._buffers.wire)
 
-    def chosen(self) -> Candidate:
-        """Return the candidate with the fewest predicted seconds for what arrives."""
-        ways = self._codings
+    def chosen(self) -> Pieces[Candidate]:
+        """Return, in pieces, the candidate with the fewest predicted seconds for what arrives."""
+        ways = yield from self._codings()
         return ways[wire_choice.best([self._seconds(each) for each in ways], [each.delivered for each in ways])]
 
     def is_worth(self, chosen: Candidate, current: Candidate) -> bool:
@@ -146,21 +149,24 @@ class Search:
         scores = [self._seconds(each) / each.delivered for each in (current, chosen)]
         return not scores[0] <= scores[1] * gain
 
-    def others(self, chosen: Candidate) -> list[Candidate]:
-        """Return what to try beside ``chosen``: what is predicted to end not much later, the plan in use for one.
+    def others(self, chosen: Candidate) -> Pieces[list[Candidate]]:
+        """Return, in pieces, what to try beside ``chosen``: what is predicted to end not much later.
 
-        That one is left out where as many messages that are sent alike are tried, and where a planner makes one plan.
+        The plan in use is one of these, but where as many messages that are sent alike are tried, and where a planner
+        makes one plan.
         """
         doubted = bool(self._planner.recheck_every)  # what the plans of others promise is not
-        found = [each for each in self._codings if each.wire != chosen.wire and (doubted or chosen.wire != OWN)]
+        codings = yield from self._codings()
+        found = [each for each in codings if each.wire != chosen.wire and (doubted or chosen.wire != OWN)]
         if chosen.measured.dense is not None:
             planner = planner_of(self._buffers, self._planner)
-            whole = self._made(lambda: _all_dense(planner, chosen.measured), "dense", chosen.wire)
+            whole = yield from self._made(_all_dense(planner, chosen.measured), "dense", chosen.wire)
             found.append(self._candidate(whole, chosen.measured, OWN))
-            found.append(self._best(chosen.wire, compressed=True))
+            found.append((yield from self._best(chosen.wire, compressed=True)))
         latest_end = plan_trial.DOUBTFUL * chosen.finish
         plans = {chosen.plan: chosen}
-        for each in [*found, *self._sums(chosen)]:
+        for each in [*found, *(yield from self._sums(chosen))]:
+            yield
             if each.finish < latest_end:
                 plans.setdefault(each.plan, each)
         current = self.current()
@@ -173,8 +179,8 @@ class Search:
         """Return the predicted seconds of a step."""
         return self._rest + candidate.finish
 
-    def _sums(self, chosen: Candidate) -> list[Candidate]:
-        """Return the best plan with each exchange that may take the place of the usual one, in the codec of ``chosen``.
+    def _sums(self, chosen: Candidate) -> Pieces[list[Candidate]]:
+        """Return, in pieces, the best plan with each exchange that may take the usual one's place, in the same codec.
 
         Those are left out that are not predicted to end before the usual one: of their later rounds it is predicted
         that backward hides them, too. Once one of them is in use, it stays: what the usual one takes is not measured.
@@ -182,7 +188,7 @@ class Search:
         buffers = self._buffers
         if buffers.exchange != OWN or not buffers.config.exchanges:
             return []
-        usual = self._best(buffers.wire, compressed=True) if chosen.is_dense else chosen
+        usual = (yield from self._best(buffers.wire, compressed=True)) if chosen.is_dense else chosen
         lane = measured_lane(buffers.layout)
         value = value_codec(usual.wire, lane.dtype)
         each = value.size(FAR) / FAR
@@ -193,38 +199,39 @@ class Search:
             measured = replace(
                 usual.measured, exchange=exchanged_by(name, curve, buffers.across.size, index, each, coded=coded)
             )
-            plan = self._made(partial(best_plan, self._planner, buffers, measured), "sum", name, usual.wire)
+            plan = yield from self._made(best_plan(self._planner, buffers, measured), "sum", name, usual.wire)
             found.append(self._candidate(plan, measured, usual.wire, name))
         return [each for each in found if each.finish < usual.finish and not each.is_dense]
 
-    @cached_property
-    def _codings(self) -> list[Candidate]:
-        """Return the best plan in each value codec that comes into question: one that rounds nothing, one that does.
+    def _codings(self) -> Pieces[list[Candidate]]:
+        """Return, in pieces, the best plan in each value codec in question: one that rounds nothing, one that does.
 
         The second is in the codec that is best with the plans that there are: planning for each would take long.
         """
         if not self._codecs:
-            return [self._best(self._buffers.wire)]
-        exact = self._best(OWN)
+            return [(yield from self._best(self._buffers.wire))]
+        exact = yield from self._best(OWN)
         enough = [codec for codec in self._codecs.values() if codec.wire != OWN and codec.delivered >= LEAST]
         if not enough:
             return [exact]
         sketches = [exact.plan]
         if any(exact.plan.dense):
-            sketches.append(self._best(OWN, compressed=True).plan)
-        finishes = [min(predicted_finish(plan, self._in(codec.wire)) for plan in sketches) for codec in enough]
+            sketches.append((yield from self._best(OWN, compressed=True)).plan)
+        finishes = []
+        for codec in enough:
+            finishes.append(min(predicted_finish(plan, self._in(codec.wire)) for plan in sketches))
+            yield
         seconds = [self._rest + finish for finish in finishes]
         promising = enough[wire_choice.best(seconds, [codec.delivered for codec in enough])].wire
-        return [exact, self._best(promising)]
+        return [exact, (yield from self._best(promising))]
 
-    def _best(self, wire: str, *, compressed: bool = False) -> Candidate:
-        """Return the best plan in a codec. ``compressed``: in which nothing goes dense."""
+    def _best(self, wire: str, *, compressed: bool = False) -> Pieces[Candidate]:
+        """Return, in pieces, the best plan in a codec. ``compressed``: in which nothing goes dense."""
         measured = self._in(wire)
         assumed = replace(measured, dense=None) if compressed else measured
         key = ("compressed" if compressed else "best", wire)
-        return self._candidate(
-            self._made(lambda: best_plan(self._planner, self._buffers, assumed), *key), measured, wire
-        )
+        plan = yield from self._made(best_plan(self._planner, self._buffers, assumed), *key)
+        return self._candidate(plan, measured, wire)
 
     def _candidate(
         self, plan: merging.Plan, measured: Measurements, wire: str, exchange: str | None = None
@@ -251,10 +258,10 @@ class Search:
         return self._measured[wire]
 
 
-def _all_dense(planner: merging.Planner, measured: Measurements) -> merging.Plan:
-    """Return the planner's plan if everything went dense."""
+def _all_dense(planner: merging.Planner, measured: Measurements) -> Pieces[merging.Plan]:
+    """Return, in pieces, the planner's plan if everything went dense."""
     whole = sent_whole(measured)
-    plan = planner.plan(whole.profile, whole.costs, "dense")
+    plan = yield from planner.plan_in_pieces(whole.profile, whole.costs, "dense")
     mode = "behind" if "behind" in measured.modes else measured.modes[0]  # as a plan with a choice has it
     return replace(with_mode(plan, mode), dense=(True,) * len(plan.counts))
 

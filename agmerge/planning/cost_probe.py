@@ -66,7 +66,9 @@ class SampledTimes(NamedTuple):
     exchange: Samples  # by elements of the message
 
 
-def probe(buffers: MergeBuffers, step: int, backward: float, budget: Budget) -> Iterator[MeasuredCosts | None]:
+def probe(
+    buffers: MergeBuffers, step: int, backward: float, budget: Budget, *, bounded: bool = False
+) -> Iterator[MeasuredCosts | None]:
     """Collective. Measure what selection and exchanges cost, between steps: a part at each ``next``, the costs last.
 
     Whatever is yielded before them, None, asks for another step in between. Runs of tensors of one lane, see
@@ -82,8 +84,9 @@ def probe(buffers: MergeBuffers, step: int, backward: float, budget: Budget) -> 
         step: the one to come, whose density counts.
         backward: seconds of a backward pass on this rank.
         budget: what this may cost; the same on all ranks.
+        bounded: training's own messages say what large ones take, so none is probed that makes a step too long.
     """
-    costs = yield from _Prober(buffers, step, backward, budget).costs()
+    costs = yield from _Prober(buffers, step, backward, budget, bounded).costs()
     yield costs
 
 
@@ -111,8 +114,8 @@ def sizes(layout: Layout) -> list[Segment]:
 class _Prober:
     """Time messages of one agreement, and count what that costs."""
 
-    def __init__(self, buffers: MergeBuffers, step: int, backward: float, budget: Budget) -> None:
-        self.buffers, self.step, self.backward, self.budget = buffers, step, backward, budget
+    def __init__(self, buffers: MergeBuffers, step: int, backward: float, budget: Budget, bounded: bool) -> None:
+        self.buffers, self.step, self.backward, self.budget, self.bounded = buffers, step, backward, budget, bounded
         self.segments = sizes(buffers.layout)
 
     def costs(self) -> Spread[MeasuredCosts]:
@@ -188,7 +191,8 @@ class _Prober:
                 # Every rank has the same figures, so all of them stop at the same size.
                 if not self.budget.allows(VISITS * run.seconds, VISITS * run.sent, part):
                     break
-                if run.seconds > self.budget.share and known[-1].seconds > SLOPED * known[0].seconds:
+                dearest = run if self.bounded else known[-1]
+                if run.seconds > self.budget.share and dearest.seconds > SLOPED * known[0].seconds:
                     break
             known.append((yield from self._visit(segment, exchange, times, RUNS, run, part, packs)))
         for segment, run in (VISITS - 1) * list(zip(self.segments, known, strict=False)):
@@ -212,8 +216,10 @@ class _Prober:
         """
         yield from self._room(expected.seconds)
         runs = self.budget.runs(expected.seconds, expected.sent, most, part)
+        self._max_over_ranks(
+            0.0
+        )  # ranks begin together: a wait for a rank is no exchange, and nothing that a probe costs
         timer = self._timer(segment, exchange)
-        self._max_over_ranks(0.0)  # ranks begin together: a wait for a rank is no exchange
         selecting, packing = timer.time_selection(runs) if packs else (0.0, 0.0)
         travel = timer.time_exchange(runs)
         selecting, packing, travel, took, sent = self._told([timer], selecting, packing, travel)
@@ -241,9 +247,9 @@ class _Prober:
         fastest = [math.inf, math.inf]  # with messages and without: the minimum, for other load only adds
         for turn in range(2 * ROUNDS):  # in turn, so that a load that comes or goes meets both
             yield from self._room(BURST * between)
+            self._max_over_ranks(0.0)
             timer = self._timer(self.segments[0], exchange)
             pieces = pieces or math.ceil(between / max(timer.time_work(10) / 10, PIECE))
-            self._max_over_ranks(0.0)
             fastest[turn % 2] = min(fastest[turn % 2], timer.time_burst(0 if turn % 2 else BURST, pieces))
             took, sent = self._told([timer])
             dearest = max(dearest, sent)
@@ -269,6 +275,7 @@ class _Prober:
             if turn > 1 and not self.budget.allows(took, sent):
                 break
             yield from self._room(took)
+            self._max_over_ranks(0.0)
             timers = [self._timer(segment, exchange) for segment in ways[turn % 2]]
             seconds[turn % 2].append(_seconds_to_pack(timers, count))
             took, sent = self._told(timers)

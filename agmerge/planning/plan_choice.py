@@ -36,12 +36,15 @@ def planner_of(buffers: MergeBuffers, planner: merging.Planner) -> merging.Plann
     return planner if buffers.config.groups is None else FixedCounts(counts=buffers.plan.counts)
 
 
-def best_plan(planner: merging.Planner, buffers: MergeBuffers, measured: Measurements) -> merging.Plan:
-    """Return the plan with which the planner predicts steps to end first, divided into messages where that helps."""
+def best_plan(planner: merging.Planner, buffers: MergeBuffers, measured: Measurements) -> merging.Pieces[merging.Plan]:
+    """Return, in pieces, the plan with which the planner predicts steps to end first.
+
+    It is divided into messages where that helps.
+    """
     fitting = planner_of(buffers, planner)
-    plan, mode = merging.best(fitting, measured)
+    plan, mode = yield from merging.best_in_pieces(fitting, measured)
     if fitting.max_messages > 1 and EXCHANGES[buffers.exchange].pipelines_parts:
-        plan = merging.divide(plan, measured.profile, measured.costs, mode, fitting.max_messages)
+        plan = yield from merging.divide_in_pieces(plan, measured.profile, measured.costs, mode, fitting.max_messages)
     return with_mode(plan, mode)
 
 

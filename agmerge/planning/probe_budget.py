@@ -1,4 +1,4 @@
-"""Bound what probes cost: how much longer a step takes for them, their time in all, and their bytes in all."""
+"""Bound what probes and planning cost: how much longer a step takes; of probes also their time and bytes in all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 SECONDS = 1.0  # for all probes together,
 STEPS = 3.0  # or so many steps' worth of time, whichever is more
-SHARE = 0.1  # of a step: so much longer it may take; with what ranks tell each other about it, half as much again
+SHARE = 0.05  # of a step: so much longer it may take for probes, or for a part of planning
 LEAST = 1e-3  # seconds that any step may take longer: below, nothing can be timed at all
 GRADIENTS = 8.0  # times the bytes of all gradients, for all probes together: docs/merging.md says why
 FLOOR = 1 << 16  # bytes that any model may spend: below, its messages are headers and little else

@@ -23,7 +23,7 @@ from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.step_times import Seconds
 from agmerge.metrics.whole_steps import WholeSteps
 from agmerge.options.config import AUTO
-from agmerge.planning import candidates, known_plans, plan_trial, probe_budget, wire_choice
+from agmerge.planning import candidates, known_plans, plan_trial, wire_choice
 from agmerge.planning.candidates import Candidate, Search
 from agmerge.planning.codec_costs import measure_codecs
 from agmerge.planning.cost_probe import MeasuredCosts
@@ -349,12 +349,14 @@ class Replanner:
         by choice, a new plan has to show what it promises, in a trial beside its alternatives.
         """
         buffers, usual = self.buffers, self._whole.typical()
-        names = [slot.name for slot in buffers.layout.slots]
+        names, budget = [slot.name for slot in buffers.layout.slots], Budget(usual, 4 * buffers.layout.numel)
         codecs = measure_codecs(buffers, self._values, self._step) if buffers.config.wires else {}
-        search = Search(planner, buffers, latest, codecs, self._step, usual)
+        if codecs and budget.is_spread:  # that took its time, too
+            yield None
+        search = Search(planner, buffers, latest, codecs, self._step, usual, stays=self.measured is not None)
 
         def decide() -> dict[str, Any]:
-            found = search.to_try(probe_budget.SHARE * usual, stays=self.measured is not None)
+            found = search.go_on(budget.share)
             return {} if found is None else candidates.dumps(found)
 
         def reject(decision: dict[str, Any]) -> str:

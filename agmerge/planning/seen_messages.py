@@ -41,7 +41,7 @@ def measure_costs(
 
     ``seen``: None: nothing was.
     """
-    for costs in probe(buffers, step, backward, budget):
+    for costs in probe(buffers, step, backward, budget, bounded=seen is not None):
         yield costs if costs is None or seen is None else bounded(costs, seen, *_whole(buffers, step))
 
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 from merging.checks import flag, whole
 from merging.costs import Costs
 from merging.message_split import MOST
+from merging.pieces import Pieces, at_once
 from merging.plan import Plan
 from merging.planner import Planner
 from merging.planners.exact import optimum
@@ -76,11 +77,14 @@ class AGMerge(Planner):
         return self.parts
 
     def partition(self, profile: Profile, costs: Costs, mode: str) -> Plan:
+        return at_once(self.partition_in_pieces(profile, costs, mode))
+
+    def partition_in_pieces(self, profile: Profile, costs: Costs, mode: str) -> Pieces[Plan]:
         if not self.intra:
             return Plan(equal_counts(len(profile), self.phases))
         if self.solver == "exact" and len(profile) <= LARGEST:
-            return optimum(profile, costs, mode, BUDGET)
-        return greedy(profile, costs, mode)
+            return (yield from optimum(profile, costs, mode, BUDGET))
+        return (yield from greedy(profile, costs, mode))
 
 
 def equal_counts(n: int, phases: int) -> tuple[int, ...]:

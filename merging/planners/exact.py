@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from merging.checks import whole
 from merging.costs import Costs
+from merging.pieces import Pieces, at_once
 from merging.plan import Plan
 from merging.planner import Planner
 from merging.planners.search.bounds import Bounds, Path, bound
@@ -50,19 +51,22 @@ class Exact(Planner):
             object.__setattr__(self, "budget", whole("exact: budget", self.budget, least=0))
 
     def partition(self, profile: Profile, costs: Costs, mode: str) -> Plan:
+        return at_once(self.partition_in_pieces(profile, costs, mode))
+
+    def partition_in_pieces(self, profile: Profile, costs: Costs, mode: str) -> Pieces[Plan]:
         return optimum(profile, costs, mode, self.budget)
 
 
-def optimum(profile: Profile, costs: Costs, mode: str, budget: int | None = None) -> Plan:
-    """Return the plan with the smallest predicted finish; of several, one with the fewest merge buffers.
+def optimum(profile: Profile, costs: Costs, mode: str, budget: int | None = None) -> Pieces[Plan]:
+    """Return, in pieces, the plan with the smallest predicted finish; of several, one with the fewest merge buffers.
 
     Plans that follow the bounds are good ones, soon; then only what the bounds say may end sooner is searched. Where
     that is too much, bounds from the other end close more, then those of more weights. With a choice of ways there is
     much between the bounds and the optimum, and a narrow search finds better plans first. Where a `budget` of
     extensions (see `search`) is spent before, the result is the best plan so far.
     """
-    table = tables(profile, costs, mode)
-    edges = edges_of(table)
+    table = yield from tables(profile, costs, mode)
+    edges = yield from edges_of(table)
     back = edges.reversed()
     known: Found = (Plan((1,) * len(profile)), math.inf)
     ahead: Bounds | None = None
@@ -72,19 +76,21 @@ def optimum(profile: Profile, costs: Costs, mode: str, budget: int | None = None
         for weights, most in _RUNGS:
             if ahead is not None:
                 work.spend(2 * weights * int(opened.sum()) // _PASSED)
-                behind, opened = bound(back, weights, turned(opened), ahead, _in_time(known, edges.grain))
+                behind, opened = yield from bound(back, weights, turned(opened), ahead, _in_time(known, edges.grain))
                 known = _soonest(known, *(_found(table, *behind.follow(back, shift), True) for shift in _SHIFTS))
                 opened = turned(opened)
-            ahead, opened = bound(edges, weights, opened, behind, _in_time(known, edges.grain))
+            ahead, opened = yield from bound(edges, weights, opened, behind, _in_time(known, edges.grain))
             known = _soonest(known, *(_found(table, *ahead.follow(edges, shift)) for shift in _SHIFTS))
             try:
                 part = Work(most, work)
-                return (search(table, ahead, opened, _in_time(known, edges.grain), edges.grain, part) or known)[0]
+                best = yield from search(table, ahead, opened, _in_time(known, edges.grain), edges.grain, part)
+                return (best or known)[0]
             except Spent:
                 if work.spent:
                     break
             if behind is not None and edges.ways > 1:
-                narrow = search(table, ahead, opened, _in_time(known, edges.grain), edges.grain, work, _NARROW)
+                finish = _in_time(known, edges.grain)
+                narrow = yield from search(table, ahead, opened, finish, edges.grain, work, _NARROW)
                 known = _soonest(known, narrow)
     return known[0]
 

@@ -16,6 +16,7 @@ from merging_harness import instance
 
 import merging
 from merging import MODES, Costs, Plan, Profile, predict
+from merging.pieces import at_once
 from merging.planners.agmerge import equal_counts
 from merging.planners.exact import optimum
 from merging.planners.search.frontier import Spent, Work
@@ -49,7 +50,7 @@ def by_the_rule(model: Profile, costs: Costs, mode: str) -> list[tuple[float, in
 @given(st.integers(0, 2**32), st.integers(1, 30), st.sampled_from(MODES))
 def test_greedy_is_its_rule(seed: int, n: int, mode: str) -> None:
     model, costs = instance(random.Random(seed), n, False)
-    plan = greedy(model, costs, mode)
+    plan = at_once(greedy(model, costs, mode))
     found = by_the_rule(model, costs, mode)
     soonest = min(found)[0] * (1 + 1e-11)
     assert finish(plan, model, costs, mode) <= soonest and not any(plan.dense)
@@ -114,7 +115,7 @@ def test_greedy_where_merge_buffers_may_go_dense() -> None:
     data, costs = planning.profile(shapes.sizes("bert-large")), planning.costs(8, 0.001, dense=True)
     for mode in ("ahead", "behind"):
         plan = GREEDY.plan(data, costs, mode)
-        best = finish(optimum(data, costs, mode, 1_000_000), data, costs, mode)
+        best = finish(at_once(optimum(data, costs, mode, 1_000_000)), data, costs, mode)
         assert finish(plan, data, costs, mode) < 1.05 * best and len(set(plan.dense)) == 2
 
 
@@ -220,3 +221,19 @@ def test_work_is_shared() -> None:
     with pytest.raises(Spent):
         Work(None, whole).spend(3)
     assert whole.spent and not Work().spent
+
+
+@pytest.mark.parametrize("solver", ["exact", "greedy"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_plan_is_made_in_many_pieces(solver: str, mode: str) -> None:
+    """One a tensor, at least, and with the choice of dense merge buffers: training goes on in between."""
+    model, costs = instance(random.Random(5), 50, True)
+    planner = merging.get("agmerge", solver=solver)
+    pieces, count = planner.plan_in_pieces(model, costs, mode), 0
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            assert end.value == planner.plan(model, costs, mode) and count > len(model)
+            break
+        count += 1

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from merging.checks import Reals
+from merging.pieces import Pieces
 from merging.planners.search.edges import NEVER, Edges, Indices
 from merging.planners.search.tables import Flags
 
@@ -64,8 +65,10 @@ class Bounds:
         return np.ascontiguousarray(((self.rest[:-1] - self.rest[1:]) * (len(self.rest) - 1)).T)
 
 
-def bound(edges: Edges, weights: int, opened: Flags, behind: Bounds | None, finish: float) -> tuple[Bounds, Flags]:
-    """Return bounds over the edges in `opened`, and those of them that can be part of a plan that ends by `finish`.
+def bound(
+    edges: Edges, weights: int, opened: Flags, behind: Bounds | None, finish: float
+) -> Pieces[tuple[Bounds, Flags]]:
+    """Return, in pieces, bounds over the edges in `opened`, and those that can be part of a plan that ends by `finish`.
 
     With T = clock and C = channel, an edge gives t' = t + T, E' >= E + C and E' >= t' + C, hence
     v t' + (1 - v) E' >= w (t + T) + (1 - w) E + (1 - v) C for all v <= w, and
@@ -88,6 +91,7 @@ def bound(edges: Edges, weights: int, opened: Flags, behind: Bounds | None, fini
     before = None if behind is None else _finer(behind.rest, weights)[::-1, ::-1]
     still = np.zeros_like(opened)
     for i in range(n - 1, -1, -1):
+        yield
         numbers = opened[i].nonzero()[0]
         if before is not None:
             following = numbers % n + 1

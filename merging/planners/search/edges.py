@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from merging.checks import Reals
+from merging.pieces import Pieces
 from merging.planners.search.tables import Flags, Tables
 
 Indices = NDArray[np.int64]
@@ -52,12 +53,13 @@ class Edges:
         return Edges(_turned(self.channel), _turned(self.clock), self.grain)
 
 
-def edges_of(tables: Tables) -> Edges:
-    """Return the edges of the tables. Beyond 32 tensors each takes the tables' grain more of both clocks."""
+def edges_of(tables: Tables) -> Pieces[Edges]:
+    """Return, in pieces, the edges of the tables. Beyond 32 tensors each takes the grain more of both clocks."""
     n = tables.n
     clock, channel = np.empty((2, n, len(tables.options), n))
     upto = np.concatenate([np.zeros((len(tables.steps), 1)), np.cumsum(tables.steps, axis=1)], axis=1)
     for way, option in enumerate(tables.options):
+        yield
         run = upto[option.clock]
         np.subtract(run[None, 1:], run[:-1, None], out=clock[:, way])
         if option.select is not None:

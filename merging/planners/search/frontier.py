@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from merging.checks import Reals
+from merging.pieces import Pieces
 from merging.plan import Plan
 from merging.planners.search.bounds import Bounds
 from merging.planners.search.edges import Indices
@@ -54,8 +55,11 @@ def search(
     grain: float,
     work: Work,
     width: int | None = None,
-) -> Found | None:
-    """Return the plan that ends first, and when; of several the one with the fewest merge buffers; None: none in time.
+) -> Pieces[Found | None]:
+    """Return, in pieces, the plan that ends first, and when; of several one with the fewest merge buffers.
+
+    None: none ends in time.
+
 
     A state is (t, E) after the first j tensors, with t the compute and E the channel clock. Every state of prefix i is
     extended by every merge buffer that starts there and is in `opened`; what the bounds say cannot end by `finish` is
@@ -74,6 +78,7 @@ def search(
     states.add(np.zeros(1), np.zeros(1), np.zeros(1, np.int64), 0)
     history: list[tuple[Indices, Indices, NDArray[np.bool_]]] = []
     for j in range(n):
+        yield
         states.advance(tables.steps[:, j])
         clocks, channels, origins, dense = [], [], [], []
         for way, option in enumerate(tables.options):

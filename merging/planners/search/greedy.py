@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from merging.checks import Elements, Reals
 from merging.costs import Costs
+from merging.pieces import Pieces
 from merging.plan import Plan
 from merging.profile import Profile
 
@@ -19,8 +20,8 @@ _EQUAL = 1e-12  # of the finish: what sums in another order may differ by
 Marks = NDArray[np.uint8]
 
 
-def greedy(profile: Profile, costs: Costs, mode: str) -> Plan:
-    """Return a plan that leaves the channel idle no more once it is in use: O(n^2) steps in numpy, n^2 bytes.
+def greedy(profile: Profile, costs: Costs, mode: str) -> Pieces[Plan]:
+    """Return, in pieces, a plan that leaves the channel idle no more once in use: O(n^2) steps in numpy, n^2 bytes.
 
     For every f in 1..n: the first f tensors are a merge buffer, and from then on each is closed at the first
     tensor with which it is ready (selection included) no sooner than the channel is free. The f whose last
@@ -32,18 +33,19 @@ def greedy(profile: Profile, costs: Costs, mode: str) -> Plan:
     does not show it. So the same is tried with all of them dense until a share of backward, for a few shares up
     to the whole, and with none dense; that left 4 %.
     """
-    found = [_follow(profile, costs, mode, None)]
+    found = [(yield from _follow(profile, costs, mode, None))]
     if costs.dense is not None:
         backward = np.cumsum(profile.backward)
         stops = np.searchsorted(backward, np.multiply(_SHARES, backward[-1]))
-        found += [_follow(profile, costs, mode, stop) for stop in sorted({*stops.tolist(), len(profile)})]
+        for stop in sorted({*stops.tolist(), len(profile)}):
+            found.append((yield from _follow(profile, costs, mode, stop)))
     soonest = min(float(ends.min()) for ends, _ in found) * (1 + _EQUAL)
     plans = [_plan(marks[:, f]) for ends, marks in found for f in _fewest(ends, marks, soonest)]
     return min(plans, key=lambda plan: len(plan.counts))
 
 
-def _follow(profile: Profile, costs: Costs, mode: str, until: int | None) -> tuple[Reals, Marks]:
-    """Follow the rule in n lanes, one per first merge buffer.
+def _follow(profile: Profile, costs: Costs, mode: str, until: int | None) -> Pieces[tuple[Reals, Marks]]:
+    """Follow the rule in n lanes, in pieces; one per first merge buffer.
 
     until: merge buffers go dense that close before this tensor, and later whichever way ends sooner; None: never.
 
@@ -60,6 +62,7 @@ def _follow(profile: Profile, costs: Costs, mode: str, until: int | None) -> tup
     clock, select, channel = np.zeros(n), np.zeros(n), np.zeros(n)  # select: since `start`, on top of the clock
     marks = np.zeros((n, n), np.uint8)
     for j in range(n):
+        yield
         clock += backward[j]
         select += each[j]
         if mode == "behind":

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from merging.checks import Elements, Reals
 from merging.costs import Cost, Costs
+from merging.pieces import Pieces
 from merging.profile import Profile
 from merging.size_limit import LIMIT
 
@@ -52,18 +53,18 @@ class Tables:
         return int(self.steps.shape[1])
 
 
-def tables(profile: Profile, costs: Costs, mode: str) -> Tables:
-    """Return the tables of one mode; O(n^2) memory, and n / 64 calls of each cost function."""
+def tables(profile: Profile, costs: Costs, mode: str) -> Pieces[Tables]:
+    """Return, in pieces, the tables of one mode; O(n^2) memory, and n / 64 calls of each cost function."""
     n = len(profile)
     barred = _sums(profile.numel) >= LIMIT
     barred[np.triu_indices(n, 1)] = True
-    sparse = _table(costs.exchange, profile.load, barred)
-    wire = None if costs.dense is None else _table(costs.dense, profile.numel, barred)
+    sparse = yield from _table(costs.exchange, profile.load, barred)
+    wire = None if costs.dense is None else (yield from _table(costs.dense, profile.numel, barred))
     no, yes = np.zeros((1, 1), bool), np.ones((1, 1), bool)
     plain = profile.backward[None, :]
     message = start = None
     if costs.message is not None:
-        message = _table(costs.message, profile.load, barred, outside=0.0)
+        message = yield from _table(costs.message, profile.load, barred, outside=0.0)
         start = np.broadcast_to(np.full((1, 1), costs.message(0)), (n, n))
     if mode == "dense" and message is None:
         if wire is None:
@@ -71,7 +72,7 @@ def tables(profile: Profile, costs: Costs, mode: str) -> Tables:
         return Tables(plain, (Option(0, None, np.minimum(sparse, wire), wire < sparse),), True)
     select = message
     if mode == "behind":
-        selection = _table(costs.sparsify, profile.work, barred, outside=0.0)
+        selection = yield from _table(costs.sparsify, profile.work, barred, outside=0.0)
         select = selection if message is None else selection + message
     ahead = plain + costs.sparsify(profile.work) if mode == "ahead" else plain
     options = [Option(0, select, sparse, np.broadcast_to(no, (n, n)))]
@@ -88,12 +89,13 @@ def _sums(values: Elements) -> Elements:
     return np.asarray(upto[1:, None] - upto[None, :-1], dtype=np.int64)
 
 
-def _table(cost: Cost, values: Elements, barred: Flags, outside: float = np.inf) -> Reals:
-    """Return the cost of the sum of values i to j at [j, i]; `outside` where it is `barred`."""
+def _table(cost: Cost, values: Elements, barred: Flags, outside: float = np.inf) -> Pieces[Reals]:
+    """Return, in pieces, the cost of the sum of values i to j at [j, i]; `outside` where it is `barred`."""
     n = len(values)
     upto = np.concatenate([[0], np.cumsum(values)])
     table = np.empty((n, n))
     for first in range(0, n, _ROWS):
+        yield
         last = min(n, first + _ROWS)
         sums = upto[first + 1 : last + 1, None] - upto[None, :last]
         sums[barred[first:last, :last]] = 0
