@@ -96,7 +96,7 @@ class Memory(ABC):
         arguments that do not fit.
         """
         self._check(work, residual, gradient)
-        if (self.has_momentum and self.has_residual) is (momentum is None):
+        if (self.has_momentum and not self.averages) is (momentum is None):
             wanted = "given" if self.has_momentum else "None: this memory has none"
             raise ValueError(f"{self}: momentum must be {wanted}")
         if not torch.is_grad_enabled():
@@ -119,6 +119,15 @@ class Memory(ABC):
         return NoMemory()
 
     of_dense = for_dense_lane  # its name in version 0.1
+
+    def for_rounded_lane(self) -> Memory:
+        """Return the memory of tensors that are sent whole beside those of this one, but rounded: it keeps the rest."""
+        return Residual() if self.has_residual else self.for_dense_lane()
+
+    @property
+    def averages(self) -> bool:
+        """Tell whether momentum is applied to what ranks have combined, by `correct`, and not to gradients."""
+        return self.has_momentum and not self.has_residual
 
     def correct(self, update: Tensor, momentum: Momentum) -> None:
         """Apply momentum to the combined `update` of tensors that are sent whole, in place."""

@@ -36,7 +36,6 @@ from agmerge.tensors.parameters import ParameterInfo
 from sparsifiers import Kind, LowRank, kernel_updates
 from sparsifiers.deferred import Deferred
 from sparsifiers.gpu import IndexSection, Slots
-from sparsifiers.memories import NoMemory
 
 SHARD = (
     "the shard of {name!r}, which all ranks of a process set have to hold (fully_shard takes mesh['shard'], "
@@ -99,7 +98,7 @@ class MergeBuffers:
             slot.index
             for slot in self.layout.slots
             if slot.lane.kind is Kind.DENSE and slot.numel <= BATCH_COPY_LIMIT and not slot.lane.on_device
-            if isinstance(self.arenas[slot.lane].memory, NoMemory)
+            if self.arenas[slot.lane].is_sum
         }
         factored = [slot for slot in self.layout.slots if slot.lane.kind is Kind.LOW_RANK]
         low_rank = config.compressor.part(Kind.LOW_RANK)
@@ -161,7 +160,7 @@ class MergeBuffers:
     def _arena(self, lane: Lane, length: int) -> Arena:
         slots = [slot for slot in self.layout.slots if slot.lane == lane]
         rate = None if self.config.rates is None else self.config.rates.by_slot(self.parameters)
-        return Arena(lane, length, slots, self.config.memory_of(lane.kind), self.comm.size, rate)
+        return Arena(lane, length, slots, self.config.memory_of(lane.kind, on_device=lane.on_device), self.comm.size, rate)
 
     def exchanges(self, *, exact: bool = False) -> dict[Kind, Exchange]:
         """Return new exchanges, one for each kind of lane that there is. ``exact``: without a cast."""
@@ -182,6 +181,7 @@ class MergeBuffers:
             same_on_all_ranks=config.compressor.same_on_all_ranks,
             predivide=config.predivide,
             cast=config.cast,
+            rounds_whole=config.rounds_whole,
             keeps=any(config.memory_of(kind).has_residual or config.memory_of(kind).hands_back for kind in Kind),
             receive=self._receive,
             take=self._take,
@@ -376,7 +376,7 @@ class MergeBuffers:
             if key in carried:
                 tensor.copy_(carried.pop(key))
         for number, arena in enumerate(self.arenas.values()):
-            if arena.memory.has_momentum and not arena.memory.has_residual:
+            if arena.memory.averages:
                 self.across.broadcast(arena.momentum, 0, f"momentum {number}").wait(self.config.timeout)
         if self.bases is not None:
             self.bases.restore(carried)

@@ -131,8 +131,8 @@ class Arena:
         self._momentum_views = [{slot.index: view(flat, slot) for slot in slots} for flat in self._momenta]
         # The momentum of what is sent whole takes the average: see `apply_momentum`.
         self._adds_up = type(memory)._compensate is Residual._compensate  # work is residual + gradient, and that is all
-        self._is_sum = self._adds_up or type(memory)._compensate is NoMemory._compensate  # or the gradient alone
-        self._momentum_of_gradients = memory.has_momentum and memory.has_residual
+        self.is_sum = self._adds_up or type(memory)._compensate is NoMemory._compensate  # or the gradient alone
+        self._momentum_of_gradients = memory.has_momentum and not memory.averages
         self._tables: dict[tuple[int, ...], TensorTable] = {}  # of tensors that are accumulated together, by index
         self.in_place = not memory.has_residual and lane.dtype == lane.storage
         self.update = first if self.in_place else zeros(length, lane.dtype, lane.device)
@@ -236,6 +236,11 @@ class Arena:
         kept = self._momentum_views[before][index], self._momentum_views[now][index]
         return kernel.momentum(work, residual, gradient, *kept, *rule.momentum, home=home, noting=notes)
 
+    def add_residuals(self, slots: Sequence[Slot]) -> None:
+        """Add the residuals of some tensors to their ``work``, which holds their gradients."""
+        before, now = self._views[1 - self._turn], self._views[self._turn]
+        torch._foreach_add_([now[slot.index] for slot in slots], [before[slot.index] for slot in slots])
+
     def accumulate_all(
         self, gradients: Sequence[tuple[Slot, torch.Tensor | None]], largest: LargestKey, scratch: Scratch | None
     ) -> torch.Tensor:
@@ -257,7 +262,7 @@ class Arena:
                 momenta = Momenta(self.momentum[part], self._momenta[self._turn][part], *rule.momentum)
             compensate(self._table(slots), rows, residual, work, largest=largest, scratch=scratch, momenta=momenta)
             return largest.magnitude
-        if self._is_sum:
+        if self.is_sum:
             self._add_up(gradients, part)
         else:
             for slot, gradient in gradients:
@@ -356,7 +361,7 @@ class Arena:
         ``used``: by slot, whether any rank had a gradient; the momentum of others stays as it was. Does nothing for
         memories that apply theirs before selection, or have none.
         """
-        if self.memory.has_momentum and not self.memory.has_residual:
+        if self.memory.averages:
             rates = {self._rate_of(slot) for slot in self._slots}
             if len(rates) == 1:
                 before, after = self._momenta[1 - self._turn], self._momenta[self._turn]
