@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparsifiers import kernel, kernel_message
-from sparsifiers.memories import Memory, Momentum, NoMemory, Rate, Residual
+from sparsifiers.memories import Memory, Momentum, NoMemory, Rate, Rounding
 
 MOMENTUM = 0.9  # where neither the memory nor the optimizer says one
 
@@ -131,5 +131,5 @@ class _MomentumOfWhole(_MomentumOfAverage, NoMemory):
     """Keep nothing beside the momentum."""
 
 
-class _MomentumOfRounded(_MomentumOfAverage, Residual):
+class _MomentumOfRounded(_MomentumOfAverage, Rounding):
     """Keep what rounding leaves, too."""

@@ -57,6 +57,7 @@ class Memory(ABC):
     has_momentum: bool = False  # it applies a momentum, in the place of the optimizer
     follows: bool = False  # it takes the momentum of an optimizer that has one, from `Momentum.rate`
     hands_back: bool = False  # whoever gave the tensor keeps what is not sent of it, and hears what was sent
+    kept: str = "residual"  # what checkpoints call what is kept, where anything is
 
     # The names of version 0.1: memories of scripts may use them for one version more.
     keeps = _Renamed("has_residual")
@@ -122,7 +123,7 @@ class Memory(ABC):
 
     def for_rounded_lane(self) -> Memory:
         """Return the memory of tensors that are sent whole beside those of this one, but rounded: it keeps the rest."""
-        return Residual() if self.has_residual else self.for_dense_lane()
+        return Rounding() if self.has_residual else self.for_dense_lane()
 
     @property
     def averages(self) -> bool:
@@ -251,6 +252,16 @@ class Decaying(Residual):
         if gradient is not None:
             work.add_(gradient)
         return None
+
+
+class Rounding(Residual):
+    """Keep what rounding leaves of tensors that are sent whole: the rule of `residual`.
+
+    It is no part of a choice, so checkpoints and reports tell it from what a selection has left.
+    """
+
+    name = "rounding"
+    kept = "rounding"
 
 
 class ResidualGTopK(Residual):

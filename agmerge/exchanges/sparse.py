@@ -13,7 +13,7 @@ import torch
 from agmerge.errors import MessageError
 from agmerge.exchanges.base import Exchange, InFlight, SegmentBuffers
 from agmerge.exchanges.message import Everything, fused
-from agmerge.exchanges.message.codec import clear_behind
+from agmerge.exchanges.message.codec import clear_behind, saturated
 from agmerge.exchanges.message.format import Flag, Format, RoundHeader, Section
 from agmerge.exchanges.message.offers import spread, without_zeros
 from agmerge.exchanges.message.values import VALUES, WHOLE
@@ -74,13 +74,18 @@ class SparseExchange(Exchange):
 
     def _write_whole(self, load: SegmentBuffers, section: Section, message: torch.Tensor) -> int:
         """Write all of one segment, and take it off its work if that keeps something; return the count to announce."""
-        if section.value is None:
-            message[section.values].view(load.segment.lane.dtype).copy_(load.work)
-            if self.context.rounds_whole:
-                self.commit(load.segment, None, None)
+        where = message[section.values]
+        if section.value is not None:
+            self.commit(load.segment, None, section.value.encode(load.work, where))
+            return load.segment.length
+        sent = where.view(load.segment.lane.dtype)
+        if not self.context.rounds_whole:
+            sent.copy_(load.work)
             return 0
-        self.commit(load.segment, None, section.value.encode(load.work, message[section.values]))
-        return load.segment.length
+        # With what was rounded off before, a gradient of 16 bits may be beyond its dtype.
+        sent.copy_(load.work if sent.dtype == load.work.dtype else saturated(load.work, torch.finfo(sent.dtype).max))
+        self.commit(load.segment, None, sent)
+        return 0
 
     def _write(
         self, load: SegmentBuffers, offer: Selection, section: Section, message: torch.Tensor

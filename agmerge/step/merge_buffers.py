@@ -30,7 +30,7 @@ from agmerge.step.kernel_buffers import KernelBuffers
 from agmerge.step.messages import messages_of, presparsified
 from agmerge.step.side_streams import SideStreams
 from agmerge.step.update_home import InArenas
-from agmerge.tensors.arena import Arena, Unwritten, trim
+from agmerge.tensors.arena import ROUNDING, Arena, Unwritten, trim
 from agmerge.tensors.layout import Lane, Layout, Segment, Slot
 from agmerge.tensors.parameters import ParameterInfo
 from sparsifiers import Kind, LowRank, kernel_updates
@@ -138,8 +138,7 @@ class MergeBuffers:
         self.kernels = KernelBuffers(self.messages, self.config.compressor)
         self.buffer_of = [index for index, count in enumerate(plan.counts) for _ in range(count)]
         self.presparsified = presparsified(self.messages, plan)
-        # By slot: who can do something of a message as soon as the tensor is there.
-        self.prepared = {
+        self.prepared = {  # by slot: who can do something of a message as soon as the tensor is there
             slot.index: message.exchange
             for messages in self.messages
             for message in messages
@@ -160,7 +159,9 @@ class MergeBuffers:
     def _arena(self, lane: Lane, length: int) -> Arena:
         slots = [slot for slot in self.layout.slots if slot.lane == lane]
         rate = None if self.config.rates is None else self.config.rates.by_slot(self.parameters)
-        return Arena(lane, length, slots, self.config.memory_of(lane.kind, on_device=lane.on_device), self.comm.size, rate)
+        return Arena(
+            lane, length, slots, self.config.memory_of(lane.kind, on_device=lane.on_device), self.comm.size, rate
+        )
 
     def exchanges(self, *, exact: bool = False) -> dict[Kind, Exchange]:
         """Return new exchanges, one for each kind of lane that there is. ``exact``: without a cast."""
@@ -207,8 +208,7 @@ class MergeBuffers:
         arena = self.arenas[segment.lane]
         if arena.memory.hands_back:  # copies: the buffers of a message are written again
             if indices is not None:
-                # As many as there are elements are all of them, unless a codec without a 0 has moved them up.
-                # A device is not asked.
+                # As many as there are are all, unless a codec without a 0 has moved them up. A device is not asked.
                 full = indices.numel() == segment.length and indices.device.type == "cpu"
                 everything = full and int(indices[-1]) == segment.length - 1
                 indices = None if everything else indices.clone()
@@ -294,8 +294,7 @@ class MergeBuffers:
         work, shapes = self.arenas[segment.lane].work[segment.start : segment.stop], segment.shapes
         if len(segment.slots) == 1:
             return work[: segment.vector_length], k, shapes[:1]  # no padding
-        # Everything, padding too: else it could be chosen in place of an element.
-        return work, segment.length if k == segment.numel else k, shapes
+        return work, segment.length if k == segment.numel else k, shapes  # padding too: else it could be chosen
 
     def keys(self) -> set[str]:
         """Return the owners of sparsifier state: a key for each segment."""
@@ -369,12 +368,13 @@ class MergeBuffers:
     def restore_state(self, carried: State) -> None:
         """Collective. Move state in; what has no place here stays in ``carried``.
 
-        The momentum of averages is the same on every rank, and so are bases. Rank 0's count: others may not have loaded
-        them.
+        Rank 0's momentum of averages and bases count, which all ranks have alike: others may not have loaded them.
         """
-        for key, tensor in self.state().items():
-            if key in carried:
-                tensor.copy_(carried.pop(key))
+        for (kind, name), tensor in self.state().items():
+            if (kind, name) in carried:
+                tensor.copy_(carried.pop((kind, name)))
+            if kind == "residual" and (ROUNDING, name) in carried:  # the tensor was sent whole
+                tensor += carried.pop((ROUNDING, name))
         for number, arena in enumerate(self.arenas.values()):
             if arena.memory.averages:
                 self.across.broadcast(arena.momentum, 0, f"momentum {number}").wait(self.config.timeout)

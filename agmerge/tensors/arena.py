@@ -22,10 +22,11 @@ from sparsifiers import Memory, Momentum, Rate, kernel, kernel_message
 from sparsifiers.candidates import TensorNotes
 from sparsifiers.deferred import Deferred
 from sparsifiers.gpu import IndexSection, LargestKey, Momenta, Scratch, Slots, TensorTable, compensate, has_kernels
-from sparsifiers.memories import NoMemory, Residual
+from sparsifiers.memories import NoMemory, Residual, Rounding
 from sparsifiers.one_pass import clears_momentum, one_pass
 
 LINE = 64  # bytes
+ROUNDING = Rounding.kept  # a kind of state: what rounding has left of what is sent whole, each rank's own
 
 
 class Unwritten(Protocol):
@@ -156,10 +157,10 @@ class Arena:
         return self._views[1 - self._turn][slot.index] if self.memory.has_residual else None
 
     def state_of(self, slot: Slot) -> dict[str, torch.Tensor]:
-        """Return what is kept of one tensor from step to step: views, by kind ("residual", "momentum")."""
+        """Return what is kept of one tensor from step to step: views, by kind ("residual", "rounding", "momentum")."""
         state = {}
         if self.memory.has_residual:
-            state["residual"] = self._views[1 - self._turn][slot.index]
+            state[self.memory.kept] = self._views[1 - self._turn][slot.index]
         if self.memory.has_momentum:
             state["momentum"] = self._momentum_views[1 - self._turn][slot.index]
         return state
