@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparsifiers import kernel, kernel_message
-from sparsifiers.memories import Memory, Momentum, NoMemory, Rate
+from sparsifiers.memories import Memory, Momentum, NoMemory, Rate, Rounding
 
 MOMENTUM = 0.9  # where neither the memory nor the optimizer says one
 
@@ -103,10 +103,13 @@ class DGCMemory(Memory):
             momentum.scatter_reduce_(0, indices.long(), (sent == 0).to(momentum.dtype), "prod")
 
     def for_dense_lane(self) -> Memory:
-        return _MomentumOfAverage(self)
+        return _MomentumOfWhole(self)
+
+    def for_rounded_lane(self) -> Memory:
+        return _MomentumOfRounded(self)
 
 
-class _MomentumOfAverage(NoMemory):
+class _MomentumOfAverage(Memory):
     """Apply the same momentum to tensors that are sent whole, once, on the average of all workers."""
 
     has_momentum = True
@@ -114,8 +117,20 @@ class _MomentumOfAverage(NoMemory):
     def __init__(self, memory: DGCMemory) -> None:
         self._memory = memory
 
+    @property
+    def averages(self) -> bool:
+        return True
+
     def correct(self, update: Tensor, momentum: Momentum) -> None:
         if self._memory._advance(update.to(momentum.after.dtype), momentum):
             update.add_(momentum.after)
         else:
             update.copy_(momentum.after)
+
+
+class _MomentumOfWhole(_MomentumOfAverage, NoMemory):
+    """Keep nothing beside the momentum."""
+
+
+class _MomentumOfRounded(_MomentumOfAverage, Rounding):
+    """Keep what rounding leaves, too."""

@@ -58,6 +58,7 @@ class Memory(ABC):
     has_momentum: bool = False  # it applies a momentum, in the place of the optimizer
     follows: bool = False  # it takes the momentum of an optimizer that has one, from `Momentum.rate`
     hands_back: bool = False  # whoever gave the tensor keeps what is not sent of it, and hears what was sent
+    kept: str = "residual"  # what checkpoints call what is kept, where anything is
     _moves: ClassVar[bool] = False  # `_compensate` has the arguments `home` and `notes`
 
     # The names of version 0.1: memories of scripts may use them for one version more.
@@ -106,7 +107,7 @@ class Memory(ABC):
             with torch.no_grad():
                 return self.compensate(work, residual, gradient, momentum, size, home, notes)
         self._check(work, residual, gradient)
-        if (self.has_momentum and self.has_residual) is (momentum is None):
+        if (self.has_momentum and not self.averages) is (momentum is None):
             wanted = "given" if self.has_momentum else "None: this memory has none"
             raise ValueError(f"{self}: momentum must be {wanted}")
         more = (home, notes) if self._moves else ()
@@ -136,6 +137,15 @@ class Memory(ABC):
         return NoMemory()
 
     of_dense = for_dense_lane  # its name in version 0.1
+
+    def for_rounded_lane(self) -> Memory:
+        """Return the memory of tensors that are sent whole beside those of this one, but rounded: it keeps the rest."""
+        return Rounding() if self.has_residual else self.for_dense_lane()
+
+    @property
+    def averages(self) -> bool:
+        """Tell whether momentum is applied to what ranks have combined, by `correct`, and not to gradients."""
+        return self.has_momentum and not self.has_residual
 
     def correct(self, update: Tensor, momentum: Momentum) -> None:
         """Apply momentum to the combined `update` of tensors that are sent whole, in place."""
@@ -263,6 +273,16 @@ class Decaying(Residual):
         if gradient is not None:
             work.add_(gradient)
         return None
+
+
+class Rounding(Residual):
+    """Keep what rounding leaves of tensors that are sent whole: the rule of `residual`.
+
+    It is no part of a choice, so checkpoints and reports tell it from what a selection has left.
+    """
+
+    name = "rounding"
+    kept = "rounding"
 
 
 class ResidualGTopK(Residual):

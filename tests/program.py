@@ -245,7 +245,8 @@ class Player:
 
     def residuals(self) -> dict[str, Tensor]:
         """Of every parameter that has one, frozen ones too."""
-        return dict(self.optimizer.state_dict()["agmerge"]["residuals"])
+        section = self.optimizer.state_dict()["agmerge"]
+        return {**section["residuals"], **section["roundings"]}
 
 
 def compression_of(name: str) -> Any:

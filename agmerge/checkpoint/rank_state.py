@@ -21,6 +21,7 @@ from agmerge.runtime import workers
 from agmerge.step.gradient_exchange import GradientExchange
 from agmerge.step.merge_buffers import State
 from agmerge.tensors import nonfinite
+from agmerge.tensors.arena import ROUNDING
 from agmerge.tensors.dtensors import is_dtensor, like, local_of, set_gradient, shard_of
 
 SECTION = "agmerge"
@@ -28,7 +29,14 @@ VERSION, READABLE = 2, (1, 2)  # 2 has "updates"
 RANKS = "ranks"  # of a consolidated checkpoint: every rank's section, rank by rank
 INNER = "inner"  # in each of these, where they differ: what the rank's own optimizer keeps
 LEFT_BASIS, RIGHT_BASIS = BASES = tuple(bases.KINDS.values())
-KINDS = {"residual": "residuals", "momentum": "momenta", LEFT_BASIS: "left_bases", RIGHT_BASIS: "right_bases"}
+ROUNDINGS = "roundings"
+KINDS = {
+    "residual": "residuals",
+    ROUNDING: ROUNDINGS,
+    "momentum": "momenta",
+    LEFT_BASIS: "left_bases",
+    RIGHT_BASIS: "right_bases",
+}
 
 
 OTHER_PARTS = (

@@ -35,6 +35,8 @@ def redistribute(sections: Sequence[Section], rank: int, size: int, op: ReduceOp
     for kind in ("residuals", "momenta"):
         alike = {name: tensor for name, tensor in sections[0][kind].items() if name not in own}
         part[kind] = alike | _sums([section[kind] for section in dealt], own, factor)
+    rounded = [section.get("roundings", {}) for section in dealt]  # each rank's own
+    part["roundings"] = _sums(rounded, {name for names in rounded for name in names}, factor)
     if sections[0].get("updates"):
         part["updates"] = dict(sections[0]["updates"])
         moved = [displacements(section["updates"], section["residuals"]) for section in dealt]

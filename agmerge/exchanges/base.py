@@ -60,6 +60,7 @@ class ExchangeContext:
     same_on_all_ranks: bool = False  # all ranks choose the same coordinates by themselves: no vote is needed
     predivide: float = 1.0  # f: dense sums are of `work / f`, and multiplied by f afterwards
     cast: torch.dtype | None = None  # dtype of dense segments on the wire; None: the gradient's own
+    rounds_whole: bool = False  # what is sent whole on the host may be rounded: its `work` keeps the rest
     keeps: bool = False  # `work` of dense segments holds a residual, so that what is sent has to be committed
     receive: Receive = lambda segment, parts, scale: False  # asked where ranks' selections are at hand, one by one
     take: Take = lambda segment, write: False  # asked where a message has the values themselves
@@ -147,6 +148,10 @@ class Exchange(ABC):
         """
         return None
 
+    def whole_bytes(self, segment: Segment) -> int:
+        """Return the bytes of a dense segment that comes along with others, see ``carries_dense``."""
+        return segment.length * segment.lane.dtype.itemsize
+
     @abstractmethod
     def start(
         self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
@@ -194,16 +199,22 @@ class Exchange(ABC):
         raise NotImplementedError(f"{type(self).__name__}: {pending.name} was not waited for; use wait()")
 
     def format_of(
-        self, name: str, loads: Sequence[SegmentBuffers], capacities: list[int | None], wire: str = "auto"
+        self,
+        name: str,
+        loads: Sequence[SegmentBuffers],
+        capacities: list[int | None],
+        wire: str = "auto",
+        whole: str | None = None,
     ) -> Format:
         """Return the format of the message ``name``: the same object as long as segments and capacities stay.
 
-        ``capacities``: slots by load; None: sent whole. ``wire``: the value codec, always the same one.
+        ``capacities``: slots by load; None: sent whole. ``wire``: the value codec, always the same one, and ``whole``
+        that of what is sent whole, None: as it is.
         """
         segments = [load.segment for load in loads]
         kept = self._formats.get(name)
         if kept is None or kept.capacities != capacities or kept.segments != segments:
-            kept = self._formats[name] = Format(segments, capacities, wire)
+            kept = self._formats[name] = Format(segments, capacities, wire, whole)
         return kept
 
     def keep(self, key: tuple[object, ...], length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -11,9 +11,10 @@ from agmerge.exchanges.all_reduce import LARGE
 from agmerge.tensors.layout import Lane, Layout, Segment, Slot
 from sparsifiers import Kind
 
-# Bytes that riding dense segments may add to what a rank receives: about what an all-reduce of their own costs
-# to start (0.5 ms at 1 Gbit/s): a rule, not a measurement.
-RIDE = 65536
+# Bytes that riding dense segments may add to what a rank receives, in place of an all-reduce of their own, which goes
+# round twice: 2 (W-1) hops, each of which waits for a thread of another process. With four ranks on two cores, who
+# share 200 Mbit/s, 184 KB more were worth it: steps of 418 ms, and of 437 ms with an all-reduce.
+RIDE = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,10 @@ def segments(layout: Layout, start: int, stop: int, ahead: bool) -> list[Segment
 
 
 def group_into_messages(
-    segments: Sequence[Segment], size: int, ride: Collection[Kind] = (Kind.SPARSE,)
+    segments: Sequence[Segment],
+    size: int,
+    ride: Collection[Kind] = (Kind.SPARSE,),
+    bytes_of: Callable[[Segment], int] | None = None,
 ) -> list[list[Segment]]:
     """Decide which segments of a merge buffer share a message, between ``size`` ranks.
 
@@ -57,7 +61,13 @@ def group_into_messages(
     ``ride``: with factors, which are all-reduced like them, if they have its dtype and are not so large that they
     would better be summed where they lie; else with sparse ones while an all-gather is not much dearer than an
     all-reduce: it receives ``(W-1) m`` bytes instead of ``2 (W-1)/W m``. Every other segment has a message of its own.
+
+    ``bytes_of``: a dense segment that comes along with sparse ones; None: as it is.
     """
+
+    def plain(segment: Segment) -> int:
+        return segment.length * segment.lane.dtype.itemsize
+
     messages: list[list[Segment]] = []
     for device in dict.fromkeys(segment.lane.device for segment in segments):
         on_device = [segment for segment in segments if segment.lane.device == device]
@@ -70,8 +80,8 @@ def group_into_messages(
                     along = [d for d in dense if d.lane.dtype == segment.lane.dtype and d.length < LARGE]
                 messages.append([segment, *along])
                 dense = [other for other in dense if other not in along]
-        riding = sum(segment.length * segment.lane.dtype.itemsize for segment in dense)
-        if Kind.SPARSE in ride and sparse and riding * (size - 1) * (1 - 2 / size) <= RIDE:
+        riding, alone = sum(map(bytes_of or plain, dense)), sum(map(plain, dense))
+        if Kind.SPARSE in ride and sparse and (size - 1) * (riding - 2 * alone / size) <= RIDE:
             messages.append(sparse + dense)
         else:
             messages += [sparse] if sparse else []

@@ -14,9 +14,11 @@ import torch
 from agmerge.errors import MessageError
 from agmerge.exchanges.base import Exchange, InFlight, SegmentBuffers
 from agmerge.exchanges.message import Everything, fused
-from agmerge.exchanges.message.codec import clear_behind
+from agmerge.exchanges.message.codec import clear_behind, saturated
 from agmerge.exchanges.message.format import Flag, Format, RoundHeader, Section
 from agmerge.exchanges.message.offers import spread, without_zeros
+from agmerge.exchanges.message.values import VALUES, WHOLE
+from agmerge.tensors.layout import Segment
 from sparsifiers import Selection, kernel, kernel_message, kernel_updates
 from sparsifiers.deferred import Deferred
 
@@ -31,7 +33,8 @@ class SparseExchange(Exchange):
     2. One all-gather brings every message to every rank, under backward; a rank receives ``(W - 1) * size`` bytes.
     3. Each rank checks all messages, then adds ``scale * values`` to the update, rank by rank.
 
-    ``context.wire`` is the value codec of sparse sections.
+    ``context.wire`` is the value codec of sparse sections. With ``context.rounds_whole`` dense segments that come along
+    are rounded, too (:data:`agmerge.exchanges.message.values.WHOLE`): as a section of which every element is offered.
     """
 
     pipelines_parts = True
@@ -41,17 +44,16 @@ class SparseExchange(Exchange):
     ) -> InFlight:
         """Collective. Encode what is offered, commit what receivers will read of it, and start the all-gather."""
         capacities = [None if offer is None else offer.capacity for offer in offers]
-        layout = self.format_of(name, loads, capacities, self.context.wire)
         device = loads[0].work.device
+        layout = self.format_of(name, loads, capacities, self.context.wire, self._codec_of_whole(device))
         message = self.keep(("message", name), layout.size, torch.uint8, device)
         received = self.keep(("received", name), layout.size * self.comm.size, torch.uint8, device)
         elements = 0
         counts: list[int | torch.Tensor] = []
         for load, offer, section in zip(loads, offers, layout.sections, strict=True):
             if offer is None:
-                message[section.values].view(load.segment.lane.dtype).copy_(load.work)
                 elements += load.segment.numel
-                counts.append(0)
+                counts.append(self._write_whole(load, section, message))
             else:
                 elements += min(offer.capacity, load.segment.numel)
                 counts.append(self._write(load, offer, section, message))
@@ -60,6 +62,31 @@ class SparseExchange(Exchange):
         return InFlight(
             name, loads, control, handle, layout.size, elements, message, received, layout, codecs=layout.by_codec
         )
+
+    def whole_bytes(self, segment: Segment) -> int:
+        """Return the bytes of a dense segment that comes along, in its codec."""
+        codec = None if segment.lane.dtype.is_complex else self._codec_of_whole(segment.lane.device)
+        return super().whole_bytes(segment) if codec is None else VALUES[codec].size(segment.length)
+
+    def _codec_of_whole(self, device: torch.device) -> str | None:
+        """Return the value codec of what is sent whole from ``device``; None: it travels as it is."""
+        rounds = self.context.rounds_whole and device.type == "cpu"
+        return WHOLE.get(self.context.wire) if rounds else None
+
+    def _write_whole(self, load: SegmentBuffers, section: Section, message: torch.Tensor) -> int:
+        """Write all of one segment, and take it off its work if that keeps something; return the count to announce."""
+        where = message[section.values]
+        if section.value is not None:
+            self.commit(load.segment, None, section.value.encode(load.work, where))
+            return load.segment.length
+        sent = where.view(load.segment.lane.dtype)
+        if not self.context.rounds_whole:
+            sent.copy_(load.work)
+            return 0
+        # With what was rounded off before, a gradient of 16 bits may be beyond its dtype.
+        sent.copy_(load.work if sent.dtype == load.work.dtype else saturated(load.work, torch.finfo(sent.dtype).max))
+        self.commit(load.segment, None, sent)
+        return 0
 
     def _write(
         self, load: SegmentBuffers, offer: Selection, section: Section, message: torch.Tensor

@@ -18,7 +18,7 @@ from agmerge.backends import topology
 from agmerge.backends.handshake import Fact
 from agmerge.exchanges.low_rank.factors import saves
 from agmerge.exchanges.message import VALUES
-from agmerge.exchanges.message.values import CHOICE
+from agmerge.exchanges.message.values import CHOICE, WHOLE
 from agmerge.exchanges.way import SUMS
 from agmerge.ops import ReduceOp
 from agmerge.options import dense_cutoff, momentum
@@ -35,6 +35,7 @@ from sparsifiers import ByName, Kind, LowRank
 MERGING = "agmerge"  # the default planner
 AUTO = "auto"
 FASTEST = "fastest"
+SPARSE = "sparse"
 TWO_LEVEL = topology.EXCHANGE
 SMALL = 1024  # elements; a smaller tensor costs more to select from than to send
 WIRES = ("auto", *VALUES)
@@ -151,9 +152,27 @@ class Config:
             if not any(pattern.fullmatch(name) for name in known):
                 raise ValueError(f"{what}: {pattern.pattern!r} matches no whole name; parameters: {', '.join(known)}")
 
-    def memory_of(self, kind: Kind) -> sparsifiers.Memory:
-        """Return the memory of a lane. What is sent whole beside what is compressed leaves nothing to remember."""
-        return self.memory if kind in self.compressor.kinds else self.memory.for_dense_lane()
+    def memory_of(self, kind: Kind, *, on_device: bool = False) -> sparsifiers.Memory:
+        """Return the memory of a lane. What is sent whole beside what is compressed leaves nothing but what is rounded.
+
+        On a device nothing of that is rounded.
+        """
+        if kind in self.compressor.kinds:
+            return self.memory
+        rounds = self.rounds_whole and not on_device
+        return self.memory.for_rounded_lane() if rounds else self.memory.for_dense_lane()
+
+    @property
+    def rounds_whole(self) -> bool:
+        """Tell whether small tensors that are sent whole beside what is selected may be rounded on the host.
+
+        Not those that a script names, and not where what rounding leaves would be lost.
+        """
+        if Kind.DENSE in self.compressor.kinds or not self.compressor.selects or not self.memory.has_residual:
+            return False
+        if self.dense is not is_small or self.partial is not None or self.ordered or self.updates is not None:
+            return False
+        return self.exchange in (SPARSE, AUTO, FASTEST) and (self.wire in WHOLE or bool(self.wires))
 
     @property
     def cast(self) -> torch.dtype | None:

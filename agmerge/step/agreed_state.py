@@ -19,6 +19,7 @@ from agmerge.options.config import TWO_LEVEL, Config
 from agmerge.options.dense_cutoff import DenseCutoff
 from agmerge.step.agreement import open_merge_buffers
 from agmerge.step.merge_buffers import MergeBuffers, State, model_facts
+from agmerge.tensors.arena import ROUNDING
 from agmerge.tensors.parameters import ParameterInfo, check_spread_alike
 from sparsifiers import ByName, Kind, Sparsifier
 from sparsifiers.observed import Observed
@@ -332,6 +333,6 @@ def rescaled(state: State, factor: float) -> State:
         return state
     own = {name for kind, name in state if kind == "residual"}
     return {
-        (kind, name): tensor * factor if name in own and kind in OF_GRADIENTS else tensor
+        (kind, name): tensor * factor if kind == ROUNDING or (name in own and kind in OF_GRADIENTS) else tensor
         for (kind, name), tensor in state.items()
     }

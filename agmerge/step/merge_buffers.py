@@ -30,11 +30,10 @@ from agmerge.step.kernel_buffers import KernelBuffers
 from agmerge.step.messages import messages_of, presparsified
 from agmerge.step.side_streams import SideStreams
 from agmerge.step.update_home import InArenas
-from agmerge.tensors.arena import Arena, Unwritten, Write, trim
+from agmerge.tensors.arena import ROUNDING, Arena, Unwritten, Write, trim
 from agmerge.tensors.layout import Lane, Layout, Segment, Slot
 from agmerge.tensors.parameters import ParameterInfo
 from sparsifiers import Kind, LowRank, kernel_updates
-from sparsifiers.memories import NoMemory
 
 SHARD = (
     "the shard of {name!r}, which all ranks of a process set have to hold (fully_shard takes mesh['shard'], "
@@ -97,7 +96,7 @@ class MergeBuffers:
             slot.index
             for slot in self.layout.slots
             if slot.lane.kind is Kind.DENSE and slot.numel <= BATCH_COPY_LIMIT and not slot.lane.on_device
-            if isinstance(self.arenas[slot.lane].memory, NoMemory)
+            if self.arenas[slot.lane].is_sum
         }
         factored = [slot for slot in self.layout.slots if slot.lane.kind is Kind.LOW_RANK]
         low_rank = config.compressor.part(Kind.LOW_RANK)
@@ -137,8 +136,7 @@ class MergeBuffers:
         self.kernels = KernelBuffers(self.messages, self.config.compressor)
         self.buffer_of = [index for index, count in enumerate(plan.counts) for _ in range(count)]
         self.presparsified = presparsified(self.messages, plan)
-        # By slot: who can do something of a message as soon as the tensor is there.
-        self.prepared = {
+        self.prepared = {  # by slot: who can do something of a message as soon as the tensor is there
             slot.index: message.exchange
             for messages in self.messages
             for message in messages
@@ -159,7 +157,9 @@ class MergeBuffers:
     def _arena(self, lane: Lane, length: int) -> Arena:
         slots = [slot for slot in self.layout.slots if slot.lane == lane]
         rate = None if self.config.rates is None else self.config.rates.by_slot(self.parameters)
-        return Arena(lane, length, slots, self.config.memory_of(lane.kind), self.comm.size, rate)
+        return Arena(
+            lane, length, slots, self.config.memory_of(lane.kind, on_device=lane.on_device), self.comm.size, rate
+        )
 
     def _arena_of(self, segment: Segment) -> Arena:
         return self.arena_of[segment.slots[0].index]  # a lane takes longer to look up
@@ -183,6 +183,7 @@ class MergeBuffers:
             same_on_all_ranks=config.compressor.same_on_all_ranks,
             predivide=config.predivide,
             cast=config.cast,
+            rounds_whole=config.rounds_whole,
             keeps=any(config.memory_of(kind).has_residual or config.memory_of(kind).hands_back for kind in Kind),
             receive=self._receive,
             take=self.take,
@@ -207,8 +208,7 @@ class MergeBuffers:
         arena = self._arena_of(segment)
         if arena.memory.hands_back:  # copies: the buffers of a message are written again
             if indices is not None:
-                # As many as there are elements are all of them, unless a codec without a 0 has moved them up.
-                # A device is not asked.
+                # As many as there are are all, unless a codec without a 0 has moved them up. A device is not asked.
                 full = indices.numel() == segment.length and indices.device.type == "cpu"
                 everything = full and int(indices[-1]) == segment.length - 1
                 indices = None if everything else indices.clone()
@@ -290,8 +290,7 @@ class MergeBuffers:
         work, shapes = self._arena_of(segment).work[segment.start : segment.stop], segment.shapes
         if len(segment.slots) == 1:
             return work[: segment.vector_length], k, shapes[:1]  # no padding
-        # Everything, padding too: else it could be chosen in place of an element.
-        return work, segment.length if k == segment.numel else k, shapes
+        return work, segment.length if k == segment.numel else k, shapes  # padding too: else it could be chosen
 
     def keys(self) -> set[str]:
         """Return the owners of sparsifier state: a key for each segment."""
@@ -365,14 +364,15 @@ class MergeBuffers:
     def restore_state(self, carried: State) -> None:
         """Collective. Move state in; what has no place here stays in ``carried``.
 
-        The momentum of averages is the same on every rank, and so are bases. Rank 0's count: others may not have loaded
-        them.
+        Rank 0's momentum of averages and bases count, which all ranks have alike: others may not have loaded them.
         """
-        for key, tensor in self.state().items():
-            if key in carried:
-                tensor.copy_(carried.pop(key))
+        for (kind, name), tensor in self.state().items():
+            if (kind, name) in carried:
+                tensor.copy_(carried.pop((kind, name)))
+            if kind == "residual" and (ROUNDING, name) in carried:  # the tensor was sent whole
+                tensor += carried.pop((ROUNDING, name))
         for number, arena in enumerate(self.arenas.values()):
-            if arena.memory.has_momentum and not arena.memory.has_residual:
+            if arena.memory.averages:
                 self.across.broadcast(arena.momentum, 0, f"momentum {number}").wait(self.config.timeout)
         if self.bases is not None:
             self.bases.restore(carried)

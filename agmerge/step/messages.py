@@ -27,6 +27,7 @@ def messages_of(
     """
     ride = [kind for kind, each in exchanges.items() if each.carries_dense and not ordered]
     mixes_lanes = all(each.mixes_lanes for each in exchanges.values())
+    bytes_of = exchanges[Kind.SPARSE].whole_bytes if Kind.SPARSE in exchanges else None
     messages: list[list[Message]] = []
     kinds = zip(plan.bounds, ways(plan), plan.dense, plan.parts, strict=True)
     for index, (bounds, way, goes_dense, parts) in enumerate(kinds):
@@ -34,7 +35,7 @@ def messages_of(
         if goes_dense:
             groups = group_by_dtype(segments)
         elif mixes_lanes:
-            groups = group_into_messages(segments, workers, ride)
+            groups = group_into_messages(segments, workers, ride, bytes_of)
         else:
             groups = group_by(segments, lambda lane: lane)
         if parts > 1:

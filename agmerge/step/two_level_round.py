@@ -92,7 +92,7 @@ class TwoLevelRound(Round):
             for arena in self.buffers.arenas.values():
                 # A device is not asked first. The momentum of an average is the same on all ranks, and so is what is
                 # dropped of it.
-                if arena.work.device.type != "cpu" or (arena.memory.has_momentum and not arena.memory.has_residual):
+                if arena.work.device.type != "cpu" or arena.memory.averages:
                     arena.drop_nonfinite()
             for slot in self._overflowed:
                 self.buffers.arena_of[slot.index].drop_nonfinite(slot)

@@ -21,10 +21,11 @@ from agmerge.tensors.layout import Lane, Segment, Slot
 from sparsifiers import Memory, Momentum, Rate, kernel_message
 from sparsifiers.candidates import TensorNotes
 from sparsifiers.gpu import LargestKey, Momenta, Scratch, TensorTable, compensate, has_kernels
-from sparsifiers.memories import NoMemory, Residual
+from sparsifiers.memories import NoMemory, Residual, Rounding
 from sparsifiers.one_pass import clears_momentum, one_pass
 
 LINE = 64  # bytes
+ROUNDING = Rounding.kept  # a kind of state: what rounding has left of what is sent whole, each rank's own
 
 
 class Unwritten(Protocol):
@@ -142,8 +143,8 @@ class Arena:
         self._momentum_views = [{slot.index: view(flat, slot) for slot in slots} for flat in self._momenta]
         # The momentum of what is sent whole takes the average: see `apply_momentum`.
         self._adds_up = type(memory)._compensate is Residual._compensate  # work is residual + gradient, and that is all
-        self._is_sum = self._adds_up or type(memory)._compensate is NoMemory._compensate  # or the gradient alone
-        self._momentum_of_gradients = memory.has_momentum and memory.has_residual
+        self.is_sum = self._adds_up or type(memory)._compensate is NoMemory._compensate  # or the gradient alone
+        self._momentum_of_gradients = memory.has_momentum and not memory.averages
         self._tables: dict[tuple[int, ...], TensorTable] = {}  # of tensors that are accumulated together, by index
         self.in_place = not memory.has_residual and lane.dtype == lane.storage
         self._moves = memory.has_residual and lane.dtype == lane.storage and not lane.on_device
@@ -168,10 +169,10 @@ class Arena:
         return self._views[1 - self._turn][slot.index] if self.memory.has_residual else None
 
     def state_of(self, slot: Slot) -> dict[str, torch.Tensor]:
-        """Return what is kept of one tensor from step to step: views, by kind ("residual", "momentum")."""
+        """Return what is kept of one tensor from step to step: views, by kind ("residual", "rounding", "momentum")."""
         state = {}
         if self.memory.has_residual:
-            state["residual"] = self._views[1 - self._turn][slot.index]
+            state[self.memory.kept] = self._views[1 - self._turn][slot.index]
         if self.memory.has_momentum:
             state["momentum"] = self._momentum_views[1 - self._turn][slot.index]
         return state
@@ -225,6 +226,11 @@ class Arena:
         home = self.gradients[slot.index]
         return home if self._moves and is_movable(home, gradient) else None
 
+    def add_residuals(self, slots: Sequence[Slot]) -> None:
+        """Add the residuals of some tensors to their ``work``, which holds their gradients."""
+        before, now = self._views[1 - self._turn], self._views[self._turn]
+        torch._foreach_add_([now[slot.index] for slot in slots], [before[slot.index] for slot in slots])
+
     def accumulate_all(
         self, gradients: Sequence[tuple[Slot, torch.Tensor | None]], largest: LargestKey, scratch: Scratch | None
     ) -> torch.Tensor:
@@ -246,7 +252,7 @@ class Arena:
                 momenta = Momenta(self.momentum[part], self._momenta[self._turn][part], *rule.momentum)
             compensate(self._table(slots), rows, residual, work, largest=largest, scratch=scratch, momenta=momenta)
             return largest.magnitude
-        if self._is_sum:
+        if self.is_sum:
             self._add_up(gradients, part)
         else:
             for slot, gradient in gradients:
@@ -330,7 +336,7 @@ class Arena:
         ``used``: by slot, whether any rank had a gradient; the momentum of others stays as it was. Does nothing for
         memories that apply theirs before selection, or have none.
         """
-        if self.memory.has_momentum and not self.memory.has_residual:
+        if self.memory.averages:
             rates = {self._rate_of(slot) for slot in self._slots}
             if len(rates) == 1:
                 before, after = self._momenta[1 - self._turn], self._momenta[self._turn]

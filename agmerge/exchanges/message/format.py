@@ -24,7 +24,7 @@ import torch
 from agmerge.backends.handshake import Fact, first_difference
 from agmerge.errors import MessageError
 from agmerge.exchanges import host_copies
-from agmerge.exchanges.message import Everything, IndexCodec, ValueCodec, smallest, value_codec
+from agmerge.exchanges.message import VALUES, Everything, IndexCodec, ValueCodec, smallest, value_codec
 from agmerge.exchanges.message.indices import GRAIN
 from agmerge.tensors.layout import Segment, aligned
 
@@ -97,14 +97,17 @@ class Section:
     @property
     def name(self) -> str:
         """Return the codecs as figures tell them."""
-        return "plain" if self.index is None or self.value is None else f"{self.index.name}/{self.value.name}"
+        if self.index is None or self.value is None:
+            return "plain"
+        return f"{self.index.name if self.segment.lane.sparse else 'whole'}/{self.value.name}"
 
 
 class Format:
     """Lay out one message: which bytes mean what.
 
     This is a pure function of the segments, of their capacities (slots; None: sent whole) and of ``wire``, the value
-    codec, see :func:`agmerge.exchanges.message.value_codec`: exchanges keep it from step to step.
+    codec, see :func:`agmerge.exchanges.message.value_codec`, and of ``whole``, the codec of what is sent whole (None:
+    as it is): exchanges keep it from step to step.
     """
 
     segments: list[Segment]
@@ -113,16 +116,28 @@ class Format:
     words: int  # int32, of the header
     size: int  # bytes of the message
     sections: tuple[Section, ...]  # one a segment
-    by_codec: dict[str, int]  # bytes: "index codec/value codec", "plain" for what is sent whole, the rest is "header"
+    # Bytes: "index codec/value codec", "plain" or "whole/value codec" for what is sent whole, the rest is "header".
+    by_codec: dict[str, int]
 
-    def __init__(self, segments: Sequence[Segment], capacities: Sequence[int | None], wire: str = "auto") -> None:
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        capacities: Sequence[int | None],
+        wire: str = "auto",
+        whole: str | None = None,
+    ) -> None:
         self.segments, self.capacities = list(segments), list(capacities)
         self.tensors = sum(len(segment.slots) for segment in segments)
         self.words = _FIRST + _EACH * len(segments) + -(-self.tensors // 31)
         end = aligned(4 * self.words, GRAIN)
         sections = []
         for segment, capacity in zip(segments, capacities, strict=True):
-            if capacity is None:
+            if capacity is None and whole is not None and not segment.lane.dtype.is_complex:
+                value = VALUES[whole]
+                where = slice(end, end + value.size(segment.length))
+                every = Everything(segment.length)
+                sections.append(Section(segment, segment.length, slice(end, end), where, every, value))
+            elif capacity is None:
                 where = slice(end, end + segment.length * segment.lane.dtype.itemsize)
                 sections.append(Section(segment, None, slice(end, end), where))
             else:

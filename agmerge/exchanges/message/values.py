@@ -41,6 +41,9 @@ SCALED = (Steps("int8", 8, 8), Steps("int4", 9, 4), Signs("2bit", 10, 2, scales=
 VALUES: dict[str, ValueCodec] = {codec.name: codec for codec in (*CASTS[:3], *SCALED)}  # those that can be asked for
 # Those that wire="auto" chooses from, most bits first: with these residual and what was sent add up to the bit.
 CHOICE = ("fp32", "fp16", "int8", "int4")
+# By the wire of what is selected: how small tensors beside it travel whole, where what is rounded off them is kept.
+# All elements of a tensor are not its largest ones: fewer bits would leave more of them.
+WHOLE = {"fp16": "fp16", "bf16": "bf16", **{codec.name: "int8" for codec in SCALED}}
 
 
 def value_codec(wire: str, dtype: torch.dtype) -> ValueCodec:

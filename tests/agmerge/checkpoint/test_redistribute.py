@@ -89,6 +89,16 @@ def test_what_is_still_to_come_stays_the_same(sizes: tuple[int, int], op: Any) -
         assert_near(waiting(after, op)[name], expected, magnitudes[name], roundings=0 if grown else 4)
 
 
+def test_what_rounding_has_left_of_whole_tensors_likewise() -> None:
+    options: dict[str, Any] = {"compression": "topk", "wire": "int8"}
+    whole, before = gathered(4, **options)
+    after = loaded(whole, 2, **options)
+    magnitudes = waiting(before, Average, "roundings", of=torch.abs)
+    assert magnitudes and not magnitudes.keys() & set(before[0]["residuals"])
+    for name, expected in waiting(before, Average, "roundings").items():
+        assert_near(waiting(after, Average, "roundings")[name], expected, magnitudes[name])
+
+
 def test_it_arrives() -> None:
     """With a dense exchange afterwards, the update of a step without gradients is what was waiting."""
     whole, before = gathered(4, compression="topk")
