@@ -30,16 +30,25 @@ class Planner(ABC):
     min_gain: ClassVar[float] = 0.0  # share by which a new plan must be predicted to end sooner than the one in use
     max_messages: ClassVar[int] = 1  # in which a merge buffer may travel, see `divide`; 1: none is divided
 
+    def __init_subclass__(cls, **options: object) -> None:
+        """Ask a subclass that says what a plan or a partition is, and nothing of pieces, for all of it in one piece."""
+        super().__init_subclass__(**options)
+        own = vars(cls)
+        if "plan" in own and "plan_in_pieces" not in own:
+            cls.plan_in_pieces = _plan_in_one_piece  # type: ignore[method-assign, assignment]
+        if "partition" in own and "partition_in_pieces" not in own:
+            cls.partition_in_pieces = Planner.partition_in_pieces  # type: ignore[method-assign]
+
     def plan(self, profile: Profile, costs: Costs, mode: str = "dense") -> Plan:
         """Return this planner's partition of the profile's tensors, with their names.
 
         Every merge buffer holds fewer than 2**31 elements. Raises ValueError for a mode not in `modes` and for
         a tensor that reaches 2**31 elements.
         """
-        return at_once(self.plan_in_pieces(profile, costs, mode))
+        return at_once(Planner.plan_in_pieces(self, profile, costs, mode))
 
     def plan_in_pieces(self, profile: Profile, costs: Costs, mode: str) -> Pieces[Plan]:
-        """Return what `plan` does, in pieces."""
+        """Return what `plan` does, in pieces. A subclass with a `plan` of its own has that, in one piece."""
         check_mode(mode, self.modes)
         check_tensors(profile)
         plan = yield from self.partition_in_pieces(profile, costs, mode)
@@ -62,3 +71,9 @@ class Planner(ABC):
     def __repr__(self) -> str:
         """Return e.g. `threshold(bytes=26214400)`: equal planners give equal text, on every rank."""
         return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.options().items())})"
+
+
+def _plan_in_one_piece(planner: Planner, profile: Profile, costs: Costs, mode: str) -> Pieces[Plan]:
+    """Return the planner's `plan`, in one piece."""
+    yield
+    return planner.plan(profile, costs, mode)

@@ -77,7 +77,7 @@ class AGMerge(Planner):
         return self.parts
 
     def partition(self, profile: Profile, costs: Costs, mode: str) -> Plan:
-        return at_once(self.partition_in_pieces(profile, costs, mode))
+        return at_once(AGMerge.partition_in_pieces(self, profile, costs, mode))
 
     def partition_in_pieces(self, profile: Profile, costs: Costs, mode: str) -> Pieces[Plan]:
         if not self.intra:

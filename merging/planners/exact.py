@@ -51,7 +51,7 @@ class Exact(Planner):
             object.__setattr__(self, "budget", whole("exact: budget", self.budget, least=0))
 
     def partition(self, profile: Profile, costs: Costs, mode: str) -> Plan:
-        return at_once(self.partition_in_pieces(profile, costs, mode))
+        return at_once(Exact.partition_in_pieces(self, profile, costs, mode))
 
     def partition_in_pieces(self, profile: Profile, costs: Costs, mode: str) -> Pieces[Plan]:
         return optimum(profile, costs, mode, self.budget)

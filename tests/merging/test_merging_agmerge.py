@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from merging_harness import instance
 import merging
 from merging import MODES, Costs, Plan, Profile, predict
 from merging.pieces import at_once
-from merging.planners.agmerge import equal_counts
+from merging.planners.agmerge import AGMerge, equal_counts
 from merging.planners.exact import optimum
 from merging.planners.search.frontier import Spent, Work
 from merging.planners.search.greedy import greedy
@@ -237,3 +238,19 @@ def test_a_plan_is_made_in_many_pieces(solver: str, mode: str) -> None:
             assert end.value == planner.plan(model, costs, mode) and count > len(model)
             break
         count += 1
+
+
+@pytest.mark.parametrize("method", ["plan", "partition"])
+def test_a_subclass_is_asked_for_what_it_says_itself(method: str) -> None:
+    """Pieces of the class above it are not taken in its place."""
+    model, costs = instance(random.Random(5), 6, False)
+
+    def alone(
+        self: merging.Planner, profile: merging.Profile, costs: merging.Costs, mode: str = "dense"
+    ) -> merging.Plan:
+        above = getattr(AGMerge, method)(self, profile, costs, mode)
+        return replace(above, counts=(len(profile),), dense=(), labels=(), parts=())
+
+    planner = type("Alone", (AGMerge,), {method: alone})()
+    assert planner.plan(model, costs, "ahead").counts == (6,)
+    assert at_once(planner.plan_in_pieces(model, costs, "ahead")).counts == (6,)
