@@ -150,7 +150,7 @@ class Exchange(ABC):
 
     def whole_bytes(self, segment: Segment) -> int:
         """Return the bytes of a dense segment that comes along with others, see ``carries_dense``."""
-        return segment.length * segment.lane.dtype.itemsize
+        return segment.nbytes
 
     @abstractmethod
     def start(

@@ -64,10 +64,6 @@ def group_into_messages(
 
     ``bytes_of``: a dense segment that comes along with sparse ones; None: as it is.
     """
-
-    def plain(segment: Segment) -> int:
-        return segment.length * segment.lane.dtype.itemsize
-
     messages: list[list[Segment]] = []
     for device in dict.fromkeys(segment.lane.device for segment in segments):
         on_device = [segment for segment in segments if segment.lane.device == device]
@@ -80,7 +76,8 @@ def group_into_messages(
                     along = [d for d in dense if d.lane.dtype == segment.lane.dtype and d.length < LARGE]
                 messages.append([segment, *along])
                 dense = [other for other in dense if other not in along]
-        riding, alone = sum(map(bytes_of or plain, dense)), sum(map(plain, dense))
+        alone = sum(segment.nbytes for segment in dense)
+        riding = alone if bytes_of is None else sum(map(bytes_of, dense))
         if Kind.SPARSE in ride and sparse and (size - 1) * (riding - 2 * alone / size) <= RIDE:
             messages.append(sparse + dense)
         else:

@@ -70,8 +70,11 @@ class SparseExchange(Exchange):
 
     def _codec_of_whole(self, device: torch.device) -> str | None:
         """Return the value codec of what is sent whole from ``device``; None: it travels as it is."""
-        rounds = self.context.rounds_whole and device.type == "cpu"
-        return WHOLE.get(self.context.wire) if rounds else None
+        return WHOLE.get(self.context.wire) if self._keeps_rounding(device) else None
+
+    def _keeps_rounding(self, device: torch.device) -> bool:
+        """Tell whether ``work`` of dense segments on ``device`` holds what was rounded off them."""
+        return self.context.rounds_whole and device.type == "cpu"
 
     def _write_whole(self, load: SegmentBuffers, section: Section, message: torch.Tensor) -> int:
         """Write all of one segment, and take it off its work if that keeps something; return the count to announce."""
@@ -80,7 +83,7 @@ class SparseExchange(Exchange):
             self.commit(load.segment, None, section.value.encode(load.work, where))
             return load.segment.length
         sent = where.view(load.segment.lane.dtype)
-        if not self.context.rounds_whole:
+        if not self._keeps_rounding(load.work.device):
             sent.copy_(load.work)
             return 0
         # With what was rounded off before, a gradient of 16 bits may be beyond its dtype.

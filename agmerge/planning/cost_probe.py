@@ -167,6 +167,10 @@ class _Prober:
         self.budget.spend(told[-2], told[-1])
         return told
 
+    def _meet(self) -> None:
+        """Collective. Have ranks begin together: a wait for a rank is no exchange, and nothing that a probe costs."""
+        self._max_over_ranks(0.0)
+
     def _max_over_ranks(self, *seconds: float) -> list[float]:
         """Collective. Return the maximum over ranks of each."""
         own = np.array(seconds, dtype=np.float64).tobytes()
@@ -216,9 +220,7 @@ class _Prober:
         """
         yield from self._room(expected.seconds)
         runs = self.budget.runs(expected.seconds, expected.sent, most, part)
-        self._max_over_ranks(
-            0.0
-        )  # ranks begin together: a wait for a rank is no exchange, and nothing that a probe costs
+        self._meet()
         timer = self._timer(segment, exchange)
         selecting, packing = timer.time_selection(runs) if packs else (0.0, 0.0)
         travel = timer.time_exchange(runs)
@@ -247,7 +249,7 @@ class _Prober:
         fastest = [math.inf, math.inf]  # with messages and without: the minimum, for other load only adds
         for turn in range(2 * ROUNDS):  # in turn, so that a load that comes or goes meets both
             yield from self._room(BURST * between)
-            self._max_over_ranks(0.0)
+            self._meet()
             timer = self._timer(self.segments[0], exchange)
             pieces = pieces or math.ceil(between / max(timer.time_work(10) / 10, PIECE))
             fastest[turn % 2] = min(fastest[turn % 2], timer.time_burst(0 if turn % 2 else BURST, pieces))
@@ -275,7 +277,7 @@ class _Prober:
             if turn > 1 and not self.budget.allows(took, sent):
                 break
             yield from self._room(took)
-            self._max_over_ranks(0.0)
+            self._meet()
             timers = [self._timer(segment, exchange) for segment in ways[turn % 2]]
             seconds[turn % 2].append(_seconds_to_pack(timers, count))
             took, sent = self._told(timers)

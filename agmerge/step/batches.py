@@ -58,10 +58,7 @@ class Batches:
 
     def _copy(self, arena: Arena, batch: Batch) -> None:
         """Put all small tensors of a merge buffer that are sent whole into ``arena``: one call, one look at all."""
-        given = [gradient for _, gradient in batch if gradient is not None]  # all of them
-        torch._foreach_copy_([arena.work_of(slot) for slot, _ in batch], given)
-        if arena.memory.has_residual:  # what was rounded off what was sent
-            arena.add_residuals([slot for slot, _ in batch])
+        arena.add_up(batch)
         start, stop = min([slot.offset for slot, _ in batch]), max([slot.end for slot, _ in batch])
         # What lies between them is of the same merge buffer, and finite, or padding.
         if is_finite(arena.work[start:stop]):

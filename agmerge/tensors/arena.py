@@ -226,11 +226,6 @@ class Arena:
         home = self.gradients[slot.index]
         return home if self._moves and is_movable(home, gradient) else None
 
-    def add_residuals(self, slots: Sequence[Slot]) -> None:
-        """Add the residuals of some tensors to their ``work``, which holds their gradients."""
-        before, now = self._views[1 - self._turn], self._views[self._turn]
-        torch._foreach_add_([now[slot.index] for slot in slots], [before[slot.index] for slot in slots])
-
     def accumulate_all(
         self, gradients: Sequence[tuple[Slot, torch.Tensor | None]], largest: LargestKey, scratch: Scratch | None
     ) -> torch.Tensor:
@@ -253,15 +248,15 @@ class Arena:
             compensate(self._table(slots), rows, residual, work, largest=largest, scratch=scratch, momenta=momenta)
             return largest.magnitude
         if self.is_sum:
-            self._add_up(gradients, part)
+            self.add_up(gradients)
         else:
             for slot, gradient in gradients:
                 self.accumulate(slot, gradient)
         magnitude: torch.Tensor = torch.linalg.vector_norm(work, torch.inf)
         return magnitude
 
-    def _add_up(self, gradients: Sequence[tuple[Slot, torch.Tensor | None]], part: slice) -> None:
-        """Write ``work = residual + gradient`` for tensors side by side in ``part``, with torch's operations."""
+    def add_up(self, gradients: Sequence[tuple[Slot, torch.Tensor | None]]) -> None:
+        """Write ``work`` for several tensors at once, where :attr:`is_sum`: residual, if it is kept, + gradient."""
         views = self._views[self._turn]
         given = [(views[slot.index], gradient) for slot, gradient in gradients if gradient is not None]
         missing = [views[slot.index] for slot, gradient in gradients if gradient is None]
@@ -270,7 +265,9 @@ class Arena:
         if missing:
             torch._foreach_zero_(missing)
         if self.memory.has_residual:
-            self.work[part].add_(self._slabs[1 - self._turn][part])  # padding is 0 in both
+            before = self._views[1 - self._turn]
+            pairs = [(views[slot.index], before[slot.index]) for slot, _ in gradients]
+            torch._foreach_add_([work for work, _ in pairs], [residual for _, residual in pairs])
 
     def _table(self, slots: Sequence[Slot]) -> TensorTable:
         """Return where tensors that lie side by side begin and end, in elements from the first one on."""

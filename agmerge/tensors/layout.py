@@ -107,6 +107,11 @@ class Segment:
         return sum(stop - start for start, stop in map(self.inside, self.slots))
 
     @cached_property
+    def nbytes(self) -> int:
+        """Return the bytes of its elements in their own dtype, padding included."""
+        return self.length * self.lane.dtype.itemsize
+
+    @cached_property
     def vector_length(self) -> int:
         """Return the elements that a sparsifier is given: without padding where there is one tensor."""
         return self.numel if len(self.slots) == 1 else self.length

@@ -215,7 +215,7 @@ class Noted:
 
 
 class Adding:
-    """What a script mixes into a memory: it has no place for more arguments, and looks by itself."""
+    """Stand for what a script mixes into a memory: it has no place for more arguments, and looks by itself."""
 
     def _compensate(
         self, work: Tensor, residual: Tensor | None, gradient: Tensor | None, momentum: Momentum | None, size: int
@@ -226,11 +226,11 @@ class Adding:
 
 
 class Mixed(Adding, Residual):  # type: ignore[misc]
-    """A script's."""
+    """Stand for a script's."""
 
 
 class Written(Residual):
-    """A script's, which leaves the sum to the class that it is of."""
+    """Stand for a script's, which leaves the sum to the class that it is of."""
 
     def _compensate(  # type: ignore[override]
         self, work: Tensor, residual: Tensor | None, gradient: Tensor | None, momentum: Momentum | None, size: int

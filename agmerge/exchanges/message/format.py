@@ -138,7 +138,7 @@ class Format:
                 every = Everything(segment.length)
                 sections.append(Section(segment, segment.length, slice(end, end), where, every, value))
             elif capacity is None:
-                where = slice(end, end + segment.length * segment.lane.dtype.itemsize)
+                where = slice(end, end + segment.nbytes)
                 sections.append(Section(segment, None, slice(end, end), where))
             else:
                 index, value = section_codecs(segment.length, capacity, segment.lane.dtype, wire)

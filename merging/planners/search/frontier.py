@@ -60,7 +60,6 @@ def search(
 
     None: none ends in time.
 
-
     A state is (t, E) after the first j tensors, with t the compute and E the channel clock. Every state of prefix i is
     extended by every merge buffer that starts there and is in `opened`; what the bounds say cannot end by `finish` is
     dropped, and of the states of a prefix those beaten in t and E. With `width`, only so many states of a prefix are

@@ -59,7 +59,7 @@ def same_bits(size: int, **options: Any) -> list[Books]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_bits_are_the_hosts(case: str) -> None:
-    """The script names what is sent whole, by the usual rule: else the host rounds it, and a device does not."""
+    """Name what is sent whole, by the usual rule, as a script may: else the host rounds it, and a device does not."""
     options = {"compression": "topk", "exchange": "sparse", "kernels": True, **CASES[case]}
     options.setdefault("dense", lambda name, parameter: is_small(name, parameter))
     for books in same_bits(2, **options):

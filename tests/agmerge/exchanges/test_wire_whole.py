@@ -17,14 +17,14 @@ WHOLES = {name for name, parameter in MODEL.named_parameters() if parameter.dim(
 
 
 def roundings(optimizer: agmerge.DistributedOptimizer) -> dict[str, Tensor]:
-    """What rounding has left of tensors that are sent whole, by name, as a checkpoint would hold it."""
+    """Return what rounding has left of tensors that are sent whole, by name, as a checkpoint would hold it."""
     return dict(optimizer.state_dict()["agmerge"]["roundings"])
 
 
 @pytest.mark.parametrize("compression", ["topk", "dgc"])
 @pytest.mark.parametrize("wire", list(WHOLE))
 def test_what_is_rounded_off_is_kept_to_the_bit(wire: str, compression: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was kept, and the gradient, are what is sent and what is kept; momentum is of averages."""
+    """Add up what was kept and the gradient: that is what is sent and what is kept. Momentum is of averages."""
     sent = Sent(monkeypatch)
 
     def body(rank: int, model: nn.Module) -> list[str]:

@@ -322,7 +322,7 @@ def test_the_plan_in_use_is_tried_beside_a_new_one(
 
 
 def test_rank_0_plans_over_several_steps_and_comes_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is little time, some forty pieces are done after each step, of several plans."""
+    """Plan some forty pieces after each step where there is little time, of several plans."""
 
     def costs(*_: object) -> Iterator[MeasuredCosts]:
         yield MeasuredCosts(Curve((0, 1), (0.0, 0.0)), *[Curve((0, LOAD), (1e-3, slope)) for slope in (2.0, 1.0)])
