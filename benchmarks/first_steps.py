@@ -7,7 +7,7 @@
 
 Every run is a job of its own that has seen nothing: what is measured is what a user sees who starts a script. "known"
 starts once unseen, so that the user's cache has the plan, and is measured in its second start; all others have no
-cache. Contenders take turns, in another order each time. Printed is, as the median over turns: the mean of steps 2 to
+cache. "floor" trains alone and gathers eight bytes a step: what it shows is the machine's. Contenders take turns, in another order each time. Printed is, as the median over turns: the mean of steps 2 to
 36, their median and the slowest of them, each over the median of the later steps (in the first step memory and
 connections are made); the step after which the plan stayed; the bytes that left a worker until then which were no
 gradient's, in gradients' worth (headers of the network are among them), and of these what probes handed over. A step is
@@ -35,7 +35,7 @@ from told import tell, told
 
 FIRST = 36  # steps that are looked at
 LATER = 60  # steps that are not yet "later": trials and rechecks of all contenders are over
-VARIANTS = ("agmerge", "known", "DDP")
+VARIANTS = ("agmerge", "known", "DDP", "floor")
 
 
 def arguments() -> argparse.Namespace:
@@ -69,33 +69,29 @@ def worker(variant: str, model: str, steps: int, tree: str) -> None:
 
     torch.set_num_threads(1)
     work = contenders.workload(model)
-    optimizer: Any = torch.optim.SGD(work.model.parameters(), lr=1e-3, momentum=0.9)
-    if variant == "DDP":
-        import torch.distributed as dist
-        from torch.nn.parallel import DistributedDataParallel
-
-        dist.init_process_group("gloo")
-        work.model = DistributedDataParallel(work.model)
-    else:
+    optimizer: Any = contenders.optimizer_of("sgd", work.model.parameters())
+    ours = variant not in ("DDP", "floor")
+    if ours:
         import agmerge
 
         agmerge.init("torch")
         optimizer = agmerge.DistributedOptimizer(optimizer, work.model.named_parameters())
+        _, one_step, _ = contenders.alone(work, optimizer)
+    else:
+        _, one_step, _ = (contenders.floor if variant == "floor" else contenders.ddp)(work, optimizer)
     counter = Path(f"/sys/class/net/{os.environ['GLOO_SOCKET_IFNAME']}/statistics/tx_bytes")
     found: dict[str, Any] = {"seconds": [], "left": [int(counter.read_text())], "sent": [0], "state": [], "probed": 0}
     for _ in range(steps):
         begin = time.perf_counter()
-        optimizer.zero_grad()
-        work.loss().backward()
-        optimizer.step()
+        one_step()
         found["seconds"].append(time.perf_counter() - begin)
         found["left"].append(int(counter.read_text()))
-        if variant != "DDP":
+        if ours:
             figures = optimizer.stats()
             found["sent"].append(figures["bytes_sent"])
             found["state"].append([figures.get("planning", ""), optimizer.plan.digest()])
             found["probed"] = max(found["probed"], figures.get("bytes_probed", 0))
-    if variant != "DDP":
+    if ours:
         found["plan"] = optimizer.plan.dumps()
     numel = sum(parameter.numel() for parameter in work.model.parameters())
     tell({**found, "gradient": 4 * numel})

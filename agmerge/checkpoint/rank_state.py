@@ -25,7 +25,7 @@ from agmerge.tensors.arena import ROUNDING
 from agmerge.tensors.dtensors import is_dtensor, like, local_of, set_gradient, shard_of
 
 SECTION = "agmerge"
-VERSION, READABLE = 2, (1, 2)  # 2 has "updates"
+VERSION, READABLE = 3, (1, 2, 3)  # 2 has "updates", 3 "roundings": a library that knows neither would drop them
 RANKS = "ranks"  # of a consolidated checkpoint: every rank's section, rank by rank
 INNER = "inner"  # in each of these, where they differ: what the rank's own optimizer keeps
 LEFT_BASIS, RIGHT_BASIS = BASES = tuple(bases.KINDS.values())

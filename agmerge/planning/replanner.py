@@ -328,7 +328,7 @@ class Replanner:
     def _seen(self, step: int, ready: Seconds, making: Seconds, travel: Seconds) -> SeenMessages | None:
         """Return what the steps since the averages began have shown; ``making``, ``travel``: of every rank, (W, m)."""
         tensors = profile(self.buffers, ready, step)
-        return seen_in(self.buffers.plan, tensors, making.max(axis=0), travel.max(axis=0))
+        return seen_in(self.buffers.plan, tensors, making, travel)
 
     def _measured(self, step: int, ready: Seconds, costs: MeasuredCosts) -> Measurements:
         """Collective. Return what plans are made from; rank 0's counts. Arguments are those of :meth:`_measure`."""

@@ -26,12 +26,12 @@ SLACK = 2.0  # times its share of the seconds seen: what a message may take besi
 
 
 class SeenMessages(NamedTuple):
-    """Say what training has shown of the compressed messages of one step together, on the slowest rank."""
+    """Say what training has shown of the compressed messages of one step together."""
 
     work: int  # elements that are selected from
     load: int  # elements of the messages
-    making: float  # seconds of the processor to select and pack; NaN: part of it is not seen, or takes another way
-    travel: float  # seconds of the exchanges
+    making: float  # seconds of the slowest rank to select and pack; NaN: part of it is not seen, or takes another way
+    travel: float  # seconds of the exchanges, waiting for late ranks left out
 
 
 def measure_costs(
@@ -58,7 +58,8 @@ def seen_in(plan: merging.Plan, profile: merging.Profile, making: Seconds, trave
     Args:
         plan: that training has sent by.
         profile: of the tensors.
-        making, travel: seconds of each merge buffer, (m,), on the slowest rank.
+        making, travel: seconds of each merge buffer, (W, m). The rank that came last to an exchange saw it as it is;
+            the others waited for that one, so of ``travel`` the minimum counts.
     """
     compressed = [number for number, dense in enumerate(plan.dense) if not dense]
     if not compressed:
@@ -68,8 +69,8 @@ def seen_in(plan: merging.Plan, profile: merging.Profile, making: Seconds, trave
     return SeenMessages(
         work=sum(int(profile.work[start:stop].sum()) for start, stop in bounds),
         load=sum(int(profile.load[start:stop].sum()) for start, stop in bounds),
-        making=float(making[compressed].sum()) if whole else math.nan,
-        travel=float(travel[compressed].sum()),
+        making=float(making.max(axis=0)[compressed].sum()) if whole else math.nan,
+        travel=float(travel.min(axis=0)[compressed].sum()),
     )
 
 

@@ -115,13 +115,18 @@ PROFILE = merging.Profile(
 
 
 def test_what_goes_dense_is_no_message() -> None:
-    two, times = np.array([0.5, 0.25]), np.array([0.25, 0.125])
+    two, times = np.array([[0.5, 0.25]]), np.array([[0.25, 0.125]])
     whole = seen_in(merging.Plan((2, 1)), PROFILE, two, times)
     assert whole == SeenMessages(1300, 130, 0.75, 0.375)
     assert seen_in(merging.Plan((2, 1), dense=(True, False)), PROFILE, two, times) == SeenMessages(300, 30, 0.25, 0.125)
-    assert seen_in(merging.Plan((3,), dense=(True,)), PROFILE, np.ones(1), np.ones(1)) is None
+    assert seen_in(merging.Plan((3,), dense=(True,)), PROFILE, np.ones((1, 1)), np.ones((1, 1))) is None
     divided = seen_in(merging.Plan((2, 1), parts=(1, 2)), PROFILE, two, times)
     assert divided is not None and math.isnan(divided.making) and divided.travel == 0.375
+
+
+def test_who_waits_for_late_ranks_does_not_say_how_long_an_exchange_takes() -> None:
+    making, travel = np.array([[0.5, 0.25], [0.25, 0.5]]), np.array([[0.25, 2.0], [4.0, 0.125]])
+    assert seen_in(merging.Plan((2, 1)), PROFILE, making, travel) == SeenMessages(1300, 130, 1.0, 0.375)
 
 
 def test_a_dense_lane_has_no_selection() -> None:
