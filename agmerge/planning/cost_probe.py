@@ -32,7 +32,7 @@ PIECE = 1e-5  # seconds: no processor does a piece of work sooner
 ROUNDS = 5  # so often are small messages in a row timed, at most
 BETWEEN = (1e-3, 0.05)  # seconds of work from one of them to the next, least and most
 VECTORS = 8  # selected from for one message, at most, to see what one more takes
-PAIRS = 4  # of messages from one vector and from several
+PAIRS = 2  # of messages from one vector and from several
 
 
 class Run(NamedTuple):
