@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -55,3 +56,56 @@ def test_only_what_others_have_done_is_told_of_them(error: RuntimeError, becomes
     with pytest.raises(RuntimeError) as caught, backend._translated("buffer 0"):
         raise error
     assert type(caught.value) is becomes
+
+
+class Group:
+    """The part of ``torch.distributed`` that gathers, for a rank of so many: it notes what is called."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.called = size, list[str]()
+
+    def get_rank(self, group: object) -> int:
+        return 0
+
+    def get_world_size(self, group: object) -> int:
+        return self.size
+
+    def get_global_rank(self, group: object, rank: int) -> int:
+        return rank
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def all_gather_into_tensor(self, *given: torch.Tensor, **how: Any) -> Work:
+        return self._note("gather", *given)
+
+    reduce_scatter_tensor = all_gather_into_tensor
+
+    def all_to_all_single(self, *given: torch.Tensor, **how: Any) -> Work:
+        return self._note("all to all", *given)
+
+    def _note(self, name: str, out: torch.Tensor, tensor: torch.Tensor) -> Work:
+        self.called.append(f"{name} of {tensor.numel()}")
+        return Work()
+
+
+@pytest.mark.parametrize(
+    "size, length, device, called",
+    [
+        (2, 8, "cpu", "gather of 8"),  # there is one hop anyway
+        (3, 8, "cpu", "all to all of 24"),
+        (8, (1 << 20) - 1, "cpu", f"all to all of {8 * ((1 << 20) - 1)}"),
+        (8, 1 << 20, "cpu", f"gather of {1 << 20}"),  # bytes are what counts, no hops
+        (9, 8, "cpu", "gather of 8"),
+        (3, 8, "meta", "gather of 8"),
+        (3, 0, "cpu", "gather of 0"),
+    ],
+)
+def test_small_messages_of_few_ranks_leave_for_all_at_once(
+    size: int, length: int, device: str, called: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "_dropped", deque())  # where this backend puts its group in the end
+    group = Group(size)
+    message = torch.empty(length, dtype=torch.uint8, device=device)
+    backend.TorchBackend(group, "group", 0, 1).all_gather(message.new_empty(size * length), message, "buffer 0")
+    assert group.called == [called]
