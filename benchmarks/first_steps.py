@@ -7,11 +7,11 @@
 
 Every run is a job of its own that has seen nothing: what is measured is what a user sees who starts a script. "known"
 starts once unseen, so that the user's cache has the plan, and is measured in its second start; all others have no
-cache. "floor" trains alone and gathers eight bytes a step: what it shows is the machine's. Contenders take turns, in another order each time. Printed is, as the median over turns: the mean of steps 2 to
-36, their median and the slowest of them, each over the median of the later steps (in the first step memory and
-connections are made); the step after which the plan stayed; the bytes that left a worker until then which were no
-gradient's, in gradients' worth (headers of the network are among them), and of these what probes handed over. A step is
-the slowest rank's.
+cache. "floor" trains alone and gathers eight bytes a step: what it shows is the machine's. Contenders take turns, in
+another order each time. Printed is, as the median over turns: the mean of steps 2 to 36, their median and the slowest
+of them, each over the median of the later steps (in the first step memory and connections are made); the step after
+which the plan stayed; the bytes that left a worker until then which were no gradient's, in gradients' worth (headers of
+the network are among them), and of these what probes handed over. A step is the slowest rank's.
 """
 
 from __future__ import annotations

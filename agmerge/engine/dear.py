@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from agmerge.engine.dear_modules import ModuleHooks, Parameters, Updates, check_hooks, check_readers
-from agmerge.engine.dear_times import DearReplanner, ForwardTimes
+from agmerge.engine.dear_times import DearMeasurer, ForwardTimes
 from agmerge.engine.reducer import Reducer
 from agmerge.errors import AGMergeError
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.step_times import Seconds
 from agmerge.options.config import Config
+from agmerge.planning.replanner import Replanner
 from agmerge.step.agreed_state import Plans
 from agmerge.step.gradient_exchange import Combined
 from agmerge.step.merge_buffers import MergeBuffers
@@ -71,7 +72,7 @@ class DearReducer(Reducer):
         self._hooks.attach(buffers.parameters, self.members)
         self._modules.attach(self.model)
         self._times = ForwardTimes(buffers.clock, self._modules.readers)
-        return DearReplanner(buffers, times, self)
+        return Replanner(buffers, times, DearMeasurer(buffers, times, self))
 
     # -- a step ---------------------------------------------------------------------------------------------
 

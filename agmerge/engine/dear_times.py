@@ -15,8 +15,8 @@ from agmerge.engine.dear_modules import Parameters
 from agmerge.metrics.running_times import KEEP, RunningStepTimes
 from agmerge.metrics.step_times import Clock, Seconds
 from agmerge.planning.cost_probe import MeasuredCosts
+from agmerge.planning.measurer import Look, Measurer
 from agmerge.planning.measuring import gather_seconds
-from agmerge.planning.replanner import Replanner
 from agmerge.planning.seen_messages import SeenMessages
 from agmerge.step.merge_buffers import MergeBuffers
 
@@ -31,30 +31,30 @@ class ForwardTimed(Protocol):
         """Return the seconds of forward of each tensor, (n,), as measured on this rank."""
 
 
-class DearReplanner(Replanner):
-    """Plan in mode ``"dear"``, by what backward, forward and exchanges take. ``reducer`` is held weakly."""
+class DearMeasurer(Measurer):
+    """Measure in mode ``"dear"`` what backward, forward and exchanges take. ``reducer`` is held weakly."""
 
     def __init__(self, buffers: MergeBuffers, times: RunningStepTimes, reducer: ForwardTimed) -> None:
         super().__init__(buffers, times)
         self._reducer = weakref.proxy(reducer)
 
-    def _measure(
-        self, step: int, ready: Seconds | None = None, seen: SeenMessages | None = None, *, at_once: bool = False
+    def measure(
+        self, step: int, look: Look | None = None, *, at_once: bool = False
     ) -> Iterator[planning.Measurements | None]:
         """Collective. Measure. Pending updates are applied first: nothing is in flight while exchanges are timed."""
         self._reducer.flush()
-        for part in super()._measure(step, ready, seen, at_once=at_once):
+        for part in super().measure(step, look, at_once=at_once):
             yield part
             self._reducer.flush()
 
-    def _seen(self, step: int, ready: Seconds, making: Seconds, travel: Seconds) -> SeenMessages | None:
+    def seen(self, step: int, look: Look) -> SeenMessages | None:
         """Return nothing: what travels in backward is a half of each exchange."""
         return None
 
-    def _measured(self, step: int, ready: Seconds, costs: MeasuredCosts) -> planning.Measurements:
+    def with_costs(self, step: int, ready: Seconds, costs: MeasuredCosts) -> planning.Measurements:
         """Collective. Return what plans are made from, with seconds of forward."""
         (forward,) = gather_seconds(self.buffers, self._reducer.forward_seconds())
-        measured = super()._measured(step, ready, costs)
+        measured = super().with_costs(step, ready, costs)
         profile = measured.profile
         with_forward = planning.Profile(**{**profile.plain(), "forward": forward.max(axis=0)})
         return replace(measured, profile=with_forward, modes=("dear",))

@@ -32,6 +32,13 @@ def gather_seconds(buffers: MergeBuffers, *columns: Seconds) -> list[Seconds]:
     return np.split(rows, np.cumsum([len(column) for column in columns])[:-1], axis=1)
 
 
+def number_of_rank_0(buffers: MergeBuffers, number: int) -> int:
+    """Collective. Return rank 0's ``number`` on every rank."""
+    cell = torch.tensor([int(number)], dtype=torch.int64)
+    buffers.comm.broadcast(cell, 0, "finding").wait(buffers.config.timeout)
+    return int(cell)
+
+
 def measurements(buffers: MergeBuffers, step: int, ready: Seconds, costs: MeasuredCosts) -> Measurements:
     """Collective. Return all that planning needs; the same on every rank but for rounding: rank 0's counts.
 

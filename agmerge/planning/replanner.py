@@ -6,35 +6,31 @@ ranks have measured; a plan is checked by every rank against its own model befor
 
 from __future__ import annotations
 
-import socket
 import time
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 import merging
-from agmerge.backends.handshake import gather_texts
 from agmerge.exchanges.way import wire_of
 from agmerge.metrics.running_times import RunningStepTimes
-from agmerge.metrics.step_times import Seconds
-from agmerge.metrics.whole_steps import WholeSteps
 from agmerge.options.config import AUTO
-from agmerge.planning import candidates, known_plans, plan_trial, wire_choice
+from agmerge.planning import candidates, plan_trial, wire_choice
 from agmerge.planning.candidates import Candidate, Search
 from agmerge.planning.codec_costs import measure_codecs
 from agmerge.planning.cost_probe import MeasuredCosts
 from agmerge.planning.drift import DriftDetector, Finding
+from agmerge.planning.earlier_run import EarlierRun
 from agmerge.planning.first_choices import choose_budgets, choose_cutoff
 from agmerge.planning.known_plans import KnownPlan
-from agmerge.planning.measuring import gather_seconds, measurements, profile
+from agmerge.planning.measurer import Measurer
+from agmerge.planning.measuring import gather_seconds, number_of_rank_0, profile
 from agmerge.planning.plan_choice import planner_of, predicted_finish
 from agmerge.planning.plan_trial import PlanTrial
 from agmerge.planning.probe_budget import Budget
-from agmerge.planning.seen_messages import SeenMessages, measure_costs, seen_in
 from agmerge.step.agreed_state import Decision
 from agmerge.step.agreement import decide_on_rank_0, why_plan_does_not_fit
 from agmerge.step.merge_buffers import MergeBuffers
@@ -46,18 +42,20 @@ LOOKS = (5, FIRST)  # steps after which a plan of an earlier run is looked at fi
 
 
 class Replanner:
-    """Run the planner of one agreement. ``measured``: what the plan in use was made from."""
+    """Run the planner of one agreement. ``measured``: what the plan in use was made from.
 
-    def __init__(self, buffers: MergeBuffers, times: RunningStepTimes) -> None:
+    ``measurer``: whose measurements count; None: those of merge buffers that are sent under backward alone.
+    """
+
+    def __init__(self, buffers: MergeBuffers, times: RunningStepTimes, measurer: Measurer | None = None) -> None:
         self.buffers, self.times = buffers, times  # read, and never changed here but for restart() of averages
+        self._measurer = measurer or Measurer(buffers, times)
         self.measured: Measurements | None = None  # None before the first plan from times
         self._latest: Measurements | None = None  # the last ones, also if no better plan came from them
         self._steps = 0  # of this agreement
         self._drift = DriftDetector()  # asked on rank 0
-        self._whole = WholeSteps()
         self._step = 0  # the one to come
         self._under_way: Iterator[Decision | None] | None = None  # probing and planning, over several steps
-        self.bytes_probed = 0  # handed to collectives by probes, by the rank that sent most
         self._trial: PlanTrial | None = None  # under way
         self._tried: list[Candidate] = []  # in the last trial, or what was taken without one
         self._values: torch.Tensor | None = None  # some of those that a step before planning has selected
@@ -66,7 +64,7 @@ class Replanner:
         self._why_exchange = ""  # what steps took in the last trial; "": there was none in this agreement
         self._has_warned = False
         self._is_known = False  # the plan in use is one of an earlier run, and nothing has been measured in this one
-        self._file: Path | None = None  # rank 0's, for a plan that is settled on; None: it is kept already, or nowhere
+        self._earlier = EarlierRun(buffers)
 
     def after_step(self, step: int) -> Iterator[Decision]:
         """Collective. Yield what changes before ``step``, the one to come; at most steps nothing does.
@@ -74,7 +72,7 @@ class Replanner:
         Ranks communicate at steps that all of them count alike. Whoever asks applies each decision before asking for
         the next one: costs are measured with the budgets that were chosen. A cutoff of another size is the last one.
         """
-        self._whole.end()
+        self._measurer.whole.end()
         self._step = step
         if self._is_sampling:
             values = self.buffers.sampled_values()
@@ -84,7 +82,7 @@ class Replanner:
         self._is_sampling = bool(self.buffers.config.wires) and plans_soon
         if self._is_sampling:
             self.buffers.sample_values(step)
-        self._whole.begin()
+        self._measurer.whole.begin()
 
     def _decide(self, step: int) -> Iterator[Decision]:
         """Collective. Yield what :meth:`after_step` does."""
@@ -102,7 +100,7 @@ class Replanner:
             yield from self._go_on(self._under_way)
         elif self._may_plan_after(self._steps):
             if self._latest is None:
-                yield from self._go_on(self._renew(planner, self._measure(step)))
+                yield from self._go_on(self._renew(planner, self._measurer.measure(step)))
             else:
                 yield from self._recheck(planner, step)
 
@@ -118,7 +116,7 @@ class Replanner:
 
     def measure(self, step: int) -> Measurements:
         """Collective. Measure now, for reports, and return it; the plan stays."""
-        *_, latest = self._measure(step, at_once=True)
+        *_, latest = self._measurer.measure(step, at_once=True)
         assert latest is not None
         decision = decide_on_rank_0(
             self.buffers.comm, lambda: {"measured": latest.dumps()}, None, self.buffers.config.timeout
@@ -139,6 +137,11 @@ class Replanner:
         if self._is_known:
             return "known"
         return "timing" if self._latest is None else "settled"
+
+    @property
+    def bytes_probed(self) -> int:
+        """Return what probes have handed to collectives, on the rank that sent most."""
+        return self._measurer.bytes_probed
 
     @property
     def why_wire(self) -> str:
@@ -183,21 +186,10 @@ class Replanner:
         return bool(planner.recheck_every) and config.groups is None and not decides_more
 
     def _recall(self) -> Decision:
-        """Collective. Go on with the plan that rank 0 has kept of an earlier run like this one, if it has one."""
-        buffers, where = self.buffers, known_plans.folder()
-        if not self._number_of_rank_0(where is not None):
+        """Collective. Go on with the plan that an earlier run like this one has kept, if there is one."""
+        known = self._earlier.recall()
+        if known is None:
             return Decision()
-        hosts = gather_texts(buffers.comm, socket.gethostname().encode(), "hosts", buffers.config.timeout)
-        if buffers.comm.rank == 0 and where is not None:
-            self._file = known_plans.path_of(where, buffers, [host.decode() for host in hosts])
-
-        def decide() -> dict[str, str]:
-            return {"known": "" if self._file is None else known_plans.recall(self._file, buffers)}
-
-        text = decide_on_rank_0(buffers.comm, decide, None, buffers.config.timeout)["known"]
-        if not text:
-            return Decision()
-        known = KnownPlan.loads(text)
         self.measured = self._latest = known.measured
         self._is_known = True
         self._drift.restart(known.ratio)
@@ -205,10 +197,9 @@ class Replanner:
 
     def _keep(self) -> None:
         """Keep the plan in use for later runs, once it was looked at and stays. On rank 0."""
-        ratio, file = self._drift.usual_ratio, self._file
-        if file is not None and self._latest is not None and ratio is not None and not self._is_known:
-            self._file = None
-            known_plans.keep(file, KnownPlan(self.buffers.plan, self._latest, ratio))
+        ratio = self._drift.usual_ratio
+        if self._latest is not None and ratio is not None and not self._is_known:
+            self._earlier.keep(KnownPlan(self.buffers.plan, self._latest, ratio))
 
     # -- when it plans --------------------------------------------------------------------------------------
 
@@ -245,41 +236,34 @@ class Replanner:
 
     def _recheck(self, planner: merging.Planner, step: int) -> Iterator[Decision]:
         """Collective. Compare times with what was predicted, and plan anew, or probe first, where they have changed."""
-        times = self.times
-        every_ready, every_making, every_travel = gather_seconds(
-            self.buffers, times.ready(), times.making(), times.travel()
-        )
-        times.restart()
-        ready = every_ready.max(axis=0)
-        finding = Finding.KEEP
+        look, finding = self._measurer.look(), Finding.KEEP
         assert self._latest is not None
         if self.buffers.comm.rank == 0:
-            load = profile(self.buffers, ready, step).load
-            finding = self._drift.look(self.buffers.plan, self._latest, ready, every_travel, load)
-        finding = Finding(self._number_of_rank_0(finding))
+            load = profile(self.buffers, look.ready, step).load
+            finding = self._drift.look(self.buffers.plan, self._latest, look.ready, look.travel, load)
+        finding = Finding(number_of_rank_0(self.buffers, finding))
         if finding is Finding.KEEP:
             self._keep()
             return
         if finding is Finding.PROBE:
-            seen = self._seen(step, ready, every_making, every_travel)
-            yield from self._go_on(self._renew(planner, self._measure(step, ready, seen)))
+            yield from self._go_on(self._renew(planner, self._measurer.measure(step, look)))
         else:
             known = self._latest
             costs = MeasuredCosts(known.sparsify, known.exchange, known.dense, known.message)
-            yield from self._go_on(self._plan(planner, self._measured(step, ready, costs)))
+            yield from self._go_on(self._plan(planner, self._measurer.with_costs(step, look.ready, costs)))
 
     def _advance_trial(self, trial: PlanTrial) -> Decision:
         """Collective. Return the trial's next plan, and when it is over the one to go on with, by the slowest rank."""
         if not trial.count_step():
             return Decision()
-        following = self._number_of_rank_0(trial.following())
+        following = number_of_rank_0(self.buffers, trial.following())
         if following >= 0:
             return self._changed_to(trial.begin_turn(following))
         self._trial = None
         columns = gather_seconds(self.buffers, np.array(trial.seconds()), np.array(trial.doubts()))
         seconds, doubts = (every.max(axis=0) for every in columns)
         best = wire_choice.best(seconds.tolist(), [each.delivered for each in self._tried])
-        number = self._number_of_rank_0(plan_trial.taken(best, seconds.tolist(), doubts.tolist()))
+        number = number_of_rank_0(self.buffers, plan_trial.taken(best, seconds.tolist(), doubts.tolist()))
         taken = self._tried[number]
         plan, self.measured, self._latest = taken.plan, taken.measured, taken.measured
         self._why = candidates.why(self._tried, seconds.tolist(), number)
@@ -292,54 +276,6 @@ class Replanner:
         self._steps = FIRST
         return self._changed_to(plan)
 
-    # -- what is measured -----------------------------------------------------------------------------------
-
-    def _measure(
-        self, step: int, ready: Seconds | None = None, seen: SeenMessages | None = None, *, at_once: bool = False
-    ) -> Iterator[Measurements | None]:
-        """Collective. Measure a part at each ``next``, between steps, and yield None; yield what plans need at last.
-
-        Args:
-            step: the one to come.
-            ready: when each tensor is ready, (n,), on the slowest rank; None: the averages of all ranks say so.
-            seen: what messages took in these steps; where ``ready`` is None the averages say that, too.
-            at_once: nothing is left for later steps.
-        """
-        lengths = np.array([self._whole.typical()])
-        if ready is None:
-            own = self.times.ready(), self.times.making(), self.times.travel(), lengths
-            every_ready, every_making, every_travel, every_length = gather_seconds(self.buffers, *own)
-            ready = every_ready.max(axis=0)
-            seen = self._seen(step, ready, every_making, every_travel)
-            self.times.restart()
-        else:
-            (every_length,) = gather_seconds(self.buffers, lengths)
-        budget = Budget(float(every_length.max()), 4 * self.buffers.layout.numel, at_once=at_once)
-        before = self.bytes_probed
-        if budget.is_spread:  # what ranks have told each other so far took its time, too
-            yield None
-        for costs in measure_costs(self.buffers, step, float(ready[-1]), budget, seen):
-            self.bytes_probed = before + int(budget.bytes)
-            if costs is None or not budget.fits(budget.share):  # no probe and no plan after the same step
-                yield None
-            if costs is not None:
-                yield self._measured(step, ready, costs)
-
-    def _seen(self, step: int, ready: Seconds, making: Seconds, travel: Seconds) -> SeenMessages | None:
-        """Return what the steps since the averages began have shown; ``making``, ``travel``: of every rank, (W, m)."""
-        tensors = profile(self.buffers, ready, step)
-        return seen_in(self.buffers.plan, tensors, making, travel)
-
-    def _measured(self, step: int, ready: Seconds, costs: MeasuredCosts) -> Measurements:
-        """Collective. Return what plans are made from; rank 0's counts. Arguments are those of :meth:`_measure`."""
-        return measurements(self.buffers, step, ready, costs)
-
-    def _number_of_rank_0(self, number: int) -> int:
-        """Collective. Return rank 0's ``number`` on every rank."""
-        cell = torch.tensor([int(number)], dtype=torch.int64)
-        self.buffers.comm.broadcast(cell, 0, "finding").wait(self.buffers.config.timeout)
-        return int(cell)
-
     # -- what is decided ------------------------------------------------------------------------------------
 
     def _plan(self, planner: merging.Planner, latest: Measurements) -> Iterator[Decision | None]:
@@ -348,7 +284,7 @@ class Replanner:
         Every rank checks the plans, which travel with what they were made from. Where merge buffers go dense or sparse
         by choice, a new plan has to show what it promises, in a trial beside its alternatives.
         """
-        buffers, usual = self.buffers, self._whole.typical()
+        buffers, usual = self.buffers, self._measurer.whole.typical()
         names, budget = [slot.name for slot in buffers.layout.slots], Budget(usual, 4 * buffers.layout.numel)
         codecs = measure_codecs(buffers, self._values, self._step) if buffers.config.wires else {}
         if codecs and budget.is_spread:  # that took its time, too

@@ -12,7 +12,7 @@ from torch import nn
 
 from agmerge import testing
 from agmerge.exchanges.way import SUMS, Way, exchange_of_plan, with_exchange
-from agmerge.planning import cost_probe, plan_trial, replanner
+from agmerge.planning import cost_probe, measurer, plan_trial
 from agmerge.planning.probe_budget import Budget
 from agmerge.planning.replanner import FIRST
 from agmerge.step.merge_buffers import MergeBuffers
@@ -34,7 +34,7 @@ def link(monkeypatch: pytest.MonkeyPatch) -> Link:
         lines = [Curve((0, 10**6), (costs["start"], costs["start"] + costs[of] * 10**6)) for of in ("element", "dense")]
         yield cost_probe.MeasuredCosts(Curve((0, 1), (0.0, 0.0)), *lines)
 
-    monkeypatch.setattr(replanner, "measure_costs", probe)
+    monkeypatch.setattr(measurer, "measure_costs", probe)
     for what in ("POINTS", "BINS"):  # beside which nothing counts that this model sends
         monkeypatch.setattr(f"agmerge.exchanges.traffic.{what}", 0)
     return costs

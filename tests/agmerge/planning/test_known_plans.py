@@ -18,7 +18,7 @@ import merging
 from agmerge import testing
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.step_times import Seconds
-from agmerge.planning import known_plans, plan_trial, replanner
+from agmerge.planning import earlier_run, known_plans, measurer, plan_trial
 from agmerge.planning.cost_probe import MeasuredCosts
 from agmerge.planning.known_plans import FRESH, MOST, KnownPlan
 from agmerge.planning.probe_budget import Budget
@@ -62,7 +62,7 @@ class Link:
             yield MeasuredCosts(Curve((0, 1), (0.0, 0.0)), line, dense)
 
         monkeypatch.setattr("agmerge.step.agreed_state.RunningStepTimes", Scripted)
-        monkeypatch.setattr(replanner, "measure_costs", probe)
+        monkeypatch.setattr(measurer, "measure_costs", probe)
         monkeypatch.setattr(plan_trial, "DOUBTFUL", 0.0)  # no trials
 
 
@@ -140,7 +140,7 @@ def test_it_is_for_ranks_that_are_started_and_placed_alike(
         assert set(run(2)[0]) == {"timing"}
     with monkeypatch.context() as changed:
         numbers = itertools.count()
-        changed.setattr(replanner.socket, "gethostname", lambda: f"host{next(numbers)}")
+        changed.setattr(earlier_run.socket, "gethostname", lambda: f"host{next(numbers)}")
         assert set(run(2)[0]) == {"timing"}
     assert set(run(2)[0]) == {"known"}
 

@@ -20,7 +20,7 @@ import agmerge
 import merging
 from agmerge import testing
 from agmerge.cli import advise
-from agmerge.planning import advice, cost_probe, replanner
+from agmerge.planning import advice, cost_probe, measurer
 from agmerge.planning.probe_budget import Budget
 from agmerge.planning.replanner import FIRST
 from agmerge.step.merge_buffers import MergeBuffers
@@ -73,7 +73,7 @@ def test_every_planner_plans_it_and_nothing_is_lost(compression: str, name: str)
 def test_auto_takes_what_costs_less(
     compression: str, compressed: float, dense: float, flags: set[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replanner, "measure_costs", costing(compressed, dense))
+    monkeypatch.setattr(measurer, "measure_costs", costing(compressed, dense))
     plans = on_ranks(2, MODEL, lambda rank, model: trained(rank, model, compression=compression).plan)
     assert plans[0] == plans[1] and set(plans[0].dense) == flags
 

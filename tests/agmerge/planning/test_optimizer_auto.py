@@ -13,7 +13,7 @@ from torch import nn
 
 import agmerge
 import merging
-from agmerge.planning import cost_probe, plan_trial, replanner
+from agmerge.planning import cost_probe, measurer, plan_trial
 from agmerge.planning.probe_budget import Budget
 from agmerge.planning.replanner import FIRST
 from agmerge.step.merge_buffers import MergeBuffers
@@ -49,13 +49,13 @@ def trained(rank: int, model: nn.Module, steps: int = FIRST, **options: Any) -> 
 
 @pytest.mark.parametrize(("sparse", "dense", "flags"), [(1.0, 1e3, {False}), (1e3, 1e-6, {True})])
 def test_what_costs_less_is_taken(sparse: float, dense: float, flags: set[bool], monkeypatch: Any) -> None:
-    monkeypatch.setattr(replanner, "measure_costs", costing(sparse, dense))
+    monkeypatch.setattr(measurer, "measure_costs", costing(sparse, dense))
     plans = on_ranks(2, MODEL, lambda rank, model: trained(rank, model).plan)
     assert plans[0] == plans[1] and set(plans[0].dense) == flags
 
 
 def test_going_dense_for_good_is_said_once_and_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replanner, "measure_costs", costing(1e3, 1e-6))
+    monkeypatch.setattr(measurer, "measure_costs", costing(1e3, 1e-6))
 
     def body(rank: int, model: nn.Module) -> int:
         optimizer = wrap(model, compression="topk", density=0.1, merging="agmerge", exchange="auto")
@@ -122,7 +122,7 @@ def test_from_dense_to_sparse_and_back_residuals_are_sent_in_the_end() -> None:
 
 @pytest.mark.parametrize("slower", [0, 1])
 def test_near_the_trade_off_both_are_tried_and_the_faster_stays(slower: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replanner, "measure_costs", costing(1e-9, 1e-7))
+    monkeypatch.setattr(measurer, "measure_costs", costing(1e-9, 1e-7))
     monkeypatch.setattr(plan_trial.PlanTrial, "seconds", lambda one: [2.0, 1.0] if slower == 0 else [1.0, 2.0])
 
     def body(rank: int, model: nn.Module) -> list[bool]:
@@ -144,7 +144,7 @@ def test_near_the_trade_off_both_are_tried_and_the_faster_stays(slower: int, mon
 
 def test_a_dense_plan_that_only_looks_faster_is_given_up_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     """Predicted to end a little sooner than what compresses everything, which is tried all the same."""
-    monkeypatch.setattr(replanner, "measure_costs", costing(2e-8, 1e-9))
+    monkeypatch.setattr(measurer, "measure_costs", costing(2e-8, 1e-9))
     monkeypatch.setattr(plan_trial.PlanTrial, "seconds", lambda one: [2.0, 1.0])
 
     def body(rank: int, model: nn.Module) -> list[bool]:
@@ -164,7 +164,7 @@ def test_a_dense_plan_that_only_looks_faster_is_given_up_without_a_word(monkeypa
 
 
 def test_a_dense_plan_that_is_far_behind_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replanner, "measure_costs", costing(1e-6, 1.0))
+    monkeypatch.setattr(measurer, "measure_costs", costing(1e-6, 1.0))
 
     def body(rank: int, model: nn.Module) -> bool:
         optimizer = trained(rank, model, FIRST + plan_trial.TURN * plan_trial.ROUNDS)
@@ -183,7 +183,7 @@ def test_with_sparse_there_is_no_choice_and_no_dense_curve() -> None:
 
 @pytest.mark.parametrize("name", [name for name in merging.names() if name != "dear"])
 def test_every_planner_has_the_choice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replanner, "measure_costs", costing(1e3, 1e-6))
+    monkeypatch.setattr(measurer, "measure_costs", costing(1e3, 1e-6))
     plans = on_ranks(2, MODEL, lambda rank, model: trained(rank, model, merging=name).plan)
     assert plans[0] == plans[1]
     assert set(plans[0].dense) == {True}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import agmerge
 from agmerge.backends import topology
-from agmerge.planning import replanner
+from agmerge.planning import measurer
 from agmerge.planning.replanner import FIRST
 from agmerge.runtime import workers
 from merging import dense_cutoff
@@ -34,7 +34,7 @@ def test_the_budget_holds_and_replicas_are_equal(
     """Before and after the change of the cut; the published rule, rho' = rho, sends all that goes dense on top."""
     model = seeded(build)
     choosing(0, monkeypatch)
-    monkeypatch.setattr(replanner, "measure_costs", costing(1.0))
+    monkeypatch.setattr(measurer, "measure_costs", costing(1.0))
     steps = FIRST + 6
 
     def body(rank: int, model: nn.Module) -> list[str]:
@@ -115,7 +115,7 @@ def test_after_the_first_steps_rank_0_chooses_once_and_tensors_only_become_spars
     chosen: int, moved: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = choosing(chosen, monkeypatch)
-    monkeypatch.setattr(replanner, "measure_costs", costing(1.0))
+    monkeypatch.setattr(measurer, "measure_costs", costing(1.0))
 
     def body(rank: int, model: nn.Module) -> tuple[list[Any], list[str], set[str]]:
         optimizer, cuts, lanes = wrapped(model, merging="agmerge"), [], []
@@ -199,7 +199,7 @@ def test_the_cut_goes_by_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> No
         return cut(optimizer)
 
     for selecting, wire, chosen in ((0.0, "int8", 0), (0.0, "fp32", 1536), (10.0, "int8", 1536)):
-        monkeypatch.setattr(replanner, "measure_costs", costing(selecting))
+        monkeypatch.setattr(measurer, "measure_costs", costing(selecting))
         assert agreed(on_ranks(2, MODEL, partial_of(body, wire=wire))) == (chosen, True)
 
 

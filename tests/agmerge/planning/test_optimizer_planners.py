@@ -34,7 +34,7 @@ import merging
 from agmerge import testing
 from agmerge.exchanges.message.format import slot_bytes
 from agmerge.exchanges.way import wire_of, with_wire
-from agmerge.planning import candidates, cost_probe, drift, replanner
+from agmerge.planning import candidates, cost_probe, drift, measurer
 from agmerge.planning.probe_budget import Budget
 from agmerge.planning.replanner import FIRST
 from agmerge.step.agreement import with_mode
@@ -57,7 +57,7 @@ class Probes:
             self.count += 1
             return cost_probe.probe(session, step, backward, budget)
 
-        monkeypatch.setattr(replanner, "measure_costs", probe)
+        monkeypatch.setattr(measurer, "measure_costs", probe)
 
 
 @pytest.mark.thin

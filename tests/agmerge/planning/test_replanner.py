@@ -18,7 +18,7 @@ import merging
 from agmerge import testing
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.step_times import Seconds
-from agmerge.planning import candidates, plan_trial, probe_budget, replanner
+from agmerge.planning import candidates, measurer, plan_trial, probe_budget
 from agmerge.planning.candidates import Search
 from agmerge.planning.cost_probe import MeasuredCosts
 from agmerge.planning.drift import CONFIRMATIONS, LATE, STEADY, DriftDetector
@@ -93,7 +93,7 @@ class World:
             return original(planner, measured)
 
         monkeypatch.setattr("agmerge.step.agreed_state.RunningStepTimes", Scripted)
-        monkeypatch.setattr(replanner, "measure_costs", probe)
+        monkeypatch.setattr(measurer, "measure_costs", probe)
         monkeypatch.setattr(merging, "best_in_pieces", best)
         monkeypatch.setattr("agmerge.options.config.CHOICE", ())  # see test_wire_choice.py
         monkeypatch.setattr(plan_trial, "DOUBTFUL", 0.0)  # no trials: see test_plan_trial.py
@@ -327,7 +327,7 @@ def test_rank_0_plans_over_several_steps_and_comes_to_the_same(monkeypatch: pyte
     def costs(*_: object) -> Iterator[MeasuredCosts]:
         yield MeasuredCosts(Curve((0, 1), (0.0, 0.0)), *[Curve((0, LOAD), (1e-3, slope)) for slope in (2.0, 1.0)])
 
-    monkeypatch.setattr(replanner, "measure_costs", costs)
+    monkeypatch.setattr(measurer, "measure_costs", costs)
     monkeypatch.setattr(plan_trial.PlanTrial, "seconds", lambda trial: [1.0 + n for n in range(len(trial.plans))])
 
     def body(rank: int, model: nn.Module) -> tuple[list[str], merging.Plan]:

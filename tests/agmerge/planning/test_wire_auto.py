@@ -18,7 +18,7 @@ import merging
 from agmerge import testing
 from agmerge.backends import topology
 from agmerge.exchanges.way import Way, wire_of, with_wire
-from agmerge.planning import cost_probe, plan_trial, replanner, wire_choice
+from agmerge.planning import cost_probe, measurer, plan_trial, replanner, wire_choice
 from agmerge.planning.probe_budget import Budget
 from agmerge.planning.replanner import FIRST
 from agmerge.step.merge_buffers import MergeBuffers
@@ -41,7 +41,7 @@ def link(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         line, *dense = (Curve((0, 10**6), (1.0, 1.0 + slope * 10**6)) for slope in seconds)
         yield cost_probe.MeasuredCosts(Curve((0, 1), (0.0, 0.0)), line, *dense or [None])
 
-    monkeypatch.setattr(replanner, "measure_costs", probe)
+    monkeypatch.setattr(measurer, "measure_costs", probe)
     return seconds
 
 
