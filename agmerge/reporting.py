@@ -160,8 +160,8 @@ def compression_table(buffers: MergeBuffers, config: Config, step: int) -> str:
         density = "1"
         if slot.lane.sparse:
             sent = config.density.at(step, slot.lane.density)
-            if buffers.budgets is not None:
-                sent = buffers.tensor_budget(slot, step) / slot.numel
+            if buffers.budgets.are_chosen:
+                sent = buffers.budgets.of_tensor(slot, step) / slot.numel
             density, sparse = f"{sent:.3g}", sparse + slot.numel
         elif slot.lane.kind is Kind.LOW_RANK and buffers.bases is not None:
             density, factored = f"{buffers.bases.elements(slot) / slot.numel:.3g}", factored + slot.numel

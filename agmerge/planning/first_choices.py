@@ -20,9 +20,9 @@ def choose_budgets(buffers: MergeBuffers) -> tuple[int, ...]:
     ``buffers`` has added up energies (``density="importance"``). The counts are by slot; 0: nothing is selected.
     """
     slots = buffers.layout.slots
-    assert buffers.energy is not None
+    assert buffers.budgets.energy is not None
     density = buffers.config.density.target
-    (energies,) = gather_seconds(buffers, buffers.energy.of(slots))
+    (energies,) = gather_seconds(buffers, buffers.budgets.energy.of(slots))
     decision = decide_on_rank_0(
         buffers.comm, lambda: {"budgets": budgets_by_energy(slots, energies, density)}, None, buffers.config.timeout
     )

@@ -119,7 +119,7 @@ def profile(
 def _elements_sent(buffers: MergeBuffers, slot: Slot, step: int) -> int:
     """Return how many elements a step sends of a tensor: selected ones, those of its factors, or all of them."""
     if slot.lane.sparse:
-        return min(buffers.tensor_budget(slot, step), slot.numel)
+        return min(buffers.budgets.of_tensor(slot, step), slot.numel)
     if slot.lane.kind is Kind.LOW_RANK and buffers.bases is not None:
         return buffers.bases.elements(slot)
     return slot.numel
@@ -131,5 +131,5 @@ def bytes_of_element(buffers: MergeBuffers, lane: Lane, step: int, wire: str) ->
         dtype = WIRES.get(wire) if lane.kind is Kind.LOW_RANK else None
         return (dtype or lane.dtype).itemsize
     length = buffers.layout.lengths[lane]
-    count = sum(buffers.tensor_budget(slot, step) for slot in buffers.layout.slots if slot.lane == lane)
+    count = sum(buffers.budgets.of_tensor(slot, step) for slot in buffers.layout.slots if slot.lane == lane)
     return slot_bytes(length, min(count, length), lane.dtype, wire)

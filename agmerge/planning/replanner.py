@@ -88,7 +88,7 @@ class Replanner:
         """Collective. Yield what :meth:`after_step` does."""
         planner = self.buffers.config.planner
         self._steps += 1
-        if self.buffers.energy is not None and self._steps == FIRST:
+        if self.buffers.budgets.energy is not None and self._steps == FIRST:
             yield Decision(budgets=choose_budgets(self.buffers))
         if planner is None or not self._plans_by_times:
             return
@@ -182,7 +182,7 @@ class Replanner:
         A checkpoint brings a plan of its own: only the first step of a training asks.
         """
         config = self.buffers.config
-        decides_more = config.partial is not None or self.buffers.energy is not None
+        decides_more = config.partial is not None or self.buffers.budgets.energy is not None
         return bool(planner.recheck_every) and config.groups is None and not decides_more
 
     def _recall(self) -> Decision:

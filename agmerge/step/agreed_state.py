@@ -189,7 +189,7 @@ class AgreedState:
             return
         for decision in self.plans.after_step(self.step):
             if decision.budgets is not None:
-                self.buffers.set_budgets(decision.budgets)
+                self.buffers.budgets.choose(decision.budgets)
             if decision.cutoff is not None:
                 before, self.config = self.config.partial, replace(self.config, partial=decision.cutoff)
                 if before is None or before.elements != decision.cutoff.elements:
@@ -271,7 +271,7 @@ class AgreedState:
         """Return how many elements of each tensor a step sends, by importance; None where that is not known."""
         if self.buffers is None or self._stale or self._carried_budgets is not None:
             return self._carried_budgets
-        return self.buffers.budgets_by_name()
+        return self.buffers.budgets.by_name()
 
     def restore(
         self,

@@ -49,7 +49,7 @@ def open_merge_buffers(
         timeout=config.timeout,
     )
     buffers = MergeBuffers(comm, config, members, merging.Plan.loads(decision["plan"]), nodes)
-    buffers.restore_budgets(decision["shares"] or {})
+    buffers.budgets.restore(decision["shares"] or {})
     return buffers, decision["steps"]
 
 

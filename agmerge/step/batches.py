@@ -52,9 +52,9 @@ class Batches:
         kernels, lane = self._buffers.kernels, arena.lane
         largest = arena.accumulate_all(batch, kernels.largest(buffer, lane.device), kernels.scratch_of(buffer, lane))
         self._guard.note(largest, parts)
-        if self._buffers.energy is not None and arena.lane.sparse:
+        if self._buffers.budgets.energy is not None and arena.lane.sparse:
             for slot, gradient in batch:
-                self._buffers.energy.add(slot, gradient)
+                self._buffers.budgets.energy.add(slot, gradient)
 
     def _copy(self, arena: Arena, batch: Batch) -> None:
         """Put all small tensors of a merge buffer that are sent whole into ``arena``: one call, one look at all."""

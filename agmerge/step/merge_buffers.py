@@ -25,7 +25,7 @@ from agmerge.exchanges.table import exchange_of
 from agmerge.exchanges.way import OWN, exchange_of_plan, wire_of
 from agmerge.metrics.step_times import clock_for
 from agmerge.options.config import Config
-from agmerge.step.importance import GradientEnergy
+from agmerge.step.budgets import Budgets
 from agmerge.step.kernel_buffers import KernelBuffers
 from agmerge.step.messages import messages_of, presparsified
 from agmerge.step.side_streams import SideStreams
@@ -103,8 +103,7 @@ class MergeBuffers:
         self.bases = Bases(low_rank, factored) if isinstance(low_rank, LowRank) and factored else None
         self.side = SideStreams(dict.fromkeys(lane.device for lane in self.arenas))
         self.clock = clock_for(lane.device for lane in self.arenas)
-        self.budgets: tuple[int, ...] | None = None  # by slot: elements to send, by importance, once that is known
-        self.energy = GradientEnergy() if config.density.by_importance and config.compressor.selects else None
+        self.budgets = Budgets(config.density, self.layout.slots, selects=config.compressor.selects)
         # In this round, of lanes whose memory hands back what is not sent: what was sent, and what all ranks have sent
         # where that takes the place of an update.
         self.sent: list[Sent] = []
@@ -112,7 +111,6 @@ class MergeBuffers:
         self._untrimmed = 2  # steps
         self._copies: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
         self._sample: ValueSample | None = None  # of what is selected; None: nobody has asked
-        self._fixed_budgets: dict[str, int] = {}  # of segments, by key, where they are the same in every step
         # By slot: whether a gradient may move to where its update will be, see `update`; with merging="dear" it stays.
         self.may_move = [config.model is None and local.is_contiguous() for local in self.locals]
         self.rebuild(plan)
@@ -127,7 +125,8 @@ class MergeBuffers:
         exchanges = self.exchanges(exact=exact)
         if self.config.model is not None:  # merging="dear": each all-reduce in two halves
             exchanges[Kind.DENSE] = ScatterExchange(self.exchange_context())
-        self.dense, self.plan, self._fixed_budgets = exchanges[Kind.DENSE], plan, {}
+        self.dense, self.plan = exchanges[Kind.DENSE], plan
+        self.budgets.forget_segments()
         self.updates.rebuild(plan.bounds)
         self.fingerprint = zlib.crc32(plan.dumps().encode()) & 0x7FFFFFFF
         self.messages = messages_of(
@@ -240,7 +239,7 @@ class MergeBuffers:
     def sample_values(self, step: int) -> None:
         """Keep some of the values that the next step, ``step``, selects, for :meth:`sampled_values`."""
         sparse = [slot for slot in self.layout.slots if slot.lane.sparse]
-        self._sample = ValueSample(sum(self.tensor_budget(slot, step) for slot in sparse))
+        self._sample = ValueSample(sum(self.budgets.of_tensor(slot, step) for slot in sparse))
 
     def sampled_values(self) -> torch.Tensor | None:
         """Return what was kept, and keep nothing more; see :meth:`ValueSample.values`. None: nothing was asked for."""
@@ -262,31 +261,9 @@ class MergeBuffers:
         arena, part = self._arena_of(segment), slice(segment.start, segment.stop)
         return SegmentBuffers(segment, arena.work[part], arena.update[part])
 
-    def tensor_budget(self, slot: Slot, step: int) -> int:
-        """Return how many elements of one tensor a step sends, if it is selected from by itself."""
-        density = self.config.density
-        if self.budgets is None:
-            return density.budget(slot.numel, step, slot.lane.density)
-        return density.budget_by_importance(self.budgets[slot.index], slot.numel, step)
-
-    def budget(self, segment: Segment, step: int) -> int:
-        """Return how many elements of the segment a step sends: merged tensors keep what each may send."""
-        if self.budgets is None:
-            return self.config.density.budget(segment.numel, step, segment.lane.density)
-        return sum(self._part_of_budget(segment, slot, step) for slot in segment.slots)
-
-    def _part_of_budget(self, segment: Segment, slot: Slot, step: int) -> int:
-        """Return what of a tensor's budget falls to the part of it that lies in the segment."""
-        start, stop = segment.inside(slot)
-        return -(-self.tensor_budget(slot, step) * (stop - start) // slot.numel)
-
     def vector(self, segment: Segment, step: int) -> tuple[torch.Tensor, int, tuple[tuple[int, ...], ...]]:
         """Return what a sparsifier is given of a segment: the vector (a view), k, and its shapes."""
-        k = self._fixed_budgets.get(segment.key)
-        if k is None:
-            k = self.budget(segment, step)
-            if not self.config.density.varies:
-                self._fixed_budgets[segment.key] = k
+        k = self.budgets.of_segment(segment, step)
         work, shapes = self._arena_of(segment).work[segment.start : segment.stop], segment.shapes
         if len(segment.slots) == 1:
             return work[: segment.vector_length], k, shapes[:1]  # no padding
@@ -377,19 +354,6 @@ class MergeBuffers:
         if self.bases is not None:
             self.bases.restore(carried)
             self.bases.share(self.across, self.config.timeout)
-
-    def restore_budgets(self, budgets: dict[str, int]) -> None:
-        """Take budgets by importance as they were, by name, if they are of all the tensors here."""
-        if self.energy is not None and all(slot.name in budgets for slot in self.layout.slots):
-            self.set_budgets(tuple(budgets[slot.name] for slot in self.layout.slots))
-
-    def set_budgets(self, budgets: tuple[int, ...]) -> None:
-        """Send so many elements of each tensor from now on, by slot; what they were chosen by is not added up more."""
-        self.energy, self.budgets, self._fixed_budgets = None, budgets, {}
-
-    def budgets_by_name(self) -> dict[str, int] | None:
-        """Return how many elements of each tensor to send, by importance; None while that is not known."""
-        return None if self.budgets is None else {slot.name: self.budgets[slot.index] for slot in self.layout.slots}
 
 
 def _lane(member: ParameterInfo) -> Lane:

@@ -161,8 +161,8 @@ class Round:
             return
         if not finite and self.guard.inspect(slot, arena.work_of(slot), finite):
             arena.accumulate(slot, None, notes=notes)
-        elif self.buffers.energy is not None and slot.lane.sparse:
-            self.buffers.energy.add(slot, gradient.tensor() if isinstance(gradient, Difference) else gradient)
+        elif self.buffers.budgets.energy is not None and slot.lane.sparse:
+            self.buffers.budgets.energy.add(slot, gradient.tensor() if isinstance(gradient, Difference) else gradient)
 
     def _add_and_prepare(self, slot: Slot, moves: bool) -> Add | None:
         """Return what adds a tensor's gradient up and prepares it in the same pass; None: nothing does.

@@ -39,7 +39,9 @@ def shares(optimizer: agmerge.DistributedOptimizer) -> dict[str, int]:
     """Elements to send by name."""
     session = optimizer._reducer.exchange.buffers
     assert session is not None
-    return {slot.name: session.tensor_budget(slot, optimizer._reducer.exchange.steps) for slot in session.layout.slots}
+    return {
+        slot.name: session.budgets.of_tensor(slot, optimizer._reducer.exchange.steps) for slot in session.layout.slots
+    }
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -84,7 +86,7 @@ def test_another_compressor_measures_anew() -> None:
         net(torch.ones(1, 64)).sum().backward()
         optimizer.step()
         session = optimizer._reducer.exchange.buffers
-        assert session is not None and session.energy is not None
+        assert session is not None and session.budgets.energy is not None
         return set(shares(optimizer).values())
 
     assert agreed(on_ranks(2, model(), body)) == {41}

@@ -99,7 +99,7 @@ def test_each_part_has_its_own_budget(compression: str) -> None:
         assert session is not None
         pieces = [part for route in session.messages[0] for part in route.segments if part.lane.sparse]
         assert len({name for name in session.keys() if name.startswith("2.weight")}) == len(pieces[:2])
-        return [(part.numel, session.budget(part, 0), len(session.vector(part, 0)[2])) for part in pieces]
+        return [(part.numel, session.budgets.of_segment(part, 0), len(session.vector(part, 0)[2])) for part in pieces]
 
     assert agreed(on_ranks(2, MODEL, body)) == [(768, 8, 1)] * 4  # whole rows of 48 or 32, no padding
 
@@ -341,10 +341,10 @@ def test_by_importance_parts_share_the_budget_of_a_tensor() -> None:
         assert session is not None and session.budgets is not None
         pieces = [part for route in session.messages[0] for part in route.segments if part.lane.sparse]
         slots = [slot for slot in session.layout.slots if slot.lane.sparse]
-        whole = sum(session.tensor_budget(slot, 0) for slot in slots)
-        budgets = [session.budget(piece, 0) for piece in pieces]
+        whole = sum(session.budgets.of_tensor(slot, 0) for slot in slots)
+        budgets = [session.budgets.of_segment(piece, 0) for piece in pieces]
         assert min(budgets) >= 1 and whole <= sum(budgets) <= whole + sum(len(piece.slots) for piece in pieces)
-        assert len({session.tensor_budget(slot, 0) for slot in slots}) == 2  # not alike, so shares were in use
+        assert len({session.budgets.of_tensor(slot, 0) for slot in slots}) == 2  # not alike, so shares were in use
 
     on_ranks(2, MODEL, body)
 
