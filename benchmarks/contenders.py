@@ -214,6 +214,7 @@ def passes(work: Any, optimizer: Any, *, density: float) -> tuple[int, Step, Fig
 def agmerge(work: Any, optimizer: Any, backend: str = "torch", **options: Any) -> tuple[int, Step, Figures]:
     """This library."""
     import agmerge as library
+    from agmerge.exchanges.way import OWN, wire_of
 
     library.init(backend)
     named = list(work.model.named_parameters())
@@ -227,7 +228,9 @@ def agmerge(work: Any, optimizer: Any, backend: str = "torch", **options: Any) -
     def figures() -> Mapping[str, Any]:
         plan, told = wrapped.plan, wrapped.stats()
         dense = sum(plan.dense) if options.get("compression") != "none" else len(plan.counts)
-        return {"buffers": len(plan.counts), "dense": dense, "exposed": told["exposed_seconds"] / told["steps"]}
+        wire = options.get("wire", wire_of(plan)).replace(OWN, "fp32")
+        seconds = told["exposed_seconds"] / told["steps"]
+        return {"buffers": len(plan.counts), "dense": dense, "exposed": seconds, "wire": wire}
 
     return library.rank(), step, figures
 

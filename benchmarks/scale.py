@@ -332,10 +332,10 @@ def middle(cell: dict[str, Any], name: str) -> float:
     return statistics.median(cell["found"].get(name, {}).get("seconds") or [0.0])
 
 
-def check(path: Path, wire: str) -> str:
+def check(path: Path, wire: str = "fp32") -> str:
     """Return the model with this machine's compute, beside what ``step_time.py`` measured, as a table in Markdown.
 
-    ``wire``: that "agmerge topk" had chosen.
+    ``wire``: that "agmerge topk" had chosen, where a cell does not say.
     """
     lines = ["| model | link | workers | strategy | predicted, ms | measured, ms | |", "|---|---|---|---|---|---|---|"]
     cells = step_time.cells_of(path)
@@ -352,7 +352,8 @@ def check(path: Path, wire: str) -> str:
         ready = backward * np.interp(sizes.cumsum() / sizes.sum(), *zip(*READY[model], strict=True))
         tensors = merging.Profile([f"t{i}" for i in range(len(sizes))], sizes, np.diff(ready, prepend=0.0))
         known = unshaped.get((model, workers)) or unshaped.get((model, 2))
-        for name, strategy in measured_strategies(wire).items():
+        chosen = cell["found"].get("agmerge topk", {}).get("wire", wire)
+        for name, strategy in measured_strategies(chosen).items():
             measured, work = middle(cell, name), 0.0
             if not measured:
                 continue
@@ -370,7 +371,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="simulated step times for 2 to 4096 workers")
     parser.add_argument("--check", type=Path, metavar="FILE", help="what step_time.py has measured")
     parser.add_argument(
-        "--wire", choices=VALUE, default="fp32", help="of selected values; with --check what 'agmerge topk' had chosen"
+        "--wire",
+        choices=VALUE,
+        default="fp32",
+        help="of selected values; with --check what 'agmerge topk' had chosen, if a cell does not say",
     )
     parser.add_argument("--json", type=Path, help="write all numbers there")
     parser.add_argument("--picture", type=Path, metavar="FOLDER")

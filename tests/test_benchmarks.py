@@ -84,6 +84,21 @@ def test_bytes_of_a_step_are_those_that_training_was_seen_to_send() -> None:
         assert strategy.sent(scale.Network(4, 1e-5, 1e-9), load) == pytest.approx(seen, rel=0.1)
 
 
+def test_the_simulation_is_held_against_the_codec_that_a_cell_had_chosen(tmp_path: Path) -> None:
+    def cell(**more: str) -> str:
+        slow = {name: {**FOUND["floor"], "seconds": [0.2, 0.2], **more} for name in ("agmerge topk", "Horovod")}
+        return json.dumps({**CELL, "model": "gpt2", "link": "shared", "found": FOUND | slow}) + "\n"
+
+    predicted = []
+    for number, (line, given) in enumerate([(cell(), ()), (cell(), ("int8",)), (cell(wire="int8"), ())]):
+        file = tmp_path / f"{number}.jsonl"
+        file.write_text(line)
+        dense, chosen = scale.check(file, *given).splitlines()[2:]
+        assert "Horovod" in dense and "agmerge topk" in chosen
+        predicted.append(int(chosen.split("|")[5]))
+    assert predicted[0] > predicted[1] == predicted[2]
+
+
 def test_horovods_workers_get_the_variables_that_horovodrun_gives() -> None:
     env = rendezvous.variables("10.0.0.1", 7, "net0") | rendezvous.own({"RANK": "1", "WORLD_SIZE": "4"})
     assert (env["HOROVOD_GLOO_RENDEZVOUS_ADDR"], env["HOROVOD_GLOO_RENDEZVOUS_PORT"]) == ("10.0.0.1", "7")
