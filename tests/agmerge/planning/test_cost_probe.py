@@ -249,6 +249,7 @@ def spread(step_seconds: float, case: str, **options: Any) -> list[tuple[Measure
     return on_ranks(2, TALL, body)
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("case", ["residual", "stateful", "dense", "ordered"])
 @pytest.mark.parametrize("exchange", ["auto", "sparse"])
 def test_probes_are_spread_over_steps_and_bounded_in_seconds(
