@@ -21,6 +21,7 @@ import pytest
 from covering import cover
 from hypothesis import settings
 from kinds import TESTS, kind_of
+from together import ONE_CORE
 
 settings.register_profile("short", deadline=None, derandomize=True, max_examples=40)
 settings.register_profile("once", deadline=None, derandomize=True, max_examples=10)
@@ -30,7 +31,6 @@ settings.load_profile("short")
 NO_PROCESSES = "--once starts no processes"
 os.environ["AGMERGE_CACHE"] = "off"  # no test reads or writes the user's own, in no process that it starts
 started: list[bool] = []  # by the test that runs, in vain
-ONE_CORE = "AGMERGE_TEST_ONE_CORE"  # set: each of xdist's processes keeps to a core of its own
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

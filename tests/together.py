@@ -25,7 +25,7 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 AT_ONCE = min(max(2, CORES) + 1, 8)  # files at a time, in processes of their own; some of them wait for something
 UNITS = ("-n", str(AT_ONCE), "--dist", "loadfile", "--ignore", WORKERS)
 SHORT = ("-m", "not long")
-ONE_CORE = "AGMERGE_TEST_ONE_CORE"  # see conftest.py
+ONE_CORE = "AGMERGE_TEST_ONE_CORE"  # set: each of xdist's processes keeps to a core (conftest.py)
 # Which instructions torch's own loops, oneDNN, MKL and our loops may use: each rounds in its own way.
 PLAIN = {
     "ATEN_CPU_CAPABILITY": "default",
