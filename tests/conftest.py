@@ -21,7 +21,7 @@ import pytest
 from covering import cover
 from hypothesis import settings
 from kinds import TESTS, kind_of
-from pretend import registration
+from together import ONE_CORE
 
 settings.register_profile("short", deadline=None, derandomize=True, max_examples=40)
 settings.register_profile("once", deadline=None, derandomize=True, max_examples=10)
@@ -36,6 +36,15 @@ started: list[bool] = []  # by the test that runs, in vain
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--once``."""
     parser.addoption("--once", action="store_true", help="run the first case of every test that starts no processes")
+
+
+def pytest_configure() -> None:
+    """Keep to one core if ``together.py`` says so. Ranks are threads of which one has Python's lock at a time: where
+    that wanders between cores with every message, a quarter of the time is lost."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")  # gw0, gw1, ...
+    if worker and os.environ.get(ONE_CORE) and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(worker[2:]) % len(cores)]})
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -69,6 +78,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     autograd makes a thread for each kind of device that there is at its first pass, and none later.
     """
     if any(_names_device(item.path) for item in session.items):
+        from pretend import registration  # imports torch, which not every test does
+
         registration.install()
 
 

@@ -53,6 +53,13 @@ def test_all_parts_run_and_one_line_sums_them_up(
     assert total == "total: " + ("8 passed, 1 failed, 2 skipped" if failing else "9 passed, 0 failed, 3 skipped")
 
 
+def test_a_part_has_its_environment_and_keeps_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setenv("KEPT", "2")
+    given = together.environment(Part("these", (), (), {"OWN": "3"}))
+    assert "PYTHONDONTWRITEBYTECODE" not in given and (given["KEPT"], given["OWN"]) == ("2", "3")
+
+
 def test_paths_choose_their_part() -> None:
     units, bits, workers = parts(everything=False)
     one, other = "tests/agmerge/exchanges/test_format.py::test_x", f"{WORKERS}/test_soak.py"

@@ -21,9 +21,11 @@ from pathlib import Path
 NOTHING_TO_RUN = 5
 COUNTED = ("tests", "failures", "errors", "skipped")  # as JUnit's reports call them
 WORKERS = "tests/distributed"
-AT_ONCE = min(max(2, os.cpu_count() or 2), 8)  # files at a time, in processes of their own
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # that we may use
+AT_ONCE = min(max(2, CORES) + 1, 8)  # files at a time, in processes of their own; some of them wait for something
 UNITS = ("-n", str(AT_ONCE), "--dist", "loadfile", "--ignore", WORKERS)
 SHORT = ("-m", "not long")
+ONE_CORE = "AGMERGE_TEST_ONE_CORE"  # set: each of xdist's processes keeps to a core (conftest.py)
 # Which instructions torch's own loops, oneDNN, MKL and our loops may use: each rounds in its own way.
 PLAIN = {
     "ATEN_CPU_CAPABILITY": "default",
@@ -73,12 +75,13 @@ class Count:
 
 
 def parts(everything: bool) -> list[Part]:
-    """What to run, in order; real workers last, since they take all cores."""
-    short = () if everything else SHORT
+    """What to run, in order; real workers last, since they take all cores: two files at a time, for much is waiting,
+    and one by one where everything is run, networks and batch systems too."""
+    short = () if everything else (*SHORT, "-n", "2", "--dist", "loadfile")
     workers = Part("real workers", short, (WORKERS,), {"AGMERGE_TEST_ALL_LAUNCHERS": "1"})
     if not everything:
-        units = Part("unit tests", (*SHORT, *UNITS))
-        return [units, Part("plain processor", (*short, *UNITS), BITS, PLAIN), workers]
+        units = Part("unit tests", (*SHORT, *UNITS), environment={ONE_CORE: "1"})
+        return [units, Part("plain processor", (*SHORT, *UNITS), BITS, PLAIN), workers]
     levels = {"plain processor": PLAIN, "without loops in C": {"AGMERGE_KERNEL": "off"}}
     if capability() == "AVX512":
         levels["AVX2"] = AVX2
@@ -108,8 +111,14 @@ def run(part: Part, arguments: Sequence[str]) -> tuple[int, Count]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "results.xml"
         command = [sys.executable, "-m", "pytest", *part.options, f"--junit-xml={file}", *arguments]
-        status = subprocess.run(command, env={**os.environ, **part.environment}, check=False).returncode
+        status = subprocess.run(command, env=environment(part), check=False).returncode
         return status, counted(status, file)
+
+
+def environment(part: Part) -> dict[str, str]:
+    """Ours and a part's. Bytecode is kept: else each of some hundred processes would compile the library for itself."""
+    kept = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    return {**kept, **part.environment}
 
 
 def counted(status: int, file: Path) -> Count:

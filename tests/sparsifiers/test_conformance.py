@@ -18,8 +18,13 @@ from sparsifiers.topk import TopK
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+# Of these test_sparsifier_contract.py asks the same, in fewer sizes.
+ALIKE = ("sidco-gp", "sidco-gamma", "redsync-trim", "adtopk-fill")
+NAMES = [pytest.param(name, marks=pytest.mark.long if name in ALIKE else ()) for name in sparsifiers.names()]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sparsifiers.names())
+@pytest.mark.parametrize("name", NAMES)
 def test_every_registered_sparsifier_conforms(name: str) -> None:
     conformance.check(name)
 

@@ -113,12 +113,12 @@ def two_ranks_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(topology.VARIABLE, "2")
 
 
-# What differs from another row by its estimator alone, in thousands of launches, is for `make test-all`.
-ALIKE = ("sidco-e", "sidco-gp", "sidco-gamma", "redsync", "redsync-trim")
+# What differs from another row by how it selects alone, in thousands of launches, is for `make test-all`.
+ESTIMATED = ("threshold", "gaussiank", "sidco-e", "sidco-gp", "sidco-gamma", "redsync", "redsync-trim")
+ALIKE = (*ESTIMATED, "adtopk-row", "adtopk-fill")
 ROWS = [pytest.param(*row, marks=pytest.mark.long if row[0] != "sparse" and row[1] in ALIKE else ()) for row in LIMITS]
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("exchange, compression", ROWS)
 def test_a_step_asks_for_no_more_than_it_did(exchange: str, compression: str) -> None:
     check(exchange, compression, trained(exchange, compression), LIMITS[exchange, compression])

@@ -60,6 +60,7 @@ TENSORS = len(list(BRANCHES.parameters()))
 # -- G2: one sequence of collectives, whatever a rank sees ------------------------------------------------------
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("compression", ["none", "topk", "powersgd", "acpsgd"])
 def test_g2_ranks_make_the_same_calls_in_any_order_of_readiness(seed: int, compression: str) -> None:

@@ -249,6 +249,7 @@ def spread(step_seconds: float, case: str, **options: Any) -> list[tuple[Measure
     return on_ranks(2, TALL, body)
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("case", ["residual", "stateful", "dense", "ordered"])
 @pytest.mark.parametrize("exchange", ["auto", "sparse"])
 def test_probes_are_spread_over_steps_and_bounded_in_seconds(
@@ -267,7 +268,7 @@ def test_probes_are_spread_over_steps_and_bounded_in_seconds(
 def test_probes_are_bounded_by_a_multiple_of_the_gradient(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Time is no bound where nothing takes any; what is counted is what the group in memory has seen."""
     for often in ("VISITS", "RUNS", "ROUNDS", "PAIRS"):
-        monkeypatch.setattr(cost_probe, often, 20)
+        monkeypatch.setattr(cost_probe, often, 10)
     monkeypatch.setattr(probe_budget, "GRADIENTS", 3.0)
     Ticking(monkeypatch, lambda rank: 1e-7)
     gradient = 4 * sum(p.numel() for p in tall().parameters())
