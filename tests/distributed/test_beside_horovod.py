@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from launching import HERE, launch, missing, results
 
+pytestmark = pytest.mark.timeout(250)  # two files run at a time, on cores that may be slow
+
 LAUNCHER = "horovodrun, Gloo"
 FINDINGS = (
     "resume_with_weight_decay",
@@ -41,7 +43,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     if why and os.environ.get("AGMERGE_TEST_ALL_LAUNCHERS") != "1":
         pytest.skip(why)
     folder: Path = tmp_path_factory.mktemp("beside")
-    ended = launch(LAUNCHER, 2, HERE / "beside_horovod.py", str(folder), timeout=100)
+    ended = launch(LAUNCHER, 2, HERE / "beside_horovod.py", str(folder), timeout=200)
     assert ended.code == 0, ended.output[-6000:]
     return results(folder, 2)
 
