@@ -38,9 +38,9 @@ RIVALS = ("Horovod", "Horovod fp16", "DDP", "DDP PowerSGD", "agmerge dense")
 
 
 def machine() -> str:
-    """The shape of this machine, in words."""
+    """The shape of this machine, in words: what this process may use of it."""
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return f"{os.cpu_count()} cores ({platform.machine()}), {pages / 2**30:.0f} GiB, {platform.system()}"
+    return f"{len(os.sched_getaffinity(0))} cores ({platform.machine()}), {pages / 2**30:.0f} GiB, {platform.system()}"
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
