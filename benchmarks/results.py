@@ -26,6 +26,8 @@ import scale
 import step_time
 from turns import KEEP
 
+from agmerge.backends.horovod_mpi import cores
+
 OURS = "agmerge"  # what names of this library's contenders begin with
 KEPT = " ".join(f"{key}={value}" for key, value in KEEP.items())
 STEPS = f"""`make bench`: all contenders of a cell by turns, in groups where memory asks for that, each beside its own
@@ -38,9 +40,9 @@ RIVALS = ("Horovod", "Horovod fp16", "DDP", "DDP PowerSGD", "agmerge dense")
 
 
 def machine() -> str:
-    """The shape of this machine, in words: what this process may use of it."""
+    """Return the shape of this machine in words, with the cores that this process may use."""
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return f"{len(os.sched_getaffinity(0))} cores ({platform.machine()}), {pages / 2**30:.0f} GiB, {platform.system()}"
+    return f"{cores()} cores ({platform.machine()}), {pages / 2**30:.0f} GiB, {platform.system()}"
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

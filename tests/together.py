@@ -23,7 +23,8 @@ COUNTED = ("tests", "failures", "errors", "skipped")  # as JUnit's reports call 
 WORKERS = "tests/distributed"
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # that we may use
 AT_ONCE = min(max(2, CORES) + 1, 8)  # files at a time, in processes of their own; some of them wait for something
-UNITS = ("-n", str(AT_ONCE), "--dist", "loadfile", "--ignore", WORKERS)
+BY_FILE = ("--dist", "loadfile")
+UNITS = ("-n", str(AT_ONCE), *BY_FILE, "--ignore", WORKERS)
 SHORT = ("-m", "not long")
 ONE_CORE = "AGMERGE_TEST_ONE_CORE"  # set: each of xdist's processes keeps to a core (conftest.py)
 # Which instructions torch's own loops, oneDNN, MKL and our loops may use: each rounds in its own way.
@@ -75,10 +76,13 @@ class Count:
 
 
 def parts(everything: bool) -> list[Part]:
-    """What to run, in order; real workers last, since they take all cores: two files at a time, for much is waiting,
-    and one by one where everything is run, networks and batch systems too."""
-    short = () if everything else (*SHORT, "-n", "2", "--dist", "loadfile")
-    workers = Part("real workers", short, (WORKERS,), {"AGMERGE_TEST_ALL_LAUNCHERS": "1"})
+    """Return what to run, in order.
+
+    Real workers come last, since they take all cores: two files at a time, for much is waiting, and one by one where
+    everything is run, networks and batch systems too.
+    """
+    options = () if everything else (*SHORT, "-n", "2", *BY_FILE)
+    workers = Part("real workers", options, (WORKERS,), {"AGMERGE_TEST_ALL_LAUNCHERS": "1"})
     if not everything:
         units = Part("unit tests", (*SHORT, *UNITS), environment={ONE_CORE: "1"})
         return [units, Part("plain processor", (*SHORT, *UNITS), BITS, PLAIN), workers]

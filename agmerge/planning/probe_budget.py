@@ -12,6 +12,11 @@ GRADIENTS = 8.0  # times the bytes of all gradients, for all probes together: do
 FLOOR = 1 << 16  # bytes that any model may spend: below, its messages are headers and little else
 
 
+def share_of(step: float) -> float:
+    """Return the seconds by which a step that takes ``step`` seconds may be longer."""
+    return max(LEAST, SHARE * step)
+
+
 class Budget:
     """Count what probes have cost. Figures are the maximum over ranks, so that every rank counts, and ends, alike."""
 
@@ -20,7 +25,7 @@ class Budget:
 
         ``at_once``: after one step, as long as that takes.
         """
-        self.share = math.inf if at_once else max(LEAST, SHARE * step)  # seconds, after one step
+        self.share = math.inf if at_once else share_of(step)  # seconds, after one step
         self._seconds = max(SECONDS, STEPS * step)
         self._bytes = max(FLOOR, GRADIENTS * gradient)
         self.seconds, self.bytes = 0.0, 0.0  # spent so far

@@ -6,6 +6,7 @@ ranks have measured; a plan is checked by every rank against its own model befor
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ from agmerge.planning.measurer import Measurer
 from agmerge.planning.measuring import gather_seconds, number_of_rank_0, profile
 from agmerge.planning.plan_choice import planner_of, predicted_finish
 from agmerge.planning.plan_trial import PlanTrial
-from agmerge.planning.probe_budget import Budget
+from agmerge.planning.probe_budget import share_of
 from agmerge.step.agreed_state import Decision
 from agmerge.step.agreement import decide_on_rank_0, why_plan_does_not_fit
 from agmerge.step.merge_buffers import MergeBuffers
@@ -285,14 +286,14 @@ class Replanner:
         by choice, a new plan has to show what it promises, in a trial beside its alternatives.
         """
         buffers, usual = self.buffers, self._measurer.whole.typical()
-        names, budget = [slot.name for slot in buffers.layout.slots], Budget(usual, 4 * buffers.layout.numel)
+        names, share = [slot.name for slot in buffers.layout.slots], share_of(usual)
         codecs = measure_codecs(buffers, self._values, self._step) if buffers.config.wires else {}
-        if codecs and budget.is_spread:  # that took its time, too
+        if codecs and share < math.inf:  # that took its time, too
             yield None
         search = Search(planner, buffers, latest, codecs, self._step, usual, stays=self.measured is not None)
 
         def decide() -> dict[str, Any]:
-            found = search.go_on(budget.share)
+            found = search.go_on(share)
             return {} if found is None else candidates.dumps(found)
 
         def reject(decision: dict[str, Any]) -> str:

@@ -92,13 +92,13 @@ def need(launcher: str) -> None:
 
 @pytest.fixture(scope="module")
 def found(case: tuple[str, int], launches: Launches) -> Results:
-    """What every rank wrote in every scenario, or in all but the heavy ones, from one launch."""
+    """Return what every rank wrote in every scenario, or in all but the heavy ones, from one launch."""
     return launches.of(*case, *(LIGHT if SLOW in case else ()))
 
 
 @pytest.fixture(scope="module")
 def heavy(case: tuple[str, int], launches: Launches) -> Results:
-    """What every rank wrote in the heavy ones."""
+    """Return what every rank wrote in the heavy ones."""
     return launches.of(*case, *(HEAVY if SLOW in case else ()))
 
 

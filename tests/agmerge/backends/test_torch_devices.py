@@ -59,7 +59,7 @@ def test_only_what_others_have_done_is_told_of_them(error: RuntimeError, becomes
 
 
 class Group:
-    """The part of ``torch.distributed`` that gathers, for a rank of so many: it notes what is called."""
+    """Stand for the part of ``torch.distributed`` that gathers, for one of so many ranks, and note what is called."""
 
     def __init__(self, size: int) -> None:
         self.size, self.called = size, list[str]()

@@ -338,7 +338,7 @@ def test_by_importance_parts_share_the_budget_of_a_tensor() -> None:
         optimizer = wrap(model, merging=Plan((6,), parts=(5,)), compression="topk", density="importance")
         train(model, optimizer, rank, range(FIRST + 2))
         session = optimizer._reducer.exchange.buffers
-        assert session is not None and session.budgets is not None
+        assert session is not None and session.budgets.are_chosen
         pieces = [part for route in session.messages[0] for part in route.segments if part.lane.sparse]
         slots = [slot for slot in session.layout.slots if slot.lane.sparse]
         whole = sum(session.budgets.of_tensor(slot, 0) for slot in slots)
