@@ -18,6 +18,7 @@ from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 PORT = "29500"
+AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # "True": torchrun's agent serves the store, and has given out the ranks
 
 _opened = 0  # how often this process has met the others: a store outlives the group; written by Meeting alone
 
@@ -45,6 +46,8 @@ class Meeting:
         except CollectiveTimeout as error:
             raise self._unreachable(error) from error
         self.store = dist.PrefixStore(f"agmerge {attempt}.{_opened}", store)
+        if env.get(AGENT) != "True":
+            self._claim_rank()
 
     @property
     def left(self) -> float:
@@ -53,7 +56,7 @@ class Meeting:
 
     def _store(self, env: Mapping[str, str]) -> Any:
         """Return a connection to the launcher's store, which rank 0 or torchrun's agent serves."""
-        shared = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent has it
+        shared = env.get(AGENT) == "True"
         serves = self.rank == 0 and not shared
         try:
             return self._dist.TCPStore(
@@ -72,6 +75,19 @@ class Meeting:
                     f"to a port that is free there ({error})"
                 ) from error
             raise CollectiveTimeout("init()", error) from error
+
+    def _claim_rank(self) -> None:
+        """Raise :class:`agmerge.AGMergeError` if another process is this rank already: a job at the same port, say."""
+        own = f"host {socket.gethostname()}, pid {os.getpid()}"
+        try:
+            holder = self.store.compare_set(f"process/{self.rank}", "", own).decode()
+        except RuntimeError as error:
+            raise PeerLost(f"init(): rank 0, at {self._where}, has ended", error) from error
+        if holder != own:
+            raise AGMergeError(
+                f"init(): two processes have come to {self._where} as rank {self.rank}: first {holder}, then {own}, "
+                "this one. Give each job a MASTER_PORT of its own, and each of its processes another RANK"
+            )
 
     @property
     def _where(self) -> str:

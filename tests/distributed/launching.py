@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -110,12 +111,31 @@ def torchrun(workers: int, script: Path, *arguments: str, timeout: float) -> End
     return launch("torchrun", workers, script, *arguments, timeout=timeout)
 
 
+_reserved: list[socket.socket] = []  # up to the end of this process
+
+
+def reserved_port() -> str:
+    """A TCP port that is free, and stays so for seconds, while workers import what they need.
+
+    Linux gives none below 32768 to those that ask for any. Other tests that reserve one find the UDP port of the same
+    number taken.
+    """
+    while True:
+        port = 10_000 + secrets.randbelow(10_000)
+        mark = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        try:
+            mark.bind(("127.0.0.1", port))
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            mark.close()
+        else:
+            _reserved.append(mark)
+            return str(port)
+
+
 def start_by_hand(workers: int, script: Path, *arguments: str, **more: str) -> list[subprocess.Popen[str]]:
     """Workers without a launcher, under way."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    common = {"WORLD_SIZE": str(workers), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **more}
+    common = {"WORLD_SIZE": str(workers), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": reserved_port(), **more}
     return [
         subprocess.Popen(
             [sys.executable, str(script), *arguments],

@@ -26,8 +26,8 @@ def worker(fails: bool = False) -> None:
         total = agmerge.allreduce(torch.tensor([1.0 + agmerge.rank()]), op=agmerge.Sum)
         place = [agmerge.rank(), agmerge.size(), agmerge.local_rank(), agmerge.local_size()]
         said = {"place": place, "backend": agmerge.backend_name(), "sum": total.item()}
-    except agmerge.NoAnswer as error:
-        said = {"error": type(error).__name__, "text": str(error), "missing": error.missing}
+    except agmerge.AGMergeError as error:
+        said = {"error": type(error).__name__, "text": str(error), "missing": getattr(error, "missing", ())}
     print(json.dumps({**said, "took": time.monotonic() - begun}), flush=True)
 
 

@@ -85,16 +85,22 @@ def run(cell: Cell) -> Outcome:
 def _by_hand(*given: str, **more: str) -> tuple[Ended, float]:
     """Without a launcher: how rank 0 ended, and when. Its end ends nobody else."""
     survivor, other = start_by_hand(2, SCRIPT, *given, **more)
-    try:
-        output, _ = survivor.communicate(timeout=PATIENCE)
-        code: int | None = survivor.returncode
-    except subprocess.TimeoutExpired:
-        survivor.kill()
-        code, output = None, survivor.communicate()[0]
+    first = _to_its_end(survivor)
     end = time.time()
     if given[0] == "sleep":
         other.kill()
-    return Ended(code, output + other.communicate(timeout=PATIENCE)[0]), end
+    second = _to_its_end(other)
+    return Ended(None if second.code is None else first.code, first.output + second.output), end
+
+
+def _to_its_end(process: subprocess.Popen[str]) -> Ended:
+    """How a worker ended; one that goes on for too long is killed."""
+    try:
+        output, _ = process.communicate(timeout=PATIENCE)
+        return Ended(process.returncode, output)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return Ended(None, process.communicate()[0])
 
 
 def marked(mark: str) -> list[int]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from launching import HERE, ROOT, environment
+from launching import HERE, ROOT, environment, reserved_port
 
 TIMEOUT = 4.0  # seconds: AGMERGE_TIMEOUT
 SLACK = 6.0  # seconds, on a busy machine
@@ -25,10 +25,6 @@ STEP = {  # one step of Slurm with two tasks on this machine
 }
 
 
-def port_of(server: socket.socket) -> str:
-    return str(server.getsockname()[1])
-
-
 def start(*arguments: str, **env: str) -> subprocess.Popen[str]:
     command = [sys.executable, str(HERE / "starting.py"), *arguments]
     given = environment(**{"AGMERGE_TIMEOUT": str(TIMEOUT), **env})
@@ -39,9 +35,6 @@ def start(*arguments: str, **env: str) -> subprocess.Popen[str]:
 def started() -> Iterator[dict[str, dict[str, Any]]]:
     """What each worker has said, by name."""
     with (
-        socket.create_server(("127.0.0.1", 0)) as one,
-        socket.create_server(("127.0.0.1", 0)) as two,
-        socket.create_server(("127.0.0.1", 0)) as three,
         socket.create_server(("127.0.0.1", 0), backlog=0) as silent,  # a port that never answers
         socket.socket() as first,
         socket.socket() as second,
@@ -49,9 +42,7 @@ def started() -> Iterator[dict[str, dict[str, Any]]]:
         for waiting in (first, second):  # nobody takes them off the queue, and there is no place for another
             waiting.setblocking(False)
             waiting.connect_ex(silent.getsockname())
-        srun, hand, parent = port_of(one), port_of(two), port_of(three)
-        for server in (one, two, three):
-            server.close()
+        srun, twice = reserved_port(), reserved_port()
         workers = {
             **{
                 f"srun {rank}": start(
@@ -59,9 +50,13 @@ def started() -> Iterator[dict[str, dict[str, Any]]]:
                 )
                 for rank in (0, 1)
             },
-            "without the other": start(**HAND, RANK="0", MASTER_PORT=hand),
-            "children": start("children", **HAND, MASTER_PORT=parent, AGMERGE_TIMEOUT="60"),
-            "no answer": start(**HAND, RANK="1", MASTER_PORT=port_of(silent)),
+            "without the other": start(**HAND, RANK="0", MASTER_PORT=reserved_port()),
+            "children": start("children", **HAND, MASTER_PORT=reserved_port(), AGMERGE_TIMEOUT="60"),
+            "no answer": start(**HAND, RANK="1", MASTER_PORT=str(silent.getsockname()[1])),
+            **{
+                name: start(**HAND, RANK=name[5], MASTER_PORT=twice, AGMERGE_TIMEOUT="60")
+                for name in ("rank 0", "rank 1", "rank 1 again")
+            },
         }
         try:
             said = {name: worker.communicate(timeout=100) for name, worker in workers.items()}
@@ -86,6 +81,15 @@ def test_a_worker_that_never_comes_is_named_at_the_deadline(started: dict[str, d
     assert said["text"].startswith("init(): no sign of rank 1 of 2 within 4 s: it was not started, ")
     assert "AGMERGE_TIMEOUT gives workers longer" in said["text"]
     assert TIMEOUT <= said["took"] < TIMEOUT + SLACK
+
+
+@pytest.mark.timeout(150)
+def test_the_second_process_of_a_rank_is_told_of_the_first(started: dict[str, dict[str, Any]]) -> None:
+    pair = started["rank 1"], started["rank 1 again"]
+    first, second = sorted(pair, key=lambda said: "error" in said)
+    assert [said.get("sum") for said in (started["rank 0"], first)] == [3.0, 3.0], (started["rank 0"], first)
+    assert second["error"] == "AGMergeError" and " as rank 1: first host " in second["text"], second
+    assert "MASTER_PORT" in second["text"] and "RANK" in second["text"]
 
 
 @pytest.mark.timeout(150)
