@@ -152,16 +152,7 @@ def compressor_of(compression: Any, density: Any, rank: Any = None) -> sparsifie
     """
     asked = None if rank is None else sparsifiers.low_rank("powersgd", rank).rank  # checked also where not needed
     if isinstance(compression, Mapping):
-        if not compression:
-            raise ValueError("compression={}: give at least one pattern for whole names, or a name")
-        parts = [(pattern, compressor_of(part, density, rank)) for pattern, part in compression.items()]
-        for pattern, part in parts:
-            if isinstance(part, Cast) and part.dtype is not None:
-                raise ValueError(
-                    f"compression={{{pattern!r}: {part.name!r}}}: what is sent whole beside what is compressed keeps "
-                    "its dtype; give 'none', or wire= for what is compressed"
-                )
-        return sparsifiers.ByName(parts)
+        return _by_name(compression, density, rank)
     try:
         sparsifiers.budget(density, 1)  # checked also where it is not needed
     except ValueError as error:
@@ -172,31 +163,60 @@ def compressor_of(compression: Any, density: Any, rank: Any = None) -> sparsifie
     if cast is not None:
         return Cast(cast)
     if isinstance(compression, sparsifiers.Compressor):
-        if compression.selects and density not in (DENSITY, compression.density):
-            raise ValueError(
-                f"density={density!r} and compression={compression!r} disagree: give the density to the compressor only"
-            )
-        if isinstance(compression, sparsifiers.LowRank) and asked not in (None, compression.rank):
-            raise ValueError(f"rank={rank!r} and compression={compression!r} disagree: give the rank to one of them")
+        _check_given_once(compression, density, asked)
         return compression
     if not isinstance(compression, str):
-        if hasattr(compression, "compress") and hasattr(compression, "decompress"):
-            raise TypeError(
-                f"compression={compression!r}: of Horovod's compressors only none and fp16 are taken; one of your own "
-                "is a sparsifiers.Sparsifier here"
-            )
-        raise TypeError(
-            f"compression={compression!r}: give a name ({_names()}), {{pattern: name}}, a "
-            "sparsifiers.Compressor, or agmerge.Compression.none | .fp16 | .bf16"
-        )
+        raise TypeError(_why_no_compressor(compression))
     if sparsifiers.is_low_rank(compression):
         return sparsifiers.low_rank(compression) if rank is None else sparsifiers.low_rank(compression, rank)
+    return _sparsifier(compression, density)
+
+
+def _by_name(parts: Mapping[Any, Any], density: Any, rank: Any) -> sparsifiers.Compressor:
+    """Return the compressor of {pattern: compressor}. Raises as :func:`compressor_of` does."""
+    if not parts:
+        raise ValueError("compression={}: give at least one pattern for whole names, or a name")
+    made = [(pattern, compressor_of(part, density, rank)) for pattern, part in parts.items()]
+    for pattern, part in made:
+        if isinstance(part, Cast) and part.dtype is not None:
+            raise ValueError(
+                f"compression={{{pattern!r}: {part.name!r}}}: what is sent whole beside what is compressed keeps "
+                "its dtype; give 'none', or wire= for what is compressed"
+            )
+    return sparsifiers.ByName(made)
+
+
+def _check_given_once(compressor: sparsifiers.Compressor, density: Any, rank: Any) -> None:
+    """Raise ``ValueError`` if a density or a rank was given that is not the compressor's own."""
+    if compressor.selects and density not in (DENSITY, compressor.density):
+        raise ValueError(
+            f"density={density!r} and compression={compressor!r} disagree: give the density to the compressor only"
+        )
+    if isinstance(compressor, sparsifiers.LowRank) and rank not in (None, compressor.rank):
+        raise ValueError(f"rank={rank!r} and compression={compressor!r} disagree: give the rank to one of them")
+
+
+def _why_no_compressor(given: Any) -> str:
+    """Say why an object that is neither a name nor a compressor cannot be taken for one."""
+    if hasattr(given, "compress") and hasattr(given, "decompress"):
+        return (
+            f"compression={given!r}: of Horovod's compressors only none and fp16 are taken; one of your own "
+            "is a sparsifiers.Sparsifier here"
+        )
+    return (
+        f"compression={given!r}: give a name ({_names()}), {{pattern: name}}, a "
+        "sparsifiers.Compressor, or agmerge.Compression.none | .fp16 | .bf16"
+    )
+
+
+def _sparsifier(name: str, density: Any) -> sparsifiers.Compressor:
+    """Return the sparsifier of this name. Raises ``ValueError`` with a name that may have been meant."""
     try:
-        return sparsifiers.get(compression, density=density)
+        return sparsifiers.get(name, density=density)
     except ValueError as error:
-        text = f"compression={compression!r}, density={density!r}: {error}"
-        near = get_close_matches(compression.casefold(), [AUTO, *CASTS, *sparsifiers.low_rank_names()], n=1)
-        meant = _MEANT.get(spelling(compression)) or next(iter(near), "")
+        text = f"compression={name!r}, density={density!r}: {error}"
+        near = get_close_matches(name.casefold(), [AUTO, *CASTS, *sparsifiers.low_rank_names()], n=1)
+        meant = _MEANT.get(spelling(name)) or next(iter(near), "")
         hint = f"; did you mean {meant!r}?" if meant and "did you mean" not in text else ""
         raise ValueError(f"{text}; besides these: {_others()}{hint}") from None
 

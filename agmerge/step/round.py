@@ -6,7 +6,7 @@ are as they were, so a round can be discarded and repeated after a new agreement
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -27,6 +27,7 @@ from sparsifiers import Kind, Selection, Sparsifier
 
 # Asked for a tensor that nobody has handed over, by name.
 GradientOf = Callable[[str], "torch.Tensor | Difference | None"]
+Sent = tuple[Message, InFlight]
 
 
 class Round:
@@ -67,7 +68,7 @@ class Round:
         self._offers: dict[int, Selection] = {}  # by slot, of tensors that are sparsified ahead
         self._is_prepared: set[int] = set()  # slots that were prepared when their gradient was added up
         self._has_moved: set[int] = set()  # slots whose gradient was then copied to where the update will be
-        self._in_flight: list[list[tuple[Message, InFlight]]] = []  # per merge buffer that was sent
+        self._in_flight: list[list[Sent]] = []  # per merge buffer that was sent
         self._counted: dict[int, tuple[int, int]] = {}  # bytes and elements of each message that are in the totals
         self._arrived = 0  # merge buffers whose messages are known to be here
         self._known = buffers.config.compressor.snapshot()  # what it remembers, before this attempt
@@ -291,32 +292,23 @@ class Round:
     def _receive(self) -> bool:
         """Collective. Do what :meth:`receive` does, once all messages are on their way."""
         said = self._queue()
-        agreed, first = True, True
+        agreed = is_first = True
         for buffer, messages in enumerate(self._in_flight):
             if not messages:
                 continue
             is_queued = id(messages[0][1]) in said
-            if is_queued:
-                headers = [message.exchange.read(in_flight, said[id(in_flight)]) for message, in_flight in messages]
-            else:
-                self.recorder.mark(buffer)
-                headers = [message.exchange.wait(in_flight) for message, in_flight in messages]
-                self.recorder.mark(buffer)
+            headers = self._headers_said(messages, said) if is_queued else self._headers_waited_for(buffer, messages)
             for _, in_flight in messages:
                 self._count_bytes(in_flight)  # what has been sent since it was started
             self._poll()
-            if first:  # a flag is in all messages of its rank, so all ranks see it here
-                for header in headers:
-                    self.flags_of_all |= header.flags
-                agreed, first = not self.flags_of_all & Flag.REPLAN, False
             for header in headers:
                 self.nonfinite |= bool(header.flags & Flag.NONFINITE)
+                if is_first:  # a flag is in all messages of its rank, so all ranks see it here
+                    self.flags_of_all |= header.flags
+            if is_first:
+                agreed, is_first = not self.flags_of_all & Flag.REPLAN, False
             if agreed:
-                for (message, in_flight), header in zip(messages, headers, strict=True):
-                    if not self.nonfinite and not is_queued:
-                        message.exchange.finish(in_flight)
-                    for slot, used in zip(message.slots, header.used, strict=True):
-                        self.used[slot.index] |= used
+                self._take(messages, headers, is_queued)
             if not is_queued:
                 self.recorder.mark(buffer)
                 self._poll()
@@ -324,6 +316,25 @@ class Round:
             self.buffers.apply_momentum(self.used)
             self.totals.sent(self.buffers.gather_node_updates(), 0)
         return agreed
+
+    def _headers_said(self, messages: Sequence[Sent], said: dict[int, list[torch.Tensor]]) -> list[RoundHeader]:
+        """Return what all ranks say in a merge buffer's messages, which are queued. ``said``: of :meth:`_queue`."""
+        return [message.exchange.read(in_flight, said[id(in_flight)]) for message, in_flight in messages]
+
+    def _headers_waited_for(self, buffer: int, messages: Sequence[Sent]) -> list[RoundHeader]:
+        """Collective. Wait for a merge buffer's messages, and return what all ranks say in them."""
+        self.recorder.mark(buffer)
+        headers = [message.exchange.wait(in_flight) for message, in_flight in messages]
+        self.recorder.mark(buffer)
+        return headers
+
+    def _take(self, messages: Sequence[Sent], headers: Sequence[RoundHeader], is_queued: bool) -> None:
+        """Collective. Write the updates of a merge buffer's messages, unless devices do, and note who is used."""
+        for (message, in_flight), header in zip(messages, headers, strict=True):
+            if not self.nonfinite and not is_queued:
+                message.exchange.finish(in_flight)
+            for slot, used in zip(message.slots, header.used, strict=True):
+                self.used[slot.index] |= used
 
     def _queue(self) -> dict[int, list[torch.Tensor]]:
         """Collective. Queue all that devices can do with what arrives, and wait for what all ranks say in it.
