@@ -280,8 +280,12 @@ class MergeBuffers:
     # -- gradients and updates ------------------------------------------------------------------------------------
 
     def left_over(self, slot: Slot) -> bool:
-        """Tell whether something of earlier steps was sent, so that a tensor that no rank used has an update."""
-        return self.arena_of[slot.index].memory.has_residual and bool(self.updates.of(slot).any())
+        """Tell whether something of earlier steps was sent, so that a tensor that no rank used has an update.
+
+        The same on every rank: by what all have received, for only some may keep anything (``compression="none"`` and a
+        checkpoint of one rank).
+        """
+        return bool(self.updates.of(slot).any())
 
     def update(self, slot: Slot) -> torch.Tensor:
         """Return the tensor's part of the update, in the strides of its parameter: what ``p.grad`` is to hold.
@@ -297,13 +301,15 @@ class MergeBuffers:
             self._copies[key] = torch.empty_like(local, dtype=update.dtype, requires_grad=False)
         return self._copies[key].copy_(update)
 
-    def apply_momentum(self, used: Sequence[bool]) -> None:
-        """Apply the momentum of what is sent whole to its average. ``used``: by slot, whether any rank had a gradient.
+    def settle(self, used: Sequence[bool]) -> None:
+        """Do what is left to do with what is sent whole: see :meth:`Arena.settle`. ``used``: by slot, by any rank.
 
-        Called once every message has arrived, before updates are handed round in a node.
+        Called once every message has arrived, before updates are handed round in a node. With ``unused="zero"`` those
+        that no rank had count as used: their gradient is zero.
         """
+        used = [True] * len(used) if self.config.zero_unused else used
         for arena in self.arenas.values():
-            arena.apply_momentum(used)
+            arena.settle(used)
 
     def gather_node_updates(self) -> int:
         """Collective. Make whole updates of those of the shards in a node; return the bytes handed over.

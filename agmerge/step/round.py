@@ -313,7 +313,7 @@ class Round:
                 self.recorder.mark(buffer)
                 self._poll()
         if agreed and not self.nonfinite:
-            self.buffers.apply_momentum(self.used)
+            self.buffers.settle(self.used)
             self.totals.sent(self.buffers.gather_node_updates(), 0)
         return agreed
 

@@ -141,7 +141,7 @@ class Arena:
         self._momenta = [slab(), slab()] if memory.has_momentum else []
         self._views = [{slot.index: view(flat, slot) for slot in slots} for flat in self._slabs]
         self._momentum_views = [{slot.index: view(flat, slot) for slot in slots} for flat in self._momenta]
-        # The momentum of what is sent whole takes the average: see `apply_momentum`.
+        # The momentum of what is sent whole takes the average: see `settle`.
         self._adds_up = type(memory)._compensate is Residual._compensate  # work is residual + gradient, and that is all
         self.is_sum = self._adds_up or type(memory)._compensate is NoMemory._compensate  # or the gradient alone
         self._momentum_of_gradients = memory.has_momentum and not memory.averages
@@ -327,11 +327,12 @@ class Arena:
         momentum = self._momenta[self._turn][segment.start : segment.stop] if clears else None
         return write(commit=self.memory.has_residual, momentum=momentum)
 
-    def apply_momentum(self, used: Sequence[bool]) -> None:
-        """Apply the momentum of what is sent whole to its average, once every message has arrived.
+    def settle(self, used: Sequence[bool]) -> None:
+        """Do what is left to do with tensors that are sent whole, once every message has arrived.
 
-        ``used``: by slot, whether any rank had a gradient; the momentum of others stays as it was. Does nothing for
-        memories that apply theirs before selection, or have none.
+        Memories that take the average apply momentum to it. Where no rank had a gradient (``used``, by slot), there is
+        no update, and what is kept stays as it was: what rounding has left waits for the next gradient. Does nothing
+        for tensors that something is selected from.
         """
         if self.memory.averages:
             rates = {self._rate_of(slot) for slot in self._slots}
@@ -341,8 +342,10 @@ class Arena:
             else:
                 for slot in self._slots:
                     self.memory.correct(self.gradients[slot.index], self._momentum_of(slot))
+        if self.memory.averages or self.memory.kept == ROUNDING:
             for slot in self._slots:
                 if not used[slot.index]:
+                    self.gradients[slot.index].zero_()
                     self.keep(slot)
 
     def keep(self, slot: Slot) -> None:

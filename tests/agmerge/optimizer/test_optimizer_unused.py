@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,9 @@ from support import (
     sgd,
     wrap,
 )
+from torch import Tensor
+
+import agmerge
 
 WHOLE = ["none", "topk"]  # with density 1 they send all there is
 COMPRESSIONS = [*WHOLE, "powersgd", "acpsgd"]
@@ -102,6 +107,89 @@ def test_a_tensor_unused_in_a_step_still_offers_its_residual() -> None:
 
     for left in on_ranks(2, PARTS, body):
         assert left[0] > 0 and left[30] < 0.5 * left[0] and left[59] < left[30]
+
+
+@pytest.mark.parametrize("merging", ["threshold", "dear"])
+def test_what_one_rank_alone_has_left_reaches_all_where_nobody_uses_the_tensor(merging: str) -> None:
+    """A checkpoint of rank 0's, loaded there; all go on dense. Whether there is an update is by what all receive."""
+
+    def body(rank: int, model: Parts) -> tuple[str, bool]:
+        optimizer = wrap(model, sgd(model, momentum=0.0))
+        for step in range(3):
+            optimizer.zero_grad()
+            model.loss(rank, step, "a").backward()
+            optimizer.step()
+        state = copy.deepcopy(optimizer.state_dict())
+        optimizer.close()
+        given: dict[str, Any] = {"merging": merging, "model": model} if merging == "dear" else {"merging": merging}
+        inner = sgd(model, momentum=0.0)
+        optimizer = agmerge.DistributedOptimizer(inner, model.named_parameters(), compression="none", **given)
+        if rank == 0:
+            optimizer.load_state_dict(state)
+        before = model.a.weight.detach().clone()
+        for step in range(3):
+            optimizer.zero_grad()
+            model.loss(rank, step, "").backward()
+            optimizer.step()
+        optimizer.flush()
+        return digest(model), same_bits(model.a.weight, before)
+
+    assert not agreed(on_ranks(2, PARTS, body))[1]
+
+
+@pytest.mark.parametrize("compression", ["topk", "dgc"])
+@pytest.mark.parametrize("wire", ["auto", "fp32", "int8"])
+def test_what_is_sent_whole_and_no_rank_used_stays_with_all_that_is_kept_of_it(wire: str, compression: str) -> None:
+    """Momentum of averages, the optimizer's own momentum and what rounding has left wait for the next gradient."""
+    uses = ["a", "a", "a", "", "", "", "a", "a"]
+
+    def body(rank: int, model: Parts) -> list[tuple[bool, list[Tensor]]]:
+        optimizer = wrap(model, compression=compression, wire=wire)
+        found = []
+        for step, use in enumerate(uses):
+            before = model.a.bias.detach().clone()
+            optimizer.zero_grad()
+            model.loss(rank, step, use).backward()
+            optimizer.step()
+            assert (model.a.bias.grad is None) is (not use)
+            section = optimizer.state_dict()["agmerge"]
+            kept = [
+                section[kind][name] for kind in ("roundings", "momenta") for name in section[kind] if name == "a.bias"
+            ]
+            found.append((same_bits(model.a.bias, before), kept))
+        return found
+
+    for found in on_ranks(2, PARTS, body):
+        assert [stayed for stayed, _ in found] == [not use for use in uses]
+        last = found[2][1]  # of the last step that used it
+        assert len(last) == (wire != "fp32") + (compression == "dgc")
+        for _, kept in found[3:6]:
+            assert all(same_bits(now, then) for now, then in zip(kept, last, strict=True))
+
+
+@pytest.mark.parametrize("wire", ["fp32", "int8"])
+def test_a_gradient_of_zeros_lets_momentum_of_averages_fade(wire: str) -> None:
+    """As an optimizer's own does that is given zeros: each step moves 0.9 times as far as the one before."""
+
+    def body(rank: int, model: Parts) -> list[Tensor]:
+        optimizer = wrap(model, compression="dgc", wire=wire, unused="zero")
+        moves = []
+        for step in range(7):
+            before = model.a.bias.detach().clone()
+            optimizer.zero_grad()
+            model.loss(rank, step, "a" if step < 3 else "").backward()
+            optimizer.step()
+            moves.append(model.a.bias.detach() - before)
+        return moves
+
+    for moves in on_ranks(2, PARTS, body):
+        largest = float(moves[2].abs().max())
+        assert largest > 0
+        for before, after in itertools.pairwise(moves[2:]):
+            # What rounding has left is applied: half a 127th of the largest value of a block, of several tensors.
+            torch.testing.assert_close(
+                after, 0.9 * before, rtol=1e-4, atol=largest * (1e-6 if wire == "fp32" else 0.05)
+            )
 
 
 def test_frozen_parameters_are_not_moved_and_not_sent() -> None:
