@@ -158,9 +158,11 @@ class Updates:
                 slot = self._slot_of.get(parameter)
                 if slot is None:
                     continue
-                self._group_of[parameter] = number
-                if not (combined.used[slot.index] or zero_unused):
-                    self._left_over.add(parameter)  # whether there is anything is seen when it is there
+                if combined.used[slot.index] or zero_unused:
+                    self._group_of[parameter] = number
+                elif buffers.arena_of[slot.index].memory.has_residual:  # it is seen when it is there
+                    self._group_of[parameter] = number
+                    self._left_over.add(parameter)
         self._arriving: dict[int, InFlight] = {  # by slot: messages that nobody has waited for
             slot.index: in_flight for in_flight in self._exchange.gather() for slot in in_flight.loads[0].segment.slots
         }

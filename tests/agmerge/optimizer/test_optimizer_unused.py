@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -20,8 +19,6 @@ from support import (
     wrap,
 )
 from torch import Tensor
-
-import agmerge
 
 WHOLE = ["none", "topk"]  # with density 1 they send all there is
 COMPRESSIONS = [*WHOLE, "powersgd", "acpsgd"]
@@ -109,8 +106,7 @@ def test_a_tensor_unused_in_a_step_still_offers_its_residual() -> None:
         assert left[0] > 0 and left[30] < 0.5 * left[0] and left[59] < left[30]
 
 
-@pytest.mark.parametrize("merging", ["threshold", "dear"])
-def test_what_one_rank_alone_has_left_reaches_all_where_nobody_uses_the_tensor(merging: str) -> None:
+def test_what_one_rank_alone_has_left_reaches_all_where_nobody_uses_the_tensor() -> None:
     """A checkpoint of rank 0's, loaded there; all go on dense. Whether there is an update is by what all receive."""
 
     def body(rank: int, model: Parts) -> tuple[str, bool]:
@@ -121,9 +117,7 @@ def test_what_one_rank_alone_has_left_reaches_all_where_nobody_uses_the_tensor(m
             optimizer.step()
         state = copy.deepcopy(optimizer.state_dict())
         optimizer.close()
-        given: dict[str, Any] = {"merging": merging, "model": model} if merging == "dear" else {"merging": merging}
-        inner = sgd(model, momentum=0.0)
-        optimizer = agmerge.DistributedOptimizer(inner, model.named_parameters(), compression="none", **given)
+        optimizer = wrap(model, sgd(model, momentum=0.0), compression="none", exchange="auto")
         if rank == 0:
             optimizer.load_state_dict(state)
         before = model.a.weight.detach().clone()
@@ -131,7 +125,6 @@ def test_what_one_rank_alone_has_left_reaches_all_where_nobody_uses_the_tensor(m
             optimizer.zero_grad()
             model.loss(rank, step, "").backward()
             optimizer.step()
-        optimizer.flush()
         return digest(model), same_bits(model.a.weight, before)
 
     assert not agreed(on_ranks(2, PARTS, body))[1]
