@@ -29,6 +29,7 @@ settings.register_profile("long", deadline=None, max_examples=300)
 settings.load_profile("short")
 
 NO_PROCESSES = "--once starts no processes"
+os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton, which torch.compile does, and while kernels run
 os.environ["AGMERGE_CACHE"] = "off"  # no test reads or writes the user's own, in no process that it starts
 started: list[bool] = []  # by the test that runs, in vain
 

@@ -238,7 +238,8 @@ def test_what_is_held_out_is_shared_by_workers_and_all_of_it_is_counted(small: P
 def test_a_stream_goes_on_without_mixed_precision_where_it_began_with_it(small: Path) -> None:
     task = made(JOBS[STREAMED], small)
     first, second = islice(task.batches(0), 2)
-    with torch.autocast("cpu", torch.bfloat16):
+    # oneDNN has an LSTM of bfloat16 only where the processor multiplies in it.
+    with torch.backends.mkldnn.flags(enabled=False), torch.autocast("cpu", torch.bfloat16):
         task.loss(first)
     assert {part.dtype for part in task.state_dict()["state"]} == {torch.float32}
     assert task.loss(second).isfinite()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported, and then as long as kernels run
+assert os.environ["TRITON_INTERPRET"] == "1"  # conftest.py has seen to that
 pytest.importorskip(
     "triton", reason="triton is not installed: pip install -r requirements-triton.txt; make test-all does"
 )
