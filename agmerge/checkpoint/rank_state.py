@@ -10,13 +10,11 @@ from typing import Any, Protocol
 import torch
 
 import merging
-import sparsifiers
 from agmerge.checkpoint.redistribute import displacements, redistribute
 from agmerge.engine.synchronizer import Synchronizer
 from agmerge.exchanges.low_rank import bases
 from agmerge.exchanges.node_shards import shard_shape
 from agmerge.options import dense_cutoff
-from agmerge.options.config import Config
 from agmerge.runtime import workers
 from agmerge.step.gradient_exchange import GradientExchange
 from agmerge.step.merge_buffers import State
@@ -278,13 +276,6 @@ def _put_into_parameters(restored: Restored) -> None:
     moved |= {name: moved[name] + residual if name in moved else residual for name, residual in residuals.items()}
     restored.updates = {**restored.updates, "own": {}, "displacements": moved}
     restored.state = {key: tensor for key, tensor in restored.state.items() if key[0] != "residual"}
-
-
-def with_memory_for_unsent(exchange: GradientExchange, config: Config, memory: Any) -> Config:
-    """Return ``config``, with a memory for what was not sent yet where the script names none (``memory`` None)."""
-    if memory is None and not config.memory.has_residual and exchange.residuals():
-        return replace(config, memory=sparsifiers.memory("residual"))
-    return config
 
 
 def _own_part(exchange: GradientExchange, section: Mapping[str, Any]) -> Mapping[str, Any]:

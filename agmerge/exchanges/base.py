@@ -61,6 +61,7 @@ class ExchangeContext:
     predivide: float = 1.0  # f: dense sums are of `work / f`, and multiplied by f afterwards
     cast: torch.dtype | None = None  # dtype of dense segments on the wire; None: the gradient's own
     rounds_whole: bool = False  # what is sent whole on the host may be rounded: its `work` keeps the rest
+    has_rest: bool = False  # `work` of what is sent whole holds a rest of before, and keeps what is not sent of it
     keeps: bool = False  # `work` of dense segments holds a residual, so that what is sent has to be committed
     receive: Receive = lambda segment, parts, scale: False  # asked where ranks' selections are at hand, one by one
     take: Take = lambda segment, write: False  # asked where a message has the values themselves

@@ -83,10 +83,10 @@ class SparseExchange(Exchange):
             self.commit(load.segment, None, section.value.encode(load.work, where))
             return load.segment.length
         sent = where.view(load.segment.lane.dtype)
-        if not self._keeps_rounding(load.work.device):
+        if not (self.context.has_rest or self._keeps_rounding(load.work.device)):
             sent.copy_(load.work)
             return 0
-        # With what was rounded off before, a gradient of 16 bits may be beyond its dtype.
+        # With what was kept before, a gradient of 16 bits may be beyond its dtype.
         sent.copy_(load.work if sent.dtype == load.work.dtype else saturated(load.work, torch.finfo(sent.dtype).max))
         self.commit(load.segment, None, sent)
         return 0

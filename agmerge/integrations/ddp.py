@@ -160,7 +160,7 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin):
             self.optimizer.load_state_dict(inner)
         exchange = self._reducer.exchange
         config = with_momentum_of(exchange.config, self.optimizer)
-        exchange.adopt(rank_state.with_memory_for_unsent(exchange, config, self._options.memory))
+        exchange.adopt(config)
 
     @property
     def _steps_alone(self) -> bool:

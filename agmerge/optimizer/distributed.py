@@ -311,6 +311,4 @@ def _restore(
     options = Options.from_saved(arguments)
     self._set_up(optimizer, named, options)
     rank_state.load(self._reducer, section)
-    exchange = self._reducer.exchange
-    exchange.adopt(rank_state.with_memory_for_unsent(exchange, exchange.config, options.memory))
     return self

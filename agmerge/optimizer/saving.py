@@ -60,7 +60,6 @@ class SavingMixin:
         rates = with_momentum_of(before, self.optimizer, inner["param_groups"]).rates
         inner = rank_state.load(self._reducer, state_dict.get(rank_state.SECTION)) or inner
         config = replace(self._reducer.config, rates=rates)
-        exchange = self._reducer.exchange
-        exchange.adopt(rank_state.with_memory_for_unsent(exchange, config, self._options.memory))
+        self._reducer.exchange.adopt(config)
         self.optimizer.load_state_dict(inner)
         notices.warn_of_changes(self._reducer.exchange, self.optimizer, before)

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from agmerge.checkpoint import rank_state
 from agmerge.engine.synchronizer import Synchronizer
 from agmerge.options import compressors, notices
 from agmerge.options.arguments import Options
@@ -42,7 +41,6 @@ class SwappingMixin:
         chosen = {"density": density, "rank": rank, "memory": memory, "warmup": warmup}
         changed = compressors.swapped(self._options, optimizer, compression, chosen, options)
         config = with_momentum_of(resolve(changed), optimizer)
-        config = rank_state.with_memory_for_unsent(reducer.exchange, config, memory)
         reducer.reconfigure(config, "set_compressor()", "Give every rank the same compressor, at the same step.")
         self._options = changed
         notices.warn_of_changes(reducer.exchange, optimizer, before)

@@ -73,6 +73,7 @@ class Config:
     model: torch.nn.Module | None  # merging="dear": whose forward takes the updates
     updates: Updates | None  # sync="updates": what is exchanged is what the optimizer did; None: gradients are
     rates: momentum.Rates | None = None  # where the memory takes the optimizer's momentum from, if it does
+    has_rest: bool = False  # some rank has kept something, before, of what is sent whole now
 
     def assign_lanes(self, members: Iterable[ParameterInfo]) -> list[ParameterInfo]:
         """Return the members, each with its lane. A rule of the script's own is asked once for each of them."""
@@ -153,14 +154,16 @@ class Config:
                 raise ValueError(f"{what}: {pattern.pattern!r} matches no whole name; parameters: {', '.join(known)}")
 
     def memory_of(self, kind: Kind, *, on_device: bool = False) -> sparsifiers.Memory:
-        """Return the memory of a lane. What is sent whole beside what is compressed leaves nothing but what is rounded.
+        """Return the memory of a lane.
 
-        On a device nothing of that is rounded.
+        What is sent whole beside what is compressed leaves nothing but what is rounded, which on a device is nothing;
+        where there is a rest of before, a memory holds that until it is sent.
         """
         if kind in self.compressor.kinds:
-            return self.memory
+            holds_rest = self.has_rest and kind is Kind.DENSE and not self.memory.has_residual
+            return sparsifiers.memory("residual") if holds_rest else self.memory
         rounds = self.rounds_whole and not on_device
-        return self.memory.for_rounded_lane() if rounds else self.memory.for_dense_lane()
+        return self.memory.for_rounded_lane() if rounds or self.has_rest else self.memory.for_dense_lane()
 
     @property
     def rounds_whole(self) -> bool:
@@ -233,7 +236,6 @@ class Config:
 
         ``backward_passes_per_step`` too: it decides what a step is.
         """
-        lossless = not self.compressor.compresses and self.cast is None
         low_rank = self.compressor.part(Kind.LOW_RANK)
         return [
             ("sync", GRADIENTS if self.updates is None else UPDATES),  # first: defaults of others hang on it
@@ -243,8 +245,7 @@ class Config:
             *((("rank", str(low_rank.rank)),) if isinstance(low_rank, LowRank) else ()),
             ("dense='partial'", str(self.partial)),
             ("options", repr(self.compressor)),
-            # "none" has a memory on those ranks that have loaded what is still to be sent; messages are the same.
-            ("memory", "None" if lossless and not self.memory.has_momentum else repr(self.memory)),
+            ("memory", repr(self.memory)),
             ("momentum before selection", self._momentum),
             ("merging", self.merging),
             ("sparsify", self.sparsify),

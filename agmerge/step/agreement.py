@@ -9,13 +9,14 @@ from typing import Any
 
 import merging
 from agmerge.backends import Backend
-from agmerge.backends.handshake import broadcast_bytes, require_agreement
+from agmerge.backends.handshake import broadcast_bytes, gather_bytes, require_agreement
 from agmerge.backends.topology import Nodes
 from agmerge.exchanges.splitting import why_parts_impossible
 from agmerge.exchanges.way import OWN, is_ahead, why_labels_are_wrong, with_ahead, with_exchange, with_wire
 from agmerge.options.config import AUTO, FASTEST, Config
-from agmerge.step.merge_buffers import MergeBuffers, model_facts
+from agmerge.step.merge_buffers import RESTS, MergeBuffers, State, model_facts
 from agmerge.tensors.parameters import ParameterInfo
+from sparsifiers import Kind
 
 ADVICE = "Change parameters (add_param_group, requires_grad, dtype, device) on every rank at the same step."
 
@@ -29,18 +30,21 @@ def open_merge_buffers(
     recorded: merging.Plan | None,
     nodes: Nodes | None = None,
     shares: dict[str, int] | None = None,
+    carried: State | None = None,
 ) -> tuple[MergeBuffers, int]:
     """Collective. Agree on members, order and plan, and set up memory; return the merge buffers and the steps so far.
 
     ``order``: names in the order in which this rank saw them ready; tensors it did not see go last. ``steps``:
     committed exchanges so far. Rank 0's count, in both. ``recorded``: a plan to go on with, if it still fits.
-    ``shares``: elements to send by name, by importance, if that is known of every tensor; rank 0's count. Raises
+    ``shares``: elements to send by name, by importance, if that is known of every tensor; rank 0's count. ``carried``:
+    what this rank keeps. Raises
     :class:`agmerge.RankMismatchError` on every rank if the models differ, and ``ValueError`` on every rank if
     the plan does not fit.
     """
     require_agreement(comm, model_facts(members, config), what="membership", advice=ADVICE, timeout=config.timeout)
     if not members:
         raise ValueError("no parameter needs a gradient, so there is nothing to exchange: unfreeze one, or do not step")
+    config = replace(config, has_rest=_is_rest_left(comm, config, members, carried or {}))
     names = [member.name for member in members]
     decision = decide_on_rank_0(
         comm,
@@ -51,6 +55,21 @@ def open_merge_buffers(
     buffers = MergeBuffers(comm, config, members, merging.Plan.loads(decision["plan"]), nodes)
     buffers.budgets.restore(decision["shares"] or {})
     return buffers, decision["steps"]
+
+
+def _is_rest_left(comm: Backend, config: Config, members: Sequence[ParameterInfo], carried: State) -> bool:
+    """Collective. Tell whether a rank carries a rest of tensors that are sent whole and would not keep anything."""
+    config = replace(config, has_rest=False)
+    whole = {
+        member.name
+        for member in members
+        if member.kind is Kind.DENSE
+        and not config.memory_of(member.kind, on_device=member.device.type != "cpu").has_residual
+    }
+    if not whole or config.updates is not None:  # parameters hold what is not sent of their own updates
+        return False
+    own = any(name in whole and kind in RESTS and bool(tensor.any()) for (kind, name), tensor in carried.items())
+    return b"1" in gather_bytes(comm, b"1" if own else b"0", "membership/rest", config.timeout)
 
 
 def decide_on_rank_0(

@@ -40,6 +40,7 @@ SHARD = (
     "process_set= mesh['replicate'])"
 )
 BATCH_COPY_LIMIT = 1 << 14  # elements up to which a tensor that is sent whole waits for its merge buffer
+RESTS = ("residual", ROUNDING)  # kinds of what is kept to be sent
 State = dict[tuple[str, str], torch.Tensor]  # by kind ("residual", "momentum") and name of the tensor
 # Of a segment: what was sent at which of its elements; indices None: of all of them; values None: all there was.
 Sent = tuple[Segment, "torch.Tensor | None", "torch.Tensor | None"]
@@ -183,6 +184,7 @@ class MergeBuffers:
             predivide=config.predivide,
             cast=config.cast,
             rounds_whole=config.rounds_whole,
+            has_rest=config.has_rest,
             keeps=any(config.memory_of(kind).has_residual or config.memory_of(kind).hands_back for kind in Kind),
             receive=self._receive,
             take=self.take,
@@ -280,12 +282,8 @@ class MergeBuffers:
     # -- gradients and updates ------------------------------------------------------------------------------------
 
     def left_over(self, slot: Slot) -> bool:
-        """Tell whether something of earlier steps was sent, so that a tensor that no rank used has an update.
-
-        The same on every rank: by what all have received, for only some may keep anything (``compression="none"`` and a
-        checkpoint of one rank).
-        """
-        return bool(self.updates.of(slot).any())
+        """Tell whether something of earlier steps was sent, so that a tensor that no rank used has an update."""
+        return self.arena_of[slot.index].memory.has_residual and bool(self.updates.of(slot).any())
 
     def update(self, slot: Slot) -> torch.Tensor:
         """Return the tensor's part of the update, in the strides of its parameter: what ``p.grad`` is to hold.
@@ -352,8 +350,11 @@ class MergeBuffers:
         for (kind, name), tensor in self.state().items():
             if (kind, name) in carried:
                 tensor.copy_(carried.pop((kind, name)))
-            if kind == "residual" and (ROUNDING, name) in carried:  # the tensor was sent whole
-                tensor += carried.pop((ROUNDING, name))
+            for other in (
+                RESTS if kind in RESTS else ()
+            ):  # it is sent in another way now
+                if (other, name) in carried:
+                    tensor += carried.pop((other, name)).to(tensor.device)
         for number, arena in enumerate(self.arenas.values()):
             if arena.memory.averages:
                 self.across.broadcast(arena.momentum, 0, f"momentum {number}").wait(self.config.timeout)

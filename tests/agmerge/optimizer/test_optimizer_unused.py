@@ -20,6 +20,8 @@ from support import (
 )
 from torch import Tensor
 
+import agmerge
+
 WHOLE = ["none", "topk"]  # with density 1 they send all there is
 COMPRESSIONS = [*WHOLE, "powersgd", "acpsgd"]
 PARTS = seeded(Parts)
@@ -106,8 +108,9 @@ def test_a_tensor_unused_in_a_step_still_offers_its_residual() -> None:
         assert left[0] > 0 and left[30] < 0.5 * left[0] and left[59] < left[30]
 
 
-def test_what_one_rank_alone_has_left_reaches_all_where_nobody_uses_the_tensor() -> None:
-    """A checkpoint of rank 0's, loaded there; all go on dense. Whether there is an update is by what all receive."""
+@pytest.mark.parametrize("merging", ["threshold", "dear"])
+def test_what_one_rank_alone_has_left_reaches_all_where_nobody_uses_the_tensor(merging: str) -> None:
+    """A checkpoint of rank 0's, loaded there; all go on dense."""
 
     def body(rank: int, model: Parts) -> tuple[str, bool]:
         optimizer = wrap(model, sgd(model, momentum=0.0))
@@ -117,7 +120,9 @@ def test_what_one_rank_alone_has_left_reaches_all_where_nobody_uses_the_tensor()
             optimizer.step()
         state = copy.deepcopy(optimizer.state_dict())
         optimizer.close()
-        optimizer = wrap(model, sgd(model, momentum=0.0), compression="none", exchange="auto")
+        given = {"merging": merging, **({"model": model} if merging == "dear" else {})}
+        named, inner = model.named_parameters(), sgd(model, momentum=0.0)
+        optimizer = agmerge.DistributedOptimizer(inner, named, compression="none", **given)  # type: ignore[arg-type]
         if rank == 0:
             optimizer.load_state_dict(state)
         before = model.a.weight.detach().clone()
@@ -125,6 +130,7 @@ def test_what_one_rank_alone_has_left_reaches_all_where_nobody_uses_the_tensor()
             optimizer.zero_grad()
             model.loss(rank, step, "").backward()
             optimizer.step()
+        optimizer.flush()
         return digest(model), same_bits(model.a.weight, before)
 
     assert not agreed(on_ranks(2, PARTS, body))[1]

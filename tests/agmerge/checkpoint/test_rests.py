@@ -1,0 +1,72 @@
+"""What was kept of a tensor is sent by whatever sends it after a restart, or a change of compressor: whole, too."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from support import agreed, digest, loss_of, mlp, on_ranks, seeded, sgd, train, wrap
+from torch import Tensor, nn
+
+import agmerge
+
+MODEL = seeded(mlp)
+RANKS = 2
+
+
+def rests(optimizer: agmerge.DistributedOptimizer) -> dict[str, Tensor]:
+    """Return what a rank keeps to be sent, by name."""
+    section = optimizer.state_dict()["agmerge"]
+    return {name: tensor for kind in ("residuals", "roundings") for name, tensor in section[kind].items()}
+
+
+def gradients(model: nn.Module, rank: int, step: int) -> dict[str, Tensor]:
+    """Return a rank's own gradients, of a copy of its model."""
+    own = copy.deepcopy(model)
+    loss_of(own, rank, step).backward()
+    return {name: p.grad for name, p in own.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("who", ["all", "rank 0"])
+@pytest.mark.parametrize(
+    ("options", "exact"),  # and what is sent whole and exactly with them
+    [
+        ({"compression": "none"}, ".*"),
+        ({"compression": "fp16"}, "nothing"),
+        ({"compression": "topk", "wire": "fp32"}, ".*bias"),
+        ({"compression": "topk", "wire": "int8"}, "nothing"),
+        ({"compression": "topk", "dense": [".*weight"]}, ".*weight"),
+        ({"compression": "topk", "dense": ["0.weight"], "dense_sum": "ordered"}, "0.weight"),
+        ({"compression": "topk", "dense": ["0.weight"], "exchange": "masked"}, "0.weight"),
+    ],
+    ids=str,
+)
+def test_a_rest_of_what_is_sent_whole_now_is_in_the_first_update(options: dict[str, Any], exact: str, who: str) -> None:
+    def body(rank: int, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], str]:
+        optimizer = wrap(model, sgd(model, momentum=0.0), compression="topk", wire="int8")
+        train(model, optimizer, rank, range(3))
+        state = copy.deepcopy(optimizer.state_dict())
+        optimizer.close()
+        optimizer = wrap(model, sgd(model, momentum=0.0), **options)
+        before: dict[str, Tensor] = {}
+        if who == "all" or rank == 0:
+            optimizer.load_state_dict(state)
+            before = rests(optimizer)
+            assert all(before[name].any() for name, _ in model.named_parameters())
+        there = {name: own + before.get(name, 0.0) for name, own in gradients(model, rank, 3).items()}
+        train(model, optimizer, rank, [3])
+        update = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        return there, update, rests(optimizer), digest(model)
+
+    found = on_ranks(RANKS, MODEL, body)
+    agreed([digest for *_, digest in found])
+    rounded = 1e-3 if options["compression"] == "fp16" else 1e-5  # sums have 16 bits
+    for name, update in found[0][1].items():
+        given = torch.stack([there[name] for there, *_ in found]).mean(dim=0)
+        left = [kept[name] for _, _, kept, _ in found if name in kept]
+        if re.fullmatch(exact, name):
+            assert not any(kept.any() for kept in left)
+        torch.testing.assert_close(update + sum(left) / RANKS, given, rtol=rounded, atol=0.1 * rounded)
