@@ -37,9 +37,8 @@ def open_merge_buffers(
     ``order``: names in the order in which this rank saw them ready; tensors it did not see go last. ``steps``:
     committed exchanges so far. Rank 0's count, in both. ``recorded``: a plan to go on with, if it still fits.
     ``shares``: elements to send by name, by importance, if that is known of every tensor; rank 0's count. ``carried``:
-    what this rank keeps. Raises
-    :class:`agmerge.RankMismatchError` on every rank if the models differ, and ``ValueError`` on every rank if
-    the plan does not fit.
+    what this rank keeps, which stays where it is. Raises :class:`agmerge.RankMismatchError` on every rank if the models
+    differ, and ``ValueError`` on every rank if the plan does not fit.
     """
     require_agreement(comm, model_facts(members, config), what="membership", advice=ADVICE, timeout=config.timeout)
     if not members:

@@ -350,11 +350,10 @@ class MergeBuffers:
         for (kind, name), tensor in self.state().items():
             if (kind, name) in carried:
                 tensor.copy_(carried.pop((kind, name)))
-            for other in (
-                RESTS if kind in RESTS else ()
-            ):  # it is sent in another way now
-                if (other, name) in carried:
-                    tensor += carried.pop((other, name)).to(tensor.device)
+            if kind in RESTS:
+                for other in RESTS:  # it was sent in another way before
+                    if (other, name) in carried:
+                        tensor += carried.pop((other, name)).to(tensor.device)
         for number, arena in enumerate(self.arenas.values()):
             if arena.memory.averages:
                 self.across.broadcast(arena.momentum, 0, f"momentum {number}").wait(self.config.timeout)
