@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import copy
+import random
 import re
 from typing import Any
 
 import pytest
 import torch
-from support import agreed, digest, loss_of, mlp, on_ranks, seeded, sgd, train, wrap
+from support import Parts, agreed, digest, loss_of, mlp, on_ranks, seeded, sgd, train, wrap
 from torch import Tensor, nn
 
 import agmerge
 
-MODEL = seeded(mlp)
+MODEL, PARTS = seeded(mlp), seeded(Parts)
 RANKS = 2
+WAYS: list[dict[str, Any]] = [  # whose sums are not rounded to 16 bits
+    {"compression": "none"},
+    {"compression": "topk", "wire": "fp32"},
+    {"compression": "topk", "wire": "int8"},
+    {"compression": "topk", "wire": "int4", "sparsify": "ahead"},
+    {"compression": "topk", "dense": ["a.weight"]},
+    {"compression": "topk", "dense": [".*bias", "head.*"], "wire": "int8"},
+    {"compression": "topk", "dense": "partial"},
+    {"compression": "topk", "exchange": "masked"},
+    {"compression": "topk", "exchange": "oktopk"},
+    {"compression": "gaussiank", "wire": "bf16"},
+    {"compression": {"a.*": "topk", ".*": "none"}},
+]
 
 
 def rests(optimizer: agmerge.DistributedOptimizer) -> dict[str, Tensor]:
@@ -70,3 +84,46 @@ def test_a_rest_of_what_is_sent_whole_now_is_in_the_first_update(options: dict[s
         if re.fullmatch(exact, name):
             assert not any(kept.any() for kept in left)
         torch.testing.assert_close(update + sum(left) / RANKS, given, rtol=rounded, atol=0.1 * rounded)
+
+
+@pytest.mark.filterwarnings("ignore:agmerge sends gradients dense")
+@pytest.mark.parametrize("seed", range(8))
+def test_nothing_is_lost_where_every_restart_has_other_options(seed: int) -> None:
+    """All gradients are in the updates, or kept at the end; tensors are unused and frozen at times."""
+    source = random.Random(seed)
+    size = source.choice([2, 4])  # whose averages are exact
+    runs = [(source.choice(WAYS), source.randint(1, 5)) for _ in range(6)]
+    uses = [["".join(name for name in "ab" if source.random() < 0.6) for _ in range(size)] for _ in range(30)]
+    frozen = [source.random() < 0.15 for _ in range(30)]
+
+    def body(rank: int, model: Parts) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        given = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
+        accounted = copy.deepcopy(given)  # this rank's share of updates, and what it keeps
+        state, step = None, 0
+        for options, steps in runs:
+            model.b.requires_grad_(True)
+            optimizer = wrap(model, sgd(model, momentum=0.0), **options)
+            if state is not None:
+                optimizer.load_state_dict(state)
+            for number in range(step, step + steps):
+                model.b.requires_grad_(not frozen[number])
+                own = copy.deepcopy(model)
+                for target in (own, model):
+                    target.zero_grad()
+                    target.loss(rank, number, uses[number][rank]).backward()
+                optimizer.step()
+                for (name, p), (_, q) in zip(own.named_parameters(), model.named_parameters(), strict=True):
+                    given[name] += 0.0 if p.grad is None else p.grad.double()
+                    accounted[name] += 0.0 if q.grad is None else q.grad.double()
+            step += steps
+            state = copy.deepcopy(optimizer.state_dict())
+            rest = rests(optimizer)
+            optimizer.close()
+        return given, {name: total + rest[name] if name in rest else total for name, total in accounted.items()}
+
+    found = on_ranks(size, PARTS, body)
+    for name in found[0][0]:
+        given, accounted = (
+            torch.stack([part[name] for part in parts]).mean(dim=0) for parts in zip(*found, strict=True)
+        )
+        torch.testing.assert_close(accounted, given, rtol=1e-4, atol=1e-5)
