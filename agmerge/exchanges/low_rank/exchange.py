@@ -127,13 +127,13 @@ class LowRankExchange(MultiRoundExchange):
                         self.prepare(slot, _part(load.work, load, slot), _part(load.update, load, slot))
                     state.matrices.append(self._projected.pop(slot.name))
         riding = [load for load in loads if load.segment.lane.kind is not Kind.LOW_RANK]
-        for load in riding if self.keeps else ():
-            self.commit(load.segment, None, load.work.to(load.segment.lane.dtype))
         dtype, device = self.wire_of(loads[0].segment.slots[0]), loads[0].work.device
         control, overflows = _with_overflows(control, state.matrices)
         tail = tail_of(control, dtype, device)
         parts = [*(matrix.factor.view(-1) for matrix in state.matrices), *(load.work for load in riding), tail]
         state.first, views = self._send(name, parts, dtype)
+        for load in riding if self.keeps else ():  # once it is in the message
+            self.commit(load.segment, None, load.work.to(load.segment.lane.dtype))
         for matrix, view in zip(state.matrices, views, strict=False):
             matrix.factor = view.view_as(matrix.factor)
         state.riding = list(zip(riding, views[len(state.matrices) : -1], strict=True))

@@ -28,6 +28,8 @@ WAYS: list[dict[str, Any]] = [  # whose sums are not rounded to 16 bits
     {"compression": "topk", "exchange": "oktopk"},
     {"compression": "gaussiank", "wire": "bf16"},
     {"compression": {"a.*": "topk", ".*": "none"}},
+    {"compression": {"a.*": "topk", ".*": "powersgd"}, "rank": 2},
+    {"compression": "acpsgd", "rank": 2},
 ]
 
 
@@ -50,6 +52,8 @@ def gradients(model: nn.Module, rank: int, step: int) -> dict[str, Tensor]:
     [
         ({"compression": "none"}, ".*"),
         ({"compression": "fp16"}, "nothing"),
+        ({"compression": "powersgd", "rank": 2}, ".*bias"),
+        ({"compression": "acpsgd", "rank": 2}, ".*bias"),
         ({"compression": "topk", "wire": "fp32"}, ".*bias"),
         ({"compression": "topk", "wire": "int8"}, "nothing"),
         ({"compression": "topk", "dense": [".*weight"]}, ".*weight"),
