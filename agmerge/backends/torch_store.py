@@ -41,12 +41,13 @@ class Meeting:
         # machines attempts are counted by each; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun there.)
         alone = env.get("GROUP_WORLD_SIZE") == "1"
         attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
+        shared = env.get(AGENT) == "True"
         try:
-            store = timeouts.bounded(lambda: self._store(env), timeout + 1.0, "init()")
+            store = timeouts.bounded(lambda: self._store(shared), timeout + 1.0, "init()")
         except CollectiveTimeout as error:
             raise self._unreachable(error) from error
         self.store = dist.PrefixStore(f"agmerge {attempt}.{_opened}", store)
-        if env.get(AGENT) != "True":
+        if not shared:
             self._claim_rank()
 
     @property
@@ -54,9 +55,8 @@ class Meeting:
         """Return the seconds that remain of the time-out."""
         return max(0.1, self._end - time.monotonic())
 
-    def _store(self, env: Mapping[str, str]) -> Any:
-        """Return a connection to the launcher's store, which rank 0 or torchrun's agent serves."""
-        shared = env.get(AGENT) == "True"
+    def _store(self, shared: bool) -> Any:
+        """Return a connection to the launcher's store, which rank 0 serves; ``shared``: torchrun's agent does."""
         serves = self.rank == 0 and not shared
         try:
             return self._dist.TCPStore(
@@ -82,7 +82,7 @@ class Meeting:
         try:
             holder = self.store.compare_set(f"process/{self.rank}", "", own).decode()
         except RuntimeError as error:
-            raise PeerLost(f"init(): rank 0, at {self._where}, has ended", error) from error
+            raise self._ended(error) from error
         if holder != own:
             raise AGMergeError(
                 f"init(): two processes have come to {self._where} as rank {self.rank}: first {holder}, then {own}, "
@@ -119,12 +119,16 @@ class Meeting:
             except RuntimeError as error:
                 raise self._missing(keys, error) from error
 
+    def _ended(self, error: RuntimeError) -> PeerLost:
+        """Return the error that says that whoever serves the store does so no more."""
+        return PeerLost(f"init(): rank 0, at {self._where}, has ended", error)
+
     def _missing(self, keys: list[str], error: RuntimeError) -> PeerLost | CollectiveTimeout:
         """Return the error that names the ranks without an entry among ``keys``."""
         try:
             missing = tuple(rank for rank, key in enumerate(keys) if not self.store.check([key]))
         except RuntimeError:
-            return PeerLost(f"init(): rank 0, at {self._where}, has ended", error)
+            return self._ended(error)
         return CollectiveTimeout(
             f"init(): no sign of rank {', '.join(map(str, missing))} of {self.size} within {self._timeout:g} s: it was "
             f"not started, has ended before init(), or cannot reach {self._where}; see what it has printed. "

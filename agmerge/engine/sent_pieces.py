@@ -146,8 +146,9 @@ def _ascending(indices: torch.Tensor, values: torch.Tensor) -> Pair:
     if indices.device.type == "cpu":
         held = indices.numpy()
         if len(held) > 1 and held[-1] == 0:
-            real = torch.nonzero((indices != 0) | (values != 0))  # an element 0 that was sent has a value
-            count = int(real[-1]) + 1 if len(real) else 1
+            zeros = int((held[::-1] != 0).argmax()) or len(held)  # at the end
+            count = len(held) - zeros
+            count += bool(values[count] != 0)  # the first of them is element 0, if that was sent last
             indices, values, held = indices[:count], values[:count], held[:count]
         if (held[1:] > held[:-1]).all():
             return indices, values

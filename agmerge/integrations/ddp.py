@@ -159,8 +159,7 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin):
         if self.optimizer is not None and self._steps_alone and inner:
             self.optimizer.load_state_dict(inner)
         exchange = self._reducer.exchange
-        config = with_momentum_of(exchange.config, self.optimizer)
-        exchange.adopt(config)
+        exchange.adopt(with_momentum_of(exchange.config, self.optimizer))
 
     @property
     def _steps_alone(self) -> bool:

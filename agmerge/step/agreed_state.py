@@ -177,7 +177,6 @@ class AgreedState:
             self._carried_budgets,
             self._carried,
         )
-        self.config = buffers.config
         self.step, self._carried_plan, self._carried_budgets = self.steps, None, None
         buffers.restore_state(self._carried)
         self.buffers, self._snapshot, self._stale = buffers, self.table.snapshot(), False

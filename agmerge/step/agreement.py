@@ -28,9 +28,9 @@ def open_merge_buffers(
     order: Iterable[str],
     steps: int,
     recorded: merging.Plan | None,
-    nodes: Nodes | None = None,
-    shares: dict[str, int] | None = None,
-    carried: State | None = None,
+    nodes: Nodes | None,
+    shares: dict[str, int] | None,
+    carried: State,
 ) -> tuple[MergeBuffers, int]:
     """Collective. Agree on members, order and plan, and set up memory; return the merge buffers and the steps so far.
 
@@ -43,7 +43,7 @@ def open_merge_buffers(
     require_agreement(comm, model_facts(members, config), what="membership", advice=ADVICE, timeout=config.timeout)
     if not members:
         raise ValueError("no parameter needs a gradient, so there is nothing to exchange: unfreeze one, or do not step")
-    config = replace(config, has_rest=_is_rest_left(comm, config, members, carried or {}))
+    config = replace(config, has_rest=_is_rest_left(comm, config, members, carried))
     names = [member.name for member in members]
     decision = decide_on_rank_0(
         comm,
@@ -58,7 +58,6 @@ def open_merge_buffers(
 
 def _is_rest_left(comm: Backend, config: Config, members: Sequence[ParameterInfo], carried: State) -> bool:
     """Collective. Tell whether a rank carries a rest of tensors that are sent whole and would not keep anything."""
-    config = replace(config, has_rest=False)
     whole = {
         member.name
         for member in members

@@ -27,7 +27,7 @@ from sparsifiers import Kind, Selection, Sparsifier
 
 # Asked for a tensor that nobody has handed over, by name.
 GradientOf = Callable[[str], "torch.Tensor | Difference | None"]
-Sent = tuple[Message, InFlight]
+SentMessage = tuple[Message, InFlight]
 
 
 class Round:
@@ -68,7 +68,7 @@ class Round:
         self._offers: dict[int, Selection] = {}  # by slot, of tensors that are sparsified ahead
         self._is_prepared: set[int] = set()  # slots that were prepared when their gradient was added up
         self._has_moved: set[int] = set()  # slots whose gradient was then copied to where the update will be
-        self._in_flight: list[list[Sent]] = []  # per merge buffer that was sent
+        self._in_flight: list[list[SentMessage]] = []  # per merge buffer that was sent
         self._counted: dict[int, tuple[int, int]] = {}  # bytes and elements of each message that are in the totals
         self._arrived = 0  # merge buffers whose messages are known to be here
         self._known = buffers.config.compressor.snapshot()  # what it remembers, before this attempt
@@ -317,18 +317,18 @@ class Round:
             self.totals.sent(self.buffers.gather_node_updates(), 0)
         return agreed
 
-    def _headers_said(self, messages: Sequence[Sent], said: dict[int, list[torch.Tensor]]) -> list[RoundHeader]:
+    def _headers_said(self, messages: Sequence[SentMessage], said: dict[int, list[torch.Tensor]]) -> list[RoundHeader]:
         """Return what all ranks say in a merge buffer's messages, which are queued. ``said``: of :meth:`_queue`."""
         return [message.exchange.read(in_flight, said[id(in_flight)]) for message, in_flight in messages]
 
-    def _headers_waited_for(self, buffer: int, messages: Sequence[Sent]) -> list[RoundHeader]:
+    def _headers_waited_for(self, buffer: int, messages: Sequence[SentMessage]) -> list[RoundHeader]:
         """Collective. Wait for a merge buffer's messages, and return what all ranks say in them."""
         self.recorder.mark(buffer)
         headers = [message.exchange.wait(in_flight) for message, in_flight in messages]
         self.recorder.mark(buffer)
         return headers
 
-    def _take(self, messages: Sequence[Sent], headers: Sequence[RoundHeader], is_queued: bool) -> None:
+    def _take(self, messages: Sequence[SentMessage], headers: Sequence[RoundHeader], is_queued: bool) -> None:
         """Collective. Write the updates of a merge buffer's messages, unless devices do, and note who is used."""
         for (message, in_flight), header in zip(messages, headers, strict=True):
             if not self.nonfinite and not is_queued:

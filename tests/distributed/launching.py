@@ -115,7 +115,7 @@ _reserved: list[socket.socket] = []  # up to the end of this process
 
 
 def reserved_port() -> str:
-    """A TCP port that is free, and stays so for seconds, while workers import what they need.
+    """Return a TCP port that is free, and stays so for seconds, while workers import what they need.
 
     Linux gives none below 32768 to those that ask for any. Other tests that reserve one find the UDP port of the same
     number taken.

@@ -1,4 +1,4 @@
-"""What was kept of a tensor is sent by whatever sends it after a restart, or a change of compressor: whole, too."""
+"""Follow what was kept of a tensor into what sends it after a restart with other options: whole, too."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def test_a_tensor_unused_in_a_step_still_offers_its_residual() -> None:
 
 @pytest.mark.parametrize("merging", ["threshold", "dear"])
 def test_what_one_rank_alone_has_left_reaches_all_where_nobody_uses_the_tensor(merging: str) -> None:
-    """A checkpoint of rank 0's, loaded there; all go on dense."""
+    """Load a checkpoint of rank 0's there, and let all go on dense."""
 
     def body(rank: int, model: Parts) -> tuple[str, bool]:
         optimizer = wrap(model, sgd(model, momentum=0.0))
@@ -152,9 +152,7 @@ def test_what_is_sent_whole_and_no_rank_used_stays_with_all_that_is_kept_of_it(w
             optimizer.step()
             assert (model.a.bias.grad is None) is (not use)
             section = optimizer.state_dict()["agmerge"]
-            kept = [
-                section[kind][name] for kind in ("roundings", "momenta") for name in section[kind] if name == "a.bias"
-            ]
+            kept = [section[kind]["a.bias"] for kind in ("roundings", "momenta") if "a.bias" in section[kind]]
             found.append((same_bits(model.a.bias, before), kept))
         return found
 
@@ -168,7 +166,7 @@ def test_what_is_sent_whole_and_no_rank_used_stays_with_all_that_is_kept_of_it(w
 
 @pytest.mark.parametrize("wire", ["fp32", "int8"])
 def test_a_gradient_of_zeros_lets_momentum_of_averages_fade(wire: str) -> None:
-    """As an optimizer's own does that is given zeros: each step moves 0.9 times as far as the one before."""
+    """Move 0.9 times as far in each step as in the one before, as an optimizer does that is given zeros."""
 
     def body(rank: int, model: Parts) -> list[Tensor]:
         optimizer = wrap(model, compression="dgc", wire=wire, unused="zero")

@@ -1,4 +1,4 @@
-"""A model of small tensors alone trains as in one process, whatever happens to them: nothing of it is selected.
+"""Compare models of small tensors alone, of which nothing is selected, with a training in one process.
 
 Random programs of use, freezing, accumulation, skipped steps, learning rates and checkpoints, against an SGD of
 torch's own that has the gradients of all ranks.
@@ -41,7 +41,7 @@ MODEL = seeded(Small)
 
 @dataclass(frozen=True)
 class Step:
-    """What happens in a step. ``uses``: of each rank."""
+    """Say what happens in a step. ``uses``: of each rank."""
 
     uses: tuple[str, ...]
     before: str  # "freeze", "unfreeze", "lr", "checkpoint" or nothing
