@@ -19,6 +19,7 @@ class Kind(enum.Enum):
     DENSE = "dense"  # every element, perhaps in fewer bits: an all-reduce
     SPARSE = "sparse"  # some elements and where they stand: an exchange of indices and values
     LOW_RANK = "low-rank"  # two thin factors of a matrix, each combined by an all-reduce
+    QUANTISED = "quantised"  # every element in few bits, block by block: an all-reduce of shards that are read and added
 
 
 class Compressor(ABC):

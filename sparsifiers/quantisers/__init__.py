@@ -1,0 +1,5 @@
+"""Quantisers: every coordinate of a tensor in few bits, block by block.
+
+`base`: the contract. `blocks`: how tensors are cut. `draws`: random words that every rank can draw by itself.
+`rotation` and `eden`: signs, or a few levels, of rotated blocks.
+"""

@@ -1,0 +1,132 @@
+"""Define what quantisers have in common: blocks become bytes, and bytes the same numbers on every machine."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sparsifiers.compressor import Compressor, Kind
+from sparsifiers.quantisers.blocks import blocks_in
+from sparsifiers.quantisers.draws import Draws
+
+PART = 1024  # blocks that the host quantises at once: what is made of them on the way stays in the cache
+
+
+class Quantiser(Compressor):
+    """A compressor that sends every coordinate in few bits, block by block.
+
+    A subclass sets `name`, `bits` and `unbiased`, and writes `record_bytes`, `_encode` and `_decode`; one that needs
+    error feedback sets `memory` to "residual". Blocks are cut by `sparsifiers.quantisers.blocks`; each becomes a record
+    of bytes that is read by itself. What is random is drawn from `Draws` alone, so that the same blocks give the same
+    bytes whatever stands beside them in a message. What is read of the same bytes must have the same bits on every
+    machine: use integers, single operations in a fixed order, and no fused multiply-add.
+    """
+
+    kind = Kind.QUANTISED
+    bits: float  # of a coordinate, scales not counted
+    unbiased: ClassVar[bool]  # the mean over draws of what is read is the vector
+    noise: float = 0.0  # squared error of normally distributed blocks / their squares, about; 0: too small to mention
+
+    @property
+    def needs_feedback(self) -> bool:
+        """True if what rounding leaves has to be sent later, or training stalls."""
+        return self.memory != "none"
+
+    @abstractmethod
+    def record_bytes(self, size: int) -> int:
+        """Return the bytes of one block of `size` coordinates, 64, 128 or 256."""
+
+    @abstractmethod
+    def _encode(self, blocks: Tensor, draws: Draws, out: Tensor) -> None:
+        """Write `blocks`, float32[n, size], to `out`, uint8[n, record_bytes(size)]. `blocks` may be changed.
+
+        A block with a value that is not finite has to be read as NaN, and one of zeros as zeros.
+        """
+
+    @abstractmethod
+    def _decode(self, data: Tensor, draws: Draws, size: int) -> Tensor:
+        """Return what receivers read of `data`, uint8[n, record_bytes(size)]: a new float32[n, size].
+
+        draws: those that `_encode` had.
+        """
+
+    # -- what exchanges call ------------------------------------------------------------------------------------------
+
+    def encode(self, values: Tensor, size: int, draws: Draws, out: Tensor, squares: Tensor | None = None) -> None:
+        """Write all blocks of `values`.
+
+        values: 1-D, contiguous, of float32, bfloat16 or float16; zeros fill up the last block.
+        size: coordinates of a block, see `sparsifiers.quantisers.blocks.block_size`.
+        draws: for these blocks, of the sender's own key.
+        out: uint8, 1-D, of `record_bytes(size)` for each block.
+        squares: float64[1]: the sum of all squares is added to it; not finite if one of the values is not.
+        """
+        rows = out.view(-1, self.record_bytes(size))
+        for start, stop in _parts(rows):
+            part = _blocks_of(values[start * size : stop * size], size)
+            if squares is not None:
+                squares += part.to(torch.float64).square_().sum()
+            self._encode(part, draws.after(start), rows[start:stop])
+
+    def decode_sum(
+        self, messages: Sequence[Tensor], draws: Sequence[Draws], size: int, scale: float, out: Tensor
+    ) -> None:
+        """Write `scale` times the sum of what all messages say, added in their order in float32.
+
+        messages, draws: of each sender, as `encode` had them.
+        out: 1-D, contiguous, as long as the values, of float32, bfloat16 or float16.
+        """
+        rows = [message.view(-1, self.record_bytes(size)) for message in messages]
+        for start, stop in _parts(rows[0]):
+            total = self._sum(rows, draws, size, scale, slice(start, stop))
+            where = out[start * size : stop * size]
+            where.copy_(total.view(-1)[: where.numel()])
+
+    def encode_sum(
+        self,
+        messages: Sequence[Tensor],
+        draws: Sequence[Draws],
+        size: int,
+        scale: float,
+        second: Quantiser,
+        own: Draws,
+        out: Tensor,
+    ) -> None:
+        """Write what :meth:`decode_sum` would, quantised once more: nothing of the vector's size is allocated.
+
+        second, own: by whom, and with which draws.
+        out: uint8, 1-D, of `second.record_bytes(size)` for each block.
+        """
+        rows = [message.view(-1, self.record_bytes(size)) for message in messages]
+        written = out.view(-1, second.record_bytes(size))
+        for start, stop in _parts(rows[0]):
+            total = self._sum(rows, draws, size, scale, slice(start, stop))
+            second._encode(total, own.after(start), written[start:stop])
+
+    def _sum(self, rows: Sequence[Tensor], draws: Sequence[Draws], size: int, scale: float, part: slice) -> Tensor:
+        """Return the scaled sum of what a part of the records of all senders say: float32[blocks, size]."""
+        first, *others = [
+            self._decode(data[part], each.after(part.start), size) for data, each in zip(rows, draws, strict=True)
+        ]
+        for read in others:
+            first.add_(read)
+        return first.mul_(scale)
+
+
+def _parts(rows: Tensor) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of the rows that are worked on at once: all of them on a device."""
+    step = PART if rows.device.type == "cpu" else max(len(rows), 1)
+    for start in range(0, len(rows), step):
+        yield start, min(start + step, len(rows))
+
+
+def _blocks_of(values: Tensor, size: int) -> Tensor:
+    """Return `values`, 1-D, as a new float32[blocks, size] with zeros behind them."""
+    missing = blocks_in(values.numel(), size) * size - values.numel()
+    rows = pad(values, (0, missing)) if missing else values
+    return rows.to(torch.float32, copy=True).view(-1, size)

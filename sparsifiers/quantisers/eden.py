@@ -1,0 +1,118 @@
+"""Send the signs, or a few levels, of rotated blocks, with the scale that makes them unbiased: ``eden``.
+
+Vargaftik et al., "EDEN: Communication-Efficient and Robust Distributed Mean Estimation for Federated Learning", ICML
+2022, any number of bits; with one bit it is the same authors' "DRIVE: One-bit Distributed Mean Estimation", NeurIPS
+2021. The levels are those of Lloyd (1982) and Max (1960) for a normal distribution, rounded to integers.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from sparsifiers.quantisers.base import Quantiser
+from sparsifiers.quantisers.draws import Draws
+from sparsifiers.quantisers.rotation import folded, hadamard
+
+# By bits: what a magnitude is rounded to, in units of a block's root mean square; and the same as integers, of which a
+# sum over 256 signs fits into 16 bits. Decoding is then exact up to its one multiplication by the scale.
+EXACT = {
+    1: (0.7979,),
+    2: (0.4528, 1.5104),
+    3: (0.2451, 0.7560, 1.3439, 2.1520),
+    4: (0.1284, 0.3881, 0.6568, 0.9424, 1.2562, 1.6181, 2.0690, 2.7326),
+}
+LEVELS = {1: (30,), 2: (30, 100), 3: (12, 36, 64, 103), 4: (6, 18, 30, 43, 58, 74, 95, 126)}
+# A rotation does not hide one coordinate of more than this share of a block's energy: it would arrive with a gain of
+# 1.02 and more. Such a block is rotated twice.
+SPIKE = {1: 1 / 16, 2: 1 / 8, 3: 1 / 8, 4: 1 / 8}
+LEAST = 2.0**-118  # a smaller scale is 0, so that nothing that is read is subnormal: some machines make that zero
+MOST = 2.0**104  # a larger one is this, so that no sum of what up to 2**8 senders say is infinite
+NOISE = {1: 0.571, 2: 0.133, 3: 0.036, 4: 0.0096}  # see `Quantiser.noise`
+SCALE = 2  # bytes of a scale, a bfloat16; its sign says that the block was rotated twice
+
+
+def thresholds(bits: int) -> tuple[float, ...]:
+    """Return where one level ends and the next begins, in units of a block's root mean square."""
+    return tuple((low + high) / 2 for low, high in pairwise(EXACT[bits]))
+
+
+class Eden(Quantiser):
+    """A quantiser of 1 to 4 bits: random signs, a Hadamard matrix, levels of a normal distribution, an unbiased scale.
+
+    A record is the scale, then the bits of all coordinates, plane by plane: the signs (1: minus), then the numbers of
+    the levels from their lowest bit on; coordinate i has bit i % 8 of byte i // 8 of a plane.
+    """
+
+    unbiased = True
+
+    def __init__(self, bits: int = 2) -> None:
+        if bits not in LEVELS:
+            raise ValueError(f"eden has 1, 2, 3 or 4 bits a coordinate, not {bits!r}")
+        self.bits = bits
+        self.name, self.noise = f"eden-{bits}", NOISE[bits]
+        self._levels = torch.tensor(LEVELS[bits], dtype=torch.float32)
+
+    def record_bytes(self, size: int) -> int:
+        return SCALE + self.bits * size // 8
+
+    def _encode(self, blocks: Tensor, draws: Draws, out: Tensor) -> None:
+        count, size = blocks.shape
+        # A power of two brings the largest magnitude of a block into [1, 2), so that squares neither vanish nor
+        # overflow; of the very largest into [2, 4).
+        exponents = blocks.abs().amax(dim=1).view(torch.int32) >> 23
+        blocks.mul_(_power_of_two(254 - exponents).unsqueeze(1))
+        squares = blocks.square()
+        energy, highest = folded(squares), squares.amax(dim=1)
+        again = (highest > SPIKE[self.bits] * energy) & (highest < energy)
+        rotated = hadamard(blocks.mul_(draws.signs(count, size, 0, blocks.device)))
+        twice = hadamard(rotated * draws.signs(count, size, 1, blocks.device))
+        rotated = torch.where(again.unsqueeze(1), twice, rotated)
+        root = torch.where(again, energy * size, energy).sqrt_().unsqueeze(1)
+        negative = rotated < 0
+        magnitudes = rotated.abs_()
+        numbers = torch.zeros_like(magnitudes, dtype=torch.uint8)
+        for threshold in thresholds(self.bits):
+            numbers += magnitudes > root * threshold
+        levels = self._levels.to(blocks.device)[numbers.int()]
+        scale = energy / folded(magnitudes.mul_(levels)) * _power_of_two(exponents)
+        scale = torch.where(scale >= LEAST, scale.clamp(max=MOST), 0.0)
+        scale = torch.where(exponents == 255, torch.nan, scale).to(torch.bfloat16).view(torch.int16)
+        scale |= again.to(torch.int16) << 15
+        out[:, :SCALE] = scale.unsqueeze(1).view(torch.uint8)
+        planes = [negative, *(numbers >> bit & 1 for bit in range(self.bits - 1))]
+        out[:, SCALE:] = torch.cat([_packed(plane) for plane in planes], dim=1)
+
+    def _decode(self, data: Tensor, draws: Draws, size: int) -> Tensor:
+        count, device = len(data), data.device
+        scale = data[:, :SCALE].contiguous().view(torch.bfloat16).view(-1)
+        again = torch.signbit(scale)
+        planes = _unpacked(data[:, SCALE:], size)
+        numbers = torch.zeros(count, size, dtype=torch.int32, device=device)
+        for bit in range(self.bits - 1):
+            numbers += planes[:, bit + 1].int() << bit
+        levels = self._levels.to(device)[numbers]
+        read = hadamard(torch.where(planes[:, 0] == 1, -levels, levels))  # of integers: exact in any order
+        twice = hadamard(read * draws.signs(count, size, 1, device))
+        read = torch.where(again.unsqueeze(1), twice, read)
+        read.mul_(draws.signs(count, size, 0, device))
+        return read.mul_(scale.float().abs_().unsqueeze(1))
+
+
+def _power_of_two(exponents: Tensor) -> Tensor:
+    """Return 2**(e - 127) of int32 `exponents`, those outside of 1 to 254 as the nearest of these: float32."""
+    return (exponents.clamp(1, 254) << 23).view(torch.float32)
+
+
+def _packed(plane: Tensor) -> Tensor:
+    """Return bits, (n, size) of 0 and 1, eight a byte, the first in the lowest: uint8[n, size / 8]."""
+    places = torch.arange(8, dtype=torch.uint8, device=plane.device)
+    return (plane.to(torch.uint8).view(len(plane), -1, 8) << places).sum(dim=2, dtype=torch.uint8)
+
+
+def _unpacked(data: Tensor, size: int) -> Tensor:
+    """Return the bits of `data`, uint8[n, planes * size / 8], plane by plane: uint8[n, planes, size]."""
+    places = torch.arange(8, dtype=torch.uint8, device=data.device)
+    return (data.unsqueeze(2) >> places & 1).view(len(data), -1, size)
