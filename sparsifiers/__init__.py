@@ -16,10 +16,23 @@ from __future__ import annotations
 from sparsifiers.arguments import Request, budget
 from sparsifiers.base import Selection, Sparsifier
 from sparsifiers.by_name import ByName
-from sparsifiers.catalogue import get, is_low_rank, low_rank, low_rank_names, memory, names, register
+from sparsifiers.catalogue import (
+    get,
+    is_low_rank,
+    is_quantiser,
+    low_rank,
+    low_rank_names,
+    memory,
+    names,
+    quantiser,
+    quantisers,
+    register,
+    register_quantiser,
+)
 from sparsifiers.compressor import Compressor, Kind
 from sparsifiers.low_rank import ACPSGD, LowRank, PowerSGD
 from sparsifiers.memories import Memory, Momentum, Rate
+from sparsifiers.quantising.base import Quantiser
 
 __all__ = [
     "ACPSGD",
@@ -30,6 +43,7 @@ __all__ = [
     "Memory",
     "Momentum",
     "PowerSGD",
+    "Quantiser",
     "Rate",
     "Request",
     "Selection",
@@ -37,9 +51,13 @@ __all__ = [
     "budget",
     "get",
     "is_low_rank",
+    "is_quantiser",
     "low_rank",
     "low_rank_names",
     "memory",
     "names",
+    "quantiser",
+    "quantisers",
     "register",
+    "register_quantiser",
 ]

@@ -11,6 +11,8 @@ from sparsifiers.dgc_memory import DGCMemory
 from sparsifiers.gaussiank import GaussianK
 from sparsifiers.low_rank import ACPSGD, RANK, LowRank, PowerSGD, Ranks
 from sparsifiers.memories import Memory, NoMemory, Residual, ResidualGTopK
+from sparsifiers.quantising.base import Quantiser
+from sparsifiers.quantising.eden import Eden
 from sparsifiers.randomk import RandomK
 from sparsifiers.redsync import RedSync, RedSyncTrim
 from sparsifiers.registry import Registry
@@ -65,6 +67,12 @@ _low_rank: Registry[LowRank] = Registry(
 _low_rank.register("powersgd", PowerSGD)
 _low_rank.register("acpsgd", ACPSGD)
 
+_quantisers: Registry[Quantiser] = Registry("quantiser", Quantiser, aliases={"eden": "eden-2", "drive": "eden-1"})
+_quantisers.register("eden-1", lambda: Eden(1))
+_quantisers.register("eden-2", lambda: Eden(2))
+_quantisers.register("eden-3", lambda: Eden(3))
+_quantisers.register("eden-4", lambda: Eden(4))
+
 _memories: Registry[Memory] = Registry("memory", Memory)
 _memories.register("none", NoMemory)
 _memories.register("residual", Residual)
@@ -108,6 +116,26 @@ def low_rank(name: str, rank: Ranks = RANK, **options: object) -> LowRank:
     rank that is no whole number above 0; TypeError for an option that it does not have.
     """
     return _low_rank.create(name, rank, **options)
+
+
+def quantisers() -> tuple[str, ...]:
+    """Return the canonical names of the quantisers; those that a script has registered come last."""
+    return _quantisers.names()
+
+
+def is_quantiser(name: str) -> bool:
+    """Return whether this is the name of a quantiser, or an alias, in any spelling."""
+    return name in _quantisers
+
+
+def quantiser(name: str, **options: object) -> Quantiser:
+    """Make a quantiser by canonical name or alias, in any case, with or without hyphens and underscores."""
+    return _quantisers.create(name, **options)
+
+
+def register_quantiser(name: str, factory: Callable[..., Quantiser]) -> None:
+    """Let `quantiser(name, **options)` return `factory(**options)`. ValueError for a taken name."""
+    _quantisers.register(name, factory)
 
 
 def memory(name: str, **options: object) -> Memory:

@@ -5,6 +5,7 @@ What `commit`, `take` and `mask` return False for, with nothing done, torch must
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,6 +68,15 @@ def ascends(indices: Keys, length: int) -> bool | None:
     if not kernel.reads(indices):
         return None
     return bool(loaded().kernel_fit(address(indices), len(indices), 0, length))
+
+
+def checksum(data: Tensor) -> int:
+    """Return the sum modulo 2**64, over the words w_i of 64 bits of `data`, uint8 on the host, of (2i+1) w_i."""
+    padded = np.zeros(-(-data.numel() // 8) * 8, dtype=np.uint8)
+    padded[: data.numel()] = data.numpy()
+    words = padded.view("<u8")
+    with np.errstate(over="ignore"):
+        return int((words * (2 * np.arange(len(words), dtype=np.uint64) + np.uint64(1))).sum(dtype=np.uint64))
 
 
 def _fits(indices: Tensor, values: Tensor, vector: Tensor, *others: Tensor) -> bool:

@@ -25,6 +25,7 @@ class Nodes:
 
     inside: Backend  # over the ranks of its node
     across: Backend  # over the ranks of its place on every node
+    second: Backend | None = None  # another one over these; None: it was not wanted
 
     @property
     def place(self) -> int:
@@ -42,9 +43,10 @@ class Nodes:
         return (self.place, self.places) if self.places > 1 else None
 
     def close(self) -> None:
-        """Release both communicators."""
-        self.inside.close()
-        self.across.close()
+        """Release the communicators."""
+        for comm in (self.inside, self.across, self.second):
+            if comm is not None:
+                comm.close()
 
 
 def grouped(hosts: Sequence[str], local_ranks: Sequence[int]) -> list[list[int]]:
@@ -86,16 +88,18 @@ def arranged(places: Sequence[tuple[str, int, str]]) -> list[list[int]]:
     return nodes
 
 
-def form(comm: Backend, timeout: float) -> Nodes:
+def form(comm: Backend, timeout: float, *, wants_second: bool = False) -> Nodes:
     """Collective. Find the nodes of ``comm`` and connect each inside and, place by place, across.
 
-    ``timeout``: seconds, for each message. Raises ``ValueError`` on every rank if nodes differ in size.
+    ``timeout``: seconds, for each message. ``wants_second``: across twice; the same on every rank. Raises ``ValueError`` on every rank if nodes differ in size.
     """
     own = json.dumps([socket.gethostname(), comm.local_rank, os.environ.get(VARIABLE, "")]).encode()
     nodes = arranged([tuple(json.loads(text)) for text in gather_texts(comm, own, "nodes", timeout)])
     inside = _one_of(comm, nodes, "inside a node", timeout)
-    across = _one_of(comm, [sorted(ranks) for ranks in zip(*nodes, strict=True)], "across nodes", timeout)
-    return Nodes(inside, across)
+    places = [sorted(ranks) for ranks in zip(*nodes, strict=True)]
+    across = _one_of(comm, places, "across nodes", timeout)
+    second = _one_of(comm, places, "across nodes, second phases", timeout) if wants_second else None
+    return Nodes(inside, across, second)
 
 
 def _one_of(comm: Backend, groups: Sequence[Sequence[int]], label: str, timeout: float) -> Backend:

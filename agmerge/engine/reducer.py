@@ -157,7 +157,7 @@ class Reducer(Synchronizer):
         slot = buffers.slot_of[name]
         parameter = buffers.parameters[slot.index]
         gradient = self._gradient(parameter, name)
-        if gradient is not None and gradient.data_ptr() == buffers.updates.of(slot).data_ptr():
+        if gradient is not None and buffers.will_overwrite(slot, gradient):
             # The last update, made zero by zero_grad(): sums may be written there, and the round be repeated.
             gradient = gradient.clone()
             self._gradients.set(parameter, gradient)

@@ -76,12 +76,17 @@ class Synchronizer:
         self._check_not_averaged()
         facts = [("library version", __version__), *exchange.facts()]  # refuses before anything is sent
         workers.listen()
-        comm = process_sets.communicator(world, self.config.process_set, self.config.timeout)
-        exchange.connect(world, comm, facts)
+        wants_second = self.config.quantises and world.size > 2
+        comm, second = process_sets.communicators(
+            world, self.config.process_set, self.config.timeout, wants_second=wants_second
+        )
+        exchange.connect(world, comm, facts, second)
         if comm is None:
             self._stay_outside()
             return
-        weakref.finalize(self, comm.drop)  # an optimizer that was dropped holds no threads and no connections
+        for held in (comm, second):
+            if held is not None:
+                weakref.finalize(self, held.drop)  # an optimizer that was dropped holds no threads and no connections
         self._fit_to_group(shard_before)
 
     def _check_not_averaged(self) -> None:

@@ -22,7 +22,7 @@ from agmerge.exchanges.message.format import Format, RoundHeader
 from agmerge.ops import ReduceOp
 from agmerge.tensors.arena import Unwritten, Write
 from agmerge.tensors.layout import Segment, Slot
-from sparsifiers import Selection
+from sparsifiers import Kind, Quantiser, Selection
 
 # commit(segment, indices, sent) takes this rank's part of the update off the segment's work: work[indices] -= sent.
 # indices: int32 or int64, (n,), or None: of all its elements. sent: (n,), or None: all there is, as it is.
@@ -41,6 +41,13 @@ Retain = Callable[[Segment, torch.Tensor, torch.Tensor], None]
 Receive = Callable[[Segment, "list[tuple[torch.Tensor, torch.Tensor]]", float], bool]
 # observe(values, count): some of them may be copied; the first `count` are in use.
 Observe = Callable[[torch.Tensor, "int | torch.Tensor"], None]
+
+
+UpdateOf = Callable[[Slot], torch.Tensor]  # in the shape of the tensor, contiguous, in the gradient's dtype
+
+
+def _no_update(slot: Slot) -> torch.Tensor:
+    raise NotImplementedError(f"{slot.name}: it was prepared, and ExchangeContext.update_of was not given")
 
 
 def _nobody_retains(segment: Segment, indices: torch.Tensor, values: torch.Tensor) -> None:
@@ -69,6 +76,10 @@ class ExchangeContext:
     observe: Observe = lambda values, count: None  # told of the values that are sent, before they are rounded
     bases: Bases | None = None  # of low-rank lanes; None: there are none
     workers: int | None = None  # whose gradients a sum has; None: one of each rank of `comm`
+    quantiser: Quantiser | None = None  # of quantised lanes; None: there are none
+    feedback: bool = False  # what a quantiser's rounding leaves stays in `work`, so that what is sent is committed
+    second: Backend | None = None  # another communicator of the same ranks, for second phases; None: there are none
+    update_of: UpdateOf = _no_update  # where the update of a quantised tensor is written
 
 
 @dataclass(frozen=True)
@@ -115,6 +126,7 @@ class Exchange(ABC):
 
     sparse: ClassVar[bool] = True  # sends what a sparsifier offers of sparse segments; else all of them
     factorises: ClassVar[bool] = False  # sends factors of low-rank segments
+    prepares: ClassVar[Kind | None] = None  # tensors of these lanes are handed to `prepare`; None: none are
     carries_dense: bool = True  # dense segments may come along, whole
     mixes_lanes: ClassVar[bool] = True  # a message may have segments of several lanes
     pipelines_parts: ClassVar[bool] = False  # a merge buffer in several messages overlaps their ways
@@ -125,12 +137,16 @@ class Exchange(ABC):
         self._kept: dict[tuple[object, ...], torch.Tensor] = {}  # buffers, by key, dtype and device
         self._formats: dict[str, Format] = {}  # by message, as it was last
 
-    def prepare(self, slot: Slot, work: torch.Tensor, update: torch.Tensor) -> None:
-        """Take one tensor of a message to come, as soon as it is complete: do what needs none of the others.
+    def expect(self, name: str, segments: Sequence[Segment]) -> None:  # noqa: B027  most need not know
+        """Learn which segments message ``name`` will have, before its tensors are prepared."""
 
-        ``work``, ``update``: as in :class:`SegmentBuffers`, in the tensor's shape. An exchange need not do anything.
+    def prepare(self, slot: Slot, work: torch.Tensor | None, step: int) -> bool | None:
+        """Do what needs none of the other tensors of a message to come: this one is complete.
+
+        ``work``: as in :class:`SegmentBuffers`, in the tensor's shape, contiguous; None: it is zero. ``step``: committed
+        exchanges so far. Returns whether all of it is finite; None: nobody has looked.
         """
-        return
+        return None
 
     def add_and_prepare(
         self,
@@ -168,7 +184,10 @@ class Exchange(ABC):
         return True
 
     def arrived(self, pending: InFlight) -> bool:
-        """Tell whether the exchange is known to have ended."""
+        """Collective. Return whether the exchange is known to have ended. Starts what its first collective has freed.
+
+        Waits for nothing.
+        """
         return self.can_poll and pending.handle.done()
 
     @abstractmethod

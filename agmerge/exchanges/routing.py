@@ -57,10 +57,11 @@ def group_into_messages(
 ) -> list[list[Segment]]:
     """Decide which segments of a merge buffer share a message, between ``size`` ranks.
 
-    Per device, sparse segments share one. A low-rank segment has its own. Dense ones come along with a kind of
-    ``ride``: with factors, which are all-reduced like them, if they have its dtype and are not so large that they
-    would better be summed where they lie; else with sparse ones while an all-gather is not much dearer than an
-    all-reduce: it receives ``(W-1) m`` bytes instead of ``2 (W-1)/W m``. Every other segment has a message of its own.
+    Per device, sparse segments share one, and so do quantised ones. A low-rank segment has its own. Dense ones come
+    along with a kind of ``ride``: with factors, which are all-reduced like them, if they have its dtype and are not so
+    large that they would better be summed where they lie; with quantised ones, if they are not; else with sparse ones
+    while an all-gather is not much dearer than an all-reduce: it receives ``(W-1) m`` bytes instead of
+    ``2 (W-1)/W m``. Every other segment has a message of its own.
 
     ``bytes_of``: a dense segment that comes along with sparse ones; None: as it is.
     """
@@ -76,6 +77,11 @@ def group_into_messages(
                     along = [d for d in dense if d.lane.dtype == segment.lane.dtype and d.length < LARGE]
                 messages.append([segment, *along])
                 dense = [other for other in dense if other not in along]
+        quantised = [segment for segment in on_device if segment.lane.kind is Kind.QUANTISED]
+        if quantised:
+            along = [d for d in dense if d.length < LARGE] if Kind.QUANTISED in ride else []
+            messages.append([*quantised, *along])
+            dense = [other for other in dense if other not in along]
         alone = sum(segment.nbytes for segment in dense)
         riding = alone if bytes_of is None else sum(map(bytes_of, dense))
         if Kind.SPARSE in ride and sparse and (size - 1) * (riding - 2 * alone / size) <= RIDE:

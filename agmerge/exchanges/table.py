@@ -10,6 +10,7 @@ from agmerge.exchanges.dense import DenseExchange
 from agmerge.exchanges.low_rank.exchange import LowRankExchange
 from agmerge.exchanges.masked import MaskedExchange
 from agmerge.exchanges.oktopk.exchange import OkTopkExchange
+from agmerge.exchanges.quantised.exchange import QuantisedExchange
 from agmerge.exchanges.sparse import SparseExchange
 from sparsifiers import Kind
 
@@ -30,4 +31,6 @@ def exchange_of(kind: Kind, name: str) -> type[Exchange]:
     """Return what carries lanes of a kind. ``name``: what ``exchange=`` says; it is about what a sparsifier selects."""
     if kind is Kind.LOW_RANK:
         return LowRankExchange
+    if kind is Kind.QUANTISED:
+        return QuantisedExchange
     return EXCHANGES[name] if kind is Kind.SPARSE else DENSE

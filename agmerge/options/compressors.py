@@ -89,13 +89,16 @@ def check_meaning(compression: Any, given: Mapping[str, Any]) -> None:
     stay in a script that swaps its compressor by name.
     """
     selects, factorises, compresses = _abilities(compression)
-    sends = "every element" if not compresses else "factors, and selects nothing"
+    quantises = compresses and not selects and not factorises
+    sends = "every element" if not compresses or quantises else "factors, and selects nothing"
     for name, value in given.items():
         if value is None or isinstance(value, str) and value == "auto":
             continue
         about, instead = "", "a sparsifier's name"
         if not compresses and name in _COMPRESSION and not (name == "dense" and _is_partial(value)):
             about = _COMPRESSION[name]
+        elif quantises and name == "wire":
+            about, instead = _COMPRESSION[name], "a sparsifier's name, or another quantiser's"
         elif not selects and name in _SELECTION:
             about = _SELECTION[name]
         elif not selects and name == "density" and (isinstance(value, dict) or value == IMPORTANCE):
@@ -128,7 +131,7 @@ def _abilities(compression: Any) -> tuple[bool, bool, bool]:
         each = [_abilities(part) for part in compression.values()]
         return any(s for s, _, _ in each), any(f for _, f, _ in each), any(c for _, _, c in each)
     low_rank = sparsifiers.is_low_rank(compression)
-    return not low_rank, low_rank, True
+    return not low_rank and not sparsifiers.is_quantiser(compression), low_rank, True
 
 
 def has_codecs(compression: Any) -> bool:
@@ -169,6 +172,8 @@ def compressor_of(compression: Any, density: Any, rank: Any = None) -> sparsifie
         raise TypeError(_why_no_compressor(compression))
     if sparsifiers.is_low_rank(compression):
         return sparsifiers.low_rank(compression) if rank is None else sparsifiers.low_rank(compression, rank)
+    if sparsifiers.is_quantiser(compression):
+        return sparsifiers.quantiser(compression)
     return _sparsifier(compression, density)
 
 
@@ -215,7 +220,8 @@ def _sparsifier(name: str, density: Any) -> sparsifiers.Compressor:
         return sparsifiers.get(name, density=density)
     except ValueError as error:
         text = f"compression={name!r}, density={density!r}: {error}"
-        near = get_close_matches(name.casefold(), [AUTO, *CASTS, *sparsifiers.low_rank_names()], n=1)
+        others = [AUTO, *CASTS, *sparsifiers.low_rank_names(), *sparsifiers.quantisers()]
+        near = get_close_matches(name.casefold(), others, n=1)
         meant = _MEANT.get(spelling(name)) or next(iter(near), "")
         hint = f"; did you mean {meant!r}?" if meant and "did you mean" not in text else ""
         raise ValueError(f"{text}; besides these: {_others()}{hint}") from None
@@ -254,6 +260,8 @@ def _with_options(name: Any, density: Any, rank: Any, options: Mapping[str, Any]
     """Return the compressor of this name, with options of its own. TypeError for one that it does not have."""
     if sparsifiers.is_low_rank(name):
         return sparsifiers.low_rank(name, **({} if rank is None else {"rank": rank}), **options)
+    if sparsifiers.is_quantiser(name):
+        return sparsifiers.quantiser(name, **options)
     return sparsifiers.get(name, DENSITY if density == IMPORTANCE else density, **options)
 
 
@@ -263,7 +271,7 @@ def _names() -> str:
 
 def _others() -> str:
     """Return the names of what is no sparsifier."""
-    return ", ".join((AUTO, *sparsifiers.low_rank_names(), *CASTS))
+    return ", ".join((AUTO, *sparsifiers.quantisers(), *sparsifiers.low_rank_names(), *CASTS))
 
 
 def memory_for(memory: Any, compressor: sparsifiers.Compressor) -> sparsifiers.Memory:

@@ -160,7 +160,8 @@ class Config:
         where there is a rest of before, a memory holds that until it is sent.
         """
         if kind in self.compressor.kinds:
-            holds_rest = self.has_rest and kind is Kind.DENSE and not self.memory.has_residual
+            whole = kind in (Kind.DENSE, Kind.QUANTISED)
+            holds_rest = self.has_rest and whole and not self.memory.has_residual and not self.memory.hands_back
             return sparsifiers.memory("residual") if holds_rest else self.memory
         rounds = self.rounds_whole and not on_device
         return self.memory.for_rounded_lane() if rounds or self.has_rest else self.memory.for_dense_lane()
@@ -176,6 +177,17 @@ class Config:
         if self.dense is not is_small or self.partial is not None or self.ordered or self.updates is not None:
             return False
         return self.exchange in (SPARSE, AUTO, FASTEST) and (self.wire in WHOLE or bool(self.wires))
+
+    @property
+    def quantises(self) -> bool:
+        """True if some tensors are quantised, or may be by a later choice."""
+        return Kind.QUANTISED in self.compressor.kinds
+
+    @property
+    def quantiser(self) -> sparsifiers.Quantiser | None:
+        """The quantiser of every tensor that is quantised; None: none are."""
+        part = self.compressor.part(Kind.QUANTISED)
+        return part if isinstance(part, sparsifiers.Quantiser) else None
 
     @property
     def cast(self) -> torch.dtype | None:
@@ -197,7 +209,8 @@ class Config:
     @property
     def chooses_dense(self) -> bool:
         """Tell whether merge buffers may go dense by what that costs, though there is something to compress."""
-        return self.exchange in (AUTO, FASTEST) and self.compressor.compresses
+        # Who names a quantiser has decided that it travels.
+        return self.exchange in (AUTO, FASTEST) and self.compressor.compresses and not self.quantises
 
     @property
     def exchanges(self) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from agmerge.backends import Backend, timeouts, torch_objects
@@ -222,18 +222,47 @@ def parse_process_set(given: Any) -> Chosen:
     return Chosen(tuple(given.ranks if isinstance(given, ProcessSet) else _checked_ranks(by_ranks(given))))
 
 
+class Pair(NamedTuple):
+    """What one optimizer exchanges messages over."""
+
+    comm: Backend | None  # None on a rank outside of its set
+    second: Backend | None  # of the same ranks, for what follows the first collective of a message; None: not wanted
+
+
 def communicator(world: Backend, chosen: Chosen, timeout: float) -> Backend | None:
-    """Collective. Return a communicator of one optimizer's own; None on a rank outside its set.
+    """Collective. Return a communicator of one optimizer's own; None on a rank outside its set: see the next one."""
+    return communicators(world, chosen, timeout, wants_second=False).comm
+
+
+def communicators(world: Backend, chosen: Chosen, timeout: float, *, wants_second: bool) -> Pair:
+    """Collective. Return communicators of one optimizer's own.
 
     All ranks of ``world`` call it, but for a set of Horovod's, which Horovod knows already: then its members do.
     Different ranks may name different sets. The same error on every rank if a set names a rank that
-    does not exist, or one that names another set. ``timeout``: seconds, for each message.
+    does not exist, or one that names another set. ``timeout``: seconds, for each message. ``wants_second``: those who
+    share a set may differ; then all have one.
     """
     if chosen.horovod is not None:
-        return world.over(chosen.horovod)
-    sets = [tuple(json.loads(text)) for text in gather_texts(world, json.dumps(chosen.ranks).encode(), "sets", timeout)]
+        return Pair(world.over(chosen.horovod), world.over(chosen.horovod) if wants_second else None)
+    said = json.dumps([chosen.ranks, wants_second]).encode()
+    answers = [json.loads(text) for text in gather_texts(world, said, "sets", timeout)]
+    sets = [tuple(ranks) for ranks, _ in answers]
     if not any(sets):
-        return world.duplicate("agmerge optimizer", timeout)
+        wanted = any(wants for _, wants in answers)
+        comm = world.duplicate("agmerge optimizer", timeout)
+        return Pair(comm, world.duplicate("agmerge optimizer, second phases", timeout) if wanted else None)
+    _check_sets(world, sets)
+    own = Pair(None, None)
+    for ranks in sorted(set(sets)):
+        wanted = any(wants for of_rank, wants in answers if tuple(of_rank) == ranks)
+        made = world.subgroup(ranks, "agmerge optimizer", timeout)
+        second = world.subgroup(ranks, "agmerge optimizer, second phases", timeout) if wanted else None
+        own = Pair(made, second) if made is not None else own
+    return own
+
+
+def _check_sets(world: Backend, sets: Sequence[tuple[int, ...]]) -> None:
+    """Raise for ``sets``, by the rank that names it, which do not divide all ranks."""
     for rank, ranks in enumerate(sets):
         for other in ranks:
             if other >= world.size:
@@ -246,8 +275,3 @@ def communicator(world: Backend, chosen: Chosen, timeout: float) -> Backend | No
     if not all(sets):
         without = [rank for rank, ranks in enumerate(sets) if not ranks]
         raise RankMismatchError(f"process_set: ranks {without} name none, the others do; give every rank one")
-    own = None
-    for ranks in sorted(set(sets)):
-        made = world.subgroup(ranks, "agmerge optimizer", timeout)
-        own = made if made is not None else own
-    return own

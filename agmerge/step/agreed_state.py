@@ -69,6 +69,7 @@ class AgreedState:
         self.totals, self.times = Totals(), RunningStepTimes()
         self.world: Backend | None = None  # from which it was connected
         self.comm: Backend | None = None  # of its own
+        self.second: Backend | None = None  # another one of the same ranks, for second phases; None: not needed, so far
         self.outside = False  # of the process set: this rank exchanges nothing
         self.shard: tuple[int, int] | None = None  # of every tensor, this rank's: which of how many (two-level)
         self.buffers: MergeBuffers | None = None  # None before the first agreement
@@ -85,20 +86,27 @@ class AgreedState:
 
     # -- the group ------------------------------------------------------------------------------------------------
 
-    def connect(self, world: Backend, comm: Backend | None, facts: Iterable[Fact] | None = None) -> None:
+    def connect(
+        self,
+        world: Backend,
+        comm: Backend | None,
+        facts: Iterable[Fact] | None = None,
+        second: Backend | None = None,
+    ) -> None:
         """Collective. Exchange among the ranks of ``comm`` (None: not this one), and compare ``facts`` first (G1).
 
-        ``comm`` is a communicator of this exchange's own among the workers of ``world``. ``facts``: what is compared;
-        None: :meth:`facts`. Raises :class:`agmerge.RankMismatchError` on every rank where they differ.
+        ``comm`` is a communicator of this exchange's own among the workers of ``world``, and ``second`` another one of
+        the same ranks, for the second phases of messages. ``facts``: what is compared; None: :meth:`facts`. Raises
+        :class:`agmerge.RankMismatchError` on every rank where they differ.
         """
-        self.world, self.comm, self.outside = world, comm, comm is None
+        self.world, self.comm, self.second, self.outside = world, comm, second, comm is None
         if comm is None:
             return
         facts = self.facts() if facts is None else list(facts)
         advice = "Give every rank the same model and the same arguments."
         require_agreement(comm, facts, what="DistributedOptimizer", advice=advice, timeout=self.config.timeout)
         if self.config.exchange == TWO_LEVEL:
-            self._nodes = topology.form(comm, self.config.timeout)
+            self._nodes = topology.form(comm, self.config.timeout, wants_second=self.config.quantises)
             self.shard = self._nodes.shard
 
     def facts(self) -> list[Fact]:
@@ -125,14 +133,15 @@ class AgreedState:
             self.origin = (self.comm.rank, self.comm.size)
         self._carried = self.copy_state()
         self._carried_plan, self._carried_budgets, self.outside = self.plan(), self.budgets(), False
-        self.comm = self._nodes = self.buffers = self.plans = None
+        self.comm = self.second = self._nodes = self.buffers = self.plans = None
 
     def close(self) -> None:
         """Give the communicators back."""
         if self._nodes is not None:
             self._nodes.close()
-        if self.comm is not None:
-            self.comm.close()
+        for comm in (self.comm, self.second):
+            if comm is not None:
+                comm.close()
 
     # -- agreements -----------------------------------------------------------------------------------------------
 
@@ -176,6 +185,7 @@ class AgreedState:
             self._nodes,
             self._carried_budgets,
             self._carried,
+            self.second if self._nodes is None else self._nodes.second,
         )
         self.step, self._carried_plan, self._carried_budgets = self.steps, None, None
         buffers.restore_state(self._carried)
@@ -214,10 +224,21 @@ class AgreedState:
             facts = self.facts()
             if self.comm is not None:
                 require_agreement(self.comm, facts, what=what, advice=advice, timeout=config.timeout)
+            self._connect_twice()
         except BaseException:
             self.config = before
             raise
         self.reopen()
+
+    def _connect_twice(self) -> None:
+        """Collective. Make the communicator of second phases, where the config needs one now and all ranks take part.
+
+        Where some stand outside, they would have to help, and do not know of it: messages are gathered there.
+        """
+        if self.comm is None or self.world is None or self.second is not None or not self.config.quantises:
+            return
+        if 2 < self.comm.size == self.world.size and self._nodes is None:
+            self.second = self.comm.duplicate("agmerge optimizer, second phases", self.config.timeout)
 
     def observe_selection(self, on: bool) -> None:
         """Keep figures of every selection from now on, or no longer: see :class:`sparsifiers.observed.Observed`."""

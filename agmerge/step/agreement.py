@@ -31,13 +31,14 @@ def open_merge_buffers(
     nodes: Nodes | None,
     shares: dict[str, int] | None,
     carried: State,
+    second: Backend | None = None,
 ) -> tuple[MergeBuffers, int]:
     """Collective. Agree on members, order and plan, and set up memory; return the merge buffers and the steps so far.
 
     ``order``: names in the order in which this rank saw them ready; tensors it did not see go last. ``steps``:
     committed exchanges so far. Rank 0's count, in both. ``recorded``: a plan to go on with, if it still fits.
     ``shares``: elements to send by name, by importance, if that is known of every tensor; rank 0's count. ``carried``:
-    what this rank keeps, which stays where it is. Raises :class:`agmerge.RankMismatchError` on every rank if the models
+    what this rank keeps, which stays where it is. ``second``: see :class:`MergeBuffers`. Raises :class:`agmerge.RankMismatchError` on every rank if the models
     differ, and ``ValueError`` on every rank if the plan does not fit.
     """
     require_agreement(comm, model_facts(members, config), what="membership", advice=ADVICE, timeout=config.timeout)
@@ -51,7 +52,7 @@ def open_merge_buffers(
         reject=lambda decision: why_plan_does_not_fit(merging.Plan.loads(decision["plan"]), names),
         timeout=config.timeout,
     )
-    buffers = MergeBuffers(comm, config, members, merging.Plan.loads(decision["plan"]), nodes)
+    buffers = MergeBuffers(comm, config, members, merging.Plan.loads(decision["plan"]), nodes, second)
     buffers.budgets.restore(decision["shares"] or {})
     return buffers, decision["steps"]
 
@@ -61,7 +62,7 @@ def _is_rest_left(comm: Backend, config: Config, members: Sequence[ParameterInfo
     whole = {
         member.name
         for member in members
-        if member.kind is Kind.DENSE
+        if member.kind in (Kind.DENSE, Kind.QUANTISED)
         and not config.memory_of(member.kind, on_device=member.device.type != "cpu").has_residual
     }
     if not whole or config.updates is not None:  # parameters hold what is not sent of their own updates

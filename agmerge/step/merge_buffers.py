@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 
@@ -26,6 +27,7 @@ from agmerge.exchanges.way import OWN, exchange_of_plan, wire_of
 from agmerge.metrics.step_times import clock_for
 from agmerge.options.config import Config
 from agmerge.step.budgets import Budgets
+from agmerge.step.gradients_in_place import GradientsInPlace
 from agmerge.step.kernel_buffers import KernelBuffers
 from agmerge.step.messages import messages_of, presparsified
 from agmerge.step.side_streams import SideStreams
@@ -66,7 +68,8 @@ class MergeBuffers:
     """Hold the state of the exchange between two agreements, the same on every rank but for the numbers in it.
 
     ``members``: who takes part, each with its lane; ``plan``: in which order and which merge buffers. ``nodes``:
-    ``exchange="two-level"``, where each rank holds a shard of every tensor; else None.
+    ``exchange="two-level"``, where each rank holds a shard of every tensor; else None. ``second``: another communicator
+    of the ranks that exchange messages, see :class:`agmerge.exchanges.ExchangeContext`.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class MergeBuffers:
         members: Sequence[ParameterInfo],
         plan: merging.Plan,
         nodes: Nodes | None = None,
+        second: Backend | None = None,
     ) -> None:
         self.comm, self.config = comm, config
         by_name = {member.name: member for member in members}
@@ -87,6 +91,7 @@ class MergeBuffers:
         # What a rank selects from, keeps and sends: whole tensors, or its shards of them.
         self.layout = self.tensors if nodes is None else sharded(self.tensors, nodes.places)
         self.across = comm if nodes is None else nodes.across  # the ranks that exchange messages with this one
+        self.second = second
         self.slot_of = dict(zip(plan.names, self.layout.slots, strict=True))
         self.arenas = {lane: self._arena(lane, length) for lane, length in self.layout.lengths.items()}
         self.arena_of = [self.arenas[slot.lane] for slot in self.layout.slots]
@@ -112,8 +117,8 @@ class MergeBuffers:
         self._untrimmed = 2  # steps
         self._copies: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
         self._sample: ValueSample | None = None  # of what is selected; None: nobody has asked
-        # By slot: whether a gradient may move to where its update will be, see `update`; with merging="dear" it stays.
-        self.may_move = [config.model is None and local.is_contiguous() for local in self.locals]
+        self.may_move: list[bool] = []  # by slot: a gradient may move to where its update will be, see `update`
+        self.in_place = GradientsInPlace()
         self.rebuild(plan)
 
     def rebuild(self, plan: merging.Plan, *, exact: bool = False) -> None:
@@ -136,19 +141,37 @@ class MergeBuffers:
         self.kernels = KernelBuffers(self.messages, self.config.compressor)
         self.buffer_of = [index for index, count in enumerate(plan.counts) for _ in range(count)]
         self.presparsified = presparsified(self.messages, plan)
-        self.prepared = {  # by slot: who can do something of a message as soon as the tensor is there
-            slot.index: message.exchange
-            for messages in self.messages
-            for message in messages
-            for part in message.segments
-            for slot in part.slots
-            if part.lane.kind is Kind.LOW_RANK and not plan.dense[message.buffer]
-        }
+        self.prepared: dict[int, Exchange] = {}  # by slot: who can do something of a message once the tensor is there
+        for message in chain.from_iterable(self.messages):
+            message.exchange.expect(message.name, message.segments)
+            for part in message.segments:
+                if part.lane.kind is message.exchange.prepares:
+                    self.prepared |= dict.fromkeys((slot.index for slot in part.slots), message.exchange)
+        self.in_place = GradientsInPlace(filter(self._lies_in_no_arena, self.prepared))
+        if isinstance(self.updates, InArenas):
+            self.updates.in_place = self.in_place
+        # With merging="dear" a gradient stays where it is.
+        self.may_move = [
+            self.config.model is None and local.is_contiguous() and index not in self.in_place
+            for index, local in enumerate(self.locals)
+        ]
         # Slots that wait until their merge buffer is complete, and are accumulated together: a call each would cost
         # more. On a device these are all but those of which something can be done before.
         self.batched = self._small_dense | {
             slot.index for slot in self.layout.slots if slot.lane.on_device and slot.index not in self.prepared
         }
+
+    def _lies_in_no_arena(self, index: int) -> bool:
+        """Return whether a prepared tensor is sent from where its gradient lies: nothing is held of it."""
+        memory = self.arena_of[index].memory
+        whole = isinstance(self.updates, InArenas)  # of whole tensors: a node's shards lie in arenas
+        return whole and not (memory.has_residual or memory.has_momentum or memory.hands_back)
+
+    def output_of(self, slot: Slot) -> torch.Tensor:
+        """Return where the update of what this rank exchanges of a tensor is written, in its shape, contiguous."""
+        if slot.index in self.in_place:
+            return self.in_place.of(slot)
+        return self.arena_of[slot.index].gradients[slot.index]
 
     def adopt(self, config: Config) -> None:
         """Use ``config`` from now on. Nothing may differ but what a sparsifier tells of itself."""
@@ -192,6 +215,10 @@ class MergeBuffers:
             observe=self._observe,
             bases=self.bases,
             workers=self.comm.size,  # a node's sum counts for all of its ranks
+            quantiser=config.quantiser,
+            feedback=config.memory.has_residual or config.memory.hands_back,
+            second=self.second,
+            update_of=self.output_of,
         )
 
     def _receive(self, segment: Segment, parts: list[tuple[torch.Tensor, torch.Tensor]], scale: float) -> bool:
@@ -251,6 +278,7 @@ class MergeBuffers:
     def forget_round(self) -> None:
         """Forget what a round has sent, received and staged: it has been applied, or comes to nothing."""
         self.side.follow()
+        self.in_place.let_go()
         self.sent.clear()
         self.received.clear()
         if self.bases is not None:
@@ -284,6 +312,10 @@ class MergeBuffers:
     def left_over(self, slot: Slot) -> bool:
         """Tell whether something of earlier steps was sent, so that a tensor that no rank used has an update."""
         return self.arena_of[slot.index].memory.has_residual and bool(self.updates.of(slot).any())
+
+    def will_overwrite(self, slot: Slot, gradient: torch.Tensor) -> bool:
+        """Return whether a gradient lies where sums may be written before a round is known to be the last attempt."""
+        return slot.index not in self.in_place and gradient.data_ptr() == self.updates.of(slot).data_ptr()
 
     def update(self, slot: Slot) -> torch.Tensor:
         """Return the tensor's part of the update, in the strides of its parameter: what ``p.grad`` is to hold.

@@ -149,6 +149,9 @@ class Round:
         figures, sparsifiers and codecs have nothing to do with it."""
         if self.dirty:
             return
+        if slot.index in self.buffers.in_place:
+            self._prepare_in_place(slot, gradient)
+            return
         if slot.index in self.buffers.batched and (gradient is not None or slot.lane.on_device):
             gradient = gradient.tensor() if isinstance(gradient, Difference) else gradient
             self._batches.hold(slot, gradient)
@@ -164,6 +167,15 @@ class Round:
             arena.accumulate(slot, None, notes=notes)
         elif self.buffers.budgets.energy is not None and slot.lane.sparse:
             self.buffers.budgets.energy.add(slot, gradient.tensor() if isinstance(gradient, Difference) else gradient)
+
+    def _prepare_in_place(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> None:
+        """Prepare a tensor from where its gradient lies: its lane holds nothing."""
+        assert not isinstance(gradient, Difference)  # whoever exchanges these has a memory
+        values = self.buffers.in_place.hold(slot, gradient)
+        finite = self.buffers.prepared[slot.index].prepare(slot, values, self.step)
+        self._is_prepared.add(slot.index)
+        if values is not None and not finite:
+            self.guard.inspect(slot, values, finite)
 
     def _add_and_prepare(self, slot: Slot, moves: bool) -> Add | None:
         """Return what adds a tensor's gradient up and prepares it in the same pass; None: nothing does.
@@ -203,8 +215,7 @@ class Round:
             self._offers[slot.index] = self._select(segment)
         exchange = self.buffers.prepared.get(slot.index)
         if exchange is not None and not self.dirty and slot.index not in self._is_prepared:
-            arena = self.buffers.arena_of[slot.index]
-            exchange.prepare(slot, arena.work_of(slot), arena.gradients[slot.index])
+            exchange.prepare(slot, self.buffers.arena_of[slot.index].work_of(slot), self.step)
 
     def _send(self, buffer: int) -> None:
         """Start one message after the other: the next is selected and encoded while the one before travels."""
@@ -234,6 +245,8 @@ class Round:
 
     def _load(self, segment: Segment) -> SegmentBuffers:
         load = self.buffers.load(segment)
+        if segment.slots[0].index in self.buffers.in_place:
+            return load  # nobody reads its work
         if self.dirty and self.buffers.arenas[segment.lane].in_place:
             # Its gradients may lie there, views of the last updates, and are needed again once ranks have agreed anew.
             load = replace(load, work=torch.zeros_like(load.work))

@@ -1,4 +1,4 @@
-"""Say where the updates of whole tensors lie: in the arenas, where every rank holds whole tensors.
+"""Say where the updates of whole tensors lie: in the arenas or over gradients, where every rank holds whole tensors.
 
 With ``exchange="two-level"`` a :class:`agmerge.exchanges.node_shards.NodeShards` takes the place of :class:`InArenas`:
 there a rank's arenas hold shards, and whole updates are gathered inside the node.
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from agmerge.step.gradients_in_place import GradientsInPlace
 from agmerge.tensors.arena import Arena
 from agmerge.tensors.layout import Lane, Slot
 
@@ -19,12 +20,15 @@ class InArenas:
 
     def __init__(self, arena_of: Sequence[Arena]) -> None:
         self._arena_of = arena_of
+        self.in_place = GradientsInPlace()  # those that lie in no arena
 
     def rebuild(self, bounds: Sequence[tuple[int, int]]) -> None:
         """Follow a plan whose merge buffers are tensors ``start`` to ``stop``: nothing depends on it here."""
 
     def of(self, slot: Slot) -> torch.Tensor:
         """Return the update of a tensor, in C order: a view."""
+        if slot.index in self.in_place:
+            return self.in_place.of(slot)
         return self._arena_of[slot.index].gradients[slot.index]
 
     def gather(self, arenas: Mapping[Lane, Arena]) -> int:

@@ -51,6 +51,7 @@ class LowRankExchange(MultiRoundExchange):
 
     sparse = False
     factorises = True
+    prepares = Kind.LOW_RANK
 
     def __init__(self, context: ExchangeContext) -> None:
         super().__init__(context)
@@ -64,8 +65,13 @@ class LowRankExchange(MultiRoundExchange):
 
     # -- 1. factors leave -----------------------------------------------------------------------------------------
 
-    def prepare(self, slot: Slot, work: torch.Tensor, update: torch.Tensor) -> None:
+    def prepare(self, slot: Slot, work: torch.Tensor | None, step: int) -> None:
         """Project one tensor of a message to come on its basis, and commit that if it is all that is sent."""
+        assert work is not None
+        self._project(slot, work, self.context.update_of(slot))
+
+    def _project(self, slot: Slot, work: torch.Tensor, update: torch.Tensor) -> None:
+        """Do what :meth:`prepare` does. ``work``, ``update``: in the tensor's shape, or 1-D."""
         matrix = self._matrix(slot, work, update)
         matrix.project()
         self._keep_projected(matrix, taken_off=False)
@@ -124,7 +130,7 @@ class LowRankExchange(MultiRoundExchange):
             if load.segment.lane.kind is Kind.LOW_RANK:
                 for slot in load.segment.slots:
                     if slot.name not in self._projected:
-                        self.prepare(slot, _part(load.work, load, slot), _part(load.update, load, slot))
+                        self._project(slot, _part(load.work, load, slot), _part(load.update, load, slot))
                     state.matrices.append(self._projected.pop(slot.name))
         riding = [load for load in loads if load.segment.lane.kind is not Kind.LOW_RANK]
         dtype, device = self.wire_of(loads[0].segment.slots[0]), loads[0].work.device

@@ -12,9 +12,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from sparsifiers.quantisers.base import Quantiser
-from sparsifiers.quantisers.draws import Draws
-from sparsifiers.quantisers.rotation import folded, hadamard
+from sparsifiers.quantising.base import Quantiser
+from sparsifiers.quantising.draws import Draws
+from sparsifiers.quantising.rotation import folded, hadamard
 
 # By bits: what a magnitude is rounded to, in units of a block's root mean square; and the same as integers, of which a
 # sum over 256 signs fits into 16 bits. Decoding is then exact up to its one multiplication by the scale.

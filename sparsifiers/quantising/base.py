@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sparsifiers.compressor import Compressor, Kind
-from sparsifiers.quantisers.blocks import blocks_in
-from sparsifiers.quantisers.draws import Draws
+from sparsifiers.quantising.blocks import blocks_in
+from sparsifiers.quantising.draws import Draws
 
 PART = 1024  # blocks that the host quantises at once: what is made of them on the way stays in the cache
 
@@ -21,7 +21,7 @@ class Quantiser(Compressor):
     """A compressor that sends every coordinate in few bits, block by block.
 
     A subclass sets `name`, `bits` and `unbiased`, and writes `record_bytes`, `_encode` and `_decode`; one that needs
-    error feedback sets `memory` to "residual". Blocks are cut by `sparsifiers.quantisers.blocks`; each becomes a record
+    error feedback sets `memory` to "residual". Blocks are cut by `sparsifiers.quantising.blocks`; each becomes a record
     of bytes that is read by itself. What is random is drawn from `Draws` alone, so that the same blocks give the same
     bytes whatever stands beside them in a message. What is read of the same bytes must have the same bits on every
     machine: use integers, single operations in a fixed order, and no fused multiply-add.
@@ -61,7 +61,7 @@ class Quantiser(Compressor):
         """Write all blocks of `values`.
 
         values: 1-D, contiguous, of float32, bfloat16 or float16; zeros fill up the last block.
-        size: coordinates of a block, see `sparsifiers.quantisers.blocks.block_size`.
+        size: coordinates of a block, see `sparsifiers.quantising.blocks.block_size`.
         draws: for these blocks, of the sender's own key.
         out: uint8, 1-D, of `record_bytes(size)` for each block.
         squares: float64[1]: the sum of all squares is added to it; not finite if one of the values is not.

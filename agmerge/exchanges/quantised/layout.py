@@ -1,0 +1,129 @@
+"""Lay out the bytes of a quantised message: for each shard header | figures | records of blocks | plain values.
+
+Everything starts on a 16-byte boundary and is little-endian. The header is that of sparse messages, with no elements
+announced. The figures are 64-bit words, see :data:`FIGURES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from agmerge.exchanges.message.format import Format, RoundHeader
+from agmerge.exchanges.message.indices import GRAIN
+from agmerge.exchanges.quantised.shards import Piece, Run
+from agmerge.tensors.layout import aligned
+from sparsifiers import kernel_message
+
+# What stands behind the header: 1 + the rank whose message was found damaged in the first phase, or 0; the key that
+# random words were drawn by, without the tensor; the squares of all quantised elements of the sender or senders, a
+# float64; the checksum of what comes before it, from the figures on, and behind it.
+FIGURES = ("fault", "key", "squares", "checksum")
+_FAULT, _KEY, _SQUARES, _CHECKSUM = range(len(FIGURES))
+WORD = 8  # bytes
+
+
+class ShardLayout:
+    """The bytes of one shard: a pure function of its pieces, its runs and the bytes of a record."""
+
+    def __init__(
+        self, header: Format, pieces: Sequence[Piece], runs: Sequence[Run], record_bytes: Callable[[int], int]
+    ) -> None:
+        self.header = header
+        self._figures = aligned(4 * header.words, GRAIN)  # where they begin
+        end = self._figures + aligned(WORD * len(FIGURES), GRAIN)
+        self.records: list[tuple[Piece, slice]] = []  # bytes of each piece
+        self.plain: list[tuple[Run, slice]] = []  # bytes of each run
+        for piece in pieces:
+            stop = end + piece.blocks * record_bytes(piece.size)
+            self.records.append((piece, slice(end, stop)))
+            end = stop
+        end = aligned(end, GRAIN)
+        for run in runs:
+            self.plain.append((run, slice(end, end + run.nbytes)))
+            end = aligned(end + run.nbytes, GRAIN)
+        self.size = end
+
+    def write_header(self, shard: Tensor, control: RoundHeader, *, fault: int, key: int, squares: Tensor) -> None:
+        """Put ``control`` and the figures in front of ``shard``, uint8[size], whose other bytes are in place.
+
+        ``squares``: float64[1]. On a device there is no checksum.
+        """
+        self.header.write_header(shard, control, [0] * len(self.header.sections))
+        figures = self._figures_of(shard)
+        figures.zero_()
+        if fault:
+            figures[_FAULT] = fault
+        figures[_KEY] = key - (key >> 63 << 64)
+        figures[_SQUARES : _SQUARES + 1].view(torch.float64).copy_(squares)
+        if shard.device.type == "cpu":
+            figures[_CHECKSUM] = self._checksum(shard)
+
+    def faults(self, rows: Tensor) -> list[int]:
+        """Return what each of ``rows``, uint8[W, size or more], says of the first phase: see :data:`FIGURES`."""
+        found: list[int] = self._figures_of(rows)[:, _FAULT].tolist()
+        return found
+
+    def squares(self, rows: Tensor) -> Tensor:
+        """Return the squares that each of ``rows``, uint8[W, size or more], announces: float64[W], a view."""
+        return self._figures_of(rows)[:, _SQUARES : _SQUARES + 1].view(torch.float64)[:, 0]
+
+    def damaged(self, rows: Tensor, key: Callable[[int], int] | None) -> list[int]:
+        """Return the numbers of ``rows``, uint8[W, size or more], that have changed since they were written.
+
+        ``key``: the key of each sender, by number; another one counts as damage. None: is not looked at. On a device
+        only keys are.
+        """
+        figures = self._figures_of(rows)
+        found = set()
+        if key is not None:
+            keys = [key(number) for number in range(len(rows))]
+            announced = figures[:, _KEY].tolist()
+            found = {n for n, (one, own) in enumerate(zip(announced, keys, strict=True)) if one != own - (own >> 63 << 64)}
+        if rows.device.type == "cpu":
+            sums = figures[:, _CHECKSUM].tolist()
+            found |= {number for number, written in enumerate(sums) if written != self._checksum(rows[number])}
+        return sorted(found)
+
+    def _figures_of(self, rows: Tensor) -> Tensor:
+        """Return the figures of ``rows``, uint8[..., size or more]: int64[..., 4], a view."""
+        return rows[..., self._figures : self._figures + WORD * len(FIGURES)].view(torch.int64)
+
+    def _checksum(self, shard: Tensor) -> int:
+        """Return the checksum of ``shard``, uint8[size or more], of all behind the header but itself: as int64."""
+        end = self._figures + WORD * _CHECKSUM
+        first = kernel_message.checksum(shard[self._figures : end])
+        total = first + kernel_message.checksum(shard[end + WORD : self.size]) & (1 << 64) - 1
+        return total - (total >> 63 << 64)
+
+
+class MessageLayout:
+    """The bytes of one message in both phases.
+
+    ``first``: of what a rank sends, a shard for each owner, one behind the other. ``second``: of what each owner sends,
+    once it has added its shard up; empty where there is one phase, in which all ranks own all.
+    """
+
+    def __init__(self, first: Sequence[ShardLayout], second: Sequence[ShardLayout]) -> None:
+        self.first, self.second = list(first), list(second)
+        self.starts = [0]  # bytes before each shard of the first phase, and of all
+        for shard in first:
+            self.starts.append(self.starts[-1] + shard.size)
+        self.longest = max((shard.size for shard in second), default=0)
+        # By slot: its pieces, with their bytes in the message.
+        self.pieces_of: dict[int, list[tuple[Piece, slice]]] = {}
+        for shard, start in zip(first, self.starts, strict=False):
+            for piece, where in shard.records:
+                placed = slice(start + where.start, start + where.stop)
+                self.pieces_of.setdefault(piece.slot.index, []).append((piece, placed))
+
+    @property
+    def size(self) -> int:
+        """The bytes of what a rank sends in the first phase."""
+        return self.starts[-1]
+
+    def shard(self, message: Tensor, number: int) -> Tensor:
+        """Return one shard of ``message``, uint8[size]: a view."""
+        return message[self.starts[number] : self.starts[number + 1]]
