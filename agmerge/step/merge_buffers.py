@@ -163,9 +163,10 @@ class MergeBuffers:
 
     def _lies_in_no_arena(self, index: int) -> bool:
         """Return whether a prepared tensor is sent from where its gradient lies: nothing is held of it."""
-        memory = self.arena_of[index].memory
+        arena = self.arena_of[index]
         whole = isinstance(self.updates, InArenas)  # of whole tensors: a node's shards lie in arenas
-        return whole and not (memory.has_residual or memory.has_momentum or memory.hands_back)
+        held = arena.memory.has_residual or arena.memory.has_momentum or arena.memory.hands_back
+        return whole and not held and arena.lane.kind is Kind.QUANTISED
 
     def output_of(self, slot: Slot) -> torch.Tensor:
         """Return where the update of what this rank exchanges of a tensor is written, in its shape, contiguous."""
