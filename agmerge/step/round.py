@@ -6,7 +6,7 @@ are as they were, so a round can be discarded and repeated after a new agreement
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -69,7 +69,8 @@ class Round:
         self._is_prepared: set[int] = set()  # slots that were prepared when their gradient was added up
         self._has_moved: set[int] = set()  # slots whose gradient was then copied to where the update will be
         self._in_flight: list[list[SentMessage]] = []  # per merge buffer that was sent
-        self._counted: dict[int, tuple[int, int]] = {}  # bytes and elements of each message that are in the totals
+        # Of each message, what is in the totals already: bytes, elements, and bytes by codec.
+        self._counted: dict[int, tuple[int, int, Mapping[str, int]]] = {}
         self._arrived = 0  # merge buffers whose messages are known to be here
         self._known = buffers.config.compressor.snapshot()  # what it remembers, before this attempt
 
@@ -282,11 +283,12 @@ class Round:
 
     def _count_bytes(self, in_flight: InFlight) -> None:
         """Put into the totals what is new of a message: some go on sending after their start."""
-        size, elements = self._counted.get(id(in_flight), (0, 0))
+        size, elements, codecs = self._counted.get(id(in_flight), (0, 0, {}))
         if (in_flight.bytes, in_flight.elements) != (size, elements):
-            codecs = None if size else in_flight.codecs
-            self.totals.sent(in_flight.bytes - size, in_flight.elements - elements, codecs)
-            self._counted[id(in_flight)] = (in_flight.bytes, in_flight.elements)
+            new = {what: count - codecs.get(what, 0) for what, count in in_flight.codecs.items()}
+            by_codec = new if sum(new.values()) == in_flight.bytes - size else None
+            self.totals.sent(in_flight.bytes - size, in_flight.elements - elements, by_codec)
+            self._counted[id(in_flight)] = (in_flight.bytes, in_flight.elements, dict(in_flight.codecs))
 
     # -- 2. updates come back -------------------------------------------------------------------------------------
 

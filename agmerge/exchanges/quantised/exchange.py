@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -29,7 +29,7 @@ GATHERED = 2  # workers up to which messages are gathered as they are: the same 
 
 @dataclass
 class State:
-    """What is known of a message under way."""
+    """What is known of a message under way: its ``extra``."""
 
     layout: MessageLayout
     squares: Tensor  # float64[1]: of all quantised elements that this rank sends
@@ -46,6 +46,8 @@ class QuantisedExchange(Exchange):
     of all messages, adds up what they say in rank order, and quantises the mean once more; that is gathered. The second
     phase has a communicator of its own, on which all ranks call in plan order. It begins wherever arrivals are looked
     for, as soon as the first one has ended.
+
+    Alone, nothing is quantised: the update is the gradient, to the bit.
 
     Tensors are quantised in :meth:`prepare`, as soon as each is complete, and updates are written where
     ``context.update_of`` says, so that no memory of their size is needed. Dense segments ride as they are, and are
@@ -67,6 +69,7 @@ class QuantisedExchange(Exchange):
         self._layouts: dict[str, MessageLayout] = {}  # by message
         self._message_of: dict[int, str] = {}  # by slot: the message that a tensor goes with
         self._squares: dict[int, Tensor] = {}  # by slot, of tensors that were prepared: float64[1]
+        self._exact: dict[int, Tensor | None] = {}  # by slot: where there is one rank alone, what it has prepared, 1-D
         self._first_phase: deque[InFlight] = deque()  # messages whose second phase has not begun, in plan order
 
     # -- 1. tensors are quantised -------------------------------------------------------------------------------------
@@ -78,16 +81,20 @@ class QuantisedExchange(Exchange):
             self._message_of[slot.index] = name
 
     def prepare(self, slot: Slot, work: Tensor | None, step: int) -> bool | None:
-        """Quantise one tensor into its message. Return whether it is finite; None: its device knows."""
+        """Quantise one tensor into its message. Return whether it is finite; None: nobody has looked."""
         squares = self._encode(self._message_of[slot.index], slot, None if work is None else work.view(-1), step)
         self._squares[slot.index] = squares
-        return math.isfinite(squares.item()) if squares.device.type == "cpu" else None
+        looked = squares.device.type == "cpu" and self.comm.size > 1
+        return math.isfinite(squares.item()) if looked else None
 
     def _encode(self, name: str, slot: Slot, values: Tensor | None, step: int) -> Tensor:
         """Write the records of one tensor, and return its squares, float64[1]. ``values``: 1-D; None: zeros."""
         layout = self._layouts[name]
         message = self._message(name, layout, slot.lane.device)
         squares = torch.zeros(1, dtype=torch.float64, device=message.device)
+        if self.comm.size == 1:
+            self._exact[slot.index] = values
+            return squares
         key = self._key(slot, step, 0, self.comm.rank)
         for piece, where in layout.pieces_of[slot.index]:
             if values is None:
@@ -135,8 +142,9 @@ class QuantisedExchange(Exchange):
         handle, received = self._send(name, layout, message)
         elements = sum(load.segment.numel for load in loads)
         pending = InFlight(
-            name, loads, control, handle, layout.size, elements, message, received, state, codecs=self._codecs(layout)
-        )
+            name, loads, control, handle, layout.size, elements, message, received, state,
+            codecs=self._codecs({}, layout.first, layout.size),
+        )  # fmt: skip
         if not self.gathers:
             self._first_phase.append(pending)
         return pending
@@ -201,6 +209,7 @@ class QuantisedExchange(Exchange):
         state.sums = self.keep(("sums", pending.name), size * longest, torch.uint8, rows.device)
         pending.handle = self.context.second.all_gather(state.sums, message, f"{pending.name}/sum")
         pending.bytes += longest
+        pending.codecs = self._codecs(pending.codecs, [summed], longest)
 
     def _checked(self, shard: ShardLayout, rows: Tensor, pending: InFlight) -> tuple[RoundHeader, int]:
         """Return what all ranks say together in the first phase, and 1 + the first whose message is damaged, or 0.
@@ -269,6 +278,8 @@ class QuantisedExchange(Exchange):
     def finish(self, pending: InFlight) -> None:
         state: State = pending.extra
         step = pending.control.step
+        if self.comm.size == 1:
+            self._finish_alone(state, pending)
         if self.gathers:
             rows = pending.received.view(self.comm.size, -1)
             for piece, where in state.layout.first[0].records:
@@ -285,6 +296,19 @@ class QuantisedExchange(Exchange):
                 out = self._output(state, piece.slot)[piece.elements]
                 self.quantiser.decode_sum([row[where]], draws, piece.size, 1.0, out)
         self._finish_plain(pending, [(shard, row[None]) for shard, row in owners])
+
+    def _finish_alone(self, state: State, pending: InFlight) -> None:
+        """Write the updates of quantised tensors where there is one rank alone."""
+        for slot in _quantised([load.segment for load in pending.loads]):
+            out, values = self._output(state, slot), self._exact.pop(slot.index, None)
+            if values is None:
+                out.zero_()
+            elif out.data_ptr() != values.data_ptr():
+                out.copy_(values)
+            if self.scale != 1.0:  # between nodes, of which there is one
+                out.mul_(self.scale)
+            if self.context.feedback or self.context.has_rest:
+                self.commit(Segment(slot.lane, (slot,)), None, None)
 
     def _finish_plain(self, pending: InFlight, shards: Sequence[tuple[ShardLayout, Tensor]]) -> None:
         """Write the updates of dense segments. ``shards``: with what arrived of each, uint8[messages, bytes]."""
@@ -310,6 +334,7 @@ class QuantisedExchange(Exchange):
         plain = [segment for segment in segments if segment.lane.kind is not Kind.QUANTISED]
         header = Format(segments, [0 if segment.lane.kind is Kind.QUANTISED else None for segment in segments])
         shards = 1 if self.gathers else self.comm.size
+        slots = slots if self.comm.size > 1 else []
         cut = list(zip(cut_blocks(slots, shards), cut_plain(plain, shards), strict=True))
         first = [ShardLayout(header, pieces, runs, self.quantiser.record_bytes) for pieces, runs in cut]
         return MessageLayout(first, [] if self.gathers else first)
@@ -318,11 +343,12 @@ class QuantisedExchange(Exchange):
         """Return the bytes of a message that this rank sends: the same ones at every step."""
         return self.keep(("message", name), layout.size, torch.uint8, device)
 
-    def _codecs(self, layout: MessageLayout) -> dict[str, int]:
-        """Return the bytes of a message by what they are."""
-        records = sum(where.stop - where.start for shard in layout.first for _, where in shard.records)
-        plain = sum(where.stop - where.start for shard in layout.first for _, where in shard.plain)
-        return {self.quantiser.name: records, "plain": plain, "header": layout.size - records - plain}
+    def _codecs(self, before: Mapping[str, int], shards: Sequence[ShardLayout], size: int) -> dict[str, int]:
+        """Return ``before``, bytes by what they are, with those of ``shards``, which have ``size`` in all."""
+        records = sum(where.stop - where.start for shard in shards for _, where in shard.records)
+        plain = sum(where.stop - where.start for shard in shards for _, where in shard.plain)
+        found = {self.quantiser.name: records, "plain": plain, "header": size - records - plain}
+        return {what: before.get(what, 0) + count for what, count in found.items()}
 
     def _key(self, slot: Slot | None, step: int, phase: int, sender: int) -> int:
         """Return the key of the random words of a tensor; None: what all of the same message have in common.
