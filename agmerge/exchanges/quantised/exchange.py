@@ -178,7 +178,10 @@ class QuantisedExchange(Exchange):
         return True
 
     def arrived(self, pending: InFlight) -> bool:
-        """Return whether the exchange has ended; start second phases whose first one has. Waits for nothing."""
+        """Collective. Return whether the exchange has ended; start second phases whose first one has.
+
+        Waits for nothing.
+        """
         while self._first_phase and self._first_phase[0].handle.done():
             self._add_up(self._first_phase.popleft())
         return (self.gathers or pending.extra.sums is not None) and pending.handle.done()
