@@ -10,6 +10,8 @@ import enum
 from abc import ABC
 from collections.abc import Iterable, Mapping
 
+import torch
+
 from sparsifiers.canonical import canonical
 
 
@@ -19,7 +21,7 @@ class Kind(enum.Enum):
     DENSE = "dense"  # every element, perhaps in fewer bits: an all-reduce
     SPARSE = "sparse"  # some elements and where they stand: an exchange of indices and values
     LOW_RANK = "low-rank"  # two thin factors of a matrix, each combined by an all-reduce
-    QUANTISED = "quantised"  # every element in few bits, block by block: an all-reduce of shards that are read and added
+    QUANTISED = "quantised"  # every element in few bits, block by block: shards are gathered, read and added up
 
 
 class Compressor(ABC):
@@ -36,6 +38,8 @@ class Compressor(ABC):
     memory: str = "none"  # name of the memory that it is meant to be used with; "none" drops what is not sent
     same_on_all_ranks: bool = False  # all ranks choose the same coordinates from (seed, key, step) alone: no vote
     density: float = 1.0  # elements sent / elements, in (0, 1]
+    candidates: tuple[str, ...] = ()  # names of those of which training takes one, the most exact first; (): no choice
+    until_chosen: str = ""  # the one of these that is used before one is chosen
 
     @property
     def kinds(self) -> frozenset[Kind]:
@@ -49,6 +53,10 @@ class Compressor(ABC):
     def part(self, kind: Kind) -> Compressor | None:
         """Return what it has of a kind: itself, one of those that it consists of, or None."""
         return self if kind in self.kinds else None
+
+    def is_for(self, dtype: torch.dtype) -> bool:
+        """Return whether gradients of this dtype are compressed; others travel whole."""
+        return True
 
     @property
     def selects(self) -> bool:
