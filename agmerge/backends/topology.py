@@ -91,7 +91,8 @@ def arranged(places: Sequence[tuple[str, int, str]]) -> list[list[int]]:
 def form(comm: Backend, timeout: float, *, wants_second: bool = False) -> Nodes:
     """Collective. Find the nodes of ``comm`` and connect each inside and, place by place, across.
 
-    ``timeout``: seconds, for each message. ``wants_second``: across twice; the same on every rank. Raises ``ValueError`` on every rank if nodes differ in size.
+    ``timeout``: seconds, for each message. ``wants_second``: across twice; the same on every rank. Raises
+    ``ValueError`` on every rank if nodes differ in size.
     """
     own = json.dumps([socket.gethostname(), comm.local_rank, os.environ.get(VARIABLE, "")]).encode()
     nodes = arranged([tuple(json.loads(text)) for text in gather_texts(comm, own, "nodes", timeout)])

@@ -143,8 +143,8 @@ class Exchange(ABC):
     def prepare(self, slot: Slot, work: torch.Tensor | None, step: int) -> bool | None:
         """Do what needs none of the other tensors of a message to come: this one is complete.
 
-        ``work``: as in :class:`SegmentBuffers`, in the tensor's shape, contiguous; None: it is zero. ``step``: committed
-        exchanges so far. Returns whether all of it is finite; None: nobody has looked.
+        ``work``: as in :class:`SegmentBuffers`, in the tensor's shape, contiguous; None: it is zero. ``step``:
+        committed exchanges so far. Returns whether all of it is finite; None: nobody has looked.
         """
         return None
 

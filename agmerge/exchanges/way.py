@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import merging
+import sparsifiers
 from agmerge.exchanges.message.values import VALUES
 
 AHEAD = "ahead"
@@ -17,7 +18,7 @@ MASKED, OKTOPK = SUMS = (
     "masked",
     "oktopk",
 )  # exchanges that send k elements of the sum, which exchange="fastest" tries
-_WIRE, _EXCHANGE = "wire=", "exchange="
+_WIRE, _EXCHANGE, _QUANTISER, _WORKERS = "wire=", "exchange=", "quantiser=", "workers="
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Way:
     ahead: bool = False  # tensors are selected from one by one, before they are merged
     wire: str = OWN  # the value codec of what is selected
     exchange: str = OWN  # of what is selected
+    quantiser: str = OWN  # of what is quantised, where there is a choice
+    workers: int = 0  # among which that was chosen; 0: it was not
 
     @classmethod
     def of(cls, label: str) -> Way:
@@ -34,16 +37,22 @@ class Way:
         way = cls()
         for word in label.split():
             wire, exchange = word.removeprefix(_WIRE), word.removeprefix(_EXCHANGE)
+            quantiser, workers = word.removeprefix(_QUANTISER), word.removeprefix(_WORKERS)
             if word == AHEAD:
                 way = replace(way, ahead=True)
             elif wire in VALUES and wire != word:
                 way = replace(way, wire=wire)
             elif exchange in SUMS and exchange != word:
                 way = replace(way, exchange=exchange)
+            elif quantiser != word and sparsifiers.is_quantiser(quantiser):
+                way = replace(way, quantiser=quantiser)
+            elif workers != word and workers.isdigit():
+                way = replace(way, workers=int(workers))
             else:
                 raise ValueError(
                     f"labels: {label!r} has the word {word!r}; there are {AHEAD!r} and, with a value codec, "
-                    f"{_WIRE + 'int8'!r}, with one of {', '.join(SUMS)} {_EXCHANGE + MASKED!r}"
+                    f"{_WIRE + 'int8'!r}, with one of {', '.join(SUMS)} {_EXCHANGE + MASKED!r}, with a quantiser "
+                    f"{_QUANTISER + 'eden-2'!r} and the number of workers that it was chosen for {_WORKERS + '4'!r}"
                 )
         return way
 
@@ -52,6 +61,8 @@ class Way:
         """Return the label that says this."""
         words = [(AHEAD, self.ahead), (_WIRE + self.wire, self.wire != OWN)]
         words.append((_EXCHANGE + self.exchange, self.exchange != OWN))
+        words.append((_QUANTISER + self.quantiser, self.quantiser != OWN))
+        words.append((f"{_WORKERS}{self.workers}", self.workers > 0))
         return " ".join(word for word, is_said in words if is_said)
 
 
@@ -66,7 +77,12 @@ def why_labels_are_wrong(plan: merging.Plan) -> str:
         found = ways(plan)
     except ValueError as error:
         return str(error)
-    for what, names in (("wires", {way.wire for way in found}), ("exchanges", {way.exchange for way in found})):
+    said = {
+        "wires": {way.wire for way in found},
+        "exchanges": {way.exchange for way in found},
+        "quantisers": {f"{way.quantiser} for {way.workers} workers" for way in found},
+    }
+    for what, names in said.items():
         if len(names) > 1:
             return f"its merge buffers have the {what} {', '.join(sorted(names))}: give all the same one"
     return ""
@@ -101,3 +117,14 @@ def with_exchange(plan: merging.Plan, exchange: str) -> merging.Plan:
     """Return ``plan`` with this exchange; of ``SUMS``, none sends merge buffers in several messages."""
     parts = plan.parts if exchange == OWN else (1,) * len(plan.counts)
     return replace(plan, labels=tuple(replace(way, exchange=exchange).label for way in ways(plan)), parts=parts)
+
+
+def quantiser_of(plan: merging.Plan) -> tuple[str, int]:
+    """Return the quantiser of all that is quantised, and among how many workers that was chosen; ("auto", 0): none was."""
+    return ways(plan)[0].quantiser, ways(plan)[0].workers
+
+
+def with_quantiser(plan: merging.Plan, quantiser: str, workers: int = 0) -> merging.Plan:
+    """Return ``plan`` with this quantiser. ``workers``: among which it was chosen; 0: it was not, so far."""
+    labels = (replace(way, quantiser=quantiser, workers=workers).label for way in ways(plan))
+    return replace(plan, labels=tuple(labels))

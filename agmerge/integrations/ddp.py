@@ -82,7 +82,7 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin):
         self.optimizer = optimizer
         if optimizer is not None:
             check_optimizer(optimizer)
-        compression = compressors.resolve_auto(options.compression, optimizer, options.memory, options.sync)
+        compression = compressors.resolve_auto(options, optimizer)
         compressors.check_meaning(options.compression, vars(options))
         self._options = replace(options, compression=compression, density=density_of(options))
         self._attached = ExitStack()  # what hangs on the model and the optimizer

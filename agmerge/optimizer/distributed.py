@@ -163,7 +163,7 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         # Not super().__init__(): the groups, the state and the hooks are the inner optimizer's.
         check_optimizer(optimizer)
         self.optimizer = optimizer
-        compression = compressors.resolve_auto(options.compression, optimizer, options.memory, options.sync)
+        compression = compressors.resolve_auto(options, optimizer)
         # As the script gave them, but for what it left to us, and what does not pickle.
         process_set = process_sets.by_ranks(options.process_set)
         self._options = replace(options, compression=compression, density=density_of(options), process_set=process_set)

@@ -87,7 +87,7 @@ class LocalSync(ReportingMixin, SharingMixin):
             if value is not None and options.setdefault(name, value) is not value:
                 raise ValueError(f"{other} is another name of {name}: give one of them")
         settings = _settings(every, compression, density, wire, options)
-        settings["compression"] = compressors.resolve_auto(settings["compression"], optimizer, None, UPDATES)
+        settings["compression"] = compressors.resolve_auto(Options(**settings), optimizer)
         compressors.check_meaning(settings["compression"], settings)
         self._reducer = UpdateReducer(ParameterTable(optimizer, model.named_parameters()), resolve(Options(**settings)))
         self.optimizer = optimizer

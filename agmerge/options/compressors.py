@@ -13,10 +13,10 @@ import torch
 
 import sparsifiers
 from agmerge.ops import Compression
-from agmerge.options import momentum
+from agmerge.options import defaults, momentum
 from agmerge.options.arguments import Options
 from agmerge.options.density_policy import DENSITY, IMPORTANCE
-from agmerge.options.updates import GRADIENTS, UPDATES
+from agmerge.options.updates import UPDATES
 from agmerge.runtime import horovod_names, workers
 from sparsifiers.registry import spelling
 
@@ -49,29 +49,40 @@ class Cast(sparsifiers.Compressor):
         self.memory = "none" if self.dtype is None else "residual"
 
 
-def resolve_auto(compression: Any, optimizer: torch.optim.Optimizer | None, memory: Any, sync: str = GRADIENTS) -> Any:
-    """Return ``compression``, or what ``"auto"`` stands for with this optimizer, by the figures of docs/parity.md.
+def resolve_auto(options: Options, optimizer: torch.optim.Optimizer | None) -> Any:
+    """Return the compression that ``options`` ask for: what it says, or what ``"auto"`` stands for with this optimizer.
+
+    A list of names is a choice among these. ``"auto"`` is a choice among what costs this optimizer no loss, see
+    :mod:`agmerge.options.defaults`; with ``exchange="sparse"`` the one of these that sends fewest bits. Where a script
+    says how much is selected, or how, it is selection: ``"dgc"``, whose memory applies momentum before that, where
+    there is an SGD's momentum to apply, or a memory that does so is asked for; else ``"topk"``. With
+    ``sync="updates"``, where momentum is the optimizer's business, it is ``"topk"``.
 
     ``optimizer`` None: nobody has said which one steps; ``ValueError`` where it matters.
-
-    With ``sync="updates"``, where momentum is the optimizer's business, that is ``"topk"``. Else:
-
-    ``"dgc"``, whose memory applies momentum before selection, where there is an SGD's momentum to apply, or a memory
-    that does so is asked for; else ``"topk"``. Where there is weight decay too it is ``"topk"``: the memory has no
-    momentum for it, so it would be weaker than the script says, and nobody has asked for that. ``memory``: the argument
-    of the script, None where it gives none.
     """
+    compression = options.compression
+    if isinstance(compression, (list, tuple)):
+        return defaults.among(compression)
     if not isinstance(compression, str) or spelling(compression) != AUTO:
         return compression
-    if sync == UPDATES:
+    if options.sync == UPDATES:
         return "topk"
+    if defaults.asks_for_selection(options):
+        name = _selection(optimizer, options.memory)
+        defaults.warn_of_selection(options, name)
+        return name
+    return defaults.choice_for(optimizer, options)
+
+
+def _selection(optimizer: torch.optim.Optimizer | None, memory: Any) -> str:
+    """Return the sparsifier that goes with an optimizer, and a memory, None where the script gives none."""
     if memory is None:
         if optimizer is None:
-            raise ValueError(momentum.UNKNOWN.format(what=f"compression={AUTO!r} goes by the optimizer's momentum"))
-        decays = any(group.get("weight_decay") for group in optimizer.param_groups)
-        return "dgc" if momentum.applies(optimizer) and not decays else "topk"
+            what = "which sparsifier is best depends on the optimizer's momentum"
+            raise ValueError(momentum.UNKNOWN.format(what=what))
+        return "dgc" if momentum.applies(optimizer) else "topk"
     asked = sparsifiers.memory(memory) if isinstance(memory, str) else memory
-    return "dgc" if getattr(asked, "corrects", False) else "topk"
+    return "dgc" if getattr(asked, "has_momentum", False) else "topk"
 
 
 def cast_name(compression: Any) -> str | None:
@@ -243,7 +254,8 @@ def swapped(
         given: ``density``, ``rank``, ``memory`` and ``warmup``; a density or rank that is None is the one in use.
         own: options of the compressor, by name.
     """
-    compression = resolve_auto(compression, optimizer, given["memory"], options.sync)
+    asked = {"compression": compression, **given}  # what was asked for before is not asked for now
+    compression = resolve_auto(replace(Options(), sync=options.sync, exchange=options.exchange, **asked), optimizer)
     check_meaning(compression, {name: given[name] for name in ("density", "rank", "warmup")})
     density = options.density if given["density"] is None else given["density"]
     rank = options.rank if given["rank"] is None else given["rank"]

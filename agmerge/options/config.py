@@ -31,6 +31,7 @@ from agmerge.tensors.dtensors import is_dtensor, why_not_exchangeable
 from agmerge.tensors.nonfinite import SKIP
 from agmerge.tensors.parameters import ParameterInfo
 from sparsifiers import ByName, Kind, LowRank
+from sparsifiers.quantising.choice import NONE
 
 MERGING = "agmerge"  # the default planner
 AUTO = "auto"
@@ -90,7 +91,8 @@ class Config:
     def _kind_of(self, member: ParameterInfo) -> Kind:
         """Return how a parameter's gradient is sent."""
         compressor = self.compressor.of_tensor(member.name)
-        if compressor.kind is Kind.DENSE or self.dense(member.name, member.local):
+        exempt = self.dense(member.name, member.local) or not compressor.is_for(member.dtype)
+        if compressor.kind is Kind.DENSE or exempt:
             return Kind.DENSE
         if isinstance(compressor, LowRank) and not saves(member.shape, compressor.rank_of(member.name)):
             return Kind.DENSE
@@ -184,10 +186,20 @@ class Config:
         return Kind.QUANTISED in self.compressor.kinds
 
     @property
-    def quantiser(self) -> sparsifiers.Quantiser | None:
-        """The quantiser of every tensor that is quantised; None: none are."""
+    def quantisers(self) -> tuple[str, ...]:
+        """The names of quantisers of which plans may take one, the most exact first; (): there is no choice."""
+        return tuple(name for name in self.compressor.candidates if name != NONE)
+
+    def quantiser_of(self, label: str) -> sparsifiers.Quantiser | None:
+        """Return the quantiser of what is quantised; None: nothing is.
+
+        ``label``: its name, as a plan has it, where there is a choice; ``"auto"``: none was made.
+        """
+        if self.quantisers:
+            return sparsifiers.quantiser(self.compressor.until_chosen if label == AUTO else label)
         part = self.compressor.part(Kind.QUANTISED)
-        return part if isinstance(part, sparsifiers.Quantiser) else None
+        assert part is None or isinstance(part, sparsifiers.Quantiser)
+        return part
 
     @property
     def cast(self) -> torch.dtype | None:
@@ -209,8 +221,9 @@ class Config:
     @property
     def chooses_dense(self) -> bool:
         """Tell whether merge buffers may go dense by what that costs, though there is something to compress."""
-        # Who names a quantiser has decided that it travels.
-        return self.exchange in (AUTO, FASTEST) and self.compressor.compresses and not self.quantises
+        if self.quantises:  # who names a quantiser has decided that it travels
+            return NONE in self.compressor.candidates
+        return self.exchange in (AUTO, FASTEST) and self.compressor.compresses
 
     @property
     def exchanges(self) -> tuple[str, ...]:

@@ -241,6 +241,11 @@ def _check_way_of_plan(config: Config) -> None:
             f"merging: this plan sends values in {way.wire}, and the options say otherwise, or do not keep what "
             f"rounding leaves behind: pass wire={way.wire!r}, or another plan"
         )
+    if way.quantiser not in (OWN, config.compressor.name, *config.quantisers):
+        raise ValueError(
+            f"merging: this plan sends in {way.quantiser!r}, and compression is {config.compressor!r}: pass "
+            f"compression={way.quantiser!r} or 'auto', or another plan"
+        )
     if way.exchange not in (OWN, config.exchange, *config.exchanges):
         raise ValueError(
             f"merging: this plan exchanges by {way.exchange!r}, and exchange={config.exchange!r}: pass "

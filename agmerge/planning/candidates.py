@@ -7,7 +7,6 @@ rounds them, or does not, whichever the first one is not.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +24,7 @@ from agmerge.step.agreement import with_mode
 from agmerge.step.merge_buffers import MergeBuffers
 from merging import Measurements, Pieces
 from merging.measured import sent_whole
+from merging.pieces import go_on
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Candidate:
     delivered: float = 1.0  # share of the energy of what is selected that receivers read
     wire: str = OWN  # the value codec of what is selected
     exchange: str = OWN  # of what is selected
+    quantiser: str = OWN  # of what is quantised
 
     @property
     def finish(self) -> float:
@@ -58,7 +59,10 @@ def dumps(candidates: Sequence[Candidate]) -> dict[str, Any]:
     texts = {each.plan: each.measured.dumps() for each in candidates}
     distinct = list(dict.fromkeys(texts.values()))
     rows = [
-        (each.plan.dumps(), distinct.index(texts[each.plan]), each.delivered, each.wire, each.exchange)
+        (
+            each.plan.dumps(), distinct.index(texts[each.plan]), each.delivered, each.wire, each.exchange,
+            each.quantiser,
+        )  # fmt: skip
         for each in candidates
     ]
     return {"rows": rows, "measured": distinct}
@@ -107,15 +111,7 @@ class Search:
         None: that is not known yet, and this is to be called again after the next step. What is found does not depend
         on how often that is.
         """
-        until = time.perf_counter() + seconds
-        try:
-            while True:
-                next(self._pieces)
-                if time.perf_counter() > until:
-                    return None
-        except StopIteration as end:
-            found: list[Candidate] = end.value
-            return found
+        return go_on(self._pieces, seconds)
 
     def _to_try(self, stays: bool) -> Pieces[list[Candidate]]:
         """Return, in pieces, what to go on with, and after it what a trial compares it with."""
@@ -160,7 +156,7 @@ class Search:
         found = [each for each in codings if each.wire != chosen.wire and (doubted or chosen.wire != OWN)]
         if chosen.measured.dense is not None:
             planner = planner_of(self._buffers, self._planner)
-            whole = yield from self._made(_all_dense(planner, chosen.measured), "dense", chosen.wire)
+            whole = yield from self._made(all_dense(planner, chosen.measured), "dense", chosen.wire)
             found.append(self._candidate(whole, chosen.measured, OWN))
             found.append((yield from self._best(chosen.wire, compressed=True)))
         latest_end = plan_trial.DOUBTFUL * chosen.finish
@@ -258,7 +254,7 @@ class Search:
         return self._measured[wire]
 
 
-def _all_dense(planner: merging.Planner, measured: Measurements) -> Pieces[merging.Plan]:
+def all_dense(planner: merging.Planner, measured: Measurements) -> Pieces[merging.Plan]:
     """Return, in pieces, the planner's plan if everything went dense."""
     whole = sent_whole(measured)
     plan = yield from planner.plan_in_pieces(whole.profile, whole.costs, "dense")

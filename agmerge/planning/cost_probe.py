@@ -28,6 +28,8 @@ SIZES = 0.8  # of the budget: the rest is for what follows
 VISITS = 2  # to each size, after different steps where a step has room for one of them only
 SLOPED = 2.0  # times the seconds of the smallest size: beyond, elements are what costs; what was seen bounds the slope
 
+ENOUGH = 1 << 20  # elements of a quantised message, which need memory of their own: training's own say the rest
+
 PIECE = 1e-5  # seconds: no processor does a piece of work sooner
 ROUNDS = 5  # so often are small messages in a row timed, at most
 BETWEEN = (1e-3, 0.05)  # seconds of work from one of them to the next, least and most
@@ -98,7 +100,8 @@ def measured_lane(layout: Layout) -> Lane:
 def sizes(layout: Layout) -> list[Segment]:
     """Return runs of tensors of the measured lane: from its smallest tensor to all of them.
 
-    Each is at least ``GROWTH`` times as large as the one before, but for the last one, which is the whole lane.
+    Each is at least ``GROWTH`` times as large as the one before, but for the last one, which is the whole lane. Of a
+    quantised lane none but the first has more than ``ENOUGH`` elements.
     """
     lane = measured_lane(layout)
     slots = [slot for slot in layout.slots if slot.lane == lane]
@@ -108,7 +111,10 @@ def sizes(layout: Layout) -> list[Segment]:
     for run in sorted(runs, key=lambda run: run.numel):
         if run.numel <= whole.numel / GROWTH**0.5 and (not chosen or GROWTH * chosen[-1].numel <= run.numel):
             chosen.append(run)
-    return [*chosen, whole]
+    chosen.append(whole)
+    if lane.kind is Kind.QUANTISED:
+        return [run for run in chosen if run.numel <= ENOUGH] or chosen[:1]
+    return chosen
 
 
 class _Prober:
@@ -225,7 +231,7 @@ class _Prober:
         selecting, packing = timer.time_selection(runs) if packs else (0.0, 0.0)
         travel = timer.time_exchange(runs)
         selecting, packing, travel, took, sent = self._told([timer], selecting, packing, travel)
-        if timer.factorises:  # what takes the processor is not packing, but the passes over the matrices
+        if timer.prepares:  # what takes the processor is not packing, but the passes over the tensors
             selecting, packing = selecting + packing, 0.0
         times.exchange.setdefault(timer.capacity, []).append(travel)
         times.packing.setdefault(timer.capacity, []).append(packing)

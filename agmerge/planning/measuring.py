@@ -17,7 +17,8 @@ from agmerge.step.importance import Energies
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.layout import Lane, Slot
 from merging import Measurements
-from sparsifiers import Compressor, Kind, LowRank
+from sparsifiers import Compressor, Kind, LowRank, Quantiser
+from sparsifiers.quantising.blocks import block_size, blocks_in
 
 LOW_RANK, BY_NAME = "low rank", "by name"  # a fact of measurements, and its value where there is no one rank
 
@@ -89,7 +90,12 @@ def residual_energy(buffers: MergeBuffers) -> Energies | None:
 
 
 def profile(
-    buffers: MergeBuffers, ready: Seconds, step: int, noise: Energies | None = None, wire: str | None = None
+    buffers: MergeBuffers,
+    ready: Seconds,
+    step: int,
+    noise: Energies | None = None,
+    wire: str | None = None,
+    quantiser: Quantiser | None = None,
 ) -> merging.Profile:
     """Return the tensors that take part as planners see them.
 
@@ -101,18 +107,19 @@ def profile(
         step: whose density counts.
         noise: energy that selection leaves behind, (n,); None: not known.
         wire: the value codec; None: the one in use.
+        quantiser: of what is quantised; None: the one in use.
     """
     wire = buffers.wire if wire is None else wire
     names, numel, work, load = [], [], [], []
     timed = measured_lane(buffers.layout)
-    unit = bytes_of_element(buffers, timed, step, wire) if timed.kind is not Kind.DENSE else 0.0
+    unit = bytes_of_element(buffers, timed, step, wire, quantiser) if timed.kind is not Kind.DENSE else 0.0
     for slot in buffers.layout.slots:
         names.append(slot.name)
         numel.append(slot.numel)
         work.append(slot.numel if slot.lane.kind is not Kind.DENSE else 0)
         sent = _elements_sent(buffers, slot, step)
         same = not unit or (slot.lane.kind is timed.kind and slot.lane.dtype == timed.dtype)
-        load.append(sent if same else math.ceil(sent * bytes_of_element(buffers, slot.lane, step, wire) / unit))
+        load.append(sent if same else math.ceil(sent * bytes_of_element(buffers, slot.lane, step, wire, quantiser) / unit))
     return merging.Profile(names, numel, np.diff(ready, prepend=0.0), work=work, load=load, noise=noise)
 
 
@@ -125,11 +132,27 @@ def _elements_sent(buffers: MergeBuffers, slot: Slot, step: int) -> int:
     return slot.numel
 
 
-def bytes_of_element(buffers: MergeBuffers, lane: Lane, step: int, wire: str) -> float:
-    """Return what an element that is sent takes in a message, about: with its index, where it was selected."""
+def bytes_of_element(
+    buffers: MergeBuffers, lane: Lane, step: int, wire: str, quantiser: Quantiser | None = None
+) -> float:
+    """Return what an element that is sent takes in a message, about: with its index, where it was selected.
+
+    ``quantiser``: of what is quantised; None: the one in use.
+    """
+    quantiser = buffers.quantiser if quantiser is None else quantiser
+    if lane.kind is Kind.QUANTISED and quantiser is not None:
+        return bytes_of_quantised(buffers, lane, quantiser)
     if not lane.sparse:
         dtype = WIRES.get(wire) if lane.kind is Kind.LOW_RANK else None
         return (dtype or lane.dtype).itemsize
     length = buffers.layout.lengths[lane]
     count = sum(buffers.budgets.of_tensor(slot, step) for slot in buffers.layout.slots if slot.lane == lane)
     return slot_bytes(length, min(count, length), lane.dtype, wire)
+
+
+def bytes_of_quantised(buffers: MergeBuffers, lane: Lane, quantiser: Quantiser) -> float:
+    """Return what an element of a lane takes in a message of this quantiser, with its share of a scale."""
+    slots = [slot for slot in buffers.layout.slots if slot.lane == lane]
+    sizes = [(slot.numel, block_size(slot.shape)) for slot in slots]
+    taken = sum(blocks_in(numel, size) * quantiser.record_bytes(size) for numel, size in sizes)
+    return taken / max(1, sum(numel for numel, _ in sizes))

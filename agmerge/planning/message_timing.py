@@ -40,7 +40,11 @@ class MessageTimer:
         self.began = self.now()
         self.sent = 0  # bytes handed to collectives
         self._busy = backward / 2  # seconds, about, that backward goes on after a message has left
-        self.segment_buffers = buffers.load(segment) if exchange.sparse else _zeros(buffers.load(segment))
+        self.prepares = exchange.prepares is not None  # factors are made of segments, or few bits, tensor by tensor
+        self.segment_buffers = buffers.load(segment)
+        if not exchange.sparse:
+            quantises = exchange.prepares is Kind.QUANTISED
+            self.segment_buffers = _in_use(self.segment_buffers) if quantises else _zeros(self.segment_buffers)
         self.on_host = segment.lane.device.type == "cpu"
         self._shares_cores = self.on_host and exchange.can_poll  # backward and the network's threads
         self.selection = self._select()  # the last one; None: the segment is sent whole
@@ -80,7 +84,7 @@ class MessageTimer:
         for _ in range(runs):
             begin = self.now()
             wait = self._send()
-            begin = self.now() if self.selection is not None or self.factorises else begin
+            begin = self.now() if self.selection is not None or self.prepares else begin
             wait()
             seconds.append(self.now() - begin)
         return statistics.median(seconds)
@@ -156,6 +160,13 @@ def _zeros(segment_buffers: SegmentBuffers) -> SegmentBuffers:
     shared = segment_buffers.work.data_ptr() == segment_buffers.update.data_ptr()
     work = torch.zeros_like(segment_buffers.work) if shared else segment_buffers.work.zero_()
     return SegmentBuffers(segment_buffers.segment, work, segment_buffers.update)
+
+
+def _in_use(segment_buffers: SegmentBuffers) -> SegmentBuffers:
+    """Return buffers of their own, with numbers in them: of zeros a tensor might be quantised sooner."""
+    work = torch.linspace(-1.0, 1.0, segment_buffers.segment.length, device=segment_buffers.work.device)
+    update = torch.empty_like(segment_buffers.update)
+    return SegmentBuffers(segment_buffers.segment, work.to(segment_buffers.work.dtype), update)
 
 
 def unobserved(compressor: Compressor | None) -> Compressor:

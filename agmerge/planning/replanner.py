@@ -19,7 +19,7 @@ import merging
 from agmerge.exchanges.way import wire_of
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.options.config import AUTO
-from agmerge.planning import candidates, plan_trial, wire_choice
+from agmerge.planning import candidates, plan_trial, quantiser_choice, wire_choice
 from agmerge.planning.candidates import Candidate, Search
 from agmerge.planning.codec_costs import measure_codecs
 from agmerge.planning.cost_probe import MeasuredCosts
@@ -32,10 +32,13 @@ from agmerge.planning.measuring import gather_seconds, number_of_rank_0, profile
 from agmerge.planning.plan_choice import planner_of, predicted_finish
 from agmerge.planning.plan_trial import PlanTrial
 from agmerge.planning.probe_budget import share_of
+from agmerge.planning.quantiser_choice import QuantiserSearch, Settled
+from agmerge.planning.quantiser_costs import measure_quantisers
 from agmerge.step.agreed_state import Decision
 from agmerge.step.agreement import decide_on_rank_0, why_plan_does_not_fit
 from agmerge.step.merge_buffers import MergeBuffers
 from merging import Measurements
+from sparsifiers import Kind
 
 FIRST = 10  # steps that are measured before the first plan
 _DONE = Decision()  # what takes several steps is over
@@ -66,6 +69,9 @@ class Replanner:
         self._has_warned = False
         self._is_known = False  # the plan in use is one of an earlier run, and nothing has been measured in this one
         self._earlier = EarlierRun(buffers)
+        kinds = {slot.lane.kind for slot in buffers.layout.slots}
+        self._chooses = bool(buffers.config.quantisers) and Kind.QUANTISED in kinds  # in how many bits is sent
+        self._settled = Settled(buffers.plan, buffers.comm.size)
 
     def after_step(self, step: int) -> Iterator[Decision]:
         """Collective. Yield what changes before ``step``, the one to come; at most steps nothing does.
@@ -161,6 +167,13 @@ class Replanner:
         return self._why_undecided or self._why_exchange or "no other one was tried"
 
     @property
+    def why_quantiser(self) -> str:
+        """Say why the quantiser in use is what it is."""
+        if not self._chooses:
+            return "it was named" if self.buffers.quantiser is not None else "nothing is quantised"
+        return "nothing has been chosen so far" if self._settled.is_open else self._settled.why or "it was known before"
+
+    @property
     def _why_undecided(self) -> str:
         """Say why this run has decided nothing about how is sent; empty: it has, or will."""
         if not self._plans_by_times:
@@ -173,7 +186,7 @@ class Replanner:
         config, planner = self.buffers.config, self.buffers.config.planner
         if planner is None or self.buffers.comm.size == 1:
             return False
-        return (planner.timed and config.groups is None) or config.chooses_dense
+        return (planner.timed and config.groups is None) or config.chooses_dense or self._chooses
 
     # -- what an earlier run has found ----------------------------------------------------------------------------
 
@@ -243,9 +256,13 @@ class Replanner:
             load = profile(self.buffers, look.ready, step).load
             finding = self._drift.look(self.buffers.plan, self._latest, look.ready, look.travel, load)
         finding = Finding(number_of_rank_0(self.buffers, finding))
+        if self._settled.is_clear:  # what was seen once is looked at again
+            finding = Finding.PROBE
         if finding is Finding.KEEP:
             self._keep()
             return
+        if finding is Finding.PROBE and self._is_known:  # what an earlier run has settled on was for another network
+            self._settled.reopen()
         if finding is Finding.PROBE:
             yield from self._go_on(self._renew(planner, self._measurer.measure(step, look)))
         else:
@@ -263,19 +280,32 @@ class Replanner:
         self._trial = None
         columns = gather_seconds(self.buffers, np.array(trial.seconds()), np.array(trial.doubts()))
         seconds, doubts = (every.max(axis=0) for every in columns)
-        best = wire_choice.best(seconds.tolist(), [each.delivered for each in self._tried])
-        number = number_of_rank_0(self.buffers, plan_trial.taken(best, seconds.tolist(), doubts.tolist()))
+        number = number_of_rank_0(self.buffers, self._best_of_trial(seconds.tolist(), doubts.tolist()))
         taken = self._tried[number]
-        plan, self.measured, self._latest = taken.plan, taken.measured, taken.measured
-        self._why = candidates.why(self._tried, seconds.tolist(), number)
-        self._why_exchange = candidates.why_exchange(self._tried, seconds.tolist())
-        if all(plan.dense):
+        plan, self.measured, self._latest = self._settle_on(taken), taken.measured, taken.measured
+        if self._chooses:
+            self._settled.why = quantiser_choice.why(self._tried, seconds.tolist())
+        else:
+            self._why = candidates.why(self._tried, seconds.tolist(), number)
+            self._why_exchange = candidates.why_exchange(self._tried, seconds.tolist())
+        if all(plan.dense) and not self._chooses:
             times = [took for took, tried in zip(seconds, trial.plans, strict=True) if not all(tried.dense)]
             compressed = f"{1e3 * min(times):.3g} ms" if times else "is predicted to take much longer"
             self._warn_dense_once(f"{1e3 * seconds[number]:.3g} ms a step, compressed {compressed}")
         self.times.restart()
         self._steps = FIRST
         return self._changed_to(plan)
+
+    def _best_of_trial(self, seconds: list[float], doubts: list[float]) -> int:
+        """Return the number of the candidate to go on with. ``seconds``, ``doubts``: of a step with each, on all ranks."""
+        if self._chooses:
+            return self._settled.best(self._tried, self.buffers.config.compressor.candidates, seconds, doubts)
+        best = wire_choice.best(seconds, [each.delivered for each in self._tried])
+        return plan_trial.taken(best, seconds, doubts)
+
+    def _settle_on(self, taken: Candidate) -> merging.Plan:
+        """Return the plan of a candidate that is gone on with."""
+        return self._settled.settle(taken, self._step) if self._chooses else taken.plan
 
     # -- what is decided ------------------------------------------------------------------------------------
 
@@ -288,9 +318,15 @@ class Replanner:
         buffers, usual = self.buffers, self._measurer.whole.typical()
         names, share = [slot.name for slot in buffers.layout.slots], share_of(usual)
         codecs = measure_codecs(buffers, self._values, self._step) if buffers.config.wires else {}
-        if codecs and share < math.inf:  # that took its time, too
+        speeds = measure_quantisers(buffers, self._quantisers()) if self._chooses else {}
+        if (codecs or speeds) and share < math.inf:  # that took its time, too
             yield None
-        search = Search(planner, buffers, latest, codecs, self._step, usual, stays=self.measured is not None)
+        search: Search | QuantiserSearch
+        if self._chooses:
+            may_change = self._settled.may_change(self._step)
+            search = QuantiserSearch(planner, buffers, latest, speeds, self._step, usual, may_change=may_change)
+        else:
+            search = Search(planner, buffers, latest, codecs, self._step, usual, stays=self.measured is not None)
 
         def decide() -> dict[str, Any]:
             found = search.go_on(share)
@@ -306,18 +342,25 @@ class Replanner:
         self._is_known = False
         self._tried = candidates.loads(decision)
         chosen, self._latest = self._tried[0].plan, self._tried[0].measured
+        if len(self._tried) == 1:
+            chosen = self._settle_on(self._tried[0])
         self._drift.restart()
         if buffers.config.wires:
             self._why = candidates.why_without_trial(self._tried[0], bool(codecs))
         if len(self._tried) > 1:
             self._trial = PlanTrial(*(each.plan for each in self._tried))
-        elif all(chosen.dense) and buffers.config.chooses_dense:
+        elif all(chosen.dense) and buffers.config.chooses_dense and not self._chooses:
             finish = predicted_finish(chosen, self._latest)
             self._warn_dense_once(f"predicted to end after {1e3 * finish:.3g} ms")
         change = self._changed_to(chosen)
         if self.measured is None or change.plan is not None:
             self.measured = self._latest
         yield change
+
+    def _quantisers(self) -> list[str]:
+        """Return the names of all quantisers among the candidates, and of the one in use."""
+        assert self.buffers.quantiser is not None
+        return list(dict.fromkeys([*self.buffers.config.quantisers, self.buffers.quantiser.name]))
 
     def _changed_to(self, plan: merging.Plan) -> Decision:
         """Return the decision for ``plan``: none if it is the one in use. A trace has a note of another codec."""

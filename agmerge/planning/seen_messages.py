@@ -21,6 +21,7 @@ from agmerge.planning.measuring import bytes_of_element
 from agmerge.planning.probe_budget import Budget
 from agmerge.step.merge_buffers import MergeBuffers
 from merging import Curve
+from sparsifiers import Kind
 
 SLACK = 2.0  # times its share of the seconds seen: what a message may take beside its start-up
 
@@ -48,8 +49,10 @@ def measure_costs(
 def _whole(buffers: MergeBuffers, step: int) -> tuple[int, float]:
     """Return the elements of a dense exchange of everything, and of messages that bring as many bytes as one of it."""
     lane = measured_lane(buffers.layout)
-    as_many = 2 * lane.dtype.itemsize / (buffers.across.size * bytes_of_element(buffers, lane, step, buffers.wire))
-    return buffers.layout.numel, as_many  # of an all-reduce, beside an all-gather
+    as_many = lane.dtype.itemsize / bytes_of_element(buffers, lane, step, buffers.wire)
+    if lane.kind is not Kind.QUANTISED:  # which goes by shards, or between two, as an all-reduce does
+        as_many *= 2 / buffers.across.size  # of an all-reduce, beside an all-gather
+    return buffers.layout.numel, as_many
 
 
 def seen_in(plan: merging.Plan, profile: merging.Profile, making: Seconds, travel: Seconds) -> SeenMessages | None:

@@ -56,16 +56,16 @@ def in_wire(measured: Measurements, load: Elements, now: Codec, other: Codec, wo
         workers: whose values each rank reads.
     """
     profile = merging.Profile(**{**measured.profile.plain(), "load": load})
-    exchange = _stretched(measured.exchange, now.size / other.size)
+    exchange = stretched(measured.exchange, now.size / other.size)
     return replace(
         measured,
         profile=profile,
-        exchange=_tilted(exchange, workers * (other.decode - now.decode)),
-        message=None if measured.message is None else _tilted(measured.message, other.encode - now.encode),
+        exchange=tilted(exchange, workers * (other.decode - now.decode)),
+        message=None if measured.message is None else tilted(measured.message, other.encode - now.encode),
     )
 
 
-def _stretched(curve: Curve, factor: float) -> Curve:
+def stretched(curve: Curve, factor: float) -> Curve:
     """Return the curve over ``factor`` times as many elements."""
     points: dict[int, float] = {}
     for elements, seconds in zip(curve.elements, curve.seconds, strict=True):
@@ -73,7 +73,7 @@ def _stretched(curve: Curve, factor: float) -> Curve:
     return Curve(tuple(points), tuple(points.values()))
 
 
-def _tilted(curve: Curve, slope: float) -> Curve:
+def tilted(curve: Curve, slope: float) -> Curve:
     """Return the curve with ``slope`` seconds more for each element; it stays one that does not fall, from 0 on."""
     if slope == 0.0:
         return curve

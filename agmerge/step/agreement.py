@@ -12,7 +12,16 @@ from agmerge.backends import Backend
 from agmerge.backends.handshake import broadcast_bytes, gather_bytes, require_agreement
 from agmerge.backends.topology import Nodes
 from agmerge.exchanges.splitting import why_parts_impossible
-from agmerge.exchanges.way import OWN, is_ahead, why_labels_are_wrong, with_ahead, with_exchange, with_wire
+from agmerge.exchanges.way import (
+    OWN,
+    is_ahead,
+    quantiser_of,
+    why_labels_are_wrong,
+    with_ahead,
+    with_exchange,
+    with_quantiser,
+    with_wire,
+)
 from agmerge.options.config import AUTO, FASTEST, Config
 from agmerge.step.merge_buffers import RESTS, MergeBuffers, State, model_facts
 from agmerge.tensors.parameters import ParameterInfo
@@ -147,6 +156,8 @@ def _make_plan(
             recorded = with_wire(recorded, OWN)
         if not config.exchanges:
             recorded = with_exchange(recorded, OWN)
+        if quantiser_of(recorded)[0] not in config.quantisers:
+            recorded = with_quantiser(recorded, OWN)
         if ("ahead" if is_ahead(recorded) else "behind") in config.modes or not config.compressor.compresses:
             return recorded
         return with_mode(recorded, config.modes[0])  # the script asks for the other way now

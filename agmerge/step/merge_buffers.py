@@ -23,7 +23,7 @@ from agmerge.exchanges.message.sample import ValueSample
 from agmerge.exchanges.node_shards import NodeShards, sharded
 from agmerge.exchanges.reduce_scatter import ScatterExchange
 from agmerge.exchanges.table import exchange_of
-from agmerge.exchanges.way import OWN, exchange_of_plan, wire_of
+from agmerge.exchanges.way import OWN, exchange_of_plan, quantiser_of, wire_of
 from agmerge.metrics.step_times import clock_for
 from agmerge.options.config import Config
 from agmerge.step.budgets import Budgets
@@ -128,6 +128,7 @@ class MergeBuffers:
         """
         self.wire = self.config.wire if self.config.wire != OWN else wire_of(plan)  # of what is selected
         self.exchange = self.config.exchange if not self.config.exchanges else exchange_of_plan(plan)  # of the same
+        self.quantiser = self.config.quantiser_of(quantiser_of(plan)[0])  # None: nothing is quantised
         exchanges = self.exchanges(exact=exact)
         if self.config.model is not None:  # merging="dear": each all-reduce in two halves
             exchanges[Kind.DENSE] = ScatterExchange(self.exchange_context())
@@ -216,7 +217,7 @@ class MergeBuffers:
             observe=self._observe,
             bases=self.bases,
             workers=self.comm.size,  # a node's sum counts for all of its ranks
-            quantiser=config.quantiser,
+            quantiser=self.quantiser,
             feedback=config.memory.has_residual or config.memory.hands_back,
             second=self.second,
             update_of=self.output_of,

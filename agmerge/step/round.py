@@ -171,7 +171,7 @@ class Round:
 
     def _prepare_in_place(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> None:
         """Prepare a tensor from where its gradient lies: its lane holds nothing."""
-        assert not isinstance(gradient, Difference)  # whoever exchanges these has a memory
+        gradient = gradient.tensor() if isinstance(gradient, Difference) else gradient
         values = self.buffers.in_place.hold(slot, gradient)
         finite = self.buffers.prepared[slot.index].prepare(slot, values, self.step)
         self._is_prepared.add(slot.index)

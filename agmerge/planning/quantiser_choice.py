@@ -1,0 +1,182 @@
+"""Choose in how many bits gradients travel: the most exact candidate whose step takes about as long as the fastest.
+
+On rank 0, from what all ranks have measured. Predictions say which candidates are tried; a trial of whole steps decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import merging
+from agmerge.exchanges.way import OWN, quantiser_of, with_quantiser
+from agmerge.planning.candidates import Candidate, all_dense
+from agmerge.planning.plan_choice import best_plan, planner_of, predicted_finish
+from agmerge.planning.quantiser_costs import Speed, in_quantiser
+from agmerge.step.merge_buffers import MergeBuffers
+from merging import Measurements, Pieces
+from merging.pieces import go_on
+from sparsifiers.quantising.choice import NONE
+
+ABOUT = 1.05  # times the fastest step: what the steps of a trial cannot tell from it
+HOPELESS = 1.5  # times the fastest step that is predicted: such a candidate is not tried
+MOST = 3  # candidates that are tried
+CLEAR = 1.2  # times as fast: what a less exact candidate has to be, seen twice, to take the place of the one in use
+AGAIN = 1000  # steps after a choice until there may be another one
+
+
+class QuantiserSearch:
+    """A search for the plans to try, from one set of measurements, over several steps where that takes long.
+
+    Args:
+        planner: who makes plans.
+        buffers: the merge buffers in use.
+        latest: what was measured, with the quantiser in use.
+        speeds: of all quantisers among the candidates, by name.
+        step: the one to come.
+        usual: seconds of a step as it is.
+        may_change: whether another candidate may be chosen, or another plan alone.
+    """
+
+    def __init__(
+        self,
+        planner: merging.Planner,
+        buffers: MergeBuffers,
+        latest: Measurements,
+        speeds: Mapping[str, Speed],
+        step: int,
+        usual: float,
+        *,
+        may_change: bool,
+    ) -> None:
+        self._planner, self._buffers, self._latest, self._speeds, self._step = planner, buffers, latest, speeds, step
+        assert buffers.quantiser is not None
+        self._now = buffers.quantiser.name
+        self._other = max(0.0, usual - predicted_finish(buffers.plan, latest))  # seconds of a step that no plan changes
+        self._pieces = self._all() if may_change else self._same()
+
+    def go_on(self, seconds: float) -> list[Candidate] | None:
+        """Look on for so many seconds; return what there is to try, the one to begin with first. None: go on later."""
+        return go_on(self._pieces, seconds)
+
+    def _same(self) -> Pieces[list[Candidate]]:
+        """Return, in pieces, the plan in use, after a better one for the same candidate if there is one."""
+        current = Candidate(self._buffers.plan, self._latest, quantiser=self._now)
+        if all(current.plan.dense) and self._latest.dense is not None:
+            best = yield from self._dense()
+        else:
+            best = yield from self._best(self._now)
+        workers = quantiser_of(current.plan)[1]
+        best = Candidate(with_quantiser(best.plan, self._now, workers), best.measured, quantiser=self._now)
+        if best.plan == current.plan or current.finish <= best.finish * (1 + self._planner.min_gain):
+            return [current]
+        return [best, current]
+
+    def _all(self) -> Pieces[list[Candidate]]:
+        """Return, in pieces, the best plan of each candidate that is not hopeless: what goes dense last."""
+        found = []
+        for name in self._buffers.config.quantisers:
+            found.append((yield from self._best(name)))
+        if NONE in self._buffers.config.compressor.candidates and self._latest.dense is not None:
+            found.append((yield from self._dense()))
+        fastest = min(map(self._seconds, found))
+        near = [each for each in found if self._seconds(each) < HOPELESS * fastest]
+        while len(near) > MOST:  # the one in the middle: neither the most exact nor the fastest
+            between = sorted(near, key=self._seconds)[1:-1]
+            near.remove(between[-1])
+        return near
+
+    def _seconds(self, candidate: Candidate) -> float:
+        """Return the predicted seconds of a step."""
+        return self._other + candidate.finish
+
+    def _best(self, name: str) -> Pieces[Candidate]:
+        """Return, in pieces, the best plan with a quantiser; merge buffers may go dense by themselves."""
+        measured = in_quantiser(self._latest, self._buffers, self._step, self._speeds[self._now], self._speeds[name])
+        plan = yield from best_plan(self._planner, self._buffers, measured)
+        return Candidate(with_quantiser(plan, name), measured, quantiser=name)
+
+    def _dense(self) -> Pieces[Candidate]:
+        """Return, in pieces, the best plan in which everything goes dense."""
+        plan = yield from all_dense(planner_of(self._buffers, self._planner), self._latest)
+        return Candidate(with_quantiser(plan, self._now), self._latest, quantiser=self._now)
+
+
+def exactness(candidate: Candidate, candidates: Sequence[str]) -> int:
+    """Return the place of a candidate among ``candidates``, names of which the most exact one comes first."""
+    return candidates.index(NONE if candidate.is_dense and NONE in candidates else candidate.quantiser)
+
+
+def taken(tried: Sequence[Candidate], names: Sequence[str], seconds: Sequence[float], doubts: Sequence[float]) -> int:
+    """Return the number of the candidate to go on with: the most exact one that is about as fast as the fastest.
+
+    Args:
+        tried: the candidates.
+        names: of all, the most exact one first.
+        seconds: of a step with each, on the slowest rank.
+        doubts: by how much steps with each differ among themselves.
+    """
+    limit = ABOUT * min(seconds)
+    near = [number for number, took in enumerate(seconds) if took - doubts[number] <= limit]
+    return min(near, key=lambda number: (exactness(tried[number], names), seconds[number]))
+
+
+class Settled:
+    """What one agreement has settled on so far. All ranks count alike; what is chosen, rank 0 says.
+
+    Args:
+        plan: the one in use at first, which says for how many workers its quantiser was chosen.
+        workers: that there are.
+    """
+
+    def __init__(self, plan: merging.Plan, workers: int) -> None:
+        name, among = quantiser_of(plan)
+        self._workers = workers
+        # The step to come when it was chosen; 0: by an earlier agreement; None: nothing has been, for so many workers.
+        self._step: int | None = 0 if name != OWN and among == workers else None
+        self._candidate = all(plan.dense), name  # what was chosen: whether all goes dense, and the quantiser
+        self.is_clear = False  # a less exact candidate was clearly faster in the last trial: look again
+        self.why = ""  # what steps took in the last trial; "": there was none
+
+    @property
+    def is_open(self) -> bool:
+        """True if nothing has been chosen so far."""
+        return self._step is None
+
+    def reopen(self) -> None:
+        """Forget what was chosen: it was for another network."""
+        self._step = None
+
+    def may_change(self, step: int) -> bool:
+        """Return whether another candidate may be chosen before this step."""
+        return self._step is None or step - self._step >= AGAIN
+
+    def best(
+        self, tried: Sequence[Candidate], names: Sequence[str], seconds: Sequence[float], doubts: Sequence[float]
+    ) -> int:
+        """Return the number of the candidate to go on with after a trial; the arguments are those of :func:`taken`.
+
+        Where one was settled on before, that is a more exact one, or one that was clearly faster twice, else that one.
+        """
+        names_of = ((each.is_dense, each.quantiser) for each in tried)
+        chosen = taken(tried, names, seconds, doubts)
+        now = next((number for number, each in enumerate(names_of) if each == self._candidate), None)
+        if self.is_open or now is None or exactness(tried[chosen], names) <= exactness(tried[now], names):
+            self.is_clear = False
+            return chosen
+        is_clear = seconds[now] - doubts[now] > CLEAR * seconds[chosen]
+        twice, self.is_clear = is_clear and self.is_clear, is_clear
+        return chosen if twice else now
+
+    def settle(self, candidate: Candidate, step: int) -> merging.Plan:
+        """Return the plan of a candidate that was chosen, marked with the number of workers. ``step``: the one to come."""
+        name = candidate.is_dense, candidate.quantiser
+        if self.is_open or name != self._candidate or (self.may_change(step) and not self.is_clear):
+            self._step = step
+        self._candidate = name
+        return with_quantiser(candidate.plan, candidate.quantiser, self._workers)
+
+
+def why(tried: Sequence[Candidate], seconds: Sequence[float]) -> str:
+    """Say what steps took with each candidate."""
+    names = (NONE if each.is_dense else each.quantiser for each in tried)
+    return ", ".join(f"{1e3 * took:.3g} ms a step with {name}" for name, took in zip(names, seconds, strict=True))
