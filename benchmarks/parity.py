@@ -27,6 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import parity_defaults  # noqa: E402
 import parity_low_rank  # noqa: E402
 import parity_report  # noqa: E402
 import parity_tasks  # noqa: E402
@@ -38,7 +39,7 @@ import sparsifiers  # noqa: E402
 
 CORE = ("topk", "dgc", "adtopk", "sidco-gp")
 SECONDS = {"digits": 2.6, "lm": 29.0}  # of one core, for a worker; until there are results to estimate from
-CASES = ("sparsifiers", "updates", "lowrank", "wires")
+CASES = ("sparsifiers", "updates", "lowrank", "wires", "defaults", "longer")
 WIDEST = {"digits": 1.0, "lm": 2.0}  # points and percent; a wider interval at density 0.01 gets more seeds
 
 Records = dict[Case, dict[str, Any]]
@@ -52,7 +53,7 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
         "--cases",
         choices=CASES,
         default="sparsifiers",
-        help="updates: sync='updates'; lowrank: factors; wires: bits",
+        help="updates: sync='updates'; lowrank: factors; wires: bits; defaults, longer: see parity_defaults.py",
     )
     add("--jobs", type=int, default=2, help="runs at the same time")
     add("--seeds", type=int, default=3, help="repetitions; each has its own weights and batches, and folds")
@@ -104,7 +105,12 @@ def staged(args: Namespace) -> Iterator[tuple[list[Case], Sequence[int]]]:
     """Yield the stages of ``--cases``."""
     if args.cases == "updates":
         return parity_updates.stages()
-    others = {"lowrank": parity_low_rank.stages, "wires": parity_wires.stages}
+    others = {
+        "lowrank": parity_low_rank.stages,
+        "wires": parity_wires.stages,
+        "defaults": parity_defaults.defaults,
+        "longer": parity_defaults.longer,
+    }
     return others.get(args.cases, stages)(args.seeds)
 
 
@@ -146,6 +152,7 @@ def sync(case: Case) -> str:
     """Return in words what of the updates is exchanged, and what is not usual of it or of gradients."""
     usual = Case(task=case.task)
     names = ("wire", "every", "fragments", "overlap", "merging")
+    names = (*names, "clip", "rate", "flat")
     more = [f" {name}={getattr(case, name)}" for name in names if getattr(case, name) != getattr(usual, name)]
     return f"{'' if case.sync == 'gradients' else f' sync=updates carry={case.carry}'}{''.join(more)}"
 
@@ -245,6 +252,8 @@ def main() -> None:
         print("\n".join(parity_updates.tables({case: records[case] for case in matrix(args) if case in records})))
     elif args.report and args.cases == "wires":
         print("\n".join(parity_wires.tables({case: records[case] for case in matrix(args) if case in records})))
+    elif args.report and args.cases in ("defaults", "longer"):
+        print("\n".join(parity_defaults.tables({case: records[case] for case in matrix(args) if case in records})))
     elif args.report:
         parity_report.write(records, args.docs)
     if failed:

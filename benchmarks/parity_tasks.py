@@ -20,11 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import ConstantLR, LRScheduler, OneCycleLR
 
 import agmerge
 import agmerge.testing
+import parity_optimizers
+import sparsifiers
 from agmerge.options.config import is_small
+from parity_optimizers import ON_LM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -32,7 +35,7 @@ from digits import DigitsCNN, load  # noqa: E402  (found only through the line a
 from replicas import replicas_equal  # noqa: E402
 
 FOLDS = 5
-MOMENTUM, BETAS, EPS = 0.9, (0.9, 0.999), 1e-8
+BETAS, EPS = (0.9, 0.999), 1e-8
 REMEDIES = ("", "lr", "momentum", "update")
 CALM = ((1 - BETAS[0]) / (1 + BETAS[0])) ** 0.5  # a running mean's deviation, of what it averages; 0.23
 
@@ -52,7 +55,13 @@ RECIPES = {
     "digits": Recipe(
         steps=616, batch=32, lr={"sgd": 0.05, "adamw": 2e-3}, decay={"sgd": 5e-4, "adamw": 1e-2}, curve=14
     ),
-    "lm": Recipe(steps=800, batch=8, lr={"sgd": 0.1, "adamw": 3e-3}, decay={"sgd": 0.0, "adamw": 1e-2}, curve=10),
+    "lm": Recipe(
+        steps=800,
+        batch=8,
+        lr={name: lr for name, (lr, _) in ON_LM.items()},
+        decay={name: decay for name, (_, decay) in ON_LM.items()},
+        curve=10,
+    ),
 }
 HIGHER_IS_BETTER = {"digits": True, "lm": False}
 
@@ -76,6 +85,9 @@ class Case:
     every: int = 1
     fragments: int = 1
     overlap: int = 0
+    clip: float = 0.0  # the norm that gradients are clipped to; 0: they are not
+    rate: float = 1.0  # times the recipe's learning rate, which is about dense's best
+    flat: bool = False  # at a constant learning rate; else it rises and falls once
     halves: bool = False  # every worker sees a part of the corpus of its own; "lm" only
     fold: int = 0
     seed: int = 0
@@ -88,13 +100,15 @@ class Case:
     @property
     def dense(self) -> Case:
         """The run this one is held against."""
-        same = {name: getattr(self, name) for name in ("task", "optimizer", "workers", "halves", "fold", "seed")}
+        names = ("task", "optimizer", "workers", "clip", "rate", "flat", "halves", "fold", "seed")
+        same = {name: getattr(self, name) for name in names}
         return Case(**same)
 
     def recipe(self, steps: int | None = None) -> dict[str, Any]:
         """What a stored result must agree with to stand for this case."""
         recipe = asdict(RECIPES[self.task])
         chosen = {name: value[self.optimizer] if isinstance(value, dict) else value for name, value in recipe.items()}
+        chosen["lr"] *= self.rate
         if self.remedy in ("lr", "momentum"):  # Adam divides by the deviation of what it gets
             chosen["lr"] *= CALM
         return {**chosen, "steps": steps or recipe["steps"]}
@@ -223,8 +237,8 @@ def local_update(parameters: Sequence[Tensor], betas: tuple[float, float], eps: 
         parameter.register_hook(hook)
 
 
-def inner_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer as a script would make it."""
+def inner_optimizers(case: Case, model: nn.Module) -> list[torch.optim.Optimizer]:
+    """The optimizers as a script would make them: one, but for Muon."""
     recipe, parameters = case.recipe(), list(model.parameters())
     lr, decay = recipe["lr"], recipe["decay"]
     if case.remedy == "momentum":
@@ -232,20 +246,22 @@ def inner_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     if case.remedy == "update":
         # SGD's weight decay is decoupled where there is no momentum: lr * (direction + decay * p), as in AdamW.
         local_update(parameters, BETAS, EPS)
-        return torch.optim.SGD(parameters, lr=lr, weight_decay=decay)
-    if case.optimizer == "adamw":
-        betas = (0.0 if case.remedy == "momentum" else BETAS[0], BETAS[1])
-        return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=EPS, weight_decay=decay)
-    return torch.optim.SGD(parameters, lr=lr, momentum=MOMENTUM, weight_decay=decay)
+        return [torch.optim.SGD(parameters, lr=lr, weight_decay=decay)]
+    if case.remedy == "momentum":
+        return [torch.optim.AdamW(parameters, lr=lr, betas=(0.0, BETAS[1]), eps=EPS, weight_decay=decay)]
+    return parity_optimizers.made(case.optimizer, model, lr, decay)
 
 
 def wrapped(case: Case, model: nn.Module) -> agmerge.DistributedOptimizer:
     """The distributed optimizer of the case."""
+    inner = inner_optimizers(case, model)
+    selects = not case.rank and case.compressor in (*sparsifiers.names(), "none")
+    share = {"rank": case.rank} if case.rank else {"density": case.density} if selects else {}
     return agmerge.DistributedOptimizer(
-        inner_optimizer(case, model),
+        inner if len(inner) > 1 else inner[0],
         named_parameters=model.named_parameters(),
         compression=case.compressor,
-        **({"rank": case.rank} if case.rank else {"density": case.density}),
+        **share,
         memory=case.memory,
         wire=case.wire,
         merging=case.merging,
@@ -261,6 +277,29 @@ def sparse_share(model: nn.Module) -> float:
     return sparse / sum(sizes.values())
 
 
+def schedule_of(case: Case, optimizer: torch.optim.Optimizer, steps: int) -> LRScheduler:
+    """The learning rates of the case: each group's own is the highest."""
+    if case.flat:
+        return ConstantLR(optimizer, 1.0, steps)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    return OneCycleLR(optimizer, rates, steps, pct_start=0.2, cycle_momentum=False)
+
+
+def step_clipped(optimizer: agmerge.DistributedOptimizer, model: nn.Module, case: Case) -> None:
+    """Step, with gradients that are clipped where the case says so, as a script would."""
+    if not case.clip:
+        optimizer.step()
+        return
+    if case.sync == "updates":  # this worker's own, as without the library
+        nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+        optimizer.step()
+        return
+    optimizer.synchronize()
+    nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+
+
 def train(case: Case, steps: int | None = None) -> dict[str, Any]:
     """Run a case; its score, curve and traffic."""
     recipe = case.recipe(steps)
@@ -271,12 +310,12 @@ def train(case: Case, steps: int | None = None) -> dict[str, Any]:
     def worker(rank: int) -> dict[str, Any]:
         model = copy.deepcopy(task.model)
         optimizer = wrapped(case, model)
-        schedule = OneCycleLR(optimizer, recipe["lr"], recipe["steps"], pct_start=0.2, cycle_momentum=False)
+        schedule = schedule_of(case, optimizer, recipe["steps"])
         curve: list[tuple[int, float]] = []
         for step in range(recipe["steps"]):
             optimizer.zero_grad()
             task.loss(model, *task.batch(step, rank, case.workers)).backward()
-            optimizer.step()
+            step_clipped(optimizer, model, case)
             schedule.step()
             if rank == 0 and (step + 1) % every == 0:
                 with torch.no_grad(), optimizer.shared():

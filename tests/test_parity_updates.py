@@ -21,7 +21,7 @@ DIGITS = Case(task="digits", optimizer="adamw")
 def test_what_the_cases_write_out_are_the_librarys_defaults(case: Case) -> None:
     def settings(rank: int) -> list[dict[str, str]]:
         model = nn.Linear(64, 64)
-        inner, options = parity_tasks.inner_optimizer(case, model), {"exchange": "sparse"}
+        inner, options = parity_tasks.inner_optimizers(case, model)[0], {"exchange": "sparse"}
         usual = (
             agmerge.LocalOptimizer(inner, model.named_parameters(), **options)
             if case.every > 1

@@ -30,37 +30,52 @@ def told() -> Iterator[list[str]]:
         texts += [str(one.message) for one in heard]
 
 
-# The optimizer, other arguments, the compressor and the memory that they lead to.
+class Own(torch.optim.AdamW):
+    """A script's own: its step is not the one that was measured."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class Renamed(torch.optim.AdamW):
+    """A script's own that steps as its base does."""
+
+
+class Shampoo(torch.optim.SGD):
+    """By its name, one that mixes elements."""
+
+
+TWO_GROUPS: Make = lambda model: torch.optim.SGD(  # noqa: E731  as the others in the table
+    [{"params": [*model[0].parameters()]}, {"params": [*model[2:].parameters()], "momentum": 0.5}], lr=0.1
+)
+DAMPENED: Make = lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.1)  # noqa: E731
+PLAIN: Make = lambda model: sgd(model, momentum=0.0)  # noqa: E731
+DECAYED: Make = lambda model: sgd(model, weight_decay=1e-3)  # noqa: E731
+DENSITY = {"density": 0.01}
+
+# The optimizer, other arguments, the compressor and the memory that they lead to with exchange="sparse".
 CHOICES: dict[str, tuple[Make, dict[str, Any], str, str]] = {
-    "SGD with momentum": (sgd, {}, "dgc", "dgc"),
-    "SGD without": (lambda model: sgd(model, momentum=0.0), {}, "topk", "residual"),
-    "one group of two": (
-        lambda model: torch.optim.SGD(
-            [{"params": [*model[0].parameters()]}, {"params": [*model[2:].parameters()], "momentum": 0.5}], lr=0.1
-        ),
-        {},
-        "dgc",
-        "dgc",
-    ),
-    "dampening": (
-        lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.1),
-        {},
-        "topk",
-        "residual",
-    ),
-    "AdamW": (lambda model: torch.optim.AdamW(model.parameters()), {}, "topk", "residual"),
-    "RMSprop with momentum": (
-        lambda model: torch.optim.RMSprop(model.parameters(), momentum=0.9),
-        {},
-        "topk",
-        "residual",
-    ),
+    "SGD": (sgd, {}, "eden-2", "none"),
+    "SGD with decay": (DECAYED, {}, "eden-2", "none"),
+    "AdamW": (lambda model: torch.optim.AdamW(model.parameters()), {}, "eden-2", "none"),
+    "its step": (lambda model: Renamed(model.parameters()), {}, "eden-2", "none"),
+    "another step": (lambda model: Own(model.parameters()), {}, "eden-4", "none"),
+    "a mixing one": (lambda model: Shampoo(model.parameters(), lr=0.1), {}, "int8", "none"),
+    "density, momentum": (sgd, DENSITY, "dgc", "dgc"),
+    "density, momentum and decay": (DECAYED, DENSITY, "dgc", "dgc"),
+    "density, no momentum": (PLAIN, DENSITY, "topk", "residual"),
+    "density, one group of two": (TWO_GROUPS, DENSITY, "dgc", "dgc"),
+    "density, dampening": (DAMPENED, DENSITY, "topk", "residual"),
+    "density, AdamW": (lambda model: torch.optim.AdamW(model.parameters()), DENSITY, "topk", "residual"),
     "a residual is asked for": (sgd, {"memory": "residual"}, "topk", "residual"),
-    "no memory is asked for": (sgd, {"memory": "none"}, "topk", "none"),
-    "a momentum is asked for": (lambda model: sgd(model, momentum=0.0), {"memory": "dgc"}, "dgc", "dgc"),
+    "no memory is asked for": (sgd, {**DENSITY, "memory": "none"}, "topk", "none"),
+    "a momentum is asked for": (PLAIN, {"memory": "dgc"}, "dgc", "dgc"),
+    "bits of values": (sgd, {"wire": "int8"}, "dgc", "dgc"),
+    "a warm-up": (PLAIN, {"warmup": 5}, "topk", "residual"),
 }
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", CHOICES)
 def test_the_default_goes_by_the_optimizer(case: str) -> None:
     make, options, compressor, memory = CHOICES[case]
@@ -79,12 +94,74 @@ def test_the_default_goes_by_the_optimizer(case: str) -> None:
     assert found[:2] == (compressor, memory)
 
 
+# The optimizer, other arguments, and among what training chooses.
+CANDIDATES: dict[str, tuple[Make, dict[str, Any], tuple[str, ...]]] = {
+    "SGD": (sgd, {}, ("none", "int8", "eden-4", "eden-2")),
+    "another step": (lambda model: Own(model.parameters()), {}, ("none", "int8", "eden-4")),
+    "a mixing one": (lambda model: Shampoo(model.parameters(), lr=0.1), {}, ("none", "int8")),
+    "between nodes": (sgd, {"exchange": "two-level"}, ("int8", "eden-4", "eden-2")),
+    "a list": (sgd, {"compression": ["eden", "none", "8bit"]}, ("none", "int8", "eden-2")),
+}
+
+
+@pytest.mark.parametrize("case", CANDIDATES)
+def test_without_more_words_training_chooses(case: str) -> None:
+    make, options, candidates = CANDIDATES[case]
+
+    def body(rank: int, model: nn.Module) -> tuple[Any, ...]:
+        optimizer = agmerge.DistributedOptimizer(make(model), model.named_parameters(), **options)
+        train(model, optimizer, rank, range(2))
+        config = optimizer._reducer.config
+        first = "eden-4" if "eden-4" in candidates else candidates[1]
+        assert config.compressor.until_chosen == first and first in optimizer.stats()["wire"]
+        return config.compressor.candidates
+
+    with told() as texts:
+        assert agreed(on_ranks(2, MODEL, body)) == candidates
+    assert texts == []
+
+
+def test_a_choice_of_one_is_that_one() -> None:
+    def body(rank: int, model: nn.Module) -> str:
+        optimizer = wrap(model, compression=["eden-1"])
+        train(model, optimizer, rank, range(2))
+        return optimizer.stats()["compressor"]
+
+    assert agreed(on_ranks(2, MODEL, body)) == "eden-1"
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ([], "give at least one name"),
+        (["none", "topk"], "'topk' is none of them"),
+        (["none", "onebit"], "'onebit' needs error feedback"),
+        (["none", 3], "3 is none of them"),
+    ],
+)
+def test_a_choice_is_among_what_needs_no_memory(names: list[Any], words: str) -> None:
+    def body(rank: int, model: nn.Module) -> None:
+        with pytest.raises(ValueError, match=words):
+            wrap(model, compression=names)
+
+    on_ranks(1, MODEL, body)
+
+
+def test_what_asks_for_selection_without_a_name_is_said_in_one_line() -> None:
+    def body(rank: int, model: nn.Module) -> None:
+        train(model, wrap(model, sgd(model, momentum=0.0), compression="auto", wire="int8"), rank, range(2))
+
+    with told() as texts:
+        on_ranks(2, MODEL, body)
+    assert len(texts) == 1 and "wire='int8' asks for selection" in texts[0] and "compression='topk'" in texts[0]
+
+
 def test_auto_is_the_default_and_is_resolved_once() -> None:
     """A copy, or a checkpoint, goes on with what was chosen, whatever becomes of the groups."""
     assert inspect.signature(agmerge.DistributedOptimizer).parameters["compression"].default == "auto"
 
     def body(rank: int, model: nn.Module) -> list[str]:
-        optimizer = wrap(model, sgd(model, momentum=0.0), compression="auto")
+        optimizer = wrap(model, sgd(model, momentum=0.0), compression="auto", density=0.01)
         train(model, optimizer, rank, range(2))
         optimizer.param_groups[0]["momentum"] = 0.9
         train(model, optimizer, rank, range(2, 4))
@@ -92,16 +169,18 @@ def test_auto_is_the_default_and_is_resolved_once() -> None:
         saved = through_a_file(optimizer.state_dict())
         assert saved["agmerge"]["compressor"][0].startswith("topk(")
         _, copied = copy.deepcopy((model, optimizer))
-        optimizer.set_compressor("auto")
-        return [copied.stats()["compressor"], optimizer.stats()["compressor"]]
+        optimizer.set_compressor("auto", density=0.02)
+        found = [copied.stats()["compressor"], optimizer.stats()["compressor"]]
+        optimizer.set_compressor("auto")  # nobody has named a density now
+        return [*found, optimizer.stats()["compressor"]]
 
-    assert agreed(on_ranks(2, MODEL, body)) == ["topk", "dgc"]
+    assert agreed(on_ranks(2, MODEL, body)) == ["topk", "dgc", "eden-2"]
 
 
 def test_ranks_for_which_auto_stands_for_different_things_are_told() -> None:
     def body(rank: int, model: nn.Module) -> None:
         with pytest.raises(agmerge.RankMismatchError, match="compression: dgc on rank 0; topk on rank 1"):
-            wrap(model, sgd(model, momentum=0.0 if rank else 0.9), compression="auto")
+            wrap(model, sgd(model, momentum=0.0 if rank else 0.9), compression="auto", density=0.01)
 
     on_ranks(2, MODEL, body)
 

@@ -344,7 +344,7 @@ def test_rank_0_plans_over_several_steps_and_comes_to_the_same(monkeypatch: pyte
         monkeypatch.setattr(probe_budget, "SHARE", 0.0)
         ticks = itertools.count()  # pieces take 25 microseconds each, on rank 0
         clock = SimpleNamespace(perf_counter=lambda: probe_budget.LEAST / 40 * next(ticks))
-        monkeypatch.setattr(candidates, "time", clock)
+        monkeypatch.setattr(merging.pieces, "time", clock)
         spread, same = agreed(on_ranks(2, MODEL, body))
     assert same == plan and "probing" not in at_once and 2 <= spread.count("probing") <= 20
 
