@@ -7,8 +7,9 @@
 
 A sparsifier reads one 1-D vector and returns the places of its important coordinates; it never changes the vector and
 never communicates. A memory keeps, or drops, what was not sent. `Compressor` is what a sparsifier has in common with
-compressors that select nothing. This package needs torch, numpy and the standard library, and imports neither
-`agmerge` nor `merging`.
+compressors that select nothing: a `LowRank` sends two factors of a matrix, and a `Quantiser` every coordinate in few
+bits; `quantisers()` names these, and `quantiser(name)` makes one. This package needs torch, numpy and the standard
+library, and imports neither `agmerge` nor `merging`.
 """
 
 from __future__ import annotations

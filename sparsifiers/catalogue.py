@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from sparsifiers.adtopk import AdTopK, AdTopKFill, AdTopKRow
 from sparsifiers.base import Sparsifier
@@ -13,6 +14,10 @@ from sparsifiers.low_rank import ACPSGD, RANK, LowRank, PowerSGD, Ranks
 from sparsifiers.memories import Memory, NoMemory, Residual, ResidualGTopK
 from sparsifiers.quantising.base import Quantiser
 from sparsifiers.quantising.eden import Eden
+from sparsifiers.quantising.float8 import Float8
+from sparsifiers.quantising.linear import Int4, Int8
+from sparsifiers.quantising.onebit import OneBit
+from sparsifiers.quantising.stochastic import QSGD, TernGrad
 from sparsifiers.randomk import RandomK
 from sparsifiers.redsync import RedSync, RedSyncTrim
 from sparsifiers.registry import Registry
@@ -67,11 +72,35 @@ _low_rank: Registry[LowRank] = Registry(
 _low_rank.register("powersgd", PowerSGD)
 _low_rank.register("acpsgd", ACPSGD)
 
-_quantisers: Registry[Quantiser] = Registry("quantiser", Quantiser, aliases={"eden": "eden-2", "drive": "eden-1"})
+_quantisers: Registry[Quantiser] = Registry(
+    "quantiser",
+    Quantiser,
+    aliases={
+        "eden": "eden-2",
+        "drive": "eden-1",
+        "8bit": "int8",
+        "u8bit": "int8",
+        "bytegrad": "int8",
+        "qgz": "int8",
+        "4bit": "int4",
+        "float8": "fp8",
+        "e4m3": "fp8",
+        "signsgd": "onebit",
+        "efsignsgd": "onebit",
+        "signum": "onebit",
+        "1bit": "onebit",
+    },
+)
 _quantisers.register("eden-1", lambda: Eden(1))
 _quantisers.register("eden-2", lambda: Eden(2))
 _quantisers.register("eden-3", lambda: Eden(3))
 _quantisers.register("eden-4", lambda: Eden(4))
+_quantisers.register("int8", Int8)
+_quantisers.register("int4", Int4)
+_quantisers.register("fp8", Float8)
+_quantisers.register("qsgd", QSGD)
+_quantisers.register("terngrad", TernGrad)
+_quantisers.register("onebit", OneBit)
 
 _memories: Registry[Memory] = Registry("memory", Memory)
 _memories.register("none", NoMemory)
@@ -91,11 +120,14 @@ def get(name: str, density: float = 0.01, **options: object) -> Sparsifier:
     density: elements sent / elements, in (0, 1]. options: hyper-parameters of that sparsifier, see its class.
     ValueError for an unknown name or a density outside (0, 1]; TypeError for an option it does not have.
     """
+    if name in _quantisers and name not in _sparsifiers:
+        raise ValueError(f"{name!r} is a quantiser, no sparsifier; make it by sparsifiers.quantiser({name!r})")
     return _sparsifiers.create(name, density, **options)
 
 
 def register(name: str, factory: Callable[..., Sparsifier]) -> None:
     """Let `get(name, density, **options)` return `factory(density, **options)`. ValueError for a taken name."""
+    _refuse_taken(name, _low_rank, _quantisers)
     _sparsifiers.register(name, factory)
 
 
@@ -129,15 +161,26 @@ def is_quantiser(name: str) -> bool:
 
 
 def quantiser(name: str, **options: object) -> Quantiser:
-    """Make a quantiser by canonical name or alias, in any case, with or without hyphens and underscores."""
+    """Make a quantiser by canonical name or alias, in any case, with or without hyphens and underscores.
+
+    options: hyper-parameters of that quantiser, see its class. ValueError for an unknown name, a value that it cannot
+    have, or a type that this torch lacks; TypeError for an option that it does not have.
+    """
     return _quantisers.create(name, **options)
 
 
 def register_quantiser(name: str, factory: Callable[..., Quantiser]) -> None:
     """Let `quantiser(name, **options)` return `factory(**options)`. ValueError for a taken name."""
+    _refuse_taken(name, _sparsifiers, _low_rank)
     _quantisers.register(name, factory)
 
 
 def memory(name: str, **options: object) -> Memory:
     """Make a memory by name. ValueError for an unknown name; TypeError for an option it does not have."""
     return _memories.create(name, **options)
+
+
+def _refuse_taken(name: object, *others: Registry[Any]) -> None:
+    """Raise ValueError if compressors of another kind have this name: `compression=name` means one of all kinds."""
+    if any(name in other for other in others):
+        raise ValueError(f"the name {name!r} is taken by a compressor of another kind; choose another one")

@@ -1,4 +1,4 @@
-"""Check in one call that a sparsifier, or a low-rank compressor, keeps the contract: for tests of your own.
+"""Check in one call that a sparsifier, a low-rank compressor or a quantiser keeps the contract, in tests of your own.
 
     def test_mine() -> None:
         sparsifiers.conformance.check(Mine, beta=0.5)
@@ -10,26 +10,28 @@ was wrong and on which input. It runs on the CPU in a few seconds, and does not 
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
-import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sparsifiers.arguments import DTYPES, budget
 from sparsifiers.base import Selection, Sparsifier
 from sparsifiers.canonical import canonical
-from sparsifiers.catalogue import get, is_low_rank, memory
+from sparsifiers.catalogue import get, is_low_rank, is_quantiser, memory
 from sparsifiers.compressor import Kind
+from sparsifiers.conformance_checks import generators, require
 from sparsifiers.conformance_inputs import Case, cases, degenerate, drifting, gaussian, structured
 from sparsifiers.conformance_low_rank import check_low_rank
+from sparsifiers.conformance_quantiser import check_quantiser
 from sparsifiers.low_rank import LowRank
 from sparsifiers.magnitude import bit_view
+from sparsifiers.quantising.base import Quantiser
 
 SECONDS = 60.0  # on one input; a selection that takes longer counts as endless
 Maker = Callable[..., Sparsifier]  # called as make(density, **options)
@@ -39,7 +41,8 @@ def check(sparsifier: str | Callable[..., Any], *, at_least: float = 0.8, **opti
     """Raise AssertionError, with what was wrong and on which input, unless the sparsifier keeps the contract.
 
     sparsifier: a registered name, or a factory as given to `register`: factory(density, **options). Or the name, or
-        the class, of a low-rank compressor: see `sparsifiers.conformance_low_rank`.
+        the class, of a low-rank compressor: see `sparsifiers.conformance_low_rank`. Or the name or the class of a
+        quantiser, or a factory of one, which needs no density: see `sparsifiers.conformance_quantiser`.
     at_least: the part of k that must be sent wherever there are k non-zeros; 0 for a threshold that the user fixes,
         which sends what it finds and is not the same for a scaled vector.
     options: hyper-parameters, passed on to the sparsifier, whose own exceptions pass through.
@@ -47,6 +50,9 @@ def check(sparsifier: str | Callable[..., Any], *, at_least: float = 0.8, **opti
 
     if isinstance(sparsifier, str) and is_low_rank(sparsifier) or _makes_low_rank(sparsifier):
         check_low_rank(sparsifier, **options)
+        return
+    if isinstance(sparsifier, str) and is_quantiser(sparsifier) or _makes_quantiser(sparsifier, options):
+        check_quantiser(sparsifier, **options)
         return
 
     def make(density: float = 0.01, **more: object) -> Sparsifier:
@@ -70,6 +76,17 @@ def _makes_low_rank(factory: object) -> bool:
     return isinstance(factory, type) and issubclass(factory, LowRank)
 
 
+def _makes_quantiser(factory: object, options: Mapping[str, object]) -> bool:
+    """Return whether a factory makes a quantiser of these options alone: a sparsifier's needs a density."""
+    if isinstance(factory, str | type) or not callable(factory):
+        return isinstance(factory, type) and issubclass(factory, Quantiser)
+    try:
+        inspect.signature(factory).bind(**options)
+    except (TypeError, ValueError):
+        return False
+    return isinstance(factory(**options), Quantiser)
+
+
 def selected(sparsifier: Sparsifier, case: Case, at_least: float, **request: Any) -> Tensor:
     """Select once, check everything that a single call promises, and return the indices, int64[count]."""
     vector, n = case.vector, case.vector.numel()
@@ -78,36 +95,36 @@ def selected(sparsifier: Sparsifier, case: Case, at_least: float, **request: Any
     k = request.get("k") or budget(sparsifier.density, n)
     slots = {name: value for name, value in request.items() if name != "key"}
     capacity = sparsifier.capacity(n, **slots)
-    before, version, generators = vector.clone(), vector._version, _generators()
+    before, version, drawn = vector.clone(), vector._version, generators()
     selection = sparsifier.select(vector, **request)
-    _require(_generators() == generators, "a generator of the process was used", where)
+    require(generators() == drawn, "a generator of the process was used", where)
     same = vector._version == version and torch.equal(bit_view(vector), bit_view(before))
-    _require(same, "the vector was changed", where)
-    _require(isinstance(selection, Selection), f"select returned no Selection but {type(selection).__name__}", where)
+    require(same, "the vector was changed", where)
+    require(isinstance(selection, Selection), f"select returned no Selection but {type(selection).__name__}", where)
     indices, count = selection.indices, int(selection.count)
-    _require(indices.dtype == torch.int32, f"indices are {indices.dtype}, not int32", where)
-    _require(indices.device == vector.device, f"indices are on {indices.device}", where)
-    _require(sparsifier.capacity(n, **slots) == capacity, "capacity changed with a call", where)
-    _require(len(indices) == capacity, f"{len(indices)} slots, but capacity says {capacity}", where)
-    _require(capacity <= k, f"capacity is {capacity}, more than k = {k}", where)
-    _require(0 <= count <= capacity, f"count is {count}, outside [0, {capacity}]", where)
-    _require(bool(((indices >= 0) & (indices < n)).all()), f"an index lies outside [0, {n})", where)
+    require(indices.dtype == torch.int32, f"indices are {indices.dtype}, not int32", where)
+    require(indices.device == vector.device, f"indices are on {indices.device}", where)
+    require(sparsifier.capacity(n, **slots) == capacity, "capacity changed with a call", where)
+    require(len(indices) == capacity, f"{len(indices)} slots, but capacity says {capacity}", where)
+    require(capacity <= k, f"capacity is {capacity}, more than k = {k}", where)
+    require(0 <= count <= capacity, f"count is {count}, outside [0, {capacity}]", where)
+    require(bool(((indices >= 0) & (indices < n)).all()), f"an index lies outside [0, {n})", where)
     chosen = selection.trimmed()
-    _require(bool((chosen[1:] > chosen[:-1]).all()), "indices are not ascending and unique", where)
+    require(bool((chosen[1:] > chosen[:-1]).all()), "indices are not ascending and unique", where)
     if case.finite and int(vector.count_nonzero()) >= k:
-        _require(count >= at_least * k, f"only {count} of k = {k} were sent, less than {at_least} k", where)
+        require(count >= at_least * k, f"only {count} of k = {k} were sent, less than {at_least} k", where)
     return chosen
 
 
 def _construction(make: Maker) -> None:
     """Check that name, density and options make a sparsifier again, and that its text tells settings apart."""
     made = make(0.125)
-    _require(isinstance(made, Sparsifier), "the factory made no Sparsifier", repr(made))
-    _require(made.density == 0.125, f"density is {made.density}, not the 0.125 it was made with", repr(made))
+    require(isinstance(made, Sparsifier), "the factory made no Sparsifier", repr(made))
+    require(made.density == 0.125, f"density is {made.density}, not the 0.125 it was made with", repr(made))
     again = make(made.density, **made.options())
-    _require(repr(again) == repr(made), f"made again from its options it is {again!r}", repr(made))
-    _require(repr(make(0.25)) != repr(made), "repr does not tell two densities apart", repr(made))
-    _require(" at 0x" not in repr(made), "repr holds an address, so it differs between ranks", repr(made))
+    require(repr(again) == repr(made), f"made again from its options it is {again!r}", repr(made))
+    require(repr(make(0.25)) != repr(made), "repr does not tell two densities apart", repr(made))
+    require(" at 0x" not in repr(made), "repr holds an address, so it differs between ranks", repr(made))
     try:
         make(0.125, no_such_option=1)
     except TypeError:
@@ -118,10 +135,10 @@ def _construction(make: Maker) -> None:
 def _protocol(made: Sparsifier) -> None:
     """Check what a compressor says of itself."""
     where = repr(made)
-    _require(isinstance(made.name, str) and bool(made.name), f"name is {made.name!r}, no text", where)
-    _require(made.kind is Kind.SPARSE, f"kind is {made.kind!r}, not Kind.SPARSE", where)
+    require(isinstance(made.name, str) and bool(made.name), f"name is {made.name!r}, no text", where)
+    require(made.kind is Kind.SPARSE, f"kind is {made.kind!r}, not Kind.SPARSE", where)
     claim = made.same_on_all_ranks
-    _require(isinstance(claim, bool), f"same_on_all_ranks is {claim!r}, neither True nor False", where)
+    require(isinstance(claim, bool), f"same_on_all_ranks is {claim!r}, neither True nor False", where)
     try:
         memory(made.memory)
     except (TypeError, ValueError) as error:
@@ -156,7 +173,7 @@ def _selections(make: Maker, at_least: float) -> None:
     for case in chain(cases(), structured(), degenerate()):
         _in_time(lambda case=case: all_of(case), case)  # type: ignore[misc]
     empty = Case("nothing", torch.empty(0))
-    _require(len(selected(make(0.01), empty, at_least)) == 0, "something was selected", str(empty))
+    require(len(selected(make(0.01), empty, at_least)) == 0, "something was selected", str(empty))
 
 
 def _dtypes_and_strides(make: Maker, at_least: float) -> None:
@@ -167,9 +184,9 @@ def _dtypes_and_strides(make: Maker, at_least: float) -> None:
             strided = Case("gaussian of stride 3", plain.vector.repeat_interleave(3)[::3])
             for step in range(2):
                 expected, chosen = (selected(make(0.02), case, at_least, step=step) for case in (plain, strided))
-                _require(torch.equal(chosen, expected), "a stride changes the selection", str(strided))
+                require(torch.equal(chosen, expected), "a stride changes the selection", str(strided))
     indices = make(0.02).select(gaussian(1000).requires_grad_()).indices
-    _require(not indices.requires_grad, "indices require grad", repr(make(0.02)))
+    require(not indices.requires_grad, "indices require grad", repr(make(0.02)))
 
 
 def _symmetries(make: Maker, at_least: float) -> None:
@@ -232,7 +249,7 @@ def _run(
 def _same(chosen: list[Tensor], expected: list[Tensor], what: str, make: Maker) -> None:
     for place, (indices, wanted) in enumerate(zip(chosen, expected, strict=True)):
         where = f"{make(0.02)!r} on {drifting(0)}, selection {place} of {len(chosen)}"
-        _require(torch.equal(indices, wanted), f"the selection is not the same: {what}", where)
+        require(torch.equal(indices, wanted), f"the selection is not the same: {what}", where)
 
 
 def _in_time(call: Callable[[], None], case: Case) -> None:
@@ -249,17 +266,6 @@ def _in_time(call: Callable[[], None], case: Case) -> None:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(SECONDS)
-    _require(bool(ended), f"select has not returned after {SECONDS} s", str(case))
+    require(bool(ended), f"select has not returned after {SECONDS} s", str(case))
     if ended[0] is not None:
         raise ended[0]
-
-
-def _generators() -> tuple[object, ...]:
-    """Return the states of the process's generators: torch's, Python's and numpy's."""
-    name, words, *rest = np.random.get_state(legacy=True)
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), name, np.asarray(words).tobytes(), rest
-
-
-def _require(holds: bool, what: str, where: str) -> None:
-    if not holds:
-        raise AssertionError(f"{what}: {where}")

@@ -52,6 +52,8 @@ class Quantiser(Compressor):
     def _decode(self, data: Tensor, draws: Draws, size: int) -> Tensor:
         """Return what receivers read of `data`, uint8[n, record_bytes(size)]: a new float32[n, size].
 
+        Bytes that are all 0 have to be read as zeros: a sender writes them for a tensor without a gradient.
+
         draws: those that `_encode` had.
         """
 

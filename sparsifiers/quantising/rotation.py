@@ -23,7 +23,7 @@ def hadamard(rows: Tensor) -> Tensor:
 
 
 def folded(rows: Tensor) -> Tensor:
-    """Return the sums of ``rows``, (n, size), size a power of two: (n,). Halves are added, so rounding has one order."""
+    """Return the sums of ``rows``, (n, size), size a power of two: (n,). Halves are added: rounding has one order."""
     half = rows.shape[1]
     while half > 1:
         half //= 2

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import sparsifiers
-from sparsifiers import Memory, Sparsifier, catalogue
+from sparsifiers import Memory, Quantiser, Sparsifier, catalogue
+from sparsifiers.quantising.linear import Int8
 from sparsifiers.topk import TopK
 
 
@@ -31,10 +32,11 @@ class Doubled(TopK):
 
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
-    before = dict(catalogue._sparsifiers._factories)
+    kept = [(registry, dict(registry._factories)) for registry in (catalogue._sparsifiers, catalogue._quantisers)]
     yield
-    catalogue._sparsifiers._factories.clear()
-    catalogue._sparsifiers._factories.update(before)
+    for registry, before in kept:
+        registry._factories.clear()
+        registry._factories.update(before)  # type: ignore[arg-type]
 
 
 def test_names_are_canonical() -> None:
@@ -170,6 +172,106 @@ def test_memories_by_name() -> None:
     known = "none, residual, dgc, residualgtopk"
     with pytest.raises(ValueError, match=rf"unknown memory 'residuals'; known: {known}; did you mean"):
         sparsifiers.memory("residuals")
+
+
+def test_quantisers_by_name() -> None:
+    """Also after the package `quantising` was imported: its name is not that of the function."""
+    names = ("eden-1", "eden-2", "eden-3", "eden-4", "int8", "int4", "fp8", "qsgd", "terngrad", "onebit")
+    assert sparsifiers.quantisers() == names
+    for name in names:
+        made = sparsifiers.quantiser(name)
+        assert isinstance(made, Quantiser) and made.name == name and sparsifiers.is_quantiser(name)
+        assert sparsifiers.quantiser(name) is not made
+        assert name not in sparsifiers.names() and name not in sparsifiers.low_rank_names()
+        assert not sparsifiers.is_low_rank(name)
+    assert not any(map(sparsifiers.is_quantiser, (*sparsifiers.names(), *sparsifiers.low_rank_names(), "none", "fp16")))
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ("eden", "eden-2"),
+        ("EDEN_2", "eden-2"),
+        ("eden4", "eden-4"),
+        ("drive", "eden-1"),
+        ("8bit", "int8"),
+        ("8-bit", "int8"),
+        ("u8bit", "int8"),
+        ("ByteGrad", "int8"),
+        ("qgZ", "int8"),
+        ("INT-8", "int8"),
+        ("4bit", "int4"),
+        ("float8", "fp8"),
+        ("E4M3", "fp8"),
+        ("QSGD", "qsgd"),
+        ("TernGrad", "terngrad"),
+        ("signSGD", "onebit"),
+        ("EFSignSGD", "onebit"),
+        ("Signum", "onebit"),
+        ("1bit", "onebit"),
+        ("one_bit", "onebit"),
+    ],
+)
+def test_quantisers_as_papers_and_people_write_them(said: str, name: str) -> None:
+    assert sparsifiers.is_quantiser(said) and sparsifiers.quantiser(said).name == name
+    assert said not in sparsifiers.quantisers()
+
+
+@pytest.mark.parametrize("other", ["natural", "inceptionn", "adaq", "sketch", "topk", "powersgd", "fp16", ""])
+def test_what_is_no_quantiser(other: str) -> None:
+    assert not sparsifiers.is_quantiser(other)
+    with pytest.raises(ValueError, match=rf"unknown quantiser '{other}'; known: eden-1, .*, onebit"):
+        sparsifiers.quantiser(other)
+
+
+@pytest.mark.parametrize("name", ["int8", "8bit", "EDEN"])
+def test_a_quantiser_is_no_sparsifier_and_the_error_says_what_to_call(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"'{name}' is a quantiser, no .*sparsifiers\.quantiser\('{name}'\)"):
+        sparsifiers.get(name)
+
+
+def test_options_of_quantisers() -> None:
+    assert repr(sparsifiers.quantiser("qsgd", bits=8)) == "qsgd(bits=8, norm='max')"
+    with pytest.raises(TypeError, match="quantiser 'qsgd' has no option 'levels'; it accepts bits, norm"):
+        sparsifiers.quantiser("qsgd", levels=7)
+    for name in set(sparsifiers.quantisers()) - {"qsgd"}:
+        with pytest.raises(TypeError, match=f"quantiser '{name}' has no option 'bits'; it accepts none"):
+            sparsifiers.quantiser(name, bits=4)
+
+
+class Halved(Int8):
+    """int8 with an option, as a user would write it."""
+
+    name = "halved"
+
+    def __init__(self, factor: float = 0.5) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def options(self) -> dict[str, object]:
+        return {"factor": self.factor}
+
+
+def test_register_a_quantiser() -> None:
+    sparsifiers.register_quantiser("halved", Halved)
+    assert sparsifiers.quantisers()[-1] == "halved" and sparsifiers.is_quantiser("HALVED")
+    assert repr(sparsifiers.quantiser("halved", factor=0.25)) == "halved(factor=0.25)"
+    assert "halved" not in sparsifiers.names()
+    sparsifiers.register_quantiser("broken", lambda: TopK())  # type: ignore[arg-type, return-value]
+    with pytest.raises(TypeError, match=r"'broken' returned topk\(density=0.01\), which is no Quantiser"):
+        sparsifiers.quantiser("broken")
+
+
+def test_a_name_belongs_to_one_compressor_of_all_kinds() -> None:
+    for taken in ("int8", "eden", "One_Bit"):
+        with pytest.raises(ValueError, match=f"'{taken}' is taken"):
+            sparsifiers.register_quantiser(taken, Halved)
+    for taken in ("topk", "GlobalTopK", "powersgd", "acp"):
+        with pytest.raises(ValueError, match=f"'{taken}' is taken by a compressor of another kind"):
+            sparsifiers.register_quantiser(taken, Halved)
+    for taken in ("int8", "8-bit", "powersgd"):
+        with pytest.raises(ValueError, match=f"'{taken}' is taken by a compressor of another kind"):
+            sparsifiers.register(taken, Doubled)
 
 
 def test_what_the_package_shows() -> None:

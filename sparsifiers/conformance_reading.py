@@ -1,0 +1,193 @@
+"""Check what is read of the records of a quantiser: zeros, extremes, errors, means, and sums of several messages."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from sparsifiers.catalogue import quantiser
+from sparsifiers.conformance_checks import require
+from sparsifiers.conformance_inputs import gaussian
+from sparsifiers.conformance_records import DRAWS, decoded, encoded, inputs, same_bits, where_of
+from sparsifiers.quantising.base import Quantiser
+from sparsifiers.quantising.draws import Draws, key_of
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of values
+BIASED = 0.03  # share of a vector, and of its coordinates beside the largest, that its mean over draws may lack
+NOISE = 0.15  # share by which the noise may be another one than announced
+COPIES = 2048  # draws of which the mean is taken
+FACTORS = (2.0**-99, 2.0**-20, 8.0, 2.0**20, 2.0**99)  # from 1e-30 to 1e30
+EXTREMES = (3e38, 1e36, 1e-28, 1e-31, 1e-33, 1e-36, 1e-38, 1e-41)
+SENDERS = 256  # at most: what they say must have a finite sum
+LARGEST = 2.0**128 * (1 - 2.0**-16)  # of a sum, with room for what is rounded up while adding
+NORMAL = 2.0**-126  # the least float32 that is not subnormal
+
+
+def check_reading(made: Quantiser, size: int) -> None:
+    """Raise AssertionError, with what was wrong and on which input, unless blocks of ``size`` are read as they must."""
+    _zeros(made, size)
+    _not_finite(made, size)
+    _factors(made, size)
+    if made.unbiased:
+        _mean(made, size)
+    else:
+        for name, values in inputs(size):
+            _error(made, size, name, values)
+    _extremes(made, size)
+    _tails(made, size)
+    _dtypes(made, size)
+    _sums(made, size)
+
+
+def check_noise(made: Quantiser) -> None:
+    """Raise AssertionError unless normally distributed blocks are read with the error that is announced."""
+    values = gaussian(1024 * 256)
+    read = decoded(made, encoded(made, values, 256), 256).view(-1).double()
+    noise = float((read - values.double()).square().sum() / values.double().square().sum())
+    right = abs(noise - made.noise) <= NOISE * made.noise if made.noise else noise < 1e-4
+    require(right, f"noise is {noise:.3g}, not {made.noise:.3g}", where_of(made, 256, "normal"))
+
+
+def _zeros(made: Quantiser, size: int) -> None:
+    """Check that zeros are read as zeros, also beside other blocks."""
+    values = gaussian(4 * size)
+    values[: 2 * size] = 0.0
+    values[size : size + 7] = -0.0
+    read = decoded(made, encoded(made, values, size), size)
+    require(bool((read[:2] == 0.0).all()), "a block of zeros is not read as zeros", where_of(made, size, "zeros"))
+    read = decoded(made, torch.zeros(2, made.record_bytes(size), dtype=torch.uint8), size)
+    require(bool((read == 0.0).all()), "bytes of 0, for no gradient, are not read as zeros", where_of(made, size))
+
+
+def _not_finite(made: Quantiser, size: int) -> None:
+    """Check that a value that is not finite makes its block NaN, and no other."""
+    values = gaussian(4 * size)
+    records = encoded(made, values, size)
+    for name, value in (("nan", math.nan), ("inf", math.inf), ("-inf", -math.inf)):
+        where = where_of(made, size, f"one {name}")
+        bad = values.clone()
+        bad[size + 9] = value
+        written, squares = encoded(made, bad, size), torch.zeros(1, dtype=torch.float64)
+        read = decoded(made, written, size)
+        require(bool(read[1].isnan().all()), "a block that is not finite is not read as NaN", where)
+        same = torch.equal(written[[0, 2, 3]], records[[0, 2, 3]]) and bool(read[[0, 2, 3]].isfinite().all())
+        require(same, "a block that is not finite changes another one", where)
+        made.encode(bad, size, DRAWS, written.view(-1), squares)
+        require(not bool(squares.isfinite().any()), "squares are finite, and a value is not", where)
+
+
+def _factors(made: Quantiser, size: int) -> None:
+    """Check that a vector times a power of two is read as so many times what is read of the vector, to the bit."""
+    values = gaussian(4 * size).clamp(-3.9, 3.9)
+    read = decoded(made, encoded(made, values, size), size)
+    for factor in FACTORS:
+        times = decoded(made, encoded(made, values * factor, size), size)
+        where = where_of(made, size, f"normal times {factor:.2g}")
+        require(same_bits(times, read * factor), "a factor changes more than the scale of what is read", where)
+
+
+def _extremes(made: Quantiser, size: int) -> None:
+    """Check that what is read is never infinite, not even when added up, and never subnormal, when it is divided."""
+    for magnitude in EXTREMES:
+        where = where_of(made, size, f"magnitudes of {magnitude:.0e}")
+        signs, uniform = gaussian(2 * size).sign(), gaussian(2 * size, 1).erf()
+        alike = decoded(made, encoded(made, signs * magnitude, size), size)
+        spread = decoded(made, encoded(made, uniform * magnitude, size), size)
+        for read in (alike, spread):
+            total = SENDERS * float(read.double().abs().max())
+            require(total < LARGEST, f"what {SENDERS} senders say has no finite sum", where)
+            quotient = read / SENDERS
+            normal = (quotient == 0.0) | (quotient.abs() >= NORMAL)
+            require(bool(normal.all()), f"what is read, divided by {SENDERS} senders, is subnormal", where)
+        require(magnitude < 1.0 or bool(alike.any()), "large values are read as zeros", where)
+
+
+def _error(made: Quantiser, size: int, name: str, values: Tensor) -> None:
+    """Check that what is read is no farther from a block than zeros are: else error feedback would have no end."""
+    read = decoded(made, encoded(made, values, size), size).double()
+    blocks = values.view(-1, size).double()
+    errors, squares = (read - blocks).square().sum(dim=1), blocks.square().sum(dim=1)
+    nearer = bool((errors <= 1.001 * squares).all())
+    require(nearer, "it is biased, and the error of a block is larger than the block", where_of(made, size, name))
+
+
+def _mean(made: Quantiser, size: int) -> None:
+    """Check that the mean over draws is the vector: all of it, its largest coordinate, and the others together."""
+    for share in (0.0, 0.5, 0.9, 0.99):
+        block = gaussian(size)
+        block[3] = 0.0
+        block[3] = block.norm() * math.sqrt(share / (1 - share))
+        where = where_of(made, size, f"normal, one coordinate with {share:.0%} of the energy")
+        read = decoded(made, encoded(made, block.repeat(COPIES), size), size).double()
+        exact = block.double()
+        largest = exact.abs() == exact.abs().max()
+        for which, what in ((largest, "the largest coordinate is"), (~largest, "all but the largest coordinate are")):
+            gains = read[:, which] @ exact[which] / exact[which].square().sum()
+            gain, deviation = float(gains.mean()), float(gains.std()) / math.sqrt(COPIES)
+            right = abs(gain - 1.0) <= BIASED + 5.0 * deviation
+            require(right, f"it says that it is unbiased, but on average {what} read {gain:.3f} times", where)
+        mean = read.mean(dim=0)
+        chance = float((read - mean).square().sum(dim=1).mean()) / COPIES
+        error, energy = float((mean - exact).square().sum()), float(exact.square().sum())
+        right = error <= BIASED**2 * energy + 3.0 * chance
+        require(right, f"it says that it is unbiased, but the mean is off by {math.sqrt(error / energy):.3f}", where)
+
+
+def _tails(made: Quantiser, size: int) -> None:
+    """Check vectors that do not fill their last block."""
+    for tail in (1, size // 2 + 3, size - 1):
+        where = where_of(made, size, f"normal, {tail} values behind two blocks")
+        values = gaussian(2 * size + tail)
+        records = encoded(made, values, size)
+        same = torch.equal(encoded(made, values[: 2 * size], size), records[:2])
+        same = same and torch.equal(encoded(made, values[2 * size :], size, DRAWS.after(2)), records[2:])
+        require(same, "a block that is not full changes another one, or is changed by it", where)
+        read = torch.full((3 * size,), 7.0)
+        made.decode_sum([records.view(-1)], [DRAWS], size, 1.0, read[: values.numel()])
+        require(bool((read[values.numel() :] == 7.0).all()), "something is written behind the vector", where)
+        read = read[: values.numel()]
+        require(bool(read.isfinite().all()), "finite values are not read as finite ones", where)
+        blocks = decoded(made, records, size).view(-1)
+        require(same_bits(read, blocks[: len(read)]), "its length changes what is read", where)
+        last, error = values[2 * size :], (read - values)[2 * size :]
+        nearer = made.unbiased or float(error.norm()) <= 1.001 * float(last.norm())
+        require(nearer, "it is biased, and the error of a block that is not full is larger than the block", where)
+
+
+def _dtypes(made: Quantiser, size: int) -> None:
+    """Check that values of each dtype are quantised as the float32 they are equal to, and results rounded once."""
+    for dtype in DTYPES:
+        where = f"{where_of(made, size, 'normal')}, {dtype}"
+        values = gaussian(3 * size).to(dtype)
+        records = encoded(made, values, size)
+        require(torch.equal(records, encoded(made, values.float(), size)), "float32 has other bytes", where)
+        out = torch.empty(3 * size, dtype=dtype)
+        made.decode_sum([records.view(-1)], [DRAWS], size, 0.3, out)
+        expected = decoded(made, records, size, scale=0.3).view(-1).to(dtype)
+        require(same_bits(out, expected), "what is read is not that of float32, rounded", where)
+
+
+def _sums(made: Quantiser, size: int) -> None:
+    """Check that messages are added in their order, in float32, and that a sum is quantised as any other vector."""
+    where = where_of(made, size, "three normal vectors of unlike scale")
+    draws = [Draws(key_of(7, sender), DRAWS.first) for sender in range(3)]
+    vectors = [gaussian(5 * size, sender) * 1000.0**sender for sender in (1, 0, 2)]
+    records = [encoded(made, vector, size, each) for vector, each in zip(vectors, draws, strict=True)]
+    first, *others = [decoded(made, data, size, each) for data, each in zip(records, draws, strict=True)]
+    for read in others:
+        first = first + read
+    expected = (first * 0.3).view(-1)
+    messages = [data.view(-1) for data in records]
+    for dtype in DTYPES:
+        total = torch.empty(5 * size, dtype=dtype)
+        made.decode_sum(messages, draws, size, 0.3, total)
+        same = same_bits(total, expected.to(dtype))
+        require(same, f"the sum is not that of its terms in their order, rounded to {dtype}", where)
+    for second in (made, quantiser("int8")):
+        wanted = encoded(second, expected, size)
+        written = torch.full_like(wanted, 0xA5)
+        made.encode_sum(messages, draws, size, 0.3, second, DRAWS, written.view(-1))
+        same = torch.equal(written, wanted)
+        require(same, f"encode_sum writes other bytes than {second!r} does of the sum", where)
