@@ -52,6 +52,11 @@ CONTENDERS: dict[str, Contender] = {
     "floor": Contender("floor"),
     "passes alone": Contender("passes", (("density", 0.01),)),
     "agmerge": ours(warm=60),
+    "agmerge eden-1": ours(compression="eden-1"),
+    "agmerge eden-2": ours(compression="eden-2"),
+    "agmerge eden-4": ours(compression="eden-4"),
+    "agmerge int8": ours(compression="int8"),
+    "agmerge dgc": ours(compression="dgc", exchange="sparse"),
     "agmerge topk": ours(compression="topk", exchange="sparse"),
     "agmerge topk fp16": ours(compression="topk", exchange="sparse", wire="fp16"),
     "agmerge dgc int8": ours(compression="dgc", exchange="sparse", wire="int8"),
@@ -66,6 +71,7 @@ CONTENDERS: dict[str, Contender] = {
     "Horovod": Contender("horovod", horovod="gloo"),
     "Horovod fp16": Contender("horovod", (("fp16", True),), horovod="gloo"),
     "DDP": Contender("ddp"),
+    "DDP bf16": Contender("ddp", (("bf16", True),)),
     "DDP PowerSGD": Contender("ddp", (("rank", RANK),), warm=6),
 }
 
@@ -214,7 +220,7 @@ def passes(work: Any, optimizer: Any, *, density: float) -> tuple[int, Step, Fig
 def agmerge(work: Any, optimizer: Any, backend: str = "torch", **options: Any) -> tuple[int, Step, Figures]:
     """This library."""
     import agmerge as library
-    from agmerge.exchanges.way import OWN, wire_of
+    from agmerge.exchanges.way import OWN, quantiser_of, wire_of
 
     library.init(backend)
     named = list(work.model.named_parameters())
@@ -229,6 +235,7 @@ def agmerge(work: Any, optimizer: Any, backend: str = "torch", **options: Any) -
         plan, told = wrapped.plan, wrapped.stats()
         dense = sum(plan.dense) if options.get("compression") != "none" else len(plan.counts)
         wire = options.get("wire", wire_of(plan)).replace(OWN, "fp32")
+        wire = quantiser_of(plan)[0] if quantiser_of(plan)[0] != OWN else wire
         seconds = told["exposed_seconds"] / told["steps"]
         return {"buffers": len(plan.counts), "dense": dense, "exposed": seconds, "wire": wire}
 
@@ -251,8 +258,11 @@ def horovod(work: Any, optimizer: Any, *, fp16: bool = False) -> tuple[int, Step
     return hvd.rank(), step, _nothing
 
 
-def powered(model: Any, *, rank: int = 0) -> Any:
-    """Collective. Return ``model`` in DistributedDataParallel; ``rank`` not 0: with PowerSGD's hook, in one bucket."""
+def powered(model: Any, *, rank: int = 0, bf16: bool = False) -> Any:
+    """Collective. Return ``model`` in DistributedDataParallel; ``rank`` not 0: with PowerSGD's hook, in one bucket.
+
+    ``bf16``: with its hook that casts.
+    """
     import torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook as power
     from torch.nn.parallel import DistributedDataParallel
 
@@ -261,13 +271,17 @@ def powered(model: Any, *, rank: int = 0) -> Any:
     if rank:
         state = power.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
         parallel.register_comm_hook(state, power.powerSGD_hook)
+    if bf16:
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+        parallel.register_comm_hook(None, bf16_compress_hook)
     return parallel
 
 
-def ddp(work: Any, optimizer: Any, *, rank: int = 0) -> tuple[int, Step, Figures]:
-    """PyTorch's DistributedDataParallel; ``rank`` not 0: with its PowerSGD hook."""
+def ddp(work: Any, optimizer: Any, *, rank: int = 0, bf16: bool = False) -> tuple[int, Step, Figures]:
+    """PyTorch's DistributedDataParallel; ``rank`` not 0: with its PowerSGD hook; ``bf16``: with the one that casts."""
     here, _ = _torch_group()
-    work.model = powered(work.model, rank=rank)
+    work.model = powered(work.model, rank=rank, bf16=bf16)
     return here, alone(work, optimizer)[1], _nothing
 
 

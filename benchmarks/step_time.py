@@ -47,8 +47,8 @@ CELLS = [
     *[("gpt2", rate, 4) for rate in ("200mbit", "1gbit", "none")],
 ]
 # Where not all contenders take part.
-LIGHT = ("no exchange", FLOOR, "agmerge", "agmerge topk", "agmerge topk fp16", "agmerge powersgd", "agmerge acpsgd",
-         "Horovod", "Horovod fp16", "DDP", "DDP PowerSGD", f"{FLOOR} again")  # fmt: skip
+LIGHT = ("no exchange", FLOOR, "agmerge", "agmerge eden-2", "agmerge eden-4", "agmerge topk", "agmerge powersgd",
+         "agmerge acpsgd", "Horovod", "Horovod fp16", "DDP", "DDP bf16", "DDP PowerSGD", f"{FLOOR} again")  # fmt: skip
 WHOLE = [("gpt2", rate, 2) for rate in ("200mbit", "1gbit")]
 MOST = 0.25  # of the seconds of a slow contender, that one block may take: it takes fewer steps a block
 NEAR = 2.0  # times the floor
