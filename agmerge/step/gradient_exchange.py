@@ -50,11 +50,13 @@ class Combined:
         is not in here.
         """
         received = {slot.name for segment, *_ in self.buffers.received for slot in segment.slots}
-        return {
+        updates = {
             slot.name: self.buffers.update(slot) if self._zero_unused or self._round.has_update(slot) else None
             for slot in self._round.slots()
             if slot.name not in received
         }
+        self.buffers.in_place.let_go()  # else gradients would be held until the next backward pass
+        return updates
 
 
 class GradientExchange(AgreedState):
@@ -177,6 +179,7 @@ class GradientExchange(AgreedState):
         """Begin the step anew: nothing of it is kept, neither in residuals nor in what a compressor remembers."""
         if self._round is not None:
             self._round.undo()
+            self._round.buffers.in_place.let_go()
         self._handed, self._round = {}, None
 
     def leave(self) -> None:

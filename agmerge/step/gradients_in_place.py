@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterable
 
 import torch
@@ -18,6 +19,9 @@ class GradientsInPlace:
     def __init__(self, slots: Iterable[int] = ()) -> None:
         self._slots = frozenset(slots)
         self._updates: dict[int, torch.Tensor] = {}  # by slot
+        self._strided: dict[int, torch.Tensor] = {}  # by slot: gradients of plain memory that are not in C order
+        # By device: the addresses where gradients begin that updates will be written over, ascending, and where they end.
+        self._taken: dict[torch.device, tuple[list[int], list[int]]] = {}
 
     def __contains__(self, index: int) -> bool:
         return index in self._slots
@@ -25,17 +29,35 @@ class GradientsInPlace:
     def hold(self, slot: Slot, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Return what is sent of a tensor, in its shape and contiguous; None: this rank has no gradient.
 
-        The update will be written over the gradient itself, if that is contiguous and of the tensor's dtype, else into
-        a tensor of its own.
+        The update will be written over the gradient itself, if that is contiguous, of the tensor's dtype and nobody
+        else's, else into a tensor of its own. Called once a round for each tensor.
         """
-        self._updates.pop(slot.index, None)
         if gradient is None:
             return None
-        plain = gradient.is_contiguous() and gradient.dtype == slot.lane.dtype and not gradient.requires_grad
-        if plain and gradient.shape == slot.shape:
-            self._updates[slot.index] = gradient
-            return gradient
+        if gradient.dtype == slot.lane.dtype and gradient.shape == slot.shape and not gradient.requires_grad:
+            if self._takes(gradient):
+                if gradient.is_contiguous():
+                    self._updates[slot.index] = gradient
+                    return gradient
+                self._strided[slot.index] = gradient
         return gradient.detach().to(slot.lane.dtype).reshape(slot.shape).contiguous()
+
+    def _takes(self, gradient: torch.Tensor) -> bool:
+        """Tell whether no tensor that was held shares memory with this one, and remember where it lies.
+
+        autograd gives one tensor to two parameters where a sum of views needs no other, and only some ranks' graphs may.
+        """
+        begins, ends = self._taken.setdefault(gradient.device, ([], []))
+        span = gradient.numel()
+        if not gradient.is_contiguous():
+            span = 1 + sum(step * (size - 1) for step, size in zip(gradient.stride(), gradient.shape, strict=True))
+        first = gradient.data_ptr()
+        last, place = first + span * gradient.element_size(), bisect(begins, first)
+        if (place and ends[place - 1] > first) or (place < len(begins) and begins[place] < last):
+            return False
+        begins.insert(place, first)
+        ends.insert(place, last)
+        return True
 
     def of(self, slot: Slot) -> torch.Tensor:
         """Return where the update of a tensor is written, in its shape and contiguous; zeros where nothing was."""
@@ -45,6 +67,11 @@ class GradientsInPlace:
             self._updates[slot.index] = update
         return update
 
+    def strided(self, slot: Slot, stride: tuple[int, ...]) -> torch.Tensor | None:
+        """Return this rank's own gradient, for the update to be copied to, if it has these strides; else None."""
+        gradient = self._strided.get(slot.index)
+        return gradient if gradient is not None and gradient.stride() == stride else None
+
     def let_go(self) -> None:
-        """Hold on to no gradient: the round has ended."""
-        self._updates.clear()
+        """Hold on to no gradient: updates have been handed out, or nothing comes of the round."""
+        self._updates, self._strided, self._taken = {}, {}, {}

@@ -15,7 +15,6 @@ import torch
 
 import merging
 from agmerge.backends import Backend
-from agmerge.backends.handshake import Fact
 from agmerge.backends.topology import Nodes
 from agmerge.exchanges import Exchange, ExchangeContext, SegmentBuffers
 from agmerge.exchanges.low_rank.bases import Bases
@@ -27,6 +26,7 @@ from agmerge.exchanges.way import OWN, exchange_of_plan, quantiser_of, wire_of
 from agmerge.metrics.step_times import clock_for
 from agmerge.options.config import Config
 from agmerge.step.budgets import Budgets
+from agmerge.step.counted_links import Count, CountedBackend, nobody_counts
 from agmerge.step.gradients_in_place import GradientsInPlace
 from agmerge.step.kernel_buffers import KernelBuffers
 from agmerge.step.messages import messages_of, presparsified
@@ -37,10 +37,6 @@ from agmerge.tensors.layout import Lane, Layout, Segment, Slot
 from agmerge.tensors.parameters import ParameterInfo
 from sparsifiers import Kind, LowRank, kernel_updates
 
-SHARD = (
-    "the shard of {name!r}, which all ranks of a process set have to hold (fully_shard takes mesh['shard'], "
-    "process_set= mesh['replicate'])"
-)
 BATCH_COPY_LIMIT = 1 << 14  # elements up to which a tensor that is sent whole waits for its merge buffer
 RESTS = ("residual", ROUNDING)  # kinds of what is kept to be sent
 State = dict[tuple[str, str], torch.Tensor]  # by kind ("residual", "momentum") and name of the tensor
@@ -50,26 +46,13 @@ Sent = tuple[Segment, "torch.Tensor | None", "torch.Tensor | None"]
 Received = tuple[Segment, "list[tuple[torch.Tensor, torch.Tensor]]", float]
 
 
-def model_facts(members: Sequence[ParameterInfo], config: Config) -> list[Fact]:
-    """Return what ranks must agree on about the model: every tensor, in the order of the groups.
-
-    Of DTensors first of all which shard a rank holds: nothing else would tell one from another of the same shape.
-    """
-    groups = config.groups.by_name(members) if config.groups is not None else []
-    group_of = {name: f" group {number}" for number, group in enumerate(groups) for name in group}
-    shards = [(SHARD.format(name=member.name), member.shard) for member in members if member.shard]
-    return shards + [
-        (f"tensor {i}", f"{member.name} {member.describe()}{group_of.get(member.name, '')}")
-        for i, member in enumerate(members)
-    ]
-
-
 class MergeBuffers:
     """Hold the state of the exchange between two agreements, the same on every rank but for the numbers in it.
 
     ``members``: who takes part, each with its lane; ``plan``: in which order and which merge buffers. ``nodes``:
     ``exchange="two-level"``, where each rank holds a shard of every tensor; else None. ``second``: another communicator
-    of the ranks that exchange messages, see :class:`agmerge.exchanges.ExchangeContext`.
+    of the ranks that exchange messages, see :class:`agmerge.exchanges.ExchangeContext`. ``count`` is told the bytes that
+    leave this rank in rounds; of probes it is not.
     """
 
     def __init__(
@@ -80,8 +63,9 @@ class MergeBuffers:
         plan: merging.Plan,
         nodes: Nodes | None = None,
         second: Backend | None = None,
+        count: Count = nobody_counts,
     ) -> None:
-        self.comm, self.config = comm, config
+        self.comm, self.config, self._count = comm, config, count
         by_name = {member.name: member for member in members}
         assert plan.names is not None
         ordered = [by_name[name] for name in plan.names]
@@ -97,6 +81,7 @@ class MergeBuffers:
         self.arena_of = [self.arenas[slot.lane] for slot in self.layout.slots]
         self.updates: InArenas | NodeShards = InArenas(self.arena_of)  # where updates of whole tensors lie
         if nodes is not None:
+            nodes = replace(nodes, inside=CountedBackend(nodes.inside, count))
             self.updates = NodeShards(nodes, self.tensors, self.layout, config.timeout, ordered=config.ordered)
         self._small_dense = {
             slot.index
@@ -129,9 +114,9 @@ class MergeBuffers:
         self.wire = self.config.wire if self.config.wire != OWN else wire_of(plan)  # of what is selected
         self.exchange = self.config.exchange if not self.config.exchanges else exchange_of_plan(plan)  # of the same
         self.quantiser = self.config.quantiser_of(quantiser_of(plan)[0])  # None: nothing is quantised
-        exchanges = self.exchanges(exact=exact)
+        exchanges = self.exchanges(exact=exact, count=self._count)
         if self.config.model is not None:  # merging="dear": each all-reduce in two halves
-            exchanges[Kind.DENSE] = ScatterExchange(self.exchange_context())
+            exchanges[Kind.DENSE] = ScatterExchange(self.exchange_context(self._count))
         self.dense, self.plan = exchanges[Kind.DENSE], plan
         self.budgets.forget_segments()
         self.updates.rebuild(plan.bounds)
@@ -189,17 +174,17 @@ class MergeBuffers:
     def _arena_of(self, segment: Segment) -> Arena:
         return self.arena_of[segment.slots[0].index]  # a lane takes longer to look up
 
-    def exchanges(self, *, exact: bool = False) -> dict[Kind, Exchange]:
+    def exchanges(self, *, exact: bool = False, count: Count = nobody_counts) -> dict[Kind, Exchange]:
         """Return new exchanges, one for each kind of lane that there is. ``exact``: without a cast."""
-        context, kinds = self.exchange_context(), {lane.kind for lane in self.arenas} | {Kind.DENSE}
+        context, kinds = self.exchange_context(count), {lane.kind for lane in self.arenas} | {Kind.DENSE}
         context = replace(context, cast=None) if exact else context
         return {kind: exchange_of(kind, self.exchange)(context) for kind in kinds}
 
-    def exchange_context(self) -> ExchangeContext:
-        """Return what the exchanges of these merge buffers are made from."""
+    def exchange_context(self, count: Count) -> ExchangeContext:
+        """Return what the exchanges of these merge buffers are made from; ``count``: see the class."""
         config = self.config
         return ExchangeContext(
-            self.across,
+            CountedBackend(self.across, count),
             config.op,
             self.commit,
             config.timeout,
@@ -219,7 +204,7 @@ class MergeBuffers:
             workers=self.comm.size,  # a node's sum counts for all of its ranks
             quantiser=self.quantiser,
             feedback=config.memory.has_residual or config.memory.hands_back,
-            second=self.second,
+            second=None if self.second is None else CountedBackend(self.second, count),
             update_of=self.output_of,
         )
 
@@ -322,16 +307,16 @@ class MergeBuffers:
     def update(self, slot: Slot) -> torch.Tensor:
         """Return the tensor's part of the update, in the strides of its parameter: what ``p.grad`` is to hold.
 
-        A view of the arena; for a parameter that is not in C order (channels_last) a copy, always the same one:
-        fused optimizers read flat memory, so strides must agree.
+        A view of the arena, or over the gradient; for a parameter that is not in C order (channels_last) a copy, over
+        the gradient or always the same one: fused optimizers read flat memory, so strides must agree.
         """
         update, local = self.updates.of(slot), self.locals[slot.index]
         if local.is_contiguous():
             return update
-        key = (slot.index, local.stride())
-        if key not in self._copies:
+        key, own = (slot.index, local.stride()), self.in_place.strided(slot, local.stride())
+        if own is None and key not in self._copies:
             self._copies[key] = torch.empty_like(local, dtype=update.dtype, requires_grad=False)
-        return self._copies[key].copy_(update)
+        return (self._copies[key] if own is None else own).copy_(update)
 
     def settle(self, used: Sequence[bool]) -> None:
         """Do what is left to do with what is sent whole: see :meth:`Arena.settle`. ``used``: by slot, by any rank.

@@ -70,6 +70,8 @@ class Gradients:
         if local is None or not hasattr(parameter, "to_local"):
             parameter.grad = local
             return
+        if parameter.grad is not None and local_of(parameter.grad) is local:
+            return  # it was written there, and nobody holds on to it
         made = self._made.get(id(parameter))
         if made is None or made[0] is not local:
             made = self._made[id(parameter)] = (local, like(parameter, local))

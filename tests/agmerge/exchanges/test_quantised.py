@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 import torch
 from gradient_exchange_harness import Table, connected, copied, stepped, updates_of
+from quantised_harness import by_hand, plain
 from torch import Tensor
 
 import agmerge
 import merging
 import sparsifiers
 from agmerge import testing
-from agmerge.exchanges.quantised.exchange import SEED, number_of
 from agmerge.options.config import is_small
-from sparsifiers.quantising.blocks import block_size, blocks_in
-from sparsifiers.quantising.draws import Draws, key_of, mixed
 
 # Rows of 256, 128, 64 and 96; a tail; a row of one block; small ones; an empty one would take no part.
 SHAPES = {
@@ -33,46 +31,13 @@ SHAPES = {
 }
 PLANS = ("layerwise", "single", merging.get("threshold", bytes=9000))
 
+
 def drawn(rank: int, step: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     source = torch.Generator().manual_seed(100 * step + rank)
     tensors = {name: torch.randn(shape, generator=source) for name, shape in SHAPES.items()}
     tensors["wide"][3] = 0.0  # a row that nothing has touched
     tensors["middle"][2, 5] = 40.0  # a coordinate that is larger than all others of its block
     return {name: tensor.to(dtype) for name, tensor in tensors.items()}
-
-
-def draws(name: str, step: int, phase: int, sender: int) -> Draws:
-    return Draws(mixed(key_of(SEED, step, phase, sender) ^ number_of(name)))
-
-
-def by_hand(name: str, tensors: Sequence[Tensor | None], step: int, quantiser: sparsifiers.Quantiser) -> Tensor:
-    """The update of one tensor, from those of all ranks; None: a rank has none."""
-    like = next(tensor for tensor in tensors if tensor is not None)
-    size = block_size(like.shape)
-    workers, bytes_of = len(tensors), blocks_in(like.numel(), size) * quantiser.record_bytes(size)
-    messages = []
-    for rank, tensor in enumerate(tensors):
-        messages.append(torch.zeros(bytes_of, dtype=torch.uint8))
-        if tensor is not None:
-            quantiser.encode(tensor.reshape(-1), size, draws(name, step, 0, rank), messages[-1])
-    senders = [draws(name, step, 0, rank) for rank in range(workers)]
-    out = torch.empty(like.numel(), dtype=like.dtype)
-    if workers == 2:
-        quantiser.decode_sum(messages, senders, size, 1 / workers, out)
-        return out.view(like.shape)
-    own, summed = draws(name, step, 1, 0), torch.zeros(bytes_of, dtype=torch.uint8)
-    quantiser.encode_sum(messages, senders, size, 1 / workers, quantiser, own, summed)
-    quantiser.decode_sum([summed], [own], size, 1.0, out)
-    return out.view(like.shape)
-
-
-def plain(tensors: Sequence[Tensor | None]) -> Tensor:
-    """The mean of what travels as it is: added in rank order, in float32, then multiplied."""
-    like = next(tensor for tensor in tensors if tensor is not None)
-    total = torch.zeros(like.shape, dtype=torch.float32)
-    for tensor in tensors:
-        total += torch.zeros_like(like) if tensor is None else tensor
-    return total.mul_(1 / len(tensors)).to(like.dtype)
 
 
 def expected(tensors: Sequence[Mapping[str, Tensor | None]], step: int, quantiser: sparsifiers.Quantiser) -> Any:

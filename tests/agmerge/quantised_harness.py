@@ -1,0 +1,162 @@
+"""What a quantised all-reduce must come to, done by hand in one thread, and a model to train by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from support import digest, gradients
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import sparsifiers
+from agmerge.exchanges.quantised.exchange import SEED, number_of
+from agmerge.options.config import is_small
+from sparsifiers.quantising.blocks import block_size, blocks_in
+from sparsifiers.quantising.draws import Draws, key_of, mixed
+
+ROW, WORDS, CLASSES = 64, 40, 10
+
+
+# -- by hand --------------------------------------------------------------------------------------------------------
+
+
+def draws(name: str, step: int, phase: int, sender: int) -> Draws:
+    return Draws(mixed(key_of(SEED, step, phase, sender) ^ number_of(name)))
+
+
+def by_hand(
+    name: str,
+    tensors: Sequence[Tensor | None],
+    step: int,
+    quantiser: sparsifiers.Quantiser,
+    *,
+    summed: bool = False,
+    gathered: bool = False,
+) -> Tensor:
+    """The update of one tensor, from those of all ranks; None: a rank has none. ``summed``: no mean.
+
+    ``gathered``: each rank reads all messages, as two do in any case.
+    """
+    like = next(tensor for tensor in tensors if tensor is not None)
+    if len(tensors) == 1:
+        return like
+    size, scale = block_size(like.shape), 1.0 if summed else 1 / len(tensors)
+    workers, bytes_of = len(tensors), blocks_in(like.numel(), size) * quantiser.record_bytes(size)
+    messages = []
+    for rank, tensor in enumerate(tensors):
+        messages.append(torch.zeros(bytes_of, dtype=torch.uint8))
+        if tensor is not None:
+            quantiser.encode(tensor.reshape(-1), size, draws(name, step, 0, rank), messages[-1])
+    senders = [draws(name, step, 0, rank) for rank in range(workers)]
+    out = torch.empty(like.numel(), dtype=like.dtype)
+    if workers == 2 or gathered:
+        quantiser.decode_sum(messages, senders, size, scale, out)
+        return out.view(like.shape)
+    own, total = draws(name, step, 1, 0), torch.zeros(bytes_of, dtype=torch.uint8)
+    quantiser.encode_sum(messages, senders, size, scale, quantiser, own, total)
+    quantiser.decode_sum([total], [own], size, 1.0, out)
+    return out.view(like.shape)
+
+
+def plain(tensors: Sequence[Tensor | None], *, summed: bool = False) -> Tensor:
+    """The mean of what travels as it is: added in rank order, in float32 or more, then multiplied."""
+    like = next(tensor for tensor in tensors if tensor is not None)
+    total = torch.zeros(like.shape, dtype=torch.promote_types(like.dtype, torch.float32))
+    for tensor in tensors:
+        total += torch.zeros_like(like) if tensor is None else tensor
+    return total.mul_(1.0 if summed else 1 / len(tensors)).to(like.dtype)
+
+
+# -- of an optimizer ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one rank: what backward passes have left in ``p.grad``, and what the exchange made of it, by name."""
+
+    number: int  # committed exchanges before it
+    gradients: Mapping[str, Tensor | None]
+    updates: Mapping[str, Tensor | None]
+
+
+def exchanged(model: nn.Module, optimizer: Any, passes: Callable[[], object], clip: float | None = None) -> Step:
+    """A step: backward passes, the exchange, and the optimizer's own. ``clip``: to this norm, in between."""
+    passes()
+    before = gradients(model)
+    optimizer.synchronize()
+    number, after = optimizer._reducer.exchange.step, gradients(model)  # rank 0's, once ranks have agreed
+    if clip is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    return Step(number, before, after)
+
+
+def with_rest(step: Step, rest: Mapping[str, Tensor]) -> Step:
+    """The same, where what was kept from before went with the gradients."""
+    there = {name: kept for name, kept in rest.items() if kept.any()}
+    sent = {n: there.get(n) if own is None else own + there.get(n, 0.0) for n, own in step.gradients.items()}
+    return replace(step, gradients=sent)
+
+
+def assert_by_hand(
+    ranks: Sequence[Sequence[Step]], compression: str, whole: Callable[[str, Tensor], bool] = is_small, **options: bool
+) -> int:
+    """See that updates are those made by hand from what all ranks had; return how many tensors were quantised.
+
+    ``whole``: which of them travel as they are, beside those of wide dtypes. ``options``: of :func:`by_hand`.
+    """
+    quantiser, quantised = sparsifiers.quantiser(compression), 0
+    for steps in zip(*ranks, strict=True):
+        assert len({step.number for step in steps}) == 1
+        for name, update in steps[0].updates.items():
+            given = [step.gradients[name] for step in steps]
+            if all(gradient is None for gradient in given):
+                assert all(step.updates[name] is None or not step.updates[name].any() for step in steps), name
+                continue
+            assert update is not None and len({digest([step.updates[name]]) for step in steps}) == 1, name
+            if whole(name, update) or not quantiser.is_for(update.dtype):
+                wanted = plain(given, summed=options.get("summed", False))
+                rough = 1e-2 if update.dtype in (torch.bfloat16, torch.float16) else 1e-5
+                torch.testing.assert_close(update, wanted, rtol=rough, atol=rough * float(wanted.abs().amax()))
+            else:
+                wanted = by_hand(name, given, steps[0].number, quantiser, **options)
+                assert torch.equal(update, wanted), (steps[0].number, name)
+                quantised += 1
+    return quantised
+
+
+# -- a model --------------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Rows of 64, 96 and 144 elements, in C order and channels_last, tied, unused and small ones.
+
+    ``loss`` uses ``only_rank_1`` on rank 1 alone, and few rows of ``words``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, ROW)
+        self.up, self.down = nn.Linear(ROW, 96), nn.Linear(96, ROW)
+        self.tied = nn.Linear(96, ROW, bias=False)
+        self.tied.weight = self.down.weight
+        self.conv = nn.Conv2d(16, 8, 3, padding=1).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.only_rank_1, self.unused = nn.Linear(ROW, ROW, bias=False), nn.Linear(ROW, ROW)
+        self.ten = nn.Parameter(torch.zeros(CLASSES))
+        self.head = nn.Linear(ROW + 8, CLASSES, bias=False)  # 720 elements: small
+
+    def loss(self, rank: int, step: int, n: int = 6) -> Tensor:
+        """The loss on a batch that rank and step decide."""
+        source = torch.Generator().manual_seed(1000 * step + rank)
+        x = self.words(torch.randint(0, WORDS // 2, (n,), generator=source))
+        wide = torch.tanh(self.up(x + torch.randn(n, ROW, generator=source)))
+        images = x.view(n, 16, 2, 2).contiguous(memory_format=torch.channels_last)
+        x = torch.tanh(self.down(wide) + self.tied(wide * wide))
+        if rank == 1:
+            x = x + torch.tanh(self.only_rank_1(x))
+        logits = self.head(torch.cat([x, self.conv(images).mean(dim=(2, 3))], dim=1)) + self.ten
+        return F.cross_entropy(logits, torch.randint(0, CLASSES, (n,), generator=source))
