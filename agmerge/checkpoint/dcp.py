@@ -11,6 +11,7 @@ import torch
 from agmerge.backends import torch_objects
 from agmerge.checkpoint import rank_state
 from agmerge.checkpoint.rank_state import Wrapper
+from agmerge.engine.optimizer_states import load_state
 from agmerge.runtime import workers
 
 _REST = "rest"  # what is no residual and no momentum, as the bytes of torch.save
@@ -30,8 +31,9 @@ class ResidualState:
         }
         torch.distributed.checkpoint.save(state, checkpoint_id=path)
 
-    With ``sync="updates"`` leave ``"optimizer"`` out: each rank's optimizer has stepped by itself, and this object
-    keeps its state too. The model is as rank 0 has it; loading puts parameters where they were.
+    Of several optimizers give them the list, ``optimizer.optimizers``. With ``sync="updates"`` leave ``"optimizer"``
+    out: each rank's optimizer has stepped by itself, and this object keeps its state too. The model is as rank 0 has
+    it; loading puts parameters where they were.
 
     To load, say where from: ``agmerge.ResidualState(optimizer, path)``. Each rank reads what is its own, on another
     number of ranks as :func:`agmerge.gather_state` has it; a checkpoint without any starts from zero, with a warning.
@@ -100,7 +102,7 @@ class ResidualState:
         together = {"version": sections[0]["version"], rank_state.RANKS: whole}
         inner = rank_state.load(self._optimizer._reducer, together)
         if inner is not None:
-            self._optimizer.optimizer.load_state_dict(inner)
+            load_state(self._optimizer._inner, inner)
 
     def _wanted(self) -> dict[str, torch.Tensor]:
         """Return memory for what this rank reads: of ranks whose residuals or optimizer it takes, and of rank 0."""

@@ -14,6 +14,7 @@ import torch
 
 from agmerge.backends import horovod_elastic
 from agmerge.checkpoint import rank_state
+from agmerge.engine.optimizer_states import load_state
 from agmerge.runtime import workers
 from agmerge.runtime.broadcast import broadcast_optimizer_state
 
@@ -47,7 +48,7 @@ class TorchStateHandler:
         reducer.leave()
         reducer.discard()
         rank_state.load(reducer, inner.pop(rank_state.SECTION), own=True)
-        self.value.optimizer.load_state_dict(inner)
+        load_state(self.value._inner, inner)
 
     def sync(self) -> None:
         """Collective. Take rank 0's state, and keep this worker's residuals. The next step connects to the group."""

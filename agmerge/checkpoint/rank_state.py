@@ -11,6 +11,7 @@ import torch
 
 import merging
 from agmerge.checkpoint.redistribute import displacements, redistribute
+from agmerge.engine.optimizer_states import SECTIONS
 from agmerge.engine.synchronizer import Synchronizer
 from agmerge.exchanges.low_rank import bases
 from agmerge.exchanges.node_shards import shard_shape
@@ -50,7 +51,7 @@ OTHER_SYNC = (
 class Wrapper(Protocol):
     """Stand for :class:`agmerge.DistributedOptimizer`, which imports this room."""
 
-    optimizer: torch.optim.Optimizer  # the inner one
+    _inner: torch.optim.Optimizer  # of several one that stands for all
 
     @property
     def _reducer(self) -> Synchronizer: ...
@@ -193,16 +194,25 @@ def _at_home(reducer: Synchronizer, inner: dict[str, Any] | None) -> dict[str, A
     """Return an optimizer's state with its DTensors among the ranks of this one's parameters: others have saved it."""
     if inner is None:
         return None
-    parameters = reducer.members.name_all()  # in the order by which a state_dict() numbers them
+    parameters, sections = reducer.members.by_optimizer(), inner.get(SECTIONS, [inner])
+    if len(sections) != len(parameters):
+        return inner  # whoever loads it says so
+    moved = [_section_among(section, own) for section, own in zip(sections, parameters, strict=True)]
+    return {**inner, SECTIONS: moved} if SECTIONS in inner else moved[0]
+
+
+def _section_among(section: dict[str, Any], parameters: list[torch.Tensor]) -> dict[str, Any]:
+    """Return the state of one optimizer, as :func:`_at_home` has it. ``parameters``: the optimizer's, in order."""
 
     def moved(number: int, value: Any) -> Any:
         alike = isinstance(value, torch.Tensor) and is_dtensor(value) and value.shape == parameters[number].shape
         return like(parameters[number], local_of(value)) if alike else value
 
     state = {
-        number: {key: moved(number, value) for key, value in entry.items()} for number, entry in inner["state"].items()
+        number: {key: moved(number, value) for key, value in entry.items()}
+        for number, entry in section["state"].items()
     }
-    return {**inner, "state": state}
+    return {**section, "state": state}
 
 
 def _dtensors(reducer: Synchronizer) -> dict[str, str]:

@@ -57,7 +57,7 @@ class AdvisedOptimizer(wrapping.DistributedOptimizer):
         if comm.rank == 0 and typical is not None:
             predicted = advice.predicted_step(self.plan, measured, max(0.0, seconds - typical.finish))
             rows = advice.compare(measured, seconds, typical.finish)
-            sys.stdout.write(advice.text(rows, seconds, predicted, type(self.optimizer).__name__) + "\n")
+            sys.stdout.write(advice.text(rows, seconds, predicted, type(self._inner).__name__) + "\n")
             wire, why = reducer.wire_now()
             if wire != "auto":
                 sys.stdout.write(f"with selected values in {wire}: {why}\n")

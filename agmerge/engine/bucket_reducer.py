@@ -9,13 +9,14 @@ from __future__ import annotations
 import torch
 
 from agmerge.backends import status
+from agmerge.engine.clipping_watch import ClippingWatch
 from agmerge.engine.grad_hooks import refuse_owned
 from agmerge.engine.synchronizer import Synchronizer
 from agmerge.errors import IN_BACKWARD, AGMergeError, NonFiniteError
 from agmerge.exchanges.message.format import Flag
 from agmerge.options import momentum
 from agmerge.options.config import Config
-from agmerge.tensors.parameters import ParameterTable
+from agmerge.tensors.parameters import ParameterTable, optimizers_of
 
 
 class BucketReducer(Synchronizer):
@@ -35,6 +36,9 @@ class BucketReducer(Synchronizer):
         self._optimizer = optimizer
         self._check_momentum(config)
         self._gradients: dict[str, torch.Tensor] = {}  # that were handed over in this pass: views of buckets
+        self._clipping = ClippingWatch(self.exchange)
+        # Several optimizers step one by one: it looks when the first of them does.
+        self._looks = [] if optimizer is None else [self._clipping.follow(each) for each in optimizers_of(optimizer)]
 
     def _averaged_too(self) -> str:
         return ""  # whoever owns the buckets leaves the average to this
@@ -87,6 +91,8 @@ class BucketReducer(Synchronizer):
             raise NonFiniteError(IN_BACKWARD.format(where=error.where), error.where) from None
         self.flags_of_all = combined.flags
         with self.exchange.breaking():
+            if self._optimizer is not None:
+                self._clipping.note(combined)
             here = ((name, update) for name, update in combined.updates.items() if update is not None)
             self.scaling.multiply([self._gradients[name].copy_(update) for name, update in here])
             if combined.skipped:
@@ -115,3 +121,9 @@ class BucketReducer(Synchronizer):
         """Raise unless ``what`` may happen now: not in a backward pass."""
         if self._gradients:
             raise AGMergeError(f"{what} was called in a backward pass; call it after backward()")
+
+    def close(self) -> None:
+        """Give the communicators back, and look at no step any more."""
+        for handle in self._looks:
+            handle.remove()
+        super().close()

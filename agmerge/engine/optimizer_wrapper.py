@@ -7,58 +7,84 @@ from typing import Any
 
 import torch
 
+from agmerge.tensors.parameters import optimizers_of
 
-class OptimizerWrapper(torch.optim.Optimizer):
-    """Stand for ``optimizer``: groups, state, defaults and hooks are its own, and so is everything unknown here.
+SEVERAL = "there are several optimizers here ({}): use optimizer.optimizers, the list of them in the order given"
 
-    Classes below set ``optimizer`` and do not call ``super().__init__()``, which would make other groups and hooks.
+
+class OptimizerHolder:
+    """Hold what steps: the optimizer that the script gave, or one that stands for several."""
+
+    _inner: torch.optim.Optimizer | None  # None: nobody has said which one steps
+
+    @property
+    def optimizer(self) -> Any:
+        """Return the optimizer that the script gave. Raises ``AttributeError`` where it gave several."""
+        if self._inner is not None and len(optimizers_of(self._inner)) > 1:
+            raise AttributeError(SEVERAL.format(type(self._inner).__name__))
+        return self._inner
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers that the script gave, in their order; of one that has ``optimizers`` itself, these."""
+        inner: Any = self._inner
+        return [] if inner is None else getattr(inner, "optimizers", [inner])
+
+
+class OptimizerWrapper(OptimizerHolder, torch.optim.Optimizer):
+    """Stand for an optimizer: groups, state, defaults and hooks are its own, and so is everything unknown here.
+
+    Classes below set ``_inner`` and do not call ``super().__init__()``, which would make other groups and hooks.
     """
 
-    optimizer: torch.optim.Optimizer  # the inner one
+    _inner: torch.optim.Optimizer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """Return the inner optimizer's own list."""
-        return self.optimizer.param_groups
+        return self._inner.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
         """Return the inner optimizer's own state."""
-        return self.optimizer.state
+        return self._inner.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """Return the inner optimizer's own defaults."""
-        return self.optimizer.defaults
+        return self._inner.defaults
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not set up yet: while unpickling
+        if name == "_inner":  # not set up yet: while unpickling
             raise AttributeError(name)
-        return getattr(self.optimizer, name)
+        return getattr(self._inner, name)
 
     def register_step_pre_hook(self, hook: Any) -> Any:
-        """Run ``hook`` once a step, after the gradients have been combined. It gets the inner optimizer."""
-        return self.optimizer.register_step_pre_hook(hook)
+        """Run ``hook`` once a step, after the gradients have been combined.
+
+        It gets the inner optimizer, and where there are several one that stands for all of them.
+        """
+        return self._inner.register_step_pre_hook(hook)
 
     def register_step_post_hook(self, hook: Any) -> Any:
-        """Run ``hook`` once a step, after the inner optimizer's. It gets the inner optimizer."""
-        return self.optimizer.register_step_post_hook(hook)
+        """Run ``hook`` once a step, after the inner optimizer's. It gets what a hook before the step gets."""
+        return self._inner.register_step_post_hook(hook)
 
     def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
         """Register ``hook`` with the inner optimizer."""
-        return self.optimizer.register_state_dict_pre_hook(hook, prepend)
+        return self._inner.register_state_dict_pre_hook(hook, prepend)
 
     def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
         """Register ``hook`` with the inner optimizer."""
-        return self.optimizer.register_state_dict_post_hook(hook, prepend)
+        return self._inner.register_state_dict_post_hook(hook, prepend)
 
     def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
         """Register ``hook`` with the inner optimizer."""
-        return self.optimizer.register_load_state_dict_pre_hook(hook, prepend)
+        return self._inner.register_load_state_dict_pre_hook(hook, prepend)
 
     def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
         """Register ``hook`` with the inner optimizer."""
-        return self.optimizer.register_load_state_dict_post_hook(hook, prepend)
+        return self._inner.register_load_state_dict_post_hook(hook, prepend)
 
 
 # Whose optimizers exchange gradients by themselves, by the module that they are from, and what to do instead.

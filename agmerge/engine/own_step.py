@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,9 +70,14 @@ def unscale(optimizer: torch.optim.Optimizer, scale: torch.Tensor | None) -> Non
                 gradient.mul_(inverse.to(gradient.device))
 
 
-def not_finite(members: ParameterTable) -> tuple[str, ...]:
-    """Return the names of the parameters that have a gradient which is not finite. Waits once for each device."""
-    given = {members.name_of(p): local_of(p.grad) for p in members.name_all() if p.grad is not None}
+def not_finite(members: ParameterTable, parameters: Iterable[torch.Tensor] | None = None) -> tuple[str, ...]:
+    """Return the names of the parameters that have a gradient which is not finite. Waits once for each device.
+
+    ``parameters``: which of ``members`` are looked at; None: all.
+    """
+    named = members.name_all()
+    looked_at = named if parameters is None else parameters
+    given = {members.name_of(p): local_of(p.grad) for p in looked_at if p.grad is not None}
     gradients = {
         name: gradient if gradient.layout == torch.strided else gradient._values()
         for name, gradient in given.items()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from agmerge.backends import status
+from agmerge.engine.clipping_watch import ClippingWatch
 from agmerge.engine.grad_hooks import GradientHooks, HandedOver
 from agmerge.engine.synchronizer import Synchronizer
 from agmerge.errors import (
@@ -51,6 +52,7 @@ class Reducer(Synchronizer):
         self._handed_over = HandedOver()
         self._gradients = Gradients()  # as of the last agreement
         self._lock = threading.RLock()  # autograd runs the hooks of each device on a thread of its own
+        self._clipping = ClippingWatch(self.exchange)
         self._hooks = GradientHooks(self)
         self._hooks.attach((member.parameter for member in self.exchange.members()), members)
 
@@ -166,6 +168,7 @@ class Reducer(Synchronizer):
     def _attach(self, combined: Combined) -> None:
         """Make the updates the gradients; none may reach the inner optimizer that was not combined (G3)."""
         self._check_attachable(combined)
+        self._clipping.note(combined)
         set_gradient = self._gradients.set
         for parameter, update in zip(combined.buffers.parameters, combined.updates.values(), strict=True):
             set_gradient(parameter, update)
@@ -220,7 +223,7 @@ class Reducer(Synchronizer):
         elif not self.synchronized and not self.exchange.outside:
             raise AGMergeError(NOT_COMBINED)
         optimizer = self.members.optimizer
-        with momentum.withheld(self.exchange, optimizer):
+        with momentum.withheld(self.exchange, optimizer), self._clipping.looking(optimizer):
             inner = None if self.skipped else optimizer.step()
         self.end_step()
         return loss if closure is not None else inner

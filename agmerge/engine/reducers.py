@@ -11,7 +11,7 @@ from agmerge.engine.dear_modules import check_readers
 from agmerge.engine.reducer import Reducer
 from agmerge.engine.update_reducer import UpdateReducer
 from agmerge.options.config import Config
-from agmerge.tensors.parameters import ParameterTable
+from agmerge.tensors.parameters import ParameterTable, optimizers_of
 
 AnyReducer = Reducer | UpdateReducer
 
@@ -22,6 +22,11 @@ def reducer_for(optimizer: torch.optim.Optimizer, named: Any, config: Config) ->
         return UpdateReducer(ParameterTable(optimizer, named), config)
     if config.model is None:
         return Reducer(ParameterTable(optimizer, named), config)
+    if len(optimizers_of(optimizer)) > 1:
+        raise ValueError(
+            f"merging='dear' steps one optimizer for a few parameters at a time, and here are several "
+            f"({type(optimizer).__name__}): use another merging"
+        )
     check_readers(config.model, optimizer)
     named = config.model.named_parameters() if named is None else named
     return DearReducer(ParameterTable(optimizer, named), config)

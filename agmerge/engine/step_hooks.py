@@ -7,34 +7,53 @@ from typing import Any
 
 import torch
 
-from agmerge.engine.own_step import not_finite, unscale
+from agmerge.engine.own_step import OwnStep, not_finite, unscale
 from agmerge.engine.update_reducer import UpdateReducer
+from agmerge.errors import AGMergeError
+from agmerge.tensors.parameters import ParameterTable, optimizers_of
+
+TWICE = (
+    "{early} steps a second time before {late} has stepped: with sync='updates' what all optimizers did together is "
+    "exchanged when each of them has stepped once. Step every one of them once in each step; or exchange gradients, "
+    "sync='gradients', where each may step whenever it likes"
+)
 
 
 def follow(reducer: UpdateReducer, check: Callable[[], None] = lambda: None) -> Callable[[], None]:
     """Exchange what the optimizer of ``reducer`` does whenever it steps; return a function that ends it.
 
-    Each step is then collective. The optimizer itself stays what it is, for whoever holds it: schedulers, frameworks,
-    checkpoints. A step with a gradient that is not finite moves nothing: the optimizer finds no gradients then.
-    ``check`` is called before each step, and raises where there should be none.
+    Of several optimizers each steps by itself, in any order, and what they did together is exchanged when each of them
+    has stepped once; then a step is over. Each step is collective. The optimizers themselves stay what they are, for
+    whoever holds them: schedulers, frameworks, checkpoints. One that has a gradient which is not finite moves nothing:
+    it finds no gradients then. ``check`` is called before each step, and raises where there should be none.
     """
-    optimizer: Any = reducer.members.optimizer
+    together = _Together(reducer, check)
+    ends = [_follow_one(optimizer, together) for optimizer in optimizers_of(reducer.members.optimizer)]
+
+    def end() -> None:
+        for each in ends:
+            each()
+
+    return end
+
+
+def _follow_one(optimizer: Any, together: _Together) -> Callable[[], None]:
+    """Have hooks on the steps of one optimizer; return a function that takes them off."""
     # A GradScaler calls optimizers that look for infinities themselves also where there are some. Else a step that it
     # leaves out on one rank would have no hooks there, and the others would wait for it.
     looks_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
     optimizer._step_supports_amp_scaling = True
-    step = _Step(reducer, looks_itself)
+    step = _Step(together.reducer.members, optimizer, looks_itself)
 
     def before(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        check()
+        together.check(optimizer)
         args, kwargs = _closed(args, kwargs)
-        reducer.before_step()
+        together.begin()
         step.begin()
         return args, kwargs
 
     def after(*_: object) -> None:
-        step.end()
-        reducer.after_step()
+        together.end(optimizer, step.end())
 
     handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
 
@@ -45,6 +64,42 @@ def follow(reducer: UpdateReducer, check: Callable[[], None] = lambda: None) -> 
             del optimizer._step_supports_amp_scaling
 
     return end
+
+
+class _Together:
+    """Count the optimizers that have stepped, and begin and end a step of all of them together."""
+
+    def __init__(self, reducer: UpdateReducer, check: Callable[[], None]) -> None:
+        self.reducer, self._check = reducer, check
+        self._optimizers = optimizers_of(reducer.members.optimizer)
+        self._steps: dict[int, OwnStep] = {}  # of those that have stepped since the last exchange was due, by identity
+
+    def check(self, optimizer: Any) -> None:
+        """Raise :class:`agmerge.AGMergeError` unless ``optimizer`` may step now."""
+        self._check()
+        if id(optimizer) in self._steps:
+            names = {id(each): f"optimizers[{i}] ({type(each).__name__})" for i, each in enumerate(self._optimizers)}
+            late = " and ".join(name for key, name in names.items() if key not in self._steps)
+            raise AGMergeError(TWICE.format(early=names[id(optimizer)], late=late))
+
+    def begin(self) -> None:
+        """Collective. Note where parameters are before the first of the optimizers moves its own."""
+        if not self._steps:
+            self.reducer.before_step()
+
+    def end(self, optimizer: Any, step: OwnStep) -> None:
+        """Collective. Note a step of ``optimizer``; after that of the last one count it, and exchange what is due.
+
+        Raises as :meth:`UpdateReducer.count_step` does.
+        """
+        self._steps[id(optimizer)] = step
+        if len(self._steps) < len(self._optimizers):
+            return
+        steps, self._steps = self._steps.values(), {}
+        left_out = [each for each in steps if not each.stepped]
+        bad = tuple(name for each in left_out for name in each.bad)
+        self.reducer.count_step(not left_out, bad, scaled=all(each.scaled for each in left_out))
+        self.reducer.after_step()
 
 
 def _closed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -60,14 +115,13 @@ def _closed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, .
 
 
 class _Step:
-    """Look at the gradients of each step, and hold them while it shall come to nothing.
+    """Look at the gradients of each step of an optimizer, and hold them while it shall come to nothing.
 
     ``looks_itself``: the optimizer takes a GradScaler's scale, and what that has found, as attributes.
     """
 
-    def __init__(self, reducer: UpdateReducer, looks_itself: bool) -> None:
-        self._reducer, self._looks_itself = reducer, looks_itself
-        self._optimizer: Any = reducer.members.optimizer
+    def __init__(self, members: ParameterTable, optimizer: Any, looks_itself: bool) -> None:
+        self._members, self._optimizer, self._looks_itself = members, optimizer, looks_itself
         self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # by parameter, while they are held
         self._of_scaler: dict[str, Any] = {}  # attributes of the optimizer that a GradScaler has set, likewise
         self._bad: tuple[str, ...] = ()  # names of parameters with gradients that are not finite
@@ -76,10 +130,11 @@ class _Step:
 
     def begin(self) -> None:
         """Take all gradients away from the optimizer if one is not finite. Waits once for a device."""
-        members, attributes = self._reducer.members, vars(self._optimizer)
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        attributes = vars(self._optimizer)
         self._is_scaled, self._bad = "found_inf" in attributes, ()
         if not self._is_scaled:
-            self._bad = not_finite(members)
+            self._bad = not_finite(self._members, parameters)
             self._is_made = not self._bad
         elif self._looks_itself:
             self._is_made = True  # by the optimizer, perhaps in vain: see end()
@@ -88,17 +143,17 @@ class _Step:
             self._is_made = not self._of_scaler["found_inf"].item()
             if self._is_made:
                 unscale(self._optimizer, self._of_scaler["grad_scale"])
-        held = [] if self._is_made else members.name_all()
+        held = [] if self._is_made else parameters
         self._gradients = [(parameter, parameter.grad) for parameter in held]
         for parameter in held:
             parameter.grad = None
 
-    def end(self) -> None:
-        """Put everything back where it was, and count the step. Raises as :meth:`UpdateReducer.count_step` does."""
+    def end(self) -> OwnStep:
+        """Put everything back where it was; return what came of the step."""
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         vars(self._optimizer).update(self._of_scaler)
         if self._is_scaled and self._looks_itself:
             self._is_made = not self._optimizer.found_inf.item()  # asked once the step is queued
         self._gradients, self._of_scaler = [], {}
-        self._reducer.count_step(self._is_made, self._bad, scaled=self._is_scaled)
+        return OwnStep(stepped=self._is_made, scaled=self._is_scaled, bad=self._bad)

@@ -23,6 +23,7 @@ import torch
 from agmerge.backends import status
 from agmerge.engine.carry import Applied, Carry, Kept, wide
 from agmerge.engine.own_step import own_step
+from agmerge.engine.sharded_steps import ShardedSteps
 from agmerge.engine.synchronizer import Synchronizer
 from agmerge.engine.way_table import WayTable
 from agmerge.errors import AGMergeError, NonFiniteError, and_more
@@ -63,6 +64,7 @@ class UpdateReducer(Synchronizer):
         self._due: Due | None = None  # which merge buffers these are of
         self._snapshot: object = None  # of the ways, as of the last look
         self._in_shared = False  # parameters are the shared ones for a while
+        self._sharded = ShardedSteps(members)
         self.carry = self._make_carry()
 
     def _with_planner(self, config: Config) -> Config:
@@ -116,16 +118,23 @@ class UpdateReducer(Synchronizer):
         """Forget the group of workers, and what is under way: it counts as not sent."""
         super().leave()
         self._receive_at = None
+        self._sharded.forget()
         self.carry.forget_sent()
 
     def _on_agreement(self, buffers: MergeBuffers, times: RunningStepTimes) -> Plans | None:
         return super()._on_agreement(buffers, times) if self.updates.fragments == 1 else None
 
     def connect(self) -> None:
-        """Collective. See :meth:`Synchronizer.connect`. Raises ``ValueError`` in an elastic job."""
+        """Collective. See :meth:`Synchronizer.connect`.
+
+        Raises ``ValueError`` in an elastic job, and for an optimizer that steps shards among several workers.
+        """
         if workers.elastic():
             raise ValueError(ELASTIC)
         super().connect()
+        if not self.alone:
+            assert self.exchange.comm is not None
+            self._sharded.begin(together=self.exchange.comm.size == workers.size())
 
     def _fit_to_group(self, shard_before: tuple[int, int] | None) -> None:
         origin, comm = self.exchange.origin, self.exchange.comm
@@ -153,7 +162,7 @@ class UpdateReducer(Synchronizer):
         that were not finite, as ``nonfinite=`` has it. That rank has not stepped.
         """
         self.before_step()
-        own = own_step(self.members, wrapper, closure)
+        own = own_step(self.members, wrapper, self._sharded.noting(closure))
         self.count_step(own.stepped, own.bad, scaled=own.scaled)
         self.after_step()
         return own.result
@@ -180,6 +189,7 @@ class UpdateReducer(Synchronizer):
         self._check_outside_shared("a step")
         self.connect()
         self.exchange.check_unbroken()
+        self._sharded.note()
         snapshot = self._ways.snapshot()
         if self.alone:
             self._take_residuals()
@@ -202,10 +212,17 @@ class UpdateReducer(Synchronizer):
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Collective. Receive and send what is due: the optimizer has stepped."""
+        """Collective. Receive and send what is due: the optimizer has stepped.
+
+        Raises ``ValueError``, in the first steps, where it has stepped shards.
+        """
         self.steps += 1
         if self.alone:
             return
+        if self._receive_at is None:  # else parameters are about to move by what others did
+            assert self.exchange.comm is not None
+            with self.exchange.breaking():
+                self._sharded.compare(self.exchange.comm, self.config.timeout)
         if self._receive_at is not None and self.steps >= self._receive_at:
             self._receive()
         fragment = self.updates.fragment_at(self.steps)

@@ -3,8 +3,8 @@
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     agmerge.integrations.accelerate.compress(accelerator, model, compression="topk", density=0.01)
 
-The optimizer stays plain. ``accumulate()``, ``clip_grad_norm_()``, ``bf16`` and a scaler need nothing. Every rank keeps
-a file beside what ``save_state()`` writes, and ``load_state()`` reads it.
+The optimizer stays plain; of a model that has several all are taken. ``accumulate()``, ``clip_grad_norm_()``, ``bf16``
+and a scaler need nothing. Every rank keeps a file beside what ``save_state()`` writes, and ``load_state()`` reads it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def compress(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -
     """
     for name in ("optimizer", "scaler"):
         if name in options:
-            raise ValueError(f"{name}= is the accelerator's own: leave it out here")
+            raise ValueError(
+                f"{name}= is the accelerator's own: leave it out here, what it has prepared for the model is used"
+            )
     if accelerator.distributed_type in _OWN_ENGINES:
         raise ValueError(
             f"{_OWN_ENGINES[accelerator.distributed_type]}: use plain data parallel, `accelerate launch --multi_gpu` "
@@ -58,19 +60,19 @@ def compress(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -
     ]
     if not numbers:
         raise ValueError("this accelerator has not prepared the model: give what accelerator.prepare() has returned")
-    optimizer, are_updates = _optimizer_of(accelerator, inner), options.get("sync") == UPDATES
-    if are_updates and optimizer is None:
+    optimizers, are_updates = _optimizers_of(accelerator, inner), options.get("sync") == UPDATES
+    if are_updates and not optimizers:
         raise ValueError(
-            "sync='updates' exchanges what one optimizer did, and this accelerator has not prepared just one of the "
-            "model's parameters: prepare one with several parameter groups"
+            "sync='updates' exchanges what the optimizer did, and this accelerator has not prepared an optimizer of "
+            "the model's parameters: prepare the model with its optimizer"
         )
-    compressed = ddp.compress(inner, optimizer=optimizer, scaler=accelerator.scaler, **options)
+    compressed = ddp.compress(inner, optimizer=optimizers or None, scaler=accelerator.scaler, **options)
     _keep_in_checkpoints(accelerator, numbers[-1], compressed, are_updates=are_updates)
     return compressed
 
 
-def _optimizer_of(accelerator: Accelerator, model: torch.nn.Module) -> torch.optim.Optimizer | None:
-    """Return the plain optimizer of ``model``'s parameters among those prepared; None if not just one is."""
+def _optimizers_of(accelerator: Accelerator, model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    """Return the plain optimizers of ``model``'s parameters, in the order in which they were prepared."""
     parameters = {id(parameter) for parameter in model.parameters()}
     found = [
         prepared.optimizer
@@ -82,7 +84,7 @@ def _optimizer_of(accelerator: Accelerator, model: torch.nn.Module) -> torch.opt
             "the model's optimizer is an agmerge.DistributedOptimizer, and compress() exchanges gradients too: prepare "
             "the plain optimizer"
         )
-    return found[0] if len(found) == 1 else None
+    return found
 
 
 def _keep_in_checkpoints(

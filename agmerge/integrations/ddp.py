@@ -13,7 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from agmerge.checkpoint import rank_state
 from agmerge.engine.bucket_reducer import BucketReducer
 from agmerge.engine.grad_scaler import LossScale, check_dtypes
-from agmerge.engine.optimizer_wrapper import check_optimizer
+from agmerge.engine.optimizer_group import OneOrSeveral, inner_of
+from agmerge.engine.optimizer_states import load_state
+from agmerge.engine.optimizer_wrapper import OptimizerHolder
 from agmerge.engine.step_hooks import follow
 from agmerge.engine.update_reducer import UpdateReducer
 from agmerge.errors import AGMergeError
@@ -33,7 +35,7 @@ from agmerge.tensors.parameters import ParameterTable
 def compress(
     model: torch.nn.Module,
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: OneOrSeveral | None = None,
     scaler: torch.amp.GradScaler | None = None,
     **options: Any,
 ) -> Compressed:
@@ -48,7 +50,8 @@ def compress(
     * ``model``: The DistributedDataParallel, also under ``torch.compile``. All ranks of the world call this, if the
       model's ``process_group`` has only some of them each for its own.
     * ``optimizer``: The plain one that steps. ``sync="updates"`` needs it, and so does what depends on its momentum:
-      ``compression="auto"``, the default, and ``"dgc"``.
+      ``compression="auto"``, the default, and ``"dgc"``. A list of several, if the model has several: with
+      ``sync="updates"`` all of them step once in a step, in any order, and the last one's is followed by the exchange.
     * ``scaler``: The ``GradScaler`` in use. Without it residuals would have its scale, which changes; with
       ``sync="updates"``, where each worker unscales its own gradients, nothing depends on it.
     * ``options``: Those of :class:`agmerge.DistributedOptimizer`, but for what the model says itself.
@@ -57,7 +60,7 @@ def compress(
     """
     plain = checked_model(model)
     compressed = Compressed(plain, optimizer, checked_options({**options, "scaler": scaler}, plain))
-    notices.warn_of_changes(compressed._reducer.exchange, optimizer, None)
+    notices.warn_of_changes(compressed._reducer.exchange, compressed._inner, None)
     return compressed
 
 
@@ -68,21 +71,18 @@ class _OneGroup:
     param_groups: list[dict[str, Any]]
 
 
-class Compressed(ReportingMixin, SharingMixin, SwappingMixin):
+class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
     """Hold what :func:`compress` has made of a model. What it offers means what it means on a DistributedOptimizer.
 
-    ``optimizer``: the plain one, None where it was not given.
+    ``optimizer``: the plain one, None where it was not given; ``optimizers``: where there are several, the list.
     """
 
+    _inner: torch.optim.Optimizer | None
     _reducer: BucketReducer | UpdateReducer
 
-    def __init__(
-        self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer | None, options: Options
-    ) -> None:
-        self.optimizer = optimizer
-        if optimizer is not None:
-            check_optimizer(optimizer)
-        compression = compressors.resolve_auto(options, optimizer)
+    def __init__(self, model: DistributedDataParallel, optimizer: OneOrSeveral | None, options: Options) -> None:
+        self._inner = None if optimizer is None else inner_of(optimizer, _named(model, ignored=True))
+        compression = compressors.resolve_auto(options, self._inner)
         compressors.check_meaning(options.compression, vars(options))
         self._options = replace(options, compression=compression, density=density_of(options))
         self._attached = ExitStack()  # what hangs on the model and the optimizer
@@ -98,7 +98,7 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin):
 
     def _reducer_for(self, model: DistributedDataParallel) -> BucketReducer | UpdateReducer:
         """Return who exchanges gradients, or what the optimizer did."""
-        config, optimizer = with_momentum_of(resolve(self._options), self.optimizer), self.optimizer
+        config, optimizer = with_momentum_of(resolve(self._options), self._inner), self._inner
         if config.updates is not None:
             if optimizer is None:
                 raise ValueError("sync='updates' exchanges what the optimizer did: pass optimizer=, the one that steps")
@@ -120,8 +120,8 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin):
         hook = Hook(model, self._reducer)
         model.register_comm_hook(hook, exchange)
         self._attached.callback(hook.close)
-        if self.optimizer is not None:
-            self._attached.callback(momentum.withhold(self._reducer.exchange, self.optimizer))
+        if self._inner is not None:
+            self._attached.callback(momentum.withhold(self._reducer.exchange, self._inner))
 
     def _check_apart(self, model: DistributedDataParallel) -> None:
         """Raise :class:`agmerge.AGMergeError` before a step of ``sync="updates"`` that others would wait for in vain.
@@ -145,7 +145,7 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin):
 
         With ``sync="updates"`` beside it the state of this rank's optimizer, which is no other rank's.
         """
-        inner = self.optimizer.state_dict() if self.optimizer is not None and self._steps_alone else {}
+        inner = self._inner.state_dict() if self._inner is not None and self._steps_alone else {}
         return {**inner, rank_state.SECTION: rank_state.save(self._reducer)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -156,10 +156,10 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin):
         """
         inner = {key: value for key, value in state_dict.items() if key != rank_state.SECTION}
         inner = rank_state.load(self._reducer, state_dict.get(rank_state.SECTION)) or inner
-        if self.optimizer is not None and self._steps_alone and inner:
-            self.optimizer.load_state_dict(inner)
+        if self._inner is not None and self._steps_alone and inner:
+            load_state(self._inner, inner)
         exchange = self._reducer.exchange
-        exchange.adopt(with_momentum_of(exchange.config, self.optimizer))
+        exchange.adopt(with_momentum_of(exchange.config, self._inner))
 
     @property
     def _steps_alone(self) -> bool:

@@ -22,6 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from agmerge.integrations import ddp, files
@@ -44,7 +45,8 @@ class CompressedDDPStrategy(DDPStrategy):
 
     ``options``: of :func:`agmerge.integrations.ddp.compress`, ``optimizer`` and ``scaler`` excepted, which are the
     Trainer's; all others are those of Lightning's ``DDPStrategy``. With ``sync="updates"`` Lightning validates and
-    saves with the parameters that all ranks have in common, and after ``fit()`` all ranks have the same.
+    saves with the parameters that all ranks have in common, and after ``fit()`` all ranks have the same; of several
+    optimizers, which only manual optimisation has, each steps once in a step then.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -72,10 +74,9 @@ class CompressedDDPStrategy(DDPStrategy):
                 "configure_optimizers() returns an agmerge.DistributedOptimizer, and this strategy exchanges gradients "
                 "too: return the plain optimizer"
             )
-        if self._options.get("sync") == UPDATES and len(self.optimizers) != 1:
+        if self._options.get("sync") == UPDATES and not self.optimizers:
             raise ValueError(
-                f"sync='updates' exchanges what one optimizer did, and configure_optimizers() returns "
-                f"{len(self.optimizers)}: return one with several parameter groups"
+                "sync='updates' exchanges what the optimizer did, and configure_optimizers() returns none: return one"
             )
         scaler = getattr(self.precision_plugin, "scaler", None)
         if self._options.get("sync") == UPDATES and scaler is not None and trainer.gradient_clip_val:
@@ -85,10 +86,16 @@ class CompressedDDPStrategy(DDPStrategy):
             )
         if self.compressed is not None:
             self.compressed.close()  # of another fit()
-        optimizer = self.optimizers[0] if len(self.optimizers) == 1 else None
         assert isinstance(self.model, DistributedDataParallel)
-        self.compressed = ddp.compress(self.model, optimizer=optimizer, scaler=scaler, **self._options)
+        optimizers = self.optimizers or None
+        self.compressed = ddp.compress(self.model, optimizer=optimizers, scaler=scaler, **self._options)
         self._fitting = True
+
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        """Let DDP average nothing where updates are exchanged: manual optimisation asks it to, after every forward."""
+        if self._options.get("sync") == UPDATES and isinstance(self.model, DistributedDataParallel):
+            self.model.require_backward_grad_sync = False
+        super().pre_backward(closure_loss)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 

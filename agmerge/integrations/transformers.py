@@ -4,8 +4,9 @@
     agmerge.integrations.transformers.compress(trainer, compression="topk", density=0.01)
     trainer.train()
 
-The optimizer stays plain. Accumulation, clipping, bf16, gradient checkpointing and evaluation need nothing: they act on
-the ``DistributedDataParallel`` that the Trainer makes, as :mod:`agmerge.integrations.ddp` does. Every rank keeps a file
+The optimizer stays plain; where ``Trainer(optimizers=([muon, adamw], None))`` gives a list they step as one, in order.
+Accumulation, clipping, bf16, gradient checkpointing and evaluation need nothing: they act on the
+``DistributedDataParallel`` that the Trainer makes, as :mod:`agmerge.integrations.ddp` does. Every rank keeps a file
 beside each checkpoint of the Trainer, and ``train(resume_from_checkpoint=...)`` reads it.
 """
 
@@ -22,6 +23,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, trainer_utils
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from agmerge.engine.optimizer_group import inner_of
 from agmerge.integrations import ddp, files
 from agmerge.optimizer import DistributedOptimizer
 from agmerge.options.updates import UPDATES
@@ -48,6 +50,7 @@ def compress(trainer: Trainer, **options: Any) -> Compression:
     trainer.add_callback(compression)
     for name in ("evaluate", "predict", "save_model"):
         _wrap(trainer, name, compression.shared)
+    _wrap(trainer, "create_optimizer", compression.creating)
     _wrap(trainer, "train", compression.training)
     _wrap(trainer, "log", compression.logging)
     return compression
@@ -122,6 +125,15 @@ class Compression(TrainerCallback):
             self._folder, self._training = None, False
 
     @contextmanager
+    def creating(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Make one optimizer, afterwards, of a list: a Trainer knows one, which it prepares, schedules and saves."""
+        yield
+        given: Any = self._trainer.optimizer
+        if isinstance(given, (list, tuple)):
+            model: Any = self._trainer.model
+            self._trainer.optimizer = inner_of(given, model.named_parameters())
+
+    @contextmanager
     def shared(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         """Let parameters, inside, be those that all ranks have in common. After ``train()`` they are the script's."""
         with self.compressed.shared() if self.compressed is not None and self._training else nullcontext():
@@ -150,8 +162,9 @@ def _wrap(trainer: Trainer, name: str, around: Callable[..., AbstractContextMana
 
 def _refuse(trainer: Trainer) -> None:
     """Raise ``ValueError`` where something else than ``DistributedDataParallel`` exchanges gradients."""
-    inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    if isinstance(trainer.optimizer, DistributedOptimizer) or isinstance(inner, DistributedOptimizer):
+    given: Any = trainer.optimizer
+    known = [*given] if isinstance(given, (list, tuple)) else [given, getattr(given, "optimizer", given)]
+    if any(isinstance(optimizer, DistributedOptimizer) for optimizer in known):
         raise ValueError(
             "the Trainer's optimizer is an agmerge.DistributedOptimizer, and compress() exchanges gradients too: leave "
             "the optimizer plain"

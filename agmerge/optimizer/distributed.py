@@ -11,7 +11,8 @@ import torch
 
 from agmerge.checkpoint import horovod_elastic, rank_state
 from agmerge.engine import grad_scaler, join
-from agmerge.engine.optimizer_wrapper import OptimizerWrapper, check_optimizer
+from agmerge.engine.optimizer_group import OneOrSeveral, inner_of
+from agmerge.engine.optimizer_wrapper import OptimizerWrapper
 from agmerge.engine.reducers import AnyReducer, reducer_for
 from agmerge.errors import AGMergeError
 from agmerge.ops import Average, ReduceOp
@@ -25,6 +26,7 @@ from agmerge.options.resolve import check_passes, resolve
 from agmerge.options.updates import density_of
 from agmerge.reporting import ReportingMixin
 from agmerge.runtime import process_sets, workers
+from agmerge.tensors.parameters import optimizers_of
 
 ZERO_GRAD = (
     "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
@@ -43,6 +45,8 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
     Arguments in the order of the signature; the first ten are Horovod's:
 
     * ``optimizer``: The one to wrap: any ``torch.optim.Optimizer`` whose ``step`` needs no closure (LBFGS is refused).
+      A list of several, say Muon for the matrices and AdamW for what is left, steps in its order after one exchange
+      (docs/frameworks.md).
     * ``named_parameters``: Pass ``model.named_parameters()``. The names travel in errors and checkpoints.
     * ``compression``: Give a sparsifier's name or object, ``"powersgd" | "acpsgd"`` (docs/low_rank.md), ``"none" |
       "fp16" | "bf16"``, ``Compression.*``, ``{pattern: one of these}`` by whole name, or ``"auto"``. The last is
@@ -107,11 +111,11 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
       what was combined. None takes it as it is.
     """
 
-    optimizer: torch.optim.Optimizer  # the inner one
+    _inner: torch.optim.Optimizer
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: OneOrSeveral,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
         compression: Any = "auto",
         backward_passes_per_step: int = 1,
@@ -154,15 +158,15 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
             horovod_elastic.prepare(DistributedOptimizer)
             if not workers.elastic():  # there newcomers are alone until all begin the next step
                 self._reducer.connect()
-            notices.warn_of_changes(self._reducer.exchange, optimizer, None)
+            notices.warn_of_changes(self._reducer.exchange, self._inner, None)
         except BaseException:
             self._reducer.close()
             raise
 
-    def _set_up(self, optimizer: torch.optim.Optimizer, named: Any, options: Options) -> None:
+    def _set_up(self, optimizer: OneOrSeveral, named: Any, options: Options) -> None:
         # Not super().__init__(): the groups, the state and the hooks are the inner optimizer's.
-        check_optimizer(optimizer)
-        self.optimizer = optimizer
+        named = None if named is None else list(named)
+        self._inner = optimizer = inner_of(optimizer, named)
         compression = compressors.resolve_auto(options, optimizer)
         # As the script gave them, but for what it left to us, and what does not pickle.
         process_set = process_sets.by_ranks(options.process_set)
@@ -181,21 +185,25 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         return False  # whatever the inner optimizer does: unscaling is the scaler's
 
     def __repr__(self) -> str:
-        return f"DistributedOptimizer({self.optimizer!r})"
+        return f"DistributedOptimizer({self._inner!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._reducer.prepare_to_save()
         named = [(self._reducer.members.name_of(p), p) for p in self._reducer.members.name_all()]
         arguments = {**vars(self._options), "backward_passes_per_step": self._reducer.passes}
-        return _restore, (self.optimizer, named, arguments, rank_state.save(self._reducer), type(self))
+        given = optimizers_of(self._inner)
+        inner = self._inner if len(given) == 1 else given
+        return _restore, (inner, named, arguments, rank_state.save(self._reducer), type(self))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Collective. Add the group to the inner optimizer; on every rank at the same step. The next step agrees on it.
 
-        Ranks communicate only with ``overlap=``: what is under way is taken in.
+        Ranks communicate only with ``overlap=``: what is under way is taken in. Raises ``ValueError`` where there are
+        several optimizers: call it of one of them, ``optimizers[0].add_param_group(...)``.
         """
-        self._reducer.check_idle("add_param_group()")
-        self.optimizer.add_param_group(param_group)
+        if len(optimizers_of(self._inner)) == 1:  # else the next line but one refuses, before anything is sent
+            self._reducer.check_idle("add_param_group()")
+        self._inner.add_param_group(param_group)
         self._reducer.admit_group()
 
     # -- a step ---------------------------------------------------------------------------------------------
@@ -233,7 +241,7 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
             raise AssertionError(ZERO_GRAD)
         if self._reducer.synchronized:
             self._reducer.discard()  # else a rank whose next step has no backward pass would not exchange anything
-        self.optimizer.zero_grad(set_to_none=set_to_none)
+        self._inner.zero_grad(set_to_none=set_to_none)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Sum so many backward passes from the next step on. The same on every rank."""
@@ -295,7 +303,7 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
 
 
 def _restore(
-    optimizer: torch.optim.Optimizer,
+    optimizer: OneOrSeveral,
     named: list[tuple[str, torch.Tensor]],
     arguments: dict[str, Any],
     section: dict[str, Any],

@@ -6,14 +6,16 @@ Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from agmerge.checkpoint import rank_state
-from agmerge.engine.optimizer_wrapper import check_optimizer
+from agmerge.engine.optimizer_group import OneOrSeveral, inner_of
+from agmerge.engine.optimizer_states import as_state, load_state
+from agmerge.engine.optimizer_wrapper import OptimizerHolder
 from agmerge.engine.step_hooks import follow
 from agmerge.engine.update_reducer import UpdateReducer
 from agmerge.optimizer.distributed import DistributedOptimizer
@@ -39,7 +41,7 @@ class LocalOptimizer(DistributedOptimizer):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: OneOrSeveral,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
         every: int = EVERY,
         *,
@@ -52,20 +54,22 @@ class LocalOptimizer(DistributedOptimizer):
         super().__init__(optimizer, named_parameters, **settings)
 
 
-class LocalSync(ReportingMixin, SharingMixin):
+class LocalSync(ReportingMixin, SharingMixin, OptimizerHolder):
     """Exchange, inside of a ``with``, what ``optimizer`` makes of the parameters of ``model`` every ``every`` steps.
 
-    The optimizer is not wrapped: hooks on its step do it. For scripts that use torchft's ``DiLoCo`` or ``LocalSGD``:
+    The optimizer is not wrapped: hooks on its step do it, of several on theirs, and what is due is exchanged when each
+    of them has stepped once. For scripts that use torchft's ``DiLoCo`` or ``LocalSGD``:
     ``sync_every``, ``outer_optimizer`` (an optimizer, whose class and options are taken) and ``fragment_sync_delay``
     are other names of ``every``, ``outer`` and ``overlap``. Other arguments are those of :class:`LocalOptimizer`.
     """
 
+    _inner: torch.optim.Optimizer
     _reducer: UpdateReducer
 
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: OneOrSeveral,
         every: int = EVERY,
         *,
         compression: Any = "auto",
@@ -76,7 +80,8 @@ class LocalSync(ReportingMixin, SharingMixin):
         fragment_sync_delay: int | None = None,
         **options: Any,
     ) -> None:
-        check_optimizer(optimizer)
+        named = list(model.named_parameters())
+        inner = self._inner = inner_of(optimizer, named)
         if sync_every is not None and every not in (EVERY, sync_every):
             raise ValueError("sync_every is another name of every: give one of them")
         every = every if sync_every is None else sync_every
@@ -87,10 +92,9 @@ class LocalSync(ReportingMixin, SharingMixin):
             if value is not None and options.setdefault(name, value) is not value:
                 raise ValueError(f"{other} is another name of {name}: give one of them")
         settings = _settings(every, compression, density, wire, options)
-        settings["compression"] = compressors.resolve_auto(Options(**settings), optimizer)
+        settings["compression"] = compressors.resolve_auto(Options(**settings), inner)
         compressors.check_meaning(settings["compression"], settings)
-        self._reducer = UpdateReducer(ParameterTable(optimizer, model.named_parameters()), resolve(Options(**settings)))
-        self.optimizer = optimizer
+        self._reducer = UpdateReducer(ParameterTable(inner, named), resolve(Options(**settings)))
         self._unfollow: Callable[[], None] | None = None  # takes the hooks off; None: there are none
 
     def __enter__(self) -> LocalSync:
@@ -115,16 +119,17 @@ class LocalSync(ReportingMixin, SharingMixin):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, and under ``"agmerge"`` what this rank keeps beside it."""
-        return {**self.optimizer.state_dict(), rank_state.SECTION: rank_state.save(self._reducer)}
+        return {**self._inner.state_dict(), rank_state.SECTION: rank_state.save(self._reducer)}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Collective. Load what :meth:`state_dict` gave on this rank, or :func:`agmerge.gather_state` on rank 0.
 
         Call it once the model is loaded. The optimizer's state is loaded too.
         """
-        inner = {key: value for key, value in state_dict.items() if key != rank_state.SECTION}
-        own = rank_state.load(self._reducer, state_dict.get(rank_state.SECTION))
-        self.optimizer.load_state_dict(own or inner)
+        state = as_state(state_dict)
+        inner = {key: value for key, value in state.items() if key != rank_state.SECTION}
+        own = rank_state.load(self._reducer, state.get(rank_state.SECTION))
+        load_state(self._inner, own or inner)
 
     def close(self) -> None:
         """Give the communicators back."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -11,6 +11,7 @@ import torch
 from agmerge.checkpoint import rank_state
 from agmerge.checkpoint.gather import gather_state
 from agmerge.checkpoint.rank_state import Wrapper
+from agmerge.engine.optimizer_states import as_state, load_state, sections_of
 from agmerge.engine.reducers import AnyReducer
 from agmerge.options import notices
 from agmerge.options.arguments import Options
@@ -20,7 +21,7 @@ from agmerge.options.config import with_momentum_of
 class SavingMixin:
     """Keep :class:`agmerge.DistributedOptimizer` in a dictionary that the plain optimizer can load, too."""
 
-    optimizer: torch.optim.Optimizer
+    _inner: torch.optim.Optimizer
     _reducer: AnyReducer
     _options: Options
     # Of consolidate_state_dict(): how many steps had been made, and the state of all ranks.
@@ -29,13 +30,14 @@ class SavingMixin:
     def state_dict(self) -> dict[str, Any]:
         """Return the inner optimizer's state, and under ``"agmerge"`` what this rank keeps: its residuals, the plan.
 
+        Of several optimizers ``"optimizers"`` is the list of their states.
         With ``overlap=`` what is under way counts as not sent: to go on to the bit, :meth:`flush` on all ranks first.
         """
         gathered, self._gathered = self._gathered, None
         if gathered is not None and gathered[0] == self._reducer.step_count() and gathered[1] is not None:
             return gathered[1]
         self._reducer.prepare_to_save()
-        return {**self.optimizer.state_dict(), rank_state.SECTION: rank_state.save(self._reducer)}
+        return {**self._inner.state_dict(), rank_state.SECTION: rank_state.save(self._reducer)}
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collective. Let the next :meth:`state_dict` on rank 0 be what :func:`agmerge.gather_state` returns there.
@@ -49,17 +51,19 @@ class SavingMixin:
         self._gathered = None
         self._gathered = (self._reducer.step_count(), gather_state(cast("Wrapper", self)))
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Collective. Load what :meth:`state_dict` gave on this rank, or :func:`agmerge.gather_state` on rank 0.
 
-        Of a plain optimizer's state residuals start from zero, with a warning. Raises ``ValueError`` for a state of
-        another model, or residuals that are not finite.
+        Of a plain optimizer's state, or a list of those of several, residuals start from zero, with a warning. Raises
+        ``ValueError`` for a state of another model or number of optimizers, or residuals that are not finite.
         """
-        inner = {key: value for key, value in state_dict.items() if key != rank_state.SECTION}
+        state = as_state(state_dict)
+        inner = {key: value for key, value in state.items() if key != rank_state.SECTION}
         before = self._reducer.config
-        rates = with_momentum_of(before, self.optimizer, inner["param_groups"]).rates
-        inner = rank_state.load(self._reducer, state_dict.get(rank_state.SECTION)) or inner
+        groups = [group for section in sections_of(self._inner, inner) for group in section["param_groups"]]
+        rates = with_momentum_of(before, self._inner, groups).rates
+        inner = rank_state.load(self._reducer, state.get(rank_state.SECTION)) or inner
         config = replace(self._reducer.config, rates=rates)
         self._reducer.exchange.adopt(config)
-        self.optimizer.load_state_dict(inner)
-        notices.warn_of_changes(self._reducer.exchange, self.optimizer, before)
+        load_state(self._inner, inner)
+        notices.warn_of_changes(self._reducer.exchange, self._inner, before)

@@ -16,7 +16,7 @@ from agmerge.options.resolve import resolve
 class SwappingMixin:
     """Let what exchanges for a script compress otherwise from some step on."""
 
-    optimizer: torch.optim.Optimizer | None  # the one that steps; None: it is not known
+    _inner: torch.optim.Optimizer | None  # the one that steps; None: it is not known
     _reducer: Synchronizer
     _options: Options  # those in use
 
@@ -37,7 +37,7 @@ class SwappingMixin:
         all of it in the next step. A momentum that the new memory does not have, and bases that the new compressor does
         not have, are kept, and saved, until one takes them up; an SGD's own momentum then begins at zero.
         """
-        reducer, optimizer, before = self._reducer, self.optimizer, self._reducer.config
+        reducer, optimizer, before = self._reducer, self._inner, self._reducer.config
         chosen = {"density": density, "rank": rank, "memory": memory, "warmup": warmup}
         changed = compressors.swapped(self._options, optimizer, compression, chosen, options)
         config = with_momentum_of(resolve(changed), optimizer)

@@ -16,6 +16,7 @@ import torch
 import sparsifiers
 from agmerge.options.arguments import Options
 from agmerge.runtime import workers
+from agmerge.tensors.parameters import optimizers_of
 from sparsifiers.quantising.choice import NONE, Choice
 
 # Candidates, the most exact one first.
@@ -35,7 +36,9 @@ MEASURED = {
 MIXING = ("muon", "shampoo", "soap", "dion", "lbfgs", "galore", "kfac", "psgd")
 
 SELECTING = ("oktopk", "masked", "fastest")  # exchanges of what is selected
-ASKS = "{given} asks for selection, and no compressor is named: this is compression={name!r}. To name one ends this line"
+ASKS = (
+    "{given} asks for selection, and no compressor is named: this is compression={name!r}. To name one ends this line"
+)
 NO_OPTIMIZER = (
     "nobody has said which optimizer steps, so gradients travel whole or in 8 bits: pass optimizer=, with which fewer "
     "may do"
@@ -81,7 +84,12 @@ def choice_for(optimizer: torch.optim.Optimizer | None, options: Options) -> Cho
 
 
 def candidates_for(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Return the compressors that cost this optimizer no loss, the most exact one first."""
+    """Return the compressors that cost this optimizer no loss, the most exact one first: of several what all allow."""
+    return min(map(_candidates_for_one, optimizers_of(optimizer)), key=len)  # all begin with the shortest one
+
+
+def _candidates_for_one(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """Return the candidates of one optimizer, by its class."""
     kinds = type(optimizer).__mro__
     if any(word in kind.__name__.casefold() for kind in kinds for word in MIXING):
         return TO_8_BITS

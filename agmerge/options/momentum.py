@@ -10,7 +10,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ import sparsifiers
 from agmerge.ops import Average
 from agmerge.tensors.dtensors import local_of
 from agmerge.tensors.layout import Slot
-from agmerge.tensors.parameters import ParameterTable
+from agmerge.tensors.parameters import ParameterTable, optimizers_of
 from sparsifiers import Rate
 
 Groups = Sequence[Mapping[str, Any]]
@@ -39,17 +39,26 @@ class Rates:
     """Look up the momentum of ``optimizer``'s groups, for a memory that applies it in the optimizer's place."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer  # its groups are read whenever a slot is asked for
+        self._optimizers = optimizers_of(optimizer)  # whose groups are read whenever a slot is asked for
 
     def by_slot(self, parameters: Sequence[torch.Tensor]) -> Callable[[Slot], Rate]:
         """Return a function from a slot to what its parameter's group says now; parameters must stay in their groups.
 
         ``parameters``: in the order of the slots.
         """
-        groups = enumerate(self._optimizer.param_groups)
-        number_of = {parameter: number for number, group in groups for parameter in group["params"]}
-        group_of = [number_of[parameter] for parameter in parameters]
-        return lambda slot: rate(self._optimizer.param_groups[group_of[slot.index]])
+        place_of = {
+            parameter: (optimizer, number)
+            for optimizer in self._optimizers
+            for number, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+        }
+        places = [place_of[parameter] for parameter in parameters]
+
+        def by_slot(slot: Slot) -> Rate:
+            optimizer, number = places[slot.index]
+            return rate(optimizer.param_groups[number])
+
+        return by_slot
 
 
 def rate(group: Mapping[str, Any]) -> Rate:
@@ -120,6 +129,15 @@ def withheld(exchange: Any, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     if not _has_applied(exchange, optimizer):
         yield
         return
+    with ExitStack() as steps:
+        for each in optimizers_of(optimizer):
+            steps.enter_context(_withheld_from(each))
+        yield
+
+
+@contextmanager
+def _withheld_from(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let a step of one optimizer, inside, apply no momentum; its hooks see it."""
     hidden = _Hidden(optimizer)
     last, first = optimizer.register_step_pre_hook(hidden.hide), optimizer.register_step_post_hook(hidden.show)
     hooks: Any = first.hooks_dict_ref()
@@ -135,13 +153,24 @@ def withheld(exchange: Any, optimizer: torch.optim.Optimizer) -> Iterator[None]:
 def withhold(exchange: Any, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Do what :func:`withheld` does for every step that somebody else makes; return a function that ends it.
 
-    Hooks before the step that are registered later see no momentum.
+    Hooks before the step that are registered later see no momentum. Of several optimizers each is stepped by itself.
     """
+    ends = [_withhold_from(each, lambda: _has_applied(exchange, optimizer)) for each in optimizers_of(optimizer)]
+
+    def end() -> None:
+        for each in ends:
+            each()
+
+    return end
+
+
+def _withhold_from(optimizer: torch.optim.Optimizer, has_applied: Callable[[], bool]) -> Callable[[], None]:
+    """Let no step of one optimizer apply its momentum where a memory has; return a function that ends it."""
     hidden = _Hidden(optimizer)
 
     def hide(*_: Any) -> None:
         hidden.show()  # the step before has raised
-        if _has_applied(exchange, optimizer):
+        if has_applied():
             hidden.hide()
 
     handles = [optimizer.register_step_pre_hook(hide), optimizer.register_step_post_hook(hidden.show)]
@@ -221,10 +250,11 @@ def take_over(exchange: Any, members: ParameterTable, optimizer: torch.optim.Opt
 
 
 def _is_sgd(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether the step is that of ``torch.optim.SGD``: others do other things with a momentum."""
-    if not isinstance(optimizer, torch.optim.SGD):
-        return False
-    return inspect.unwrap(type(optimizer).step) is inspect.unwrap(torch.optim.SGD.step)
+    """Tell whether the step is that of ``torch.optim.SGD``, of several each: others do other things with a momentum."""
+    return all(
+        isinstance(each, torch.optim.SGD) and inspect.unwrap(type(each).step) is inspect.unwrap(torch.optim.SGD.step)
+        for each in optimizers_of(optimizer)
+    )
 
 
 def _check_dampening(groups: Groups) -> None:

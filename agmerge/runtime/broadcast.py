@@ -238,6 +238,6 @@ def _put_back(value: Any, tensors: list[torch.Tensor], parameter: torch.Tensor |
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> str:
-    """Return the class name of an optimizer, of the inner one where it is wrapped."""
-    inner = getattr(optimizer, "optimizer", optimizer)
-    return type(inner).__name__
+    """Return the class name of an optimizer, of the inner one where it is wrapped; of several the names of all."""
+    inner: Any = getattr(optimizer, "optimizers", None) or [getattr(optimizer, "optimizer", optimizer)]
+    return " and ".join(type(each).__name__ for each in inner)

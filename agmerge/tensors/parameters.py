@@ -50,6 +50,11 @@ class Grouped(Protocol):
         """Return the groups: each has a list of parameters under "params"."""
 
 
+def optimizers_of(owner: Any) -> list[Any]:
+    """Return the optimizers that step when ``owner`` does: those of an ``OptimizerGroup``, or it alone."""
+    return list(getattr(owner, "stepped_together", (owner,)))
+
+
 def check_spread_alike(members: Sequence[ParameterInfo]) -> None:
     """Raise ``ValueError`` where some are DTensors and some are not: nobody would average these over the shards."""
     spread = [member.name for member in members if is_dtensor(member.parameter)]
@@ -127,6 +132,13 @@ class ParameterTable:
                     self._names[parameter] = name if name not in taken else f"{name}.{g}.{i}"
                     taken.add(self._names[parameter])
         return parameters
+
+    def by_optimizer(self) -> list[list[torch.Tensor]]:
+        """Return the parameters of each optimizer that steps, in the order in which its state numbers them."""
+        return [
+            [parameter for group in each.param_groups for parameter in group["params"]]
+            for each in optimizers_of(self._owner)
+        ]
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """Return the name under which ``parameter`` travels."""

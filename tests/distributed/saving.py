@@ -36,16 +36,21 @@ CELLS: dict[str, tuple[str, dict[str, Any]]] = {
     "powersgd": ("sgd", {"compression": "powersgd"}),
     "acpsgd": ("adamw", {"compression": "acpsgd"}),
     "updates": ("adamw", {"compression": "topk", "sync": "updates", "carry": "hold"}),
+    "several": ("muon and adamw", {"compression": "topk"}),
 }
 
 
 def started(cell: str) -> tuple[torch.nn.Module, Any]:
     inner, options = CELLS[cell]
     model = seeded(mlp)
-    made = {
+    made: Any = {
         "sgd": lambda: sgd(model, weight_decay=0.1),
         "plain": lambda: sgd(model, momentum=0.0),
         "adamw": lambda: torch.optim.AdamW(model.parameters(), lr=0.01),
+        "muon and adamw": lambda: [
+            getattr(torch.optim, "Muon", torch.optim.RMSprop)([p for p in model.parameters() if p.dim() == 2], lr=0.02),
+            torch.optim.AdamW([p for p in model.parameters() if p.dim() != 2], lr=0.01),
+        ],
     }[inner]()
     return model, wrap(model, made, merging=SMALL, **options)
 
@@ -65,7 +70,7 @@ def everything(cell: str, model: torch.nn.Module, optimizer: Any, path: Path | N
     parts = {"model": model.state_dict(), "residuals": agmerge.ResidualState(optimizer, path)}
     if cell == "updates":  # each rank's own is in the residuals
         return parts
-    return {**parts, "optimizer": get_optimizer_state_dict(model, optimizer.optimizer)}
+    return {**parts, "optimizer": get_optimizer_state_dict(model, optimizer.optimizers)}
 
 
 def save(cell: str, folder: Path) -> dict[str, Any]:
@@ -92,7 +97,7 @@ def load(cell: str, folder: Path, way: str) -> dict[str, Any]:
         state = everything(cell, model, optimizer, path)
         dcp.load(state, checkpoint_id=path)
         if "optimizer" in state:
-            set_optimizer_state_dict(model, optimizer.optimizer, state["optimizer"])
+            set_optimizer_state_dict(model, optimizer.optimizers, state["optimizer"])
         model.load_state_dict(state["model"])
     else:
         rank = f".{agmerge.rank()}" if way == "by rank" else ""

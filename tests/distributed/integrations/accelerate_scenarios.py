@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
 from accelerate.state import AcceleratorState
 from accelerate.utils import DDPCommunicationHookType
-from frameworks import DENSE, TOPK, UPDATES, Scenarios, bits, bytes_on_the_wire, layers, lose, refused, waiting
+from frameworks import DENSE, TOPK, UPDATES, Scenarios, bits, bytes_on_the_wire, layers, lose, refused, two, waiting
 from support import batch, seeded
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -217,6 +217,44 @@ def several_models(folder: Path) -> Any:
     return [norms[2:], sorted(str(path.relative_to(folder)) for path in folder.rglob("agmerge*.pt"))]
 
 
+def of_several(folder: Path, several: bool, **options: Any) -> list[Any]:
+    """Some steps, and from a checkpoint once more those after it, with two optimizers or one that has their groups."""
+    seen: list[Any] = []
+    for again in (False, True):
+        accelerator, net = fresh(), seeded(layers)
+        inner = two(net, several) if several else [two(net, several)]
+        model, *optimizers = accelerator.prepare(net, *inner)
+        compressed = compress(accelerator, model, **options)
+        assert compressed is not None and compressed.optimizers == inner
+        for step in range(8):
+            if again and step < 4:
+                continue
+            if step == 4 and not again:
+                accelerator.save_state(str(folder), safe_serialization=False)
+                accelerator.wait_for_everyone()
+            elif step == 4:
+                accelerator.load_state(str(folder))
+            x, y = batch(accelerator.process_index, step)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            accelerator.backward(F.cross_entropy(model(x), y))
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            for optimizer in optimizers:
+                optimizer.step()
+        compressed.consolidate()
+        seen += [bits(net), compressed.stats()["steps"]]
+    return seen
+
+
+@scenario
+def several_optimizers(folder: Path) -> Any:
+    """Two of one model: what one with the groups of both comes to, in one go and resumed."""
+    return {
+        name: [of_several(folder / f"{name} {several}", several, **options) for several in (True, False)]
+        for name, options in {"dense": DENSE, "topk": TOPK, "updates": UPDATES}.items()
+    }
+
+
 @scenario
 def refusals(folder: Path) -> Any:
     """What is refused, and what it says."""
@@ -241,6 +279,11 @@ def refusals(folder: Path) -> Any:
         change(accelerator)
         compress(accelerator, net, **{**TOPK, **more})
 
+    def velocity() -> None:
+        one = Training()
+        compress(one.accelerator, one.net, **{**TOPK, "compression": "dgc"})
+        one.epoch(clip=0.01)
+
     def of_type(kind: DistributedType) -> Callable[[Any], None]:
         return lambda accelerator: setattr(accelerator.state, "distributed_type", kind)
 
@@ -253,6 +296,7 @@ def refusals(folder: Path) -> Any:
         "hook": refused(lambda: compress(*prepared(None, kwargs_handlers=[hook])[:2], **TOPK)),
         "scaler": refused(partial(compressed, lambda accelerator: None, scaler=None)),
         "not prepared": refused(partial(compress, fresh(), seeded(layers), **TOPK)),
+        "velocity": refused(velocity),
         "no optimizer": refused(partial(compressed, lambda accelerator: accelerator._optimizers.clear(), **UPDATES)),
     }
     for kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA):

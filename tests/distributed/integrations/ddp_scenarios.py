@@ -23,8 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 TESTS = Path(__file__).parents[2]  # which has folders of the library's names
 sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS.parent / "examples")]
 from ddp_awkward import awkward, leaves_alone, unused  # noqa: E402
+from ddp_harms import harms  # noqa: E402
 from ddp_pairs import CASES, MATRIX, pair, train  # noqa: E402
 from ddp_refused import guarded, refused  # noqa: E402
+from ddp_several import several  # noqa: E402
 from ddp_updates import UPDATES, updates_pair, updates_refused, updates_resumed  # noqa: E402
 from support import digest, loss_of, mlp, seeded, sgd, wrap  # noqa: E402
 
@@ -284,6 +286,8 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
         updates,
         updates_refused,
         updates_resumed,
+        several,
+        harms,
         refused,
         guarded,
         infinite,

@@ -31,6 +31,16 @@ DENSE: dict[str, Any] = {"compression": "none", "dense_sum": "native", **SMALL}
 UPDATES: dict[str, Any] = {"sync": "updates", "density": 0.05, "exchange": "sparse", **SMALL}
 
 
+def two(model: nn.Module, several: bool = True) -> Any:
+    """AdamW for the matrices and another one for what is none; or, in place of both, one with the groups of both."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    groups = [
+        {"params": matrices, "lr": 0.02, "weight_decay": 0.1},
+        {"params": [parameter for parameter in model.parameters() if parameter.dim() != 2], "lr": 0.01},
+    ]
+    return [torch.optim.AdamW([group]) for group in groups] if several else torch.optim.AdamW(groups)
+
+
 def lose(file: Path) -> None:
     """Remove a file when all ranks are through with it, and before any of them goes on."""
     agmerge.barrier()

@@ -47,6 +47,14 @@ def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
+def several(parameters: Iterable[Tensor]) -> Any:
+    """Muon for the matrices, AdamW for what is none, and for the last layer: of one row torch's Muon steps no shard."""
+    given = list(parameters)
+    muon = getattr(torch.optim, "Muon", torch.optim.RMSprop)
+    matrices = [p for p in given if p.dim() == 2 and p.shape[0] > 1]
+    return [muon(matrices, lr=0.02), adamw([p for p in given if all(p is not one for one in matrices)])]
+
+
 def wrapped(model: nn.Module, mesh: DeviceMesh, inner: Inner = sgd, **options: Any) -> agmerge.DistributedOptimizer:
     """The optimizer among the replicas of this rank's shard; its plan goes by sizes, and selections are sent."""
     options = {"process_set": mesh[REPLICA], "merging": "threshold", "exchange": "sparse", **options}

@@ -10,7 +10,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp2_models import REPLICA, SHARD, adamw, apart, locals_of, loss_of, network, sgd, sharded, step_of, wrapped
+from fsdp2_models import (
+    REPLICA,
+    SHARD,
+    adamw,
+    apart,
+    locals_of,
+    loss_of,
+    network,
+    several,
+    sgd,
+    sharded,
+    step_of,
+    wrapped,
+)
 from support import digest, seeded
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -30,6 +43,8 @@ CELLS: dict[str, tuple[Any, dict[str, Any]]] = {
     "dgc": (sgd, {"compression": "dgc"}),
     "updates": (adamw, {"compression": "topk", **LOCAL}),
     "local steps, held": (adamw, {"compression": "topk", "carry": "hold", "every": 2, **LOCAL}),
+    "several": (several, {"compression": "topk"}),
+    "several, updates": (several, {"compression": "topk", **LOCAL}),
 }
 
 
@@ -37,7 +52,7 @@ def everything(cell: str, model: nn.Module, optimizer: Any, path: Path | None) -
     """What torch.distributed.checkpoint keeps of a run."""
     parts: dict[str, Any] = {"residuals": agmerge.ResidualState(optimizer, path), "model": get_model_state_dict(model)}
     if "sync" not in CELLS[cell][1]:  # else each rank's own is in the residuals
-        parts["optimizer"] = get_optimizer_state_dict(model, optimizer.optimizer)
+        parts["optimizer"] = get_optimizer_state_dict(model, optimizer.optimizers)
     return parts
 
 
@@ -70,7 +85,7 @@ def load(mesh: DeviceMesh, cell: str, folder: Path) -> dict[str, Any]:
         dcp.load({key: state[key] for key in state if key != "residuals"}, checkpoint_id=folder / cell)
         set_model_state_dict(model, state["model"])
         if "optimizer" in state:
-            set_optimizer_state_dict(model, optimizer.optimizer, state["optimizer"])
+            set_optimizer_state_dict(model, optimizer.optimizers, state["optimizer"])
         dcp.load({"residuals": state["residuals"]}, checkpoint_id=folder / cell)
     before = waiting(optimizer, mesh)
     for step in range(HALF, STEPS):

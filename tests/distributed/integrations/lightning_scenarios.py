@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from frameworks import DENSE, TOPK, UPDATES, Scenarios, bits, bytes_on_the_wire, layers, lose, refused, waiting
+from frameworks import DENSE, TOPK, UPDATES, Scenarios, bits, bytes_on_the_wire, layers, lose, refused, two, waiting
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
@@ -75,10 +75,21 @@ class Manual(Net):
 
 
 class Two(Manual):
-    """Have two optimizers, for a layer each."""
+    """Have two optimizers, or one that has the groups of both. ``often``: how often the first one steps in a step."""
+
+    def __init__(self, several: bool = True, often: int = 1) -> None:
+        super().__init__()
+        self.several, self.often = several, often
 
     def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.net[0], self.net[2])], []
+        return (two(self.net), []) if self.several else two(self.net, several=False)
+
+    def training_step(self, one: list[torch.Tensor], index: int) -> None:
+        first, *others = self.optimizers() if self.several else [self.optimizers()]
+        self.net.zero_grad()
+        self.manual_backward(Net.training_step(self, one, index))
+        for optimizer in [first] * self.often + others:
+            optimizer.step()
 
 
 class Prewrapped(Net):
@@ -200,6 +211,22 @@ def resume(folder: Path) -> Any:
     return {**seen, "incomplete": trainer.strategy.compressed.stats()["steps"]}
 
 
+@scenario
+def several_optimizers(folder: Path) -> Any:
+    """Two of one model: what one with the groups of both comes to, in one go and resumed."""
+    seen: dict[str, Any] = {}
+    for name, options in {"dense": DENSE, "topk": TOPK, "updates": UPDATES}.items():
+        for several in (True, False):
+            where = folder / f"{name} {several}"
+            keep = partial(ModelCheckpoint, where, "{epoch}", save_top_k=-1)
+            whole, again = Two(several), Two(several)
+            first = fitted(whole, CompressedDDPStrategy(**options), callbacks=[keep()])
+            fitted(again, CompressedDDPStrategy(**options), callbacks=[keep()], path=where / "epoch=0.ckpt")
+            steps = first.strategy.compressed.stats()["steps"]
+            seen.setdefault(name, []).append([bits(whole.net), bits(again.net), steps, whole.seen["validation"]])
+    return seen
+
+
 class Look(Callback):
     """Look at what waits before the first step, and after four of them."""
 
@@ -298,7 +325,10 @@ def refusals(folder: Path) -> Any:
         "updates, never called": refused(partial(fitted, Net(wrapped=UPDATES), "ddp")),
         "wrapped": refused(partial(fitted, Net(wrapped=TOPK), ours())),
         "wrapped before": refused(partial(fitted, Prewrapped(), ours())),
-        "two optimizers": refused(partial(fitted, Two(), CompressedDDPStrategy(**UPDATES))),
+        "out of step": refused(partial(fitted, Two(often=2), CompressedDDPStrategy(**UPDATES))),
+        "velocity": refused(
+            partial(fitted, Net(), CompressedDDPStrategy(**{**TOPK, "compression": "dgc"}), gradient_clip_val=0.01)
+        ),
         "clipping": refused(
             partial(fitted, Net(), CompressedDDPStrategy(**UPDATES), gradient_clip_val=1.0, plugins=[in_fp16(8.0)])
         ),

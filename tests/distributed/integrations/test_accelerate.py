@@ -66,6 +66,15 @@ def test_each_model_has_its_files(found: Found) -> None:
         assert files == names + [f"agmerge_1/{name}" for name in names]
 
 
+@pytest.mark.parametrize("way", ["dense", "topk", "updates"])
+def test_two_optimizers_are_one_with_the_groups_of_both(found: Found, way: str) -> None:
+    """In one go, and from a checkpoint in the middle; with updates they are exchanged when both have stepped."""
+    (first, second), _ = found["several_optimizers"]
+    ours, theirs = first[way]
+    assert ours == theirs and first == second
+    assert ours[0] == ours[2] and ours[1] == ours[3] == 8
+
+
 @pytest.mark.parametrize(
     "case, words",
     [
@@ -75,7 +84,8 @@ def test_each_model_has_its_files(found: Found) -> None:
         ("hook", "a hook is registered already"),
         ("scaler", "scaler= is the accelerator's own"),
         ("not prepared", "accelerator.prepare()"),
-        ("no optimizer", "has not prepared just one"),
+        ("velocity", "what was clipped is a velocity"),
+        ("no optimizer", "has not prepared an optimizer of the model's parameters"),
         ("FSDP", "FSDP averages gradients of shards by itself"),
         ("DEEPSPEED", "DeepSpeed averages gradients in its own engine"),
         ("MEGATRON_LM", "Megatron-LM averages"),

@@ -77,6 +77,15 @@ def test_infinite_gradients_of_one_rank_move_nothing(found: Found) -> None:
     assert one["raise"][2] and two["raise"][2]
 
 
+@pytest.mark.parametrize("way", ["dense", "topk", "updates"])
+def test_two_optimizers_are_one_with_the_groups_of_both(found: Found, way: str) -> None:
+    """In one go, and from a checkpoint in the middle; with updates they are exchanged when both have stepped."""
+    first, second = found["several_optimizers"][0]
+    ours, theirs = first[way]
+    whole, resumed, steps, _ = ours
+    assert ours == theirs and first == second and whole == resumed and steps == 8
+
+
 @pytest.mark.parametrize(
     "case, words",
     [
@@ -84,7 +93,8 @@ def test_infinite_gradients_of_one_rank_move_nothing(found: Found) -> None:
         ("updates, never called", "integrations.ddp.compress"),
         ("wrapped", "integrations.ddp.compress"),
         ("wrapped before", "return the plain optimizer"),
-        ("two optimizers", "configure_optimizers() returns 2"),
+        ("out of step", "optimizers[0] (AdamW) steps a second time before optimizers[1] (AdamW) has stepped"),
+        ("velocity", "what was clipped is a velocity"),
         ("clipping", "Lightning does not clip"),
         ("hook", "DDP takes one hook"),
         ("optimizer", "optimizer= is the Trainer's own"),

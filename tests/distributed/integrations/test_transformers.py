@@ -99,6 +99,14 @@ def test_a_scaler_changes_no_bit(found: Found) -> None:
         assert none == scaled and none[1:3] == [8, 0]
 
 
+@pytest.mark.parametrize("way", ["dense", "topk", "updates"])
+def test_a_list_of_two_optimizers_is_one_with_the_groups_of_both(found: Found, way: str) -> None:
+    """In one go, and from a checkpoint in the middle."""
+    first, second = found["several_optimizers"][0]
+    ours, theirs = first[way]
+    assert ours == theirs and first == second and ours[0] == ours[2] and ours[1] == ours[3] == 8
+
+
 @pytest.mark.parametrize(
     "case, words",
     [
@@ -106,12 +114,14 @@ def test_a_scaler_changes_no_bit(found: Found) -> None:
         ("updates, False", "integrations.ddp.compress"),
         ("gradients, True", "leave the optimizer plain"),
         ("updates, True", "leave the optimizer plain"),
+        ("in a list", "leave the optimizer plain"),
         ("is_deepspeed_enabled", "DeepSpeed averages gradients in its own engine"),
         ("is_fsdp_enabled", "FSDP averages gradients of shards by itself"),
         ("several GPUs", "torchrun --nproc_per_node"),
         ("scaler", "scaler= is the Trainer's own"),
         ("options", "density must lie in (0, 1]"),
         ("twice", "a hook is registered already"),
+        ("velocity", "what was clipped is a velocity"),
     ],
 )
 def test_what_would_exchange_twice_is_refused_on_every_rank(found: Found, case: str, words: str) -> None:

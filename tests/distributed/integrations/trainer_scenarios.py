@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from frameworks import DENSE, TOPK, UPDATES, Scenarios, bits, bytes_on_the_wire, lose, refused, waiting
+from frameworks import DENSE, TOPK, UPDATES, Scenarios, bits, bytes_on_the_wire, lose, refused, two, waiting
 from gpt import VOCABULARY, corpus, windows
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
@@ -196,6 +196,25 @@ def another_ddp(folder: Path) -> Any:
     return seen
 
 
+@scenario
+def several_optimizers(folder: Path) -> Any:
+    """A list of two in place of an optimizer: what one with the groups of both comes to, in one go and resumed."""
+    seen: dict[str, Any] = {}
+    for name, options in {"dense": DENSE, "topk": TOPK, "updates": UPDATES}.items():
+        for several in (True, False):
+            where, ends = folder / f"{name} {several}", []
+            for again in (False, True):
+                model = gpt()
+                settings = {"save_strategy": "steps", "save_steps": 4, "optimizer": two(model, several)}
+                trainer = made(where, model=model, **settings)
+                compression = compress(trainer, **options)
+                trainer.train(resume_from_checkpoint=str(where / "checkpoint-4") if again else None)
+                assert compression.compressed is not None
+                ends += [bits(model), compression.compressed.stats()["steps"]]
+            seen.setdefault(name, []).append(ends)
+    return seen
+
+
 class Watch(TrainerCallback):
     """Note the model's bits where a Trainer calls back."""
 
@@ -273,6 +292,11 @@ def refusals(folder: Path) -> Any:
             trainer = made(folder, model=model, optimizer=wrapped)
             said[f"{name}, {called}"] = refused(partial(compress, trainer, **TOPK) if called else trainer.train)
             wrapped.close()
+    model = gpt()
+    wrapped = agmerge.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **TOPK)
+    trainer = made(folder, model=model, optimizer=[wrapped])
+    said["in a list"] = refused(partial(compress, trainer, **TOPK))
+    wrapped.close()
     for flag in ("is_deepspeed_enabled", "is_fsdp_enabled"):
         trainer = made(folder)
         setattr(trainer, flag, True)
@@ -288,6 +312,9 @@ def refusals(folder: Path) -> Any:
     compress(trainer, **TOPK)
     compress(trainer, **TOPK)
     said["twice"] = refused(trainer.train)
+    trainer = made(folder, optim="sgd", max_grad_norm=0.01)
+    compress(trainer, **{**TOPK, "compression": "dgc"})
+    said["velocity"] = refused(trainer.train)
     return said
 
 

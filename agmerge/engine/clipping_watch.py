@@ -1,0 +1,183 @@
+"""Notice a script that clips what was combined where the norm of that is not the norm of a gradient.
+
+With a memory that applies the momentum before selection ``p.grad`` is a velocity, and that is an error. Where few
+elements are sent, each with several steps' worth, it is worth a warning. All ranks see the same, so that nothing is
+sent: :meth:`ClippingWatch.note` remembers some elements when updates are there, and :meth:`ClippingWatch.look` compares
+them when the optimizer is about to step.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from agmerge.engine.sampled_updates import Norms, Place, Sample, norms_of, places_in, sample_of
+from agmerge.engine.scaled_down import NormBound, common_factor
+from agmerge.exchanges.message.format import Flag
+from agmerge.options.config import Config
+from agmerge.step.gradient_exchange import Combined, GradientExchange
+from agmerge.step.merge_buffers import MergeBuffers
+
+WHOLE = 0.9  # a dense gradient's norm, relative to the one seen, from which on nothing is worth a warning
+VELOCITY = (
+    "step {step}: between the exchange of gradients and the optimizer's step the script has clipped them to a norm of "
+    "{bound:.4g}, and memory {memory!r} applies the momentum before that: what was clipped is a velocity, with a "
+    "momentum of 0.9 up to ten times a gradient. No parameter was stepped. Take the clipping out of the script "
+    "(clip_grad_norm_, gradient_clip_val, max_grad_norm), and pass memory=sparsifiers.memory({memory!r}, "
+    "clipping=...), which bounds the gradient of each tensor before the momentum. Or leave it in, and pass "
+    "compression='eden', which sends all gradients in few bits, so that clipping means what it means in "
+    "DistributedDataParallel; or memory='residual', with which the optimizer applies its momentum after the clipping"
+)
+SELECTED = (
+    "clipping binds: in step {step} the script clips to a norm of {bound:.4g} what has a norm of {norm:.4g}. That is "
+    "the norm of what {compressor} has sent, {share:.2g} % of all elements, and no gradient's. Once as much leaves "
+    "as comes in, after some {steps} steps, each of them holds what has waited for several steps, and such a norm is "
+    "one of a dense gradient between {low:.4g} (where gradients of successive steps agree) and {norm:.4g} (where they "
+    "have nothing in common): one step does not tell which. So the bound cuts up to {times:.2g} times as much as in "
+    "dense training. Pass compression='eden', which sends every element in few bits, or leave compression out; or "
+    "raise the bound"
+)
+
+
+class ClippingWatch:
+    """Watch what becomes of the updates of one ``exchange`` until the optimizer steps with them.
+
+    Not looked at are DTensors, of which a rank knows a part of the norm alone, and steps in which a rank has joined.
+    """
+
+    def __init__(self, exchange: GradientExchange) -> None:
+        self._exchange = exchange
+        self._config: Config | None = None  # that `_matters` is about
+        self._matters = False  # clipping would be an error, or is worth a warning
+        self._bound = NormBound()
+        self._refusal = ""  # what every step raises from now on
+        self._warned = False
+        self._buffers: MergeBuffers | None = None  # that `_places` are of
+        self._places: list[Place] = []
+        self._sample: Sample | None = None  # of the step that has begun
+        self._step = 0  # its number
+        # On a device: what was seen in the step before, by now computed; whether the script writes to gradients, and
+        # elements are worth a copy; and whether it scales them, and norms are worth computing.
+        self._seen: tuple[torch.Tensor, torch.Tensor, Norms | None] | None = None
+        self._is_changed = self._is_scaled = False
+
+    def note(self, combined: Combined) -> None:
+        """Remember some of what was combined, before anything is done to it."""
+        self._sample = None
+        if self._exchange.config is not self._config:
+            self._follow_config()
+        if not self._matters or combined.skipped or combined.flags & Flag.JOINED:
+            return
+        if self._seen is not None:
+            self._judge(*self._seen)
+        self._step = self._exchange.steps
+        if combined.buffers is not self._buffers:
+            self._buffers, self._places = combined.buffers, places_in(combined.buffers)
+        self._sample = sample_of(combined, self._places, on_device=self._is_changed)
+
+    @torch.no_grad()
+    def look(self) -> None:
+        """Compare, once a step, what the optimizer is about to step with; raise or warn where it was clipped.
+
+        Raises ``ValueError``, on every rank, where it is a velocity. On a device that is a step late: nothing waits.
+        """
+        sample, self._sample = self._sample, None
+        if sample is not None and sample.changed():
+            self._is_changed = True
+            before, after = sample.before, sample.now()
+            if before is not None and after is not None:
+                if after.device.type == "cpu":
+                    self._judge(before, after, None)
+                else:
+                    self._seen = (before, after, self._norms() if self._is_scaled else None)
+        if self._refusal:
+            raise ValueError(self._refusal)
+
+    @contextmanager
+    def looking(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Look when ``optimizer`` steps inside, after all other hooks before its step."""
+        if self._sample is None and not self._refusal:
+            yield
+            return
+        handle = self.follow(optimizer)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
+        """Look whenever ``optimizer`` steps, once its closure has run, until the hook that is returned is removed."""
+        reference = weakref.ref(self)
+
+        def before(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            watch = reference()
+            return None if watch is None else _looking_in(watch.look, args, kwargs)
+
+        return optimizer.register_step_pre_hook(before)
+
+    def _follow_config(self) -> None:
+        """See what clipping means with the config of now; forget what was seen with another compressor or memory."""
+        config, before, comm = self._exchange.config, self._config, self._exchange.comm
+        if before is None or config.compressor is not before.compressor or config.memory is not before.memory:
+            self._bound, self._refusal, self._seen = NormBound(), "", None
+        selects = config.compressor.selects and config.memory.has_residual
+        warns = selects and not self._warned and comm is not None and comm.rank == 0
+        self._config, self._matters = config, config.memory.has_momentum or warns
+
+    def _judge(self, before: torch.Tensor, after: torch.Tensor, norms: Norms | None) -> None:
+        """Learn from one step. ``norms``: on a device those that were computed then, None: none were."""
+        self._seen = None
+        factor = common_factor(before, after)
+        if factor is None or not self._bound.asks(factor, before.dtype):
+            return
+        if norms is None and before.device.type != "cpu":
+            self._is_scaled = True
+            return
+        norms = self._norms() if norms is None else norms
+        norm = float(norms.norms.norm())
+        if self._bound.binds(factor, norm, before.dtype):
+            self._tell(factor, norm, norms)
+
+    def _norms(self) -> Norms:
+        assert self._buffers is not None
+        return norms_of(self._buffers.parameters)
+
+    def _tell(self, factor: float, bound: float, seen: Norms) -> None:
+        """Refuse what has been clipped to ``bound`` by ``factor``, or warn."""
+        config, step = self._exchange.config, self._step
+        if config.memory.has_momentum:
+            self._refusal = VELOCITY.format(step=step, bound=bound, memory=config.memory.name)
+            return
+        # The energy of k of n elements is that of the gradient where steps have nothing in common, since nothing is
+        # lost and variances add up; where they agree it is n / k times that, of k sums of n / k steps each.
+        norm, squares = bound / factor, seen.norms.square()
+        low = math.sqrt(float((squares * seen.counts / seen.sizes).sum())) / factor
+        if low < WHOLE * norm:
+            self._warned, self._matters = True, False
+            share = float(seen.counts.sum() / seen.sizes.sum())
+            figures = {"bound": bound, "norm": norm, "low": low, "times": norm / low, "share": 100 * share}
+            text = SELECTED.format(compressor=config.compressor.name, step=step, steps=math.ceil(1 / share), **figures)
+            warnings.warn(text, stacklevel=2)
+
+
+def _looking_in(look: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Look now, or in the closure of a step, in which frameworks clip: return the arguments then, else None."""
+    optimizer, *given = args  # a closure is the first argument, or has its name
+    closure = given[0] if given else kwargs.get("closure")
+    if closure is None:
+        look()
+        return None
+
+    def looked() -> Any:
+        loss = closure()
+        look()
+        return loss
+
+    return ((optimizer, looked, *given[1:]), kwargs) if given else (args, {**kwargs, "closure": looked})

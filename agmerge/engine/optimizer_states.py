@@ -1,0 +1,99 @@
+"""Reach, save and load the states of several optimizers that step together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+
+from agmerge.tensors.parameters import optimizers_of
+
+SECTIONS = "optimizers"  # in a state: a list, what each optimizer's own state_dict() gave
+
+
+class StateOfAll(MutableMapping[Any, Any]):
+    """States of several optimizers as one, by parameter. What is written goes to the optimizer that has it."""
+
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], owner_of: Callable[[Any], torch.optim.Optimizer]
+    ) -> None:
+        """Show the states of ``optimizers``. ``owner_of``: which of them has a parameter; ``KeyError`` for none."""
+        self._optimizers, self._owner_of = optimizers, owner_of
+
+    @property
+    def _states(self) -> list[MutableMapping[Any, Any]]:
+        return [each.state for each in self._optimizers]  # asked for each time: loading makes new ones
+
+    def _holding(self, key: Any) -> MutableMapping[Any, Any] | None:
+        return next((state for state in self._states if key in state), None)
+
+    def __getitem__(self, key: Any) -> Any:
+        state = self._holding(key)
+        return self._owner_of(key).state[key] if state is None else state[key]  # an optimizer's makes an empty one
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        state = self._holding(key)
+        (self._owner_of(key).state if state is None else state)[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        state = self._holding(key)
+        if state is None:
+            raise KeyError(key)
+        del state[key]
+
+    def __contains__(self, key: object) -> bool:
+        return self._holding(key) is not None
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return what is kept under ``key``, or ``default``; nothing is made."""
+        state = self._holding(key)
+        return default if state is None else state[key]
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """Remove what is kept under ``key``, and return it; ``default`` where nothing is, else ``KeyError``."""
+        state = self._holding(key)
+        return ({} if state is None else state).pop(key, *default)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (key for state in self._states for key in state)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._states))
+
+
+def as_state(saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return what a script loads as a mapping, also where it is a list of the states of several optimizers."""
+    return saved if isinstance(saved, Mapping) else {SECTIONS: list(saved)}
+
+
+def sections_of(optimizer: torch.optim.Optimizer, saved: Any) -> list[Any]:
+    """Return the state of each optimizer that steps with ``optimizer``; ``ValueError`` where they are not as many.
+
+    ``saved``: what ``state_dict()`` gave, or a list of what that of each optimizer gave.
+    """
+    state, count = as_state(saved), len(optimizers_of(optimizer))
+    sections = list(state[SECTIONS]) if SECTIONS in state and "param_groups" not in state else [state]
+    if len(sections) != count:
+        there = f"{count} optimizers ({type(optimizer).__name__})" if count > 1 else f"one, {type(optimizer).__name__}"
+        of = f"{len(sections)} optimizers" if len(sections) != 1 else "one optimizer"
+        raise ValueError(
+            f"the state is one of {of}, and here is {there}: load what state_dict() of as many gave, or a list with "
+            "the state_dict() of each, in the order of the optimizers"
+        )
+    return sections
+
+
+def load_state(optimizer: torch.optim.Optimizer, saved: Any) -> None:
+    """Load the state of each optimizer that steps with ``optimizer``. ``saved``: as in :func:`sections_of`.
+
+    Raises as that does, and what an optimizer raises of its state, with its place where there are several.
+    """
+    sections, optimizers = sections_of(optimizer, saved), optimizers_of(optimizer)
+    for number, (each, section) in enumerate(zip(optimizers, sections, strict=True)):
+        try:
+            each.load_state_dict(section)
+        except ValueError as error:
+            if len(optimizers) == 1:
+                raise
+            raise ValueError(f"optimizers[{number}] ({type(each).__name__}): {error}") from None

@@ -1,0 +1,178 @@
+"""Refuse, with ``sync="updates"``, an optimizer that steps a shard on each rank and hands the result round by itself.
+
+Gradients are each worker's own there, so that every tensor would learn from the data of the rank that owns it, and
+from nobody else's. Some classes are known by name. Others are found by what they do: an element that moves to the same
+bits on two ranks, though their gradients point in opposite directions, has not been moved by its own rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from agmerge.backends import Backend
+from agmerge.backends.handshake import gather_bytes
+from agmerge.tensors.dtensors import is_dtensor, local_of
+from agmerge.tensors.parameters import ParameterTable, optimizers_of
+
+# torch's, and those of nanochat and modded-nanogpt. A Muon may as well step everything on each rank: it is known by its
+# arguments `rank` and `world_size`, and where it has none by what it does.
+CLASSES = frozenset(
+    ("ZeroRedundancyOptimizer", "DistAdam", "DistAdamW", "DistMuon", "DistMuonAdamW", "DistributedMuon")
+)
+LOOKS = 8  # steps, counted from the first one, until which every tensor that is looked at should have moved
+TENSORS, ELEMENTS = 64, 128  # that are looked at, and of each of them, from all over it
+LEAST = 8  # elements with opposite gradients: so many, and all that there are, have to agree
+ENOUGH = 64  # elements of a tensor, of which so many are likely in one step
+MOVED = 16.0  # roundings of a parameter: by fewer, opposite gradients may have rounded to the same
+LARGE = 1e-3  # of a tensor's largest gradient, below which an element's is no direction
+DIGEST = 16  # bytes
+INSTEAD = (
+    "Pass sync='gradients', which works with it as it is, or the plain optimizer that it is made of, which every rank "
+    "steps whole"
+)
+KNOWN = (
+    "{kind} steps a shard of the parameters on each rank and hands them round by itself. With sync='updates' each "
+    "rank's own gradients are stepped with, so that a tensor would learn from the data of one rank alone. {instead}"
+)
+SEEN = (
+    "parameter {name!r} has moved to the same values on ranks {one} and {other}, though their gradients have opposite "
+    "signs: {kind} hands round what one rank has stepped, or averages by itself. With sync='updates' each rank's own "
+    "gradients are stepped with, so that a tensor learns from the data of one rank alone. {instead}"
+)
+Codes = npt.NDArray[np.uint8]
+
+
+class ShardedSteps:
+    """Look at the first steps of the optimizer of ``members``, before anything is exchanged.
+
+    :meth:`begin` for a group of workers; then in each step :meth:`note`, the optimizer's own step, and :meth:`compare`.
+    """
+
+    def __init__(self, members: ParameterTable) -> None:
+        self._members = members
+        self._known = _known(members)  # the name of its class, if it is such a one; else empty
+        self._begun = False
+        self._looks = 0  # that are left
+        self._watched: list[torch.Tensor] = []
+        self._decided: list[bool] = []  # of each of these: ranks moved it by themselves
+        self._before: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # elements of each, and of its gradient
+
+    def begin(self, *, together: bool) -> None:
+        """Look at the steps that come, once for a group. Raises ``ValueError`` for a class that is known.
+
+        ``together``: all workers exchange with each other; else it may hand parameters round among other ones.
+        """
+        if self._begun:
+            return
+        if together and self._known:
+            raise ValueError(KNOWN.format(kind=self._known, instead=INSTEAD))
+        named = [parameter for parameter in self._members.name_all() if parameter.is_floating_point()]
+        enough = [parameter for parameter in named if parameter.numel() >= ENOUGH]
+        self._watched = (enough or named)[:: max(1, -(-len(enough or named) // TENSORS))]
+        self._decided, self._before = [False] * len(self._watched), []
+        self._begun, self._looks = True, LOOKS
+
+    def forget(self) -> None:
+        """Forget the group of workers."""
+        self._begun, self._looks, self._before = False, 0, []
+
+    def noting(self, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
+        """Return ``closure``, if there is one, followed by :meth:`note`: it makes the gradients of the step."""
+        if closure is None or not self._looks:
+            return closure
+
+        def noted() -> Any:
+            loss = closure()
+            self.note()
+            return loss
+
+        return noted
+
+    def note(self) -> None:
+        """Remember parameters and gradients as they are before the optimizer moves them."""
+        if self._looks:
+            self._before = [(_some(parameter), _some_gradient(parameter)) for parameter in self._watched]
+
+    def compare(self, comm: Backend, timeout: float) -> None:
+        """Collective. Compare how parameters have moved since :meth:`note`, in the first steps; then do nothing.
+
+        Raises ``ValueError``, the same on every rank, where they were handed round. ``timeout``: seconds.
+        """
+        if not self._looks:
+            return
+        self._looks -= 1
+        own = np.zeros((TENSORS, ELEMENTS), dtype=np.uint8)
+        for row, parameter, (before, gradient) in zip(own, self._watched, self._before, strict=False):
+            if gradient is not None:
+                row[: before.numel()] = codes_of(before, _some(parameter), gradient)
+        names = [self._members.name_of(parameter) for parameter in self._watched]
+        digest = hashlib.blake2b(repr(names).encode(), digest_size=DIGEST).digest()
+        texts = gather_bytes(comm, digest + own.tobytes(), "updates/first steps", timeout)
+        self._before = []
+        if len({text[:DIGEST] for text in texts}) > 1:
+            return  # the next agreement says in what models differ
+        rows = [np.frombuffer(text[DIGEST:], dtype=np.uint8).reshape(own.shape) for text in texts]
+        for one, codes in enumerate(rows):
+            other = (one + 1) % len(rows)
+            opposite, same = opposite_and_same(codes, rows[other])
+            for i, name in enumerate(names):
+                if LEAST <= opposite[i] == same[i]:
+                    kind, ranks = type(self._members.optimizer).__name__, sorted((one, other))
+                    text = SEEN.format(name=name, one=ranks[0], other=ranks[1], kind=kind, instead=INSTEAD)
+                    raise ValueError(text)
+                self._decided[i] |= bool(opposite[i] >= LEAST)
+        if all(self._decided):
+            self._looks = 0
+
+
+def codes_of(before: torch.Tensor, after: torch.Tensor, gradient: torch.Tensor) -> Codes:
+    """Return a byte for each element: the sign of its gradient, and a hash of its bits after the step.
+
+    0: it has hardly moved, or its gradient is small. All are flat and of one length; the first two of one dtype.
+    """
+    before, after, gradient = before.cpu(), after.cpu().contiguous(), gradient.cpu().double()
+    then, eps = before.double(), torch.finfo(before.dtype).eps
+    moved = (after.double() - then).abs() > MOVED * eps * then.abs()
+    counts = moved & (gradient.abs() > LARGE * gradient.abs().max())
+    bits = after.view(torch.uint8).numpy().reshape(after.numel(), -1).astype(np.int64)
+    hashes = 1 + (bits @ (31 ** np.arange(bits.shape[1], dtype=np.int64))) % 127
+    signs = (gradient < 0).numpy().astype(np.int64) << 7
+    return np.asarray(np.where(counts.numpy(), signs | hashes, 0), dtype=np.uint8)
+
+
+def opposite_and_same(one: Codes, other: Codes) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return for each tensor how many elements have gradients of opposite signs, and how many of them the same bits."""
+    opposite = (one > 0) & (other > 0) & ((one ^ other) >= 128)
+    same = opposite & ((one ^ other) == 128)
+    return opposite.sum(axis=1), same.sum(axis=1)
+
+
+def _known(members: ParameterTable) -> str:
+    """Return the name of a class that steps shards of plain parameters among several ranks; empty: none is known."""
+    if any(is_dtensor(parameter) for parameter in members.name_all()):
+        return ""  # they are spread over ranks already, and it may hand them round among these alone
+    for optimizer in optimizers_of(members.optimizer):
+        arguments = inspect.signature(type(optimizer).__init__).parameters
+        named = any(kind.__name__ in CLASSES for kind in type(optimizer).__mro__)
+        if (named or {"rank", "world_size"} <= arguments.keys()) and getattr(optimizer, "world_size", None) != 1:
+            return type(optimizer).__name__
+    return ""
+
+
+def _some(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of some elements of what this rank holds of a tensor, flat."""
+    flat = local_of(tensor).detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // ELEMENTS)][:ELEMENTS].clone()
+
+
+def _some_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return what :func:`_some` does of a parameter's gradient; None: it has none, or one of sparse layout."""
+    gradient = parameter.grad
+    return None if gradient is None or gradient.layout != torch.strided else _some(gradient)

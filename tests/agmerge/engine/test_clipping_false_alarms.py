@@ -1,0 +1,230 @@
+"""What scripts do to combined gradients that is no clipping: nothing is said, whatever the memory."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support import agreed, backward, digest, loss_of, mlp, on_ranks, seeded, sgd, wrap
+from torch import nn
+
+MODEL = seeded(mlp)
+STEPS = 12
+DGC: dict[str, Any] = {"compression": "dgc"}
+TOPK: dict[str, Any] = {"compression": "topk", "density": 0.05}
+Change = Callable[[nn.Module, int], None]  # of the gradients of a model, in a step
+
+
+@contextmanager
+def no_alarm() -> Iterator[None]:
+    """An alarm is an error inside, a warning too."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="clipping binds")
+        yield
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def nothing(model: nn.Module, step: int) -> None:
+    """A script that only looks."""
+    nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+
+
+def unbound(model: nn.Module, step: int) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+
+
+def a_constant(model: nn.Module, step: int) -> None:
+    torch._foreach_div_(gradients(model), 3.0)
+
+
+def two_constants(model: nn.Module, step: int) -> None:
+    """The last accumulation of an epoch has fewer batches."""
+    torch._foreach_mul_(gradients(model), 1.0 if step % 4 < 3 else 0.75)
+
+
+def tokens(model: nn.Module, step: int) -> None:
+    """A number that differs from step to step."""
+    torch._foreach_div_(gradients(model), 1.0 + random.Random(step).random())
+
+
+def rare(model: nn.Module, step: int) -> None:
+    """Batches of which some are smaller."""
+    source = random.Random(step)
+    torch._foreach_mul_(gradients(model), source.random() if source.random() < 0.4 else 1.0)
+
+
+def a_warm_up(model: nn.Module, step: int) -> None:
+    torch._foreach_mul_(gradients(model), min(1.0, (step + 1) / 8))
+
+
+def decay(model: nn.Module, step: int) -> None:
+    """Weight decay that the script adds itself."""
+    for parameter in model.parameters():
+        parameter.grad.add_(parameter.detach(), alpha=0.01)
+
+
+def noise(model: nn.Module, step: int) -> None:
+    source = torch.Generator().manual_seed(step)  # the same on all ranks
+    for gradient in gradients(model):
+        gradient.add_(torch.randn(gradient.shape, generator=source), alpha=1e-3)
+
+
+def zeroed(model: nn.Module, step: int) -> None:
+    model[2].weight.grad.zero_()
+
+
+def all_zeroed(model: nn.Module, step: int) -> None:
+    torch._foreach_zero_(gradients(model))
+
+
+def dropped(model: nn.Module, step: int) -> None:
+    model[0].weight.grad = None
+
+
+def replaced(model: nn.Module, step: int) -> None:
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad.clone()
+
+
+def by_layer(model: nn.Module, step: int) -> None:
+    """Learning rates by layer, by hand."""
+    for number, gradient in enumerate(gradients(model)):
+        gradient.mul_(0.9**number)
+
+
+def by_value(model: nn.Module, step: int) -> None:
+    """Bounds each element: that is no common factor, and it is not looked for."""
+    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+
+
+def larger(model: nn.Module, step: int) -> None:
+    torch._foreach_mul_(gradients(model), 1.0 + 0.1 * step)
+
+
+def signs(model: nn.Module, step: int) -> None:
+    for gradient in gradients(model):
+        gradient.sign_()
+
+
+CHANGES = [
+    nothing,
+    unbound,
+    a_constant,
+    two_constants,
+    tokens,
+    rare,
+    a_warm_up,
+    decay,
+    noise,
+    zeroed,
+    all_zeroed,
+    dropped,
+    replaced,
+    by_layer,
+    by_value,
+    larger,
+    signs,
+]
+
+
+def trained(rank: int, model: nn.Module, changes: list[Change], **options: Any) -> str:
+    optimizer = wrap(model, sgd(model, lr=0.01), **options)
+    for step, change in enumerate(changes):
+        optimizer.zero_grad()
+        backward(model, rank, step)
+        optimizer.synchronize()
+        change(model, step)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    return digest(model)
+
+
+@pytest.mark.parametrize("options", [DGC, TOPK], ids=["velocity", "selection"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_that_is_no_clipping_is_the_scripts(change: Change, options: dict[str, Any]) -> None:
+    with no_alarm():
+        agreed(on_ranks(2, MODEL, lambda rank, model: trained(rank, model, [change] * STEPS, **options)))
+
+
+@given(st.lists(st.sampled_from(CHANGES), min_size=2, max_size=20), st.booleans())
+def test_nor_are_they_in_any_order(changes: list[Change], velocity: bool) -> None:
+    with no_alarm():
+        on_ranks(1, MODEL, lambda rank, model: trained(rank, model, changes, **(DGC if velocity else TOPK)))
+
+
+@pytest.mark.parametrize("options", [DGC, TOPK], ids=["velocity", "selection"])
+def test_nor_is_what_happens_to_a_training(options: dict[str, Any]) -> None:
+    """Accumulation, a schedule of rate and momentum, skipped steps, a frozen layer, another compressor, join()."""
+
+    def body(rank: int, model: Any) -> str:
+        optimizer = wrap(model, **options, nonfinite="skip", backward_passes_per_step=2)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer.optimizer, max_lr=0.1, total_steps=40)
+        for step in range(24 + rank):
+            optimizer.zero_grad()
+            for part in range(2):
+                loss = loss_of(model, rank, 100 * part + step)
+                (loss * (torch.nan if (rank, step) == (1, 5) else 1.0)).backward()
+            optimizer.synchronize()
+            nothing(model, step)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            schedule.step()
+            if step == 8:
+                model[0].weight.grad = None
+                model[0].weight.requires_grad_(False)
+            if step == 12:
+                optimizer.set_compressor("topk" if options is DGC else "dgc", density=0.1)
+            if step == 16:
+                model[0].weight.requires_grad_(True)
+        optimizer.join()
+        return digest(model)
+
+    with no_alarm():
+        agreed(on_ranks(2, MODEL, body))
+
+
+def test_a_rank_that_has_joined_does_not_wait_for_those_that_clip() -> None:
+    """They clip, and it does not: all are given the last one's replica in the end, as ever."""
+
+    def body(rank: int, model: nn.Module) -> str:
+        optimizer = wrap(model, **DGC)
+        for step in range(2 + 4 * rank):
+            optimizer.zero_grad()
+            backward(model, rank, step)
+            optimizer.synchronize()
+            if step >= 2:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        assert optimizer.join() == 1
+        return digest(model)
+
+    agreed(on_ranks(2, MODEL, body))
+
+
+def test_a_part_that_is_clipped_by_itself_is_not_seen() -> None:
+    """Known limits: a part of the model, each tensor by itself, another norm. The factor, or the norm, says nothing."""
+
+    def parts(model: Any, step: int) -> None:
+        nn.utils.clip_grad_norm_(model[2].parameters(), 1e-2)
+
+    def each(model: nn.Module, step: int) -> None:
+        for parameter in model.parameters():
+            nn.utils.clip_grad_norm_(parameter, 1e-2)
+
+    def largest(model: nn.Module, step: int) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3, norm_type=float("inf"))
+
+    with no_alarm():
+        for change in (parts, each, largest):
+            on_ranks(2, MODEL, lambda rank, model, change=change: trained(rank, model, [change] * 6, **DGC))
