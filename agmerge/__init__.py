@@ -8,9 +8,15 @@ agmerge.broadcast_parameters(model.state_dict(), root_rank=0)
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Any
 
+from agmerge import siblings  # noqa: F401 - first: it says where Python finds another's packages in place of ours
+
+# isort: split
+import merging
+import sparsifiers
 from agmerge import testing
 from agmerge.checkpoint.dcp import ResidualState
 from agmerge.checkpoint.gather import gather_state
@@ -135,6 +141,7 @@ __all__ = [
     "ladder",
     "local_rank",
     "local_size",
+    "merging",
     "poll",
     "rank",
     "reducescatter",
@@ -143,6 +150,7 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "sparsifiers",
     "synchronize",
     "testing",
 ]
@@ -163,5 +171,7 @@ _HOROVODS = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "integrations":  # each file of it needs a framework, which a script has that asks for it
+        return importlib.import_module("agmerge.integrations")
     hint = f": it is Horovod's; {_HOROVODS[name]}" if name in _HOROVODS else ""
     raise AttributeError(f"module 'agmerge' has no attribute {name!r}{hint}")

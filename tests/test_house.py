@@ -19,7 +19,7 @@ KNOWS = {  # besides the standard library and itself
     "sparsifiers": {"torch", "numpy", "triton"},  # triton in sparsifiers.gpu.kernels alone
     "merging": {"numpy"},
 }
-GROUND = ("errors", "ops", "version")  # files of agmerge/ that every room may import
+GROUND = ("errors", "ops", "siblings", "version")  # files of agmerge/ that every room may import
 ROOMS = {  # of agmerge/, from below to above: which of the rooms below it each may import
     "tensors": "",
     "metrics": "",
@@ -34,12 +34,12 @@ ROOMS = {  # of agmerge/, from below to above: which of the rooms below it each 
     "reporting": "metrics options step planning engine",
     "testing": "backends runtime",
     "optimizer": "tensors runtime options engine checkpoint reporting",
-    "agmerge": "runtime options engine checkpoint testing optimizer",
     "integrations": "tensors runtime options engine checkpoint reporting optimizer",
+    "agmerge": "runtime options engine checkpoint testing optimizer integrations",
     "cli": "backends options step planning optimizer agmerge",
     "__main__": "cli",
 }
-MOST_BOXES, MOST_LEVELS, MOST_ARROWS, MOST_SMALL = 22, 12, 100, 10  # of agmerge/; small: files below 40 lines
+MOST_BOXES, MOST_LEVELS, MOST_ARROWS, MOST_SMALL = 22, 13, 100, 10  # of agmerge/; small: files below 40 lines
 COMMUNICATION = ("horovod", "torch.distributed", "mpi4py")
 BACKENDS = "agmerge.backends."
 INTEGRATIONS = "agmerge.integrations."

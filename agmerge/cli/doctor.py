@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from agmerge import siblings
 from agmerge.backends.diagnosis import ProbeResult, Row
 from agmerge.backends.registry import BACKENDS, detect
 from agmerge.cli import build_horovod
@@ -169,6 +170,19 @@ def loops_row(levels: Sequence[str]) -> Row:
     return Row("speed", "compiled loops", False, f"there was no C compiler: {slower}", fix)
 
 
+def packages_row() -> Row:
+    """Return the row of the packages beside ours whose names others have too: whether another distribution does."""
+    names = ", ".join(siblings.OWN)
+    found = {name: siblings.others(name) for name in siblings.OWN}
+    claims = [f"{' and '.join(found[name])} has a package {name!r}, too" for name in found if found[name]]
+    if not claims:
+        return Row("package", names, True, f"agmerge's own, in {siblings.FOLDER}")
+    rest = " ".join(sorted({other for several in found.values() for other in several}))
+    anew = f"{python()} -m pip install --force-reinstall --no-deps agmerge"
+    detail = f"{'; '.join(claims)}: whichever is installed later overwrites the other"
+    return Row("package", names, False, detail, f"{python()} -m pip uninstall {rest}, then {anew}")
+
+
 # -- commands and texts -----------------------------------------------------------------------------------------
 
 
@@ -213,5 +227,6 @@ def main(patience: float = TIMEOUT) -> int:
     rows = examine(
         lambda program: probe(program, patience), lambda program: version_of(program, patience), kernel.names()
     )
+    rows.append(packages_row())
     sys.stdout.write(f"{table(rows)}\n\n{detected(os.environ)}\n")
     return 0 if all(row.works for row in rows if row.name == REQUIRED) else 1

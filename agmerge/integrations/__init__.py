@@ -4,6 +4,27 @@
 ``ddp_refusals``: what it cannot take. ``transformers``: ``compress(trainer)``. ``accelerate``: ``compress(accelerator,
 model)``. ``lightning``: ``CompressedDDPStrategy``. ``files``: what ranks keep beside the checkpoints of these three.
 
-Nothing is imported here: a script imports the file of its framework, ``from agmerge.integrations import ddp``. Each may
-import that framework and torch.distributed, and of agmerge/ all but cli/. Nothing imports this room.
+Nothing is imported before a script asks for the file of its framework, ``agmerge.integrations.ddp`` or ``from
+agmerge.integrations import ddp``. Each may import that framework and torch.distributed, and of agmerge/ all but cli/.
+Only ``agmerge`` itself imports this room, when it is asked for.
 """
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import the file of a framework, which has to be installed: else there is an ``ImportError`` that names it."""
+    if name == "accelerate":
+        return importlib.import_module("agmerge.integrations.accelerate")
+    if name == "ddp":
+        return importlib.import_module("agmerge.integrations.ddp")
+    if name == "files":
+        return importlib.import_module("agmerge.integrations.files")
+    if name == "lightning":
+        return importlib.import_module("agmerge.integrations.lightning")
+    if name == "transformers":
+        return importlib.import_module("agmerge.integrations.transformers")
+    raise AttributeError(f"module 'agmerge.integrations' has no attribute {name!r}")

@@ -1,0 +1,91 @@
+"""Find ``merging`` and ``sparsifiers``, which are installed with this package: other code has such names, too.
+
+A ``merging.py`` beside a script comes before an installed ``merging`` in Python's path, and another distribution may
+have installed a package of that name over ours. Either is said here, before any of it is run in place of ours.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+
+OWN = {"merging": "Plan", "sparsifiers": "Sparsifier"}  # by package, a name that ours has
+NAME, FOLDER = "agmerge", Path(__file__).resolve().parents[1]
+ANOTHER_FILE = (
+    "agmerge needs its own package {name!r}, and Python finds {found} in its place (ours is {own}). Rename that file "
+    "or folder, or move it away from the script and from the folders of PYTHONPATH"
+)
+OVERWRITTEN = (
+    "agmerge needs its own package {name!r}, and {own} is not ours any more: {others} a package of that name into the "
+    "same folder. Uninstall that, then install agmerge again (pip install --force-reinstall --no-deps agmerge)"
+)
+NOT_THERE = "agmerge needs its own package {name!r}, and {own} is not there: install agmerge again"
+
+
+def check() -> None:
+    """Raise ``ImportError`` where ``import merging`` or ``import sparsifiers`` does not give ours. Imports neither."""
+    for name in OWN:
+        problem = misplaced(name)
+        if problem:
+            raise ImportError(problem, name=name)
+
+
+def check_contents() -> None:
+    """Raise ``ImportError`` where what lies in place of ``merging`` or ``sparsifiers`` is not ours. Imports both."""
+    for name, load in (("merging", _merging), ("sparsifiers", _sparsifiers)):
+        cause = None
+        try:
+            if hasattr(load(), OWN[name]):
+                continue
+        except ImportError as error:
+            if (error.name or "").partition(".")[0] != name:
+                raise  # it is another library that is missing
+            cause = error
+        found = others(name)
+        said = f"{' and '.join(found)} has installed" if found else "something has written"
+        raise ImportError(OVERWRITTEN.format(name=name, own=_own_file(name), others=said), name=name) from cause
+
+
+def misplaced(name: str) -> str:
+    """Return what is wrong with where Python finds the package ``name``; empty: it is where ours is."""
+    loaded = sys.modules.get(name)
+    own = _own_file(name)
+    try:
+        spec = loaded.__spec__ if loaded is not None else importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        spec = None
+    found = getattr(loaded, "__file__", None) or (spec.origin if spec is not None else None)
+    if found is None:
+        return NOT_THERE.format(name=name, own=own)
+    if Path(found).resolve() == own:
+        return ""
+    return ANOTHER_FILE.format(name=name, found=found, own=own)
+
+
+def others(name: str) -> list[str]:
+    """Return the names of the other installed distributions that have a top-level package ``name``."""
+    return sorted(set(metadata.packages_distributions().get(name, ())) - {NAME})
+
+
+def _merging() -> ModuleType:
+    import merging
+
+    return merging
+
+
+def _sparsifiers() -> ModuleType:
+    import sparsifiers
+
+    return sparsifiers
+
+
+def _own_file(name: str) -> Path:
+    """Return where the ``__init__.py`` of our package ``name`` lies."""
+    return FOLDER / name / "__init__.py"
+
+
+check()  # before anything is run that is another's
+check_contents()
