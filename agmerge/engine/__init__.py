@@ -3,7 +3,7 @@
 ``synchronizer``: keeps an optimizer among its group of workers; ``reducers``: which kind of it is wanted. ``reducer``:
 of gradients, which counts backward passes and drives rounds. ``grad_hooks``: on parameters. ``grad_scaler``: AMP.
 ``join``: uneven inputs. ``optimizer_wrapper``: what stays the inner optimizer's; ``optimizer_group``: several that step
-as one; ``optimizer_states``: their states. ``replicas``: compared, levelled.
+as one; ``optimizer_states``: their states; ``outermost_step``: of nested calls. ``replicas``: compared, levelled.
 ``bucket_reducer``: of gradients that somebody else gathers, as DistributedDataParallel does.
 ``dear``, ``dear_modules`` and ``dear_times``: ``merging="dear"``, whose updates come in the next forward.
 

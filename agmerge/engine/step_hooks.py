@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from agmerge.engine.outermost_step import OutermostStep
 from agmerge.engine.own_step import OwnStep, not_finite, unscale
 from agmerge.engine.update_reducer import UpdateReducer
 from agmerge.errors import AGMergeError
@@ -43,9 +44,11 @@ def _follow_one(optimizer: Any, together: _Together) -> Callable[[], None]:
     # leaves out on one rank would have no hooks there, and the others would wait for it.
     looks_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
     optimizer._step_supports_amp_scaling = True
-    step = _Step(together.reducer.members, optimizer, looks_itself)
+    step, outermost = _Step(together.reducer.members, optimizer, looks_itself), OutermostStep()
 
     def before(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not outermost.begins():
+            return args, kwargs
         together.check(optimizer)
         args, kwargs = _closed(args, kwargs)
         together.begin()
@@ -53,7 +56,8 @@ def _follow_one(optimizer: Any, together: _Together) -> Callable[[], None]:
         return args, kwargs
 
     def after(*_: object) -> None:
-        together.end(optimizer, step.end())
+        if outermost.ends():
+            together.end(optimizer, step.end())
 
     handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
 

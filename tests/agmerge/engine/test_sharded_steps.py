@@ -159,6 +159,7 @@ def test_what_is_handed_round_is_the_same_error_on_all_ranks_in_the_first_step(
 
 def test_by_hooks_and_with_a_closure_too() -> None:
     board = Board(2)
+    torch.optim.AdamW(MODEL.parameters())  # from now on torch runs hooks around its step too, within HandsRound's
 
     def body(rank: int, model: nn.Module) -> list[str]:
         found = [stepped(rank, model, HandsRound(model.parameters(), board, lr=0.01))]
