@@ -19,8 +19,8 @@ from agmerge.testing import run
 @pytest.mark.parametrize(
     "line",
     [
-        "digits --compression topk",
-        "digits --compression dgc --clip 1",
+        "digits --compression topk --clip 1",
+        "digits --compression dgc",
         "digits --compression none --batches-per-allreduce 2",
         "digits --compression acpsgd --amp bf16",
         "gpt-stdlib --tiny",

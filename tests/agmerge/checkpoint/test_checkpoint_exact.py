@@ -195,7 +195,7 @@ def test_only_one_rank_brings_something_to_a_compressor_that_drops_nothing() -> 
     agreed(on_ranks(2, MODEL, body))
 
 
-@pytest.mark.parametrize("compression", ["adtopk", "dgc", "none", "powersgd", "acpsgd"])
+@pytest.mark.parametrize("compression", ["adtopk", "dgc", "none", "eden", "powersgd", "acpsgd"])
 def test_after_a_plan_of_measured_times_that_was_recorded(compression: str) -> None:
     """The script's planner goes by times; the restarted one replays the plan that was in use."""
 

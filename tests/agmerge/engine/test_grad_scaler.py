@@ -47,18 +47,26 @@ def several(model: nn.Module, **options: Any) -> agmerge.DistributedOptimizer:
     return wrap(model, inner, **{"compression": "topk", "density": 0.05, "merging": merging.Plan((2, 2, 2)), **options})
 
 
+def clip(optimizer: Any, model: nn.Module) -> None:
+    """By the norm; a velocity, which nobody may clip so, element by element."""
+    if optimizer._reducer.config.memory.has_momentum:
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.02)
+    else:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
 def finish(recipe: str, optimizer: Any, model: nn.Module, scaler: Any) -> None:
     """From ``backward()`` to the end of the step."""
     if recipe == "horovod":
         optimizer.synchronize()
         scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        clip(optimizer, model)
         with optimizer.skip_synchronize():
             scaler.step(optimizer)
     else:
         if recipe == "plain, clipped":
             scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            clip(optimizer, model)
         scaler.step(optimizer)
     scaler.update()
 
@@ -67,7 +75,7 @@ def unscaled(recipe: str, optimizer: Any, model: nn.Module) -> None:
     """The same without a scaler."""
     optimizer.synchronize()
     if recipe != "plain":
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        clip(optimizer, model)
     with optimizer.skip_synchronize():
         optimizer.step()
 

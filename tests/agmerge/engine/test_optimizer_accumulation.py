@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import agmerge
 
 MODEL = seeded(mlp)
-COMPRESSIONS = ["none", "topk", "fp16", "bf16", "powersgd", "acpsgd"]
+COMPRESSIONS = ["none", "topk", "eden", "fp16", "bf16", "powersgd", "acpsgd"]
 SIZES = [1, 2, 3, 4]
 
 

@@ -29,7 +29,7 @@ from agmerge import testing
 Residuals = dict[str, Tensor]
 MODEL = seeded(mlp)
 WHOLE = ["none", "topk"]  # with density 1 they send all there is
-COMPRESSIONS = [*WHOLE, "powersgd", "acpsgd"]
+COMPRESSIONS = [*WHOLE, "powersgd", "acpsgd", "eden"]
 PARTS = seeded(Parts)
 
 

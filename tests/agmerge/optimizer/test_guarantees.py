@@ -62,7 +62,7 @@ TENSORS = len(list(BRANCHES.parameters()))
 
 @pytest.mark.thin
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("compression", ["none", "topk", "powersgd", "acpsgd"])
+@pytest.mark.parametrize("compression", ["none", "topk", "eden", "powersgd", "acpsgd"])
 def test_g2_ranks_make_the_same_calls_in_any_order_of_readiness(seed: int, compression: str) -> None:
     """Every rank and step has an order of its own; some ranks do not use some layers; ranks run at random speeds."""
     plan, size = random_plan(seed, TENSORS), 2 + seed % 3

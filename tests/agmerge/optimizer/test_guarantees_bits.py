@@ -41,14 +41,14 @@ def test_g12_density_one_of_sixteen_bits_is_none_with_ordered_sums(size: int, dt
     assert len(set(none)) == 6
 
 
-@pytest.mark.parametrize("compression", ["none", "fp16", "bf16", "powersgd", "acpsgd"])
+@pytest.mark.parametrize("compression", ["none", "eden", "fp16", "bf16", "powersgd", "acpsgd"])
 def test_g12_an_ordered_sum_does_not_depend_on_the_plan(compression: str) -> None:
     runs = [trained(3, MODEL, 6, compression=compression, merging=plan, dense_sum="ordered") for plan in PLANS]
     assert all(run == runs[0] for run in runs) and len(set(runs[0])) == 6
 
 
 @pytest.mark.thin
-@pytest.mark.parametrize("compression", ["none", "topk", "fp16", "powersgd", "acpsgd"])
+@pytest.mark.parametrize("compression", ["none", "topk", "eden", "fp16", "powersgd", "acpsgd"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_g13_the_same_run_has_the_same_bits_at_any_speed(size: int, compression: str) -> None:
     options = {"compression": compression, "merging": "layerwise"}

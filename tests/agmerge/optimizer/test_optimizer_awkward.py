@@ -35,7 +35,7 @@ def largest(tensor: Tensor) -> float:
 
 
 @pytest.mark.thin
-@pytest.mark.parametrize("compression", ["topk", "none", "fp16", "bf16", "powersgd", "acpsgd"])
+@pytest.mark.parametrize("compression", ["topk", "none", "eden", "fp16", "bf16", "powersgd", "acpsgd"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_replicas_are_equal_to_the_bit_after_every_step(size: int, compression: str) -> None:
     def body(rank: int, model: AwkwardModel) -> list[str]:

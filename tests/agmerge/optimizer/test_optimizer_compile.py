@@ -46,7 +46,7 @@ def run(model: Blocks, rank: int, backend: str | None, part: str, wrap_first: bo
 
 
 @pytest.mark.thin
-@pytest.mark.parametrize("compression", ["none", "topk"])
+@pytest.mark.parametrize("compression", ["none", "topk", "eden"])
 @pytest.mark.parametrize("part", ["model", "blocks"])
 @pytest.mark.parametrize("wrap_first", [True, False], ids=["wrapped first", "compiled first"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

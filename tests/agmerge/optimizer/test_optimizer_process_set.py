@@ -25,7 +25,7 @@ def alone(rank: int, steps: int) -> str:
     return digest(model)
 
 
-@pytest.mark.parametrize("compression", ["topk", "none", "powersgd", "acpsgd"])
+@pytest.mark.parametrize("compression", ["topk", "none", "eden", "powersgd", "acpsgd"])
 def test_members_are_equal_and_the_others_train_alone(compression: str) -> None:
     def body(rank: int, model: nn.Module) -> tuple[str, int]:
         optimizer = wrap(model, process_set=[2, 0], compression=compression)

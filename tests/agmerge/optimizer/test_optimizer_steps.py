@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import agmerge
 
 MODEL = seeded(mlp)
-COMPRESSIONS = ["none", "topk", "fp16", "bf16", "powersgd", "acpsgd"]
+COMPRESSIONS = ["none", "topk", "eden", "fp16", "bf16", "powersgd", "acpsgd"]
 ZERO_GRAD = (
     "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
     "optimizer.synchronize(). This is prohibited as it can cause a race condition."

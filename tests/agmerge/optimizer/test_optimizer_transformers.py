@@ -27,7 +27,7 @@ def bert() -> nn.Module:
 
 
 @pytest.mark.thin
-@pytest.mark.parametrize("compression", ["topk", "none"])
+@pytest.mark.parametrize("compression", ["topk", "none", "eden"])
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("build", [gpt2, bert])
 def test_language_models_train_in_sync(build: Callable[[], nn.Module], size: int, compression: str) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 import agmerge
 
 WHOLE = ["none", "topk"]  # with density 1 they send all there is
-COMPRESSIONS = [*WHOLE, "powersgd", "acpsgd"]
+COMPRESSIONS = [*WHOLE, "powersgd", "acpsgd", "eden"]
 PARTS = seeded(Parts)
 
 

@@ -16,7 +16,7 @@ import agmerge
 import sparsifiers
 
 MODEL, PARTS = seeded(mlp), seeded(Parts)
-COMPRESSIONS = ["topk", "none", "fp16", "powersgd", "acpsgd"]
+COMPRESSIONS = ["topk", "none", "eden", "fp16", "powersgd", "acpsgd"]
 
 
 # -- a gradient that is changed between backward() and step() ----------------------------------------------------

@@ -27,7 +27,7 @@ MODEL = seeded(mlp)
 PLACES = {"first": "4.weight", "middle": "2.weight", "middle, dense": "2.bias", "last": "0.weight"}
 VALUES = (torch.nan, torch.inf, -torch.inf)
 CELLS = [(place, value) for place in PLACES.values() for value in VALUES]
-COMPRESSORS = [*sparsifiers.names(), *sparsifiers.low_rank_names(), "none", "fp16", "bf16"]
+COMPRESSORS = [*sparsifiers.names(), *sparsifiers.low_rank_names(), "none", "eden", "fp16", "bf16"]
 EXCHANGES = ["sparse", "oktopk", "masked", "two-level", "auto"]
 
 
