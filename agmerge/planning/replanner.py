@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,8 +64,7 @@ class Replanner:
         self._values: torch.Tensor | None = None  # some of those that a step before planning has selected
         self._is_sampling = False  # the step to come, for these
         self._why = ""  # the value codec in use was taken in this agreement; "": it was not chosen
-        self._why_exchange = ""  # what steps took in the last trial; "": there was none in this agreement
-        self._has_warned = False
+        self._why_exchange = ""  # what steps take, each sent in another way, in this agreement; "": nothing is known
         self._is_known = False  # the plan in use is one of an earlier run, and nothing has been measured in this one
         self._earlier = EarlierRun(buffers)
         kinds = {slot.lane.kind for slot in buffers.layout.slots}
@@ -163,7 +161,8 @@ class Replanner:
         """Say why the exchange in use is what it is."""
         config = self.buffers.config
         if not config.exchanges:
-            return f"exchange={config.exchange!r} was given"
+            given = f"exchange={config.exchange!r} was given"
+            return f"{given}: {self._why_exchange}" if config.chooses_dense and self._why_exchange else given
         return self._why_undecided or self._why_exchange or "no other one was tried"
 
     @property
@@ -288,10 +287,6 @@ class Replanner:
         else:
             self._why = candidates.why(self._tried, seconds.tolist(), number)
             self._why_exchange = candidates.why_exchange(self._tried, seconds.tolist())
-        if all(plan.dense) and not self._chooses:
-            times = [took for took, tried in zip(seconds, trial.plans, strict=True) if not all(tried.dense)]
-            compressed = f"{1e3 * min(times):.3g} ms" if times else "is predicted to take much longer"
-            self._warn_dense_once(f"{1e3 * seconds[number]:.3g} ms a step, compressed {compressed}")
         self.times.restart()
         self._steps = FIRST
         return self._changed_to(plan)
@@ -351,7 +346,7 @@ class Replanner:
             self._trial = PlanTrial(*(each.plan for each in self._tried))
         elif all(chosen.dense) and buffers.config.chooses_dense and not self._chooses:
             finish = predicted_finish(chosen, self._latest)
-            self._warn_dense_once(f"predicted to end after {1e3 * finish:.3g} ms")
+            self._why_exchange = f"dense is predicted to end after {1e3 * finish:.3g} ms, before anything else"
         change = self._changed_to(chosen)
         if self.measured is None or change.plan is not None:
             self.measured = self._latest
@@ -368,13 +363,3 @@ class Replanner:
         if self.times.trace is not None and wire != wire_of(self.buffers.plan):
             self.times.trace.note(f"values in {candidates.named(wire)}", time.time(), 0.0)
         return Decision(plan=plan if plan != self.buffers.plan else None)
-
-    def _warn_dense_once(self, figures: str) -> None:
-        """Warn on rank 0, once an agreement, that nothing is compressed; ``figures`` say why."""
-        if self.buffers.comm.rank == 0 and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"agmerge sends gradients dense, which is faster on this machine and network: {figures}. Nothing is "
-                "compressed; exchange='sparse' compresses always",
-                stacklevel=2,
-            )

@@ -66,6 +66,7 @@ def loaded(whole: Any, size: int, **options: Any) -> list[dict[str, Any]]:
         optimizer = wrap(model, plain(model), **options)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
+            warnings.filterwarnings("ignore", "compression=.* in our runs")  # another rank has named it
             optimizer.load_state_dict(copy.deepcopy(whole))
         section: dict[str, Any] = optimizer.state_dict()["agmerge"]
         train(model, optimizer, rank, range(5, 8))
@@ -190,7 +191,7 @@ def test_shards_of_another_number_of_ranks_are_dropped_with_a_warning(monkeypatc
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         agreed(on_ranks(2, MODEL, body))
-    assert len(caught) == 2 and all("they are dropped" in str(one.message) for one in caught)
+    assert len([one for one in caught if "they are dropped" in str(one.message)]) == 2
 
 
 def test_each_process_set_gathers_its_own() -> None:

@@ -90,7 +90,6 @@ def test_a_rest_of_what_is_sent_whole_now_is_in_the_first_update(options: dict[s
         torch.testing.assert_close(update + sum(left) / RANKS, given, rtol=rounded, atol=0.1 * rounded)
 
 
-@pytest.mark.filterwarnings("ignore:agmerge sends gradients dense")
 @pytest.mark.parametrize("seed", range(8))
 def test_nothing_is_lost_where_every_restart_has_other_options(seed: int) -> None:
     """All gradients are in the updates, or kept at the end; tensors are unused and frozen at times."""

@@ -153,7 +153,8 @@ def test_what_asks_for_selection_without_a_name_is_said_in_one_line() -> None:
 
     with told() as texts:
         on_ranks(2, MODEL, body)
-    assert len(texts) == 1 and "wire='int8' asks for selection" in texts[0] and "compression='topk'" in texts[0]
+    (text,) = [text for text in texts if "in our runs" not in text]
+    assert "wire='int8' asks for selection" in text and "compression='topk'" in text
 
 
 def test_auto_is_the_default_and_is_resolved_once() -> None:
@@ -183,64 +184,6 @@ def test_ranks_for_which_auto_stands_for_different_things_are_told() -> None:
             wrap(model, sgd(model, momentum=0.0 if rank else 0.9), compression="auto", density=0.01)
 
     on_ranks(2, MODEL, body)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({}, 1),
-        ({"compression": "adtopk"}, 1),
-        ({"compression": "dgc", "memory": "residual", "density": 0.05}, 1),
-        ({"density": {"0.*": 0.2, ".*": 0.02}}, 1),
-        ({"density": 0.1}, 0),
-        ({"density": {".*": 0.2}}, 0),
-        ({"compression": "none"}, 0),
-        ({"compression": "bf16"}, 0),
-    ],
-    ids=str,
-)
-def test_whoever_sends_one_percent_with_adam_is_warned_once(options: dict[str, Any], said: int) -> None:
-    def body(rank: int, model: nn.Module) -> None:
-        optimizer = wrap(model, torch.optim.NAdam(model.parameters()), **{"compression": "auto", **options})
-        train(model, optimizer, rank, range(2))
-
-    with told() as texts:
-        on_ranks(3, MODEL, body)
-    assert len(texts) == said
-    assert all("22 %" in text and "density=0.1" in text and "NAdam" in text for text in texts)
-
-
-def test_it_is_not_said_again_for_another_sparsifier_but_for_the_first() -> None:
-    def body(rank: int, model: nn.Module) -> None:
-        optimizer = wrap(model, torch.optim.AdamW(model.parameters()), compression="none")
-        for name in ("none", "topk", "adtopk"):
-            optimizer.set_compressor(name)
-            train(model, optimizer, rank, range(2))
-
-    with told() as texts:
-        on_ranks(2, MODEL, body)
-    assert len(texts) == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"compression": "powersgd"}, ["powersgd of rank 4 cost 4 %"]),
-        ({"compression": "acpsgd", "rank": {"0.*": 2, ".*": 32}}, ["rank 2", "acpsgd of rank 4 cost 12 %"]),
-        ({"compression": "acpsgd", "rank": 16}, []),
-        ({"compression": "acpsgd", "sync": "updates"}, []),
-    ],
-    ids=str,
-)
-def test_whoever_sends_small_factors_with_adam_is_warned_once(options: dict[str, Any], said: list[str]) -> None:
-    def body(rank: int, model: nn.Module) -> None:
-        optimizer = wrap(model, torch.optim.AdamW(model.parameters()), **options)
-        train(model, optimizer, rank, range(2))
-        optimizer.set_compressor(optimizer.stats()["compressor"])  # the same: nothing new is said
-
-    with told() as texts:
-        on_ranks(2, MODEL, body)
-    assert len(texts) == bool(said) and all(words in texts[0] for words in said)
 
 
 @pytest.mark.parametrize("exchange", ["auto", "sparse", "two-level"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,9 +83,7 @@ def run(steps: int, size: int = 2, model: nn.Module = MODEL, **options: Any) -> 
             plans.append(optimizer.plan)
         return states, plans, testing.calls(), seen
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "agmerge sends gradients dense")
-        states, plans, _, seen = agreed(on_ranks(size, model, body))
+    states, plans, _, seen = agreed(on_ranks(size, model, body))
     assert len(set(seen)) == steps
     return states, plans
 

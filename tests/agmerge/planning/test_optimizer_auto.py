@@ -54,20 +54,25 @@ def test_what_costs_less_is_taken(sparse: float, dense: float, flags: set[bool],
     assert plans[0] == plans[1] and set(plans[0].dense) == flags
 
 
-def test_going_dense_for_good_is_said_once_and_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurer, "measure_costs", costing(1e3, 1e-6))
+@pytest.mark.parametrize("trial", [True, False])
+def test_going_dense_for_good_is_in_the_figures_with_its_reason(trial: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is warned of it: it is what was asked for."""
+    monkeypatch.setattr(measurer, "measure_costs", costing(*((12.0, 1.0) if trial else (1e3, 1e-6))))
+    took = lambda trial: [1.0 if all(plan.dense) else 2.0 for plan in trial.plans]  # noqa: E731
+    monkeypatch.setattr(plan_trial.PlanTrial, "seconds", took)
 
-    def body(rank: int, model: nn.Module) -> int:
+    def body(rank: int, model: nn.Module) -> tuple[bool, str]:
         optimizer = wrap(model, compression="topk", density=0.1, merging="agmerge", exchange="auto")
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
             train(model, optimizer, rank, range(FIRST + 30))
-        return sum("exchange='sparse' compresses always" in str(one.message) for one in seen)
+        return all(optimizer.plan.dense), optimizer.stats()["exchange_why"]
 
-    (alone,) = on_ranks(1, MODEL, lambda rank, model: [body(rank, model)])
-    assert alone == [0]  # nobody to exchange with
-    models = [seeded(mlp) for _ in range(2)]  # not by the ranks: they are threads, and seeds are the process's
-    assert sum(agmerge.testing.run(2, lambda rank: body(rank, models[rank]))) in (1, 2)  # threads share the recorder
+    is_dense, why = on_ranks(2, MODEL, body)[0]
+    assert is_dense and why.startswith("exchange='auto' was given: ")
+    assert ("ms a step with dense" in why) is trial and ("dense is predicted to end" in why) is not trial
+    _, alone = on_ranks(1, MODEL, body)[0]
+    assert alone == "exchange='auto' was given"  # nobody to exchange with
 
 
 @pytest.mark.parametrize("memory", ["residual", "none"])

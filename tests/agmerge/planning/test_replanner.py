@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ import merging
 from agmerge import testing
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.step_times import Seconds
-from agmerge.planning import candidates, measurer, plan_trial, probe_budget
+from agmerge.planning import measurer, plan_trial, probe_budget
 from agmerge.planning.candidates import Search
 from agmerge.planning.cost_probe import MeasuredCosts
 from agmerge.planning.drift import CONFIRMATIONS, LATE, STEADY, DriftDetector
@@ -338,14 +337,12 @@ def test_rank_0_plans_over_several_steps_and_comes_to_the_same(monkeypatch: pyte
             states.append(optimizer.stats()["planning"])
         return states, optimizer.plan
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that nothing is compressed
-        at_once, plan = agreed(on_ranks(2, MODEL, body))
-        monkeypatch.setattr(probe_budget, "SHARE", 0.0)
-        ticks = itertools.count()  # pieces take 25 microseconds each, on rank 0
-        clock = SimpleNamespace(perf_counter=lambda: probe_budget.LEAST / 40 * next(ticks))
-        monkeypatch.setattr(merging.pieces, "time", clock)
-        spread, same = agreed(on_ranks(2, MODEL, body))
+    at_once, plan = agreed(on_ranks(2, MODEL, body))
+    monkeypatch.setattr(probe_budget, "SHARE", 0.0)
+    ticks = itertools.count()  # pieces take 25 microseconds each, on rank 0
+    clock = SimpleNamespace(perf_counter=lambda: probe_budget.LEAST / 40 * next(ticks))
+    monkeypatch.setattr(merging.pieces, "time", clock)
+    spread, same = agreed(on_ranks(2, MODEL, body))
     assert same == plan and "probing" not in at_once and 2 <= spread.count("probing") <= 20
 
 

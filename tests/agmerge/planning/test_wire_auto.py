@@ -96,7 +96,6 @@ def test_a_codec_that_was_not_predicted_to_gain_is_taken_where_real_steps_gain(
 
 
 @pytest.mark.parametrize("wire", ["auto", "fp32", "int8"])
-@pytest.mark.filterwarnings("ignore:agmerge sends gradients dense")
 def test_where_dense_is_fastest_codecs_have_no_say(wire: str, link: list[float]) -> None:
     link.append(FAST)
 

@@ -1,0 +1,147 @@
+"""Look up what a compressor that a script has named cost where it was measured, and which one costs less.
+
+The figures are data, in one table: docs/compressors.md shows it, and a test holds the two against each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import sparsifiers
+from agmerge.options import defaults
+from agmerge.tensors.parameters import optimizers_of
+from sparsifiers import Kind, LowRank
+
+ENOUGH = 1.0  # % of the loss: of what costs less nothing is said
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one compressor cost, with one optimizer: % of the held-out loss of small language models, at equal steps."""
+
+    compressor: str  # its canonical name
+    optimizer: str  # the name of its class
+    least: float  # %, in several runs
+    most: float
+    bound: float | None = None  # the density or the rank at which; smaller ones cost no less. None: it has neither
+    momentum: bool | None = None  # of SGD: with one, or without; None: whatever it is
+    decay: bool | None = None  # likewise, of weight decay
+    instead: str = ""  # what costs less for about as many bytes; empty: see :func:`cheaper`
+
+    @property
+    def percent(self) -> str:
+        """Return the figures as text."""
+        return f"{self.least:g}" if self.least == self.most else f"{self.least:g} to {self.most:g}"
+
+    @property
+    def size(self) -> str:
+        """Return the density or the rank as text; empty: there is neither."""
+        if self.bound is None:
+            return ""
+        return f"rank {self.bound:g}" if sparsifiers.is_low_rank(self.compressor) else f"density {self.bound:g}"
+
+    @property
+    def setting(self) -> str:
+        """Return the optimizer as text, with what it has and has not."""
+        kinds = (("momentum", self.momentum), ("weight decay", self.decay))
+        more = [f"{'with' if has else 'without'} {what}" for what, has in kinds if has is not None]
+        return f"{self.optimizer} {' and '.join(more)}" if more else self.optimizer
+
+    @property
+    def text(self) -> str:
+        """Say it in a sentence without an end."""
+        at = f", {self.size}," if self.bound is not None else ""
+        what = f"compression={self.compressor!r}{at} cost {self.percent} % of the loss of a small language model"
+        return f"{what} with {self.setting} in our runs"
+
+
+COSTS = (
+    Cost("topk", "AdamW", 22, 40, 0.01),
+    Cost("topk", "AdamW", 0.1, 5.7, 0.1),
+    Cost("topk", "Muon", 25, 25, 0.01),
+    Cost("topk", "Lion", 25, 25, 0.01),
+    Cost("topk", "NAdam", 7.5, 7.5, 0.01),
+    Cost("topk", "Adafactor", 5.7, 5.7, 0.01),
+    Cost("topk", "SGD", 18, 18, 0.01, momentum=True, decay=True, instead="dgc"),
+    Cost("topk", "SGD", 7.9, 7.9, 0.01, momentum=True, decay=False, instead="dgc"),
+    Cost("topk", "SGD", 12, 12, 0.01, momentum=False, decay=False),
+    Cost("dgc", "SGD", 1.3, 1.3, 0.01, momentum=True, decay=True),
+    Cost("adtopk", "AdamW", 29, 29, 0.01),
+    Cost("sidco-gp", "AdamW", 24, 24, 0.01),
+    Cost("powersgd", "AdamW", 3.9, 3.9, 4),
+    Cost("powersgd", "SGD", 1.9, 1.9, 4, momentum=True, decay=False),
+    Cost("acpsgd", "AdamW", 12, 12, 4),
+    Cost("acpsgd", "AdamW", 2.9, 2.9, 16),
+    Cost("acpsgd", "SGD", 16, 16, 4, momentum=True, decay=False),
+    Cost("acpsgd", "SGD", 5, 5, 16, momentum=True, decay=False),
+    Cost("eden-1", "AdamW", 0.3, 2.2),
+    Cost("eden-2", "Muon", 6.2, 6.2),
+    Cost("eden-4", "Muon", 2.6, 2.6),
+)
+
+
+def known_cost(config: Any, optimizer: torch.optim.Optimizer) -> Cost | None:
+    """Return the figures that are about what ``config`` sends with ``optimizer``: of several the highest ones.
+
+    None: nothing was measured, or it cost less than 1 %.
+
+    Args:
+        config: a ``Config``.
+        optimizer: the one that steps, or what stands for several.
+    """
+    if config.updates is not None:
+        return None
+    found = [
+        cost
+        for name, bound in _named(config)
+        for each in optimizers_of(optimizer)
+        if (cost := _cost(name, bound, each)) is not None
+    ]
+    return max((cost for cost in found if cost.most >= ENOUGH), key=lambda cost: cost.most, default=None)
+
+
+def cheaper(cost: Cost, optimizer: torch.optim.Optimizer) -> str:
+    """Return the name of what costs less: the default's with the fewest bits, if the table has nothing else."""
+    return cost.instead or defaults.candidates_for(optimizer)[-1]
+
+
+def _named(config: Any) -> Iterator[tuple[str, float | None]]:
+    """Yield the compressors of a config by name, with the smallest density or rank that they are given."""
+    sparse, low_rank = config.compressor.part(Kind.SPARSE), config.compressor.part(Kind.LOW_RANK)
+    if sparse is not None and config.memory.has_residual:
+        # Without the memory of its paper dgc selects what topk does, and with it topk what dgc does.
+        same = "dgc" if config.memory.has_momentum else "topk"
+        yield (same if sparse.name in ("topk", "dgc") else sparse.name), config.density.least
+    if isinstance(low_rank, LowRank):
+        yield low_rank.name, low_rank.least_rank
+    quantised = config.compressor.part(Kind.QUANTISED)
+    if quantised is not None:
+        yield quantised.name, None
+
+
+def _cost(name: str, bound: float | None, optimizer: torch.optim.Optimizer) -> Cost | None:
+    """Return the figures of one compressor with one optimizer: those of the smallest bound that is no smaller."""
+    groups = optimizer.param_groups
+    momentum, decay = (any(group.get(key) for group in groups) for key in ("momentum", "weight_decay"))
+    for kind in _kinds(optimizer):
+        about = [
+            cost
+            for cost in COSTS
+            if (cost.compressor, cost.optimizer) == (name, kind)
+            and cost.momentum in (None, momentum)
+            and cost.decay in (None, decay)
+            and (bound is None or cost.bound is None or bound <= cost.bound)
+        ]
+        if about:
+            return min(about, key=lambda cost: cost.bound or 0)
+    return None
+
+
+def _kinds(optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    """Yield the names in the table that an optimizer may have, its own class first. Adam counts as AdamW."""
+    for kind in type(optimizer).__mro__:
+        yield "Muon" if "muon" in kind.__name__.casefold() else {"Adam": "AdamW"}.get(kind.__name__, kind.__name__)
