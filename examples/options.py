@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 
 import merging
+import sparsifiers
 
-CASTS = ("none", "fp16", "bf16")  # these send every element; density and exchange are for sparsifiers
+CASTS = ("none", "fp16", "bf16")  # nothing is compressed; density and exchange are for what compresses
 DEAR = "dear"  # the planner whose updates are applied in the model's next forward
 NAMES = ("compression", "density", "rank", "exchange", "merging")
 OF_UPDATES = ("sync", "wire", "carry", "every", "overlap", "fragments")
@@ -19,7 +20,7 @@ OF_UPDATES = ("sync", "wire", "carry", "every", "overlap", "fragments")
 def add_options(parser: ArgumentParser, compression: str = "the library's default") -> None:
     """Add the flags. One that is not given is None, and left to the library; ``compression``: to whom, for that one."""
     add = parser.add_argument
-    add("--compression", help=f"a sparsifier's name, or one of {', '.join(CASTS)}; without it: {compression}")
+    add("--compression", help=f"a compressor's name, or one of {', '.join(CASTS)}; without it: {compression}")
     add("--density", type=float, help="elements sent / elements, for a sparsifier; without it the library's")
     add("--rank", type=int, help="columns of a factor, for powersgd and acpsgd; without it the library's")
     add("--exchange", help="how messages are combined, for a compressor; without it sparse: always compressed")
@@ -78,9 +79,13 @@ def described(settings: dict[str, str]) -> str:
     name = settings["compression"]
     if name in CASTS:
         return name
+    said = [name]
+    if "rank" in settings:
+        said.append(f"rank {settings['rank']}")
+    elif name != "auto" and not sparsifiers.is_quantiser(name):  # these send every element, in few bits
+        said.append(f"density {float(settings['density']):.4g}")
     memory = settings["memory"].partition("(")[0]
-    size = f"rank {settings['rank']}" if "rank" in settings else f"density {float(settings['density']):.4g}"
-    return f"{name}, {size}, {settings['exchange']} exchange, memory {memory}"
+    return ", ".join([*said, f"{settings['exchange']} exchange", f"memory {memory}"])
 
 
 def planned(settings: dict[str, str], buffers: int) -> str:

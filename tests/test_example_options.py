@@ -10,13 +10,17 @@ import jobs
 import pytest
 import torch
 import train
+from cluster import each
 from jobs.base import Recipe, Settings, generator, held_out, share
 from jobs.schedules import Linear, Steps
+from options import described
+from reporting import logs
 from torch.distributed.run import get_args_parser
 from training import options as train_options
 
 import agmerge
 import merging
+import sparsifiers
 
 
 def options(line: str) -> dict[str, Any]:
@@ -27,29 +31,38 @@ def options(line: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "line, expected",
     [
-        ("digits", {"exchange": "sparse"}),
+        ("digits", {"compression": "topk", "exchange": "sparse"}),
         ("digits --compression topk --density 0.1", {"compression": "topk", "density": 0.1, "exchange": "sparse"}),
         ("digits --compressor none", {"compression": "none"}),
-        ("digits --merging agtf --exchange auto", {"merging": "agtf", "exchange": "auto"}),
+        ("digits --compression auto", {"compression": "auto", "exchange": "sparse"}),
+        ("mnist", {"compression": "dgc", "exchange": "sparse"}),
+        ("digits --density 0.1", {"compression": "topk", "density": 0.1, "exchange": "sparse"}),
+        ("digits --merging agtf --exchange auto", {"compression": "topk", "merging": "agtf", "exchange": "auto"}),
         ("digits --merging dear", {"merging": "dear", "model": "the model", "compression": "none"}),
-        ("digits --threshold 1000", {"merging": merging.get("threshold", bytes=4000), "exchange": "sparse"}),
+        (
+            "digits --threshold 1000",
+            {"compression": "topk", "merging": merging.get("threshold", bytes=4000), "exchange": "sparse"},
+        ),
         ("digits --compression powersgd --rank 8", {"compression": "powersgd", "rank": 8, "exchange": "sparse"}),
         (
             "digits --memory none --dense .*bias fc2.* --warmup-density 20",
-            {"memory": "none", "dense": [".*bias", "fc2.*"], "warmup": 20, "exchange": "sparse"},
+            {"compression": "topk", "memory": "none", "dense": [".*bias", "fc2.*"], "warmup": 20, "exchange": "sparse"},
         ),
-        ("digits --warmup-density dgc --dense partial", {"warmup": "dgc", "dense": "partial", "exchange": "sparse"}),
-        ("gpt-stdlib", {"sync": "updates", "exchange": "sparse"}),
+        (
+            "digits --warmup-density dgc --dense partial",
+            {"compression": "topk", "warmup": "dgc", "dense": "partial", "exchange": "sparse"},
+        ),
+        ("gpt-stdlib", {"compression": "topk", "sync": "updates", "exchange": "sparse"}),
         ("gpt-stdlib --sync gradients --compression none", {"sync": "gradients", "compression": "none"}),
         (
             "gpt-stdlib --every 8 --overlap 2 --fragments 2 --density 1 --wire int4 --carry apply",
             {"sync": "updates", "every": 8, "overlap": 2, "fragments": 2, "density": 1.0, "wire": "int4"}
-            | {"carry": "apply", "exchange": "sparse"},
+            | {"compression": "topk", "carry": "apply", "exchange": "sparse"},
         ),
         ("gpt-stdlib --local-steps 8 --wire int8", {"wire": "int8", "exchange": "sparse"}),
     ],
 )
-def test_only_what_was_asked_for_is_passed_on(line: str, expected: dict[str, Any]) -> None:
+def test_what_was_asked_for_is_passed_on_and_the_jobs_compressor(line: str, expected: dict[str, Any]) -> None:
     assert options(line) == expected
 
 
@@ -155,3 +168,29 @@ def test_what_is_drawn_depends_on_the_place_alone() -> None:
     places = [(rank, epoch, step) for rank in range(2) for epoch in range(3) for step in range(3)]
     values = [drawn(*place) for place in places]
     assert len(set(values)) == len(values) and values == [drawn(*place) for place in places]
+
+
+def test_every_job_names_a_compressor_and_no_quantiser() -> None:
+    for name in jobs.JOBS:
+        assert options(name)["compression"] in sparsifiers.names()
+
+
+def test_what_quantises_has_no_use_for_a_density() -> None:
+    assert {*sparsifiers.quantisers(), "auto", "eden"} <= set(each.BITS)
+    assert {*sparsifiers.quantisers(), *sparsifiers.low_rank_names(), "auto"} <= logs.WITHOUT_DENSITY
+    settings = each.choices(["compression=eden,topk", "density=0.1,0.01"])
+    assert [found.get("density") for found in each.product(settings)] == [None, "0.1", "0.01"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"compression": "topk", "density": "0.01"}, "topk, density 0.01, sparse exchange, memory none"),
+        ({"compression": "eden-2", "density": "0.01"}, "eden-2, sparse exchange, memory none"),
+        ({"compression": "auto", "density": "0.01"}, "auto, sparse exchange, memory none"),
+        ({"compression": "acpsgd", "density": "0.01", "rank": "4"}, "acpsgd, rank 4, sparse exchange, memory none"),
+        ({"compression": "none", "density": "0.01"}, "none"),
+    ],
+)
+def test_a_compressor_is_described_by_what_it_has(settings: dict[str, str], text: str) -> None:
+    assert described({"exchange": "sparse", "memory": "none", **settings}) == text

@@ -10,10 +10,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 DENSE = ("none", "fp16", "bf16")  # compressions that send every element
+# These send every element, too, in few bits.
+BITS = ("auto", "eden", "eden-1", "eden-2", "eden-3", "eden-4", "int8", "int4", "fp8", "qsgd", "terngrad", "onebit")
 LOW_RANK = ("powersgd", "acpsgd")
 WITHOUT = {  # flags that a compression has no use for; any other one has none for a rank
     **dict.fromkeys(DENSE, ("density", "exchange", "memory", "rank")),
     **dict.fromkeys(LOW_RANK, ("density",)),
+    **dict.fromkeys(BITS, ("density", "rank")),
 }
 
 

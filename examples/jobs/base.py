@@ -31,6 +31,7 @@ class Recipe:
     clip: float | None = None  # the largest norm of the gradients
     schedule: Schedule = Constant()  # of the rate
     length: int = 0  # words or tokens a sequence, where samples are sequences; 0: they are not
+    compressor: str = "topk"  # whose part of the gradients is sent, unless the command line says otherwise
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ CIFAR10 = partial(InMemory, source=Source("cifar10", partial(cifar.load, classes
 CIFAR100 = partial(InMemory, source=Source("cifar100", partial(cifar.load, classes=100), padding=4, degrees=15))
 VIT_CIFAR100, VIT_FOLDERS = partial(CIFAR100, weights=True), partial(FromFolders, weights=True)
 
-HOROVOD = Recipe("sgd", 0.01, batch_size=64, epochs=10, growth="workers", momentum=0.5)
+HOROVOD = Recipe("sgd", 0.01, batch_size=64, epochs=10, growth="workers", momentum=0.5, compressor="dgc")
 HE = Recipe("sgd", 0.1, batch_size=128, epochs=141, momentum=0.9, wd=1e-4, schedule=Steps(((81, 0.1), (122, 0.01))))
 HE_32 = replace(HE, batch_size=32)
 GOYAL_STEPS = Steps(((30, 0.1), (60, 0.01), (80, 0.001)), warmup=5)

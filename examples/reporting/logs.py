@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 LESS_IS_BETTER = frozenset({"perplexity", "loss"})  # as in jobs/base.py, which needs torch
-WITHOUT_DENSITY = frozenset({"none", "fp16", "bf16", "powersgd", "acpsgd"})
+WITHOUT_DENSITY = frozenset(  # compressors, by the names that the library gives them
+    "none fp16 bf16 powersgd acpsgd auto eden-1 eden-2 eden-3 eden-4 int8 int4 fp8 qsgd terngrad onebit".split()
+)
 NOT_A_SETTING = frozenset(  # flags that say where a run is kept and how far it goes, not what it does
     "run_name log_dir checkpoint_dir portable resume json seed data readers target stop_at_target max_steps".split()
 )

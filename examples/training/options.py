@@ -80,7 +80,7 @@ def _add_recipe(group: Any) -> None:
 
 def _add_library(group: Any) -> None:
     add = _adder(group)
-    add("--compression", help="a compressor's name, or none, fp16, bf16")
+    add("--compression", help="a compressor's name, none, fp16, bf16, or auto; without it the job's, mostly topk")
     add("--density", type=float, help="elements sent / elements, of a sparsifier")
     add("--rank", type=count, help="columns of a factor, of powersgd and acpsgd")
     add("--memory", help="what keeps what is not sent: residual, none, dgc, residualgtopk")
@@ -167,5 +167,5 @@ def library_options(args: Namespace, job: Job, model: nn.Module) -> dict[str, An
         extra["dense"] = "partial"
     if str(extra.get("warmup", "")).isdigit():
         extra["warmup"] = int(extra["warmup"])
-    defaults = {} if args.local_steps is not None else job.options
+    defaults = {} if args.local_steps is not None else {"compression": job.recipe.compressor, **job.options}
     return {**defaults, **options, **extra}
