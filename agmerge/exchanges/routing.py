@@ -59,9 +59,9 @@ def group_into_messages(
 
     Per device, sparse segments share one, and so do quantised ones. A low-rank segment has its own. Dense ones come
     along with a kind of ``ride``: with factors, which are all-reduced like them, if they have its dtype and are not so
-    large that they would better be summed where they lie; with quantised ones, if they are not; else with sparse ones
-    while an all-gather is not much dearer than an all-reduce: it receives ``(W-1) m`` bytes instead of
-    ``2 (W-1)/W m``. Every other segment has a message of its own.
+    large that they would better be summed where they lie; with quantised ones, or without any as these travel, see
+    :func:`goes_quantised`; else with sparse ones while an all-gather is not much dearer than an all-reduce: it receives
+    ``(W-1) m`` bytes instead of ``2 (W-1)/W m``. Every other segment has a message of its own.
 
     ``bytes_of``: a dense segment that comes along with sparse ones; None: as it is.
     """
@@ -78,8 +78,8 @@ def group_into_messages(
                 messages.append([segment, *along])
                 dense = [other for other in dense if other not in along]
         quantised = [segment for segment in on_device if segment.lane.kind is Kind.QUANTISED]
-        if quantised:
-            along = [d for d in dense if d.length < LARGE] if Kind.QUANTISED in ride else []
+        along = [segment for segment in dense if goes_quantised(segment, ride)] if quantised or not sparse else []
+        if quantised or along:
             messages.append([*quantised, *along])
             dense = [other for other in dense if other not in along]
         alone = sum(segment.nbytes for segment in dense)
@@ -90,6 +90,17 @@ def group_into_messages(
             messages += [sparse] if sparse else []
             messages += [[segment] for segment in dense]
     return messages
+
+
+def goes_quantised(segment: Segment, ride: Collection[Kind]) -> bool:
+    """Return whether a segment is carried as quantised ones are: these, and dense ones of tensors that are not large.
+
+    Whether there are quantised ones in its merge buffer does not matter, nor how many tensors it has: from three ranks
+    on a sum in rank order has other bits than an all-reduce, and no plan shall change any.
+    """
+    if segment.lane.kind is Kind.DENSE:
+        return Kind.QUANTISED in ride and max(slot.numel for slot in segment.slots) < LARGE
+    return segment.lane.kind is Kind.QUANTISED
 
 
 def group_by(segments: Sequence[Segment], key: Callable[[Lane], Hashable]) -> list[list[Segment]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import merging
 from agmerge.exchanges import Exchange, routing
@@ -42,16 +42,21 @@ def messages_of(
             groups = [message for group in groups for message in split(group, parts)]
         messages.append(
             [
-                Message(message_name(index, number), index, _carrier(exchanges, group, goes_dense), tuple(group))
+                Message(message_name(index, number), index, _carrier(exchanges, group, goes_dense, ride), tuple(group))
                 for number, group in enumerate(groups)
             ]
         )
     return messages
 
 
-def _carrier(exchanges: Mapping[Kind, Exchange], group: list[Segment], goes_dense: bool) -> Exchange:
+def _carrier(
+    exchanges: Mapping[Kind, Exchange], group: Sequence[Segment], goes_dense: bool, ride: Collection[Kind]
+) -> Exchange:
     """Return who carries a message of these segments."""
-    return exchanges[Kind.DENSE if goes_dense else group[0].lane.kind]
+    kind = group[0].lane.kind
+    if kind is Kind.DENSE and not goes_dense and all(routing.goes_quantised(segment, ride) for segment in group):
+        kind = Kind.QUANTISED
+    return exchanges[Kind.DENSE if goes_dense else kind]
 
 
 def presparsified(messages: list[list[Message]], plan: merging.Plan) -> dict[int, Segment]:

@@ -25,6 +25,8 @@ from collective_scenarios import every_collective  # noqa: E402
 from digits import DigitsCNN, load  # noqa: E402
 from dropping import dropped  # noqa: E402
 from exchange_scenarios import exchanges  # noqa: E402
+from quantised_scenarios import quantised  # noqa: E402
+from quantised_workers import chosen, damaged, order  # noqa: E402
 from support import (  # noqa: E402
     AwkwardModel,
     awkward_batch,
@@ -181,6 +183,10 @@ def planners() -> dict[str, dict[str, Any]]:
 
 scenario(exchanges)
 scenario(updates)
+scenario(quantised)
+scenario(chosen)
+scenario(order)
+scenario(damaged)
 scenario(every_collective)
 scenario(dropped)
 

@@ -1,0 +1,126 @@
+"""Which collectives the quantised all-reduce makes, and when: no hook waits, and no merge buffer holds up another."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from gradient_exchange_harness import Table, connected, stepped
+from torch import Tensor
+
+import agmerge
+from agmerge import testing
+from agmerge.backends import topology
+from agmerge.exchanges.all_reduce import LARGE
+from agmerge.exchanges.routing import group_into_messages
+from agmerge.tensors.layout import Lane, Layout
+from sparsifiers import Kind
+
+SHAPES = {"first": (40,), "second": (9, 256), "third": (17, 128), "fourth": (30,), "fifth": (8, 64, 3, 3)}
+QUANTISED = ("second", "third", "fifth")
+
+
+def drawn(rank: int, step: int) -> dict[str, Tensor]:
+    source = torch.Generator().manual_seed(100 * step + rank)
+    return {name: torch.randn(shape, generator=source) for name, shape in SHAPES.items()}
+
+
+def made(**options: Any) -> Any:
+    table = Table({name: torch.zeros(shape) for name, shape in SHAPES.items()})
+    return connected(table, **{"compression": "eden", "merging": "layerwise", **options})
+
+
+def sums() -> list[str]:
+    """The second phases that this rank has begun."""
+    return [name for _, name, _ in testing.calls() if name.endswith("/sum")]
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_what_is_small_is_added_up_by_owners_in_rank_order_whatever_it_is_merged_with(size: int) -> None:
+    """From three ranks on an all-reduce of its own would give other bits on most backends."""
+
+    def body(rank: int) -> list[tuple[str, str]]:
+        exchange = made()
+        stepped(exchange, drawn(rank, 0))
+        return [(kind, name) for kind, name, _ in testing.calls() if name.startswith("buffer")]
+
+    calls = testing.run(size, body)[0]
+    assert {kind for kind, _ in calls} == {"all_to_all", "all_gather"}
+    assert len([name for _, name in calls if name.endswith("/sum")]) == len(SHAPES)
+
+
+def lane(kind: Kind, dtype: torch.dtype = torch.float32) -> Lane:
+    return Lane(torch.device("cpu"), dtype, kind)
+
+
+def test_only_large_tensors_are_summed_where_they_lie() -> None:
+    """How many there are in a merge buffer does not matter: a plan would change bits."""
+    whole = [("many", LARGE // 2), ("more", LARGE // 2), ("others", LARGE // 2)]
+    layout = Layout([(name, (numel,), lane(Kind.DENSE)) for name, numel in whole])
+    assert len(group_into_messages(layout.segments(0, 3), 4, [Kind.QUANTISED])) == 1
+    layout = Layout([("few", (64, 64), lane(Kind.QUANTISED)), ("large", (LARGE,), lane(Kind.DENSE, torch.float64))])
+    assert len(group_into_messages(layout.segments(0, 2), 4, [Kind.QUANTISED])) == 2
+
+
+def test_no_hook_waits_for_a_rank_that_is_late() -> None:
+    """Where one did, this would not end."""
+    through = threading.Semaphore(0)
+
+    def body(rank: int) -> list[str]:
+        exchange = made()
+        stepped(exchange, drawn(rank, 0))
+        before = len(sums())
+        if rank == 2:
+            for _ in range(2):
+                assert through.acquire(timeout=60)
+        for name, tensor in drawn(rank, 1).items():
+            exchange.ready(name, tensor)
+        begun = sums()[before:]
+        through.release()
+        exchange.finish()
+        exchange.commit()
+        return begun
+
+    early, other, _ = testing.run(3, body)
+    assert early == other == []  # no first phase can have ended without rank 2
+
+
+def test_second_phases_do_not_wait_for_what_other_exchanges_carry() -> None:
+    """What is small is with another one here, whose end is not known before it is waited for; it comes first."""
+
+    def body(rank: int) -> int:
+        exchange = made(dense_sum="ordered")
+        stepped(exchange, drawn(rank, 0))
+        before = len(sums())
+        for name, tensor in drawn(rank, 1).items():
+            exchange.ready(name, tensor)
+            agmerge.barrier()
+        begun = len(sums()) - before
+        exchange.finish()
+        exchange.commit()
+        return begun
+
+    assert min(testing.run(3, body)) >= len(QUANTISED) - 1
+
+
+# -- two levels -------------------------------------------------------------------------------------------------------
+
+
+def test_shards_of_a_tensor_have_random_words_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors of one half of a matrix would be those of the other half, were the halves alike."""
+    monkeypatch.setenv(topology.VARIABLE, "2")
+
+    def body(rank: int) -> Tensor:
+        exchange = connected(Table({"alike": torch.zeros(8, 256)}), compression="eden", exchange="two-level")
+        half = torch.randn(4, 256, generator=torch.Generator().manual_seed(rank))
+        update = stepped(exchange, {"alike": torch.cat([half, half])})["alike"]
+        assert update is not None
+        return update
+
+    updates = testing.run(4, body)
+    assert all(torch.equal(update, updates[0]) for update in updates)
+    halves = updates[0].split(4)
+    torch.testing.assert_close(halves[0].norm(), halves[1].norm(), rtol=0.2, atol=0.0)
+    assert not any(torch.equal(one, other) for one, other in zip(*halves, strict=True))
