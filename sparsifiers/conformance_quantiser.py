@@ -136,7 +136,7 @@ def _encoding(made: Quantiser, size: int, name: str, values: Tensor) -> None:
     squares = torch.ones(1, dtype=torch.float64)
     made.encode(values, size, DRAWS, records.view(-1), squares)
     expected = 1.0 + values.double().square().sum()
-    require(torch.allclose(squares, expected, rtol=1e-9), f"squares are {squares.item()}, not {expected}", where)
+    require(torch.allclose(squares, expected, rtol=2.0**-20), f"squares are {squares.item()}, not {expected}", where)
 
 
 def _draws(made: Quantiser, size: int) -> None:

@@ -25,7 +25,7 @@ VARIABLE = "AGMERGE_KERNEL"
 OFF = "off"
 ARM = platform.machine().lower() in ("aarch64", "arm64")
 LEVELS = ("baseline", "neon") if ARM else ("baseline", "avx2", "avx512")  # the instruction sets, by number
-INTERFACE = 10  # of kernel.c; a library that was built from another version is not used
+INTERFACE = 11  # of kernel.c; a library that was built from another version is not used
 ROOM = 1 << 17  # slots of scratch that `rows_top` may take at any size
 PANEL = 64  # columns that are searched together at least: four cache lines of each row
 BLOCK = 1024  # elements that `scan` reads between two looks at the room that is left
@@ -54,6 +54,9 @@ _SIGNATURES: dict[str, tuple[Any, str]] = {  # result and arguments: p a pointer
     "kernel_scatter": (ctypes.c_int, "plpplf"),
     "kernel_values_encode": (None, "pllippp"),
     "kernel_values_decode": (None, "pplip"),
+    "kernel_quantise": (None, "pliilllpp"),
+    "kernel_add_quantised": (None, "ppplilfpli"),
+    "kernel_quantise_sum": (None, "ppplilfillpl"),
     "kernel_rows": (None, "pllippp"),
     "kernel_columns_scratch": (ctypes.c_int64, "lllll"),
     "kernel_columns": (ctypes.c_int, "plllipllpp"),

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sparsifiers import kernel_quantising
 from sparsifiers.compressor import Compressor, Kind
 from sparsifiers.quantising.blocks import blocks_in
 from sparsifiers.quantising.draws import Draws
 
+WRITTEN = ("__init__", "record_bytes", "_encode", "_decode")  # what compiled loops stand for
 PART = 1024  # blocks that the host quantises at once: what is made of them on the way stays in the cache
 
 
@@ -36,6 +38,13 @@ class Quantiser(Compressor):
     def needs_feedback(self) -> bool:
         """True if what rounding leaves has to be sent later, or training stalls."""
         return self.memory != "none"
+
+    def loops(self) -> int:
+        """Return its number in `sparsifiers.kernel_quantising`: of compiled loops that write and read the same bits.
+
+        They are not used by a subclass that writes `_encode`, `_decode`, `record_bytes` or `__init__` itself.
+        """
+        return kernel_quantising.NONE
 
     @abstractmethod
     def record_bytes(self, size: int) -> int:
@@ -66,8 +75,11 @@ class Quantiser(Compressor):
         size: coordinates of a block, see `sparsifiers.quantising.blocks.block_size`.
         draws: for these blocks, of the sender's own key.
         out: uint8, 1-D, of `record_bytes(size)` for each block.
-        squares: float64[1]: the sum of all squares is added to it; not finite if one of the values is not.
+        squares: float64[1]: the sum of all squares is added to it, right to 2**-20 of it, so it is for nothing that has
+        to be equal on all ranks; not finite if one of the values is not.
         """
+        if kernel_quantising.encode(values, size, draws, out, squares, *self._compiled(size)):
+            return
         rows = out.view(-1, self.record_bytes(size))
         for start, stop in _parts(rows):
             part = _blocks_of(values[start * size : stop * size], size)
@@ -83,6 +95,8 @@ class Quantiser(Compressor):
         messages, draws: of each sender, as `encode` had them.
         out: 1-D, contiguous, as long as the values, of float32, bfloat16 or float16.
         """
+        if kernel_quantising.decode_sum(messages, draws, size, scale, out, *self._compiled(size)):
+            return
         rows = [message.view(-1, self.record_bytes(size)) for message in messages]
         for start, stop in _parts(rows[0]):
             total = self._sum(rows, draws, size, scale, slice(start, stop))
@@ -104,11 +118,20 @@ class Quantiser(Compressor):
         second, own: by whom, and with which draws.
         out: uint8, 1-D, of `second.record_bytes(size)` for each block.
         """
+        by = self._compiled(size), second._compiled(size)
+        if kernel_quantising.encode_sum(messages, draws, size, scale, own, out, *by):
+            return
         rows = [message.view(-1, self.record_bytes(size)) for message in messages]
         written = out.view(-1, second.record_bytes(size))
         for start, stop in _parts(rows[0]):
             total = self._sum(rows, draws, size, scale, slice(start, stop))
             second._encode(total, own.after(start), written[start:stop])
+
+    def _compiled(self, size: int) -> tuple[int, int]:
+        """Return the number of the loops to use, and the bytes of a record."""
+        named = next(each for each in type(self).__mro__ if "loops" in vars(each))
+        same = all(getattr(type(self), name) is getattr(named, name) for name in WRITTEN)
+        return self.loops() if same else kernel_quantising.NONE, self.record_bytes(size)
 
     def _sum(self, rows: Sequence[Tensor], draws: Sequence[Draws], size: int, scale: float, part: slice) -> Tensor:
         """Return the scaled sum of what a part of the records of all senders say: float32[blocks, size]."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from sparsifiers.quantising.base import Quantiser
 from sparsifiers.quantising.draws import Draws
 from sparsifiers.quantising.rotation import folded, hadamard
+from sparsifiers.quantising.scales import SCALE, as_bits
 
 # By bits: what a magnitude is rounded to, in units of a block's root mean square; and the same as integers, of which a
 # sum over 256 signs fits into 16 bits. Decoding is then exact up to its one multiplication by the scale.
@@ -31,7 +32,6 @@ SPIKE = {1: 1 / 16, 2: 1 / 8, 3: 1 / 8, 4: 1 / 8}
 LEAST = 2.0**-118  # a smaller scale is 0, so that nothing that is read is subnormal: some machines make that zero
 MOST = 2.0**104  # a larger one is this, so that no sum of what up to 2**8 senders say is infinite
 NOISE = {1: 0.571, 2: 0.133, 3: 0.036, 4: 0.0096}  # see `Quantiser.noise`
-SCALE = 2  # bytes of a scale, a bfloat16; its sign says that the block was rotated twice
 
 
 def thresholds(bits: int) -> tuple[float, ...]:
@@ -42,11 +42,13 @@ def thresholds(bits: int) -> tuple[float, ...]:
 class Eden(Quantiser):
     """A quantiser of 1 to 4 bits: random signs, a Hadamard matrix, levels of a normal distribution, an unbiased scale.
 
-    A record is the scale, then the bits of all coordinates, plane by plane: the signs (1: minus), then the numbers of
-    the levels from their lowest bit on; coordinate i has bit i % 8 of byte i // 8 of a plane.
+    A record is the scale, whose sign says that the block was rotated twice. Behind it are the bits of all coordinates,
+    plane by plane: the signs (1: minus), then the numbers of the levels from their lowest bit on. Coordinate i has bit
+    i % 8 of byte i // 8 of a plane.
     """
 
     unbiased = True
+    bits: int
 
     def __init__(self, bits: int = 2) -> None:
         if bits not in LEVELS:
@@ -54,6 +56,9 @@ class Eden(Quantiser):
         self.bits = bits
         self.name, self.noise = f"eden-{bits}", NOISE[bits]
         self._levels = torch.tensor(LEVELS[bits], dtype=torch.float32)
+
+    def loops(self) -> int:
+        return self.bits
 
     def record_bytes(self, size: int) -> int:
         return SCALE + self.bits * size // 8
@@ -79,9 +84,9 @@ class Eden(Quantiser):
         levels = self._levels.to(blocks.device)[numbers.int()]
         scale = energy / folded(magnitudes.mul_(levels)) * _power_of_two(exponents)
         scale = torch.where(scale >= LEAST, scale.clamp(max=MOST), 0.0)
-        scale = torch.where(exponents == 255, torch.nan, scale).to(torch.bfloat16).view(torch.int16)
-        scale |= again.to(torch.int16) << 15
-        out[:, :SCALE] = scale.unsqueeze(1).view(torch.uint8)
+        written = as_bits(torch.where(exponents == 255, torch.nan, scale))
+        written |= again.to(torch.int16) << 15
+        out[:, :SCALE] = written.unsqueeze(1).view(torch.uint8)
         planes = [negative, *(numbers >> bit & 1 for bit in range(self.bits - 1))]
         out[:, SCALE:] = torch.cat([_packed(plane) for plane in planes], dim=1)
 

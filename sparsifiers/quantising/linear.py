@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from sparsifiers.kernel_quantising import INT4, INT8
 from sparsifiers.quantising.draws import Draws
 from sparsifiers.quantising.integers import Integers
 from sparsifiers.quantising.scales import as_scale, bounded, steps_of
@@ -40,6 +41,9 @@ class Int8(Linear):
     def __init__(self) -> None:
         super().__init__(width=8)
 
+    def loops(self) -> int:
+        return INT8
+
 
 class Int4(Linear):
     """Integers of 4 bits: ``int4``."""
@@ -49,3 +53,6 @@ class Int4(Linear):
 
     def __init__(self) -> None:
         super().__init__(width=4)
+
+    def loops(self) -> int:
+        return INT4

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 SCALE = 2  # bytes
+NAN = 0x7FC0  # bits of a bfloat16
 # A smaller scale is 0. What is read is a multiple of 2**-7 times this one, as a scale has 8 significant bits; or of
 # 2**-9 times, by the least code of fp8, whose scales have one bit. A sum of such multiples, times 1 / 256 for as many
 # senders, is then 0 or at least 2**-126. What is less is subnormal, and some machines make that 0.
@@ -48,7 +49,13 @@ def steps_of(blocks: Tensor, scale: Tensor) -> Tensor:
 
 def write_scale(scale: Tensor, out: Tensor) -> None:
     """Put ``scale``, float32[n, 1] from :func:`as_scale`, in front of the records ``out``, uint8[n, bytes]."""
-    out[:, :SCALE] = scale.to(torch.bfloat16).view(torch.uint8)
+    out[:, :SCALE] = as_bits(scale).view(torch.uint8)
+
+
+def as_bits(scale: Tensor) -> Tensor:
+    """Return float32 ``scale`` as bits of bfloat16, to nearest: int16, as long. Every NaN is the same one."""
+    rounded = scale.to(torch.bfloat16).view(torch.int16)
+    return torch.where(scale.isnan(), NAN, rounded)  # torch's own differs by the instructions that a processor has
 
 
 def read_scale(data: Tensor) -> Tensor:

@@ -1,0 +1,157 @@
+/* What the loops of quantisers share: see kernel_quantise.c. The quantisers are specified, operation by operation, in
+   sparsifiers/quantising/eden.py and linear.py, so that each operation rounds as torch's does. */
+
+#ifndef SPARSIFIERS_KERNEL_QUANTISE_H
+#define SPARSIFIERS_KERNEL_QUANTISE_H
+
+#include "kernel.h"
+
+#include <math.h>
+#include <string.h>
+
+/* Quantisers, by the numbers of kernel_quantising.py. */
+enum { EDEN_1 = 1, EDEN_2, EDEN_3, EDEN_4, INT_4, INT_8 };
+enum { LARGEST = 256 }; /* coordinates of a block */
+enum { SCALE = 2 };     /* bytes of a scale, a bfloat16 */
+enum { WORDS = 4 };     /* random words of a block in one stream */
+
+#define GOLDEN UINT64_C(0x9E3779B97F4A7C15)
+#define STREAM_KEY UINT64_C(0xD1342543DE82EF95) /* between the keys of two streams */
+
+/* Consecutive blocks of one tensor: by which quantiser, how many coordinates each, and whose random words. */
+struct blocks {
+    int codec, size;
+    uint64_t key;  /* of the words */
+    int64_t first; /* number of the first of them in the tensor */
+};
+
+/* How records are written and read; a level has one of its own.
+
+   encode: float32[count * size] as count records; the squares of all are added to `squares` unless it is NULL.
+   decode: what count records say, plus `before` unless it is NULL, all of it times `scale`: float32[count * size]. `to` may
+   be `before`. streamed: write past the caches, `to` is on a 64-byte boundary. */
+typedef void encode_loop(const struct blocks *of, const float *values, int64_t count, uint8_t *out, double *squares);
+typedef void decode_loop(const struct blocks *of, const uint8_t *data, int64_t count, const float *before, float scale,
+                         float *to, int streamed);
+encode_loop kernel_eden_encode, kernel_integers_encode;
+decode_loop kernel_eden_decode, kernel_integers_decode;
+#if X86
+encode_loop kernel_eden_encode_avx2, kernel_eden_encode_avx512, kernel_integers_encode_avx2,
+    kernel_integers_encode_avx512;
+decode_loop kernel_eden_decode_avx2, kernel_eden_decode_avx512, kernel_integers_decode_avx2,
+    kernel_integers_decode_avx512;
+#endif
+
+INLINE int64_t record_bytes(int codec, int size)
+{
+    return SCALE + (codec == INT_8 ? 8 : codec == INT_4 ? 4 : codec) * size / 8;
+}
+
+INLINE float float_of(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+INLINE uint32_t bits_of(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+/* To the nearest bfloat16, half to even; NaN is one. */
+INLINE uint16_t bfloat_of(float value)
+{
+    uint32_t bits = bits_of(value);
+    if ((bits & 0x7fffffff) > 0x7f800000)
+        return 0x7fc0;
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+/* 2**(exponent - 127), exponents outside of 1 to 254 as the nearest of these. */
+INLINE float power_of_two(int exponent)
+{
+    return float_of((uint32_t)(exponent < 1 ? 1 : exponent > 254 ? 254 : exponent) << 23);
+}
+
+/* The sum of squares of a block, from that of the block times `power`, a power of two. */
+INLINE double unscaled(float energy, float power)
+{
+    double unit = 1.0 / (double)power;
+    return (double)energy * unit * unit;
+}
+
+/* -- random words: see draws.py ------------------------------------------------------------------------------------ */
+
+INLINE uint64_t first_counter(const struct blocks *of, int64_t block, int stream)
+{
+    return of->key + (uint64_t)stream * STREAM_KEY + WORDS * (uint64_t)(of->first + block) * GOLDEN;
+}
+
+/* The words of a block from its first counter on, as many as `size` coordinates have. */
+INLINE void draw(uint64_t counter, int size, uint64_t *words)
+{
+    for (int j = 0; j < size / 64; j++, counter += GOLDEN) {
+        uint64_t word = (counter ^ counter >> 30) * UINT64_C(0xBF58476D1CE4E5B9);
+        word = (word ^ word >> 27) * UINT64_C(0x94D049BB133111EB);
+        words[j] = word ^ word >> 31;
+    }
+}
+
+/* -- eden: what stands in front of a record ------------------------------------------------------------------------ */
+
+#define LEAST_SCALE 0x1p-118f
+#define MOST_SCALE 0x1p104f
+
+/* Levels, and the thresholds between them in units of a block's root mean square. */
+#define LEVELS_1 {30}
+#define LEVELS_2 {30, 100}
+#define LEVELS_3 {12, 36, 64, 103}
+#define LEVELS_4 {6, 18, 30, 43, 58, 74, 95, 126}
+#define MIDDLE(low, high) ((float)(((low) + (high)) / 2))
+#define THRESHOLDS_2 {MIDDLE(0.4528, 1.5104)}
+#define THRESHOLDS_3 {MIDDLE(0.2451, 0.7560), MIDDLE(0.7560, 1.3439), MIDDLE(1.3439, 2.1520)}
+#define THRESHOLDS_4                                                                                                 \
+    {MIDDLE(0.1284, 0.3881), MIDDLE(0.3881, 0.6568), MIDDLE(0.6568, 0.9424), MIDDLE(0.9424, 1.2562),                 \
+     MIDDLE(1.2562, 1.6181), MIDDLE(1.6181, 2.0690), MIDDLE(2.0690, 2.7326)}
+
+/* Whether a block whose largest square is `highest` is to be rotated twice. */
+INLINE int is_spiked(int bits, float highest, float energy)
+{
+    return highest > (bits == 1 ? 1.0f / 16 : 1.0f / 8) * energy && highest < energy;
+}
+
+/* The scale of a block in 16 bits. inner: the sum of products of coordinates and levels; exponent: of its largest. */
+INLINE uint16_t eden_scale(float energy, float inner, int exponent, int again)
+{
+    float scale = energy / inner * power_of_two(exponent);
+    scale = scale >= LEAST_SCALE ? (scale > MOST_SCALE ? MOST_SCALE : scale) : 0.0f;
+    return (uint16_t)((exponent == 255 ? 0x7fc0 : bfloat_of(scale)) | again << 15);
+}
+
+/* -- integers: their scale ----------------------------------------------------------------------------------------- */
+
+#define LEAST_OF_INTEGERS 0x1p-109f
+#define MOST_OF_INTEGERS 0x1p119f
+
+/* The scale of a block whose largest magnitude has these bits: a bfloat16, as a float. */
+INLINE float integers_scale(int32_t largest, float levels)
+{
+    if (largest >= 0x7f800000)
+        return float_of(0x7fc00000);
+    float most = float_of((uint32_t)largest);
+    float wanted = (most > MOST_OF_INTEGERS ? MOST_OF_INTEGERS : most) / levels;
+    return wanted < LEAST_OF_INTEGERS ? 0.0f : float_of((uint32_t)bfloat_of(wanted) << 16);
+}
+
+INLINE void write_scale(uint16_t scale, uint8_t *out)
+{
+    out[0] = (uint8_t)scale; /* little-endian */
+    out[1] = (uint8_t)(scale >> 8);
+}
+
+INLINE uint16_t read_scale(const uint8_t *data) { return (uint16_t)(data[0] | data[1] << 8); }
+
+#endif
