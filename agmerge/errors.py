@@ -63,6 +63,8 @@ NO_GRADIENT = (
 
 
 NAMED = 5  # parameters that an error names
+# What ECMA-48 has terminals do: a control sequence, a string with its end (a window's title, say), a single escape.
+_ESCAPES = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b\n]*(?:\x07|\x1b\\)?|\x1b[ -~]")
 
 
 def and_more(names: Sequence[str]) -> str:
@@ -148,3 +150,14 @@ def shortened(words: str) -> str:
     """Return the first sentence of a library's error: neither its place in the sources nor guesses and advice."""
     words = re.sub(r"\[\S+\.(cc|cpp|h):\d+\] ?", "", words.strip())
     return re.split(r"\.\s|\n", words, maxsplit=1)[0][:300].rstrip(".")
+
+
+def printable(text: str, most: int = 2000) -> str:
+    """Return ``text``, which another process has said, as one line that does nothing to a terminal or a log.
+
+    Escape sequences are left out, and runs of other characters that cannot be printed, such as newlines, become a
+    space. ``most``: characters of the result.
+    """
+    text = _ESCAPES.sub("", text[: 2 * most])
+    text = "".join(character if character.isprintable() else "\n" for character in text)
+    return re.sub(r" *\n[ \n]*", " ", text).strip()[:most]

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from agmerge.backends import Backend
-from agmerge.errors import RankMismatchError
+from agmerge.errors import RankMismatchError, printable
 
 Fact = tuple[str, str]  # (name, value)
+LONGEST = 10_000  # characters of a value in an error
 _NOTHING = ("", "nothing")  # what a rank states whose list is shorter
 
 
@@ -54,8 +55,8 @@ def first_difference(facts_of_ranks: Sequence[Sequence[Sequence[str]]]) -> str:
         same_name = len(names) == 1
         shown = [value if same_name else f"{name} {value}".strip() for name, value in stated]
         title = names.pop() if same_name else f"entry {index}"
-        parts = [f"{value} on {ranks_of(shown, value)}" for value in dict.fromkeys(shown)]
-        return f"ranks disagree on {title}: " + "; ".join(parts)
+        parts = [f"{printable(value, LONGEST)} on {ranks_of(shown, value)}" for value in dict.fromkeys(shown)]
+        return f"ranks disagree on {printable(title)}: " + "; ".join(parts)
     return "ranks disagree"
 
 
