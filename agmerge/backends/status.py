@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from agmerge.backends import limits
 from agmerge.errors import AGMergeError, NoAnswer
 
 
@@ -23,13 +24,17 @@ class RankStatus:
     phase: str = "is in its script, before the first step"  # in words, to be read after "rank 3" or "it"
     since: float = field(default_factory=time.monotonic)  # seconds of the monotonic clock: when the phase began
     step: int | None = None  # exchanges that it has committed; None: before the first step
+    began: float = field(default_factory=time.monotonic)  # seconds of the same clock: when this step began
     call: str = ""  # the collective that it waits for, or waited for in vain; empty: none
     given_up: bool = False  # a wait has failed
     thread: int = 0  # identity of the thread that has entered the last phase of a step
 
     def enter(self, phase: str, step: int) -> None:
         """Record that this rank is now in ``phase`` ("is in a backward pass") of ``step``; peers are told so."""
-        self.phase, self.since, self.step = phase, time.monotonic(), step
+        now = time.monotonic()
+        if step != self.step:
+            self.began = now
+        self.phase, self.since, self.step = phase, now, step
         self.call, self.given_up = "", False
         self.thread = threading.get_ident()
 
@@ -128,7 +133,8 @@ def waiting_for(call: str, ranks: Sequence[int]) -> Iterator[None]:
 def annotate(error: NoAnswer, call: str, ranks: Sequence[int]) -> None:
     """Write into ``error`` in which step this rank was, how long it waited, and what the other ranks say.
 
-    ``call`` and ``ranks`` as those of :func:`waiting_for`. Asks other processes, which takes up to 2.5 seconds.
+    ``call`` and ``ranks`` as those of :func:`waiting_for`. Asks other processes, which takes up to 2.5 seconds, and 4
+    more where one of another machine refuses. Alone it says no more than whether too few files can be opened here.
     """
     if error.call:  # it was located where a thread of ours started the call
         return
@@ -138,4 +144,6 @@ def annotate(error: NoAnswer, call: str, ranks: Sequence[int]) -> None:
         _record_failed_wait(True)
         if _peer_query is not None:
             answers, missing = _peer_query(call, ranks)
+        else:
+            answers = limits.advice(max(2, len(ranks)))
     error.locate(call, status.step, waited, answers, missing)
