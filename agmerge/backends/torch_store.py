@@ -10,11 +10,12 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from agmerge.backends import addresses, status, timeouts
-from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost
+from agmerge.backends import addresses, limits, status, timeouts
+from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost, printable
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 PORT = "29500"
@@ -47,6 +48,7 @@ class Meeting:
         except CollectiveTimeout as error:
             raise self._unreachable(error) from error
         self.store = dist.PrefixStore(f"agmerge {attempt}.{_opened}", store)
+        self._last_key = ""  # under which this rank's text of the last gathering lies; empty: there was none
         if not shared:
             self._claim_rank()
 
@@ -70,9 +72,9 @@ class Meeting:
             )
         except RuntimeError as error:
             if serves and "server socket" in str(error):
+                advice = limits.advice(self.size) or "Set MASTER_PORT to a port that is free there."
                 raise AGMergeError(
-                    f"init(): rank 0, on host {socket.gethostname()}, cannot serve at {self._where}: set MASTER_PORT "
-                    f"to a port that is free there ({error})"
+                    f"init(): rank 0, on host {socket.gethostname()}, cannot serve at {self._where}. {advice} ({error})"
                 ) from error
             raise CollectiveTimeout("init()", error) from error
 
@@ -80,13 +82,13 @@ class Meeting:
         """Raise :class:`agmerge.AGMergeError` if another process is this rank already: a job at the same port, say."""
         own = f"host {socket.gethostname()}, pid {os.getpid()}"
         try:
-            holder = self.store.compare_set(f"process/{self.rank}", "", own).decode()
+            holder = self.store.compare_set(f"process/{self.rank}", "", own).decode(errors="replace")
         except RuntimeError as error:
             raise self._ended(error) from error
         if holder != own:
             raise AGMergeError(
-                f"init(): two processes have come to {self._where} as rank {self.rank}: first {holder}, then {own}, "
-                "this one. Give each job a MASTER_PORT of its own, and each of its processes another RANK"
+                f"init(): two processes have come to {self._where} as rank {self.rank}: first {printable(holder)}, "
+                f"then {own}, this one. Give each job a MASTER_PORT of its own, and each of its processes another RANK"
             )
 
     @property
@@ -101,6 +103,7 @@ class Meeting:
         if self.rank == 0 and others:
             shown = ", ".join(f"{address} ({name})" for name, address in others.items())
             why += f". MASTER_ADDR must be an address of this host, on which rank 0 runs: it has {shown}"
+        why = limits.advice(self.size).rstrip(".") or why
         return CollectiveTimeout(
             f"init(): rank {self.rank}, on host {socket.gethostname()}, cannot reach "
             f"{'rank 0' if self.rank else 'itself'} at {self._where} within "
@@ -109,15 +112,24 @@ class Meeting:
         )
 
     def gather(self, text: bytes, name: str) -> list[bytes]:
-        """Collective. Return every rank's ``text``, as :func:`agmerge.backends.handshake.gather_texts` gives it."""
+        """Collective. Return every rank's ``text``, as :func:`agmerge.backends.handshake.gather_texts` gives it.
+
+        Anybody who reaches the store's port can read what lies in it, for the whole run, and tokens are among these
+        texts. So each rank deletes its own as soon as all have read it: when they have come to the next gathering.
+        """
         keys = [f"{name}/{rank}" for rank in range(self.size)]
         with status.waiting_for("init()", ()):
             try:
                 self.store.set(keys[self.rank], b"=" + text)
                 self.store.wait(keys, timedelta(seconds=self.left))
-                return [bytes(value[1:]) for value in self.store.multi_get(keys)]
+                texts = [bytes(value[1:]) for value in self.store.multi_get(keys)]
             except RuntimeError as error:
                 raise self._missing(keys, error) from error
+        if self._last_key:
+            with suppress(RuntimeError):  # the store is gone, and what lay in it; the next call will say so
+                self.store.delete_key(self._last_key)
+        self._last_key = keys[self.rank]
+        return texts
 
     def _ended(self, error: RuntimeError) -> PeerLost:
         """Return the error that says that whoever serves the store does so no more."""
