@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from types import TracebackType
 
 from agmerge.backends import status
@@ -46,7 +47,8 @@ def install() -> None:
 def _at_exit() -> None:
     """Tell the others that the script has ended; where the exchange is broken, end the process after ``GRACE``."""
     if status.any_wait_failed() or _script_failed:
-        faulthandler.dump_traceback_later(GRACE, exit=True, file=os.open(os.devnull, os.O_WRONLY))
+        with suppress(OSError):  # too many open files; the alarm below needs none
+            faulthandler.dump_traceback_later(GRACE, exit=True, file=os.open(os.devnull, os.O_WRONLY))
         if hasattr(signal, "SIGALRM"):
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(GRACE + 1)  # the other one does not outlive the interpreter

@@ -1,4 +1,4 @@
-"""Know which ranks are still there, and where: they are asked when a wait has failed, whatever the backend.
+"""Find out which ranks are still there, and where: they are asked when a wait has failed, whatever the backend.
 
 Every process listens at a port of its own, where a thread says what the script does. Addresses, ports and tokens are
 gathered when a process joins the others. A rank that misses one asks all of them at once, and tells them that it gives
@@ -15,18 +15,33 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
-from agmerge.backends import Backend, addresses, status
+from agmerge.backends import Backend, addresses, limits, status
 from agmerge.backends.base import Gather
 from agmerge.backends.handshake import gather_texts
 from agmerge.backends.status import RankStatus
-from agmerge.errors import NoAnswer
-from agmerge.runtime.peers.report import Answer, listed, report
-from agmerge.runtime.peers.status_server import ENDED, PATIENCE, STUCK, PeerUnreachable, StatusServer, query_peer
+from agmerge.errors import NoAnswer, printable
+from agmerge.runtime.peers.answers import LONGEST_CALL, Answer, Peer, heard, number, space
+from agmerge.runtime.peers.pauses import Pauses
+from agmerge.runtime.peers.report import listed, report
+from agmerge.runtime.peers.status_server import (
+    ENDED,
+    PATIENCE,
+    REFUSES,
+    STUCK,
+    UNASKED,
+    UNREADABLE,
+    PeerUnreachable,
+    StatusServer,
+    query_peer,
+)
 
 FIRST = 10.0  # seconds, for the first question of all: a machine that starts many processes is busy
+AGAIN = 4.0  # seconds for which who refuses is asked again: networks reset connections for some of them
+ONCE_MORE = 1.0  # seconds, where nothing has failed yet
+PAUSE = 0.2  # seconds between two questions to who refuses
 TEXT = 1000  # characters of an error that is told
 TOLD = 8  # ranks that are told of a normal end: any of them can be asked
 HURRY = 0.3  # seconds for each of them
@@ -35,18 +50,6 @@ OPEN = (
     "let the machines of a job reach each other at all TCP ports, or choose their network by "
     "GLOO_SOCKET_IFNAME=<interface>"
 )
-
-
-@dataclass(frozen=True)
-class Peer:
-    """Know how to reach a rank."""
-
-    host: str  # the name of its machine
-    pid: int  # of its process
-    address: str = ""  # where it listens
-    port: int = 0
-    token: str = ""  # what a question must hold to be answered
-    problem: str = ""  # why it cannot be reached; empty: it can
 
 
 class PeerMonitor:
@@ -60,16 +63,20 @@ class PeerMonitor:
     def __init__(self, rank: int, gather: Gather, status: RankStatus, env: Mapping[str, str] = os.environ) -> None:
         self.rank = rank
         self._status = status
-        self._last_words: dict[int, Answer] = {}  # by rank: the last thing that it has said unasked
+        self._told: dict[int, Answer] = {}  # by rank: the last thing that it has said here unasked
+        self._heard: dict[int, Answer] = {}  # by rank: the same of those that have told others
         self._server: StatusServer | None = None  # None: this rank has found no port to listen at
-        self._ended = False  # the script has come to its end
+        self._ended = self._over = False  # the script has come to its end: normally, or also by an error
+        self._gave_up = False  # a wait of this rank has failed
+        self._pauses = Pauses()
         own_place = (socket.gethostname(), addresses.network(), addresses.to_master(env))
         places = [tuple(json.loads(text)) for text in gather(_json(own_place), "roll call/hosts")]
+        self._size = len(places)  # ranks
         self.spread = len({network for _, network, _ in places}) > 1  # over several machines
         others = [address for _, network, address in places if network != own_place[1] and address]
         others += [host for host, network, _ in places if network != own_place[1]]
         own = self._listen(None if self.spread else "127.0.0.1", list(dict.fromkeys(others)), env)
-        self.peers = [Peer(**json.loads(text)) for text in gather(_json(asdict(own)), "roll call/ports")]  # by rank
+        self.peers = [Peer.read(text) for text in gather(_json(asdict(own)), "roll call/ports")]  # by rank
         self._check(gather)
 
     @property
@@ -82,10 +89,10 @@ class PeerMonitor:
 
         ``address``: where to listen; None: wherever the machines ``hosts``, names or addresses, reach this one.
         """
-        own = Peer(socket.gethostname(), os.getpid(), token=secrets.token_hex(16))
+        own = Peer(socket.gethostname(), os.getpid(), space(), token=secrets.token_hex(16))
         try:
             address = address or addresses.reachable(hosts, env)
-            self._server = StatusServer(address, own.token, self._answer)
+            self._server = StatusServer(address, own.token, self._answer, self._pauses)
         except OSError as error:
             return replace(own, problem=f"it has no port to be asked at ({error})")
         return replace(own, address=address, port=self._server.port)
@@ -96,15 +103,14 @@ class PeerMonitor:
         following = (self.rank + 1) % size
         problem = self.peers[following].problem
         if not problem:
-            try:
-                self._ask(following, {}, FIRST)
-            except PeerUnreachable as silence:
-                peer, why = self.peers[following], str(silence)
-                why = REFUSED if why == ENDED else why  # it has just said where it listens
+            answer = self._ask_again(following, None, FIRST, ONCE_MORE)
+            if isinstance(answer, PeerUnreachable):
+                peer, why = self.peers[following], str(answer)
+                why = REFUSED if answer.again and why != UNASKED else why  # it has just said where it listens
                 problem = f"it could not be asked at {peer.address}, port {peer.port}, from the start ({why})"
         for rank, text in enumerate(gather(problem.encode(), "roll call/check")):
             after = (rank + 1) % size
-            self.peers[after] = replace(self.peers[after], problem=text.decode())
+            self.peers[after] = self.peers[after].with_problem(text.decode(errors="replace"))
         if self._problems() and self.rank == 0:
             warnings.warn(
                 f"should a rank fail, errors could not say what became of {self._listed(self._problems())}. Training "
@@ -119,43 +125,80 @@ class PeerMonitor:
     # -- answer and ask ---------------------------------------------------------------------------------------------
 
     def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Return what this rank does, and which others have told it their end. Runs on the server's thread."""
-        if question.get("says"):
-            self._last_words[int(question["rank"])] = dict(question["says"])
-        ends = {str(rank): words for rank, words in self._last_words.copy().items() if words["ended"]}
-        return {**self._own_answer(), "heard": ends}
+        """Return what this rank does, and which others have told it their end. Runs on the server's thread.
+
+        Raises ``ValueError`` or ``KeyError`` where that is no question of a rank's.
+        """
+        asked = number(question["rank"], self._size)
+        if question.get("says") is not None:
+            self._told[asked] = Answer.read(question["says"])
+        ends = {str(rank): words.said() for rank, words in self._told.copy().items() if words.ended}
+        return {**self._own_answer().said(), "heard": ends}
 
     def _own_answer(self) -> Answer:
         """Return what this rank does, as others get it."""
         own = self._status
-        progress = {"call": own.call, "step": own.step, "given_up": own.given_up, "ended": self._ended}
-        return {"words": own.describe(), "seconds": time.monotonic() - own.since, **progress}
+        call, trouble = printable(own.call, LONGEST_CALL), self._pause() or limits.shortage(self._size)
+        gave_up = own.given_up or (self._over and self._gave_up)
+        return Answer(own.describe(), own.since, call, own.step, gave_up, self._ended, self._over, trouble)
 
-    def _ask(self, rank: int, says: Answer, patience: float = PATIENCE) -> Answer:
+    def _pause(self) -> str:
+        """Return that this process did not run, for longer than can be neglected; empty if it did."""
+        own = self._status
+        return self._pauses.describe(own.began, least=(time.monotonic() - own.since) / 4)
+
+    def _last_words(self) -> dict[int, Answer]:
+        """Return, by rank, the last thing that it has said unasked, here or to another."""
+        return {**self._heard.copy(), **self._told.copy()}
+
+    def _ask(self, rank: int, says: Answer | None, patience: float = PATIENCE) -> Answer:
         """Return what ``rank`` answers, and tell it ``says``; raise :class:`PeerUnreachable` if it does not answer."""
         peer = self.peers[rank]
-        return query_peer(peer.address, peer.port, peer.token, {"rank": self.rank, "says": says}, patience)
+        question = {"rank": self.rank, "says": None if says is None else says.said()}
+        reply = query_peer(peer.address, peer.port, peer.token, question, patience)
+        try:
+            self._heard.update(heard(reply, self._size))
+            return Answer.read(reply)
+        except ValueError as error:
+            raise PeerUnreachable(UNREADABLE) from error
+
+    def _ask_again(self, rank: int, says: Answer | None, patience: float, again: float) -> Answer | PeerUnreachable:
+        """Return what ``rank`` answers, or what its silence means.
+
+        ``says``, ``patience``: as those of :meth:`tell`. ``again``: seconds for which one that refuses is asked again,
+        unless it is known to have ended: it may be there, and the network be at fault.
+        """
+        until, peer = time.monotonic() + again, self.peers[rank]
+        while True:
+            try:
+                return self._ask(rank, says, patience)
+            except PeerUnreachable as silence:
+                last, runs = self._last_words().get(rank), peer.runs(self.peers[self.rank])
+                known = last is not None and (last.given_up or last.over)
+                if not silence.again or known or (runs is False and str(silence) == ENDED):
+                    return silence
+                if time.monotonic() + PAUSE > until:
+                    return PeerUnreachable(REFUSES.format(again), True) if runs and str(silence) == ENDED else silence
+            time.sleep(PAUSE)
 
     def tell(
-        self, says: Answer, ranks: Sequence[int] = (), patience: float = PATIENCE
+        self, says: Answer, ranks: Sequence[int] = (), patience: float = PATIENCE, again: float = 0.0
     ) -> dict[int, Answer | PeerUnreachable]:
         """Say something to ``ranks`` at once and return, by rank, what each answers or what its silence means.
 
         ``ranks``: none given: all. Those that cannot be reached are left out. ``patience``: seconds for a connection,
-        and again for an answer; the call takes half a second more at most.
+        and again for an answer; the call takes half a second more at most. ``again``: seconds for which those that
+        refuse are asked again.
         """
         answers: dict[int, Answer | PeerUnreachable] = {}
 
         def ask(rank: int) -> None:
-            try:
-                answers[rank] = self._ask(rank, says, patience)
-            except PeerUnreachable as silence:
-                answers[rank] = silence
+            answers[rank] = self._ask_again(rank, says, patience, again)
 
         others = [rank for rank in ranks or range(len(self.peers)) if rank != self.rank]
         reachable = [rank for rank in others if not self.peers[rank].problem]
         threads = [threading.Thread(target=ask, args=(rank,), daemon=True) for rank in reachable]
-        end = time.monotonic() + 2 * patience + 0.5
+        end = time.monotonic() + again + 2 * patience + 0.5
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -167,17 +210,18 @@ class PeerMonitor:
 
         ``ranks``: of the world; empty: all. Asks all of them at once, and tells them that this rank gives up.
         """
-        own = self._own_answer()
-        given_up = replace(self._status, phase=f"has given up waiting for {call}").describe()
-        answers = self.tell({**own, "words": given_up, "given_up": True}, ranks)
-        for answer in answers.values():
-            if not isinstance(answer, PeerUnreachable):
-                for rank, words in answer.get("heard", {}).items():
-                    self._last_words.setdefault(int(rank), words)
-        made = report(call, own["step"], answers, self._last_words)
-        asked = {rank: why for rank, why in self._problems().items() if rank in (ranks or [rank])}
-        unknown = {rank: why for rank, why in asked.items() if rank != self.rank}
-        text = made.text(call, unknown, self.peers[self.rank].problem, self._listed)
+        self._gave_up = True
+        own = replace(self._own_answer(), call=printable(call, LONGEST_CALL))
+        pause, limit = self._pause(), limits.advice(self._size)
+        trouble = [f"This process {pause}. The others may have given up meanwhile."] if pause else []
+        trouble += [limit] if limit else []
+        words = replace(self._status, phase=f"has given up waiting for {call}").describe()
+        answers = self.tell(replace(own, words=words, since=time.monotonic(), given_up=True), ranks, again=AGAIN)
+        unknown = {rank: why for rank, why in self._problems().items() if rank in (ranks or [rank])}
+        unknown |= {rank: UNASKED for rank, answer in answers.items() if str(answer) == UNASKED}
+        unknown.pop(self.rank, None)
+        made = report(own, {rank: answers[rank] for rank in answers if rank not in unknown}, self._last_words())
+        text = made.text(call, unknown, self.peers[self.rank].problem, self._listed, trouble)
         return text, tuple(made.missing)
 
     def _listed(self, texts: Mapping[int, str]) -> str:
@@ -192,7 +236,8 @@ class PeerMonitor:
         """Tell those that will wait in vain that the script ends with ``error``."""
         if isinstance(error, NoAnswer):
             return  # they were told when it gave up
-        self._status.end("raised " + f"{type(error).__name__}: {error}"[:TEXT])
+        self._status.end("raised " + printable(f"{type(error).__name__}: {error}", TEXT))
+        self._over = True
         self.tell(self._own_answer())
 
     def ended(self, how: str) -> None:
@@ -200,10 +245,11 @@ class PeerMonitor:
 
         ``how``: in words, to be read after "it".
         """
-        self._status.end(how)
-        self._ended = True
+        self._status.end(f"had given up waiting for other ranks, and {how}" if self._gave_up else how)
+        self._ended = self._over = True
+        says = replace(self._own_answer(), trouble="")
         size = len(self.peers)
-        self.tell(self._own_answer(), [(self.rank + i) % size for i in range(1, min(size, TOLD + 1))], HURRY)
+        self.tell(says, [(self.rank + i) % size for i in range(1, min(size, TOLD + 1))], HURRY)
 
     def close(self) -> None:
         """Stop to listen."""

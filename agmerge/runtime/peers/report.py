@@ -1,11 +1,12 @@
-"""Say who is missing from a collective, from what all ranks have answered. Pure functions of the answers."""
+"""Find out who is missing from a collective, from what all ranks have answered. Pure functions of the answers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from agmerge.runtime.peers.answers import Answer
 from agmerge.runtime.peers.status_server import ENDED, PeerUnreachable
 
 SHOWN = 8  # ranks that are described; more are only named
@@ -14,63 +15,77 @@ DIFFERENT = (
     "that only some ranks come to?"
 )
 UNEVEN = "Do ranks have different numbers of batches? Then let each call optimizer.join() after its last one."
-
-# What a rank says of itself, as JSON: "words" (what it does), "seconds" (since when), "call" and "step" (what it waits
-# for), "given_up", "ended", and, in answers, "heard" (by rank: what others that have ended have told it).
-Answer = dict[str, Any]
+LATE = (
+    "Nobody is missing: the others had given up before this rank came to {call}. Look for what delayed it, or give "
+    "them more time (timeout=, AGMERGE_TIMEOUT)."
+)
 
 
 @dataclass
 class Report:
-    """Hold the ranks of a collective that does not end, each with a description of what it does."""
+    """Ranks of a collective that does not end, each with a description of what it does."""
 
     missing: dict[int, str] = field(default_factory=dict)  # have not come as far
     waiting: dict[int, str] = field(default_factory=dict)  # wait for the same, or had to give up before
     elsewhere: dict[int, str] = field(default_factory=dict)  # of the missing: those that wait for another collective
     uneven: bool = False  # a rank came to the end of its script while this one is in a step
+    late: bool = False  # all others had given up when this rank began to wait
+    troubled: bool = False  # a rank has said what is wrong with its own process
 
     def text(
-        self, call: str, unknown: Mapping[int, str], own_problem: str, listed: Callable[[Mapping[int, str]], str]
+        self,
+        call: str,
+        unknown: Mapping[int, str],
+        own_problem: str,
+        listed: Callable[[Mapping[int, str]], str],
+        own_trouble: Sequence[str] = (),
     ) -> str:
         """Return all of it in a few sentences, with what to do where that can be told.
 
         ``call``: what this rank waits for. ``unknown``: the ranks that could not be asked, and why. ``own_problem``:
         why others cannot ask this one; empty if they can. ``listed``: turns descriptions by rank into one line.
+        ``own_trouble``: sentences about this process, which may be to blame.
         """
         groups = {"Missing": self.missing, "Not known": unknown, "Waiting too": self.waiting}
         parts = [f"{title}: {listed(group)}." for title, group in groups.items() if group]
         if own_problem:
             parts.append(f"Of this rank others say: {own_problem}.")
+        parts += own_trouble
         if self.elsewhere and not unknown and set(self.missing) <= set(self.elsewhere):
             parts.append(DIFFERENT.format(others=", ".join(list(self.elsewhere.values())[:SHOWN]), call=call))
-        elif not self.missing and not unknown and not own_problem:
-            parts.append("Nobody is missing: the network or the backend is stuck.")
+        elif not (self.missing or unknown or own_problem or own_trouble or self.troubled):
+            stuck = "Nobody is missing: the network or the backend is stuck."
+            parts.append(LATE.format(call=call) if self.late else stuck)
         return " ".join(parts + [UNEVEN] * self.uneven)
 
 
-def report(
-    call: str, step: int | None, answers: Mapping[int, Answer | PeerUnreachable], last_words: Mapping[int, Answer]
-) -> Report:
-    """Return who is missing from the collective ``call`` of ``step`` (None: outside of steps), and who is not.
+def report(own: Answer, answers: Mapping[int, Answer | PeerUnreachable], last_words: Mapping[int, Answer]) -> Report:
+    """Return who is missing from the collective that this rank waits for, and who is not.
 
-    ``answers``: by rank, of those that were asked now. ``last_words``: by rank, what it has said unasked before: it
-    counts for ranks that do not answer any more.
+    ``own``: what this rank says of itself. ``answers``: by rank, of those that were asked now. ``last_words``: by rank,
+    what it has said unasked before: it counts for ranks that do not answer any more.
     """
-    made = Report()
+    made, call, step = Report(), own.call, own.step
+    known = []
     for rank, answer in answers.items():
         if isinstance(answer, PeerUnreachable):
             last = last_words.get(rank)
             text = _description_of_silent(answer, last)
         else:
-            last, text = answer, f"it {answer['words']}, for {answer['seconds']:.1f} s"
+            last, text = answer, f"it {answer.words}, for {time.monotonic() - answer.since:.1f} s"
+        text += f"; it {last.trouble}" if last is not None and last.trouble else ""
         # Who has given up, wherever that was, was not the first to be missing.
-        arrived = last is not None and (last["given_up"] or (last["call"], last["step"]) == (call, step))
+        arrived = last is not None and (last.given_up or (last.call, last.step) == (call, step))
         (made.waiting if arrived else made.missing)[rank] = text
+        known.append(last)
         if last is not None:
-            made.uneven = made.uneven or (last["ended"] and None not in (last["step"], step))
-            if last["step"] == step and _different(last["call"], call):
-                verb = "waited" if last["given_up"] else "waits"
-                made.elsewhere[rank] = f"rank {rank} {verb} for {last['call']}"
+            # Who had given up before it left had batches left.
+            made.uneven = made.uneven or (last.ended and not last.given_up and None not in (last.step, step))
+            made.troubled = made.troubled or bool(last.trouble)
+            if last.step == step and _different(last.call, call):
+                verb = "waited" if last.given_up else "waits"
+                made.elsewhere[rank] = f"rank {rank} {verb} for {last.call}"
+    made.late = bool(known) and all(one is not None and one.given_up and one.since < own.since for one in known)
     return made
 
 
@@ -85,9 +100,9 @@ def _description_of_silent(silence: PeerUnreachable, last: Answer | None) -> str
     """Return what is known of a rank that does not answer: its last words, and what its silence means."""
     if last is None:
         return str(silence)
-    if last["ended"] and str(silence) == ENDED:
-        return f"it {last['words']}"  # and its process has ended, which goes without saying
-    return f"it {last['words']}; {silence}"
+    if last.ended and str(silence) == ENDED:
+        return f"it {last.words}"  # and its process has ended, which goes without saying
+    return f"it {last.words}; {silence}"
 
 
 def _different(theirs: str, ours: str) -> bool:

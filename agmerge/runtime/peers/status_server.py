@@ -1,77 +1,218 @@
-"""Ask one question between two processes, and answer it: each is a line of JSON over TCP."""
+"""Ask one question between two processes, and answer it: each is a line over TCP, a token and then JSON.
+
+Anybody may come to the port. So a line is read on only if it begins with the token, no connection waits for another
+one, and there are never more than ``MOST`` of them: then the one that has been silent for longest has to go.
+"""
 
 from __future__ import annotations
 
 import hmac
 import json
+import os
+import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+from agmerge.backends.limits import TOO_MANY
+from agmerge.runtime.peers.answers import json_object
+from agmerge.runtime.peers.pauses import EVERY, Pauses
+
 PATIENCE = 1.0  # seconds for a connection, and again for the answer
-LONGEST = 8192  # bytes of a line
+SILENCE = 3.0  # seconds from a connection to the end of its question: who asks does so at once
+LONGEST = 16384  # bytes of a line
+MOST = 64  # connections that have not asked yet
 
 ENDED = "its process has ended"
 STUCK = "its process does not answer: it is stopped, or busy in code that lets no other thread run"
 CUT = "no answer: its host is down, or the network to it is cut"
+REFUSES = (
+    "its process is there, but has refused for {:g} s to be asked: it has left the others (agmerge.shutdown()), or "
+    "something resets connections"
+)
+UNREADABLE = "its answer cannot be read"
+UNASKED = "this process cannot ask it: too many open files"
 
 
 class PeerUnreachable(Exception):
-    """Report that there is no answer; the text says what that means."""
+    """Report that there is no answer; the text says what that means.
+
+    ``again``: asked again, it might be there: a connection was refused or reset, which may be the network's doing.
+    """
+
+    def __init__(self, text: str, again: bool = False) -> None:
+        super().__init__(text)
+        self.again = again
 
 
 class StatusServer:
     """Listen at a port of ``address`` and answer there, on a thread, those that know ``token``.
 
-    ``answer(question)`` gets what was asked and returns what to say; both are dicts that JSON can hold.
+    ``answer(question)`` gets what was asked and returns what to say; both are dicts that JSON can hold. ``pauses``: is
+    told twice a second that this process runs; None: nobody.
     """
 
-    def __init__(self, address: str, token: str, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        answer: Callable[[dict[str, Any]], dict[str, Any]],
+        pauses: Pauses | None = None,
+    ) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._socket = socket.create_server((address, 0), family=family, backlog=128)
+        self._socket.setblocking(False)
         self.port: int = self._socket.getsockname()[1]
         self._token, self._answer, self._end = token, answer, False
+        self._pauses = pauses or Pauses()
+        self._talks: dict[socket.socket, _Talk] = {}  # those that have not asked yet, the oldest first
+        self._spare: int | None = None  # a file to give up where no other can be opened, for a connection
+        self._watched = getattr(selectors, "PollSelector", selectors.SelectSelector)()  # no file that forks would share
+        self._watched.register(self._socket, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="agmerge roll call", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        """Answer one connection after the other, until the end."""
+        """Answer all connections, side by side, until the end."""
         while not self._end:
             try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                time.sleep(0.0 if self._end else 0.1)  # no more files, say
-                continue
-            with connection:
-                try:
-                    self._serve(connection)
-                except (OSError, ValueError, KeyError, TypeError):
-                    pass  # not one of us
+                self._turn()
+            except Exception:
+                time.sleep(0.1)  # of no connection: no memory, say
+        for connection in list(self._talks):
+            self._hang_up(connection)
+        self._give_up_spare()
 
-    def _serve(self, connection: socket.socket) -> None:
-        """Answer one question, or nothing where the token is wrong."""
-        connection.settimeout(PATIENCE)
-        asked = json.loads(_line(connection, PATIENCE))
-        if hmac.compare_digest(str(asked["token"]), self._token):
-            connection.sendall(json.dumps({**self._answer(asked), "token": self._token}).encode() + b"\n")
+    def _turn(self) -> None:
+        """Wait for something to come, at most until it is time for a beat, and see to it."""
+        if self._spare is None:
+            with suppress(OSError):
+                self._spare = os.open(os.devnull, os.O_RDONLY)
+        came = [key.fileobj for key, _ in self._watched.select(EVERY)]
+        self._pauses.beat()
+        for connection in came:
+            if self._end:
+                return
+            if connection is self._socket:
+                self._accept()
+            elif isinstance(connection, socket.socket):
+                self._hear(connection)
+        now = time.monotonic()
+        for connection in [one for one, talk in self._talks.items() if talk.end < now]:
+            self._hang_up(connection)
+
+    def _accept(self) -> None:
+        """Let in who has come; where there is no place, in that of who has been silent for longest."""
+        connection = self._next()
+        if connection is None:
+            return
+        while len(self._talks) >= MOST:
+            self._hang_up(next(iter(self._talks)))
+        self._talks[connection] = _Talk(time.monotonic() + SILENCE)
+        connection.setblocking(False)
+        self._watched.register(connection, selectors.EVENT_READ)
+        self._hear(connection)  # its question may be here already
+
+    def _next(self) -> socket.socket | None:
+        """Return the connection of who has come, if need be in the place of another file; None if there is none."""
+        while True:
+            try:
+                return self._socket.accept()[0]
+            except BlockingIOError:
+                return None  # it has left again
+            except OSError as error:
+                if error.errno not in TOO_MANY or not self._make_room():
+                    time.sleep(0.01)  # not to try again all the time
+                    return None
+
+    def _make_room(self) -> bool:
+        """Close a file, so that the next connection can be accepted; return whether there was one to close."""
+        if self._talks:
+            self._hang_up(next(iter(self._talks)))
+            return True
+        return self._give_up_spare()
+
+    def _give_up_spare(self) -> bool:
+        """Close the file that is kept for it; return whether there was one."""
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            os.close(spare)
+        return spare is not None
+
+    def _hear(self, connection: socket.socket) -> None:
+        """Read on; answer where the question is complete, hang up where it is none. Every error ends this one alone."""
+        try:
+            over = self._talks[connection].read(connection, self._opening())
+            if over:
+                self._reply(connection, self._talks[connection].line)
+        except BlockingIOError:
+            return
+        except Exception:
+            over = True  # not one of us
+        if over:
+            self._hang_up(connection)
+
+    def _reply(self, connection: socket.socket, line: bytes) -> None:
+        """Answer the question in ``line``; raise where it is none."""
+        answer = self._answer(json_object(line))
+        connection.settimeout(PATIENCE / 2)  # it fits into the buffers of a connection that has sent nothing yet
+        connection.sendall(self._opening() + json.dumps(answer, ensure_ascii=False).encode() + b"\n")
+
+    def _opening(self) -> bytes:
+        """Return what every line begins with."""
+        return _opening(self._token)
+
+    def _hang_up(self, connection: socket.socket) -> None:
+        """Close a connection."""
+        self._talks.pop(connection, None)
+        with suppress(KeyError, ValueError, OSError):
+            self._watched.unregister(connection)
+        connection.close()
 
     def close(self) -> None:
         """Stop to listen: to others it looks as if the process had ended."""
         self._end = True
-        try:
+        with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread; closing alone does not
-        except OSError:
-            pass
-        self._socket.close()
         if self._thread is not threading.current_thread():
             self._thread.join(PATIENCE)
+        self._socket.close()
 
     def forget(self) -> None:
         """Let go of the port in a forked child, which would keep it open when its parent has ended."""
         self._end = True
         self._socket.close()
+        for connection in list(self._talks):
+            connection.close()
+        self._give_up_spare()
+
+
+class _Talk:
+    """Bytes that have come over a connection so far. ``end``: of the monotonic clock, when it must have asked."""
+
+    def __init__(self, end: float) -> None:
+        self.end, self._came = end, bytearray()
+        self.line = b""  # the question, once it is complete
+
+    def read(self, connection: socket.socket, opening: bytes) -> bool:
+        """Read what is there, and return whether the question is complete; raise ``OSError`` where it is none.
+
+        ``opening``: what it has to begin with. Raises ``BlockingIOError`` where nothing has come.
+        """
+        part = connection.recv(LONGEST)
+        self._came += part
+        if not part or len(self._came) > LONGEST:
+            raise ConnectionResetError("no question")
+        if len(self._came) < len(opening):
+            return False  # to hang up at the first wrong character would tell which are right
+        if not hmac.compare_digest(bytes(self._came[: len(opening)]), opening):
+            raise ConnectionResetError("no question")
+        if self._came.endswith(b"\n"):
+            self.line = bytes(self._came[len(opening) :])
+        return bool(self.line)
 
 
 def query_peer(
@@ -80,34 +221,50 @@ def query_peer(
     """Return what the process that listens at ``address`` and ``port`` answers.
 
     Takes at most twice ``patience`` seconds. ``token``: what it wants to see. ``question``: for its ``answer``. Raises
-    :class:`PeerUnreachable` if nothing is said.
+    :class:`PeerUnreachable` if nothing is said, or nothing that a rank would say.
     """
+    opening = _opening(token)
     try:
         with socket.create_connection((address, port), timeout=patience) as connection:
             try:
-                connection.sendall(json.dumps({**question, "token": token}).encode() + b"\n")
-                reply = json.loads(_line(connection, patience))
+                connection.sendall(opening + json.dumps(question, ensure_ascii=False).encode() + b"\n")
+                line = _line(connection, patience)
             except TimeoutError as error:
                 raise PeerUnreachable(STUCK) from error
     except TimeoutError as error:
         raise PeerUnreachable(CUT) from error
-    except (ConnectionError, ValueError) as error:
-        raise PeerUnreachable(ENDED) from error
-    except OSError as error:
+    except ConnectionError as error:
+        raise PeerUnreachable(ENDED, again=True) from error
+    except (OSError, ValueError) as error:  # the latter of a name that can be none
+        if getattr(error, "errno", None) in TOO_MANY:
+            raise PeerUnreachable(UNASKED, again=True) from error
         raise PeerUnreachable(f"it cannot be reached ({error})") from error
-    if reply.get("token") != token:
+    if not line.startswith(opening):
         raise PeerUnreachable(ENDED)  # its port is another's now
-    return dict(reply)
+    try:
+        return json_object(line[len(opening) :])
+    except ValueError as error:
+        raise PeerUnreachable(UNREADABLE) from error
+
+
+def _opening(token: str) -> bytes:
+    """Return what a line begins with that knows ``token``."""
+    return f"agmerge {token} ".encode()
 
 
 def _line(connection: socket.socket, patience: float) -> bytes:
-    """Return what was sent up to the end of the line. Raises ``ConnectionResetError`` if that never came."""
+    """Return what was sent up to the end of the line.
+
+    ``patience``: seconds for all of it, else ``TimeoutError``. Raises ``ConnectionResetError`` if the end never came.
+    """
     end, data = time.monotonic() + patience, b""
     while not data.endswith(b"\n"):
-        if time.monotonic() > end:
+        left = end - time.monotonic()
+        if left <= 0:
             raise TimeoutError
+        connection.settimeout(left)
         part = connection.recv(LONGEST)
+        data += part
         if not part or len(data) > LONGEST:
             raise ConnectionResetError("the line has no end")
-        data += part
     return data

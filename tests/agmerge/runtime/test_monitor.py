@@ -30,6 +30,12 @@ WAIT = 20.0
 CALL, STEP = "buffer 3", 12
 
 
+@pytest.fixture(autouse=True)
+def soon_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who refuses is asked again for less than four seconds, so that tests are short."""
+    monkeypatch.setattr(monitor, "AGAIN", 0.4)
+
+
 def waits() -> RankStatus:
     return RankStatus(f"waits for {CALL}", step=STEP, call=CALL)
 

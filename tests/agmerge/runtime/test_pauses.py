@@ -1,0 +1,95 @@
+"""When this process did not run, by a clock of the test's own."""
+
+from __future__ import annotations
+
+import pytest
+
+from agmerge.runtime.peers import pauses
+from agmerge.runtime.peers.pauses import Pauses
+
+
+class Clock:
+    """Monotonic and CPU time of a process, as the test has them go on."""
+
+    def __init__(self) -> None:
+        self.now, self.cpu = 1000.0, 5.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def process_time(self) -> float:
+        return self.cpu
+
+    def passes(self, seconds: float, cpu: float = 0.0) -> None:
+        self.now, self.cpu = self.now + seconds, self.cpu + cpu
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(pauses, "time", made)
+    return made
+
+
+def running(clock: Clock, seconds: float = 10.0) -> Pauses:
+    """A process that has run for ``seconds``."""
+    made = Pauses()
+    made.beat()
+    for _ in range(int(2 * seconds)):
+        clock.passes(0.5, cpu=0.4)
+        made.beat()
+    return made
+
+
+def test_who_runs_was_not_stopped(clock: Clock) -> None:
+    made = running(clock, 100.0)
+    clock.passes(1.9)  # a busy machine
+    made.beat()
+    assert made.describe(0.0) == ""
+
+
+@pytest.mark.parametrize("beats", [False, True])
+def test_who_was_stopped_says_for_how_long(clock: Clock, beats: bool) -> None:
+    """Also before the next beat: it may just have come to run again."""
+    made = running(clock)
+    clock.passes(14.0, cpu=0.01)
+    if beats:
+        made.beat()
+    said = "did not run for 14.0 s: it was stopped (SIGSTOP, a debugger, a frozen container or machine)"
+    assert made.describe(0.0) == said
+
+
+def test_code_that_lets_no_other_thread_run_is_told_from_a_stop(clock: Clock) -> None:
+    made = running(clock)
+    clock.passes(14.0, cpu=13.0)
+    made.beat()
+    assert made.describe(0.0).endswith("it was stopped, or in code that lets no other thread run")
+
+
+def test_only_pauses_that_ended_later_count(clock: Clock) -> None:
+    made = running(clock)
+    clock.passes(14.0)
+    made.beat()
+    moment = clock.now
+    clock.passes(0.5)
+    made.beat()
+    assert made.describe(moment) == ""
+    clock.passes(3.0)
+    made.beat()
+    assert made.describe(moment).startswith("did not run for 3.0 s")
+    assert made.describe(0.0).startswith("did not run for 17.0 s")
+    assert made.describe(0.0, least=18.0) == ""
+
+
+def test_where_no_thread_beats_nothing_is_known(clock: Clock) -> None:
+    made = Pauses()
+    clock.passes(300.0)
+    assert made.describe(0.0) == ""
+
+
+def test_only_so_many_are_remembered(clock: Clock) -> None:
+    made = running(clock)
+    for _ in range(2 * pauses.REMEMBERED):
+        clock.passes(3.0)
+        made.beat()
+    assert made.describe(0.0).startswith(f"did not run for {3.0 * pauses.REMEMBERED:.1f} s")
