@@ -30,6 +30,7 @@ from pathlib import Path
 
 from agmerge.backends.horovod_mpi import cores
 from agmerge.cli import nccl
+from agmerge.cli.wheels import keep, refusal
 from agmerge.errors import AGMergeError
 
 VERSION = "0.28.1"
@@ -138,7 +139,10 @@ def build(force: bool = False) -> None:
     mpi = find_mpi()
     kept = cache() / key(mpi)
     wheels = sorted(kept.glob("horovod-*.whl"))
-    if wheels and not force:
+    refused = refusal(wheels[0]) if wheels and not force else ""
+    if refused:
+        say(f"{wheels[0]} is not used: {refused}")
+    if wheels and not force and not refused:
         say(f"Horovod {VERSION} from {wheels[0]}")
         wheel = wheels[0]
     else:
@@ -249,17 +253,6 @@ def patch(file: Path, changes: Iterable[tuple[str, str, int]]) -> None:
 def cache() -> Path:
     """Return the folder in which wheels are kept."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agmerge" / "wheels"
-
-
-def keep(wheel: Path, folder: Path) -> Path:
-    """Copy ``wheel`` into ``folder`` and return the copy; what is interrupted is never taken for a whole one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f".{os.getpid()}.part"
-    try:
-        shutil.copyfile(wheel, part)
-        return part.replace(folder / wheel.name)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def key(mpi: str | None) -> str:
