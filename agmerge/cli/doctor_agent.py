@@ -130,7 +130,7 @@ def _latency(link: socket.socket) -> float:
     for _ in range(PINGS):
         start = time.perf_counter()
         link.sendall(b".")
-        link.recv(1)
+        _received(link, 1)
         took.append(time.perf_counter() - start)
     return statistics.median(took) / 2
 
@@ -141,8 +141,16 @@ def _rate(link: socket.socket, seconds: float) -> float:
     while time.perf_counter() - start < seconds:
         link.sendall(piece)
     link.shutdown(socket.SHUT_WR)
-    count = struct.unpack("!q", link.recv(8, socket.MSG_WAITALL))[0]
+    count = struct.unpack("!q", _received(link, 8))[0]
     return 8.0 * int(count) / (time.perf_counter() - start)
+
+
+def _received(link: socket.socket, count: int) -> bytes:
+    """Return ``count`` bytes; raise ``ConnectionError`` where the connection ends before."""
+    data = link.recv(count, socket.MSG_WAITALL)
+    if len(data) < count:
+        raise ConnectionError("the connection was closed by the other end, which is no doctor's, or has ended")
+    return data
 
 
 def _address(host: str) -> str:

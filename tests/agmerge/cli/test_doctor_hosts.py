@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import socket
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,28 @@ def test_what_an_agent_says_of_ports() -> None:
         assert remote.ask("connect", 30.0, port=port, **asked)["error"] == doctor_agent.REFUSED
         nowhere = remote.ask("connect", 100.0, **{**asked, "port": port, "host": "no.such.host.invalid"})
         assert nowhere["to"] == "" and nowhere["error"] not in ("", doctor_agent.SILENT, doctor_agent.REFUSED)
+
+
+@pytest.mark.parametrize("pings", [0, 1, doctor_agent.PINGS])
+def test_a_port_that_is_anothers_is_no_error_of_the_agents(pings: int) -> None:
+    """Who hangs up before the end is said to; the same where it has sent back some bytes."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def serve() -> None:
+            link, _ = other.accept()
+            with link:
+                for _ in range(pings):
+                    link.sendall(link.recv(1))
+                if pings == doctor_agent.PINGS:  # then it reads all, and does not say how much it was
+                    for _ in iter(lambda: link.recv(1 << 20), b""):
+                        pass
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        seen = doctor_agent.connect("127.0.0.1", other.getsockname()[1], 30.0, 0.01)
+        thread.join()
+    assert "closed by the other end" in seen["error"] or "reset" in seen["error"] or "Broken pipe" in seen["error"]
+    assert seen["to"] == "127.0.0.1" and "rate" not in seen
 
 
 def test_other_hosts_are_asked_over_ssh_without_a_question() -> None:
