@@ -1,7 +1,7 @@
 """Compress what a model that ``accelerate.Accelerator`` has prepared exchanges::
 
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    agmerge.integrations.accelerate.compress(accelerator, model, compression="topk", density=0.01)
+    agmerge.integrations.accelerate.compress(accelerator, model)
 
 The optimizer stays plain; of a model that has several all are taken. ``accumulate()``, ``clip_grad_norm_()``, ``bf16``
 and a scaler need nothing. Every rank keeps a file beside what ``save_state()`` writes, and ``load_state()`` reads it.

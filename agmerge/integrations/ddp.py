@@ -49,9 +49,10 @@ def compress(
 
     * ``model``: The DistributedDataParallel, also under ``torch.compile``. All ranks of the world call this, if the
       model's ``process_group`` has only some of them each for its own.
-    * ``optimizer``: The plain one that steps. ``sync="updates"`` needs it, and so does what depends on its momentum:
-      ``compression="auto"``, the default, and ``"dgc"``. A list of several, if the model has several: with
-      ``sync="updates"`` all of them step once in a step, in any order, and the last one's is followed by the exchange.
+    * ``optimizer``: The plain one that steps. ``sync="updates"`` needs it, and so does what depends on its momentum: a
+      density alone, and ``"dgc"``. Without it the default sends whole gradients or 8 bits. A list of several, if the
+      model has several: with ``sync="updates"`` all of them step once in a step, in any order, and the last one's is
+      followed by the exchange.
     * ``scaler``: The ``GradScaler`` in use. Without it residuals would have its scale, which changes; with
       ``sync="updates"``, where each worker unscales its own gradients, nothing depends on it.
     * ``options``: Those of :class:`agmerge.DistributedOptimizer`, but for what the model says itself.

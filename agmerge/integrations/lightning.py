@@ -1,6 +1,6 @@
 """Compress what a ``lightning.Trainer`` exchanges::
 
-    strategy = CompressedDDPStrategy(compression="topk", density=0.01)
+    strategy = CompressedDDPStrategy()
     trainer = Trainer(devices=2, accelerator="cpu", strategy=strategy)
 
 ``strategy="ddp_agmerge"`` is the same by default. The optimizer stays plain. Accumulation, clipping, precision and

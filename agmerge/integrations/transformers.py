@@ -1,7 +1,7 @@
 """Compress what a ``transformers.Trainer``, or a subclass of it, exchanges::
 
     trainer = Trainer(model=model, args=args, train_dataset=data)
-    agmerge.integrations.transformers.compress(trainer, compression="topk", density=0.01)
+    agmerge.integrations.transformers.compress(trainer)
     trainer.train()
 
 The optimizer stays plain; where ``Trainer(optimizers=([muon, adamw], None))`` gives a list they step as one, in order.

@@ -34,19 +34,11 @@ MEMORIES = {  # by kind of compressor
 WHOLE = ("none", "fp16")  # compressors that send every element
 SENDERS = ("allgather", "allgather_fast", "broadcast")  # every rank gets every rank's selection
 
-_SIGNS = (
-    "signs, with the mean magnitude of a block and what that leaves behind sent later, are compression='topk', "
-    "density=1.0, wire='sign' here; for AdamW and its kind sync='updates', whose wire that is by default"
+_QUANTISER = (
+    "every value travels in few bits, and is added up in an exchange of its own. Leave the dictionary out and say "
+    "compression={!r}, without a memory or a communicator (docs/compressors.md)"
 )
-_ROUNDING = (
-    "to round every value, with what that leaves behind sent later, say compression='topk', density=1.0, wire={!r} "
-    "(docs/wire.md)"
-)
-_INSTEAD = {  # of compressors that are not here
-    **dict.fromkeys(("signsgd", "signum", "efsignsgd", "onebit"), _SIGNS),
-    **dict.fromkeys(("qsgd", "qsgdcuda", "natural", "naturalcuda"), _ROUNDING.format("int8")),
-    "terngrad": _ROUNDING.format("2bit"),
-}
+_MEANT = {"qsgdcuda": "qsgd", "natural": "int8", "naturalcuda": "int8"}  # quantisers by GRACE's names
 
 
 def from_params(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,8 +77,9 @@ def from_params(params: Mapping[str, Any]) -> dict[str, Any]:
 def _kind(name: str) -> str:
     """Return which row of ``MEMORIES`` this compressor has; ``ValueError`` for one that is not here."""
     spelled = spelling(name)
-    if spelled in _INSTEAD:
-        raise ValueError(f"compressor={name!r} is not here: {_INSTEAD[spelled]}")
+    meant = _MEANT.get(spelled, name)
+    if sparsifiers.is_quantiser(meant):
+        raise ValueError(f"compressor={name!r}: {_QUANTISER.format(sparsifiers.quantiser(meant).name)}")
     if spelled in WHOLE:
         return spelled
     if sparsifiers.is_low_rank(name):
@@ -123,7 +116,7 @@ def _check_memory(memory: str, name: str, kind: str) -> None:
     why = {
         "dgc": "it applies momentum to what a sparsifier selects from; take 'residual', and SGD's own momentum",
         "powersgd": "it is of compressor='powersgd'; take 'residual'",
-        "efsignsgd": f"it is of signs; {_SIGNS}",
+        "efsignsgd": f"it is of signs: {_QUANTISER.format('onebit')}",
     }.get(memory, f"it is unknown; known: {', '.join(MEMORIES[kind])}")
     raise ValueError(f"memory={memory!r} with compressor={name!r}: {why}")
 

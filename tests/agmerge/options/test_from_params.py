@@ -14,7 +14,7 @@ import agmerge
 import sparsifiers
 from agmerge.testing import run
 
-QUANTISERS = ["signsgd", "signum", "efsignsgd", "onebit", "qsgd", "qsgd_cuda", "natural", "natural_cuda", "terngrad"]
+QUANTISERS = ["signsgd", "signum", "efsignsgd", "onebit", "qsgd", "qsgd_cuda", "natural", "natural_cuda", "terngrad", "8bit"]
 ADTOPKS = "none dgc topk gaussiank redsync redsynctrim sidcoexp sidcogp sidcogam adtopk adtopk-i tradtopk powersgd"
 COMBINATIONS: dict[str, dict[str, list[str]]] = {  # what each project's functions compare with
     "ADTopk": {
@@ -169,8 +169,11 @@ def test_a_fixed_threshold_is_graces_and_has_a_bound_here() -> None:
             "communicator='allreduce', which it is by default, adds up values of different",
         ),
         ({"compressor": "topk", "comm_mode": "gather"}, "comm_mode='gather' is unknown; known: allreduce, allgather"),
-        ({"compressor": "signsgd", "quantum_num": 3}, "density=1.0, wire='sign' here; for AdamW"),
-        ({"compressor": "qsgd", "quantum_num": 127, "bucket_size": 128}, "wire='int8'"),
+        ({"compressor": "signsgd", "quantum_num": 3}, "say compression='onebit', without a memory"),
+        ({"compressor": "qsgd", "quantum_num": 127, "bucket_size": 128}, "say compression='qsgd'"),
+        ({"compressor": "natural"}, "say compression='int8'"),
+        ({"compressor": "u8bit"}, "say compression='int8'"),
+        ({"compressor": "terngrad"}, "say compression='terngrad'"),
         (
             {"compressor": "dgc", "memory": "dgc", "communicator": "allgather", "gradient_clipping": True},
             "gradient_clipping=NORM, or False",
