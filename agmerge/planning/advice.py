@@ -30,7 +30,7 @@ KNOWN = {
         0.001: "with AdamW it cost 31 % of the loss of a small language model",
     },
     False: {
-        0.1: "not measured with SGD; 1 % cost 0 to 0.3 points of digits, 8 to 18 % of the loss of a small language model",
+        0.1: "not measured with SGD; 1 % cost 0 to 0.3 points of digits, 8 to 18 % of a small language model's loss",
         0.01: "with SGD it cost 0 to 0.3 points of accuracy on digits, 8 to 18 % of the loss of a small language model",
         0.001: "with SGD it cost 0.7 to 0.9 points of accuracy on digits",
     },

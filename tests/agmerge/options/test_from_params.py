@@ -14,7 +14,7 @@ import agmerge
 import sparsifiers
 from agmerge.testing import run
 
-QUANTISERS = ["signsgd", "signum", "efsignsgd", "onebit", "qsgd", "qsgd_cuda", "natural", "natural_cuda", "terngrad", "8bit"]
+QUANTISERS = "signsgd signum efsignsgd onebit qsgd qsgd_cuda natural natural_cuda terngrad 8bit".split()
 ADTOPKS = "none dgc topk gaussiank redsync redsynctrim sidcoexp sidcogp sidcogam adtopk adtopk-i tradtopk powersgd"
 COMBINATIONS: dict[str, dict[str, list[str]]] = {  # what each project's functions compare with
     "ADTopk": {
