@@ -48,15 +48,15 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
       A list of several, say Muon for the matrices and AdamW for what is left, steps in its order after one exchange
       (docs/frameworks.md).
     * ``named_parameters``: Pass ``model.named_parameters()``. The names travel in errors and checkpoints.
-    * ``compression``: ``"auto"``, the default, sends all of each gradient, whole or in 8, 4 or 2 bits a number. Of those
-      that cost this optimizer no loss it takes the most exact one with which steps are about as fast as with any. A
-      list of names is a choice of yours among ``"none"`` and quantisers. Or name what is to be sent: a quantiser
+    * ``compression``: ``"auto"``, the default, sends all of each gradient, whole or in 8, 4 or 2 bits a number. Of
+      those that cost this optimizer no loss it takes the most exact one with which steps are about as fast as with any.
+      A list of names is a choice of yours among ``"none"`` and quantisers. Or name what is to be sent: a quantiser
       (``"eden" | "eden-1" | "eden-4" | "int8" | ...``), a sparsifier (``"topk" | "dgc" | ...``), ``"powersgd" |
       "acpsgd"`` (docs/low_rank.md), ``"none" | "fp16" | "bf16"``, an object, ``Compression.*``, or ``{pattern: one of
-      these}`` by whole name. ``density`` alone means ``"dgc"`` with SGD's momentum, else ``"topk"``. One line says what a name
-      cost where that was measured (docs/compressors.md). Arguments about what a compressor does not do are refused
-      with it. Only a number as ``density`` or ``rank``, and ``exchange="sparse"``, may stay in a script that swaps its
-      compressor by name; they say nothing then.
+      these}`` by whole name. ``density`` alone means ``"dgc"`` with SGD's momentum, else ``"topk"``. One line says what
+      a name cost where that was measured (docs/compressors.md). Arguments about what a compressor does not do are
+      refused with it. Only a number as ``density`` or ``rank``, and ``exchange="sparse"``, may stay in a script that
+      swaps its compressor by name; they say nothing then.
     * ``backward_passes_per_step``: The gradients of so many passes are summed locally, not averaged.
     * ``op``: Updates are the ``Average`` or the ``Sum`` over ranks.
     * ``gradient_predivide_factor``: Dense sums are of ``g / f`` and multiplied by this factor f afterwards, against
@@ -67,9 +67,9 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
     * ``sparse_as_dense``: Gradients of sparse layout are made dense. Without it they are an error.
     * ``process_set``: Give a Horovod process set, or the ranks (on any backend) that exchange gradients, also as
       torch's ``ProcessGroup`` or ``DeviceMesh``, as ``mesh["replicate"]``. The others step by themselves.
-    * ``density``: Give one number, elements sent / elements, for a sparsifier 0.01 by default; or ``{pattern: density}``
-      by whole name, where the first match counts and the default where none does; or ``"importance"``, which goes around the
-      compressor's own density by the energy per element of each tensor's gradients in the first steps.
+    * ``density``: Give one number, elements sent / elements, for a sparsifier 0.01 by default; or ``{pattern:
+      density}`` by whole name, where the first match counts and the default where none does; or ``"importance"``, which
+      goes around the compressor's own density by the energy per element of each tensor's gradients in the first steps.
     * ``rank``: ``"powersgd"`` and ``"acpsgd"`` send factors of so many rows, 4 by default; or ``{pattern: rank}``.
     * ``warmup``: Other densities in the first steps are ``"dgc"`` (the ladder of its paper, 200 steps a rung), a number
       of steps (geometric, from 25 %), or ``callable(step) -> density``. :func:`agmerge.ladder` is the paper's with a
@@ -84,8 +84,8 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
       with ``model``, applies updates in the next forward (docs/dear.md): call :meth:`flush` before you read parameters.
     * ``sparsify``: ``"ahead"`` selects from each tensor before merging, ``"behind"`` from the whole merge buffer after
       it. ``"auto"`` takes what is predicted to be faster.
-    * ``exchange``: This says how messages are combined. ``"sparse"`` compresses always; with ``"auto"`` a selection, and
-      ``compression="auto"``, may go dense where that was measured to be faster. ``"oktopk"``, ``"masked"`` and
+    * ``exchange``: This says how messages are combined. ``"sparse"`` compresses always; with ``"auto"`` a selection,
+      and ``compression="auto"``, may go dense where that was measured to be faster. ``"oktopk"``, ``"masked"`` and
       ``"two-level"`` apply something else, and ``"fastest"`` tries the first two beside ``"auto"`` (docs/exchanges.md).
     * ``wire``: Values travel as ``"fp32" | "fp16" | "bf16" | "int8" | "int4" | "2bit" | "sign"``; what their rounding
       leaves behind is sent later. With ``"auto"`` they travel as the gradient's, and where plans are made from measured
