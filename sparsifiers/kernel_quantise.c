@@ -18,8 +18,8 @@ enum { STREAMED = 65536 }; /* elements of a vector from which on it is written p
 static encode_loop *encoder(int codec)
 {
 #if X86
-    if (kernel_level == 2 && codec < INT_4)
-        return kernel_eden_encode_avx512;
+    if (kernel_level && codec < INT_4)
+        return kernel_level == 2 ? kernel_eden_encode_avx512 : kernel_eden_encode_avx2;
 #endif
     return codec >= INT_4 ? kernel_integers_encode : kernel_eden_encode;
 }
@@ -27,8 +27,8 @@ static encode_loop *encoder(int codec)
 static decode_loop *decoder(int codec)
 {
 #if X86
-    if (kernel_level == 2 && codec < INT_4)
-        return kernel_eden_decode_avx512;
+    if (kernel_level && codec < INT_4)
+        return kernel_level == 2 ? kernel_eden_decode_avx512 : kernel_eden_decode_avx2;
 #endif
     return codec >= INT_4 ? kernel_integers_decode : kernel_eden_decode;
 }

@@ -83,6 +83,24 @@ INLINE double unscaled(float energy, float power)
     return (double)energy * unit * unit;
 }
 
+/* Call an always inlined function with the bits and the size of `of` as constants. */
+#define FOR_SIZE(call, bits)                                                                                         \
+    do {                                                                                                             \
+        if (of->size == 256)                                                                                         \
+            call(bits, 256);                                                                                         \
+        else if (of->size == 128)                                                                                    \
+            call(bits, 128);                                                                                         \
+        else                                                                                                         \
+            call(bits, 64);                                                                                          \
+    } while (0)
+#define FOR_BITS(call)                                                                                               \
+    switch (of->codec) {                                                                                             \
+    case EDEN_1: FOR_SIZE(call, 1); break;                                                                           \
+    case EDEN_2: FOR_SIZE(call, 2); break;                                                                           \
+    case EDEN_3: FOR_SIZE(call, 3); break;                                                                           \
+    default: FOR_SIZE(call, 4);                                                                                      \
+    }
+
 /* -- random words: see draws.py ------------------------------------------------------------------------------------ */
 
 INLINE uint64_t first_counter(const struct blocks *of, int64_t block, int stream)
