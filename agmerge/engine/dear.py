@@ -69,7 +69,7 @@ class DearReducer(Reducer):
     def _on_agreement(self, buffers: MergeBuffers, times: RunningStepTimes) -> Plans:
         """Watch the parameters and modules that take part now, and plan by what backward and forward take."""
         check_readers(self.model, self._optimizer)  # it may have got more of them
-        self._hooks.attach(buffers.parameters, self.members)
+        self._hooks.attach(buffers.parameters, self.members, alone=self.alone)
         self._modules.attach(self.model)
         self._times = ForwardTimes(buffers.clock, self._modules.readers)
         return Replanner(buffers, times, DearMeasurer(buffers, times, self))
@@ -113,7 +113,7 @@ class DearReducer(Reducer):
             self.exchange.check_unbroken()
             self.flush()
             super().synchronize()
-            if self.skipped:
+            if self.skipped or self.idle:
                 self.discard()
                 return None
             with torch.no_grad(), self.exchange.breaking():

@@ -16,7 +16,7 @@ from agmerge.errors import CHANGED, AGMergeError, and_more
 from agmerge.tensors.dtensors import local_of
 from agmerge.tensors.parameters import ParameterTable
 
-SAMPLED = 16  # elements of a DTensor that are compared
+SAMPLED = 16  # elements that are compared where versions say too little
 CAPTURED = (
     "the backward pass of parameter {!r} is being captured in a CUDA graph. Its replays run no hooks, so that nothing "
     "would be exchanged: leave backward() out of the graph, or capture modules by torch.cuda.make_graphed_callables, "
@@ -31,15 +31,20 @@ class GradientListener(Protocol):
         """Hear that ``parameter.grad`` has been accumulated once more. Called without gradient recording."""
 
 
-# The hooks that a parameter has. Not an attribute of the parameter: that would travel with torch.save(model).
-_owners: MutableMapping[torch.Tensor, weakref.ref[GradientHooks]] = WeakTensorKeyDictionary()
+# Whose a parameter is; alone it may be several's. Not an attribute of it: that would travel with torch.save(model).
+_owners: MutableMapping[torch.Tensor, list[weakref.ref[GradientHooks]]] = WeakTensorKeyDictionary()
 
 
-def refuse_owned(parameters: Iterable[torch.Tensor], names: ParameterTable) -> None:
-    """Raise ``ValueError`` for a parameter that a living listener has. ``names``: for the error."""
+def _owners_of(parameter: torch.Tensor, but: GradientHooks | None = None) -> list[GradientHooks]:
+    """Return the hooks of living listeners that have ``parameter``, except ``but``."""
+    owners = [owner() for owner in _owners[parameter]] if parameter in _owners else []
+    return [owner for owner in owners if owner is not None and owner is not but]
+
+
+def refuse_owned(parameters: Iterable[torch.Tensor], names: ParameterTable, by: GradientHooks | None = None) -> None:
+    """Raise ``ValueError`` for a parameter that a living listener has, except ``by``. ``names``: for the error."""
     for parameter in parameters:
-        owner = _owners[parameter] if parameter in _owners else None
-        if owner is not None and owner() is not None:
+        if _owners_of(parameter, by):
             raise ValueError(
                 f"parameter {names.name_of(parameter)!r} of shape {list(parameter.shape)} is already exchanged by "
                 "another DistributedOptimizer, perhaps of an earlier run of this cell; close() that one first, or "
@@ -58,27 +63,47 @@ class GradientHooks:
     def __init__(self, listener: GradientListener) -> None:
         self._listener = weakref.ref(listener)
         self._handles: MutableMapping[torch.Tensor, RemovableHandle] = WeakTensorKeyDictionary()  # by parameter
+        self._shared: MutableMapping[torch.Tensor, None] = WeakTensorKeyDictionary()  # parameters of others, too
 
-    def attach(self, parameters: Iterable[torch.Tensor], names: ParameterTable) -> None:
+    def attach(self, parameters: Iterable[torch.Tensor], names: ParameterTable, *, alone: bool = False) -> None:
         """Hook every parameter that has no hook of this listener yet. ``names``: for errors.
 
-        Raises ``ValueError`` for one that another living listener has.
+        Raises ``ValueError`` for one that another living listener has. ``alone``: there are no other workers, so that
+        nothing has to be sent early, and each of several may take what it finds in its step: then nobody hooks it.
         """
         new = [parameter for parameter in parameters if parameter not in self._handles]
-        refuse_owned(new, names)
+        if not alone:
+            refuse_owned(new, names, self)
         for parameter in new:
+            others = _owners_of(parameter, self)
+            if others:
+                self._share(parameter, others)
+                continue
             hook = _hook(self._listener, names.name_of(parameter))
             if parameter.device.type != "cpu":  # there it would cost more than it is worth: two microseconds a hook
                 hook = _on_device(hook, names.name_of(parameter))
-            _owners[parameter] = weakref.ref(self)
+            _owners[parameter] = [weakref.ref(self)]
             self._handles[parameter] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
+    def _share(self, parameter: torch.Tensor, others: list[GradientHooks]) -> None:
+        """Leave a parameter to several listeners, none of which hears of its gradients."""
+        for owner in others:
+            owner._unhook(parameter)
+        _owners[parameter] = [weakref.ref(owner) for owner in (*others, self)]
+        self._shared[parameter] = None
+
+    def _unhook(self, parameter: torch.Tensor) -> None:
+        if parameter in self._handles:
+            self._handles.pop(parameter).remove()
+            self._shared[parameter] = None
+
     def remove(self) -> None:
-        """Take all hooks off."""
-        for parameter, handle in list(self._handles.items()):
-            handle.remove()
-            _owners.pop(parameter, None)
-        self._handles = WeakTensorKeyDictionary()
+        """Take all hooks off, and leave the parameters to whoever has them too."""
+        for parameter in list(self._handles):
+            self._unhook(parameter)
+        for parameter in list(self._shared):
+            _owners[parameter] = [weakref.ref(owner) for owner in _owners_of(parameter, self)]
+        self._shared = WeakTensorKeyDictionary()
 
 
 class HandedOver:
@@ -86,16 +111,25 @@ class HandedOver:
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[torch.Tensor, torch.Tensor | None, int]] = {}  # parameter, gradient, its version
-        self._sampled: dict[str, torch.Tensor] = {}  # of gradients that are DTensors, some elements
+        self._sampled: dict[str, torch.Tensor] = {}  # some elements, of gradients whose version says too little
+        self._parts: set[str] = set()  # whose gradients share a version with others
         self.overrun = False  # a backward pass too many has been refused, and it has changed some of them
 
-    def add(self, name: str, parameter: torch.Tensor) -> None:
-        """Remember ``parameter.grad`` and its version; of a DTensor, which ``torch._foreach_mul_`` does not count, some
-        elements too."""
+    def add(self, name: str, parameter: torch.Tensor, *, own: bool = False) -> None:
+        """Remember ``parameter.grad`` and its version; ``own``: it was put there by the exchange.
+
+        Some elements too of a DTensor, which ``torch._foreach_mul_`` does not count, and of a part of a larger tensor,
+        as of a flat buffer of all gradients: its parts have one version together.
+        """
         gradient = parameter.grad
         self._seen[name] = (parameter, gradient, 0 if gradient is None else gradient._version)
-        if gradient is not None and hasattr(gradient, "to_local"):  # a DTensor
+        if gradient is None:
+            return
+        if hasattr(gradient, "to_local"):  # a DTensor
             self._sampled[name] = _sample(gradient)
+        elif not own and _is_part(gradient):
+            self._sampled[name] = _sample(gradient)
+            self._parts.add(name)
 
     def refuse_more(self) -> None:
         """Remember that a backward pass too many was refused: it has changed gradients that are on their way."""
@@ -109,7 +143,8 @@ class HandedOver:
         changed = {
             name
             for name, (parameter, gradient, version) in self._seen.items()
-            if parameter.grad is not gradient or (gradient is not None and gradient._version != version)
+            if parameter.grad is not gradient
+            or (gradient is not None and gradient._version != version and name not in self._parts)
         }
         changed |= self._resampled()
         if not changed:
@@ -118,11 +153,13 @@ class HandedOver:
         return AGMergeError(CHANGED.format(step, and_more(names), remedy))
 
     def _resampled(self) -> set[str]:
-        """Return the names of DTensors of which an element that was remembered has other bits. Waits for devices."""
+        """Return the names of those of which an element that was remembered has other bits. Waits for devices."""
         by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
         for name, then in self._sampled.items():
-            parameter, gradient, _ = self._seen[name]
-            if gradient is not None and parameter.grad is gradient:
+            parameter, gradient, version = self._seen[name]
+            if gradient is None or parameter.grad is not gradient:
+                continue
+            if name not in self._parts or gradient._version != version:
                 by_device.setdefault(then.device, {})[name] = _sample(gradient)
         changed: set[str] = set()
         for now in by_device.values():
@@ -135,6 +172,13 @@ class HandedOver:
 
     def __len__(self) -> int:
         return len(self._seen)
+
+
+def _is_part(gradient: torch.Tensor) -> bool:
+    """Tell whether a gradient, of any layout but a DTensor, may lie in memory that others write to as well."""
+    if gradient.layout != torch.strided:
+        return False
+    return gradient._is_view() or gradient.untyped_storage().nbytes() > gradient.numel() * gradient.element_size()
 
 
 def _sample(gradient: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,16 +23,26 @@ from agmerge.errors import (
     TOO_MANY,
     TWICE,
     AGMergeError,
+    and_more,
+    shortened,
 )
 from agmerge.exchanges.message.format import Flag
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.options import momentum
 from agmerge.options.config import Config
+from agmerge.runtime import workers
 from agmerge.step.agreed_state import Plans
 from agmerge.step.gradient_exchange import Combined
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.dtensors import Gradients, gradient_of
 from agmerge.tensors.parameters import ParameterTable
+
+
+GAVE_UP = "has called zero_grad() in the middle of a step, when gradients of {missing} had not come{cause}"
+AFTER_BROKEN = (
+    "Save what you need and start again. If every rank is still there, call optimizer.reset() on each of them, which "
+    "gives this step up"
+)
 
 
 class Reducer(Synchronizer):
@@ -46,7 +57,9 @@ class Reducer(Synchronizer):
     def __init__(self, members: ParameterTable, config: Config) -> None:
         super().__init__(members, members, config)
         self.skipped = False  # gradients are combined, and come to nothing: the inner optimizer must not step
+        self.idle = False  # this worker is alone, and no parameter needs a gradient: there is nothing to combine
         self._paused = False  # in no_sync()
+        self._closed = False
         self._combines = True  # in step(); False in skip_synchronize(), where they are combined already
         self._fired: dict[str, int] = {}  # backward passes since the last step
         self._handed_over = HandedOver()
@@ -54,7 +67,8 @@ class Reducer(Synchronizer):
         self._lock = threading.RLock()  # autograd runs the hooks of each device on a thread of its own
         self._clipping = ClippingWatch(self.exchange)
         self._hooks = GradientHooks(self)
-        self._hooks.attach((member.parameter for member in self.exchange.members()), members)
+        alone = workers.is_initialized() and workers.size() == 1 and not workers.elastic()
+        self._hooks.attach((member.parameter for member in self.exchange.members()), members, alone=alone)
 
     def _stay_outside(self) -> None:
         self._hooks.remove()
@@ -62,7 +76,7 @@ class Reducer(Synchronizer):
     def _on_agreement(self, buffers: MergeBuffers, times: RunningStepTimes) -> Plans | None:
         """Watch the parameters that take part now, and plan by what their exchange takes."""
         self._gradients = Gradients()
-        self._hooks.attach(buffers.parameters, self.members)
+        self._hooks.attach(buffers.parameters, self.members, alone=self.alone)
         return super()._on_agreement(buffers, times)
 
     # -- backward -------------------------------------------------------------------------------------------------
@@ -98,7 +112,7 @@ class Reducer(Synchronizer):
         held = self.exchange.ready(name, gradient)
         if held is not gradient:
             self._gradients.set(parameter, held)
-        self._handed_over.add(name, parameter)
+        self._handed_over.add(name, parameter, own=held is not gradient)
 
     def _gradient(self, parameter: torch.Tensor, name: str) -> torch.Tensor | None:
         """Return what this rank has for a parameter, strided and without a loss scale; None while it has joined."""
@@ -134,7 +148,8 @@ class Reducer(Synchronizer):
         momentum.take_over(self.exchange, self.members, self.members.optimizer)
         with self._lock:
             self.exchange.check_unbroken()
-            if self.exchange.outside or self.synchronized:
+            self.idle = self.alone and not self._trains()
+            if self.exchange.outside or self.synchronized or self.idle:
                 return  # nothing new: a backward pass would have begun another round
             status.current().enter("is in step()", self.exchange.step)
             changed = self._handed_over.error(self.members, self.exchange.steps, self.remedy)
@@ -151,6 +166,11 @@ class Reducer(Synchronizer):
                 self.discard()
                 raise changed
             self.synchronized = True
+
+    def _trains(self) -> bool:
+        """Tell whether a parameter needs a gradient, or the exchange has known one that did."""
+        exchange = self.exchange
+        return (exchange.agreed and not exchange.changed) or bool(exchange.members())
 
     def _late(self, name: str) -> torch.Tensor | None:
         """Return the gradient of a parameter that no hook has handed over."""
@@ -220,7 +240,7 @@ class Reducer(Synchronizer):
             if self.synchronized and not self.scaling.combined:
                 warnings.warn(TWICE, stacklevel=3)
             self.synchronize()
-        elif not self.synchronized and not self.exchange.outside:
+        elif not self.synchronized and not self.exchange.outside and not self.idle:
             raise AGMergeError(NOT_COMBINED)
         optimizer = self.members.optimizer
         with momentum.withheld(self.exchange, optimizer), self._clipping.looking(optimizer):
@@ -230,7 +250,7 @@ class Reducer(Synchronizer):
 
     def end_step(self) -> None:
         """Collective. Commit: the inner optimizer has stepped. Compare replicas and plan anew, where that is due."""
-        if self.exchange.outside or self.skipped:
+        if self.exchange.outside or self.skipped or self.idle:
             self.discard()
             return
         self.exchange.commit()
@@ -276,17 +296,47 @@ class Reducer(Synchronizer):
         return len(self._handed_over) > 0 and not self.synchronized
 
     def abandon(self) -> bool:
-        """Collective. End the exchange of gradients that a refused pass has changed; tell whether none is left then."""
-        if self._handed_over.overrun and not self.synchronized:
+        """Collective. Drop the gradients that are on their way, where this can be; tell whether none is left then.
+
+        Alone it can be at any time. Among others it can while a gradient is missing, as after an exception in a
+        backward pass: then the step comes to nothing on all ranks, and the others raise :class:`agmerge.AGMergeError`.
+        So do gradients that a refused pass has changed. Raises it here after an error that has broken the exchange.
+        """
+        if self.synchronized:
+            return True
+        if self.alone:
+            if self.exchange.is_broken and not self._closed:
+                self.leave()  # there is nobody to have lost
+            self.discard()
+        elif self.exchange.is_broken:
+            self._raise_broken()
+        elif missing := [m.name for m in self.exchange.members() if m.name not in self._handed_over]:
+            if self.exchange.under_way:  # else nothing has left, and this rank begins the step anew
+                self.exchange.give_up(GAVE_UP.format(missing=and_more(missing), cause=_surviving()))
+            self.discard()
+        elif self._handed_over.overrun:
             try:
                 Reducer.synchronize(self)
             except AGMergeError:  # it says what the refused pass has changed
                 self.exchange.check_unbroken()
         return not self.unfinished
 
+    def begin_anew(self) -> None:
+        if self.synchronized:
+            self.discard()  # else a rank whose next step has no backward pass would not exchange anything
+        self._fired = {}  # passes of which nothing is left
+
+    def _raise_broken(self) -> None:
+        """Raise what has broken the exchange, with what to do."""
+        try:
+            self.exchange.check_unbroken()
+        except AGMergeError as error:
+            raise AGMergeError(f"{error}. {AFTER_BROKEN}") from error.__cause__
+
     def discard(self) -> None:
         """Begin the step anew: gradients that were handed over are forgotten, and nothing of them is kept."""
         self._fired, self._handed_over, self.synchronized, self.skipped = {}, HandedOver(), False, False
+        self.idle = False
         self.scaling.clear()
         self.exchange.discard()
 
@@ -302,5 +352,12 @@ class Reducer(Synchronizer):
 
     def close(self) -> None:
         """Take the hooks off and give the communicators back."""
+        self._closed, self._fired, self._handed_over = True, {}, HandedOver()
         self._hooks.remove()
         self.exchange.close()
+
+
+def _surviving() -> str:
+    """Return the error that is being handled, as a part of a sentence; empty: there is none."""
+    error = sys.exc_info()[1]
+    return "" if error is None else f" ({type(error).__name__}: {shortened(str(error))})"

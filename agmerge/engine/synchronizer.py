@@ -164,6 +164,9 @@ class Synchronizer:
         self.exchange.discard()
 
     def check_idle(self, what: str) -> None:
+    def begin_anew(self) -> None:
+        """Forget what was combined or counted in a step that has not ended: its gradients are about to be zeroed."""
+
         """Raise unless ``what`` may happen now: nothing waits for the end of a step."""
 
     @property
@@ -172,7 +175,12 @@ class Synchronizer:
         return False
 
     def abandon(self) -> bool:
-        """Collective. End the exchange of gradients that a refused pass has changed; tell whether none is left then."""
+    @property
+    def alone(self) -> bool:
+        """Tell whether this worker exchanges with nobody."""
+        return self.exchange.outside or self.exchange.comm is None or self.exchange.comm.size == 1
+
+        """Collective. Drop the gradients that are on their way, where this can be; tell whether none is left then."""
         return True
 
     def combine_for(self, scaler: torch.amp.GradScaler) -> None:

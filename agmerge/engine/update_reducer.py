@@ -144,11 +144,6 @@ class UpdateReducer(Synchronizer):
             super()._fit_to_group(shard_before)
             self.carry.put(moved)
 
-    @property
-    def alone(self) -> bool:
-        """Tell whether this worker exchanges with nobody."""
-        return self.exchange.outside or self.exchange.comm is None or self.exchange.comm.size == 1
-
     def compared_tensors(self) -> dict[str, torch.Tensor]:
         """Return what all workers have in common, by name."""
         return dict(self.carry.base)

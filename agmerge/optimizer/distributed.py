@@ -30,7 +30,9 @@ from agmerge.tensors.parameters import optimizers_of
 
 ZERO_GRAD = (
     "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-    "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+    "optimizer.synchronize(). This is prohibited as it can cause a race condition. All gradients of this rank are on "
+    "their way, and the others step with them. If your script goes on after an exception between backward() and step(), "
+    "call optimizer.step() first, as the other ranks do; if all of them had it, optimizer.reset() on every rank."
 )
 
 
@@ -237,14 +239,13 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         return self._reducer.step(self, closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Collective. Zero the inner optimizer's gradients; ``AssertionError`` while they are on their way.
+        """Collective. Zero the inner optimizer's gradients; ``AssertionError`` while all of them are on their way.
 
         Ranks communicate only after a backward pass too many was refused: then the gradients of the step are dropped.
         """
         if self._reducer.unfinished and not self._reducer.abandon():
             raise AssertionError(ZERO_GRAD)
-        if self._reducer.synchronized:
-            self._reducer.discard()  # else a rank whose next step has no backward pass would not exchange anything
+        self._reducer.begin_anew()
         self._inner.zero_grad(set_to_none=set_to_none)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -297,12 +298,13 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         """Forget the group of workers; the next step connects to the one that there is then.
 
         After ``agmerge.shutdown()`` and ``agmerge.init()`` this happens by itself. Residuals stay with this worker,
-        fitted to the new number (docs/checkpoints.md).
+        fitted to the new number (docs/checkpoints.md). A step that has begun is given up, and what broke it forgotten.
         """
         self._reducer.leave()
 
     def close(self) -> None:
         """Take all hooks off. The inner optimizer and the model go on without this wrapper."""
+        self._reducer.discard()
         self._reducer.close()
 
 

@@ -95,6 +95,7 @@ class GradientExchange(AgreedState):
             try:
                 held = attempt.add(attempt.buffers.slot_of[name], tensor, stays=stays)
             except BaseException as error:  # as breaking() does, without a generator a tensor
+        self._why_given_up = ""  # while this rank gives a step up: why
                 self._broken = error
                 raise
         self._handed[name] = held
@@ -160,7 +161,25 @@ class GradientExchange(AgreedState):
         if error is not None:
             self.discard()
             raise error
-        return Combined(attempt, self.config.zero_unused)
+        now = self.config.updates is None and self.config.model is None
+        return Combined(attempt, self.config.zero_unused, self.norm if now else None)
+
+    def give_up(self, why: str) -> None:
+        """Collective. End the round under way with nothing, on all ranks: theirs raise :class:`agmerge.AGMergeError`.
+
+        Messages that have left are received; those that have not carry the news, so that there has to be one. ``why``:
+        what this rank has done, for the errors of the others. Nothing is raised here, unless the exchange breaks.
+        """
+        assert self._round is not None
+        self._why_given_up = why
+        self._round.guard.give_up(why)
+        try:
+            self.finish()
+        except AGMergeError:
+            self.check_unbroken()
+        finally:
+            self._why_given_up = ""
+        self.discard()
 
     def commit(self, *, drops_unused: bool = False) -> None:
         """Keep what the step has left over: residuals change places. The next step begins.
@@ -257,3 +276,5 @@ class GradientExchange(AgreedState):
         attempt = kind(buffers, self.step, self.totals, dirty=dirty, flags=flags, due=numbers, clock=clock)
         attempt.guard.report(nonfinite)
         return attempt
+        if self._why_given_up:
+            attempt.guard.give_up(self._why_given_up)

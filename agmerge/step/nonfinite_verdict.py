@@ -12,15 +12,21 @@ from collections.abc import Iterable
 import torch
 
 from agmerge.backends.handshake import gather_texts
-from agmerge.errors import NonFiniteError, and_more
+from agmerge.errors import AGMergeError, NonFiniteError, and_more
 from agmerge.step.round import Round
 from agmerge.tensors.nonfinite import SKIP
 
 MOST_IN_A_ROW = 100  # skipped steps: a scaler halves its scale at each, and has found the right one long before
 
 
-def resolve_nonfinite(attempt: Round) -> NonFiniteError | None:
-    """Collective. Decide about an attempt in which a rank has found a gradient that is not finite.
+GIVEN_UP = (
+    "step {step} is given up on all ranks: {why}. Parameters and residuals are as before it. Call zero_grad() to go on "
+    "with the next batch, or let the script end"
+)
+
+
+def resolve_nonfinite(attempt: Round) -> AGMergeError | None:
+    """Collective. Decide about an attempt in which a rank has found a gradient that is not finite, or has given it up.
 
     Either all updates become infinite, so that every GradScaler backs off, and None is returned; or there is an error,
     the same on every rank, for the caller to raise. With every gradient finite, nothing happens.
@@ -36,10 +42,13 @@ def resolve_nonfinite(attempt: Round) -> NonFiniteError | None:
             for slot in buffers.layout.slots:
                 buffers.updates.of(slot).fill_(torch.inf)
             return None
-    texts = gather_texts(
-        buffers.comm, json.dumps(attempt.guard.parameters_found()).encode(), "nonfinite", buffers.config.timeout
-    )
-    where = _described([json.loads(names) for names in texts])
+    own = json.dumps([attempt.guard.given_up, attempt.guard.parameters_found()])
+    texts = gather_texts(buffers.comm, own.encode(), "nonfinite", buffers.config.timeout)
+    said = [json.loads(text) for text in texts]
+    why = "; ".join(f"rank {rank} {words}" for rank, (words, _) in enumerate(said) if words)
+    if why:
+        return AGMergeError(GIVEN_UP.format(step=attempt.step, why=why))
+    where = _described([names for _, names in said])
     if config.updates is not None:
         return NonFiniteError(
             f"gradients, or what the optimizer has made of parameters, are infinite or NaN: {where}. The shared "

@@ -36,6 +36,7 @@ class NonFiniteGuard:
 
     def __init__(self) -> None:
         self.found = False  # the other ranks must hear of something that the host knows of
+        self.given_up = ""  # why this rank gives the step up; empty: it does not
         self._names: dict[str, None] = {}  # of parameters, found on the host
         self._on_devices: list[tuple[str, torch.Tensor]] = []  # names, and what was looked at without a result yet
         # By device, and by `id`: the largest magnitudes of what was looked at there, which no message has told of.
@@ -71,6 +72,10 @@ class NonFiniteGuard:
         """Take what was found by others, on the host: ``names`` of parameters."""
         self._names.update(dict.fromkeys(names))
         self.found = self.found or bool(self._names)
+
+    def give_up(self, why: str) -> None:
+        """Let the attempt come to nothing on all ranks, as what is not finite does. ``why``: for their errors."""
+        self.given_up, self.found = why, True
 
     def peer_found(self) -> None:
         """Say it too: a rank for which this one speaks has found something."""

@@ -183,7 +183,7 @@ def test_too_many_passes_are_an_error_that_changes_nothing(passes: int, first: b
         assert once_too_often == twin
 
 
-def test_one_process_is_guarded_like_many() -> None:
+def test_one_process_counts_passes_like_many_and_may_drop_them() -> None:
     def body(rank: int, model: nn.Module) -> None:
         optimizer = wrap(model)
         accumulate(model, rank, range(1))
@@ -191,8 +191,8 @@ def test_one_process_is_guarded_like_many() -> None:
             accumulate(model, rank, range(1))
         optimizer.zero_grad()
         accumulate(model, rank, range(1))
-        with pytest.raises(AssertionError, match=r"optimizer.zero_grad\(\) was called after"):
-            optimizer.zero_grad()
+        optimizer.zero_grad()  # nobody waits for it: as in torch
+        accumulate(model, rank, range(1))
 
     on_ranks(1, MODEL, body)
 
