@@ -163,10 +163,10 @@ class Synchronizer:
         """Begin the step anew: what was handed over is forgotten, and nothing of it is kept."""
         self.exchange.discard()
 
-    def check_idle(self, what: str) -> None:
     def begin_anew(self) -> None:
         """Forget what was combined or counted in a step that has not ended: its gradients are about to be zeroed."""
 
+    def check_idle(self, what: str) -> None:
         """Raise unless ``what`` may happen now: nothing waits for the end of a step."""
 
     @property
@@ -174,12 +174,12 @@ class Synchronizer:
         """Tell whether gradients are on their way."""
         return False
 
-    def abandon(self) -> bool:
     @property
     def alone(self) -> bool:
         """Tell whether this worker exchanges with nobody."""
         return self.exchange.outside or self.exchange.comm is None or self.exchange.comm.size == 1
 
+    def abandon(self) -> bool:
         """Collective. Drop the gradients that are on their way, where this can be; tell whether none is left then."""
         return True
 

@@ -241,7 +241,10 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Collective. Zero the inner optimizer's gradients; ``AssertionError`` while all of them are on their way.
 
-        Ranks communicate only after a backward pass too many was refused: then the gradients of the step are dropped.
+        Ranks communicate only where a step has begun and cannot end: after a backward pass too many was refused, or one
+        has ended early, by an exception that the script survives. The gradients of the step are dropped then, and in
+        the second case the step comes to nothing on all ranks: the others raise :class:`agmerge.AGMergeError` in it.
+        Alone they are dropped at any time.
         """
         if self._reducer.unfinished and not self._reducer.abandon():
             raise AssertionError(ZERO_GRAD)
@@ -301,10 +304,10 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         fitted to the new number (docs/checkpoints.md). A step that has begun is given up, and what broke it forgotten.
         """
         self._reducer.leave()
+        self._reducer.discard()
 
     def close(self) -> None:
         """Take all hooks off. The inner optimizer and the model go on without this wrapper."""
-        self._reducer.discard()
         self._reducer.close()
 
 

@@ -80,6 +80,7 @@ class GradientExchange(AgreedState):
         self._handed: dict[str, torch.Tensor | None] = {}  # over in this step, in readiness order
         self._round: Round | None = None  # under way
         self._broken: BaseException | None = None  # an error that has left ranks at different places
+        self._why_given_up = ""  # while this rank gives a step up: why
 
     def ready(self, name: str, tensor: torch.Tensor | None, *, stays: bool = False) -> torch.Tensor | None:
         """Collective. Hand a tensor over (None: this rank has none), and send the merge buffers that are complete now.
@@ -95,7 +96,6 @@ class GradientExchange(AgreedState):
             try:
                 held = attempt.add(attempt.buffers.slot_of[name], tensor, stays=stays)
             except BaseException as error:  # as breaking() does, without a generator a tensor
-        self._why_given_up = ""  # while this rank gives a step up: why
                 self._broken = error
                 raise
         self._handed[name] = held
@@ -275,6 +275,6 @@ class GradientExchange(AgreedState):
         clock = buffers.clock if self.times.measures_next(buffers.clock) else StoppedClock()
         attempt = kind(buffers, self.step, self.totals, dirty=dirty, flags=flags, due=numbers, clock=clock)
         attempt.guard.report(nonfinite)
-        return attempt
         if self._why_given_up:
             attempt.guard.give_up(self._why_given_up)
+        return attempt
