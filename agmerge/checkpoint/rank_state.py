@@ -156,7 +156,7 @@ def load(reducer: Synchronizer, section: Mapping[str, Any] | None, *, own: bool 
 def _read(reducer: Synchronizer, section: Mapping[str, Any], own: bool) -> Restored:
     """Return what this rank takes of a section: all of it if it is the rank's own, else steps and plan alone.
 
-    The compressor takes back what it had learned. Warns where residuals are dropped.
+    The compressor takes back what it had learned. Warns where what was kept is dropped, if anything was.
     """
     exchange, updates = reducer.exchange, section.get("updates")
     saved, shard = (section["rank"], section["size"]), section.get("shard")
@@ -177,7 +177,7 @@ def _read(reducer: Synchronizer, section: Mapping[str, Any], own: bool) -> Resto
         if _restore_compressor(exchange, section):
             restored.budgets = section.get("shares")
         restored.window = section.get("window", {})
-    else:
+    elif updates is not None or any(section.get(plural) for plural in (*KINDS.values(), "window")):
         what = "residuals and momenta" if section.get("momenta") else "residuals"
         if updates is not None:
             what, restored.updates = "carried updates", _nobodys(updates)

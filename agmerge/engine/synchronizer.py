@@ -27,6 +27,7 @@ from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.dtensors import local_of
 from agmerge.tensors.parameters import ParameterTable
 from agmerge.version import __version__
+from sparsifiers.quantising.choice import NONE
 
 
 class Synchronizer:
@@ -230,6 +231,18 @@ class Synchronizer:
         if not isinstance(plans, Replanner) or buffers is None:
             return self.config.exchange, "no ranks have agreed yet"
         return buffers.exchange, plans.why_exchange
+
+    def quantiser_now(self) -> tuple[str, float | None, str]:
+        """Return in what gradients are quantised, in how many bits a coordinate, and why it is that.
+
+        ("none", None, why) where nothing is quantised, also where every merge buffer goes dense.
+        """
+        plans, buffers = self.exchange.plans, self.exchange.buffers
+        if not isinstance(plans, Replanner) or buffers is None:
+            return NONE, None, "no ranks have agreed yet"
+        if buffers.quantiser is None or all(buffers.plan.dense):
+            return NONE, None, plans.why_quantiser
+        return buffers.quantiser.name, buffers.quantiser.bits, plans.why_quantiser
 
     def measure(self) -> planning.Measurements:
         """Collective. Measure costs now, for reports; the plan stays. Raises where there was no step to measure."""

@@ -1,11 +1,12 @@
 """Choose in how many bits gradients travel: the most exact candidate whose step takes about as long as the fastest.
 
-On rank 0, from what all ranks have measured. Predictions say which candidates are tried; a trial of whole steps decides.
+On rank 0, from what all ranks have measured. Predictions say which candidates are tried; trials of whole steps decide.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import merging
 from agmerge.exchanges.way import OWN, quantiser_of, with_quantiser
@@ -19,6 +20,7 @@ from sparsifiers.quantising.choice import NONE
 
 ABOUT = 1.05  # times the fastest step: what the steps of a trial cannot tell from it
 HOPELESS = 1.5  # times the fastest step that is predicted: such a candidate is not tried
+HOPELESS_OTHERS = f"every other candidate is predicted to take {HOPELESS:g} times as long"
 MOST = 3  # candidates that are tried
 CLEAR = 1.2  # times as fast: what a less exact candidate has to be, seen twice, to take the place of the one in use
 AGAIN = 1000  # steps after a choice until there may be another one
@@ -34,7 +36,7 @@ class QuantiserSearch:
         speeds: of all quantisers among the candidates, by name.
         step: the one to come.
         usual: seconds of a step as it is.
-        may_change: whether another candidate may be chosen, or another plan alone.
+        settled: what has been chosen so far, and whether another candidate may be now, or another plan alone.
     """
 
     def __init__(
@@ -45,14 +47,14 @@ class QuantiserSearch:
         speeds: Mapping[str, Speed],
         step: int,
         usual: float,
-        *,
-        may_change: bool,
+        settled: Settled,
     ) -> None:
         self._planner, self._buffers, self._latest, self._speeds, self._step = planner, buffers, latest, speeds, step
         assert buffers.quantiser is not None
         self._now = buffers.quantiser.name
         self._other = max(0.0, usual - predicted_finish(buffers.plan, latest))  # seconds of a step that no plan changes
-        self._pieces = self._all() if may_change else self._same()
+        self._settled = settled
+        self._pieces = self._all() if settled.may_change(step) else self._same()
 
     def go_on(self, seconds: float) -> list[Candidate] | None:
         """Look on for so many seconds; return what there is to try, the one to begin with first. None: go on later."""
@@ -72,17 +74,22 @@ class QuantiserSearch:
         return [best, current]
 
     def _all(self) -> Pieces[list[Candidate]]:
-        """Return, in pieces, the best plan of each candidate that is not hopeless: what goes dense last."""
-        found = []
+        """Return, in pieces, the best plan of each candidate that is not hopeless: what goes dense last.
+
+        The one that was settled on is always among them: what is in use costs nothing to try.
+        """
+        found, names = [], self._buffers.config.compressor.candidates
         for name in self._buffers.config.quantisers:
             found.append((yield from self._best(name)))
-        if NONE in self._buffers.config.compressor.candidates and self._latest.dense is not None:
+        if NONE in names and self._latest.dense is not None:
             found.append((yield from self._dense()))
-        fastest = min(map(self._seconds, found))
-        near = [each for each in found if self._seconds(each) < HOPELESS * fastest]
-        while len(near) > MOST:  # the one in the middle: neither the most exact nor the fastest
-            between = sorted(near, key=self._seconds)[1:-1]
-            near.remove(between[-1])
+        fastest = min(found, key=self._seconds)
+        exact = min(found, key=lambda each: exactness(each, names))
+        limit = HOPELESS * self._seconds(fastest)
+        near = [each for each in found if self._seconds(each) < limit or self._settled.is_on(each)]
+        while len(near) > MOST:
+            between = [each for each in near if each not in (fastest, exact) and not self._settled.is_on(each)]
+            near.remove(max(between, key=self._seconds))
         return near
 
     def _seconds(self, candidate: Candidate) -> float:
@@ -90,9 +97,11 @@ class QuantiserSearch:
         return self._other + candidate.finish
 
     def _best(self, name: str) -> Pieces[Candidate]:
-        """Return, in pieces, the best plan with a quantiser; merge buffers may go dense by themselves."""
+        """Return, in pieces, the best plan with a quantiser; merge buffers may go dense by themselves, but not all."""
         measured = in_quantiser(self._latest, self._buffers, self._step, self._speeds[self._now], self._speeds[name])
         plan = yield from best_plan(self._planner, self._buffers, measured)
+        if all(plan.dense):  # that is another candidate
+            plan = yield from best_plan(self._planner, self._buffers, replace(measured, dense=None))
         return Candidate(with_quantiser(plan, name), measured, quantiser=name)
 
     def _dense(self) -> Pieces[Candidate]:
@@ -129,26 +138,37 @@ class Settled:
     """
 
     def __init__(self, plan: merging.Plan, workers: int) -> None:
-        name, among = quantiser_of(plan)
         self._workers = workers
-        # The step to come when it was chosen; 0: by an earlier agreement; None: nothing has been, for so many workers.
-        self._step: int | None = 0 if name != OWN and among == workers else None
-        self._candidate = all(plan.dense), name  # what was chosen: whether all goes dense, and the quantiser
+        self._step = 0  # the step to come when it was chosen, or when this agreement began
         self.is_clear = False  # a less exact candidate was clearly faster in the last trial: look again
         self.why = ""  # what steps took in the last trial; "": there was none
+        self.take_over(plan, 0)
+
+    def take_over(self, plan: merging.Plan, step: int) -> None:
+        """Go on with what an earlier agreement, or an earlier run, has chosen among as many workers, if it did.
+
+        ``step``: the one to come.
+        """
+        name, among = quantiser_of(plan)
+        self._candidate = all(plan.dense), name  # what was chosen: whether all goes dense, and the quantiser
+        self._is_open, self._step = name == OWN or among != self._workers, step
 
     @property
     def is_open(self) -> bool:
         """True if nothing has been chosen so far."""
-        return self._step is None
+        return self._is_open
+
+    def is_on(self, candidate: Candidate) -> bool:
+        """Return whether this is the candidate that was chosen."""
+        return not self._is_open and (candidate.is_dense, candidate.quantiser) == self._candidate
 
     def reopen(self) -> None:
         """Forget what was chosen: it was for another network."""
-        self._step = None
+        self._is_open = True
 
     def may_change(self, step: int) -> bool:
         """Return whether another candidate may be chosen before this step."""
-        return self._step is None or step - self._step >= AGAIN
+        return self._is_open or step - self._step >= AGAIN
 
     def best(
         self, tried: Sequence[Candidate], names: Sequence[str], seconds: Sequence[float], doubts: Sequence[float]
@@ -157,10 +177,9 @@ class Settled:
 
         Where one was settled on before, that is a more exact one, or one that was clearly faster twice, else that one.
         """
-        names_of = ((each.is_dense, each.quantiser) for each in tried)
         chosen = taken(tried, names, seconds, doubts)
-        now = next((number for number, each in enumerate(names_of) if each == self._candidate), None)
-        if self.is_open or now is None or exactness(tried[chosen], names) <= exactness(tried[now], names):
+        now = next((number for number, each in enumerate(tried) if self.is_on(each)), None)
+        if now is None or exactness(tried[chosen], names) <= exactness(tried[now], names):
             self.is_clear = False
             return chosen
         is_clear = seconds[now] - doubts[now] > CLEAR * seconds[chosen]
@@ -168,11 +187,10 @@ class Settled:
         return chosen if twice else now
 
     def settle(self, candidate: Candidate, step: int) -> merging.Plan:
-        """Return the plan of a candidate that was chosen, marked with the number of workers. ``step``: the one to come."""
-        name = candidate.is_dense, candidate.quantiser
-        if self.is_open or name != self._candidate or (self.may_change(step) and not self.is_clear):
+        """Return the plan of a candidate that was chosen, with the number of workers. ``step``: the one to come."""
+        if not self.is_on(candidate) or (self.may_change(step) and not self.is_clear):
             self._step = step
-        self._candidate = name
+        self._candidate, self._is_open = (candidate.is_dense, candidate.quantiser), False
         return with_quantiser(candidate.plan, candidate.quantiser, self._workers)
 
 

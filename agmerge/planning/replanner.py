@@ -28,7 +28,7 @@ from agmerge.planning.first_choices import choose_budgets, choose_cutoff
 from agmerge.planning.known_plans import KnownPlan
 from agmerge.planning.measurer import Measurer
 from agmerge.planning.measuring import gather_seconds, number_of_rank_0, profile
-from agmerge.planning.plan_choice import planner_of, predicted_finish
+from agmerge.planning.plan_choice import FixedCounts, planner_of, predicted_finish
 from agmerge.planning.plan_trial import PlanTrial
 from agmerge.planning.probe_budget import share_of
 from agmerge.planning.quantiser_choice import QuantiserSearch, Settled
@@ -70,6 +70,9 @@ class Replanner:
         kinds = {slot.lane.kind for slot in buffers.layout.slots}
         self._chooses = bool(buffers.config.quantisers) and Kind.QUANTISED in kinds  # in how many bits is sent
         self._settled = Settled(buffers.plan, buffers.comm.size)
+        self._planner = buffers.config.planner  # None: nobody makes plans
+        if self._planner is None and self._chooses and self._settled.is_open:  # of a plan that the script gives
+            self._planner = FixedCounts(counts=buffers.plan.counts)
 
     def after_step(self, step: int) -> Iterator[Decision]:
         """Collective. Yield what changes before ``step``, the one to come; at most steps nothing does.
@@ -91,8 +94,10 @@ class Replanner:
 
     def _decide(self, step: int) -> Iterator[Decision]:
         """Collective. Yield what :meth:`after_step` does."""
-        planner = self.buffers.config.planner
+        planner = self._planner
         self._steps += 1
+        if self._steps == 1:
+            self._settled.take_over(self.buffers.plan, step)
         if self.buffers.budgets.energy is not None and self._steps == FIRST:
             yield Decision(budgets=choose_budgets(self.buffers))
         if planner is None or not self._plans_by_times:
@@ -104,20 +109,25 @@ class Replanner:
         elif self._under_way is not None:
             yield from self._go_on(self._under_way)
         elif self._may_plan_after(self._steps):
-            if self._latest is None:
+            if self._has_no_plan:
                 yield from self._go_on(self._renew(planner, self._measurer.measure(step)))
             else:
                 yield from self._recheck(planner, step)
 
     def _may_plan_after(self, steps: int) -> bool:
         """Tell whether after so many steps of this agreement times are measured, or looked at, for a plan."""
-        planner = self.buffers.config.planner
+        planner = self._planner
         if planner is None or not self._plans_by_times:
             return False
-        if self._latest is None:
+        if self._has_no_plan:
             return steps == FIRST
         every = planner.recheck_every
         return bool(every) and (steps % every == 0 or (self._is_known and steps in LOOKS))
+
+    @property
+    def _has_no_plan(self) -> bool:
+        """Return whether the first plan from times is to be made: the script may have measured for itself."""
+        return self._latest is None or (self._chooses and self._settled.is_open)
 
     def measure(self, step: int) -> Measurements:
         """Collective. Measure now, for reports, and return it; the plan stays."""
@@ -170,7 +180,9 @@ class Replanner:
         """Say why the quantiser in use is what it is."""
         if not self._chooses:
             return "it was named" if self.buffers.quantiser is not None else "nothing is quantised"
-        return "nothing has been chosen so far" if self._settled.is_open else self._settled.why or "it was known before"
+        if self._settled.is_open:
+            return "nothing has been chosen so far"
+        return self._settled.why or "it was settled on before, among as many workers"
 
     @property
     def _why_undecided(self) -> str:
@@ -182,7 +194,7 @@ class Replanner:
     @property
     def _plans_by_times(self) -> bool:
         """Tell whether there is anything to plan from times."""
-        config, planner = self.buffers.config, self.buffers.config.planner
+        config, planner = self.buffers.config, self._planner
         if planner is None or self.buffers.comm.size == 1:
             return False
         return (planner.timed and config.groups is None) or config.chooses_dense or self._chooses
@@ -205,6 +217,7 @@ class Replanner:
             return Decision()
         self.measured = self._latest = known.measured
         self._is_known = True
+        self._settled.take_over(known.plan, self._step)
         self._drift.restart(known.ratio)
         return self._changed_to(known.plan)
 
@@ -292,7 +305,7 @@ class Replanner:
         return self._changed_to(plan)
 
     def _best_of_trial(self, seconds: list[float], doubts: list[float]) -> int:
-        """Return the number of the candidate to go on with. ``seconds``, ``doubts``: of a step with each, on all ranks."""
+        """Return the number of the candidate to go on with. ``seconds``, ``doubts``: of a step, on the slowest rank."""
         if self._chooses:
             return self._settled.best(self._tried, self.buffers.config.compressor.candidates, seconds, doubts)
         best = wire_choice.best(seconds, [each.delivered for each in self._tried])
@@ -318,8 +331,7 @@ class Replanner:
             yield None
         search: Search | QuantiserSearch
         if self._chooses:
-            may_change = self._settled.may_change(self._step)
-            search = QuantiserSearch(planner, buffers, latest, speeds, self._step, usual, may_change=may_change)
+            search = QuantiserSearch(planner, buffers, latest, speeds, self._step, usual, self._settled)
         else:
             search = Search(planner, buffers, latest, codecs, self._step, usual, stays=self.measured is not None)
 
@@ -338,6 +350,8 @@ class Replanner:
         self._tried = candidates.loads(decision)
         chosen, self._latest = self._tried[0].plan, self._tried[0].measured
         if len(self._tried) == 1:
+            if self._chooses and self._settled.is_open:
+                self._settled.why = quantiser_choice.HOPELESS_OTHERS
             chosen = self._settle_on(self._tried[0])
         self._drift.restart()
         if buffers.config.wires:

@@ -9,6 +9,7 @@ import pytest
 from launching import HERE, LAUNCHERS, launch, results
 from quantised_scenarios import LEVELS, PLANS, ROADS, WAYS, in_memory
 from quantised_workers import LAYERS
+from scenarios import NAMED
 from test_workers import OVER, need
 
 import merging
@@ -17,9 +18,8 @@ from agmerge.exchanges.way import quantiser_of
 
 Results = dict[str, list[Any]]
 
-SCENARIOS = ("quantised", "order", "damaged", "chosen")
-SHORT = [(name, size) for size in (2, 3) for name in LAUNCHERS if name != OVER]
-LONG = [(OVER, 3), *((name, 4) for name in LAUNCHERS)]
+SHORT = [("torchrun", 2), *((name, 3) for name in LAUNCHERS if name != OVER)]
+LONG = [(name, size) for size in (2, 3, 4) for name in LAUNCHERS if (name, size) not in SHORT]
 CASES = [pytest.param(one, id=f"{one[0]}, {one[1]} workers") for one in SHORT]
 CASES += [pytest.param(one, id=f"{one[0]}, {one[1]} workers", marks=pytest.mark.long) for one in LONG]
 
@@ -32,7 +32,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     launcher, workers = request.param
     need(launcher)
     folder: Path = tmp_path_factory.mktemp("quantised")
-    ended = launch(launcher, workers, HERE / "scenarios.py", str(folder), *SCENARIOS, timeout=200)
+    ended = launch(launcher, workers, HERE / "scenarios.py", str(folder), *NAMED, timeout=250)
     assert ended.code == 0, ended.output[-6000:]
     return results(folder, workers)
 

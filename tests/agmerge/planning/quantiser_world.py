@@ -1,0 +1,113 @@
+"""A world in which costs and times of quantisers are what a test says, and what a training chooses in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from support import agreed, mlp, on_ranks, seeded, train, wrap
+from torch import nn
+
+import merging
+from agmerge.exchanges.way import quantiser_of
+from agmerge.planning import cost_probe, measurer, plan_trial, replanner
+from agmerge.planning.drift import DriftDetector, Finding
+from agmerge.planning.probe_budget import Budget
+from agmerge.planning.quantiser_costs import Speed
+from agmerge.planning.replanner import FIRST
+from agmerge.runtime import workers
+from agmerge.step.merge_buffers import MergeBuffers
+from merging import Curve
+
+MODEL = seeded(mlp)
+SIZES = {"int8": 1.0, "eden-4": 0.5, "eden-2": 0.25, "eden-1": 0.125}  # bytes of an element
+TRIAL = 3 * plan_trial.TURN * plan_trial.ROUNDS + 1  # steps of the longest one, and the one after it
+LOOK = 10  # steps from look to look
+SLOPE = 1.0  # seconds a byte: so much that nothing else of a step counts
+
+
+def name_of(plan: merging.Plan) -> str:
+    """In what it sends: a quantiser's name, or "none"."""
+    return "none" if all(plan.dense) else quantiser_of(plan)[0]
+
+
+@dataclass
+class World:
+    """What is measured in place of times: by name of a candidate, seconds of a step in a trial, and by how much steps
+    differ. ``start``: seconds that an exchange takes beside its bytes, which take ``SLOPE`` each. ``dense``: what a
+    byte takes that travels as it is, beside one of a quantiser. ``has_changed``: each look finds other times."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    doubts: dict[str, float] = field(default_factory=dict)
+    start: float = 0.0
+    dense: float = 1.0
+    has_changed: bool = False
+    tried: list[list[str]] = field(default_factory=list)  # the candidates of each trial, of rank 0
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        world = self
+
+        def probe(
+            buffers: MergeBuffers, step: int, backward: float, budget: Budget, *_: object
+        ) -> Iterator[cost_probe.MeasuredCosts]:
+            assert buffers.quantiser is not None
+            byte = SLOPE / SIZES[buffers.quantiser.name]  # of a load that is counted in bytes as it is sent now
+            slopes = (byte, 4 * SLOPE * world.dense)
+            line, whole = (Curve((0, 10**6), (world.start, world.start + slope * 10**6)) for slope in slopes)
+            yield cost_probe.MeasuredCosts(
+                Curve((0, 1), (0.0, 0.0)), line, whole if buffers.config.chooses_dense else None
+            )
+
+        def speeds(buffers: MergeBuffers, names: Iterable[str]) -> dict[str, Speed]:
+            return {name: Speed(name, SIZES[name], 0.0, 0.0) for name in names}
+
+        class Trial(plan_trial.PlanTrial):
+            def __init__(self, *plans: merging.Plan) -> None:
+                super().__init__(*plans)
+                if workers.world().rank == 0:
+                    world.tried.append([name_of(plan) for plan in plans])
+
+            def following(self) -> int:
+                return self._turns.index(0) if 0 in self._turns else -1
+
+            def seconds(self) -> list[float]:
+                return [world.seconds.get(name_of(plan), 1.0) for plan in self.plans]
+
+            def doubts(self) -> list[float]:
+                return [world.doubts.get(name_of(plan), 0.0) for plan in self.plans]
+
+        def look(detector: DriftDetector, *_: object) -> Finding:
+            detector.usual_ratio = 1.0
+            return Finding.PROBE if world.has_changed else Finding.KEEP
+
+        monkeypatch.setattr(DriftDetector, "look", look)
+        monkeypatch.setattr(measurer, "measure_costs", probe)
+        monkeypatch.setattr(replanner, "measure_quantisers", speeds)
+        monkeypatch.setattr(replanner, "PlanTrial", Trial)
+
+
+def wrapped(model: nn.Module, inner: Any = None, **options: Any) -> Any:
+    planner = merging.get("agmerge", check_every=LOOK)
+    return wrap(model, inner, **{"compression": "auto", "exchange": "auto", "merging": planner, **options})
+
+
+def chosen(size: int, steps: int = FIRST + TRIAL, **options: Any) -> list[str]:
+    """In what gradients travel after each step: the same on all ranks."""
+
+    def body(rank: int, model: nn.Module) -> tuple[list[str], list[str]]:
+        return trained(rank, model, wrapped(model, **options), range(steps))
+
+    return agreed(on_ranks(size, MODEL, body))[0]
+
+
+def trained(rank: int, model: nn.Module, optimizer: Any, steps: Iterable[int]) -> tuple[list[str], list[str]]:
+    """The same of an optimizer, and the digests of its parameters."""
+    names, seen = [], []
+    for step in steps:
+        seen += train(model, optimizer, rank, [step])
+        stats: Mapping[str, Any] = optimizer.stats()
+        assert stats["quantiser"] == name_of(optimizer.plan) or optimizer.plan.labels[0].count("quantiser=") == 0
+        names.append(stats["quantiser"])
+    return names, seen
