@@ -30,7 +30,15 @@ _MEANT = {  # by others' names
     **dict.fromkeys(("fp32", "float32", "float", "dense", "allreduce", "off"), "none"),
     **dict.fromkeys(("float16", "half"), "fp16"),
     "bfloat16": "bf16",
+    **dict.fromkeys(("u8", "uint8", "natural"), "int8"),
+    "fp8e4m3": "fp8",
 }
+# Optimizers that compress by themselves: DeepSpeed's and Bagua's.
+_OPTIMIZERS = ("onebitadam", "1bitadam", "onebitlamb", "1bitlamb", "zerooneadam", "0/1adam", "01adam", "qadam")
+_OPTIMIZER = (
+    "compression={name!r} is the name of an optimizer that compresses by itself. Here any optimizer stays as it is: pass "
+    "the plain one, and sync='updates', which exchanges what it did, or compression='eden-1'"
+)
 
 # What is about compression alone, and of that about selection.
 _COMPRESSION = {"wire": "the values that a compressor sends", "dense": "which parameters a compressor leaves whole"}
@@ -141,6 +149,8 @@ def _abilities(compression: Any) -> tuple[bool, bool, bool]:
     if isinstance(compression, Mapping):
         each = [_abilities(part) for part in compression.values()]
         return any(s for s, _, _ in each), any(f for _, f, _ in each), any(c for _, _, c in each)
+    if isinstance(compression, (list, tuple)):  # a choice: what nobody may choose is refused later
+        return False, False, any(name != defaults.NONE for name in compression)
     low_rank = sparsifiers.is_low_rank(compression)
     return not low_rank and not sparsifiers.is_quantiser(compression), low_rank, True
 
@@ -227,6 +237,8 @@ def _why_no_compressor(given: Any) -> str:
 
 def _sparsifier(name: str, density: Any) -> sparsifiers.Compressor:
     """Return the sparsifier of this name. Raises ``ValueError`` with a name that may have been meant."""
+    if spelling(name) in _OPTIMIZERS:
+        raise ValueError(_OPTIMIZER.format(name=name))
     try:
         return sparsifiers.get(name, density=density)
     except ValueError as error:

@@ -55,7 +55,7 @@ def parse_dense_cutoff(
     if not (isinstance(dense, str) and dense == NAME):
         return None
     if compressor.kinds != {Kind.SPARSE}:
-        how = "factors are sent" if compressor.compresses else "everything is sent whole"
+        how = "factors are sent" if Kind.LOW_RANK in compressor.kinds else "every element is sent"
         raise ValueError(
             f"dense='partial' and compression={compression!r}: {how}, there is nothing to choose; "
             "leave dense out, or compress with a sparsifier"
