@@ -65,6 +65,7 @@ _SIGNATURES: dict[str, tuple[Any, str]] = {  # result and arguments: p a pointer
     "kernel_project_on_left": (ctypes.c_int, "pppillplpp"),
     "kernel_take_off": (None, "pllppl"),
     "kernel_orthonormalize": (None, "pplp"),
+    "kernel_squares": (ctypes.c_double, "pli"),
 }
 _ARGUMENTS = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
 

@@ -89,6 +89,14 @@ class Backend(ABC):
         """Tell whether it moves tensors of the CPU alone, so that those on devices are to be copied (staging)."""
         return False
 
+    def summed_bytes(self, tensor: torch.Tensor) -> int:
+        """Return the bytes of ``tensor`` as it travels where it is summed: a backend may widen what it cannot add."""
+        return tensor.nbytes
+
+    def scatters_by_all_reduce(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``reduce_scatter`` moves as much of ``tensor`` as ``all_reduce``: twice what is needed."""
+        return False
+
     def renewed(self) -> Backend:
         """Return the communicator of all workers as they are now. Not collective."""
         return self

@@ -214,6 +214,9 @@ class HorovodBackend(Backend):
             raise
         return HorovodHandle(self._hvd, handle, name, self._ranks, place)
 
+    def summed_bytes(self, tensor: torch.Tensor) -> int:
+        return (2 if tensor.dtype == torch.bfloat16 else 1) * tensor.nbytes  # as float32, see below
+
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Handle:
         sent = tensor.float() if tensor.dtype == torch.bfloat16 else tensor  # Horovod does not know bfloat16
         sent = (torch.view_as_real(sent) if sent.is_complex() else sent).detach()

@@ -215,6 +215,13 @@ class StagedBackend(Backend):
     def renewed(self) -> Backend:
         return _root(self._inner.renewed(), self._line)
 
+    def summed_bytes(self, tensor: torch.Tensor) -> int:
+        return self._inner.summed_bytes(tensor)
+
+    def scatters_by_all_reduce(self, tensor: torch.Tensor) -> bool:
+        moves = self._line.copies.needed(tensor)
+        return self._inner.scatters_by_all_reduce(torch.empty(0, dtype=tensor.dtype) if moves else tensor)
+
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Handle:
         return self._start(name, lambda tensor: self._inner.all_reduce(tensor, name, op), tensor)
 

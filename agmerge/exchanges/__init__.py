@@ -11,7 +11,7 @@ May import backends/, tensors/ and the package ``sparsifiers``.
 
 from __future__ import annotations
 
-from agmerge.exchanges.base import Commit, Exchange, ExchangeContext, InFlight, SegmentBuffers
+from agmerge.exchanges.base import Commit, Exchange, ExchangeContext, InFlight, Noise, SegmentBuffers
 from agmerge.exchanges.dense import DenseExchange
 from agmerge.exchanges.low_rank.exchange import LowRankExchange
 from agmerge.exchanges.masked import MaskedExchange
@@ -28,5 +28,6 @@ __all__ = [
     "MaskedExchange",
     "OkTopkExchange",
     "InFlight",
+    "Noise",
     "SparseExchange",
 ]

@@ -79,6 +79,7 @@ class ExchangeContext:
     quantiser: Quantiser | None = None  # of quantised lanes; None: there are none
     feedback: bool = False  # what a quantiser's rounding leaves stays in `work`, so that what is sent is committed
     second: Backend | None = None  # another communicator of the same ranks, for second phases; None: there are none
+    place: int = 0  # of these ranks in their nodes: which shards of tensors they exchange
     update_of: UpdateOf = _no_update  # where the update of a quantised tensor is written
 
 
@@ -89,6 +90,20 @@ class SegmentBuffers:
     segment: Segment
     work: torch.Tensor  # goes out: residual and gradient, in the dtype of the residual
     update: torch.Tensor  # is written, in the gradient's dtype
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What quantising has added to the update of one message: see :mod:`agmerge.step.gradient_norm`."""
+
+    squares: torch.Tensor  # float64[1]: of what all ranks have sent, added up
+    first: float  # times these: the squared error of the sum, on average
+    second: float  # times the sum's squares: that of quantising it once more
+
+    @property
+    def added(self) -> float:
+        """The square that the sum has more than without it, on average. Waits for a device."""
+        return self.first * float(self.squares)
 
 
 @dataclass
@@ -190,6 +205,9 @@ class Exchange(ABC):
         """
         return self.can_poll and pending.handle.done()
 
+    def advance(self) -> None:  # noqa: B027  most have nothing to start
+        """Collective. Start what the first collectives of all messages under way have freed. Waits for nothing."""
+
     @abstractmethod
     def wait(self, pending: InFlight) -> RoundHeader:
         """Collective. Wait until every message is here and checked, and return what all ranks say together.
@@ -217,6 +235,10 @@ class Exchange(ABC):
     def read(self, pending: InFlight, said: Sequence[torch.Tensor]) -> RoundHeader:
         """Check what has arrived, and return what all ranks say together. ``said``: ``pending.said``, on the host."""
         raise NotImplementedError(f"{type(self).__name__}: {pending.name} was not waited for; use wait()")
+
+    def noise(self, pending: InFlight) -> Noise | None:
+        """Return what quantising has added to the update that ``finish`` has written; None: it is exact."""
+        return None
 
     def format_of(
         self,

@@ -6,10 +6,16 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from agmerge.metrics import link_bytes
+
 
 @dataclass
 class Totals:
-    """Add up what one rank has done. Bytes are what it hands to collectives for gradients."""
+    """Add up what one rank has done.
+
+    Bytes are what it hands to collectives for gradients; link bytes what leaves it then, see
+    :mod:`agmerge.metrics.link_bytes`.
+    """
 
     steps: int = 0  # that ended with an update
     steps_skipped: int = 0  # that came to nothing
@@ -17,6 +23,9 @@ class Totals:
     buffers: int = 0  # merge buffers of the last step
     bytes_sent: int = 0  # in messages
     bytes_dense: int = 0  # that fp32 gradients sent whole would have been
+    link_bytes: int = 0  # of `bytes_sent`, what has left this rank
+    link_bytes_dense: int = 0  # of `bytes_dense`, what would have left it in a ring
+    workers: int = 1  # among which gradients are exchanged now
     elements_sent: int = 0  # in messages
     elements: int = 0  # that they were selected from
     wire: Counter[str] = field(default_factory=Counter)  # bytes_sent by what they are
@@ -26,6 +35,14 @@ class Totals:
         self.wire.update(codecs or {"plain": size})
         self.bytes_sent += size
         self.elements_sent += elements
+
+    def left(self, size: int) -> None:
+        """Count ``size`` bytes that a collective moves from this rank to others."""
+        self.link_bytes += size
+
+    def among(self, workers: int) -> None:
+        """Count from now on what dense gradients of so many workers would have moved."""
+        self.workers = workers
 
     def stepped(self, buffers: int, elements: int, tensors: int) -> None:
         """Count a step in ``buffers`` merge buffers.
@@ -37,19 +54,24 @@ class Totals:
         self.skipped_in_a_row = 0
         self.buffers = buffers
         self.elements += elements
-        self.bytes_dense += 4 * tensors
+        self._dense(tensors)
 
     def passed(self, tensors: int) -> None:
         """Count a step after which nothing is exchanged. ``tensors``: the elements of all gradients."""
         self.elements += tensors
-        self.bytes_dense += 4 * tensors
+        self._dense(tensors)
 
     def skipped(self, elements: int, tensors: int) -> None:
         """Count a step that came to nothing, after its messages had left."""
         self.steps_skipped += 1
         self.skipped_in_a_row += 1
         self.elements += elements
+        self._dense(tensors)
+
+    def _dense(self, tensors: int) -> None:
+        """Count what fp32 gradients of so many elements would have been."""
         self.bytes_dense += 4 * tensors
+        self.link_bytes_dense += link_bytes.all_reduce(4 * tensors, self.workers)
 
     @property
     def density(self) -> float:

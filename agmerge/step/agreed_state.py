@@ -17,8 +17,8 @@ from agmerge.metrics.totals import Totals
 from agmerge.ops import Average, ReduceOp
 from agmerge.options.config import TWO_LEVEL, Config
 from agmerge.options.dense_cutoff import DenseCutoff
-from agmerge.step.agreement import open_merge_buffers
-from agmerge.step.merge_buffers import MergeBuffers, State, model_facts
+from agmerge.step.agreement import model_facts, open_merge_buffers
+from agmerge.step.merge_buffers import MergeBuffers, State
 from agmerge.tensors.arena import ROUNDING
 from agmerge.tensors.parameters import ParameterInfo, check_spread_alike
 from sparsifiers import ByName, Kind, Sparsifier
@@ -103,6 +103,7 @@ class AgreedState:
         if comm is None:
             return
         facts = self.facts() if facts is None else list(facts)
+        self.totals.among(comm.size)
         advice = "Give every rank the same model and the same arguments."
         require_agreement(comm, facts, what="DistributedOptimizer", advice=advice, timeout=self.config.timeout)
         if self.config.exchange == TWO_LEVEL:
@@ -186,6 +187,7 @@ class AgreedState:
             self._carried_budgets,
             self._carried,
             self.second if self._nodes is None else self._nodes.second,
+            self.totals.left,
         )
         self.step, self._carried_plan, self._carried_budgets = self.steps, None, None
         buffers.restore_state(self._carried)

@@ -9,7 +9,7 @@ from typing import Any
 
 import merging
 from agmerge.backends import Backend
-from agmerge.backends.handshake import broadcast_bytes, gather_bytes, require_agreement
+from agmerge.backends.handshake import Fact, broadcast_bytes, gather_bytes, require_agreement
 from agmerge.backends.topology import Nodes
 from agmerge.exchanges.splitting import why_parts_impossible
 from agmerge.exchanges.way import (
@@ -23,11 +23,30 @@ from agmerge.exchanges.way import (
     with_wire,
 )
 from agmerge.options.config import AUTO, FASTEST, Config
-from agmerge.step.merge_buffers import RESTS, MergeBuffers, State, model_facts
+from agmerge.step.counted_links import Count
+from agmerge.step.merge_buffers import RESTS, MergeBuffers, State
 from agmerge.tensors.parameters import ParameterInfo
 from sparsifiers import Kind
 
 ADVICE = "Change parameters (add_param_group, requires_grad, dtype, device) on every rank at the same step."
+SHARD = (
+    "the shard of {name!r}, which all ranks of a process set have to hold (fully_shard takes mesh['shard'], "
+    "process_set= mesh['replicate'])"
+)
+
+
+def model_facts(members: Sequence[ParameterInfo], config: Config) -> list[Fact]:
+    """Return what ranks must agree on about the model: every tensor, in the order of the groups.
+
+    Of DTensors first of all which shard a rank holds: nothing else would tell one from another of the same shape.
+    """
+    groups = config.groups.by_name(members) if config.groups is not None else []
+    group_of = {name: f" group {number}" for number, group in enumerate(groups) for name in group}
+    shards = [(SHARD.format(name=member.name), member.shard) for member in members if member.shard]
+    return shards + [
+        (f"tensor {i}", f"{member.name} {member.describe()}{group_of.get(member.name, '')}")
+        for i, member in enumerate(members)
+    ]
 
 
 def open_merge_buffers(
@@ -40,15 +59,17 @@ def open_merge_buffers(
     nodes: Nodes | None,
     shares: dict[str, int] | None,
     carried: State,
-    second: Backend | None = None,
+    second: Backend | None,
+    count: Count,
 ) -> tuple[MergeBuffers, int]:
     """Collective. Agree on members, order and plan, and set up memory; return the merge buffers and the steps so far.
 
     ``order``: names in the order in which this rank saw them ready; tensors it did not see go last. ``steps``:
     committed exchanges so far. Rank 0's count, in both. ``recorded``: a plan to go on with, if it still fits.
     ``shares``: elements to send by name, by importance, if that is known of every tensor; rank 0's count. ``carried``:
-    what this rank keeps, which stays where it is. ``second``: see :class:`MergeBuffers`. Raises :class:`agmerge.RankMismatchError` on every rank if the models
-    differ, and ``ValueError`` on every rank if the plan does not fit.
+    what this rank keeps, which stays where it is. ``second``, ``count``: see :class:`MergeBuffers`. Raises
+    :class:`agmerge.RankMismatchError` on every rank if the models differ, and ``ValueError`` on every rank if the plan
+    does not fit.
     """
     require_agreement(comm, model_facts(members, config), what="membership", advice=ADVICE, timeout=config.timeout)
     if not members:
@@ -61,7 +82,7 @@ def open_merge_buffers(
         reject=lambda decision: why_plan_does_not_fit(merging.Plan.loads(decision["plan"]), names),
         timeout=config.timeout,
     )
-    buffers = MergeBuffers(comm, config, members, merging.Plan.loads(decision["plan"]), nodes, second)
+    buffers = MergeBuffers(comm, config, members, merging.Plan.loads(decision["plan"]), nodes, second, count)
     buffers.budgets.restore(decision["shares"] or {})
     return buffers, decision["steps"]
 
@@ -147,16 +168,20 @@ def _make_plan(
     A planner that goes by times has none yet: until they are measured, merge buffers go by their size.
     """
     parameters = {member.name: member.local for member in members}
-    if config.plan is not None and config.plan.names is not None:
+    fits = recorded is not None and not why_plan_does_not_fit(recorded, parameters)
+    if config.plan is not None and config.plan.names is not None and not (fits and _is_chosen(config, recorded)):
         return config.plan
-    if recorded is not None and not why_plan_does_not_fit(recorded, parameters):
-        if config.exchange not in (AUTO, FASTEST):
+    if recorded is not None and fits:
+        if config.exchange not in (AUTO, FASTEST) or (config.quantises and not config.chooses_dense):
             recorded = replace(recorded, dense=(False,) * len(recorded.counts))
         if not config.wires:
             recorded = with_wire(recorded, OWN)
         if not config.exchanges:
             recorded = with_exchange(recorded, OWN)
-        if quantiser_of(recorded)[0] not in config.quantisers:
+        name, workers = quantiser_of(recorded)
+        if config.quantisers and not (workers and name in config.quantisers):  # that it was tried does not count
+            recorded = replace(recorded, dense=(False,) * len(recorded.counts))
+        if not (workers and name in config.quantisers):
             recorded = with_quantiser(recorded, OWN)
         if ("ahead" if is_ahead(recorded) else "behind") in config.modes or not config.compressor.compresses:
             return recorded
@@ -173,6 +198,14 @@ def _make_plan(
     numel = [parameters[name].numel() for name in names]
     profile = merging.Profile(names, numel, [0.0] * len(names))
     return with_mode(planner.plan(profile, _UNMEASURED), config.modes[0])
+
+
+def _is_chosen(config: Config, recorded: merging.Plan | None) -> bool:
+    """Return whether ``recorded`` is the script's own plan, with a quantiser that was chosen for it since."""
+    if recorded is None or config.plan is None or quantiser_of(recorded)[0] not in config.quantisers:
+        return False
+    same = (recorded.counts, recorded.names) == (config.plan.counts, config.plan.names)
+    return same and quantiser_of(recorded)[1] > 0
 
 
 def _free(elements: Any) -> Any:

@@ -22,11 +22,13 @@ from agmerge.exchanges.message.format import Flag
 from agmerge.metrics.step_times import StoppedClock
 from agmerge.options.config import TWO_LEVEL, Config
 from agmerge.step.agreed_state import AgreedState, OnAgreement, TensorTable
+from agmerge.step.gradient_norm import GradientNorm
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.nonfinite_verdict import resolve_nonfinite
 from agmerge.step.round import GradientOf, Round
 from agmerge.step.two_level_round import TwoLevelRound
 from agmerge.tensors.difference import Difference
+from agmerge.tensors.layout import Slot
 
 Due = Callable[[int], Collection[int]]  # of so many merge buffers, the numbers of those that are exchanged
 
@@ -34,8 +36,8 @@ Due = Callable[[int], Collection[int]]  # of so many merge buffers, the numbers 
 class Combined:
     """Hold what came of one round. Tensors are views, valid until the next round begins."""
 
-    def __init__(self, attempt: Round, zero_unused: bool) -> None:
-        self._round, self._zero_unused = attempt, zero_unused
+    def __init__(self, attempt: Round, zero_unused: bool, norm: GradientNorm | None = None) -> None:
+        self._round, self._zero_unused, self._norm = attempt, zero_unused, norm
         self.buffers: MergeBuffers = attempt.buffers
         self.skipped = attempt.nonfinite  # the step comes to nothing: a rank has found what is not finite
         self.used: Sequence[bool] = attempt.used  # by slot: whether any rank had a tensor
@@ -55,8 +57,20 @@ class Combined:
             for slot in self._round.slots()
             if slot.name not in received
         }
+        if self._norm is not None:
+            self._look_at([slot for slot in self._round.slots() if updates.get(slot.name) is not None], self._norm)
         self.buffers.in_place.let_go()  # else gradients would be held until the next backward pass
         return updates
+
+    def _look_at(self, slots: Sequence[Slot], norm: GradientNorm) -> None:
+        """Hand the updates of ``slots``, which are there, to ``norm``."""
+        of, noises = self.buffers.updates.of, self._round.noises
+        noisy = {slot.index for slot in slots if noises and self.buffers.is_quantised(slot)}
+        norm.take(
+            (of(slot) for slot in slots if slot.index not in noisy),
+            (of(slot) for slot in slots if slot.index in noisy),
+            noises,
+        )
 
 
 class GradientExchange(AgreedState):
@@ -77,6 +91,7 @@ class GradientExchange(AgreedState):
     ) -> None:
         super().__init__(table, config, on_agreement)
         self._is_current = is_current
+        self.norm = GradientNorm()  # of the last step, where gradients are combined before it ends
         self._handed: dict[str, torch.Tensor | None] = {}  # over in this step, in readiness order
         self._round: Round | None = None  # under way
         self._broken: BaseException | None = None  # an error that has left ranks at different places

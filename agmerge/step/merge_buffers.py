@@ -51,8 +51,8 @@ class MergeBuffers:
 
     ``members``: who takes part, each with its lane; ``plan``: in which order and which merge buffers. ``nodes``:
     ``exchange="two-level"``, where each rank holds a shard of every tensor; else None. ``second``: another communicator
-    of the ranks that exchange messages, see :class:`agmerge.exchanges.ExchangeContext`. ``count`` is told the bytes that
-    leave this rank in rounds; of probes it is not.
+    of the ranks that exchange messages, see :class:`agmerge.exchanges.ExchangeContext`. ``count`` is told the bytes
+    that leave this rank in rounds; of probes it is not.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class MergeBuffers:
         self.layout = self.tensors if nodes is None else sharded(self.tensors, nodes.places)
         self.across = comm if nodes is None else nodes.across  # the ranks that exchange messages with this one
         self.second = second
+        self._place = 0 if nodes is None else nodes.place  # whose shards these are
         self.slot_of = dict(zip(plan.names, self.layout.slots, strict=True))
         self.arenas = {lane: self._arena(lane, length) for lane, length in self.layout.lengths.items()}
         self.arena_of = [self.arenas[slot.lane] for slot in self.layout.slots]
@@ -124,6 +125,7 @@ class MergeBuffers:
         self.messages = messages_of(
             plan, self.layout, exchanges, self.across.size, ordered=self.config.ordered
         )  # of each merge buffer
+        self.in_use = list(dict.fromkeys(message.exchange for message in chain.from_iterable(self.messages)))
         self.kernels = KernelBuffers(self.messages, self.config.compressor)
         self.buffer_of = [index for index, count in enumerate(plan.counts) for _ in range(count)]
         self.presparsified = presparsified(self.messages, plan)
@@ -205,6 +207,7 @@ class MergeBuffers:
             quantiser=self.quantiser,
             feedback=config.memory.has_residual or config.memory.hands_back,
             second=None if self.second is None else CountedBackend(self.second, count),
+            place=self._place,
             update_of=self.output_of,
         )
 
@@ -293,6 +296,10 @@ class MergeBuffers:
     def goes_whole(self, slot: Slot) -> bool:
         """Tell whether all of a tensor is sent in a round, rather than what is selected of it, or its factors."""
         return slot.lane.kind is Kind.DENSE or self.plan.dense[self.buffer_of[slot.index]]
+
+    def is_quantised(self, slot: Slot) -> bool:
+        """Return whether a tensor travels quantised, and not whole by the plan."""
+        return slot.lane.kind is Kind.QUANTISED and not self.goes_whole(slot)
 
     # -- gradients and updates ------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from agmerge.exchanges import InFlight, SegmentBuffers
+from agmerge.exchanges import InFlight, Noise, SegmentBuffers
 from agmerge.exchanges.message.format import Flag, RoundHeader
 from agmerge.exchanges.routing import Message
 from agmerge.metrics.step_times import Clock, StepRecorder
@@ -59,6 +59,7 @@ class Round:
         self.flags_of_all = 0  # what all ranks say together, once the first merge buffer is there
         self.used = [False] * len(buffers.layout.slots)  # by slot: any rank has a gradient, once all of them are there
         self.nonfinite = False  # a rank has found a gradient that is not finite: nothing of this may be kept
+        self.noises: list[Noise] = []  # of the updates that messages have brought
         self.guard = NonFiniteGuard()
         self.recorder = StepRecorder(clock or buffers.clock, len(buffers.layout.slots), len(buffers.messages))
         # Tensors still to come, per merge buffer.
@@ -272,10 +273,15 @@ class Round:
         return sparsifier.select(work, k=k, key=segment.key, step=self.step, shapes=shapes, scratch=scratch)
 
     def _poll(self) -> None:
-        """See what has arrived: without it, nothing would be known of exchanges that backward hides."""
+        """See what has arrived: without it, nothing would be known of exchanges that backward hides.
+
+        Second phases of later merge buffers do not wait for earlier ones, which other exchanges may carry.
+        """
         while self._arrived < len(self._in_flight):
             for message, in_flight in self._in_flight[self._arrived]:
                 if not message.exchange.arrived(in_flight):
+                    for exchange in self.buffers.in_use:
+                        exchange.advance()
                     return
             if self._in_flight[self._arrived]:
                 self.recorder.arrived()
@@ -348,6 +354,8 @@ class Round:
         for (message, in_flight), header in zip(messages, headers, strict=True):
             if not self.nonfinite and not is_queued:
                 message.exchange.finish(in_flight)
+                noise = message.exchange.noise(in_flight)
+                self.noises += [] if noise is None else [noise]
             for slot, used in zip(message.slots, header.used, strict=True):
                 self.used[slot.index] |= used
 

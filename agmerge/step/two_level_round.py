@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from agmerge.exchanges import Noise
+from agmerge.exchanges.all_reduce import in_rank_order
 from agmerge.exchanges.message.format import Flag, RoundHeader
 from agmerge.exchanges.node_shards import NodeShards
 from agmerge.metrics.totals import Totals
@@ -89,6 +93,8 @@ class TwoLevelRound(Round):
         """Collective. See :meth:`Round.receive`; what is not finite of a node's sums is dropped before it is kept."""
         agreed = super().receive(gradient_of)
         if agreed and not self.nonfinite:
+            if self.noises:
+                self.noises = self._of_all_shards(self.noises)
             for arena in self.buffers.arenas.values():
                 # A device is not asked first. The momentum of an average is the same on all ranks, and so is what is
                 # dropped of it.
@@ -97,6 +103,13 @@ class TwoLevelRound(Round):
             for slot in self._overflowed:
                 self.buffers.arena_of[slot.index].drop_nonfinite(slot)
         return agreed
+
+    def _of_all_shards(self, noises: Sequence[Noise]) -> list[Noise]:
+        """Collective. Return the noise of all shards of this node, from that of this rank's own."""
+        own = in_rank_order(torch.stack([noise.squares for noise in noises]))
+        squares, size = self._shards.add_up(own)
+        self.totals.sent(size, 0)
+        return [replace(noises[0], squares=squares)]
 
     def _slots(self, buffer: int) -> tuple[Slot, ...]:
         start, stop = self.buffers.plan.bounds[buffer]

@@ -15,7 +15,7 @@ from torch import Tensor
 from agmerge.backends import Handle
 from agmerge.errors import MessageError
 from agmerge.exchanges.all_reduce import in_rank_order
-from agmerge.exchanges.base import Exchange, ExchangeContext, InFlight, SegmentBuffers
+from agmerge.exchanges.base import Exchange, ExchangeContext, InFlight, Noise, SegmentBuffers
 from agmerge.exchanges.message.format import Flag, Format, RoundHeader
 from agmerge.exchanges.quantised.layout import MessageLayout, ShardLayout
 from agmerge.exchanges.quantised.shards import Run, cut_blocks, cut_plain
@@ -100,8 +100,8 @@ class QuantisedExchange(Exchange):
             if values is None:
                 message[where] = 0
             else:
-                draws = Draws(key, piece.first)
-                self.quantiser.encode(values[piece.elements], piece.size, draws, message[where], squares)
+                own = Draws(key, piece.first)
+                self.quantiser.encode(values[piece.elements], piece.size, own, message[where], squares)
         if self.context.feedback and values is not None:
             sent = self.keep(("sent",), slot.numel, slot.lane.storage, message.device)
             for piece, where in layout.pieces_of[slot.index]:
@@ -182,9 +182,13 @@ class QuantisedExchange(Exchange):
 
         Waits for nothing.
         """
+        self.advance()
+        return (self.gathers or pending.extra.sums is not None) and pending.handle.done()
+
+    def advance(self) -> None:
+        """Collective. Start second phases, in plan order, whose first one has ended."""
         while self._first_phase and self._first_phase[0].handle.done():
             self._add_up(self._first_phase.popleft())
-        return (self.gathers or pending.extra.sums is not None) and pending.handle.done()
 
     def _add_up(self, pending: InFlight) -> None:
         """Collective. Add up this rank's shard of a message whose first phase is here, and start the second one."""
@@ -195,7 +199,7 @@ class QuantisedExchange(Exchange):
         shard, summed = state.layout.first[rank], state.layout.second[rank]
         rows = pending.received.view(size, -1)
         control, fault = self._checked(shard, rows, pending)
-        squares = shard.squares(rows).sum().view(1)
+        squares = in_rank_order(shard.squares(rows).view(-1, 1))
         longest = state.layout.longest
         message = self.keep(("sum", pending.name), longest, torch.uint8, rows.device)
         step = pending.control.step
@@ -263,7 +267,7 @@ class QuantisedExchange(Exchange):
             shard, rows = state.layout.first[0], pending.received.view(self.comm.size, -1)
             control = shard.header.read_headers(rows, pending.control, pending.name)
             _refuse(pending.name, self._damaged(shard, rows, pending))
-            state.squares = shard.squares(rows).sum().view(1)
+            state.squares = in_rank_order(shard.squares(rows).view(-1, 1))
             return control
         assert state.sums is not None
         rows = state.sums.view(self.comm.size, -1)
@@ -329,6 +333,12 @@ class QuantisedExchange(Exchange):
             known = state.outputs[slot.index] = self.context.update_of(slot).view(-1)
         return known
 
+    def noise(self, pending: InFlight) -> Noise | None:
+        if self.comm.size == 1 or self.context.feedback:  # what rounding leaves is sent later: there is no mean of it
+            return None
+        noise, state = self.quantiser.noise, pending.extra
+        return Noise(state.squares.clone(), noise * self.scale**2, 0.0 if self.gathers else noise)
+
     # -- what messages are made of --------------------------------------------------------------------------------------
 
     def _laid_out(self, segments: Sequence[Segment]) -> MessageLayout:
@@ -356,15 +366,16 @@ class QuantisedExchange(Exchange):
     def _key(self, slot: Slot | None, step: int, phase: int, sender: int) -> int:
         """Return the key of the random words of a tensor; None: what all of the same message have in common.
 
-        In the second phase ``sender`` is 0: words are the same whoever owns a block.
+        In the second phase ``sender`` is 0: words are the same whoever owns a block. Shards of a tensor, which lie on
+        the places of a node, have words of their own.
         """
-        key = _key_of_message(SEED, step, phase, sender)
+        key = _key_of_message(SEED, step, phase, sender, self.context.place)
         return key if slot is None else mixed(key ^ number_of(slot.name))
 
 
 @lru_cache(maxsize=1 << 10)
-def _key_of_message(seed: int, step: int, phase: int, sender: int) -> int:
-    return key_of(seed, step, phase, sender)
+def _key_of_message(seed: int, step: int, phase: int, sender: int, place: int) -> int:
+    return key_of(seed, step, phase, sender, *([place] if place else []))
 
 
 @lru_cache(maxsize=1 << 16)

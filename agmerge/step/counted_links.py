@@ -1,0 +1,98 @@
+"""Count what leaves this rank where collectives start: in one place for all exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from agmerge.backends import Backend, Handle
+from agmerge.metrics import link_bytes
+
+Count = Callable[[int], None]  # is told the bytes of a collective that leave this rank
+
+
+def nobody_counts(size: int) -> None:
+    """Forget ``size`` bytes."""
+
+
+class CountedBackend(Backend):
+    """A communicator that tells ``count`` what leaves this rank, and has ``inner`` do everything.
+
+    Those that are made of it do not count: whoever exchanges over them says so.
+    """
+
+    def __init__(self, inner: Backend, count: Count) -> None:
+        self._inner, self._count, self.name = inner, count, inner.name
+        self.rank, self.size = inner.rank, inner.size
+        self.local_rank, self.local_size = inner.local_rank, inner.local_size
+
+    @property
+    def stale(self) -> bool:
+        return self._inner.stale
+
+    @property
+    def through_host(self) -> bool:
+        return self._inner.through_host
+
+    def renewed(self) -> Backend:
+        return self._inner.renewed()
+
+    def summed_bytes(self, tensor: torch.Tensor) -> int:
+        return self._inner.summed_bytes(tensor)
+
+    def scatters_by_all_reduce(self, tensor: torch.Tensor) -> bool:
+        return self._inner.scatters_by_all_reduce(tensor)
+
+    def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Handle:
+        """Collective. See :meth:`Backend.all_reduce`."""
+        self._count(link_bytes.all_reduce(self._inner.summed_bytes(tensor), self.size))
+        return self._inner.all_reduce(tensor, name, op)
+
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
+        """Collective. See :meth:`Backend.all_gather`."""
+        self._count(link_bytes.all_gather(tensor.nbytes, self.size))
+        return self._inner.all_gather(out, tensor, name)
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        tensor: torch.Tensor,
+        out_splits: Sequence[int],
+        splits: Sequence[int],
+        name: str,
+    ) -> Handle:
+        """Collective. See :meth:`Backend.all_to_all`."""
+        width = tensor.element_size()
+        self._count(link_bytes.all_to_all([width * length for length in splits], self.rank))
+        return self._inner.all_to_all(out, tensor, out_splits, splits, name)
+
+    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
+        """Collective. See :meth:`Backend.reduce_scatter`."""
+        whole = self._inner.scatters_by_all_reduce(tensor)
+        moved = link_bytes.all_reduce if whole else link_bytes.reduce_scatter
+        self._count(moved(self._inner.summed_bytes(tensor), self.size))
+        return self._inner.reduce_scatter(out, tensor, name)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Handle:
+        """Collective. See :meth:`Backend.broadcast`."""
+        self._count(link_bytes.broadcast(tensor.nbytes, self.size, self.rank, root))
+        return self._inner.broadcast(tensor, root, name)
+
+    def barrier(self, name: str) -> Handle:
+        """Collective. See :meth:`Backend.barrier`: nothing is counted."""
+        return self._inner.barrier(name)
+
+    def duplicate(self, label: str, timeout: float) -> Backend:
+        """Collective. See :meth:`Backend.duplicate`."""
+        return self._inner.duplicate(label, timeout)
+
+    def subgroup(self, ranks: Sequence[int], label: str, timeout: float) -> Backend | None:
+        """Collective. See :meth:`Backend.subgroup`."""
+        return self._inner.subgroup(ranks, label, timeout)
+
+    def drop(self) -> None:
+        self._inner.drop()
+
+    def close(self) -> None:
+        self._inner.close()

@@ -1,0 +1,55 @@
+"""Add up the squares of tensors in one order, so that every processor gets the same bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sparsifiers import kernel
+
+LANES, RUN = 16, 256  # as in kernel_squares.c
+PART = 1 << 16  # elements that are widened at once, whole runs: they stay in the cache
+
+
+def squares_of(tensor: Tensor) -> float | Tensor:
+    """Return the sum of the squares of all elements of ``tensor``, as float64; of complex ones, of their magnitudes.
+
+    On the host it is a number, with the same bits on every processor: squares are float64, and added in a fixed order,
+    without a temporary of the tensor's size. On a device it is 0-dim, there, and nothing is waited for.
+
+    ``tensor``: contiguous. Of float64, squares are rounded; of narrower dtypes they are exact.
+    """
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    flat = tensor.detach().reshape(-1)
+    if flat.device.type != "cpu":
+        norm: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float64)
+        return norm.square()
+    if flat.dtype in kernel.KINDS and kernel.plain(flat, dtype=flat.dtype):
+        return _by_loops(flat)
+    total = 0.0
+    for part in torch.split(flat, PART):
+        wide = part.float() if part.dtype in (torch.bfloat16, torch.float16) else part
+        for run in _runs_of(wide).tolist():
+            total += run
+    return total
+
+
+def _by_loops(flat: Tensor) -> float:
+    """Return the sum of the squares of ``flat``, 1-D, by the compiled loops."""
+    total: float = kernel.loaded().kernel_squares(flat.data_ptr(), flat.numel(), kernel.KINDS[flat.dtype])
+    return total
+
+
+def _runs_of(flat: Tensor) -> Tensor:
+    """Return the sum of squares of each run of ``flat``, 1-D, as the loops make it: float64[runs]."""
+    squares = pad(flat.to(torch.float64), (0, -flat.numel() % RUN)).square_().view(-1, RUN // LANES, LANES)
+    lanes = squares[:, 0]
+    for row in range(1, RUN // LANES):
+        lanes = lanes + squares[:, row]
+    half = LANES
+    while half > 1:
+        half //= 2
+        lanes = lanes[:, :half] + lanes[:, half : 2 * half]
+    return lanes[:, 0]
