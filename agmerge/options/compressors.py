@@ -36,8 +36,8 @@ _MEANT = {  # by others' names
 # Optimizers that compress by themselves: DeepSpeed's and Bagua's.
 _OPTIMIZERS = ("onebitadam", "1bitadam", "onebitlamb", "1bitlamb", "zerooneadam", "0/1adam", "01adam", "qadam")
 _OPTIMIZER = (
-    "compression={name!r} is the name of an optimizer that compresses by itself. Here any optimizer stays as it is: pass "
-    "the plain one, and sync='updates', which exchanges what it did, or compression='eden-1'"
+    "compression={name!r} is the name of an optimizer that compresses by itself. Here any optimizer stays as it is: "
+    "pass the plain one, and sync='updates', which exchanges what it did, or compression='eden-1'"
 )
 
 # What is about compression alone, and of that about selection.
