@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from agmerge.checkpoint import rank_state
+from agmerge.checkpoint import rank_state, torch_helpers
 from agmerge.engine.bucket_reducer import BucketReducer
 from agmerge.engine.grad_scaler import LossScale, check_dtypes
 from agmerge.engine.optimizer_group import OneOrSeveral, inner_of
@@ -123,6 +123,7 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
         self._attached.callback(hook.close)
         if self._inner is not None:
             self._attached.callback(momentum.withhold(self._reducer.exchange, self._inner))
+            self._attached.callback(torch_helpers.hide_momentum(self._reducer.exchange, self._inner))
 
     def _check_apart(self, model: DistributedDataParallel) -> None:
         """Raise :class:`agmerge.AGMergeError` before a step of ``sync="updates"`` that others would wait for in vain.

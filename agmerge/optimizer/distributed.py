@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from agmerge.checkpoint import horovod_elastic, rank_state
+from agmerge.checkpoint import horovod_elastic, rank_state, torch_helpers
 from agmerge.engine import grad_scaler, join
 from agmerge.engine.optimizer_group import OneOrSeveral, inner_of
 from agmerge.engine.optimizer_wrapper import OptimizerWrapper
@@ -179,6 +179,7 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         self._options = replace(options, compression=compression, density=density_of(options), process_set=process_set)
         config = with_momentum_of(resolve(self._options), optimizer)
         self._reducer: AnyReducer = reducer_for(optimizer, named, config)
+        self._stop_hiding = torch_helpers.hide_momentum(self._reducer.exchange, optimizer)
         self._take_scaler()
 
     @property
@@ -236,6 +237,8 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         A closure runs once, before the gradients are combined. In ``skip_synchronize()`` they are taken as they are.
         With ``sync="updates"``, step it first, with this worker's own gradients, and then exchange what is due.
         """
+        if not self._inner.state:
+            torch_helpers.refuse(self)  # they step an optimizer without a state
         return self._reducer.step(self, closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -308,6 +311,7 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
 
     def close(self) -> None:
         """Take all hooks off. The inner optimizer and the model go on without this wrapper."""
+        self._stop_hiding()
         self._reducer.close()
 
 

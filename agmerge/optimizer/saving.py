@@ -8,10 +8,11 @@ from typing import Any, cast
 
 import torch
 
-from agmerge.checkpoint import rank_state
+from agmerge.checkpoint import rank_state, torch_helpers
 from agmerge.checkpoint.gather import gather_state
 from agmerge.checkpoint.rank_state import Wrapper
 from agmerge.engine.optimizer_states import as_state, load_state, sections_of
+from agmerge.engine.optimizer_wrapper import OptimizerHolder
 from agmerge.engine.reducers import AnyReducer
 from agmerge.options import notices
 from agmerge.options.arguments import Options
@@ -32,7 +33,9 @@ class SavingMixin:
 
         Of several optimizers ``"optimizers"`` is the list of their states.
         With ``overlap=`` what is under way counts as not sent: to go on to the bit, :meth:`flush` on all ranks first.
+        Raises ``ValueError`` for torch's ``get_optimizer_state_dict``, which takes the plain optimizer.
         """
+        torch_helpers.refuse(cast("OptimizerHolder", self))
         gathered, self._gathered = self._gathered, None
         if gathered is not None and gathered[0] == self._reducer.step_count() and gathered[1] is not None:
             return gathered[1]
@@ -55,8 +58,10 @@ class SavingMixin:
         """Collective. Load what :meth:`state_dict` gave on this rank, or :func:`agmerge.gather_state` on rank 0.
 
         Of a plain optimizer's state, or a list of those of several, residuals start from zero, with a warning. Raises
-        ``ValueError`` for a state of another model or number of optimizers, or residuals that are not finite.
+        ``ValueError`` for a state of another model or number of optimizers, or residuals that are not finite, and for
+        torch's ``set_optimizer_state_dict``, which takes the plain optimizer.
         """
+        torch_helpers.refuse(cast("OptimizerHolder", self))
         state = as_state(state_dict)
         inner = {key: value for key, value in state.items() if key != rank_state.SECTION}
         before = self._reducer.config

@@ -236,8 +236,8 @@ def take_over(exchange: Any, members: ParameterTable, optimizer: torch.optim.Opt
         buffer = state.pop("momentum_buffer", None)
         if not state:
             optimizer.state.pop(parameter, None)
-        if buffer is None:
-            continue
+        if buffer is None or not local_of(buffer).any():
+            continue  # torch.distributed.checkpoint makes empty ones: they are no momentum in place of a loaded one
         dropped |= exchange.shard is not None
         own_part = None  # what this rank carries of it
         if exchange.shard is None and (exchange.config.op is Average or exchange.comm.rank == 0):

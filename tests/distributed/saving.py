@@ -30,6 +30,7 @@ CELLS: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"{one}, sgd": ("sgd", {"compression": one}) for one in ("topk", "adtopk", "redsync", "sidco-e", "none")},
     **{f"{one}, adamw": ("adamw", {"compression": one}) for one in ("adtopk", "gaussiank", "fp16")},
     "dgc": ("plain", DGC),
+    "dgc, sgd": ("sgd", {"compression": "dgc"}),
     "no memory": ("sgd", {"compression": "topk", "memory": "none"}),
     "ordered": ("sgd", {"compression": "none", "dense_sum": "ordered"}),
     "oktopk": ("sgd", {"compression": "topk", "exchange": "oktopk"}),
