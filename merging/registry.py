@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, fields
-from difflib import get_close_matches
 from typing import Any
 
 from merging.planner import Planner
@@ -19,14 +18,8 @@ from merging.planners.mgwfbp import MGWFBP
 from merging.planners.omgs import OMGS
 from merging.planners.single import Single
 from merging.planners.threshold import Threshold
+from merging.published import ALIASES, Meaning, folded, nearest
 
-_ALIASES = {  # other names for the canonical ones: accepted, not listed
-    "wfbp": "layerwise",
-    "syncea": "single",
-    "synceasgd": "single",
-    "omgssgd": "omgs",
-    "agtfsgd": "agtf",
-}
 _planners: dict[str, type[Planner]] = {}  # by canonical name, in the order in which they were registered
 
 
@@ -46,7 +39,7 @@ def register(name: str, planner: type[Planner]) -> None:
         raise TypeError(f"a planner's name must be a non-empty string, not {name!r}")
     if not (isinstance(planner, type) and issubclass(planner, Planner)):
         raise TypeError(f"planner {name!r} must be a subclass of merging.Planner, not {planner!r}")
-    if _canonical(name) is not None:
+    if find(name) is not None:
         raise ValueError(f"the planner name {name!r} is taken; choose one besides {', '.join(_planners)}")
     own = getattr(planner, "name", None)
     if own != name:
@@ -60,31 +53,27 @@ def register(name: str, planner: type[Planner]) -> None:
 def get(name: str, /, **options: Any) -> Planner:
     """Return the planner called `name`, with its own defaults for the options left out.
 
-    Case, hyphens, underscores and blanks do not tell names apart; aliases ("wfbp", "SyncEA") are accepted, not listed.
+    Case, hyphens, underscores, blanks and brackets do not tell names apart; published names ("wfbp", "AGM-Inter") are
+    accepted, not listed: what such a name says of options counts where `options` do not say otherwise.
     Raises ValueError for an unknown name, TypeError for an unknown option; each lists what there is. A
     planner refuses a wrong option value with either.
     """
-    known = _canonical(str(name))
-    if known is None:
-        near = get_close_matches(str(name).casefold(), [*_planners, *_ALIASES], n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+    meaning = find(name) if isinstance(name, str) else None
+    if meaning is None:
+        near = nearest(str(name), _planners)
+        hint = f"; did you mean {near}?" if near else ""
         raise ValueError(f"there is no planner {name!r}{hint} (there are {', '.join(_planners)})")
-    planner = _planners[known]
+    planner = _planners[meaning.planner]
     accepted = sorted(field.name for field in fields(planner))
     unknown = sorted(options.keys() - set(accepted))
     if unknown:
         raise TypeError(f"planner {name!r} has no option {unknown[0]!r}; it takes {_listed(accepted)}")
-    return planner(**options)
+    return planner(**{**meaning.options, **options})
 
 
-def _canonical(name: str) -> str | None:
-    """Return the canonical name, from any spelling of it or of an alias; None where there is none."""
-    return {**_ALIASES, **{_folded(known): known for known in _planners}}.get(_folded(name))
-
-
-def _folded(name: str) -> str:
-    """Return what spellings of one name have in common."""
-    return "".join(letter for letter in name.casefold() if letter not in "-_ ")
+def find(name: str) -> Meaning | None:
+    """Return what planner a name is, in any spelling of it or as published; None where there is none."""
+    return {**ALIASES, **{folded(known): Meaning(known) for known in _planners}}.get(folded(name))
 
 
 def _listed(accepted: list[str]) -> str:
