@@ -87,64 +87,61 @@ LOOP __m512i largest_of(const float *values, int n)
 static const float LEVELS[5][16] = {{0}, LEVELS_1, LEVELS_2, LEVELS_3, LEVELS_4};
 static const float THRESHOLDS[5][16] = {{0}, {0}, THRESHOLDS_2, THRESHOLDS_3, THRESHOLDS_4};
 
-LOOP void put(uint8_t *plane, int r, __mmask16 bits)
-{
-    uint16_t word = bits;
-    memcpy(plane + 2 * r, &word, sizeof word);
-}
+struct loose_word {
+    uint16_t word;
+} __attribute__((packed));
+
+/* Volatile, or a compiler gathers words in a register before they are written. */
+LOOP void put(uint8_t *plane, int r, __mmask16 bits) { ((volatile struct loose_word *)(plane + 2 * r))->word = bits; }
 
 LOOP __m512 lane(__m512 table, int number) { return _mm512_permutexvar_ps(_mm512_set1_epi32(number), table); }
 
-/* Write the codes of n registers, and return what is folded for the scale. */
-LOOP __m512 levels_of(__m512 *v, int n, int bits, __m512 root, uint8_t *planes)
+/* Write the codes of register r of n, and return its magnitudes times their levels. */
+LOOP __m512 levels_of(__m512 v, int r, int n, int bits, __m512 bounds, __m512 levels, uint8_t *planes)
 {
-    const __m512 levels = _mm512_loadu_ps(LEVELS[bits]), bounds = _mm512_mul_ps(root, _mm512_loadu_ps(THRESHOLDS[bits]));
     const __m512i low = _mm512_set1_epi32(1), high = _mm512_set1_epi32(2), top = _mm512_set1_epi32(4);
     uint8_t *numbers = planes + n * LANES / 8;
-    EACH(int r = 0; r < n; r++)
-    {
-        put(planes, r, _mm512_cmp_ps_mask(v[r], _mm512_setzero_ps(), _CMP_LT_OQ));
-        __m512 magnitude = _mm512_abs_ps(v[r]), level = lane(levels, 0);
-        if (bits == 2) {
-            __mmask16 above = _mm512_cmp_ps_mask(magnitude, lane(bounds, 0), _CMP_GT_OQ);
-            put(numbers, r, above);
-            level = _mm512_mask_mov_ps(level, above, lane(levels, 1));
-        } else if (bits > 2) { /* bit by bit, from the highest */
-            __mmask16 above = _mm512_cmp_ps_mask(magnitude, lane(bounds, bits == 4 ? 3 : 1), _CMP_GT_OQ);
-            put(numbers + (bits - 2) * n * LANES / 8, r, above);
-            __m512i number = _mm512_maskz_mov_epi32(above, bits == 4 ? top : high);
-            if (bits == 4) {
-                __m512 bound = _mm512_mask_mov_ps(lane(bounds, 1), above, lane(bounds, 5));
-                above = _mm512_cmp_ps_mask(magnitude, bound, _CMP_GT_OQ);
-                put(numbers + n * LANES / 8, r, above);
-                number = _mm512_mask_or_epi32(number, above, number, high);
-            }
-            above = _mm512_cmp_ps_mask(magnitude, _mm512_permutexvar_ps(number, bounds), _CMP_GT_OQ);
-            put(numbers, r, above);
-            level = _mm512_permutexvar_ps(_mm512_mask_or_epi32(number, above, number, low), levels);
+    put(planes, r, _mm512_cmp_ps_mask(v, _mm512_setzero_ps(), _CMP_LT_OQ));
+    __m512 magnitude = _mm512_abs_ps(v), level = lane(levels, 0);
+    if (bits == 2) {
+        __mmask16 above = _mm512_cmp_ps_mask(magnitude, lane(bounds, 0), _CMP_GT_OQ);
+        put(numbers, r, above);
+        level = _mm512_mask_mov_ps(level, above, lane(levels, 1));
+    } else if (bits > 2) { /* bit by bit, from the highest */
+        __mmask16 above = _mm512_cmp_ps_mask(magnitude, lane(bounds, bits == 4 ? 3 : 1), _CMP_GT_OQ);
+        put(numbers + (bits - 2) * n * LANES / 8, r, above);
+        __m512i number = _mm512_maskz_mov_epi32(above, bits == 4 ? top : high);
+        if (bits == 4) {
+            __m512 bound = _mm512_mask_mov_ps(lane(bounds, 1), above, lane(bounds, 5));
+            above = _mm512_cmp_ps_mask(magnitude, bound, _CMP_GT_OQ);
+            put(numbers + n * LANES / 8, r, above);
+            number = _mm512_mask_or_epi32(number, above, number, high);
         }
-        v[r] = _mm512_mul_ps(magnitude, level);
+        above = _mm512_cmp_ps_mask(magnitude, _mm512_permutexvar_ps(number, bounds), _CMP_GT_OQ);
+        put(numbers, r, above);
+        level = _mm512_permutexvar_ps(_mm512_mask_or_epi32(number, above, number, low), levels);
     }
-    return folded(v, n);
+    return _mm512_mul_ps(magnitude, level);
 }
 
 LOOP void encode_block(const struct blocks *of, int bits, int size, const float *values, int64_t block, uint8_t *out,
                        double *squares)
 {
-    const int n = size / LANES;
-    __m512 v[MOST_REGISTERS], products[MOST_REGISTERS];
+    const int n = size / LANES, half = n / 2;
+    __m512 v[MOST_REGISTERS], sums[MOST_REGISTERS / 2];
     uint64_t words[WORDS];
     draw(first_counter(of, block, 0), size, words);
     const __m512i largest = largest_of(values, n);
     const __m512i exponents = _mm512_sub_epi32(_mm512_set1_epi32(254), _mm512_srli_epi32(largest, 23));
     const __m512 power = _mm512_castsi512_ps(
         _mm512_slli_epi32(_mm512_max_epi32(exponents, _mm512_set1_epi32(1)), 23));
-    EACH(int r = 0; r < n; r++)
+    EACH(int r = 0; r < half; r++)
     {
         v[r] = _mm512_mul_ps(_mm512_loadu_ps(values + r * LANES), power);
-        products[r] = _mm512_mul_ps(v[r], v[r]);
+        v[r + half] = _mm512_mul_ps(_mm512_loadu_ps(values + (r + half) * LANES), power);
+        sums[r] = _mm512_add_ps(_mm512_mul_ps(v[r], v[r]), _mm512_mul_ps(v[r + half], v[r + half]));
     }
-    __m512 energies = folded(products, n);
+    __m512 energies = folded(sums, half);
     const float energy = _mm512_cvtss_f32(energies);
     const float most = _mm512_cvtss_f32(_mm512_mul_ps(_mm512_castsi512_ps(largest), power));
     if (squares)
@@ -159,7 +156,11 @@ LOOP void encode_block(const struct blocks *of, int bits, int size, const float 
         energies = _mm512_set1_ps(energy * (float)size);
     }
     const __m512 root = _mm512_broadcastss_ps(_mm_sqrt_ps(_mm512_castps512_ps128(energies)));
-    const float inner = _mm512_cvtss_f32(levels_of(v, n, bits, root, out + SCALE));
+    const __m512 levels = _mm512_loadu_ps(LEVELS[bits]), bounds = _mm512_mul_ps(root, _mm512_loadu_ps(THRESHOLDS[bits]));
+    EACH(int r = 0; r < half; r++)
+        sums[r] = _mm512_add_ps(levels_of(v[r], r, n, bits, bounds, levels, out + SCALE),
+                                levels_of(v[r + half], r + half, n, bits, bounds, levels, out + SCALE));
+    const float inner = _mm512_cvtss_f32(folded(sums, half));
     const int exponent = _mm_cvtsi128_si32(_mm512_castsi512_si128(largest)) >> 23;
     write_scale(eden_scale(energy, inner, exponent, again), out);
 }

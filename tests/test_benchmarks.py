@@ -9,14 +9,17 @@ from pathlib import Path
 import adaptive_picture
 import converge
 import pytest
+import quantising
 import rendezvous
 import scale
 import shapes
 import step_time
+import torch
 from contenders import ADAPTIVE, KNOWN
 from network import LINKS, Loopback, Network, named
 
 import merging
+from sparsifiers import kernel
 
 CELL = {"model": "cnn", "rate": "200mbit", "workers": 2, "date": "2026-11-21"}
 FOUND = {"floor": {"seconds": [0.1, 0.1], "bytes": [0, 0], "rounds": [0, 1]}}
@@ -134,3 +137,24 @@ def test_the_picture_shows_what_is_shared_moving_by_what_was_sent(carry: str) ->
     assert len(seen.base) == adaptive_picture.STEPS + 1 == len(seen.own[0])
     sent = {step for steps in seen.sent for step in steps}
     assert sent and all((seen.base[step] != seen.base[step - 1]) == (step in sent) for step in range(1, len(seen.base)))
+
+
+# -- codec work of quantisers ------------------------------------------------------------------------------------
+
+
+def test_quantisers_are_measured_at_every_level_and_as_torchs_operations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, threads, level = tmp_path / "quantising.json", torch.get_num_threads(), kernel.level()
+    try:
+        quantising.main(["--elements", "4096", "--repeats", "1", "--only", "eden-2", "int8", "--json", str(file)])
+    finally:
+        torch.set_num_threads(threads)
+    recorded = json.loads(file.read_text())
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| `")]
+    assert recorded["about"]["levels"] == [*kernel.names(), "torch"] and kernel.level() == level
+    assert len(shown) == 2 * len(recorded["about"]["levels"])
+    for result in recorded["results"]:
+        assert all(taken > 0 for columns in result["additions"].values() for taken in columns.values())
+    with pytest.raises(SystemExit):
+        quantising.arguments(["--elements", "1000"])
