@@ -1,6 +1,6 @@
 """List what papers and their code call planners: the one table of these names, for scripts and command lines.
 
-What compressors and exchanges are called is the business of other packages; `agmerge.options.published` has all of them.
+What compressors and exchanges are called is the business of other packages.
 """
 
 from __future__ import annotations

@@ -12,6 +12,14 @@ from sparsifiers.dgc_memory import DGCMemory
 from sparsifiers.gaussiank import GaussianK
 from sparsifiers.low_rank import ACPSGD, RANK, LowRank, PowerSGD, Ranks
 from sparsifiers.memories import Memory, NoMemory, Residual, ResidualGTopK
+from sparsifiers.published import (
+    LOW_RANK,
+    NEAREST_LOW_RANK,
+    NEAREST_QUANTISER,
+    NEAREST_SPARSIFIER,
+    QUANTISERS,
+    SPARSIFIERS,
+)
 from sparsifiers.quantising.base import Quantiser
 from sparsifiers.quantising.eden import Eden
 from sparsifiers.quantising.float8 import Float8
@@ -25,25 +33,7 @@ from sparsifiers.sidco import SIDCoE, SIDCoGamma, SIDCoGP
 from sparsifiers.threshold import Threshold
 from sparsifiers.topk import TopK
 
-_sparsifiers: Registry[Sparsifier] = Registry(
-    "sparsifier",
-    Sparsifier,
-    aliases={
-        "tradtopk": "topk",
-        "globaltopk": "topk",
-        "eftopk": "topk",
-        "topkef": "topk",
-        "topka": "topk",
-        "adtopk-i": "adtopk",
-        "allchanneltopk": "adtopk-row",
-        "adtopk-f": "adtopk-fill",
-        "gaussian": "gaussiank",
-        "dgcsampling": "dgc",
-        "sidco": "sidco-e",
-        "sidcoexp": "sidco-e",
-        "sidcogam": "sidco-gamma",
-    },
-)
+_sparsifiers: Registry[Sparsifier] = Registry("sparsifier", Sparsifier, SPARSIFIERS, NEAREST_SPARSIFIER)
 _sparsifiers.register("topk", TopK)
 _sparsifiers.register("randomk", RandomK)
 _sparsifiers.register("threshold", Threshold)
@@ -58,39 +48,11 @@ _sparsifiers.register("adtopk", AdTopK)
 _sparsifiers.register("adtopk-row", AdTopKRow)
 _sparsifiers.register("adtopk-fill", AdTopKFill)
 
-_low_rank: Registry[LowRank] = Registry(
-    "low-rank compressor",
-    LowRank,
-    aliases={
-        "powersgdhook": "powersgd",
-        "rankk": "powersgd",
-        "rankkreducer": "powersgd",
-        "acp": "acpsgd",
-        "halfrankkreducer": "acpsgd",
-    },
-)
+_low_rank: Registry[LowRank] = Registry("low-rank compressor", LowRank, LOW_RANK, NEAREST_LOW_RANK)
 _low_rank.register("powersgd", PowerSGD)
 _low_rank.register("acpsgd", ACPSGD)
 
-_quantisers: Registry[Quantiser] = Registry(
-    "quantiser",
-    Quantiser,
-    aliases={
-        "eden": "eden-2",
-        "drive": "eden-1",
-        "8bit": "int8",
-        "u8bit": "int8",
-        "bytegrad": "int8",
-        "qgz": "int8",
-        "4bit": "int4",
-        "float8": "fp8",
-        "e4m3": "fp8",
-        "signsgd": "onebit",
-        "efsignsgd": "onebit",
-        "signum": "onebit",
-        "1bit": "onebit",
-    },
-)
+_quantisers: Registry[Quantiser] = Registry("quantiser", Quantiser, QUANTISERS, NEAREST_QUANTISER)
 _quantisers.register("eden-1", lambda: Eden(1))
 _quantisers.register("eden-2", lambda: Eden(2))
 _quantisers.register("eden-3", lambda: Eden(3))
@@ -122,6 +84,8 @@ def get(name: str, density: float = 0.01, **options: object) -> Sparsifier:
     """
     if name in _quantisers and name not in _sparsifiers:
         raise ValueError(f"{name!r} is a quantiser, no sparsifier; make it by sparsifiers.quantiser({name!r})")
+    if isinstance(name, str) and name not in _sparsifiers and (near := _quantisers.published(name)):
+        raise ValueError(f"{name!r} is no sparsifier; what comes nearest is sparsifiers.quantiser({near!r})")
     return _sparsifiers.create(name, density, **options)
 
 
@@ -173,6 +137,22 @@ def register_quantiser(name: str, factory: Callable[..., Quantiser]) -> None:
     """Let `quantiser(name, **options)` return `factory(**options)`. ValueError for a taken name."""
     _refuse_taken(name, _sparsifiers, _low_rank)
     _quantisers.register(name, factory)
+
+
+def canonical(name: str) -> str | None:
+    """Return the canonical name of a compressor of any kind, or of what comes nearest to a published one; None: none.
+
+    A name that is taken comes before one that is only near.
+    """
+    kinds: tuple[Registry[Any], ...] = (_sparsifiers, _low_rank, _quantisers)
+    known = next(filter(None, (kind.canonical(name) for kind in kinds)), None)
+    return known or next(filter(None, (kind.published(name) for kind in kinds)), None)
+
+
+def near(name: str) -> str | None:
+    """Return the name, or alias, of a compressor of any kind that is written nearly as `name`; None: there is none."""
+    kinds: tuple[Registry[Any], ...] = (_sparsifiers, _low_rank, _quantisers)
+    return next(filter(None, (kind.near(name) for kind in kinds)), None)
 
 
 def memory(name: str, **options: object) -> Memory:

@@ -8,11 +8,17 @@ from difflib import get_close_matches
 from typing import Generic, TypeVar
 
 Made = TypeVar("Made")
+ALIKE = 0.7  # how similar two names are, at least, for the one to be a slip of the pen for the other
 
 
 def spelling(name: str) -> str:
     """Return what spellings of one name have in common: neither case nor hyphens, underscores and blanks matter."""
     return "".join(letter for letter in name.casefold() if letter not in "-_ ")
+
+
+def _bare(name: str) -> str:
+    """Return a spelling without what most names of methods end in."""
+    return spelling(name).removesuffix("sgd")
 
 
 class Registry(Generic[Made]):
@@ -21,14 +27,22 @@ class Registry(Generic[Made]):
     kind: what errors call them.
     base: the class that each factory must return an instance of.
     aliases: other names for the canonical ones; accepted, not listed.
+    nearest: names that are not accepted, as `spelling` has them, and what comes nearest to each.
 
     Names are accepted in any spelling, see `spelling`.
     """
 
-    def __init__(self, kind: str, base: type, aliases: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        kind: str,
+        base: type,
+        aliases: Mapping[str, str] | None = None,
+        nearest: Mapping[str, str] | None = None,
+    ) -> None:
         self._kind = kind
         self._base = base
         self._aliases = dict(aliases or {})
+        self._nearest = dict(nearest or {})
         self._factories: dict[str, Callable[..., Made]] = {}
 
     def names(self) -> tuple[str, ...]:
@@ -36,7 +50,7 @@ class Registry(Generic[Made]):
         return tuple(self._factories)
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and self._canonical(name) is not None
+        return isinstance(name, str) and self.canonical(name) is not None
 
     def register(self, name: str, factory: Callable[..., Made]) -> None:
         """Add a factory. ValueError for a taken name, TypeError for what is no name or no factory."""
@@ -44,7 +58,7 @@ class Registry(Generic[Made]):
             raise TypeError(f"a {self._kind}'s name must be a non-empty string, not {name!r}")
         if not callable(factory):
             raise TypeError(f"the factory of {self._kind} {name!r} must be callable, not {factory!r}")
-        if self._canonical(name) is not None:
+        if self.canonical(name) is not None:
             raise ValueError(f"the {self._kind} name {name!r} is taken; choose one besides {self._known()}")
         self._factories[name] = factory
 
@@ -52,10 +66,10 @@ class Registry(Generic[Made]):
         """Return factory(*arguments, **options). ValueError for an unknown name, TypeError for an unknown option."""
         if not isinstance(name, str):
             raise TypeError(f"a {self._kind} is named by a string, not {name!r}; known: {self._known()}")
-        known = self._canonical(name)
+        known = self.canonical(name)
         if known is None:
-            near = get_close_matches(name.casefold(), [*self._factories, *self._aliases], n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            near = self.published(name) or self.near(name)
+            hint = f"; did you mean {near!r}?" if near else ""
             raise ValueError(f"unknown {self._kind} {name!r}; known: {self._known()}{hint}")
         factory = self._factories[known]
         self._check_options(name, factory, len(arguments), options)
@@ -66,10 +80,23 @@ class Registry(Generic[Made]):
             )
         return made
 
-    def _canonical(self, name: str) -> str | None:
+    def canonical(self, name: str) -> str | None:
         """Return the canonical name, from any spelling of it or of an alias; None: there is none."""
         aliases = {spelling(alias): known for alias, known in self._aliases.items()}
         return {**aliases, **{spelling(known): known for known in self._factories}}.get(spelling(name))
+
+    def published(self, name: str) -> str | None:
+        """Return what comes nearest to a published name that is none here; None: it is not known, or accepted."""
+        return self._nearest.get(spelling(name))
+
+    def near(self, name: str) -> str | None:
+        """Return the name, or alias, that is written most nearly as `name`; None: none is alike.
+
+        That every other method is called "something-SGD" makes no two of them alike.
+        """
+        known = {_bare(each): each for each in [*self._aliases, *self._factories]}
+        near = get_close_matches(_bare(name), known, n=1, cutoff=ALIKE)
+        return known[near[0]] if near else None
 
     def _known(self) -> str:
         return ", ".join(self._factories)

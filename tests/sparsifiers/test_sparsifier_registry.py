@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 import sparsifiers
-from sparsifiers import Memory, Quantiser, Sparsifier, catalogue
+from sparsifiers import Memory, Quantiser, Sparsifier, catalogue, published
 from sparsifiers.quantising.linear import Int8
+from sparsifiers.registry import spelling
 from sparsifiers.topk import TopK
 
 
@@ -101,6 +102,48 @@ def test_unknown_names(wrong: str, near: str | None) -> None:
     assert ("did you mean" in text) is (near is not None)
     if near is not None:
         assert text.endswith(f"did you mean {near!r}?")
+
+
+@pytest.mark.parametrize(
+    ("make", "published", "near"),
+    [
+        (sparsifiers.get, "gTopk-SGD", "topk"),
+        (sparsifiers.get, "GaussiankSA", "gaussiank"),
+        (sparsifiers.quantiser, "INCEPTIONN", "int8"),
+        (sparsifiers.quantiser, "SketchML", "int4"),
+        (sparsifiers.quantiser, "dithering", "qsgd"),
+        (sparsifiers.low_rank, "batched_powerSGD", "powersgd"),
+    ],
+)
+def test_a_published_name_that_is_none_here_says_what_comes_nearest(make: Any, published: str, near: str) -> None:
+    with pytest.raises(ValueError, match=rf"unknown .*{published}.*; did you mean '{near}'\?$"):
+        make(published)
+    make(near)
+
+
+@pytest.mark.parametrize("other", ["S-SGD", "Local SGD", "sgd"])
+def test_not_every_method_that_ends_in_sgd_is_meant_for_another(other: str) -> None:
+    for make in (sparsifiers.get, sparsifiers.low_rank, sparsifiers.quantiser):
+        with pytest.raises(ValueError, match="unknown") as raised:
+            make(other)
+        assert "did you mean" not in str(raised.value)
+
+
+def test_nearest_names_are_of_what_there_is_and_not_taken() -> None:
+    tables: list[tuple[Any, dict[str, str], dict[str, str]]] = [
+        (sparsifiers.get, published.SPARSIFIERS, published.NEAREST_SPARSIFIER),
+        (sparsifiers.low_rank, published.LOW_RANK, published.NEAREST_LOW_RANK),
+        (sparsifiers.quantiser, published.QUANTISERS, published.NEAREST_QUANTISER),
+    ]
+    for make, taken, nearest in tables:
+        for name, known in taken.items():
+            assert make(name).name == known and spelling(name) == name
+        for name, known in nearest.items():
+            assert make(known).name == known and spelling(name) == name
+            with pytest.raises(ValueError):
+                make(name)
+    names = [name for _, taken, nearest in tables for name in (*taken, *nearest)]
+    assert len(names) == len(set(names))  # each means one thing
 
 
 @pytest.mark.parametrize("wrong", [None, 3, TopK])
