@@ -11,7 +11,7 @@ import torch
 
 import merging
 from agmerge.checkpoint.redistribute import displacements, redistribute
-from agmerge.engine.optimizer_states import SECTIONS
+from agmerge.engine.optimizer_states import SECTIONS, marked, unmark
 from agmerge.engine.synchronizer import Synchronizer
 from agmerge.exchanges.low_rank import bases
 from agmerge.exchanges.node_shards import shard_shape
@@ -41,6 +41,14 @@ KINDS = {
 OTHER_PARTS = (
     "the checkpoint's residuals are of another part of parameter {name!r} ({saved}) than this rank holds ({own}): they "
     "are dropped and start from zero. Load what a rank has saved that held the same shards"
+)
+LOST = ("residuals", ROUNDINGS, "momenta")  # of a section: what starts from zero where it is not loaded
+UNREAD = (
+    "the optimizer was loaded from a checkpoint of agmerge before it was wrapped. What ranks have not sent yet, and "
+    "with sync='updates' their own optimizer states, is in the 'agmerge' section, which was not loaded: it starts from "
+    "zero. Load it when the optimizer is wrapped, on every rank, from its own file or one of agmerge.gather_state():\n"
+    "    {made}\n"
+    "    {name}.load_state_dict(state)  # what was given to the plain optimizer's load_state_dict()"
 )
 OTHER_SYNC = (
     "the checkpoint is of another sync=: what was not sent of gradients is no update, nor the other way round. It is "
@@ -90,6 +98,26 @@ def save(reducer: Synchronizer) -> dict[str, Any]:
         "updates": reducer.saved_updates(),
         **{plural: _copies(exchange, kind) for kind, plural in KINDS.items()},
     }
+
+
+def whole_state(reducer: Synchronizer, inner: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ``state_dict()`` of a wrapper returns: ``inner``, the plain optimizer's, and this rank's section.
+
+    Where that keeps anything, param groups are marked: a plain optimizer that loads this has not got all of it.
+    """
+    section = save(reducer)
+    state = {**inner, SECTION: section}
+    keeps = section["updates"] is not None or any(section[plural] for plural in LOST)
+    return marked(state) if keeps and inner else state
+
+
+def warn_of_unread(optimizer: torch.optim.Optimizer, made: str, name: str) -> None:
+    """Warn, on rank 0, if ``optimizer`` has loaded by itself what a wrapper has saved: a part of it is not loaded.
+
+    ``made``: the script's line that wraps it, and ``name`` what that makes.
+    """
+    if unmark(optimizer) and not (workers.is_initialized() and workers.rank() != 0):
+        warnings.warn(UNREAD.format(made=made, name=name), stacklevel=4)
 
 
 def with_inner(state: Mapping[str, Any]) -> dict[str, Any]:

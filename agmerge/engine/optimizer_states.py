@@ -10,6 +10,7 @@ import torch
 from agmerge.tensors.parameters import optimizers_of
 
 SECTIONS = "optimizers"  # in a state: a list, what each optimizer's own state_dict() gave
+MARK = "agmerge"  # in a param group of a state that has more than a plain optimizer loads: that keeps what is in groups
 
 
 class StateOfAll(MutableMapping[Any, Any]):
@@ -84,6 +85,18 @@ def sections_of(optimizer: torch.optim.Optimizer, saved: Any) -> list[Any]:
     return sections
 
 
+def marked(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state with a mark in each param group, which stays there when a plain optimizer loads it."""
+    if SECTIONS in state and "param_groups" not in state:
+        return {**state, SECTIONS: [marked(section) for section in state[SECTIONS]]}
+    return {**state, "param_groups": [{**group, MARK: True} for group in state["param_groups"]]}
+
+
+def unmark(optimizer: torch.optim.Optimizer) -> bool:
+    """Take marks out of the param groups of an optimizer that has loaded a state; tell whether there were any."""
+    return any([group.pop(MARK, None) is not None for group in optimizer.param_groups])
+
+
 def load_state(optimizer: torch.optim.Optimizer, saved: Any) -> None:
     """Load the state of each optimizer that steps with ``optimizer``. ``saved``: as in :func:`sections_of`.
 
@@ -97,3 +110,4 @@ def load_state(optimizer: torch.optim.Optimizer, saved: Any) -> None:
             if len(optimizers) == 1:
                 raise
             raise ValueError(f"optimizers[{number}] ({type(each).__name__}): {error}") from None
+    unmark(optimizer)

@@ -83,6 +83,9 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
 
     def __init__(self, model: DistributedDataParallel, optimizer: OneOrSeveral | None, options: Options) -> None:
         self._inner = None if optimizer is None else inner_of(optimizer, _named(model, ignored=True))
+        if self._inner is not None:
+            line = "compressed = agmerge.integrations.ddp.compress(model, optimizer=optimizer, ...)"
+            rank_state.warn_of_unread(self._inner, line, "compressed")
         compression = compressors.resolve_auto(options, self._inner)
         compressors.check_meaning(options.compression, vars(options))
         self._options = replace(options, compression=compression, density=density_of(options))
@@ -148,7 +151,7 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
         With ``sync="updates"`` beside it the state of this rank's optimizer, which is no other rank's.
         """
         inner = self._inner.state_dict() if self._inner is not None and self._steps_alone else {}
-        return {**inner, rank_state.SECTION: rank_state.save(self._reducer)}
+        return rank_state.whole_state(self._reducer, inner)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Collective. Load what :meth:`state_dict` gave on this rank, or :func:`agmerge.gather_state` on rank 0.

@@ -173,6 +173,8 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         # Not super().__init__(): the groups, the state and the hooks are the inner optimizer's.
         named = None if named is None else list(named)
         self._inner = optimizer = inner_of(optimizer, named)
+        line = f"optimizer = agmerge.{type(self).__name__}(optimizer, ...)"
+        rank_state.warn_of_unread(optimizer, line, "optimizer")
         compression = compressors.resolve_auto(options, optimizer)
         # As the script gave them, but for what it left to us, and what does not pickle.
         process_set = process_sets.by_ranks(options.process_set)

@@ -82,6 +82,7 @@ class LocalSync(ReportingMixin, SharingMixin, OptimizerHolder):
     ) -> None:
         named = list(model.named_parameters())
         inner = self._inner = inner_of(optimizer, named)
+        rank_state.warn_of_unread(inner, "sync = agmerge.LocalSync(model, optimizer, ...)", "sync")
         if sync_every is not None and every not in (EVERY, sync_every):
             raise ValueError("sync_every is another name of every: give one of them")
         every = every if sync_every is None else sync_every
@@ -119,7 +120,7 @@ class LocalSync(ReportingMixin, SharingMixin, OptimizerHolder):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, and under ``"agmerge"`` what this rank keeps beside it."""
-        return {**self._inner.state_dict(), rank_state.SECTION: rank_state.save(self._reducer)}
+        return rank_state.whole_state(self._reducer, self._inner.state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Collective. Load what :meth:`state_dict` gave on this rank, or :func:`agmerge.gather_state` on rank 0.

@@ -40,7 +40,7 @@ class SavingMixin:
         if gathered is not None and gathered[0] == self._reducer.step_count() and gathered[1] is not None:
             return gathered[1]
         self._reducer.prepare_to_save()
-        return {**self._inner.state_dict(), rank_state.SECTION: rank_state.save(self._reducer)}
+        return rank_state.whole_state(self._reducer, self._inner.state_dict())
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collective. Let the next :meth:`state_dict` on rank 0 be what :func:`agmerge.gather_state` returns there.
