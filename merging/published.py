@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 from typing import Any
 
 ALIKE = 0.7  # how similar two names are, at least, for the one to be a slip of the pen for the other
@@ -69,7 +69,13 @@ def nearest(name: str, known: Iterable[str]) -> Meaning | None:
     spelled = folded(name)
     if spelled in NEAREST:
         return NEAREST[spelled]
-    meanings = {**{folded(own): Meaning(own) for own in known}, **ALIASES}
-    bare = {folded(each).removesuffix("sgd"): meaning for each, meaning in meanings.items()}
-    near = get_close_matches(spelled.removesuffix("sgd"), bare, n=1, cutoff=ALIKE)
-    return bare[near[0]] if near else None
+    meanings = {**{own: Meaning(own) for own in known}, **ALIASES}
+    best = max(meanings, key=lambda each: _likeness(spelled, folded(each)))
+    return meanings[best] if _likeness(spelled, folded(best)) >= ALIKE else None
+
+
+def _likeness(first: str, second: str) -> float:
+    """Return how much two folded names are alike, from 0 to 1; of what both end in ("SGD") nothing is said."""
+    if first.endswith("sgd") and second.endswith("sgd"):
+        first, second = first.removesuffix("sgd"), second.removesuffix("sgd")
+    return SequenceMatcher(None, first, second).ratio()

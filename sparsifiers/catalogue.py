@@ -89,6 +89,11 @@ def get(name: str, density: float = 0.01, **options: object) -> Sparsifier:
     return _sparsifiers.create(name, density, **options)
 
 
+def is_sparsifier(name: str) -> bool:
+    """Return whether this is the name of a sparsifier, or an alias, in any spelling."""
+    return name in _sparsifiers
+
+
 def register(name: str, factory: Callable[..., Sparsifier]) -> None:
     """Let `get(name, density, **options)` return `factory(density, **options)`. ValueError for a taken name."""
     _refuse_taken(name, _low_rank, _quantisers)
@@ -147,12 +152,6 @@ def canonical(name: str) -> str | None:
     kinds: tuple[Registry[Any], ...] = (_sparsifiers, _low_rank, _quantisers)
     known = next(filter(None, (kind.canonical(name) for kind in kinds)), None)
     return known or next(filter(None, (kind.published(name) for kind in kinds)), None)
-
-
-def near(name: str) -> str | None:
-    """Return the name, or alias, of a compressor of any kind that is written nearly as `name`; None: there is none."""
-    kinds: tuple[Registry[Any], ...] = (_sparsifiers, _low_rank, _quantisers)
-    return next(filter(None, (kind.near(name) for kind in kinds)), None)
 
 
 def memory(name: str, **options: object) -> Memory:

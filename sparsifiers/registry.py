@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from difflib import get_close_matches
+from collections.abc import Callable, Iterable, Mapping
+from difflib import SequenceMatcher
 from typing import Generic, TypeVar
 
 Made = TypeVar("Made")
@@ -16,9 +16,21 @@ def spelling(name: str) -> str:
     return "".join(letter for letter in name.casefold() if letter not in "-_ ")
 
 
-def _bare(name: str) -> str:
-    """Return a spelling without what most names of methods end in."""
-    return spelling(name).removesuffix("sgd")
+def alike(name: str, known: Iterable[str]) -> str | None:
+    """Return which of the known names is written most nearly as `name`; None: none is alike.
+
+    That every other method is called "something-SGD" makes no two of them alike.
+    """
+    best = max(known, key=lambda each: _likeness(name, each), default=None)
+    return None if best is None or _likeness(name, best) < ALIKE else best
+
+
+def _likeness(first: str, second: str) -> float:
+    """Return how much two names are alike, from 0 to 1; of what both end in ("SGD") nothing is said."""
+    pair = spelling(first), spelling(second)
+    if all(each.endswith("sgd") for each in pair):
+        pair = pair[0].removesuffix("sgd"), pair[1].removesuffix("sgd")
+    return SequenceMatcher(None, *pair).ratio()
 
 
 class Registry(Generic[Made]):
@@ -68,7 +80,7 @@ class Registry(Generic[Made]):
             raise TypeError(f"a {self._kind} is named by a string, not {name!r}; known: {self._known()}")
         known = self.canonical(name)
         if known is None:
-            near = self.published(name) or self.near(name)
+            near = self.published(name) or alike(name, [*self._factories, *self._aliases])
             hint = f"; did you mean {near!r}?" if near else ""
             raise ValueError(f"unknown {self._kind} {name!r}; known: {self._known()}{hint}")
         factory = self._factories[known]
@@ -88,15 +100,6 @@ class Registry(Generic[Made]):
     def published(self, name: str) -> str | None:
         """Return what comes nearest to a published name that is none here; None: it is not known, or accepted."""
         return self._nearest.get(spelling(name))
-
-    def near(self, name: str) -> str | None:
-        """Return the name, or alias, that is written most nearly as `name`; None: none is alike.
-
-        That every other method is called "something-SGD" makes no two of them alike.
-        """
-        known = {_bare(each): each for each in [*self._aliases, *self._factories]}
-        near = get_close_matches(_bare(name), known, n=1, cutoff=ALIKE)
-        return known[near[0]] if near else None
 
     def _known(self) -> str:
         return ", ".join(self._factories)

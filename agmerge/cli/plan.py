@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import merging
+from agmerge.options import published
 from agmerge.step.agreement import with_mode
 from merging import comparison, drawing
 
@@ -32,7 +33,7 @@ def main(path: str, picture: str | None, save: str | None, planner: str) -> int:
         if picture:
             Path(picture).write_text(drawing.svg(rows, measured), encoding="utf-8")
         if save:
-            with_mode(*merging.best(merging.get(planner), measured)).save(save)
+            with_mode(*merging.best(published.planner(planner), measured)).save(save)
     except (ValueError, TypeError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 1

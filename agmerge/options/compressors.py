@@ -6,18 +6,18 @@ import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import Any
 
 import torch
 
 import sparsifiers
 from agmerge.ops import Compression
-from agmerge.options import defaults, momentum
+from agmerge.options import defaults, momentum, published
 from agmerge.options.arguments import Options
 from agmerge.options.density_policy import DENSITY, IMPORTANCE
 from agmerge.options.updates import UPDATES
 from agmerge.runtime import horovod_names, workers
+from sparsifiers import catalogue
 from sparsifiers.registry import spelling
 
 AUTO = "auto"
@@ -26,20 +26,6 @@ DENSE = (
     "compressor (compression='topk'); compression='none' is the same as now without this warning."
 )
 CASTS = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
-_MEANT = {  # by others' names
-    **dict.fromkeys(("fp32", "float32", "float", "dense", "allreduce", "off"), "none"),
-    **dict.fromkeys(("float16", "half"), "fp16"),
-    "bfloat16": "bf16",
-    **dict.fromkeys(("u8", "uint8", "natural"), "int8"),
-    "fp8e4m3": "fp8",
-}
-# Optimizers that compress by themselves: DeepSpeed's and Bagua's.
-_OPTIMIZERS = ("onebitadam", "1bitadam", "onebitlamb", "1bitlamb", "zerooneadam", "0/1adam", "01adam", "qadam")
-_OPTIMIZER = (
-    "compression={name!r} is the name of an optimizer that compresses by itself. Here any optimizer stays as it is: "
-    "pass the plain one, and sync='updates', which exchanges what it did, or compression='eden-1'"
-)
-
 # What is about compression alone, and of that about selection.
 _COMPRESSION = {"wire": "the values that a compressor sends", "dense": "which parameters a compressor leaves whole"}
 _SELECTION = {"sparsify": "when a sparsifier selects", "warmup": "how much a sparsifier selects"}
@@ -97,7 +83,8 @@ def cast_name(compression: Any) -> str | None:
     """Return ``"none"``, ``"fp16"`` or ``"bf16"`` for a cast, in whatever way it is given; None for anything else."""
     if isinstance(compression, Compression):
         return compression.value
-    name = horovod_names.compression(compression) or (spelling(compression) if isinstance(compression, str) else None)
+    own = published.cast(compression) if isinstance(compression, str) else None
+    name = horovod_names.compression(compression) or own
     return name if name in CASTS else None
 
 
@@ -236,18 +223,15 @@ def _why_no_compressor(given: Any) -> str:
 
 
 def _sparsifier(name: str, density: Any) -> sparsifiers.Compressor:
-    """Return the sparsifier of this name. Raises ``ValueError`` with a name that may have been meant."""
-    if spelling(name) in _OPTIMIZERS:
-        raise ValueError(_OPTIMIZER.format(name=name))
-    try:
-        return sparsifiers.get(name, density=density)
-    except ValueError as error:
-        text = f"compression={name!r}, density={density!r}: {error}"
-        others = [AUTO, *CASTS, *sparsifiers.low_rank_names(), *sparsifiers.quantisers()]
-        near = get_close_matches(name.casefold(), others, n=1)
-        meant = _MEANT.get(spelling(name)) or next(iter(near), "")
-        hint = f"; did you mean {meant!r}?" if meant and "did you mean" not in text else ""
-        raise ValueError(f"{text}; besides these: {_others()}{hint}") from None
+    """Return the sparsifier of this name. Raises ``ValueError`` with what may have been meant."""
+    if not catalogue.is_sparsifier(name):
+        raise ValueError(unknown("compression", name))
+    return sparsifiers.get(name, density=density)
+
+
+def unknown(argument: str, name: str) -> str:
+    """Return the error about a compressor's name that nobody knows, with what there is and what was perhaps meant."""
+    return f"{argument}={name!r} is unknown; known: {_names()}{published.hint(published.COMPRESSION, name)}"
 
 
 def swapped(

@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import sparsifiers
+from agmerge.options import published
+from agmerge.options.compressors import unknown
+from sparsifiers import catalogue
 from sparsifiers.registry import spelling
 
 WAYS = ("comm_mode", "communicator")  # ADTopk's name of it, and that of GRACE and FGBuff
@@ -38,8 +41,6 @@ _QUANTISER = (
     "every value travels in few bits, and is added up in an exchange of its own. Leave the dictionary out and say "
     "compression={!r}, without a memory or a communicator (docs/compressors.md)"
 )
-_MEANT = {"qsgdcuda": "qsgd", "natural": "int8", "naturalcuda": "int8"}  # quantisers by GRACE's names
-
 
 def from_params(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return a published dictionary as keyword arguments for :class:`agmerge.DistributedOptimizer`.
@@ -76,19 +77,15 @@ def from_params(params: Mapping[str, Any]) -> dict[str, Any]:
 
 def _kind(name: str) -> str:
     """Return which row of ``MEMORIES`` this compressor has; ``ValueError`` for one that is not here."""
-    spelled = spelling(name)
-    meant = _MEANT.get(spelled, name)
-    if sparsifiers.is_quantiser(meant):
-        raise ValueError(f"compressor={name!r}: {_QUANTISER.format(sparsifiers.quantiser(meant).name)}")
-    if spelled in WHOLE:
-        return spelled
+    cast, known = published.cast(name), catalogue.canonical(name)
+    if cast in WHOLE:
+        return cast
+    if known is not None and sparsifiers.is_quantiser(known):
+        raise ValueError(f"compressor={name!r}: {_QUANTISER.format(known)}")
     if sparsifiers.is_low_rank(name):
         return "powersgd"
-    try:
-        sparsifiers.get(name)
-    except ValueError as error:
-        others = ", ".join((*WHOLE, *sparsifiers.low_rank_names()))
-        raise ValueError(f"compressor={name!r}: {error}; besides these: {others}") from None
+    if not catalogue.is_sparsifier(name):
+        raise ValueError(unknown("compressor", name))
     return SPARSIFIER
 
 

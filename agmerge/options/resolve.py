@@ -21,7 +21,7 @@ from agmerge.exchanges.splitting import why_parts_impossible
 from agmerge.exchanges.table import EXCHANGES
 from agmerge.exchanges.way import AHEAD, OWN, is_ahead, ways, why_labels_are_wrong, with_ahead
 from agmerge.ops import Average, ReduceOp
-from agmerge.options import dense_cutoff, density_schedule
+from agmerge.options import dense_cutoff, density_schedule, published
 from agmerge.options.arguments import Options
 from agmerge.options.compressors import compressor_of, densities_of, memory_for
 from agmerge.options.config import AUTO, FASTEST, MERGING, TWO_LEVEL, WIRES, Config, DenseRule, is_small
@@ -61,7 +61,7 @@ def resolve(options: Options) -> Config:
 def _check_choices(options: Options) -> None:
     """Raise ``ValueError`` for a word that is none of those that its option knows."""
     _check_choice("sparsify", options.sparsify, ("auto", "ahead", "behind"))
-    _check_choice("exchange", options.exchange, tuple(EXCHANGES), hint=_DENSE_HINT)
+    _check_choice("exchange", options.exchange, tuple(EXCHANGES), published.hint(published.EXCHANGE, options.exchange))
     _check_choice("wire", options.wire, WIRES)
     _check_choice("dense_sum", options.dense_sum, ("native", "ordered"))
     _check_choice("unused", options.unused, ("none", "zero"))
@@ -170,16 +170,10 @@ def _check_low_rank(options: Options, compressor: sparsifiers.Compressor) -> Non
         )
 
 
-_DENSE_HINT = {"dense": "a dense exchange sends every element; ask for it with compression='none'"}
-
-
-def _check_choice(name: str, value: Any, allowed: tuple[str, ...], hint: dict[str, str] | None = None) -> None:
-    """Raise ``ValueError`` unless ``value`` is ``allowed``; with a text of its own where ``hint`` has one for it."""
-    if value in allowed:
-        return
-    if value in (hint or {}):
-        raise ValueError(f"{name}={value!r}: {(hint or {})[value]}")
-    raise ValueError(f"{name}={value!r} is unknown; choose from: {', '.join(map(repr, allowed))}")
+def _check_choice(name: str, value: Any, allowed: tuple[str, ...], hint: str = "") -> None:
+    """Raise ``ValueError`` unless ``value`` is ``allowed``. ``hint``: what may have been meant, after "; "."""
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{name}={value!r} is unknown; choose from: {', '.join(map(repr, allowed))}{hint}")
 
 
 def _reduction(op: Any) -> ReduceOp:
@@ -210,7 +204,7 @@ def _planner_or_plan(given: Any, sparsify: str, exchange: str) -> tuple[merging.
         exchange: must leave the choice where a plan has dense merge buffers.
     """
     if isinstance(given, str) and not given.endswith(".json"):
-        given = merging.get(given)
+        given = published.planner(given)
     if isinstance(given, merging.Planner):
         return given, None
     if isinstance(given, os.PathLike) or (isinstance(given, str) and given.endswith(".json")):

@@ -159,7 +159,7 @@ def test_a_fixed_threshold_is_graces_and_has_a_bound_here() -> None:
         ({"compressor": "topk", "threshold": 0.1}, "threshold=0.1 is read with compressor='threshold' alone"),
         ({"compressor": "threshold", "threshold": 0.1, "comm_mode": "allgather"}, "follows compress_ratio"),
         ({"compressor": "threshold", "communicator": "allgather"}, "compress_ratio=ELEMENTS / ALL"),
-        ({"compressor": "imbalancetopktime"}, "unknown sparsifier 'imbalancetopktime'; known: topk, "),
+        ({"compressor": "imbalancetopktime"}, "compressor='imbalancetopktime' is unknown; known: topk, "),
         (
             {"compressor": "topk", "memory": "residul"},
             "memory='residul' with compressor='topk': it is unknown",

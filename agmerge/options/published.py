@@ -1,0 +1,118 @@
+"""Answer names that papers and other projects use: what to write here, whichever argument or command line has them.
+
+``sparsifiers.published`` and ``merging.published`` have the names of compressors and planners. Here is what is neither.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import merging
+import sparsifiers
+from agmerge.exchanges.table import EXCHANGES
+from merging.published import NEAREST, folded, nearest
+from merging.registry import find
+from sparsifiers import catalogue, registry
+from sparsifiers import published as aliases
+from sparsifiers.registry import spelling
+
+COMPRESSION, MERGING, EXCHANGE = "compression", "merging", "exchange"
+NONE = "none"
+CASTS = (NONE, "fp16", "bf16")  # what sends every element
+ALIASES = {"ssgd": NONE}  # of casts, by spelling: accepted, not listed
+_CAST = {  # what a cast is called elsewhere: refused, with ours
+    **dict.fromkeys(("fp32", "float32", "float", "dense", "off", "nocompression", "noop", "sgd"), NONE),
+    **dict.fromkeys(("allreduce", "allreducehook", "gradientallreduce"), NONE),
+    **dict.fromkeys(("float16", "half", "fp16compress", "fp16compresshook"), "fp16"),
+    **dict.fromkeys(("bfloat16", "bf16compress", "bf16compresshook"), "bf16"),
+}
+_OWN_OPTIMIZER = (
+    "it is the name of an optimizer that compresses by itself. Here any optimizer stays as it is: pass the plain one, "
+    "and sync='updates', which exchanges what it did, or compression='eden-1'"
+)
+_LOCAL = "that is agmerge.LocalOptimizer here, whose every= says after how many steps workers exchange"
+_OKTOPK = "write compression='topk', exchange='oktopk'"
+_SUMS = "write compression='topk', exchange='oktopk' or 'masked'"
+_LAGS = "write compression='topk', merging='layerwise', sparsify='ahead'"
+_SAID = {  # by spelling, what takes more than one word
+    # Optimizers of DeepSpeed's and Bagua's.
+    **dict.fromkeys(("onebitadam", "1bitadam", "onebitlamb", "1bitlamb", "zerooneadam"), _OWN_OPTIMIZER),
+    **dict.fromkeys(("0/1adam", "01adam", "qadam"), _OWN_OPTIMIZER),
+    **dict.fromkeys(("localsgd", "diloco", "postlocalsgd", "sparseloco"), _LOCAL),
+    # Ok-Topk's, gTop-k's and SparCML's ways to add up selections.
+    "oktopk": _OKTOPK,
+    **dict.fromkeys(("gtopk", "gtopksgd", "topksa", "topkdsa"), _OKTOPK),
+    "gaussianksa": "write compression='gaussiank', exchange='oktopk'",
+    **dict.fromkeys(("lags", "lagssgd"), _LAGS),
+    "sparseallreduce": _SUMS,
+    "adaq": "write compression='topk', wire='sign'",
+    "adasum": "with what is kept back it would be another update: leave it out",
+}
+_EXCHANGES = {  # what GRACE, ADTopk and FGBuff call their ways to communicate, and what Ok-Topk does
+    **dict.fromkeys(("allgather", "allgatherfast", "broadcast"), "'sparse'"),
+    "allreduce": "'masked' for sums of what a sparsifier selects; compression='none' for whole gradients",
+    "dense": "compression='none', which sends every element",
+    "ssgd": "compression='none', which sends every element",
+    "oktopk": "'oktopk'",
+    "hierarchical": "'two-level'",
+    "twolevel": "'two-level'",
+    **dict.fromkeys(("gtopk", "gtopksgd", "topksa", "topkdsa"), "'oktopk'"),
+}
+
+
+def cast(name: str) -> str:
+    """Return the spelling of a cast, by its published name too; of anything else the spelling of the name."""
+    spelled = spelling(name)
+    return ALIASES.get(spelled, spelled)
+
+
+def planner(name: str, **options: Any) -> merging.Planner:
+    """Return the planner called ``name``, as ``merging.get`` does; its error also knows what is no planner."""
+    if find(name) is None:
+        said = hint(MERGING, name)
+        raise ValueError(f"merging={name!r} is unknown; there are: {', '.join(merging.names())}{said}")
+    return merging.get(name, **options)
+
+
+def hint(argument: str, name: object) -> str:
+    """Return what to write instead of ``name``, which ``argument`` does not know, after "; "; "" if nobody knows.
+
+    ``argument``: ``"compression"``, ``"merging"`` or ``"exchange"``.
+    """
+    text = _advice(argument, name) if isinstance(name, str) and name else ""
+    return f"; {text}" if text else ""
+
+
+def _advice(argument: str, name: str) -> str:
+    """Return what to write, without "; ". What is said of the argument itself comes before what is said of others."""
+    spelled = spelling(name)
+    if argument == EXCHANGE and spelled in _EXCHANGES:
+        return f"did you mean {_EXCHANGES[spelled]}?"
+    if spelled in _SAID:
+        return _SAID[spelled]
+    compressor = _CAST.get(spelled) or (NONE if spelled in ALIASES else None) or catalogue.canonical(name)
+    planner = find(name) or (NEAREST.get(folded(name)) if argument == MERGING else None)
+    if planner is not None and (argument == MERGING or compressor is None):
+        return _written(argument, MERGING, str(planner))
+    if compressor is not None:
+        return _written(argument, COMPRESSION, repr(compressor))
+    return _slip_of_the_pen(argument, name)
+
+
+def _written(argument: str, meant: str, value: str) -> str:
+    """Return "did you mean VALUE?", or what to write where another argument takes it."""
+    return f"did you mean {value}?" if argument == meant else f"write {meant}={value}"
+
+
+def _slip_of_the_pen(argument: str, name: str) -> str:
+    """Return what is written nearly alike among what this argument takes; "" if nothing is."""
+    if argument == MERGING:
+        planner = nearest(name, merging.names())
+        return "" if planner is None else f"did you mean {planner}?"
+    if argument == COMPRESSION:
+        kinds = (sparsifiers.names(), sparsifiers.low_rank_names(), sparsifiers.quantisers(), ("auto", *CASTS))
+        alike = registry.alike(name, [*itertools.chain(*kinds), *aliases.SPARSIFIERS, *aliases.QUANTISERS])
+        return "" if alike is None else f"did you mean {alike!r}?"
+    exchange = registry.alike(name, EXCHANGES)
+    return "" if exchange is None else f"did you mean {exchange!r}?"
