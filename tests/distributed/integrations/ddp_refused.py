@@ -123,7 +123,7 @@ REFUSALS: dict[str, Callable[[], Any]] = {
     "process set": lambda: ddp.compress(parallel(), process_set=[0]),
     "dear": lambda: ddp.compress(parallel(), merging="dear"),
     "unknown": lambda: ddp.compress(parallel(), colour="red"),
-    "auto": lambda: ddp.compress(parallel()),
+    "density": lambda: ddp.compress(parallel(), density=0.01),
     "dgc": lambda: ddp.compress(parallel(), compression="dgc"),
     "skip": lambda: ddp.compress(parallel(), compression="topk", nonfinite="skip"),
     "updates": lambda: ddp.compress(parallel(), sync="updates"),

@@ -183,7 +183,7 @@ SAID = {
     "process set": "ValueError: .* process_group",
     "dear": "ValueError: .*dear",
     "unknown": "TypeError: .* unexpected keyword argument 'colour'",
-    "auto": "ValueError: .* pass optimizer=",
+    "density": "ValueError: .* pass optimizer=",
     "dgc": "ValueError: .* pass optimizer=",
     "skip": "ValueError: .* scaler=",
     "updates": "ValueError: .* pass optimizer=",
