@@ -15,6 +15,7 @@ import torch
 
 from agmerge.engine.dear_modules import ModuleHooks, Parameters, Updates, check_hooks, check_readers
 from agmerge.engine.dear_times import DearMeasurer, ForwardTimes
+from agmerge.engine.gathered import gathered_of
 from agmerge.engine.reducer import Reducer
 from agmerge.errors import AGMergeError
 from agmerge.metrics.running_times import RunningStepTimes
@@ -56,6 +57,8 @@ class DearReducer(Reducer):
         self._times: ForwardTimes | None = None  # for the merge buffers in use
         self._modules = ModuleHooks(self)
         check_hooks(self._optimizer)
+        if gathered_of(members):
+            raise ValueError("merging='dear' has no place for SparseAdam's gradients, which are gathered: use another")
         super().__init__(members, config)
         self._modules.attach(self.model)
 

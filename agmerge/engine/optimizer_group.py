@@ -14,7 +14,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from agmerge.engine.optimizer_states import SECTIONS, StateOfAll, load_state
-from agmerge.engine.optimizer_wrapper import SEVERAL, check_optimizer
+from agmerge.engine.optimizer_wrapper import OF_SCALER, SEVERAL, check_optimizer
 
 OneOrSeveral = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 ADD_GROUP = (
@@ -22,7 +22,6 @@ ADD_GROUP = (
     "same step: optimizer.optimizers[0].add_param_group(...)"
 )
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))  # values that are alike if they compare with ==
-_OF_SCALER = ("grad_scale", "found_inf")  # attributes that a GradScaler sets of an optimizer that takes a scale
 
 
 def inner_of(given: OneOrSeveral, named: Iterable[Any] | None) -> torch.optim.Optimizer:
@@ -153,7 +152,7 @@ class OptimizerGroup(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        of_scaler = {name: vars(self)[name] for name in _OF_SCALER if name in vars(self)}
+        of_scaler = {name: vars(self)[name] for name in OF_SCALER if name in vars(self)}
         for each in self.optimizers:
             vars(each).update(of_scaler)
             try:

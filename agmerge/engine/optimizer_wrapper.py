@@ -9,6 +9,7 @@ import torch
 
 from agmerge.tensors.parameters import optimizers_of
 
+OF_SCALER = ("grad_scale", "found_inf")  # attributes that a GradScaler sets of an optimizer that takes a scale
 SEVERAL = "there are several optimizers here ({}): use optimizer.optimizers, the list of them in the order given"
 
 
@@ -34,30 +35,64 @@ class OptimizerHolder:
 class OptimizerWrapper(OptimizerHolder, torch.optim.Optimizer):
     """Stand for an optimizer: groups, state, defaults and hooks are its own, and so is everything unknown here.
 
-    Classes below set ``_inner`` and do not call ``super().__init__()``, which would make other groups and hooks.
+    Classes below set ``_inner`` and do not call ``super().__init__()``, which would make other groups and hooks. What
+    they have of their own has a name with an underscore; other attributes that are set here become the optimizer's,
+    of several that of each, but for ``step`` and other methods, which schedulers replace.
     """
 
     _inner: torch.optim.Optimizer
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """Return the inner optimizer's own list."""
         return self._inner.param_groups
 
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._only("param_groups").param_groups = groups
+
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """Return the inner optimizer's own state."""
         return self._inner.state
 
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._only("state").state = state
+
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:
         """Return the inner optimizer's own defaults."""
         return self._inner.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self._only("defaults").defaults = defaults
+
+    def _only(self, name: str) -> torch.optim.Optimizer:
+        """Return the optimizer whose attribute ``name`` is set; ``AttributeError`` where there are several."""
+        if len(optimizers_of(self._inner)) > 1:
+            raise AttributeError(f"{name} of one of them can be set: {SEVERAL.format(type(self._inner).__name__)}")
+        return self._inner
 
     def __getattr__(self, name: str) -> Any:
         if name == "_inner":  # not set up yet: while unpickling
             raise AttributeError(name)
         return getattr(self._inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or name in OF_SCALER or hasattr(type(self), name) or "_inner" not in vars(self):
+            super().__setattr__(name, value)
+            return
+        for optimizer in optimizers_of(self._inner):
+            setattr(optimizer, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in vars(self) or name == "_inner":
+            super().__delattr__(name)
+            return
+        for optimizer in optimizers_of(self._inner):
+            delattr(optimizer, name)
 
     def register_step_pre_hook(self, hook: Any) -> Any:
         """Run ``hook`` once a step, after the gradients have been combined.

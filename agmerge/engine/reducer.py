@@ -13,6 +13,7 @@ import torch
 
 from agmerge.backends import status
 from agmerge.engine.clipping_watch import ClippingWatch
+from agmerge.engine.gathered import DenseTable, GatheredGradients, gathered_of, takes_sparse_alone
 from agmerge.engine.grad_hooks import GradientHooks, HandedOver
 from agmerge.engine.synchronizer import Synchronizer
 from agmerge.errors import (
@@ -23,6 +24,7 @@ from agmerge.errors import (
     TOO_MANY,
     TWICE,
     AGMergeError,
+    NonFiniteError,
     and_more,
     shortened,
 )
@@ -35,8 +37,7 @@ from agmerge.step.agreed_state import Plans
 from agmerge.step.gradient_exchange import Combined
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.dtensors import Gradients, gradient_of
-from agmerge.tensors.parameters import ParameterTable
-
+from agmerge.tensors.parameters import ParameterTable, optimizers_of
 
 GAVE_UP = "has called zero_grad() in the middle of a step, when gradients of {missing} had not come{cause}"
 AFTER_BROKEN = (
@@ -55,7 +56,11 @@ class Reducer(Synchronizer):
     remedy = SYNCHRONIZE  # for a script that changes gradients
 
     def __init__(self, members: ParameterTable, config: Config) -> None:
-        super().__init__(members, members, config)
+        gathered = bool(gathered_of(members))
+        if config.sparse_as_dense and all(map(takes_sparse_alone, optimizers_of(members.optimizer))):
+            raise ValueError("sparse_as_dense=True: SparseAdam takes sparse gradients alone; leave it out")
+        super().__init__(members, DenseTable(members) if gathered else members, config)
+        self._gathered = GatheredGradients(members) if gathered else None
         self.skipped = False  # gradients are combined, and come to nothing: the inner optimizer must not step
         self.idle = False  # this worker is alone, and no parameter needs a gradient: there is nothing to combine
         self._paused = False  # in no_sync()
@@ -148,9 +153,13 @@ class Reducer(Synchronizer):
         momentum.take_over(self.exchange, self.members, self.members.optimizer)
         with self._lock:
             self.exchange.check_unbroken()
-            self.idle = self.alone and not self._trains()
-            if self.exchange.outside or self.synchronized or self.idle:
+            if self.exchange.outside or self.synchronized:
                 return  # nothing new: a backward pass would have begun another round
+            self.idle = (self.alone or self._gathered is not None) and not self._trains()
+            if self.idle:
+                self._gather()
+                self.synchronized = self._gathered is not None
+                return
             status.current().enter("is in step()", self.exchange.step)
             changed = self._handed_over.error(self.members, self.exchange.steps, self.remedy)
             try:
@@ -165,7 +174,24 @@ class Reducer(Synchronizer):
             if changed is not None:
                 self.discard()
                 raise changed
+            if not self.skipped:
+                self._gather()
             self.synchronized = True
+
+    def _gather(self) -> None:
+        """Collective. Combine the gradients that are gathered, if there are any. Raises as :meth:`synchronize` does."""
+        comm = self.exchange.comm
+        if self._gathered is None or comm is None:
+            return
+        joined = self._flag == Flag.JOINED
+        try:
+            self.skipped = not self._gathered.combine(comm, self.config, self.exchange.totals, joined=joined)
+        except NonFiniteError:  # the same on all ranks
+            self.discard()
+            raise
+        except BaseException as error:
+            with self.exchange.breaking():
+                raise error
 
     def _trains(self) -> bool:
         """Tell whether a parameter needs a gradient, or the exchange has known one that did."""

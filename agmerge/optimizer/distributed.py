@@ -31,8 +31,8 @@ from agmerge.tensors.parameters import optimizers_of
 ZERO_GRAD = (
     "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
     "optimizer.synchronize(). This is prohibited as it can cause a race condition. All gradients of this rank are on "
-    "their way, and the others step with them. If your script goes on after an exception between backward() and step(), "
-    "call optimizer.step() first, as the other ranks do; if all of them had it, optimizer.reset() on every rank."
+    "their way, and the others step with them. If your script goes on after an exception between backward() and "
+    "step(), call optimizer.step() first, as the other ranks do. If all of them had it: optimizer.reset() on all ranks."
 )
 
 
@@ -66,7 +66,8 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
     * ``num_groups``: This is the old name of ``groups``.
     * ``groups``: Give a number of groups, or lists of parameters. Each group is one merge buffer, instead of
       ``merging``.
-    * ``sparse_as_dense``: Gradients of sparse layout are made dense. Without it they are an error.
+    * ``sparse_as_dense``: Gradients of sparse layout are made dense. Without it they are an error; SparseAdam, which
+      takes no others, gets those of all ranks, gathered.
     * ``process_set``: Give a Horovod process set, or the ranks (on any backend) that exchange gradients, also as
       torch's ``ProcessGroup`` or ``DeviceMesh``, as ``mesh["replicate"]``. The others step by themselves.
     * ``density``: Give one number, elements sent / elements, for a sparsifier 0.01 by default; or ``{pattern:

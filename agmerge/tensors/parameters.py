@@ -153,8 +153,8 @@ class ParameterTable:
         if not allowed:
             raise ValueError(
                 f"parameter {self.name_of(parameter)!r} has a gradient of layout {parameter.grad.layout}; pass "
-                "sparse_as_dense=True (SparseAdam, an optimizer for sparse gradients alone, then refuses them), or "
-                "build the embedding with sparse=False"
+                "sparse_as_dense=True, build the embedding with sparse=False, or step it by SparseAdam, whose "
+                "gradients are gathered"
             )
         parameter.grad = parameter.grad.to_dense()
         return parameter.grad
