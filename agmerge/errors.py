@@ -1,9 +1,12 @@
-"""Define what can go wrong in a step. Mistakes in arguments are ``ValueError`` or ``TypeError`` instead."""
+"""Define what can go wrong in a step, and warn. Mistakes in arguments are ``ValueError`` or ``TypeError`` instead."""
 
 from __future__ import annotations
 
 import re
+import sys
+import warnings
 from collections.abc import Sequence
+from types import FrameType
 
 TOO_MANY = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). "
@@ -161,3 +164,27 @@ def printable(text: str, most: int = 2000) -> str:
     text = _ESCAPES.sub("", text[: 2 * most])
     text = "".join(character if character.isprintable() else "\n" for character in text)
     return re.sub(r" *\n[ \n]*", " ", text).strip()[:most]
+
+
+def warn(text: str, rank: int) -> None:
+    """Warn on rank 0, in the name of the script's line that has called this library.
+
+    Where warnings are errors (``python -W error``) it is raised on every rank: one that ended alone would keep the
+    others waiting. So all ranks call this, each with its number ``rank``.
+    """
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] == "agmerge":
+        level, frame = level + 1, frame.f_back
+    if rank == 0 or _is_error(text, frame):
+        warnings.warn(text, UserWarning, stacklevel=level)
+
+
+def _is_error(text: str, frame: FrameType) -> bool:
+    """Return whether the filters make an exception of this warning, which the line of ``frame`` causes."""
+    module = str(frame.f_globals.get("__name__", "<string>"))
+    for action, message, category, name, line in warnings.filters:
+        about = message is None or re.compile(message).match(text)
+        there = name is None or re.compile(name).match(module)
+        if about and there and issubclass(UserWarning, category) and line in (0, frame.f_lineno):
+            return action == "error"
+    return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,11 +23,11 @@ from agmerge.integrations.ddp_hook import Hook, exchange
 from agmerge.integrations.ddp_refusals import checked_model, checked_options
 from agmerge.optimizer.sharing import SharingMixin
 from agmerge.optimizer.swapping import SwappingMixin
-from agmerge.options import compressors, momentum, notices
+from agmerge.options import door, momentum, notices
 from agmerge.options.arguments import Options
 from agmerge.options.config import with_momentum_of
 from agmerge.options.resolve import resolve
-from agmerge.options.updates import UPDATES, density_of
+from agmerge.options.updates import UPDATES
 from agmerge.reporting import ReportingMixin
 from agmerge.tensors.parameters import ParameterTable
 
@@ -86,9 +86,8 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
         if self._inner is not None:
             line = "compressed = agmerge.integrations.ddp.compress(model, optimizer=optimizer, ...)"
             rank_state.warn_of_unread(self._inner, line, "compressed")
-        compression = compressors.resolve_auto(options, self._inner)
-        compressors.check_meaning(options.compression, vars(options))
-        self._options = replace(options, compression=compression, density=density_of(options))
+        door.check_said(options)
+        self._options = door.settled(options, self._inner)
         self._attached = ExitStack()  # what hangs on the model and the optimizer
         self._reducer = self._reducer_for(model)
         try:

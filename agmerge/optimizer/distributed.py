@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from agmerge.checkpoint import horovod_elastic, rank_state, torch_helpers
 from agmerge.engine import grad_scaler, join
@@ -19,11 +20,10 @@ from agmerge.ops import Average, ReduceOp
 from agmerge.optimizer.saving import SavingMixin
 from agmerge.optimizer.sharing import SharingMixin
 from agmerge.optimizer.swapping import SwappingMixin
-from agmerge.options import compressors, notices
+from agmerge.options import door, notices
 from agmerge.options.arguments import Options
 from agmerge.options.config import with_momentum_of
 from agmerge.options.resolve import check_passes, resolve
-from agmerge.options.updates import density_of
 from agmerge.reporting import ReportingMixin
 from agmerge.runtime import process_sets, workers
 from agmerge.tensors.parameters import optimizers_of
@@ -158,7 +158,7 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         outer: Any = None,
     ) -> None:
         options = Options.from_saved(locals())  # by name
-        compressors.check_meaning(compression, vars(options))
+        door.check_said(options)
         self._set_up(optimizer, named_parameters, options)
         try:
             workers.adopt()
@@ -176,10 +176,9 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         self._inner = optimizer = inner_of(optimizer, named)
         line = f"optimizer = agmerge.{type(self).__name__}(optimizer, ...)"
         rank_state.warn_of_unread(optimizer, line, "optimizer")
-        compression = compressors.resolve_auto(options, optimizer)
         # As the script gave them, but for what it left to us, and what does not pickle.
         process_set = process_sets.by_ranks(options.process_set)
-        self._options = replace(options, compression=compression, density=density_of(options), process_set=process_set)
+        self._options = replace(door.settled(options, optimizer), process_set=process_set)
         config = with_momentum_of(resolve(self._options), optimizer)
         self._reducer: AnyReducer = reducer_for(optimizer, named, config)
         self._stop_hiding = torch_helpers.hide_momentum(self._reducer.exchange, optimizer)
@@ -218,6 +217,7 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
 
     # -- a step ---------------------------------------------------------------------------------------------
 
+    @_disable_dynamo  # here and below: what they do depends on messages
     def synchronize(self) -> None:
         """Collective. Make every ``p.grad`` the combined update: for clipping between ``backward`` and ``step``."""
         self._reducer.synchronize()
@@ -234,6 +234,7 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         with self._reducer.paused():
             yield
 
+    @_disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Collective. Combine the gradients, then step the inner optimizer. Return the closure's loss, if there is one.
 
@@ -244,6 +245,7 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
             torch_helpers.refuse(self)  # they step an optimizer without a state
         return self._reducer.step(self, closure)
 
+    @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Collective. Zero the inner optimizer's gradients; ``AssertionError`` while all of them are on their way.
 

@@ -20,10 +20,10 @@ from agmerge.engine.step_hooks import follow
 from agmerge.engine.update_reducer import UpdateReducer
 from agmerge.optimizer.distributed import DistributedOptimizer
 from agmerge.optimizer.sharing import SharingMixin
-from agmerge.options import compressors
+from agmerge.options import compressors, door
 from agmerge.options.arguments import Options
 from agmerge.options.resolve import resolve
-from agmerge.options.updates import SENT_AS_THEY_ARE, UPDATES
+from agmerge.options.updates import SENT_AS_THEY_ARE, UPDATES, own_density
 from agmerge.reporting import ReportingMixin
 from agmerge.runtime import workers
 from agmerge.tensors.parameters import ParameterTable
@@ -46,7 +46,7 @@ class LocalOptimizer(DistributedOptimizer):
         every: int = EVERY,
         *,
         compression: Any = "auto",
-        density: Any = 1.0,
+        density: Any = None,
         wire: str | None = None,
         **options: Any,
     ) -> None:
@@ -73,7 +73,7 @@ class LocalSync(ReportingMixin, SharingMixin, OptimizerHolder):
         every: int = EVERY,
         *,
         compression: Any = "auto",
-        density: Any = 1.0,
+        density: Any = None,
         wire: str | None = None,
         sync_every: int | None = None,
         outer_optimizer: torch.optim.Optimizer | None = None,
@@ -93,9 +93,9 @@ class LocalSync(ReportingMixin, SharingMixin, OptimizerHolder):
             if value is not None and options.setdefault(name, value) is not value:
                 raise ValueError(f"{other} is another name of {name}: give one of them")
         settings = _settings(every, compression, density, wire, options)
-        settings["compression"] = compressors.resolve_auto(Options(**settings), inner)
-        compressors.check_meaning(settings["compression"], settings)
-        self._reducer = UpdateReducer(ParameterTable(inner, named), resolve(Options(**settings)))
+        asked = Options(**settings)
+        door.check_said(asked)
+        self._reducer = UpdateReducer(ParameterTable(inner, named), resolve(door.settled(asked, inner)))
         self._unfollow: Callable[[], None] | None = None  # takes the hooks off; None: there are none
 
     def __enter__(self) -> LocalSync:
@@ -153,6 +153,8 @@ class SameKind:
 
 def _settings(every: int, compression: Any, density: Any, wire: str | None, options: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of :class:`DistributedOptimizer`. What sends every element, or factors, has no codec."""
+    if density is None and own_density(compression) is None:
+        density = 1.0
     if "sync" in options:
         raise TypeError("sync is not an argument here: local steps exchange updates")
     if wire is None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from agmerge.engine.synchronizer import Synchronizer
-from agmerge.options import compressors, notices
+from agmerge.options import door, notices
 from agmerge.options.arguments import Options
 from agmerge.options.config import with_momentum_of
 from agmerge.options.resolve import resolve
@@ -39,7 +39,7 @@ class SwappingMixin:
         """
         reducer, optimizer, before = self._reducer, self._inner, self._reducer.config
         chosen = {"density": density, "rank": rank, "memory": memory, "warmup": warmup}
-        changed = compressors.swapped(self._options, optimizer, compression, chosen, options)
+        changed = door.swapped(self._options, optimizer, compression, chosen, options)
         config = with_momentum_of(resolve(changed), optimizer)
         reducer.reconfigure(config, "set_compressor()", "Give every rank the same compressor, at the same step.")
         self._options = changed

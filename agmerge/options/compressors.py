@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 import sparsifiers
+from agmerge.errors import warn
 from agmerge.ops import Compression
 from agmerge.options import defaults, momentum, published
 from agmerge.options.arguments import Options
-from agmerge.options.density_policy import DENSITY, IMPORTANCE
+from agmerge.options.density_policy import IMPORTANCE
 from agmerge.options.updates import UPDATES
 from agmerge.runtime import horovod_names, workers
 from sparsifiers import catalogue
@@ -91,8 +90,8 @@ def cast_name(compression: Any) -> str | None:
 def check_meaning(compression: Any, given: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` if an argument of ``given`` is about what ``compression`` does not do.
 
-    A number as ``density`` or ``rank``, and ``exchange="sparse"``, say how a compressor is to go about it, so they may
-    stay in a script that swaps its compressor by name.
+    A number as ``density``, and ``exchange="sparse"``, say how a compressor is to go about it, so they may stay in a
+    script that swaps its compressor by name. A rank is of factors alone.
     """
     selects, factorises, compresses = _abilities(compression)
     quantises = compresses and not selects and not factorises
@@ -111,16 +110,16 @@ def check_meaning(compression: Any, given: Mapping[str, Any]) -> None:
             about = "how much a sparsifier selects of which parameter"
         elif not selects and name == "exchange" and value in _SELECTING:
             about = "how ranks combine what a sparsifier selects"
-        elif not factorises and name == "rank" and isinstance(value, dict):
+        elif not factorises and name == "rank":
             about, sends = "the factors of a low-rank compressor", "no factors"
             instead = "'powersgd' or 'acpsgd'"
         elif not compresses and name == "decay" and value != 1.0:
             about = "what a compressor leaves behind"
         if about:
+            at_first = " (to send everything at first: a sparsifier, and then set_compressor())"
             raise ValueError(
                 f"{name}={value!r} is about {about}, and compression={compression!r} sends {sends}: leave {name} "
-                f"out, or give {instead} as compression (to send everything at first: a sparsifier, and then "
-                "set_compressor())"
+                f"out, or give {instead} as compression{at_first if name != 'rank' else ''}"
             )
 
 
@@ -137,7 +136,7 @@ def _abilities(compression: Any) -> tuple[bool, bool, bool]:
         each = [_abilities(part) for part in compression.values()]
         return any(s for s, _, _ in each), any(f for _, f, _ in each), any(c for _, _, c in each)
     if isinstance(compression, (list, tuple)):  # a choice: what nobody may choose is refused later
-        return False, False, any(name != defaults.NONE for name in compression)
+        return False, False, any(name != published.NONE for name in compression)
     low_rank = sparsifiers.is_low_rank(compression)
     return not low_rank and not sparsifiers.is_quantiser(compression), low_rank, True
 
@@ -158,10 +157,11 @@ def compressor_of(compression: Any, density: Any, rank: Any = None) -> sparsifie
 
     Args:
         compression: a name, an object that is a compressor, or {pattern: one of these}.
-        density: the one number that a sparsifier given by name gets; one that is an object must have it already.
+        density: the one number that a sparsifier given by name gets; one that is an object has its own.
         rank: likewise, of a low-rank compressor: a number, {pattern: number}, or None, its own.
     """
-    asked = None if rank is None else sparsifiers.low_rank("powersgd", rank).rank  # checked also where not needed
+    if rank is not None:
+        sparsifiers.low_rank("powersgd", rank)  # checked also where it is not needed
     if isinstance(compression, Mapping):
         return _by_name(compression, density, rank)
     try:
@@ -169,12 +169,11 @@ def compressor_of(compression: Any, density: Any, rank: Any = None) -> sparsifie
     except ValueError as error:
         raise ValueError(f"density={density!r}: {error}") from None
     cast = cast_name(compression)
-    if cast == "none" and not isinstance(compression, str) and workers.is_initialized() and workers.rank() == 0:
-        warnings.warn(DENSE, UserWarning, stacklevel=6)  # the object of a script that was Horovod's
+    if cast == "none" and not isinstance(compression, str) and workers.is_initialized():
+        warn(DENSE, workers.rank())  # the object of a script that was Horovod's
     if cast is not None:
         return Cast(cast)
     if isinstance(compression, sparsifiers.Compressor):
-        _check_given_once(compression, density, asked)
         return compression
     if not isinstance(compression, str):
         raise TypeError(_why_no_compressor(compression))
@@ -197,16 +196,6 @@ def _by_name(parts: Mapping[Any, Any], density: Any, rank: Any) -> sparsifiers.C
                 "its dtype; give 'none', or wire= for what is compressed"
             )
     return sparsifiers.ByName(made)
-
-
-def _check_given_once(compressor: sparsifiers.Compressor, density: Any, rank: Any) -> None:
-    """Raise ``ValueError`` if a density or a rank was given that is not the compressor's own."""
-    if compressor.selects and density not in (DENSITY, compressor.density):
-        raise ValueError(
-            f"density={density!r} and compression={compressor!r} disagree: give the density to the compressor only"
-        )
-    if isinstance(compressor, sparsifiers.LowRank) and rank not in (None, compressor.rank):
-        raise ValueError(f"rank={rank!r} and compression={compressor!r} disagree: give the rank to one of them")
 
 
 def _why_no_compressor(given: Any) -> str:
@@ -232,45 +221,6 @@ def _sparsifier(name: str, density: Any) -> sparsifiers.Compressor:
 def unknown(argument: str, name: str) -> str:
     """Return the error about a compressor's name that nobody knows, with what there is and what was perhaps meant."""
     return f"{argument}={name!r} is unknown; known: {_names()}{published.hint(published.COMPRESSION, name)}"
-
-
-def swapped(
-    options: Options,
-    optimizer: torch.optim.Optimizer | None,
-    compression: Any,
-    given: Mapping[str, Any],
-    own: Mapping[str, Any],
-) -> Options:
-    """Return the options of a wrapper that compresses otherwise from now on.
-
-    Args:
-        options: those in use.
-        optimizer: which ``compression="auto"`` goes by; None: it is not known.
-        compression: as the constructor takes it.
-        given: ``density``, ``rank``, ``memory`` and ``warmup``; a density or rank that is None is the one in use.
-        own: options of the compressor, by name.
-    """
-    asked = {"compression": compression, **given}  # what was asked for before is not asked for now
-    compression = resolve_auto(replace(Options(), sync=options.sync, exchange=options.exchange, **asked), optimizer)
-    check_meaning(compression, {name: given[name] for name in ("density", "rank", "warmup")})
-    density = options.density if given["density"] is None else given["density"]
-    rank = options.rank if given["rank"] is None else given["rank"]
-    if own:
-        compression = _with_options(compression, density, rank, own)
-    if isinstance(compression, sparsifiers.Sparsifier) and density != IMPORTANCE:
-        density = compression.density
-    if isinstance(compression, sparsifiers.LowRank) and (own or given["rank"] is None):
-        rank = compression.rank
-    return replace(options, **{**given, "compression": compression, "density": density, "rank": rank})
-
-
-def _with_options(name: Any, density: Any, rank: Any, options: Mapping[str, Any]) -> sparsifiers.Compressor:
-    """Return the compressor of this name, with options of its own. TypeError for one that it does not have."""
-    if sparsifiers.is_low_rank(name):
-        return sparsifiers.low_rank(name, **({} if rank is None else {"rank": rank}), **options)
-    if sparsifiers.is_quantiser(name):
-        return sparsifiers.quantiser(name, **options)
-    return sparsifiers.get(name, DENSITY if density == IMPORTANCE else density, **options)
 
 
 def _names() -> str:

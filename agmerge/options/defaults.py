@@ -7,13 +7,13 @@ fastest one's. Which candidates these are was measured: docs/parity.md, "Default
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 import sparsifiers
+from agmerge.errors import warn
 from agmerge.options.arguments import Options
 from agmerge.runtime import workers
 from agmerge.tensors.parameters import optimizers_of
@@ -135,6 +135,6 @@ def choice(candidates: Sequence[str]) -> Choice | str:
 
 
 def _say_once(text: str) -> None:
-    """Warn on rank 0 alone; where there is no rank yet, nobody is warned."""
-    if workers.is_initialized() and workers.rank() == 0:
-        warnings.warn(text, UserWarning, stacklevel=6)
+    """Warn on rank 0; where there is no rank yet, nobody is warned."""
+    if workers.is_initialized():
+        warn(text, workers.rank())

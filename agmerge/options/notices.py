@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 
+from agmerge.errors import warn
 from agmerge.options.named_costs import cheaper, known_cost
 from agmerge.runtime import workers
 
@@ -28,25 +28,26 @@ NAMED = "{what} (docs/compressors.md), and compression={instead!r} costs less"
 def warn_of_changes(exchange: Any, optimizer: torch.optim.Optimizer | None, before: Any) -> None:
     """Warn, on rank 0, of what holds now and did not with the config ``before`` (None: there was none).
 
-    The warnings point at the caller of the wrapper's method. Nothing communicates.
+    All ranks call this, see :func:`agmerge.errors.warn`. Nothing communicates.
 
     Args:
         exchange: the ``GradientExchange`` of the wrapper, with its config of now.
         optimizer: the one that steps; None: it is not known, and nothing is said.
         before: a ``Config``, or None.
     """
-    alone = exchange.comm is None and workers.is_initialized() and workers.rank() == 0  # elastic: not connected yet
-    if optimizer is None or exchange.outside or not (alone or (exchange.comm is not None and exchange.comm.rank == 0)):
+    alone = exchange.comm is None and workers.is_initialized()  # elastic: not connected yet
+    if optimizer is None or exchange.outside or not (alone or exchange.comm is not None):
         return
+    rank = workers.rank() if alone else exchange.comm.rank
     config, name, groups = exchange.config, type(optimizer).__name__, optimizer.param_groups
     followed = before is not None and before.rates is not None
     if config.rates is not None and not followed:
         momenta = ", ".join(f"{value:g}" for value in dict.fromkeys(float(group["momentum"]) for group in groups))
         decay = DECAY.format(optimizer=name) if any(group.get("weight_decay") for group in groups) else ""
         text = TAKEN.format(memory=config.memory.name, optimizer=name, momenta=momenta, decay=decay)
-        warnings.warn(text, stacklevel=3)
+        warn(text, rank)
     if followed and config.rates is None and config.memory.has_momentum:
-        warnings.warn(OWN.format(memory=config.memory.name), stacklevel=3)
+        warn(OWN.format(memory=config.memory.name), rank)
     cost = known_cost(config, optimizer)
     if cost is not None and (before is None or known_cost(before, optimizer) != cost):
-        warnings.warn(NAMED.format(what=cost.text, instead=cheaper(cost, optimizer)), stacklevel=3)
+        warn(NAMED.format(what=cost.text, instead=cheaper(cost, optimizer)), rank)

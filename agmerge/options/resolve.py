@@ -25,7 +25,7 @@ from agmerge.options import dense_cutoff, density_schedule, published
 from agmerge.options.arguments import Options
 from agmerge.options.compressors import compressor_of, densities_of, memory_for
 from agmerge.options.config import AUTO, FASTEST, MERGING, TWO_LEVEL, WIRES, Config, DenseRule, is_small
-from agmerge.options.density_policy import DENSITY, IMPORTANCE, DensityPolicy
+from agmerge.options.density_policy import IMPORTANCE, DensityPolicy
 from agmerge.options.groups import parse_groups
 from agmerge.options.updates import (
     HOLD,
@@ -107,8 +107,8 @@ def _compression(options: Options, updates: Updates | None) -> dict[str, Any]:
         raise ValueError(f"density={density!r}: give a number, {{pattern: number}}, or {IMPORTANCE!r}")
     by_importance = density == IMPORTANCE
     patterns = densities_of(density)
-    default = DENSITY if isinstance(compression, sparsifiers.Compressor) else default_density(options)
-    compressor = compressor_of(compression, default if patterns or by_importance else density, options.rank)
+    number = default_density(options) if patterns or by_importance else density
+    compressor = compressor_of(compression, number, options.rank)
     _check_low_rank(options, compressor)
     if patterns and isinstance(compression, sparsifiers.Sparsifier):
         raise ValueError(f"density={density!r} and compression={compression!r}: give a name, or one density")

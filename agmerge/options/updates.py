@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -77,12 +77,20 @@ class Updates:
 
 
 def density_of(options: Options) -> Any:
-    """Return the density that is asked for, or the default one (``options.density`` None)."""
+    """Return the density that is asked for, that of a compressor object, or the default one."""
     if options.density is not None:
         return options.density
-    if isinstance(options.compression, sparsifiers.Compressor) and options.compression.selects:
-        return getattr(options.compression, "density", DENSITY)
-    return default_density(options)
+    own = own_density(options.compression)
+    return default_density(options) if own is None else own
+
+
+def own_density(compression: Any) -> float | None:
+    """Return the density of a sparsifier that a script gives as an object, by pattern too; None where it gives none."""
+    parts = compression.values() if isinstance(compression, Mapping) else [compression]
+    for part in parts:
+        if isinstance(part, sparsifiers.Compressor) and part.selects:
+            return float(getattr(part, "density", DENSITY))
+    return None
 
 
 def default_density(options: Options) -> float:

@@ -112,8 +112,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"density": {"0.*": "much"}}, ValueError, ["'0.*'", "'much'"]),
     ({"density": {"(": 0.1}}, ValueError, ["'('"]),
     ({"density": {"weight": 0.1}}, ValueError, ["density: 'weight' matches no whole name", "0.weight"]),
-    ({"rank": 0}, ValueError, ["rank=0", "a whole number > 0", "{pattern: number}"]),
-    ({"rank": 1.5, "compression": "topk"}, ValueError, ["rank=1.5", "a whole number > 0"]),
+    ({"rank": 0, "compression": "powersgd"}, ValueError, ["rank=0", "a whole number > 0", "{pattern: number}"]),
+    ({"rank": 1.5, "compression": "acpsgd"}, ValueError, ["rank=1.5", "a whole number > 0"]),
     ({"rank": True, "compression": "powersgd"}, ValueError, ["rank=True", "a whole number > 0"]),
     ({"rank": "4", "compression": "acpsgd"}, ValueError, ["rank='4'", "a whole number > 0"]),
     ({"rank": {}, "compression": "powersgd"}, ValueError, ["rank={}", "at least one pattern"]),
@@ -124,6 +124,10 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     *(
         ({"rank": {".*": 4}, "compression": name}, ValueError, ["rank={", "sends no factors", "give 'powersgd' or"])
         for name in ("topk", "none", "auto")
+    ),
+    *(
+        ({"rank": 4, "compression": name}, ValueError, ["rank=4", "no factors: leave rank out, or give 'powersgd'"])
+        for name in ("topk", "none", "auto", "eden", ["none", "int8"], sparsifiers.get("dgc"), {".*": "topk"})
     ),
     ({"rank": 2, "compression": POWERSGD}, ValueError, ["rank=2", "rank=4", "disagree", "one of them"]),
     *(

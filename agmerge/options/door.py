@@ -1,0 +1,135 @@
+"""Look at everything that a script says, before anything of it counts: what was not said is decided here, once.
+
+Silence is no value: an option that is None has not been said, so nothing can disagree with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import sparsifiers
+from agmerge.errors import warn
+from agmerge.options import momentum
+from agmerge.options.arguments import Options
+from agmerge.options.compressors import check_meaning, compressor_of, resolve_auto
+from agmerge.options.density_policy import DENSITY, IMPORTANCE
+from agmerge.options.updates import UPDATES, density_of, own_density
+from agmerge.runtime import workers
+from sparsifiers import Kind, catalogue
+
+KEPT = (
+    "memory='residual' goes with compression={name!r} here: {optimizer} has a momentum of its own, which memory "
+    "{memory!r} cannot apply in its place. To say memory='residual' ends this line"
+)
+
+
+def check_said(options: Options) -> None:
+    """Raise ``ValueError`` where two things that a script has said disagree, or one has no meaning beside others.
+
+    For what a script has just said: options in use also have what an earlier compressor was given.
+    """
+    check_meaning(options.compression, vars(options))
+    check_agreement(options.compression, options.density, options.rank)
+
+
+def check_agreement(compression: Any, density: Any, rank: Any) -> None:
+    """Raise ``ValueError`` if a density or a rank was given (not None) that is not that of a compressor object.
+
+    ``compression``: as the script gives it. ``density="importance"`` goes around the object's own.
+    """
+    for part in _objects(compression):
+        if part.selects and density is not None and density not in (IMPORTANCE, part.density):
+            if isinstance(density, dict):
+                raise ValueError(f"density={density!r} and compression={compression!r}: give a name, or one density")
+            raise ValueError(
+                f"density={density!r} and compression={compression!r} disagree: give the density to the compressor only"
+            )
+        if isinstance(part, sparsifiers.LowRank) and rank not in (None, part.rank):
+            raise ValueError(f"rank={rank!r} and compression={compression!r} disagree: give the rank to one of them")
+
+
+def _objects(compression: Any) -> list[Any]:
+    """Return the compressors that a script gives as objects, by pattern too."""
+    parts = list(compression.values()) if isinstance(compression, Mapping) else [compression]
+    return [part for part in parts if isinstance(part, sparsifiers.Compressor)]
+
+
+def settled(options: Options, optimizer: torch.optim.Optimizer | None) -> Options:
+    """Return the options with what was left open decided: the compressor, its density, and who keeps the rest.
+
+    ``optimizer``: the one that steps; None: nobody has said which. Raises ``ValueError`` or ``TypeError``.
+    """
+    options = replace(options, compression=resolve_auto(options, optimizer))
+    return replace(options, density=density_of(options), memory=memory_beside(options, optimizer))
+
+
+def swapped(
+    options: Options,
+    optimizer: torch.optim.Optimizer | None,
+    compression: Any,
+    given: Mapping[str, Any],
+    own: Mapping[str, Any],
+) -> Options:
+    """Return the options of a wrapper that compresses otherwise from now on.
+
+    Args:
+        options: those in use.
+        optimizer: which ``compression="auto"`` goes by; None: it is not known.
+        compression: as the constructor takes it.
+        given: ``density``, ``rank``, ``memory`` and ``warmup``; a density or rank that is None is the one in use.
+        own: options of the compressor, by name.
+    """
+    asked = replace(Options(), sync=options.sync, exchange=options.exchange, compression=compression, **given)
+    check_agreement(asked.compression, asked.density, asked.rank)
+    compression = resolve_auto(asked, optimizer)  # what was asked for before is not asked for now
+    check_meaning(compression, {name: getattr(asked, name) for name in ("density", "rank", "warmup")})
+    density = options.density if asked.density is None else asked.density
+    rank = options.rank if asked.rank is None else asked.rank
+    if own:
+        compression = _with_options(compression, density, rank, own)
+    density = density if density == IMPORTANCE else own_density(compression) or density
+    if isinstance(compression, sparsifiers.LowRank) and (own or asked.rank is None):
+        rank = compression.rank
+    said = {"memory": asked.memory, "warmup": asked.warmup, "density": density, "rank": rank}
+    changed = replace(options, compression=compression, **said)
+    return replace(changed, memory=memory_beside(changed, optimizer))
+
+
+def _with_options(name: Any, density: Any, rank: Any, options: Mapping[str, Any]) -> sparsifiers.Compressor:
+    """Return the compressor of this name, with options of its own. TypeError for one that it does not have."""
+    if not isinstance(name, str):
+        raise TypeError(f"{', '.join(options)}: options of a compressor go with its name, and here is {name!r}")
+    if sparsifiers.is_low_rank(name):
+        return sparsifiers.low_rank(name, **({} if rank is None else {"rank": rank}), **options)
+    if sparsifiers.is_quantiser(name):
+        return sparsifiers.quantiser(name, **options)
+    return sparsifiers.get(name, DENSITY if density == IMPORTANCE else density, **options)
+
+
+def memory_beside(options: Options, optimizer: torch.optim.Optimizer | None) -> Any:
+    """Return the memory that the script asks for; where it asks for none, one that goes with the optimizer.
+
+    That is None, the compressor's own, unless this applies momentum, and the optimizer has one that it cannot apply in
+    the optimizer's place. Then it is ``"residual"``, and rank 0 says so.
+    """
+    if options.memory is not None or options.sync == UPDATES or optimizer is None:
+        return options.memory
+    named = isinstance(options.compression, str) and catalogue.is_sparsifier(options.compression)
+    if not named and not _objects(options.compression):
+        return None
+    compressor = compressor_of(options.compression, DENSITY, options.rank)
+    memory = sparsifiers.memory(compressor.memory)
+    if not memory.has_momentum or compressor.kinds != {Kind.SPARSE}:  # beside factors it is refused, by name
+        return None
+    try:
+        momentum.rates(optimizer, memory)
+    except ValueError:
+        if workers.is_initialized():
+            text = KEPT.format(name=compressor.name, optimizer=type(optimizer).__name__, memory=memory.name)
+            warn(text, workers.rank())
+        return "residual"
+    return None
