@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 from torch._compile import _disable_dynamo
+from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -190,7 +191,7 @@ def _sample(gradient: torch.Tensor) -> torch.Tensor:
 def _hook(reference: weakref.ref[GradientListener], name: str) -> Callable[[torch.Tensor], None]:
     """Return the hook that tells the listener, if it still lives, without gradient recording."""
 
-    def hook(parameter: torch.Tensor) -> None:
+    def tell(parameter: torch.Tensor) -> None:
         listener = reference()
         if listener is None:
             return
@@ -199,6 +200,14 @@ def _hook(reference: weakref.ref[GradientListener], name: str) -> Callable[[torc
                 listener.on_gradient(parameter, name)
         else:
             listener.on_gradient(parameter, name)
+
+    apart = _disable_dynamo(tell)  # what it does depends on messages
+
+    def hook(parameter: torch.Tensor) -> None:
+        if is_compiling():  # the backward pass is called in a compiled function, which traces what hooks do
+            apart(parameter)
+        else:
+            tell(parameter)
 
     return hook
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from support import Blocks, agreed, batch, digest, on_ranks, seeded, wrap
+from support import Blocks, agreed, batch, digest, on_ranks, seeded, sgd, wrap
 from torch.nn import functional as F
 
+import agmerge
 from agmerge import testing
 
 COMPILING = threading.Lock()  # the compiler belongs to the process, and ranks are threads
@@ -74,6 +76,43 @@ def test_messages_leave_during_the_backward_of_compiled_blocks() -> None:
         return left
 
     assert agreed(on_ranks(2, MODEL, body)) == len(list(MODEL.parameters()))
+
+
+def compiled_step(model: Blocks, rank: int, what: str, options: dict[str, Any]) -> list[str]:
+    """Train with a compiled ``optimizer.step``, as PyTorch's own recipe has it, or a compiled whole step."""
+    optimizer: Any = agmerge.DistributedOptimizer(sgd(model), model.named_parameters(), **options)
+    step_it = torch.compile(optimizer.step, backend="aot_eager") if what == "optimizer.step" else optimizer.step
+
+    def train_step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        step_it()
+
+    whole = torch.compile(train_step, backend="aot_eager") if what == "whole step" else train_step
+    seen = []
+    for step in range(4):
+        whole(*batch(rank, step))
+        seen.append(digest(model))
+    return seen
+
+
+OPTIONS: list[dict[str, Any]] = [{"compression": "none"}, {"compression": "topk"}, {"compression": "eden"}]
+
+
+@pytest.mark.thin
+@pytest.mark.parametrize("options", [*OPTIONS, {"compression": "topk", "sync": "updates"}], ids=str)
+@pytest.mark.parametrize("what", ["optimizer.step", "whole step"])
+def test_a_compiled_step_trains_to_the_same_bits(what: str, options: dict[str, Any]) -> None:
+    plain, compiled = (on_ranks(1, MODEL, lambda r, m, w=w: compiled_step(m, r, w, options)) for w in ("", what))
+    assert plain == compiled and len(set(plain[0])) == 4
+
+
+def test_a_compiled_step_among_two_workers() -> None:
+    plain, compiled = (
+        agreed(on_ranks(2, MODEL, lambda r, m, w=w: compiled_step(m, r, w, {"compression": "topk", "timeout": 60.0})))
+        for w in ("", "optimizer.step")
+    )
+    assert plain == compiled and len(set(plain)) == 4
 
 
 @pytest.mark.long
