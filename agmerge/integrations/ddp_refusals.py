@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from agmerge.options import keywords
 from agmerge.options.arguments import Options
 from agmerge.options.updates import UPDATES
 from agmerge.runtime import workers
@@ -104,12 +104,10 @@ def checked_options(given: Mapping[str, Any], model: DistributedDataParallel) ->
     Joins the workers, if that has not happened. Raises ``TypeError`` for names that it does not know, and
     ``ValueError`` for options that are said elsewhere.
     """
-    known = {field.name for field in fields(Options)}
     for name in given:
         if name in SAID_ELSEWHERE:
             raise ValueError(f"ddp.compress() takes no {name}=: {SAID_ELSEWHERE[name]}")
-        if name not in known:
-            raise TypeError(f"ddp.compress() got an unexpected keyword argument {name!r}")
+    keywords.refuse_unknown("ddp.compress", given)
     merging = given.get("merging")
     if (getattr(merging, "name", None) or merging) == "dear":
         raise ValueError(

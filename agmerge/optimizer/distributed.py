@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._compile import _disable_dynamo
@@ -20,7 +20,7 @@ from agmerge.ops import Average, ReduceOp
 from agmerge.optimizer.saving import SavingMixin
 from agmerge.optimizer.sharing import SharingMixin
 from agmerge.optimizer.swapping import SwappingMixin
-from agmerge.options import door, notices
+from agmerge.options import door, keywords, notices
 from agmerge.options.arguments import Options
 from agmerge.options.config import with_momentum_of
 from agmerge.options.resolve import check_passes, resolve
@@ -156,7 +156,9 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         overlap: int = 0,
         decay: float = 1.0,
         outer: Any = None,
+        **unknown: NoReturn,
     ) -> None:
+        keywords.refuse_unknown(type(self).__name__, unknown)
         options = Options.from_saved(locals())  # by name
         door.check_said(options)
         self._set_up(optimizer, named_parameters, options)

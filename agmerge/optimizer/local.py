@@ -20,7 +20,7 @@ from agmerge.engine.step_hooks import follow
 from agmerge.engine.update_reducer import UpdateReducer
 from agmerge.optimizer.distributed import DistributedOptimizer
 from agmerge.optimizer.sharing import SharingMixin
-from agmerge.options import compressors, door
+from agmerge.options import compressors, door, keywords
 from agmerge.options.arguments import Options
 from agmerge.options.resolve import resolve
 from agmerge.options.updates import SENT_AS_THEY_ARE, UPDATES, own_density
@@ -80,6 +80,7 @@ class LocalSync(ReportingMixin, SharingMixin, OptimizerHolder):
         fragment_sync_delay: int | None = None,
         **options: Any,
     ) -> None:
+        keywords.refuse_unknown(type(self).__name__, options)
         named = list(model.named_parameters())
         inner = self._inner = inner_of(optimizer, named)
         rank_state.warn_of_unread(inner, "sync = agmerge.LocalSync(model, optimizer, ...)", "sync")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -51,6 +51,11 @@ class Options:
     decay: float = 1.0
     outer: Any = None  # a function of parameters that makes an optimizer of them, or None
 
+    def __post_init__(self) -> None:
+        """Read once what can be read only once, and copy lists and dictionaries: nobody changes them from here on."""
+        for field in fields(self):
+            object.__setattr__(self, field.name, _read(getattr(self, field.name)))
+
     @classmethod
     def from_saved(cls, arguments: Mapping[str, Any]) -> Options:
         """Return the options of a pickled wrapper, by name.
@@ -59,3 +64,14 @@ class Options:
         """
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in arguments.items() if name in known})
+
+
+def _read(value: Any) -> Any:
+    """Return an iterator as a list of what it gives, a list or dictionary as a copy; within them likewise."""
+    if isinstance(value, Iterator):
+        return [_read(each) for each in value]
+    if type(value) in (list, tuple):
+        return type(value)(map(_read, value))
+    if type(value) is dict:
+        return {key: _read(each) for key, each in value.items()}
+    return value

@@ -10,7 +10,9 @@ from agmerge.options.arguments import Options
 
 
 def test_options_have_the_names_order_and_defaults_of_the_constructor() -> None:
-    arguments = list(signature(agmerge.DistributedOptimizer.__init__).parameters.values())[3:]  # self, what is wrapped
+    arguments = list(signature(agmerge.DistributedOptimizer.__init__).parameters.values())
+    arguments, unknown = arguments[3:-1], arguments[-1]  # self and what is wrapped come first
+    assert unknown.kind is unknown.VAR_KEYWORD  # to say what was meant
     assert [(field.name, field.default) for field in fields(Options)] == [(a.name, a.default) for a in arguments]
 
 

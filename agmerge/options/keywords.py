@@ -1,0 +1,90 @@
+"""Answer keyword arguments that there are not: those of other projects with the line to write, slips with the name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from agmerge.options.arguments import Options
+from sparsifiers.registry import alike
+
+KNOWN = ("optimizer", "named_parameters", *(field.name for field in fields(Options)))
+_PLANNER = 'merging=merging.get("threshold", bytes={} * 2**20)'
+_ELEMENTS = 'merging=merging.get("threshold", bytes=4 * {value})'
+_NEEDLESS = "leave it out: "
+_MEASURED = _NEEDLESS + "times are measured here while it trains"
+_FROM = "its dictionary is read by agmerge.from_params: pass **agmerge.from_params({name})"
+
+# By keyword, what to write: {value} is what was given, {name} the keyword.
+_MEANT = {
+    # ACP-SGD's and DeAR's are MB, those of MG-WFBP, OMGS-SGD and FGBuff elements.
+    "threshold": f'pass {_PLANNER.format("{value}")} for MB, or for elements {_ELEMENTS}',
+    "fusion_threshold": 'pass merging=merging.get("threshold", bytes={value})',
+    "fusion_threshold_mb": f"pass {_PLANNER.format('{value}')}",
+    "bucket_cap_mb": f"pass {_PLANNER.format('{value}')}",
+    "bucket_size_mb": f"pass {_PLANNER.format('{value}')}",
+    "num_nearby_layers": 'pass merging=merging.get("count", tensors={value})',
+    "mgwfbp": 'pass merging="mgwfbp"',
+    "asc": 'pass merging=merging.get("mgwfbp", asc=True)',
+    "planner": "pass merging={value}",
+    # GRACE, ADTopk and FGBuff
+    "comm_params": _FROM,
+    "grace": _FROM,
+    "params": _FROM,
+    "compressor": "pass compression={value}",
+    "compression_name": "pass compression={value}",
+    "compress_ratio": "pass density={value}",
+    "ratio": "pass density={value}",
+    "rho": "pass density={value}",
+    "sparsity": "pass density=, which is what is sent and not what is left out",
+    "communicator": "pass exchange=: 'sparse' gathers what each rank selects",
+    "comm_mode": "pass exchange=: 'sparse' gathers what each rank selects",
+    "model_named_parameters": "pass named_parameters={value}",
+    "compress_rank": "pass rank={value}",
+    "matrix_approximation_rank": "pass rank={value}",
+    "use_error_feedback": "pass memory='none' to do without; what is not sent is kept anyway",
+    "error_feedback": "pass memory='none' to do without; what is not sent is kept anyway",
+    # OMGS-SGD and its family
+    "is_sparse": "pass compression='topk', or 'none' for whole gradients",
+    "fp16": "pass compression='fp16'",
+    "norm_clip": "clip in the script, between synchronize() and step() in skip_synchronize()",
+    "layerwise_times": _MEASURED,
+    "seq_layernames": _MEASURED,
+    "rdma": _MEASURED,
+    "sigma_scale": _NEEDLESS + "gaussiank corrects its threshold by counting",
+    "err_handler": _NEEDLESS + "errors are raised, the same on all ranks",
+    "gradient_path": _NEEDLESS + "optimizer.stats() has figures",
+    "writer": _NEEDLESS + "optimizer.stats() has figures",
+    "multi_job_scheduling": _NEEDLESS + "jobs know nothing of each other",
+    # Horovod, torch and torchft
+    "use_adasum": _NEEDLESS + "with what is kept back it would be another update",
+    "gradient_accumulation_steps": "pass backward_passes_per_step={value}",
+    "process_group": "pass process_set={value}",
+    "comm_hook": "pass compression=, by name",
+    "sync_every": "pass every={value} to LocalOptimizer",
+    "H": "pass every={value} to LocalOptimizer",
+    "outer_optimizer": "pass outer=, a function of parameters that makes it, as agmerge.Nesterov()",
+}
+
+
+def refuse_unknown(what: str, given: Mapping[str, Any], known: Iterable[str] = KNOWN) -> None:
+    """Raise ``TypeError`` for the first keyword of ``given`` that is not ``known``, with what to write instead.
+
+    ``what``: the function that was called, for the error.
+    """
+    known = set(known)
+    for name, value in given.items():
+        if name in known:
+            continue
+        advice = _MEANT.get(name, "")
+        if not advice and (near := alike(name, sorted(known))):
+            advice = f"did you mean {near!r}?"
+        text = advice.format(name=name, value=_text(value))
+        raise TypeError(f"{what}() got an unexpected keyword argument {name!r}{f': {text}' if text else ''}")
+
+
+def _text(value: Any) -> str:
+    """Return a value as a script may write it; of what is long its ellipsis."""
+    text = repr(value)
+    return text if len(text) <= 40 and "<" not in text else "..."
