@@ -6,7 +6,6 @@
 #if X86
 #include <immintrin.h>
 
-#define EACH _Pragma("GCC unroll 8") for
 #define TARGET __attribute__((target("avx2,fma,f16c,bmi,bmi2,popcnt")))
 #define LOOP TARGET INLINE
 enum { LANES = 8, GROUP = 8, TOGETHER = LANES * GROUP }; /* registers that are rotated together, and their coordinates */

@@ -6,7 +6,6 @@
 #if X86
 #include <immintrin.h>
 
-#define EACH _Pragma("GCC unroll 16") for
 #define LOOP AVX512 INLINE
 enum { LANES = 16, MOST_REGISTERS = LARGEST / LANES };
 

@@ -1,4 +1,5 @@
-/* What reading eden's records has in common at AVX2 and AVX-512: butterflies over registers, tables of levels, planes. */
+/* What reading eden's records has in common at all levels, or at AVX2 and AVX-512: butterflies over registers, tables of levels,
+   planes. */
 
 #ifndef SPARSIFIERS_KERNEL_QUANTISE_CODES_H
 #define SPARSIFIERS_KERNEL_QUANTISE_CODES_H
@@ -29,7 +30,7 @@ static const int8_t PAIR_DIFFERENCES[3][16] = {
     {0}, {0, -2, 0, 0, 2, 0}, {0, -6, 7, -13, 6, 0, 13, -7, -7, -13, 0, -20, 13, 7, 20, 0}};
 /* By bits, sign and number of one coordinate. */
 static const int8_t SIGNED_LEVELS[5][16] = {
-    {0}, {0}, {0}, {12, -12, 36, -36, 64, -64, 103, -103},
+    {0}, {30, -30}, {30, -30, 100, -100}, {12, -12, 36, -36, 64, -64, 103, -103},
     {6, -6, 18, -18, 30, -30, 43, -43, 58, -58, 74, -74, 95, -95, 126, -126}};
 
 /* Where the bits of a plane lie of as many records as have 256 coordinates: in `bytes`, unless it is one. */

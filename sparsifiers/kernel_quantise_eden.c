@@ -1,56 +1,81 @@
 /* Eden for any machine, in plain C: see eden.py. The sums of H are of integers when it is read, exact in any order; when
-   it is written they have the order of rotation.py. */
+   it is written they have the order of rotation.py.
 
-#include "kernel_quantise.h"
+   A block is a matrix of 16 columns. Butterflies of distance 1 to 8 are between its columns, and those of more between its
+   rows. For the former it is transposed, so that compilers find neighbours that are computed alike. */
+
+#include "kernel_quantise_codes.h"
+
+enum { COLUMNS = 16 };
 
 static const float LEVELS[5][8] = {{0}, LEVELS_1, LEVELS_2, LEVELS_3, LEVELS_4};
 static const float THRESHOLDS[5][7] = {{0}, {0}, THRESHOLDS_2, THRESHOLDS_3, THRESHOLDS_4};
 
-/* Butterflies of distance 1, 2, 4, ..., on rows of `type`. */
-#define BUTTERFLIES(type, rows, size)                                                                                \
-    for (int distance = 1; distance < (size); distance *= 2)                                                         \
-        for (int start = 0; start < (size); start += 2 * distance)                                                   \
-            for (int i = start; i < start + distance; i++) {                                                         \
-                type left = rows[i], right = rows[i + distance];                                                     \
-                rows[i] = (type)(left + right);                                                                      \
-                rows[i + distance] = (type)(left - right);                                                           \
+/* Butterflies between the rows of a matrix, `rows` of `columns` each. */
+#define BETWEEN_ROWS(type, matrix, rows, columns)                                                                    \
+    for (int distance = 1; distance < (rows); distance *= 2)                                                         \
+        for (int r = 0; r < (rows); r++)                                                                             \
+            for (int c = 0; !(r & distance) && c < (columns); c++) {                                                 \
+                type left = matrix[r * (columns) + c], right = matrix[(r + distance) * (columns) + c];               \
+                matrix[r * (columns) + c] = (type)(left + right);                                                    \
+                matrix[(r + distance) * (columns) + c] = (type)(left - right);                                       \
             }
 
+#define TRANSPOSED(matrix, rows, columns, to)                                                                        \
+    for (int r = 0; r < (rows); r++)                                                                                 \
+        for (int c = 0; c < (columns); c++)                                                                          \
+            to[c * (rows) + r] = matrix[r * (columns) + c];
+
+INLINE void rotate(float *block, int size)
+{
+    float turned[LARGEST];
+    const int rows = size / COLUMNS;
+    TRANSPOSED(block, rows, COLUMNS, turned)
+    BETWEEN_ROWS(float, turned, COLUMNS, rows)
+    TRANSPOSED(turned, COLUMNS, rows, block)
+    BETWEEN_ROWS(float, block, rows, COLUMNS)
+}
+
 /* Change the sign where a word has its bit. */
-static void flip(float *rows, int size, uint64_t counter)
+INLINE void flip(float *block, int size, uint64_t counter)
 {
     uint64_t words[WORDS];
     draw(counter, size, words);
-    for (int i = 0; i < size; i++)
-        rows[i] = float_of(bits_of(rows[i]) ^ (uint32_t)(words[i / 64] >> i % 64 & 1) << 31);
-}
-
-/* The sum of `size` values, which are lost: halves are added. */
-static float folded(float *rows, int size)
-{
-    for (int half = size / 2; half; half /= 2)
-        for (int i = 0; i < half; i++)
-            rows[i] += rows[i + half];
-    return rows[0];
-}
-
-/* Bit i % 8 of byte i / 8 is bit 0 of values[i] >> shift. */
-static void pack(const uint8_t *values, int size, int shift, uint8_t *out)
-{
-    for (int i = 0; i < size / 8; i++) {
-        unsigned byte = 0;
-        for (int j = 0; j < 8; j++)
-            byte |= (unsigned)(values[8 * i + j] >> shift & 1) << j;
-        out[i] = (uint8_t)byte;
+    for (int j = 0; j < size / 32; j++) {
+        const uint32_t word = (uint32_t)(words[j / 2] >> 32 * (j % 2));
+        for (int i = 0; i < 32; i++)
+            block[32 * j + i] = float_of(bits_of(block[32 * j + i]) ^ (word << (31 - i) & 0x80000000));
     }
 }
 
-static void encode_block(const struct blocks *of, const float *values, int64_t block, uint8_t *out, double *squares)
+/* The sum of `size` values, which are lost: halves are added. */
+INLINE float folded(float *values, int size)
 {
-    const int bits = of->codec, size = of->size;
-    float rows[LARGEST], products[LARGEST];
+    for (int half = size / 2; half; half /= 2)
+        for (int i = 0; i < half; i++)
+            values[i] += values[i + half];
+    return values[0];
+}
+
+/* Bit i % 8 of byte i / 8 is bit `plane` of codes[i]. */
+INLINE void pack_plane(const uint8_t *codes, int size, int plane, uint8_t *out)
+{
+    for (int i = 0; i < size / 8; i++) {
+        uint64_t eight;
+        memcpy(&eight, codes + 8 * i, sizeof eight);
+        eight = eight >> plane & UINT64_C(0x0101010101010101);
+        eight |= eight >> 7;
+        eight |= eight >> 14;
+        out[i] = (uint8_t)(eight | eight >> 28);
+    }
+}
+
+INLINE void encode_block(const struct blocks *of, int bits, int size, const float *values, int64_t block, uint8_t *out,
+                         double *squares)
+{
+    float rows[LARGEST], products[LARGEST], levels[LARGEST];
+    int32_t numbers[LARGEST], largest = 0;
     uint8_t codes[LARGEST];
-    int32_t largest = 0;
     for (int i = 0; i < size; i++) { /* of floats without their sign NaN has the largest bits */
         int32_t key = (int32_t)(bits_of(values[i]) & 0x7fffffff);
         largest = key > largest ? key : largest;
@@ -65,65 +90,92 @@ static void encode_block(const struct blocks *of, const float *values, int64_t b
     if (squares)
         *squares += unscaled(energy, power);
     const int again = is_spiked(bits, most * most, energy);
-    flip(rows, size, first_counter(of, block, 0));
-    BUTTERFLIES(float, rows, size)
-    if (again) {
-        flip(rows, size, first_counter(of, block, 1));
-        BUTTERFLIES(float, rows, size)
+    for (int times = 0; times <= again; times++) {
+        flip(rows, size, first_counter(of, block, times));
+        rotate(rows, size);
     }
     const float root = sqrtf(again ? energy * (float)size : energy);
     for (int i = 0; i < size; i++) {
-        float magnitude = float_of(bits_of(rows[i]) & 0x7fffffff);
-        int number = 0;
-        for (int j = 0; j + 1 < 1 << (bits - 1); j++)
-            number += magnitude > root * THRESHOLDS[bits][j];
-        codes[i] = (uint8_t)((rows[i] < 0) | number << 1);
-        products[i] = magnitude * LEVELS[bits][number];
+        products[i] = float_of(bits_of(rows[i]) & 0x7fffffff);
+        numbers[i] = rows[i] < 0;
+        levels[i] = LEVELS[bits][0];
+    }
+    for (int j = 0; j + 1 < 1 << (bits - 1); j++) { /* differences of levels have exact sums */
+        const float bound = root * THRESHOLDS[bits][j], more = LEVELS[bits][j + 1] - LEVELS[bits][j];
+        for (int i = 0; i < size; i++) {
+            numbers[i] += products[i] > bound ? 2 : 0;
+            levels[i] += products[i] > bound ? more : 0.0f;
+        }
+    }
+    for (int i = 0; i < size; i++) {
+        codes[i] = (uint8_t)numbers[i];
+        products[i] *= levels[i];
     }
     write_scale(eden_scale(energy, folded(products, size), exponent, again), out);
     for (int plane = 0; plane < bits; plane++)
-        pack(codes, size, plane, out + SCALE + plane * size / 8);
+        pack_plane(codes, size, plane, out + SCALE + plane * size / 8);
 }
 
-void kernel_eden_encode(const struct blocks *of, const float *values, int64_t count, uint8_t *out, double *squares)
+INLINE void decode_block(const struct blocks *of, int bits, int size, const uint8_t *data, int64_t block, float *read)
 {
-    for (int64_t block = 0; block < count; block++, values += of->size, out += record_bytes(of->codec, of->size))
-        encode_block(of, values, block, out, squares);
-}
-
-static void decode_block(const struct blocks *of, const uint8_t *data, int64_t block, float *read)
-{
-    const int bits = of->codec, size = of->size;
-    int16_t rows[LARGEST];
-    for (int i = 0; i < size; i++) {
-        int code = 0;
-        for (int plane = 0; plane < bits; plane++)
-            code |= (data[SCALE + plane * size / 8 + i / 8] >> i % 8 & 1) << plane;
-        int level = (int)LEVELS[bits][code >> 1];
-        rows[i] = (int16_t)(code & 1 ? -level : level);
+    int16_t matrix[LARGEST], turned[LARGEST];
+    const int rows = size / COLUMNS;
+    for (int i = 0; i < size / 8; i++) {
+        uint64_t codes = 0;
+        for (int plane = 0; plane < bits; plane++) {
+            uint64_t eight = data[SCALE + plane * size / 8 + i];
+            eight |= eight << 28;
+            eight |= eight << 14;
+            codes |= ((eight | eight << 7) & UINT64_C(0x0101010101010101)) << plane;
+        }
+        for (int j = 0; j < 8; j++)
+            turned[(8 * (i % 2) + j) * rows + i / 2] = SIGNED_LEVELS[bits][codes >> 8 * j & 0xff];
     }
-    BUTTERFLIES(int16_t, rows, size)
+    BETWEEN_ROWS(int16_t, turned, COLUMNS, rows)
+    TRANSPOSED(turned, COLUMNS, rows, matrix)
+    BETWEEN_ROWS(int16_t, matrix, rows, COLUMNS)
     for (int i = 0; i < size; i++)
-        read[i] = (float)rows[i];
+        read[i] = (float)matrix[i];
     const uint32_t scale = (uint32_t)read_scale(data) << 16;
     if (scale >> 31) { /* sums of at most 2**8 * 2**15: exact as floats, too */
         flip(read, size, first_counter(of, block, 1));
-        BUTTERFLIES(float, read, size)
+        rotate(read, size);
     }
     flip(read, size, first_counter(of, block, 0));
     for (int i = 0; i < size; i++)
         read[i] *= float_of(scale & 0x7fffffff);
 }
 
+INLINE void encode_all(const struct blocks *of, int bits, int size, const float *values, int64_t count, uint8_t *out,
+                       double *squares)
+{
+    for (int64_t block = 0; block < count; block++)
+        encode_block(of, bits, size, values + block * size, block, out + block * record_bytes(bits, size), squares);
+}
+
+INLINE void decode_all(const struct blocks *of, int bits, int size, const uint8_t *data, int64_t count,
+                       const float *before, float factor, float *to)
+{
+    float read[LARGEST];
+    for (int64_t block = 0; block < count; block++, to += size) {
+        decode_block(of, bits, size, data + block * record_bytes(bits, size), block, read);
+        for (int i = 0; before && i < size; i++)
+            read[i] = before[block * size + i] + read[i];
+        for (int i = 0; i < size; i++)
+            to[i] = read[i] * factor;
+    }
+}
+
+void kernel_eden_encode(const struct blocks *of, const float *values, int64_t count, uint8_t *out, double *squares)
+{
+#define ENCODE(bits, size) encode_all(of, bits, size, values, count, out, squares)
+    FOR_BITS(ENCODE)
+}
+
 void kernel_eden_decode(const struct blocks *of, const uint8_t *data, int64_t count, const float *before, float scale,
                         float *to, int streamed)
 {
-    float read[LARGEST];
     (void)streamed;
-    for (int64_t block = 0; block < count; block++, data += record_bytes(of->codec, of->size), to += of->size) {
-        decode_block(of, data, block, read);
-        for (int i = 0; i < of->size; i++)
-            to[i] = (before ? before[i] + read[i] : read[i]) * scale;
-        before = before ? before + of->size : before;
-    }
+#define DECODE(bits, size) decode_all(of, bits, size, data, count, before, scale, to)
+    FOR_BITS(DECODE)
 }

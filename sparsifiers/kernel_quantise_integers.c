@@ -66,7 +66,7 @@ INLINE void decode_block_body(const uint8_t *data, int width, int size, const fl
 }
 
 /* Width and size are constants in every loop. */
-#define EACH(width, each)                                                                                            \
+#define BLOCKS(width, each)                                                                                          \
     for (int64_t block = 0; block < count; block++) {                                                                \
         if (of->size == 256)                                                                                         \
             each(width, 256);                                                                                        \
@@ -80,9 +80,9 @@ INLINE void encode_body(const struct blocks *of, const float *values, int64_t co
 {
 #define ENCODE(width, size) encode_block_body(values + block * size, width, size, out + block * (SCALE + width * size / 8), squares)
     if (of->codec == INT_8)
-        EACH(8, ENCODE)
+        BLOCKS(8, ENCODE)
     else
-        EACH(4, ENCODE)
+        BLOCKS(4, ENCODE)
 }
 
 INLINE void decode_body(const struct blocks *of, const uint8_t *data, int64_t count, const float *before, float scale,
@@ -92,9 +92,9 @@ INLINE void decode_body(const struct blocks *of, const uint8_t *data, int64_t co
     decode_block_body(data + block * (SCALE + width * size / 8), width, size, before ? before + block * size : before, \
                       scale, to + block * size)
     if (of->codec == INT_8)
-        EACH(8, DECODE)
+        BLOCKS(8, DECODE)
     else
-        EACH(4, DECODE)
+        BLOCKS(4, DECODE)
 }
 
 FOR_EACH_LEVEL(void, encode,

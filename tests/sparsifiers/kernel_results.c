@@ -5,6 +5,7 @@
 #include <inttypes.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 int kernel_init(void);
@@ -42,6 +43,13 @@ int kernel_write_sum(float *total, int64_t n, const int32_t *const *indices, con
 int kernel_take_in(float *base, float *parameter, int64_t n, int64_t first, const int32_t *const *indices,
                    const float *const *values, const int64_t *counts, int64_t *at, int64_t lists, float scale,
                    const int32_t *own, const float *sent, int64_t count);
+void kernel_quantise(const void *values, int64_t n, int kind, int codec, int64_t size, uint64_t key, int64_t first,
+                     uint8_t *out, double *squares);
+void kernel_add_quantised(const uint8_t *const *messages, const uint64_t *keys, const int64_t *firsts, int64_t senders,
+                          int codec, int64_t size, float scale, void *out, int64_t n, int kind);
+void kernel_quantise_sum(const uint8_t *const *messages, const uint64_t *keys, const int64_t *firsts, int64_t senders,
+                         int codec, int64_t size, float scale, int second, uint64_t key, int64_t first, uint8_t *out,
+                         int64_t count);
 void kernel_product(const float *left, int64_t n, const float *right, int64_t m, int64_t r, float scale, float *out);
 void kernel_orthonormalize(float *const *factors, const int64_t (*sizes)[2], int64_t count, double *scratch);
 
@@ -258,6 +266,46 @@ static void move_all(int level, int kind, int64_t n, int shift)
     say(level, "values", kind, n);
 }
 
+/* Records of exactly as many bytes as there are, so that a checker of memory sees a byte too many. */
+static void quantise_all(int level, int kind, int64_t n)
+{
+    static const int BYTES[] = {0, 1, 2, 3, 4, 4, 8};
+    static const uint64_t keys[] = {7, UINT64_C(0xfedcba9876543210), 1};
+    static const int64_t firsts[] = {0, 1000000, 3};
+    for (int codec = 1; codec <= 6; codec++)
+        for (int64_t size = 64; size <= 256; size *= 2) {
+            const int64_t blocks = (n + size - 1) / size, many = blocks * (2 + BYTES[codec] * size / 8);
+            uint8_t *messages[3];
+            for (int of = 0; of < 3; of++) { /* values of float, bfloat16 and float16 */
+                double squares = 1.0;
+                messages[of] = malloc((size_t)many);
+                kernel_quantise(of ? (const void *)halves : inputs[0], n, of, codec, size, keys[of], firsts[of],
+                                messages[of], &squares);
+                float rounded = (float)squares;
+                hash_bytes(messages[of], many);
+                hash_floats(&rounded, 1);
+            }
+            const uint8_t *const all[3] = {messages[0], messages[1], messages[2]};
+            for (int64_t senders = 1; senders <= 3; senders++) {
+                kernel_add_quantised(all, keys, firsts, senders, codec, size, 0.3f, first, n, 0);
+                hash_floats(first, n);
+            }
+            for (int of = 1; kind != SPECIAL && of < 3; of++) {
+                kernel_add_quantised(all, keys, firsts, 1, codec, size, 1.0f, second, n, of);
+                hash_words((const int32_t *)(const void *)second, n / 2);
+            }
+            const int other = 7 - codec;
+            const int64_t few = blocks * (2 + BYTES[other] * size / 8);
+            uint8_t *summed = malloc((size_t)few);
+            kernel_quantise_sum(all, keys, firsts, 3, codec, size, 1.0f / 3, other, 5, 9, summed, blocks);
+            hash_bytes(summed, few);
+            free(summed);
+            for (int of = 0; of < 3; of++)
+                free(messages[of]);
+        }
+    say(level, "quantisers", kind, n);
+}
+
 static void multiply_all(int level, int kind, int64_t n)
 {
     int64_t r = n % 5 + 1, rows = n / 40 + 1, columns = MOST / rows < 90 ? MOST / rows : 90;
@@ -294,6 +342,7 @@ int main(void)
                     move_all(level, kind, n, shift);
                 }
                 multiply_all(level, kind, n);
+                quantise_all(level, kind, n);
             }
     }
     return 0;
