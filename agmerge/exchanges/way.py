@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 import merging
 import sparsifiers
 from agmerge.exchanges.message.values import VALUES
+from agmerge.exchanges.quantised.exchange import SEED
+from sparsifiers.quantising.blocks import VERSION
 
 AHEAD = "ahead"
 OWN = "auto"  # the wire of a gradient's own dtype; the exchange that the options name
@@ -19,6 +21,8 @@ MASKED, OKTOPK = SUMS = (
     "oktopk",
 )  # exchanges that send k elements of the sum, which exchange="fastest" tries
 _WIRE, _EXCHANGE, _QUANTISER, _WORKERS = "wire=", "exchange=", "quantiser=", "workers="
+# What else decides about the bits that a quantiser sends, in both phases: a plan that says otherwise is refused.
+_CODEC, _SEED = f"codec={VERSION}", f"seed={SEED}"
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,13 @@ class Way:
             quantiser, workers = word.removeprefix(_QUANTISER), word.removeprefix(_WORKERS)
             if word == AHEAD:
                 way = replace(way, ahead=True)
+            elif word in (_CODEC, _SEED):
+                continue
+            elif word.startswith(("codec=", "seed=")):
+                raise ValueError(
+                    f"labels: {label!r} has {word!r}, and this version sends other bits, with {_CODEC} {_SEED}: plan "
+                    "anew"
+                )
             elif wire in VALUES and wire != word:
                 way = replace(way, wire=wire)
             elif exchange in SUMS and exchange != word:
@@ -63,6 +74,7 @@ class Way:
         words.append((_EXCHANGE + self.exchange, self.exchange != OWN))
         words.append((_QUANTISER + self.quantiser, self.quantiser != OWN))
         words.append((f"{_WORKERS}{self.workers}", self.workers > 0))
+        words += [(_CODEC, self.quantiser != OWN), (_SEED, self.quantiser != OWN)]
         return " ".join(word for word, is_said in words if is_said)
 
 
@@ -120,7 +132,7 @@ def with_exchange(plan: merging.Plan, exchange: str) -> merging.Plan:
 
 
 def quantiser_of(plan: merging.Plan) -> tuple[str, int]:
-    """Return the quantiser of all that is quantised, and among how many workers that was chosen; ("auto", 0): none was."""
+    """Return the quantiser of what is quantised, and among how many workers it was chosen; ("auto", 0): none was."""
     return ways(plan)[0].quantiser, ways(plan)[0].workers
 
 

@@ -138,6 +138,15 @@ def test_all_merge_buffers_have_the_same_bits_and_any_may_go_dense() -> None:
     assert why_labels_are_wrong(same) == "" and quantiser_of(same) == ("eden-2", 2)
 
 
+def test_a_plan_says_all_that_decides_about_bits_and_is_refused_where_that_differs() -> None:
+    (label,) = with_quantiser(merging.Plan((1,)), "eden-2", 3).labels
+    assert label == "quantiser=eden-2 workers=3 codec=1 seed=0" and Way.of(label) == Way(quantiser="eden-2", workers=3)
+    assert Way.of("quantiser=eden-2 workers=3") == Way.of(label)  # of before
+    for word, other in {"codec=1": "codec=2", "seed=0": "seed=1"}.items():
+        problem = why_labels_are_wrong(merging.Plan((1,), labels=(label.replace(word, other),)))
+        assert f"has {other!r}, and this version sends other bits" in problem
+
+
 def test_reports_have_every_candidate_that_was_tried() -> None:
     tried = [candidate("eden-2"), candidate("none")]
     assert why(tried, [0.5, 0.25]) == "500 ms a step with eden-2, 250 ms a step with none"
