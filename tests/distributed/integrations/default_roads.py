@@ -15,7 +15,6 @@ import torch.distributed as dist
 from frameworks import Scenarios, bits
 from fsdp2_models import REPLICA, SHARD, locals_of, sharded, step_of
 from support import loss_of, mlp, seeded, sgd, train
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -74,8 +73,9 @@ def hook(folder: Path) -> Any:
 @scenario
 def trainer(folder: Path) -> Any:
     """The Trainer of transformers, with its AdamW."""
-    from agmerge.integrations.transformers import compress
     from trainer_scenarios import made
+
+    from agmerge.integrations.transformers import compress
 
     theirs = made(folder, max_steps=STEPS)
     compression = compress(theirs)
