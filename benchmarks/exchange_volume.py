@@ -4,11 +4,11 @@
 
 Ranks are threads of one in-memory group; gradients are drawn, and each rank selects the k largest elements of gradient
 plus residual, exchanges them with ``oktopk``, and then with ``sparse``, for a few steps. A word is four bytes; what a
-rank keeps for itself does not count. Collectives count as their usual algorithms move data: an all-gather of n words
-sends and receives ``n (W-1)``, an all-reduce ``2 n (W-1)/W``, an all-to-all what it is given for others. Payload is
-pairs of index and value, with the padding of the last all-gather; the histogram and control (headers, counts) stand
-beside it. Figures are of the worst rank in the worst step, and the bound is ``6 k (W-1)/W`` (Li and Hoefler, PPoPP
-2022): words of plain indices and values, without padding.
+rank keeps for itself does not count. Collectives count as in ``stats()["link_bytes"]``, as their usual algorithms move
+data: an all-gather of n words sends and receives ``n (W-1)``, an all-reduce ``2 n (W-1)/W``, an all-to-all what it is
+given for others. Payload is pairs of index and value, with the padding of the last all-gather; the histogram and
+control (headers, counts) stand beside it. Figures are of the worst rank in the worst step, and the bound is ``6 k
+(W-1)/W`` (Li and Hoefler, PPoPP 2022): words of plain indices and values, without padding.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from agmerge.exchanges.message.pairs import PairFormat
 from agmerge.exchanges.oktopk.exchange import OkTopkExchange
 from agmerge.exchanges.oktopk.histogram import BINS
 from agmerge.exchanges.oktopk.regions import number
+from agmerge.metrics import link_bytes
 from agmerge.ops import Average
 from agmerge.runtime import workers as runtime
 from agmerge.tensors.arena import commit
@@ -83,12 +84,12 @@ class Counting(LocalBackend):
         self.received[what] += received / 4  # type: ignore[assignment]
 
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Handle:
-        moved = 2 * tensor.nbytes * (self.size - 1) / self.size
+        moved = link_bytes.all_reduce(tensor.nbytes, self.size)
         self._note(name, moved, moved)
         return super().all_reduce(tensor, name, op)
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
-        moved = tensor.nbytes * (self.size - 1)
+        moved = link_bytes.all_gather(tensor.nbytes, self.size)
         self._note(name, moved, moved)
         return super().all_gather(out, tensor, name)
 
@@ -100,8 +101,9 @@ class Counting(LocalBackend):
         splits: Sequence[int],
         name: str,
     ) -> Handle:
-        width, own = tensor.element_size(), splits[self.rank]
-        self._note(name, width * (sum(splits) - own), width * (sum(out_splits) - own))
+        width = tensor.element_size()
+        sent, received = ([width * length for length in lengths] for lengths in (splits, out_splits))
+        self._note(name, *(link_bytes.all_to_all(sizes, self.rank) for sizes in (sent, received)))
         return super().all_to_all(out, tensor, out_splits, splits, name)
 
 

@@ -68,6 +68,16 @@ def groups(records: Records) -> list[list[Case]]:
     return sorted(found.values(), key=place)
 
 
+def fewer_bytes(runs: Sequence[dict[str, Any]]) -> float:
+    """How many times as much a dense ring moves from a worker.
+
+    Of runs from before links were counted, by what is handed over: of two workers' sums and gathers it is the same.
+    """
+    counted = "link_bytes" if all("link_bytes" in run for run in runs) else "bytes_sent"
+    dense = {"link_bytes": "link_bytes_dense", "bytes_sent": "bytes_dense"}[counted]
+    return float(sum(run[dense] for run in runs) / sum(run[counted] for run in runs))
+
+
 def rows(records: Records) -> Iterator[dict[str, Any]]:
     """One row a group that has pairs."""
     for group in groups(records):
@@ -75,8 +85,7 @@ def rows(records: Records) -> Iterator[dict[str, Any]]:
         scores = [records[one]["score"] for one in group]
         row = {"case": case, "mean": statistics.fmean(scores), "runs": len(group)}
         row["worst"] = min(scores) if HIGHER_IS_BETTER[case.task] else max(scores)
-        sent = sum(records[one]["bytes_sent"] for one in group)
-        row["bytes"] = sum(records[one]["bytes_dense"] for one in group) / sent
+        row["bytes"] = fewer_bytes([records[one] for one in group])
         row["elements"] = statistics.fmean(records[one]["density"] for one in group)
         if case.compressor == "none":
             yield {**row, "pairs": 0, "width": 0.0}

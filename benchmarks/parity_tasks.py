@@ -322,7 +322,8 @@ def train(case: Case, steps: int | None = None) -> dict[str, Any]:
                     curve.append((step + 1, task.score(model, False)))
         optimizer.flush()
         stats = optimizer.stats()
-        kept = ("bytes_sent", "bytes_dense", "wire", "exchanges", "density", "residual_norm", "buffers")
+        kept = ("bytes_sent", "bytes_dense", "link_bytes", "link_bytes_dense", "wire", "exchanges", "density")
+        kept = (*kept, "residual_norm", "buffers")
         facts = {name: stats[name] for name in kept}
         with torch.no_grad(), optimizer.shared():
             score = task.score(model, True) if rank == 0 else 0.0

@@ -97,7 +97,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "train s": lambda row: ranged(row.train_seconds),
     "wall s": lambda row: ranged(row.wall_seconds),
     "steps": lambda row: ranged(row.steps),
-    "MB": lambda row: ranged(row.megabytes),
+    "link MB": lambda row: ranged(row.megabytes),
     "x dense": lambda row: number(row.times_dense),
     "samples/s": lambda row: f"{ranged(row.samples_per_second)} {row.unit}",
     "exposed ms": lambda row: ranged(row.exposed_ms),

@@ -22,21 +22,24 @@ def compression(name: str) -> str:
 def table(runs: Sequence[tuple[str, dict[str, Any]]]) -> str:
     """Return what was measured of each compressor, beside the first, for people.
 
-    runs: names, and the figures of the benchmark: "mean" and "interval", "unit" a second, and "bytes_sent" in "steps".
+    runs: names, and the figures of the benchmark: "mean" and "interval", "unit" a second, and "bytes_sent" and
+    "link_bytes" in "steps". What is fewer are bytes that leave a worker; with one alone, those that it hands over.
     """
     first = runs[0][1]
-    heads = ("compressor", f"{first['unit']} per worker", f"x {runs[0][0]}", "bytes/step", "fewer bytes")
-    rows = [heads]
+    heads = ("compressor", f"{first['unit']} per worker", f"x {runs[0][0]}", "bytes/step", "link/step", "fewer bytes")
+    rows, counted = [heads], "link_bytes" if first["link_bytes"] else "bytes_sent"
     for name, figures in runs:
-        sent = sent_per_step(figures)
+        sent, left = (per_step(figures, name) for name in ("bytes_sent", "link_bytes"))
+        fewer = per_step(first, counted) / max(per_step(figures, counted), 1)
         rate = f"{figures['mean']:.1f} +-{figures['interval']:.1f}"
         ratio = figures["mean"] / first["mean"]
-        rows.append((name, rate, f"{ratio:.2f}", f"{sent:.0f}", f"{sent_per_step(first) / max(sent, 1):.1f}x"))
+        rows.append((name, rate, f"{ratio:.2f}", f"{sent:.0f}", f"{left:.0f}", f"{fewer:.1f}x"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [[text.rjust(width) for text, width in zip(row, widths, strict=True)] for row in rows]
     return "\n".join("  ".join([row[0].ljust(widths[0]), *line[1:]]) for row, line in zip(rows, lines, strict=True))
 
 
-def sent_per_step(figures: dict[str, Any]) -> float:
-    """Return the bytes that worker 0 has sent in a step."""
-    return figures["bytes_sent"] / figures["steps"]
+def per_step(figures: dict[str, Any], name: str) -> float:
+    """Return how much of a total of worker 0 is of one step."""
+    total: float = figures[name]
+    return total / figures["steps"]

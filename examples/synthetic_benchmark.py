@@ -32,7 +32,7 @@ from options import add_options, count, described, given, planned
 
 import agmerge as hvd
 
-TOTALS = ("bytes_sent", "bytes_dense", "elements_sent", "exposed_seconds")
+TOTALS = ("bytes_sent", "bytes_dense", "link_bytes", "link_bytes_dense", "elements_sent", "exposed_seconds")
 
 
 def arguments(argv: Sequence[str] | None = None) -> Namespace:
@@ -158,6 +158,8 @@ def report(figures: dict[str, Any]) -> None:
     log(f"Compression: {described(f['agreed'])}")
     log(f"Plan: {planned(f['agreed'], f['buffers'])}")
     log(f"Bytes sent per step and worker: {sent:.0f} (dense {dense:.0f}, {dense / max(sent, 1):.1f}x)")
+    link, dense = f["link_bytes"] / f["steps"], f["link_bytes_dense"] / f["steps"]
+    log(f"Bytes on the link per step and worker: {link:.0f} (dense {dense:.0f}, {dense / max(link, 1):.1f}x)")
     log(f"Exposed seconds per step: {f['exposed_seconds'] / f['steps']:.6f}")
     log(f"Backend: {f['backend']}, launcher: {f['launcher']}")
 

@@ -34,6 +34,8 @@ from training.tracking import Silent, Tracker
 
 import agmerge
 
+# Of stats(), in the results.
+KEPT = ("buffers", "bytes_sent", "bytes_dense", "link_bytes", "link_bytes_dense", "density", "residual_norm")
 END = ("epoch", "step", "reason", "replicas_equal", "best", "train_seconds", "wall_seconds")  # the log's last line
 
 
@@ -102,7 +104,7 @@ def finish(training: Training, name: str) -> dict[str, Any]:
         "notes": loop.task.notes(),
         "metrics": training.metrics,
         **training.metrics,
-        **{key: stats[key] for key in ("buffers", "bytes_sent", "bytes_dense", "density", "residual_norm")},
+        **{key: stats[key] for key in KEPT},
         "seconds_per_step": statistics.median(loop.seconds) if loop.seconds else float("nan"),
         "epoch": now.epoch,
         "step": now.step,

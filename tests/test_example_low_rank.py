@@ -185,13 +185,15 @@ def test_s_sgd_is_what_sends_all_elements() -> None:
 
 
 def test_a_table_compares_with_the_first() -> None:
-    first = {"mean": 50.0, "interval": 1.0, "unit": "img/sec", "bytes_sent": 8000, "steps": 4}
-    second = first | {"mean": 100.0, "bytes_sent": 250}
+    first = {"mean": 50.0, "interval": 1.0, "unit": "img/sec", "bytes_sent": 8000, "link_bytes": 12000, "steps": 4}
+    second = first | {"mean": 100.0, "bytes_sent": 250, "link_bytes": 750}
     assert sweep.table([("s-sgd", first), ("acpsgd", second)]).splitlines() == [
-        "compressor  img/sec per worker  x s-sgd  bytes/step  fewer bytes",
-        "s-sgd               50.0 +-1.0     1.00        2000         1.0x",
-        "acpsgd             100.0 +-1.0     2.00          62        32.0x",
+        "compressor  img/sec per worker  x s-sgd  bytes/step  link/step  fewer bytes",
+        "s-sgd               50.0 +-1.0     1.00        2000       3000         1.0x",
+        "acpsgd             100.0 +-1.0     2.00          62        188        16.0x",
     ]
+    alone = [(name, {**figures, "link_bytes": 0}) for name, figures in (("s-sgd", first), ("acpsgd", second))]
+    assert sweep.table(alone).splitlines()[2].endswith("32.0x")
 
 
 def swept(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[list[str], str]:
@@ -218,7 +220,7 @@ def test_a_sweep_trains_with_each_and_writes_the_figures_of_all(
 
 def test_the_published_sweep_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     rows, printed = swept("--num-iters 1 --rank 2 --each s-sgd powersgd acpsgd", monkeypatch, capsys)
-    sent = {name: int(row.split()[-2]) for row in rows if (name := row.split()[0])}
+    sent = {name: int(row.split()[-3]) for row in rows if (name := row.split()[0])}
     assert list(sent) == ["s-sgd", "powersgd", "acpsgd"]
     assert "Compression: powersgd, rank 2, " in printed and "Compression: acpsgd, rank 2, " in printed
     assert sent["acpsgd"] < sent["powersgd"] < sent["s-sgd"] / 10

@@ -25,7 +25,7 @@ def start(run: str = "a", compression: str = "none", step: int = 0, **more: Any)
 
 def epoch(number: int, value: float, seconds: float = 1.0, metric: str = "accuracy", **more: Any) -> Line:
     """``seconds`` of training an epoch, of ten steps; as many bytes as microseconds."""
-    stats = {"bytes_sent": 1_000_000 * number, "exposed_seconds": 0.02 * number}
+    stats = {"bytes_sent": 9, "link_bytes": 1_000_000 * number, "exposed_seconds": 0.02 * number}
     found = {"kind": "epoch", "epoch": number, "step": 10 * number, "metrics": {metric: value, "loss": 1.0}}
     times = {
         "train_seconds": seconds * number,
@@ -64,7 +64,7 @@ def test_a_run_is_read(tmp_path: Path) -> None:
 
 
 def test_a_target_between_epochs_counts(tmp_path: Path) -> None:
-    spent = {"train_seconds": 1.4, "wall_seconds": 2.0, "bytes_sent": 5}
+    spent = {"train_seconds": 1.4, "wall_seconds": 2.0, "bytes_sent": 9, "link_bytes": 5}
     target = {"kind": "target", "metric": "accuracy", "target": 0.7, "value": 0.72, "epoch": 1.5, "step": 15, **spent}
     other = {**target, "metric": "top5", "step": 11}
     found = a_run(tmp_path, "a", epoch(1, 0.5), other, target, epoch(2, 0.8), target=0.7)
@@ -173,12 +173,12 @@ def test_tables_for_people_and_programs(tmp_path: Path, capsys: pytest.CaptureFi
     report.main(line)
     out, err = capsys.readouterr()
     assert out == (
-        "job     compression  workers  best          train s  wall s  steps  MB  x dense  samples/s     exposed ms  "
-        "replicas\n"
-        "digits  none         2        accuracy 0.8  6        12      20     2   1        101.5 images  2           "
-        "equal\n"
-        "digits  topk 0.01    2        accuracy 0.8  1        2       10     1   6        101 images    2           "
-        "-\n"
+        "job     compression  workers  best          train s  wall s  steps  link MB  x dense  samples/s     "
+        "exposed ms  replicas\n"
+        "digits  none         2        accuracy 0.8  6        12      20     2        1        101.5 images  "
+        "2           equal\n"
+        "digits  topk 0.01    2        accuracy 0.8  1        2       10     1        6        101 images    "
+        "2           -\n"
     )
     assert err == f"{sparse}:3: left out, this line was cut off\n"
     report.main([*line, "--markdown"])

@@ -26,6 +26,8 @@ def test_the_main_job_takes_every_planner_and_names_it(name: str, tmp_path: Path
     found = run(2, lambda rank: train.train(args, Stopping()))[0]
     assert found["replicas_equal"] and found["reason"] == "max-steps"
     shown = show.table(found)
+    assert f"on the link       {found['link_bytes'] / 1e6:.2f} MB leave a worker; dense " in shown
+    assert found["link_bytes_dense"] == found["bytes_dense"] > 0  # of two workers
     assert f"plan              {name}, " in shown and "merge buffer" in shown
     assert ("none" if name == "dear" else "density 0.01, sparse exchange") in shown
 

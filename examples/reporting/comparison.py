@@ -36,7 +36,7 @@ class Row:
     train_seconds: Spread  # of training steps, to the target
     wall_seconds: Spread  # of everything, to the target
     steps: Spread  # to the target
-    megabytes: Spread  # 10^6 bytes that a worker has sent, to the target
+    megabytes: Spread  # 10^6 bytes that have left a worker, to the target
     times_dense: float  # the dense row's seconds of training to the target / this one's; infinite where one has none
     samples_per_second: Spread  # over all workers
     exposed_ms: Spread  # milliseconds a step that backward does not hide
@@ -102,7 +102,7 @@ def _to_target(group: Iterable[Run], target: float | None, name: str) -> Spread:
 
 def _row(group: Sequence[Run], runs: Sequence[Run], target: float | None, base: Sequence[Run]) -> Row:
     first, ends = group[0], [run.end and run.end["replicas_equal"] for run in group]
-    seconds, sent = (_to_target(group, target, name) for name in ("train_seconds", "bytes_sent"))
+    seconds, sent = (_to_target(group, target, name) for name in ("train_seconds", "link_bytes"))
     dense_seconds = _to_target(base, target, "train_seconds").median
     comparable = math.isfinite(dense_seconds) and 0 < seconds.median < math.inf
     return Row(

@@ -34,7 +34,7 @@ class Point:
     step: int
     train_seconds: float  # of training steps alone
     wall_seconds: float  # of everything
-    bytes_sent: float  # by one worker
+    link_bytes: float  # that have left one worker; NaN in logs from before it was counted
 
 
 @dataclass(frozen=True)
@@ -152,5 +152,5 @@ def _point(line: Mapping[str, Any], metric: str) -> Point:
     """Return what a line of kind "epoch" or "target" says of ``metric``; NaN if it does not."""
     at_epoch = line["kind"] == "epoch"
     value = line["metrics"].get(metric, math.nan) if at_epoch else line["value"]
-    sent = line["stats"].get("bytes_sent", math.nan) if at_epoch else line["bytes_sent"]
+    sent = (line["stats"] if at_epoch else line).get("link_bytes", math.nan)
     return Point(value, line["epoch"], line["step"], line["train_seconds"], line["wall_seconds"], sent)

@@ -129,7 +129,8 @@ class Training:
         if self._is_best(self.metrics[loop.task.metric]) and self._reaches_target():
             now.reached = True
             about = {"metric": loop.task.metric, "target": self.ends.target, "value": now.best}
-            self.tracker.write("target", **about, **counts, **seconds, bytes_sent=stats["bytes_sent"])
+            sent = {name: stats[name] for name in ("bytes_sent", "link_bytes")}
+            self.tracker.write("target", **about, **counts, **seconds, **sent)
 
     def _is_best(self, value: float) -> bool:
         """Keep the metric if it is better than ever; tell whether it is."""

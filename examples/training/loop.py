@@ -19,7 +19,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 import agmerge
 from training.optimizers import Wrapped
 
-COUNTED = ("bytes_sent", "bytes_dense", "elements_sent", "exposed_seconds")  # of stats(): totals
+# Totals of stats().
+COUNTED = ("bytes_sent", "bytes_dense", "link_bytes", "link_bytes_dense", "elements_sent", "exposed_seconds")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 

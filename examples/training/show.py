@@ -17,7 +17,7 @@ SHARES = ("accuracy", "top5", "f1", "exact")  # metrics that are parts of a whol
 def table(results: dict[str, Any]) -> str:
     """Return the results, for people."""
     r = results
-    sent, dense = r["bytes_sent"], r["bytes_dense"]
+    link, dense = r["link_bytes"], r["link_bytes_dense"]
     rows = {
         "workers": f"{r['workers']} ({r['backend']} backend)",
         "compressor": described(r["settings"]),
@@ -27,8 +27,9 @@ def table(results: dict[str, Any]) -> str:
         },
         **r["notes"],
         "elements sent": f"{r['density']:.2%} of all, small tensors included",
-        "bytes sent": f"{sent / 1e6:.2f} MB per worker; dense {dense / 1e6:.2f} MB"
-        + (f" ({dense / sent:.1f}x)" if sent else ""),
+        "bytes sent": f"{r['bytes_sent'] / 1e6:.2f} MB per worker; dense {r['bytes_dense'] / 1e6:.2f} MB",
+        "on the link": f"{link / 1e6:.2f} MB leave a worker; dense {dense / 1e6:.2f} MB"
+        + (f" ({dense / link:.1f}x)" if link else ""),
         "seconds per step": f"{r['seconds_per_step']:.4f} (median)",
         "replicas": "bitwise equal" if r["replicas_equal"] else "DIFFERENT",
     }

@@ -112,6 +112,8 @@ def scalars(fields: Mapping[str, Any]) -> dict[str, float]:
         "speed/exposed_seconds": stats["exposed_seconds"],
         "bytes/sent": stats["bytes_sent"],
         "bytes/dense": stats["bytes_dense"],
+        "bytes/link": stats["link_bytes"],
+        "bytes/link_dense": stats["link_bytes_dense"],
         "density": stats["density"],
         "residual_norm": stats["residual_norm"],
         **{f"selection/{name}": value for name, value in stats.get("selection", {}).items()},

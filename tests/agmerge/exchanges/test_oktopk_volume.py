@@ -22,8 +22,9 @@ def test_volume_is_within_the_bound(case: str, workers: int) -> None:
     # The bound has eight bytes a slot, and here indices take about one. Also at most the slack of the last all-gather.
     assert ours.payload <= 0.65 * 1.125 * volume.bound(k, workers)
     assert ours.elements == k
-    # Beside the payload: one histogram, and 0.4 KB a rank and call.
-    assert ours.histogram == 2 * volume.BINS * (workers - 1) / workers
+    # Beside the payload: one histogram, rounded up to whole bytes, and 0.4 KB a rank and call.
+    exact = 2 * volume.BINS * (workers - 1) / workers
+    assert exact <= ours.histogram < exact + 1 / 4
     assert ours.control <= 300 * (workers - 1)
     theirs = volume.measure(SparseExchange, case, workers, k, 10 * k, steps=1)
     assert theirs.total == volume.model(k, workers)[1]
