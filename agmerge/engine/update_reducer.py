@@ -13,6 +13,7 @@ how far a worker's x may stray from that mean.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from agmerge.backends import status
+from agmerge.engine import strayed
 from agmerge.engine.carry import Applied, Carry, Kept, wide
 from agmerge.engine.own_step import own_step
 from agmerge.engine.sharded_steps import ShardedSteps
@@ -63,8 +65,9 @@ class UpdateReducer(Synchronizer):
         self._receive_at: int | None = None  # the step after which messages under way are taken in
         self._due: Due | None = None  # which merge buffers these are of
         self._snapshot: object = None  # of the ways, as of the last look
-        self._in_shared = False  # parameters are the shared ones for a while
+        self.in_shared = False  # parameters are the shared ones for a while
         self._sharded = ShardedSteps(members)
+        self._strayed = strayed.watch(self)
         self.carry = self._make_carry()
 
     def _with_planner(self, config: Config) -> Config:
@@ -214,6 +217,7 @@ class UpdateReducer(Synchronizer):
         self.steps += 1
         if self.alone:
             return
+        self._strayed.stepped(says=workers.rank() == 0 and workers.bound() is None)
         if self._receive_at is None:  # else parameters are about to move by what others did
             assert self.exchange.comm is not None
             with self.exchange.breaking():
@@ -275,6 +279,7 @@ class UpdateReducer(Synchronizer):
             self._said, self._bad = self._bad, ()
             with self.exchange.sending_whole():
                 self._receive()
+        self._strayed.settled()
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -282,23 +287,37 @@ class UpdateReducer(Synchronizer):
 
         What is saved inside has this worker's own all the same.
         """
+        self._strayed.seen()
         parameters = self.carry.parameters
         own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(self.carry.base[name])
-        self.carry.parameters, was_in_shared, self._in_shared = own, self._in_shared, True
+        self.carry.parameters, was_in_shared, self.in_shared = own, self.in_shared, True
         try:
             yield
         finally:
-            self.carry.parameters, self._in_shared = parameters, was_in_shared
+            self.carry.parameters, self.in_shared = parameters, was_in_shared
             with torch.no_grad():
                 for name, parameter in parameters.items():
                     parameter.copy_(own[name])
 
+    def shared_values(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Return what all workers have in common, by parameter; nothing before the first step."""
+        self._strayed.seen()
+        base, members = self.carry.base, self.members
+        return {p: base[members.name_of(p)] for p in members.name_all() if members.name_of(p) in base}
+
+    def close(self) -> None:
+        """Collective. Consolidate, where steps have been made since; after an error do not wait for others."""
+        world = self.exchange.world
+        if self._strayed.ahead and not self.exchange.is_broken and workers.current(world) and sys.exc_info()[1] is None:
+            self.consolidate()
+        super().close()
+
     def _check_outside_shared(self, what: str) -> None:
         """Raise :class:`agmerge.AGMergeError` inside of :meth:`shared`, where what moves parameters would be undone."""
-        if self._in_shared:
+        if self.in_shared:
             raise AGMergeError(f"{what} inside shared(): changes of parameters inside are lost. Call it outside")
 
     # -- guards -----------------------------------------------------------------------------------------------------

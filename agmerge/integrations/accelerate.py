@@ -35,8 +35,9 @@ def compress(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -
 
     ``model``: as ``accelerator.prepare()`` has returned it, with its optimizer. ``options``: of
     :func:`agmerge.integrations.ddp.compress`, ``scaler`` and ``optimizer`` excepted: they are the accelerator's. With
-    ``sync="updates"`` ``save_state()`` saves the parameters that all ranks have in common; evaluate inside of the
-    result's ``shared()``. Returns what has the figures; None in one process, with a warning: it trains as it is.
+    ``sync="updates"`` what is evaluated without gradients and saved are the parameters that all ranks have in common,
+    and after ``end_training()`` all ranks have these. Returns what has the figures; None in one process, with a
+    warning: it trains as it is.
 
     Raises ``ValueError`` for FSDP, DeepSpeed, Megatron-LM and XLA, an optimizer that is distributed itself, and what
     :func:`agmerge.integrations.ddp.compress` refuses.
@@ -120,3 +121,13 @@ def _keep_in_checkpoints(
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(note)
     accelerator.load_state = load
+    if not are_updates:
+        return
+    end_training = accelerator.end_training
+
+    @functools.wraps(end_training)
+    def end() -> None:
+        compressed.consolidate()
+        end_training()
+
+    accelerator.end_training = end

@@ -21,6 +21,7 @@ from agmerge.engine.update_reducer import UpdateReducer
 from agmerge.errors import AGMergeError
 from agmerge.integrations.ddp_hook import Hook, exchange
 from agmerge.integrations.ddp_refusals import checked_model, checked_options
+from agmerge.integrations.shared_model import show_shared
 from agmerge.optimizer.sharing import SharingMixin
 from agmerge.optimizer.swapping import SwappingMixin
 from agmerge.options import door, momentum, notices
@@ -119,6 +120,7 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
         if isinstance(self._reducer, UpdateReducer):
             # This object as a whole, which the script need not keep: no_sync() ends when nobody holds it any more.
             self._attached.callback(follow(self._reducer, lambda: self._check_apart(model)))
+            self._attached.callback(show_shared(model.module, self._reducer))
             return
         hook = Hook(model, self._reducer)
         model.register_comm_hook(hook, exchange)
@@ -171,9 +173,9 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
         return self._options.sync == UPDATES
 
     def close(self) -> None:
-        """Give the communicators back. The model averages whole gradients from then on: a hook cannot be taken off.
+        """Collective. Give the communicators back. The model averages whole gradients from then on: a hook stays.
 
-        With ``sync="updates"`` call :meth:`consolidate` before, or it goes on with parameters that differ.
+        With ``sync="updates"`` parameters are consolidated first, unless there is an error under way.
         """
         self._attached.close()
         self._reducer.close()

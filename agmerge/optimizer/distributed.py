@@ -317,7 +317,10 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         self._reducer.discard()
 
     def close(self) -> None:
-        """Take all hooks off. The inner optimizer and the model go on without this wrapper."""
+        """Collective. Take all hooks off. The inner optimizer and the model go on without this wrapper.
+
+        Ranks communicate with ``sync="updates"`` alone, which is consolidated first unless there is an error under way.
+        """
         self._stop_hiding()
         self._reducer.close()
 

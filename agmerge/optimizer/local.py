@@ -134,7 +134,7 @@ class LocalSync(ReportingMixin, SharingMixin, OptimizerHolder):
         load_state(self._inner, own or inner)
 
     def close(self) -> None:
-        """Give the communicators back."""
+        """Collective. Consolidate, unless there is an error under way, and give the communicators back."""
         self._reducer.close()
 
 
