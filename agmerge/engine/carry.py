@@ -62,7 +62,9 @@ class Carry(ABC):
             self.base[name] = parameter.to(wide(parameter.dtype), copy=True)
         if new and self._make_outer is not None:
             state = self._outer.state if self._outer is not None else {}
-            self._outer = self._make_outer(list(self.base.values()))
+            bind = getattr(self._make_outer, "bind", None)  # the script's own one knows its parameters, not `base`
+            values = list(self.base.values())
+            self._outer = self._make_outer(values) if bind is None else bind(self.base, self.parameters)
             if not isinstance(self._outer, torch.optim.Optimizer):
                 raise TypeError(
                     f"outer={self._make_outer!r} has returned {self._outer!r}, which is no torch.optim.Optimizer"

@@ -51,3 +51,71 @@ class NesterovStep(torch.optim.Optimizer):
                 momentum = state["momentum"].mul_(group["momentum"]).add_(parameter.grad)
                 way = (momentum * group["momentum"]).add_(parameter.grad)
                 parameter.sub_(way.mul_(group["lr"]))
+
+
+@dataclass(frozen=True)
+class ScriptsOuter:
+    """Let an optimizer that the script has made of its parameters take the outer steps: pass it as ``outer=``.
+
+    It is the script's object that steps, with its groups, schedulers, hooks and state. ``of``: that object.
+    """
+
+    of: torch.optim.Optimizer
+
+    def __call__(self, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+        """Return another one of the same class and defaults: of shards, which the script's does not know."""
+        return type(self.of)(parameters, **self.of.defaults)
+
+    def bind(self, base: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]) -> torch.optim.Optimizer:
+        """Return what has it step ``base``. ``parameters``: the script's, by the same names."""
+        own = {parameter for group in self.of.param_groups for parameter in group["params"]}
+        if not all(parameter in own for parameter in parameters.values()):
+            return self(list(base.values()))
+        return BoundOuter(self.of, base, parameters)
+
+    def __repr__(self) -> str:
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.of.param_groups]
+        return f"{type(self.of).__name__}({groups})"
+
+
+class BoundOuter(torch.optim.Optimizer):
+    """Step shared parameters by an optimizer of a worker's own ones: while it steps, these hold the shared values."""
+
+    def __init__(
+        self, of: torch.optim.Optimizer, base: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]
+    ) -> None:
+        # Not super().__init__(): groups, state and hooks are the script's.
+        self._of, self._base, self._parameters = of, base, parameters
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """Return the script's own state, by its parameters."""
+        return self._of.state
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        """Return the script's own groups."""
+        return self._of.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Step with the gradients of the shared parameters; one without stays. ``closure``: not called."""
+        kept = [(p, p.data, p.grad) for p in self._parameters.values()]
+        try:
+            for name, parameter in self._parameters.items():
+                parameter.grad = None  # which has the dtype of what it held
+                parameter.data = self._base[name]
+                parameter.grad = self._base[name].grad
+            self._of.step()
+        finally:
+            for parameter, data, gradient in kept:
+                parameter.grad = None
+                parameter.data, parameter.grad = data, gradient
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the script's own."""
+        return self._of.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load into the script's own."""
+        self._of.load_state_dict(state_dict)

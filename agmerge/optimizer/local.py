@@ -7,7 +7,6 @@ Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Mo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +15,11 @@ from agmerge.checkpoint import rank_state
 from agmerge.engine.optimizer_group import OneOrSeveral, inner_of
 from agmerge.engine.optimizer_states import as_state, load_state
 from agmerge.engine.optimizer_wrapper import OptimizerHolder
+from agmerge.engine.outer import ScriptsOuter
 from agmerge.engine.step_hooks import follow
+from agmerge.engine.synchronizer import Synchronizer
 from agmerge.engine.update_reducer import UpdateReducer
+from agmerge.errors import and_more
 from agmerge.optimizer.distributed import DistributedOptimizer
 from agmerge.optimizer.sharing import SharingMixin
 from agmerge.options import compressors, door, keywords
@@ -59,7 +61,7 @@ class LocalSync(ReportingMixin, SharingMixin, OptimizerHolder):
 
     The optimizer is not wrapped: hooks on its step do it, of several on theirs, and what is due is exchanged when each
     of them has stepped once. For scripts that use torchft's ``DiLoCo`` or ``LocalSGD``:
-    ``sync_every``, ``outer_optimizer`` (an optimizer, whose class and options are taken) and ``fragment_sync_delay``
+    ``sync_every``, ``outer_optimizer`` (an optimizer of the model's parameters, which steps) and ``fragment_sync_delay``
     are other names of ``every``, ``outer`` and ``overlap``. Other arguments are those of :class:`LocalOptimizer`.
     """
 
@@ -88,7 +90,7 @@ class LocalSync(ReportingMixin, SharingMixin, OptimizerHolder):
             raise ValueError("sync_every is another name of every: give one of them")
         every = every if sync_every is None else sync_every
         for name, value, other in (
-            ("outer", None if outer_optimizer is None else SameKind(outer_optimizer), "outer_optimizer"),
+            ("outer", None if outer_optimizer is None else _scripts_outer(outer_optimizer, named), "outer_optimizer"),
             ("overlap", fragment_sync_delay, "fragment_sync_delay"),
         ):
             if value is not None and options.setdefault(name, value) is not value:
@@ -134,22 +136,25 @@ class LocalSync(ReportingMixin, SharingMixin, OptimizerHolder):
         load_state(self._inner, own or inner)
 
     def close(self) -> None:
-        """Collective. Consolidate, unless there is an error under way, and give the communicators back."""
-        self._reducer.close()
+        """Give the communicators back. Parameters stay as they are: call :meth:`consolidate` inside of the ``with``."""
+        Synchronizer.close(self._reducer)
 
 
-@dataclass(frozen=True)
-class SameKind:
-    """Make an optimizer of the class and with the options of another one."""
+def _scripts_outer(optimizer: Any, named: Sequence[tuple[str, torch.Tensor]]) -> ScriptsOuter:
+    """Return what has the script's own optimizer take outer steps.
 
-    like: torch.optim.Optimizer
-
-    def __call__(self, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
-        """Return it, for ``parameters``."""
-        return type(self.like)(parameters, **self.like.defaults)
-
-    def __repr__(self) -> str:
-        return f"{type(self.like).__name__}({self.like.defaults})"
+    Raises ``TypeError`` for what is no optimizer, and ``ValueError`` where it has not got all trainable parameters.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"outer_optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    left_out = [name for name, parameter in named if parameter.requires_grad and parameter not in own]
+    if left_out:
+        raise ValueError(
+            f"outer_optimizer has not got the parameters {and_more(left_out)} of the model, which would never move: "
+            "make it of model.parameters()"
+        )
+    return ScriptsOuter(optimizer)
 
 
 def _settings(every: int, compression: Any, density: Any, wire: str | None, options: dict[str, Any]) -> dict[str, Any]:

@@ -88,8 +88,9 @@ def resumed() -> list[str]:
         one.load_state_dict(state)
     compressed.load_state_dict(own)
     trained(model, inner, range(3, 6))
-    compressed.close()
-    return [*found, digest(net)]
+    found.append(digest(net))
+    compressed.close()  # which makes ranks equal
+    return found
 
 
 def said() -> list[str]:
