@@ -14,6 +14,7 @@ from agmerge.errors import CollectiveTimeout, NoAnswer
 
 VARIABLE = "AGMERGE_TIMEOUT"
 SECONDS = 300.0
+LONGEST = 1e9  # seconds, 31 years: clocks of the system overflow with more
 
 T = TypeVar("T")
 
@@ -25,8 +26,8 @@ def default() -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise ValueError(f"{VARIABLE}={text!r}: give a number of seconds > 0")
+    if not 0 < seconds <= LONGEST:
+        raise ValueError(f"{VARIABLE}={text!r}: give a number of seconds > 0, and at most {LONGEST:g}")
     return seconds
 
 

@@ -11,6 +11,7 @@ import torch
 
 import merging
 from agmerge.checkpoint.redistribute import displacements, redistribute
+from agmerge.checkpoint.section_check import check_section
 from agmerge.engine.optimizer_states import SECTIONS, marked, unmark
 from agmerge.engine.synchronizer import Synchronizer
 from agmerge.exchanges.low_rank import bases
@@ -149,7 +150,8 @@ def load(reducer: Synchronizer, section: Mapping[str, Any] | None, *, own: bool 
     Ranks communicate only where a step had begun, and its gradients complete a merge buffer. One warning says what is
     dropped. What ranks of another number have saved together is redistributed, see
     :mod:`agmerge.checkpoint.redistribute`. Returns the inner optimizer's own state, where sections have it by rank.
-    Raises ``ValueError`` if a residual has another shape than its parameter, or is not finite.
+    Raises ``ValueError`` if a residual has another shape than its parameter, or is not finite, and before anything
+    changes for a section that is damaged.
 
     Args:
         reducer: of the optimizer that loads, between ``step()`` and the next ``backward()``.
@@ -157,6 +159,8 @@ def load(reducer: Synchronizer, section: Mapping[str, Any] | None, *, own: bool 
         own: this very process has saved it, as whichever rank it was.
     """
     exchange = reducer.exchange
+    if section is not None:
+        check_section(section, RANKS)
     reducer.check_idle("load_state_dict()")
     reducer.discard()  # what a synchronize() without step() has left
     if section is not None and RANKS in section:

@@ -97,6 +97,29 @@ def unmark(optimizer: torch.optim.Optimizer) -> bool:
     return any([group.pop(MARK, None) is not None for group in optimizer.param_groups])
 
 
+def check_state(optimizer: torch.optim.Optimizer, saved: Any) -> None:
+    """Raise ``ValueError`` for a state that the optimizers which step with ``optimizer`` could not load.
+
+    For who changes something else before :func:`load_state`. ``saved``: as in :func:`sections_of`.
+    """
+    sections, optimizers = sections_of(optimizer, saved), optimizers_of(optimizer)
+    for number, (each, section) in enumerate(zip(optimizers, sections, strict=True)):
+        where = "the optimizer's state" if len(optimizers) == 1 else f"the state of optimizers[{number}]"
+        where += f" ({type(each).__name__})"
+        for key in ("state", "param_groups"):
+            if not isinstance(section, Mapping) or key not in section:
+                raise ValueError(f"{where} has no {key!r}: load what state_dict() gave")
+        groups, own = section["param_groups"], each.param_groups
+        if len(groups) != len(own):
+            raise ValueError(f"{where} has {len(groups)} parameter groups, and the optimizer has {len(own)}")
+        for place, (group, its_own) in enumerate(zip(groups, own, strict=True)):
+            if len(group["params"]) != len(its_own["params"]):
+                raise ValueError(
+                    f"{where} has {len(group['params'])} parameters in group {place}, and the optimizer has "
+                    f"{len(its_own['params'])}: load a checkpoint of the same model"
+                )
+
+
 def load_state(optimizer: torch.optim.Optimizer, saved: Any) -> None:
     """Load the state of each optimizer that steps with ``optimizer``. ``saved``: as in :func:`sections_of`.
 

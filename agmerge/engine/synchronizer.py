@@ -54,6 +54,8 @@ class Synchronizer:
             return None if synchronizer is None else synchronizer._on_agreement(buffers, times)
 
         self.exchange = GradientExchange(table, config, on_agreement, workers.current)
+        if config.plan is not None:
+            config.plan.check(len(self.exchange.members()))
 
     @property
     def config(self) -> Config:

@@ -36,6 +36,12 @@ ZERO_GRAD = (
 )
 
 
+INFERENCE = (
+    "optimizer.step() in torch.inference_mode(): what is kept for the next step could not be changed in it. Step "
+    "outside of it, or in torch.no_grad()"
+)
+
+
 class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMixin, OptimizerWrapper):
     """Collective. Wrap ``optimizer`` so that every step uses gradients combined over all workers.
 
@@ -241,10 +247,13 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         """Collective. Combine the gradients, then step the inner optimizer. Return the closure's loss, if there is one.
 
         A closure runs once, before the gradients are combined. In ``skip_synchronize()`` they are taken as they are.
-        With ``sync="updates"``, step it first, with this worker's own gradients, and then exchange what is due.
+        With ``sync="updates"``, step it first, with this worker's own gradients, and then exchange what is due. Raises
+        ``ValueError`` in ``torch.inference_mode()``, where nothing can be kept for the next step.
         """
         if not self._inner.state:
             torch_helpers.refuse(self)  # they step an optimizer without a state
+        if torch.is_inference_mode_enabled():
+            raise ValueError(INFERENCE)
         return self._reducer.step(self, closure)
 
     @_disable_dynamo

@@ -13,7 +13,7 @@ import torch
 
 from agmerge.checkpoint import rank_state
 from agmerge.engine.optimizer_group import OneOrSeveral, inner_of
-from agmerge.engine.optimizer_states import as_state, load_state
+from agmerge.engine.optimizer_states import as_state, check_state, load_state
 from agmerge.engine.optimizer_wrapper import OptimizerHolder
 from agmerge.engine.outer import ScriptsOuter
 from agmerge.engine.step_hooks import follow
@@ -60,9 +60,9 @@ class LocalSync(ReportingMixin, SharingMixin, OptimizerHolder):
     """Exchange, inside of a ``with``, what ``optimizer`` makes of the parameters of ``model`` every ``every`` steps.
 
     The optimizer is not wrapped: hooks on its step do it, of several on theirs, and what is due is exchanged when each
-    of them has stepped once. For scripts that use torchft's ``DiLoCo`` or ``LocalSGD``:
-    ``sync_every``, ``outer_optimizer`` (an optimizer of the model's parameters, which steps) and ``fragment_sync_delay``
-    are other names of ``every``, ``outer`` and ``overlap``. Other arguments are those of :class:`LocalOptimizer`.
+    of them has stepped once. For scripts that use torchft's ``DiLoCo`` or ``LocalSGD``: ``sync_every``,
+    ``outer_optimizer`` (an optimizer of the model's parameters, which steps) and ``fragment_sync_delay`` are other
+    names of ``every``, ``outer`` and ``overlap``. Other arguments are those of :class:`LocalOptimizer`.
     """
 
     _inner: torch.optim.Optimizer
@@ -132,6 +132,7 @@ class LocalSync(ReportingMixin, SharingMixin, OptimizerHolder):
         """
         state = as_state(state_dict)
         inner = {key: value for key, value in state.items() if key != rank_state.SECTION}
+        check_state(self._inner, inner)
         own = rank_state.load(self._reducer, state.get(rank_state.SECTION))
         load_state(self._inner, own or inner)
 

@@ -11,7 +11,7 @@ import torch
 from agmerge.checkpoint import rank_state, torch_helpers
 from agmerge.checkpoint.gather import gather_state
 from agmerge.checkpoint.rank_state import Wrapper
-from agmerge.engine.optimizer_states import as_state, load_state, sections_of
+from agmerge.engine.optimizer_states import as_state, check_state, load_state, sections_of
 from agmerge.engine.optimizer_wrapper import OptimizerHolder
 from agmerge.engine.reducers import AnyReducer
 from agmerge.options import notices
@@ -64,6 +64,7 @@ class SavingMixin:
         torch_helpers.refuse(cast("OptimizerHolder", self))
         state = as_state(state_dict)
         inner = {key: value for key, value in state.items() if key != rank_state.SECTION}
+        check_state(self._inner, inner)
         before = self._reducer.config
         groups = [group for section in sections_of(self._inner, inner) for group in section["param_groups"]]
         rates = with_momentum_of(before, self._inner, groups).rates

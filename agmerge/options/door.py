@@ -63,8 +63,19 @@ def settled(options: Options, optimizer: torch.optim.Optimizer | None) -> Option
 
     ``optimizer``: the one that steps; None: nobody has said which. Raises ``ValueError`` or ``TypeError``.
     """
+    if options.sync == UPDATES and optimizer is not None:
+        _check_outer(options.outer, optimizer)
     options = replace(options, compression=resolve_auto(options, optimizer))
     return replace(options, density=density_of(options), memory=memory_beside(options, optimizer))
+
+
+def _check_outer(outer: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``TypeError`` if a script's ``outer=`` does not make an optimizer: it is asked once, of the parameters."""
+    if not callable(outer) or type(outer).__module__.partition(".")[0] == "agmerge":
+        return  # no function is refused later; ours makes one
+    made = outer([p.detach() for group in optimizer.param_groups for p in group["params"] if p.requires_grad])
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(f"outer={outer!r} has returned {made!r}, which is no torch.optim.Optimizer")
 
 
 def swapped(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -74,9 +75,11 @@ def _guards(options: Options) -> dict[str, Any]:
     _check_choice("nonfinite", nonfinite, POLICIES)
     timeout, check_every = options.timeout, options.check_every
     timeout = timeouts.default() if timeout is None else timeout
-    if not 0 < timeout < float("inf"):
-        raise ValueError(f"timeout must be a number of seconds > 0, not {timeout!r}")
-    if not isinstance(check_every, int) or check_every < 0:
+    if not _is_number(timeout) or not 0 < timeout <= timeouts.LONGEST:
+        raise ValueError(
+            f"timeout must be a number of seconds > 0, and at most {timeouts.LONGEST:g}, not {timeout!r}"
+        )
+    if not isinstance(check_every, int) or isinstance(check_every, bool) or check_every < 0:
         raise ValueError(f"check_every must be a number of steps (0: never), not {check_every!r}")
     return {"scaled": scaled, "nonfinite": nonfinite, "timeout": float(timeout), "check_every": check_every}
 
@@ -85,10 +88,12 @@ def _sums(options: Options) -> dict[str, Any]:
     """Return the fields of :class:`Config` that say what is added up, and over which passes and ranks."""
     op, factor = _reduction(options.op), options.gradient_predivide_factor
     check_passes(options.backward_passes_per_step)
+    if not _is_number(factor) or not 0 < factor < float("inf"):
+        raise ValueError(f"gradient_predivide_factor must be > 0, and a number, not {factor!r}")
     if factor != 1.0 and op is not Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if not factor > 0:
-        raise ValueError(f"gradient_predivide_factor must be > 0, not {factor!r}")
+    if options.sparse_as_dense not in (True, False):
+        raise ValueError(f"sparse_as_dense={options.sparse_as_dense!r}: give True or False")
     return {
         "op": op,
         "passes": options.backward_passes_per_step,
@@ -126,7 +131,7 @@ def _compression(options: Options, updates: Updates | None) -> dict[str, Any]:
         "wire": wire_of(options, compressor),
         "dense": is_small if cutoff is not None else _dense_rule(dense),
         "partial": cutoff,
-        "patterns": () if dense is None or cutoff is not None or callable(dense) else tuple(map(re.compile, dense)),
+        "patterns": () if dense is None or cutoff is not None or callable(dense) else _patterns(dense),
     }
 
 
@@ -174,6 +179,11 @@ def _check_choice(name: str, value: Any, allowed: tuple[str, ...], hint: str = "
     """Raise ``ValueError`` unless ``value`` is ``allowed``. ``hint``: what may have been meant, after "; "."""
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name}={value!r} is unknown; choose from: {', '.join(map(repr, allowed))}{hint}")
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether this is a real number, of Python's or numpy's; True and False are none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _reduction(op: Any) -> ReduceOp:
@@ -283,8 +293,19 @@ def _dense_rule(dense: Any) -> DenseRule:
             f"dense={dense!r}: give a list of patterns for whole names, a callable (name, parameter) -> bool, or "
             f"{dense_cutoff.NAME!r}"
         )
-    patterns = [re.compile(pattern) for pattern in dense]
+    patterns = _patterns(dense)
     return lambda name, parameter: any(pattern.fullmatch(name) for pattern in patterns)
+
+
+def _patterns(dense: Iterable[Any]) -> tuple[re.Pattern[str], ...]:
+    """Return the patterns of ``dense=``; ``ValueError`` for what is none."""
+    patterns = []
+    for pattern in dense:
+        try:
+            patterns.append(re.compile(pattern))
+        except (TypeError, re.error) as error:
+            raise ValueError(f"dense: {pattern!r} is no pattern for whole names: {error}") from None
+    return tuple(patterns)
 
 
 def _scales(scaler: Any) -> bool:

@@ -24,6 +24,10 @@ from agmerge.tensors.parameters import ParameterInfo, check_spread_alike
 from sparsifiers import ByName, Kind, Sparsifier
 from sparsifiers.observed import Observed
 
+RESIZED = (
+    "parameter {name!r} had shape {before} and has {now} now: what was kept of it does not fit. Give the model its "
+    "shapes before its optimizer is wrapped, or close() this optimizer and wrap anew"
+)
 OF_GRADIENTS = ("residual", "momentum")  # kinds of what is kept that are linear in gradients
 
 
@@ -189,12 +193,25 @@ class AgreedState:
             self.second if self._nodes is None else self._nodes.second,
             self.totals.left,
         )
+        self._check_shapes(buffers)
         self.step, self._carried_plan, self._carried_budgets = self.steps, None, None
         buffers.restore_state(self._carried)
         self.buffers, self._snapshot, self._stale = buffers, self.table.snapshot(), False
         self._forget_measurements(buffers)
         self.plans = self._on_agreement(buffers, self.times)
         return buffers
+
+    def _check_shapes(self, buffers: MergeBuffers) -> None:
+        """Raise ``ValueError`` for a parameter that the script has given another shape, on all ranks alike.
+
+        Where nothing is kept of any parameter shapes may change. ``buffers``: those that ranks have just agreed on.
+        """
+        if self.buffers is None or not (self._carried or self.config.updates is not None):
+            return
+        before = {slot.name: slot.shape for slot in self.buffers.layout.slots}
+        for slot in buffers.layout.slots:
+            if before.get(slot.name, slot.shape) != slot.shape:
+                raise ValueError(RESIZED.format(name=slot.name, before=list(before[slot.name]), now=list(slot.shape)))
 
     def replan(self) -> None:
         """Collective. Between steps: go on with another plan, where the measured times ask for one."""

@@ -55,6 +55,20 @@ def optimizers_of(owner: Any) -> list[Any]:
     return list(getattr(owner, "stepped_together", (owner,)))
 
 
+def why_not_usable(parameter: torch.Tensor) -> str:
+    """Return why nobody can train with a parameter as it is, as the end of a sentence; "" if it can be trained."""
+    if torch.nn.parameter.is_lazy(parameter):
+        return "has no shape yet (a lazy module's): make a forward pass before the optimizer is wrapped"
+    if parameter.is_inference():
+        return "was made in torch.inference_mode(), and has no gradients: make the model outside of it"
+    if parameter.requires_grad and str(parameter.dtype).startswith(("torch.float8", "torch.float4")):
+        return (
+            f"is {parameter.dtype}, in which gradients cannot be added up: hold it in 16 or 32 bits, or freeze it by "
+            "requires_grad_(False)"
+        )
+    return ""
+
+
 def check_spread_alike(members: Sequence[ParameterInfo]) -> None:
     """Raise ``ValueError`` where some are DTensors and some are not: nobody would average these over the shards."""
     spread = [member.name for member in members if is_dtensor(member.parameter)]
@@ -81,7 +95,9 @@ class ParameterTable:
         if named_parameters is not None:
             self._take_names(list(named_parameters))
             self._check_all_named()
-        self.name_all()
+        for parameter in self.name_all():
+            if problem := why_not_usable(parameter):
+                raise ValueError(f"parameter {self.name_of(parameter)!r} {problem}")
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -96,6 +112,12 @@ class ParameterTable:
                 "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
                 "model.named_parameters()."
             )
+        for name, parameter in named:
+            if not isinstance(name, str) or not isinstance(parameter, torch.Tensor):
+                raise ValueError(
+                    f"named_parameters: ({name!r}, a {type(parameter).__name__}) is no pair of a name, which is a string, "
+                    "and a parameter"
+                )
         names = Counter(name for name, _ in named)
         repeated = sorted(name for name, times in names.items() if times > 1)
         if repeated:

@@ -91,11 +91,13 @@ def test_outer_is_a_function_of_parameters(outer: Any) -> None:
     )
 
 
-def test_an_outer_that_makes_no_optimizer_is_refused_where_it_is_asked() -> None:
+def test_an_outer_that_makes_no_optimizer_is_refused_before_anything_is_exchanged() -> None:
     def body(rank: int, model: nn.Module) -> None:
-        optimizer = wrap(model, sync="updates", outer=lambda parameters: None)
         with pytest.raises(TypeError, match="outer=.*has returned None.*torch.optim.Optimizer"):
-            train(model, optimizer, rank, range(1))
+            wrap(model, sync="updates", outer=lambda parameters: None)
+        with pytest.raises(TypeError, match="outer=.*has returned None.*torch.optim.Optimizer"):
+            agmerge.LocalSync(model, sgd(model), outer=lambda parameters: None)
+        wrap(model).close()  # and the parameters are free
 
     on_ranks(2, MODEL, body)
 
