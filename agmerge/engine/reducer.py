@@ -331,6 +331,8 @@ class Reducer(Synchronizer):
         if self.synchronized:
             return True
         if self.alone:
+            if self.exchange.is_broken and self.config.model is not None:
+                self._raise_broken()  # updates of the last step may be lost
             if self.exchange.is_broken and not self._closed:
                 self.leave()  # there is nobody to have lost
             self.discard()

@@ -1,7 +1,7 @@
 """A whole script that trains with ``sync="updates"`` and ends: ``ended_updates.py FOLDER ROAD END``.
 
-``ROAD``: ``ddp``, ``accelerate`` or ``wrapper``. ``END``: ``close``, ``consolidate``, ``shared``, ``error`` or ``silent``.
-Writes, by rank, digests of what it saw.
+``ROAD``: ``ddp``, ``accelerate`` or ``wrapper``. ``END``: ``close``, ``consolidate``, ``shared``, ``error`` or
+``silent``. Writes, by rank, digests of what it saw.
 """
 
 from __future__ import annotations
