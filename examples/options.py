@@ -59,9 +59,10 @@ def add_update_options(parser: ArgumentParser) -> None:
 def given(args: Namespace, model: nn.Module) -> dict[str, Any]:
     """Return what the command line says, as arguments for the optimizer of ``model``.
 
-    Four things follow from others. The exchange is named for what compresses, because the library's default sends dense
+    Five things follow from others. The exchange is named for what compresses, because the library's default sends dense
     where the network is fast, as it is on one machine. ``--merging dear`` takes the model; it halves an all-reduce, so
-    without ``--compression`` everything is sent. ``--threshold`` is a planner and its size.
+    without ``--compression`` everything is sent. ``--threshold`` is a planner and its size. Of ``--each`` only what
+    sends factors has a rank.
     """
     found = {name: value for name in (*NAMES, *OF_UPDATES) if (value := getattr(args, name, None)) is not None}
     if getattr(args, "threshold", None) is not None:
@@ -69,6 +70,8 @@ def given(args: Namespace, model: nn.Module) -> dict[str, Any]:
     if found.get("merging") == DEAR:
         found["model"] = model
         found.setdefault("compression", "none")
+    if getattr(args, "each", None) and not sparsifiers.is_low_rank(str(found.get("compression"))):
+        found.pop("rank", None)  # it is of those among the names that have factors
     if found.get("compression") not in CASTS:
         found.setdefault("exchange", "sparse")
     return found

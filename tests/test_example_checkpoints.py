@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import train
 from training import options as train_options
+from training.checkpoints import Checkpoints
 from training.stopping import Stopping
 from trainings import locked, log, outcome, results  # noqa: F401
 
@@ -37,6 +38,28 @@ def test_a_run_goes_on_to_the_bit(line: str, tmp_path: Path) -> None:
     kinds = [entry["kind"] for entry in log(tmp_path / "halves")]
     assert kinds == ["start", "plan", "epoch", "end"] * 2
     assert [entry["step"] for entry in log(tmp_path / "halves") if entry["kind"] == "start"] == [0, 4]
+
+
+def in_turn(folder: Path, work: Any) -> list[str]:
+    """Return the error that each of two workers gets from ``work(checkpoints)``."""
+
+    def body(rank: int) -> str:
+        with pytest.raises((OSError, ValueError)) as raised:
+            work(Checkpoints(folder))
+        return f"{type(raised.value).__name__}: {raised.value}"
+
+    return run(2, body)
+
+
+def test_a_worker_that_cannot_write_or_read_ends_all_of_them_alike(tmp_path: Path) -> None:
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / ".1.pt.unfinished").symlink_to("/dev/full")
+    first, second = in_turn(tmp_path, lambda checkpoints: checkpoints.save(7, {"workers": 2}, None))
+    assert first == second and first.startswith(f"OSError: worker 1 could not save step 7 in {tmp_path}: ")
+    assert [path.name for path in (tmp_path / "7").iterdir()] == ["0.pt"]
+    (tmp_path / "7" / "1.pt").write_bytes(b"nonsense")
+    first, second = in_turn(tmp_path, lambda checkpoints: checkpoints.newest())
+    assert first == second and first.startswith(f"ValueError: worker 1 cannot read a checkpoint in {tmp_path}: ")
 
 
 @pytest.mark.slow

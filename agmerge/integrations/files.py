@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +38,43 @@ def save(compressed: Compressed, folder: Folder) -> None:
     """Collective. Write what this rank keeps into ``folder``, where others' numbers of ranks have left no file then.
 
     What is under way (``overlap=``) is taken in first. Where there is no such folder nothing is written: the framework
-    has removed the checkpoint again, to keep few. Returns when all ranks have written.
+    has removed the checkpoint again, to keep few. Returns when all ranks have written. Where one of them cannot, all
+    raise :class:`agmerge.AGMergeError`, and what was saved in ``folder`` before stays as it was.
     """
     rank, size = _place(compressed)
     compressed.flush()
     section = rank_state.with_inner(compressed.state_dict())
     where = Path(folder)
     barrier()  # rank 0 of the framework has removed by now what it removes
-    if where.is_dir():
-        part = where / f"{_name(rank, size)}.part"
-        torch.save(section, part)
-        os.replace(part, where / _name(rank, size))
-        if rank == 0:
-            _unlink(where, [file for file in _files(where) if file[1] != size])
+    part, there = where / f"{_name(rank, size)}.part", where.is_dir()
+    with _together(f"write what it keeps into {os.fspath(folder)}", part):
+        if there:
+            torch.save(section, part)
+    with _together(f"name what it has written in {os.fspath(folder)}", part):
+        if there:
+            os.replace(part, where / _name(rank, size))
+    if there and rank == 0:
+        _unlink(where, [file for file in _files(where) if file[1] != size])
     barrier()
+
+
+@contextmanager
+def _together(what: str, part: Path) -> Iterator[None]:
+    """Collective. Raise :class:`agmerge.AGMergeError` on all ranks where one of them has raised inside.
+
+    ``what``: that it could not do, for the error. ``part``: a file of this rank alone, which goes then.
+    """
+    problem = ""
+    try:
+        yield
+    except Exception as error:  # all ranks must hear of it: they wait in the next line
+        problem = f"rank {workers.rank()} could not {what}: {type(error).__name__}: {error}"
+    said = [text for text in allgather_object(problem, "integrations/files/saved") if text]
+    if said:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        others = f" (and {len(said) - 1} more)" if len(said) > 1 else ""
+        raise AGMergeError(f"{said[0]}{others}. Other ranks have given up, too: what is to be saved is not complete")
 
 
 def load(compressed: Compressed, folder: Folder) -> bool:

@@ -29,23 +29,33 @@ class Checkpoints:
     def save(self, step: int, state: State, shared: State | None) -> None:
         """Collective. Write this worker's ``state``, and on rank 0 what is ``shared`` by all; remove old ones.
 
-        All workers come back when all have written theirs: only then an older one is removed.
+        All workers come back when all have written theirs: only then an older one is removed. Raises ``OSError`` on
+        all of them where one cannot write.
         """
-        place = self.folder / str(step)
-        place.mkdir(parents=True, exist_ok=True)
-        write(place / f"{agmerge.rank()}.pt", state)
-        if shared is not None:
-            write(place / ALL, shared)
-        agmerge.barrier()
+        place, problem = self.folder / str(step), ""
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            write(place / f"{agmerge.rank()}.pt", state)
+            if shared is not None:
+                write(place / ALL, shared)
+        except Exception as error:  # all workers must hear of it: they wait in the next line
+            problem = f"worker {agmerge.rank()} could not save step {step} in {self.folder}: {error}"
+        _raise_together(problem, OSError)
         for old in self._steps(f"{agmerge.rank()}.pt")[:-KEPT]:
             self._remove(old)
 
     def newest(self) -> tuple[int, bool] | None:
         """Collective. Return the last step that all workers can load, and whether from ``all.pt``; None if none.
 
-        A file a worker is preferred, of which there must be as many as workers were.
+        A file a worker is preferred, of which there must be as many as workers were. Raises ``ValueError`` on all
+        workers where one cannot read a file.
         """
-        own = {step for step in self._steps(f"{agmerge.rank()}.pt") if self._workers(step) == agmerge.size()}
+        own, problem = set(), ""
+        try:
+            own = {step for step in self._steps(f"{agmerge.rank()}.pt") if self._workers(step) == agmerge.size()}
+        except Exception as error:  # as above
+            problem = f"worker {agmerge.rank()} cannot read a checkpoint in {self.folder}: {error!r}"
+        _raise_together(problem, ValueError)
         rows = agmerge.allgather_object((own, set(self._steps(ALL))))
         by_rank, portable = (set.intersection(*kind) for kind in zip(*rows, strict=True))
         if not by_rank | portable:
@@ -94,7 +104,18 @@ class Checkpoints:
 
 
 def write(path: Path, state: State) -> None:
-    """Write ``state`` so that the file is complete, or not there under its name."""
+    """Write ``state`` so that the file is complete, or not there at all."""
     unfinished = path.with_name(f".{path.name}.unfinished")
-    torch.save(state, unfinished)
-    os.replace(unfinished, path)
+    try:
+        torch.save(state, unfinished)
+        os.replace(unfinished, path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def _raise_together(problem: str, kind: type[Exception]) -> None:
+    """Collective. Raise an error of this ``kind`` on all workers if one of them has a ``problem``, the first one's."""
+    first = next(filter(None, agmerge.allgather_object(problem)), "")
+    if first:
+        raise kind(first)

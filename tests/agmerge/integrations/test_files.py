@@ -129,6 +129,27 @@ def error(folder: Path) -> set[str]:
     return set(on_ranks(2, seeded(mlp), body))
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("full", [[1], [0, 2]], ids=str)
+def test_a_full_disk_of_one_rank_is_an_error_of_all_and_no_half_file_stays(tmp_path: Path, full: list[int]) -> None:
+    before = saved(tmp_path, 3)
+    for rank in full:
+        (tmp_path / f"agmerge-{rank}-of-3.pt.part").symlink_to("/dev/full")
+
+    def body(rank: int, model: Any) -> str:
+        with pytest.raises(agmerge.AGMergeError) as said:
+            files.save(Kept(trained(model, rank, STEPS + 1)), tmp_path)
+        return str(said.value)
+
+    (text,) = set(on_ranks(3, seeded(mlp), body))
+    assert text.startswith(f"rank {full[0]} could not write what it keeps into {tmp_path}: ")
+    assert ("(and 1 more)" in text) is (len(full) == 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"agmerge-{rank}-of-3.pt" for rank in range(3)]
+    for (done, kept, _), first in zip(loaded(tmp_path, 3), before, strict=True):  # what was saved before is whole
+        assert done and all(torch.equal(kept[name], first[name]) for name in first)
+    saved(tmp_path, 3)
+
+
 def test_a_damaged_file_is_an_error_of_all_ranks(tmp_path: Path) -> None:
     saved(tmp_path, 2)
     (tmp_path / "agmerge-1-of-2.pt").write_bytes(b"nonsense")
