@@ -28,6 +28,31 @@ def options(line: str) -> dict[str, Any]:
     return train_options.library_options(args, jobs.get(args.job), "the model")  # type: ignore[arg-type]
 
 
+def test_a_dry_run_says_what_the_library_makes_of_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.warns(UserWarning, match="memory='residual' goes with compression='dgc' here: AdamW has a momentum"):
+        train.main("gpt2-wikitext2 --tiny --compression dgc --dry-run".split())
+    assert capsys.readouterr().out.splitlines()[-1] == "  dgc, density 0.01, sparse exchange, memory residual"
+    train.main("mnist --compression dgc --dry-run".split())
+    assert capsys.readouterr().out.splitlines()[-1] == "  dgc, density 0.01, sparse exchange, memory dgc"
+    train.main("digits --tiny --compression S-SGD --dry-run".split())
+    assert capsys.readouterr().out.splitlines()[-1] == "  none"
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("gpt2-wikitext2 --tiny --compression dgc --memory dgc", "AdamW has its own .*pass memory='residual'"),
+        ("digits --tiny --compression topk --rank 4", "rank=4 is about .* sends no factors"),
+        ("digits --tiny --compression Ok-Topk", "write compression='topk', exchange='oktopk'"),
+        ("digits --tiny --merging topk", "write compression='topk'"),
+        ("digits --tiny --exchange Ok-Topk", "did you mean 'oktopk'"),
+    ],
+)
+def test_what_training_refuses_a_dry_run_refuses(line: str, words: str) -> None:
+    with pytest.raises(SystemExit, match=words):
+        train.main([*line.split(), "--dry-run"])
+
+
 @pytest.mark.parametrize(
     "line, expected",
     [

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Mapping
 from typing import Any
 
 import jobs
 import torch
 from options import described, planned
+from torch import nn
 
+import agmerge
+from agmerge import testing
+from training import optimizers
 from training.options import library_options, recipe_of
 
 SHARES = ("accuracy", "top5", "f1", "exact")  # metrics that are parts of a whole
@@ -46,15 +51,41 @@ def listing() -> str:
 
 
 def plans(args: Namespace) -> str:
-    """Return what would be trained, and how: nothing is read, and no memory is taken for the network."""
+    """Return what would be trained, and how: nothing is read, and no memory is taken for the network.
+
+    Raises ``TypeError`` or ``ValueError`` for options that do not go together, as training does.
+    """
     job = jobs.get(args.job)
     with torch.device("meta"):
         model = job.network(tiny=args.tiny)
     tensors = [parameter.numel() for parameter in model.parameters()]
     options = library_options(args, job, model)
+    recipe = recipe_of(job, args)
+    settings = settings_of(optimizers.plain(recipe, model, recipe.lr), model, options, args.local_steps)
     options.pop("model", None)
     how = ", ".join(f"{key}={value!r}" for key, value in options.items())
     wrapper = f"LocalOptimizer(every={args.local_steps}, " if args.local_steps else "DistributedOptimizer("
     lines = [f"{job.name}: {job.about}", f"{sum(tensors):,} parameters in {len(tensors)} tensors"]
-    recipe = vars(recipe_of(job, args)).items()
-    return "\n".join([*lines, *(f"  {key} {value}" for key, value in recipe), f"agmerge.{wrapper}{how})"])
+    about = [f"  {key} {value}" for key, value in vars(recipe).items()]
+    return "\n".join([*lines, *about, f"agmerge.{wrapper}{how})", f"  {described(settings)}"])
+
+
+def settings_of(
+    optimizer: torch.optim.Optimizer, model: nn.Module, options: Mapping[str, Any], local_steps: int | None
+) -> dict[str, str]:
+    """Return what the library makes of ``options`` with this optimizer, by a worker that is alone and trains nothing.
+
+    Args:
+        optimizer: of the parameters of ``model``, which may be on the meta device.
+        options: what the library is given.
+        local_steps: steps that workers make by themselves between two exchanges; None: they exchange in every step.
+    """
+
+    def worker(rank: int) -> dict[str, str]:
+        local = {} if local_steps is None else {"every": local_steps}
+        kind = agmerge.DistributedOptimizer if local_steps is None else agmerge.LocalOptimizer
+        wrapped = kind(optimizer, model.named_parameters(), **local, **options)
+        wrapped.close()
+        return dict(wrapped.settings)
+
+    return testing.run(1, worker)[0]
