@@ -12,7 +12,7 @@ import pytest
 from training import published
 
 import merging
-import sparsifiers
+from sparsifiers import catalogue
 
 COMMANDS = Path(__file__).parents[1] / "docs" / "experiments.md"
 NUMBERS = {"--batch-size": int, "--epochs": published.whole, "--max-steps": published.limit, "--base-lr": float}
@@ -192,7 +192,7 @@ def test_the_page_of_experiments_names_what_there_is() -> None:
     assert len(planners) >= 4 and all(merging.get(name) for name in planners)
     compressors = set(re.findall(r"--compression ([a-z]+)", text)) - {"none", "fp"}
     assert len(compressors) >= 7
-    assert all(sparsifiers.is_low_rank(name) or sparsifiers.get(name) for name in compressors)
+    assert all(catalogue.canonical(name) for name in compressors)
 
 
 @pytest.mark.parametrize("flag", [*published.ALIASES, "--density", "--rank", "--exchange", "--merging", "--tiny"])

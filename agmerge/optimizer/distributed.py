@@ -63,8 +63,8 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
       "acpsgd"`` (docs/low_rank.md), ``"none" | "fp16" | "bf16"``, an object, ``Compression.*``, or ``{pattern: one of
       these}`` by whole name. ``density`` alone means ``"dgc"`` with SGD's momentum, else ``"topk"``. One line says what
       a name cost where that was measured (docs/compressors.md). Arguments about what a compressor does not do are
-      refused with it. Only a number as ``density`` or ``rank``, and ``exchange="sparse"``, may stay in a script that
-      swaps its compressor by name; they say nothing then.
+      refused with it. Only a number as ``density``, and ``exchange="sparse"``, may stay in a script that swaps its
+      compressor by name; they say nothing then.
     * ``backward_passes_per_step``: The gradients of so many passes are summed locally, not averaged.
     * ``op``: Updates are the ``Average`` or the ``Sum`` over ranks.
     * ``gradient_predivide_factor``: Dense sums are of ``g / f`` and multiplied by this factor f afterwards, against
@@ -79,13 +79,14 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
     * ``density``: Give one number, elements sent / elements, for a sparsifier 0.01 by default; or ``{pattern:
       density}`` by whole name, where the first match counts and the default where none does; or ``"importance"``, which
       goes around the compressor's own density by the energy per element of each tensor's gradients in the first steps.
-    * ``rank``: ``"powersgd"`` and ``"acpsgd"`` send factors of so many rows, 4 by default; or ``{pattern: rank}``.
+    * ``rank``: ``"powersgd"`` and ``"acpsgd"`` send factors of so many rows, 4 by default; or ``{pattern: rank}``. With
+      others it is refused.
     * ``warmup``: Other densities in the first steps are ``"dgc"`` (the ladder of its paper, 200 steps a rung), a number
       of steps (geometric, from 25 %), or ``callable(step) -> density``. :func:`agmerge.ladder` is the paper's with a
       number of steps of yours.
     * ``memory``: ``"residual"`` keeps what is not sent (the default where anything is dropped), ``"none"`` drops it.
       ``"dgc"`` (the default of ``compression="dgc"``) applies the momentum of an SGD's groups before selection, instead
-      of the SGD.
+      of the SGD. Beside another optimizer's momentum ``compression="dgc"`` goes with ``"residual"``, and says so.
     * ``dense``: Patterns for whole names, or a callable ``(name, parameter) -> bool``, say which parameters are always
       sent whole. By default those of fewer than two dimensions or than 1024 elements are. ``"partial"`` adds the small
       layers beside these, up to a size that is chosen so that the volume stays (docs/compressors.md).
