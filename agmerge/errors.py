@@ -176,7 +176,7 @@ def warn(text: str, rank: int) -> None:
     while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] == "agmerge":
         level, frame = level + 1, frame.f_back
     if rank == 0 or _is_error(text, frame):
-        warnings.warn(text, UserWarning, stacklevel=level)
+        warnings.warn(text, stacklevel=level)
 
 
 def _is_error(text: str, frame: FrameType) -> bool:
