@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 from torch._compile import _disable_dynamo
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -204,7 +204,7 @@ def _hook(reference: weakref.ref[GradientListener], name: str) -> Callable[[torc
     apart = _disable_dynamo(tell)  # what it does depends on messages
 
     def hook(parameter: torch.Tensor) -> None:
-        if is_compiling():  # the backward pass is called in a compiled function, which traces what hooks do
+        if is_dynamo_compiling():  # the backward pass is called in a compiled function, which traces what hooks do
             apart(parameter)
         else:
             tell(parameter)

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch._compile import _disable_dynamo
+from torch.compiler import is_dynamo_compiling
 
 from agmerge.checkpoint import horovod_elastic, rank_state, torch_helpers
 from agmerge.engine import grad_scaler, join
@@ -226,9 +227,11 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
 
     # -- a step ---------------------------------------------------------------------------------------------
 
-    @_disable_dynamo  # here and below: what they do depends on messages
     def synchronize(self) -> None:
         """Collective. Make every ``p.grad`` the combined update: for clipping between ``backward`` and ``step``."""
+        if is_dynamo_compiling():
+            _outside_graphs(DistributedOptimizer.synchronize, self)
+            return
         self._reducer.synchronize()
 
     @contextmanager
@@ -243,7 +246,6 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         with self._reducer.paused():
             yield
 
-    @_disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Collective. Combine the gradients, then step the inner optimizer. Return the closure's loss, if there is one.
 
@@ -251,13 +253,14 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         With ``sync="updates"``, step it first, with this worker's own gradients, and then exchange what is due. Raises
         ``ValueError`` in ``torch.inference_mode()``, where nothing can be kept for the next step.
         """
+        if is_dynamo_compiling():
+            return _outside_graphs(DistributedOptimizer.step, self, closure)
         if not self._inner.state:
             torch_helpers.refuse(self)  # they step an optimizer without a state
         if torch.is_inference_mode_enabled():
             raise ValueError(INFERENCE)
         return self._reducer.step(self, closure)
 
-    @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Collective. Zero the inner optimizer's gradients; ``AssertionError`` while all of them are on their way.
 
@@ -266,6 +269,9 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         the second case the step comes to nothing on all ranks: the others raise :class:`agmerge.AGMergeError` in it.
         Alone they are dropped at any time.
         """
+        if is_dynamo_compiling():
+            _outside_graphs(DistributedOptimizer.zero_grad, self, set_to_none)
+            return
         if self._reducer.unfinished and not self._reducer.abandon():
             raise AssertionError(ZERO_GRAD)
         self._reducer.begin_anew()
@@ -333,6 +339,15 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         """
         self._stop_hiding()
         self._reducer.close()
+
+
+@_disable_dynamo
+def _outside_graphs(call: Callable[..., Any], *args: Any) -> Any:
+    """Call what a compiled function may not trace, since what it does depends on messages: a break in its graph.
+
+    Otherwise nothing lies between a script and us, so that warnings point at its lines.
+    """
+    return call(*args)
 
 
 def _restore(
