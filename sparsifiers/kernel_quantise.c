@@ -43,7 +43,8 @@ INLINE float widened(uint16_t half)
     uint32_t magnitude = (uint32_t)(half & 0x7fff) << 13, sign = (uint32_t)(half & 0x8000) << 16;
     if (magnitude >= 0x7c00u << 13)
         return float_of(sign | magnitude | 0x7f800000);
-    float value = magnitude < 1u << 23 ? float_of(magnitude + (113u << 23)) - 0x1p-14f : float_of(magnitude + (112u << 23));
+    float value = magnitude < 1u << 23 ? float_of(magnitude + (113u << 23)) - 0x1p-14f
+                                       : float_of(magnitude + (112u << 23));
     return float_of(sign | bits_of(value));
 }
 
@@ -116,10 +117,10 @@ static void add_up(const struct senders *all, int64_t block, int64_t count, floa
 
 /* -- what is exported ---------------------------------------------------------------------------------------------- */
 
-/* Write n values, whose kind is that of kernel_gradients.h, as records; zeros fill up the last block. The squares of all
-   are added to `squares` unless it is NULL. */
-EXPORT void kernel_quantise(const void *values, int64_t n, int kind, int codec, int64_t size, uint64_t key, int64_t first,
-                            uint8_t *out, double *squares)
+/* Write n values, whose kind is that of kernel_gradients.h, as records; zeros fill up the last block. The squares
+   of all are added to `squares` unless it is NULL. */
+EXPORT void kernel_quantise(const void *values, int64_t n, int kind, int codec, int64_t size, uint64_t key,
+                            int64_t first, uint8_t *out, double *squares)
 {
     ON_A_LINE float tile[TILE];
     encode_loop *encode = encoder(codec);

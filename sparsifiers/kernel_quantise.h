@@ -28,8 +28,8 @@ struct blocks {
 /* How records are written and read; a level has one of its own.
 
    encode: float32[count * size] as count records; the squares of all are added to `squares` unless it is NULL.
-   decode: what count records say, plus `before` unless it is NULL, all of it times `scale`: float32[count * size]. `to` may
-   be `before`. streamed: write past the caches, `to` is on a 64-byte boundary. */
+   decode: what count records say, plus `before` unless it is NULL, all of it times `scale`: float32[count * size].
+   `to` may be `before`. streamed: write past the caches, `to` is on a 64-byte boundary. */
 typedef void encode_loop(const struct blocks *of, const float *values, int64_t count, uint8_t *out, double *squares);
 typedef void decode_loop(const struct blocks *of, const uint8_t *data, int64_t count, const float *before, float scale,
                          float *to, int streamed);
@@ -83,8 +83,8 @@ INLINE double unscaled(float energy, float power)
     return (double)energy * unit * unit;
 }
 
-/* Call an always inlined function with the bits and the size of `of` as constants. A checker of memory would take minutes to
-   compile all of that. */
+/* Call an always inlined function with the bits and the size of `of` as constants. A checker of memory would take
+   minutes to compile all of that. */
 #if defined(__SANITIZE_ADDRESS__)
 #define EACH for
 #define FOR_BITS(call) call(of->codec, of->size);

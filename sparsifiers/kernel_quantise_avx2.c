@@ -1,5 +1,5 @@
-/* Eden is written with AVX2: eight registers of a block at a time, the rest of it lies in the first-level cache. See eden.py
-   and rotation.py for what each operation is; the order of additions is theirs. */
+/* Eden is written with AVX2: eight registers of a block at a time, the rest of it lies in the first-level cache.
+   See eden.py and rotation.py for what each operation is; the order of additions is theirs. */
 
 #include "kernel_quantise_codes.h"
 
@@ -8,14 +8,15 @@
 
 #define TARGET __attribute__((target("avx2,fma,f16c,bmi,bmi2,popcnt")))
 #define LOOP TARGET INLINE
-enum { LANES = 8, GROUP = 8, TOGETHER = LANES * GROUP }; /* registers that are rotated together, and their coordinates */
+enum { LANES = 8, GROUP = 8, TOGETHER = LANES * GROUP }; /* registers that are rotated together; their coordinates */
 
 /* -- rotation ------------------------------------------------------------------------------------------------------ */
 
 /* v where a bit of 32 is 0, -v where it is 1: those from 8 * part on. */
 LOOP __m256 flipped(__m256 v, __m256i bits, int part)
 {
-    const __m256i places = _mm256_sub_epi32(_mm256_set1_epi32(31 - 8 * part), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7),
+                  places = _mm256_sub_epi32(_mm256_set1_epi32(31 - 8 * part), lanes);
     __m256i minus = _mm256_and_si256(_mm256_sllv_epi32(bits, places), _mm256_set1_epi32((int)0x80000000));
     return _mm256_xor_ps(v, _mm256_castsi256_ps(minus));
 }
@@ -27,8 +28,9 @@ LOOP __m256i word_of(const uint64_t *words, int number)
     return _mm256_set1_epi32(word);
 }
 
-/* Butterflies of distance 1 to 32: `rows` times `power`, with other signs, to `to`. Inside a register, left + right and
-   left - right are the one that is there times 1 or -1 plus the other one: a product that is exact, and one rounding. */
+/* Butterflies of distance 1 to 32: `rows` times `power`, with other signs, to `to`. Inside a register, left + right
+   and left - right are the one that is there times 1 or -1 plus the other one: a product that is exact, and one
+   rounding. */
 LOOP void rotate_near(const float *rows, int size, __m256 power, const uint64_t *words, float *to)
 {
     const __m256 by_1 = _mm256_setr_ps(1, -1, 1, -1, 1, -1, 1, -1), by_2 = _mm256_setr_ps(1, 1, -1, -1, 1, 1, -1, -1),
@@ -117,7 +119,8 @@ LOOP __m256i taken(__m256 where, int number) /* where all bits are set */
 
 LOOP void put(uint8_t *plane, __m256 bits) { *plane = (uint8_t)_mm256_movemask_ps(bits); }
 
-/* Write the codes of a register, and return its magnitudes times their levels. planes: `apart` bytes from one to the next. */
+/* Write the codes of a register, and return its magnitudes times their levels. planes: `apart` bytes from one to
+   the next. */
 LOOP __m256 levels_of(__m256 v, int bits, __m256 bounds, __m256 levels, uint8_t *planes, int apart)
 {
     put(planes, _mm256_cmp_ps(v, _mm256_setzero_ps(), _CMP_LT_OQ));

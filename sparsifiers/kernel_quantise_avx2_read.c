@@ -1,5 +1,5 @@
-/* Eden is read with AVX2: 256 coordinates at a time, a half of them in eight registers of 16 bits. H has sums of integers,
-   which are exact in any order. See eden.py. */
+/* Eden is read with AVX2: 256 coordinates at a time, a half of them in eight registers of 16 bits. H has sums of
+   integers, which are exact in any order. See eden.py. */
 
 #include "kernel_quantise_codes.h"
 
@@ -28,7 +28,8 @@ LOOP __m256i looked_up(__m256i nibbles, __m128i table)
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), _mm256_and_si256(nibbles, _mm256_set1_epi8(15)));
 }
 
-/* Bytes 8 i + r of 256 coordinates, of 1 or 2 bits each, in units of `unit`, after the butterflies of distance 1, 2 and 4. */
+/* Bytes 8 i + r of 256 coordinates, of 1 or 2 bits each, in units of `unit`, after the butterflies of distance 1, 2
+   and 4. */
 LOOP void read_pairs(const uint8_t *data, int bits, int size, __m256i *w)
 {
     const __m128i sums = _mm_loadu_si128((const __m128i *)PAIR_SUMS[bits]),
@@ -68,8 +69,8 @@ LOOP void read_levels(const uint8_t *data, int bits, int size, __m256i *w)
 #define HIGH_HALVES(a, b) _mm256_permute2x128_si256(a, b, 0x31)
 #define PLACE(r) (((r) & 1) << 2 | ((r) >> 2 & 1) << 1 | ((r) >> 1 & 1))
 
-/* All butterflies but that of distance 128, of a half of the coordinates. Bits of a coordinate's place, see OVER: registers
-   have 2, 1, 0, then 5, 4, 3, then 6 for 3. */
+/* All butterflies but that of distance 128, of a half of the coordinates. Bits of a coordinate's place, see OVER:
+   registers have 2, 1, 0, then 5, 4, 3, then 6 for 3. */
 LOOP void rotate_half(const __m256i *w, int bits, int size, int half, int16_t *rows)
 {
     __m256i v[8];
@@ -103,7 +104,8 @@ LOOP __m256 as_floats(__m128i v) { return _mm256_cvtepi32_ps(_mm256_cvtepi16_epi
 LOOP void give(__m256 read, __m256 scale, __m256i bits, int part, const float *before, __m256 factor, float *to,
                int streamed)
 {
-    const __m256i places = _mm256_sub_epi32(_mm256_set1_epi32(31 - 8 * part), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7),
+                  places = _mm256_sub_epi32(_mm256_set1_epi32(31 - 8 * part), lanes);
     const __m256 minus = _mm256_castsi256_ps(_mm256_sllv_epi32(bits, places)), sign = _mm256_set1_ps(-0.0f);
     __m256 value = _mm256_mul_ps(read, _mm256_or_ps(scale, _mm256_and_ps(minus, sign)));
     value = _mm256_mul_ps(before ? _mm256_add_ps(_mm256_loadu_ps(before), value) : value, factor);

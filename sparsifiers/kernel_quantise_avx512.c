@@ -1,5 +1,5 @@
-/* Eden is written with AVX-512: a block of 256 lies in 16 registers. See eden.py and rotation.py for what each operation is;
-   the order of additions is theirs. */
+/* Eden is written with AVX-512: a block of 256 lies in 16 registers. See eden.py and rotation.py for what each
+   operation is; the order of additions is theirs. */
 
 #include "kernel_quantise_codes.h"
 
@@ -17,8 +17,8 @@ LOOP __m512 plus_minus(int right)
     return _mm512_mask_blend_ps((__mmask16)right, _mm512_set1_ps(1), _mm512_set1_ps(-1));
 }
 
-/* Inside a register, left + right and left - right are the one that is there times 1 or -1 plus the other one: a product
-   that is exact, and one rounding. */
+/* Inside a register, left + right and left - right are the one that is there times 1 or -1 plus the other one: a
+   product that is exact, and one rounding. */
 LOOP void rotate(__m512 *v, int n)
 {
     const __m512 by_1 = plus_minus(0xaaaa), by_2 = plus_minus(0xcccc), by_4 = plus_minus(0xf0f0),
@@ -123,14 +123,14 @@ LOOP __m512 levels_of(__m512 v, int r, int n, int bits, __m512 bounds, __m512 le
     return _mm512_mul_ps(magnitude, level);
 }
 
-LOOP void encode_block(const struct blocks *of, int bits, int size, const float *values, int64_t block, uint8_t *out,
-                       double *squares)
+/* largest: as `largest_of` the block. Returns that of the block at `next`, which is looked for meanwhile. */
+LOOP __m512i encode_block(const struct blocks *of, int bits, int size, const float *values, const float *next,
+                          __m512i largest, int64_t block, uint8_t *out, double *squares)
 {
     const int n = size / LANES, half = n / 2;
     __m512 v[MOST_REGISTERS], sums[MOST_REGISTERS / 2];
     uint64_t words[WORDS];
     draw(first_counter(of, block, 0), size, words);
-    const __m512i largest = largest_of(values, n);
     const __m512i exponents = _mm512_sub_epi32(_mm512_set1_epi32(254), _mm512_srli_epi32(largest, 23));
     const __m512 power = _mm512_castsi512_ps(
         _mm512_slli_epi32(_mm512_max_epi32(exponents, _mm512_set1_epi32(1)), 23));
@@ -145,6 +145,7 @@ LOOP void encode_block(const struct blocks *of, int bits, int size, const float 
     const float most = _mm512_cvtss_f32(_mm512_mul_ps(_mm512_castsi512_ps(largest), power));
     if (squares)
         *squares += unscaled(energy, _mm512_cvtss_f32(power));
+    const __m512i later = largest_of(next, n);
     flip(v, n, words);
     rotate(v, n);
     const int again = is_spiked(bits, most * most, energy);
@@ -155,20 +156,24 @@ LOOP void encode_block(const struct blocks *of, int bits, int size, const float 
         energies = _mm512_set1_ps(energy * (float)size);
     }
     const __m512 root = _mm512_broadcastss_ps(_mm_sqrt_ps(_mm512_castps512_ps128(energies)));
-    const __m512 levels = _mm512_loadu_ps(LEVELS[bits]), bounds = _mm512_mul_ps(root, _mm512_loadu_ps(THRESHOLDS[bits]));
+    const __m512 levels = _mm512_loadu_ps(LEVELS[bits]),
+                 bounds = _mm512_mul_ps(root, _mm512_loadu_ps(THRESHOLDS[bits]));
     EACH(int r = 0; r < half; r++)
         sums[r] = _mm512_add_ps(levels_of(v[r], r, n, bits, bounds, levels, out + SCALE),
                                 levels_of(v[r + half], r + half, n, bits, bounds, levels, out + SCALE));
     const float inner = _mm512_cvtss_f32(folded(sums, half));
     const int exponent = _mm_cvtsi128_si32(_mm512_castsi512_si128(largest)) >> 23;
     write_scale(eden_scale(energy, inner, exponent, again), out);
+    return later;
 }
 
 LOOP void encode_all(const struct blocks *of, int bits, int size, const float *values, int64_t count, uint8_t *out,
                      double *squares)
 {
-    for (int64_t block = 0; block < count; block++)
-        encode_block(of, bits, size, values + block * size, block, out + block * record_bytes(bits, size), squares);
+    __m512i largest = largest_of(values, size / LANES);
+    for (int64_t block = 0; block < count; block++, values += size, out += record_bytes(bits, size))
+        largest = encode_block(of, bits, size, values, block + 1 < count ? values + size : values, largest, block, out,
+                               squares);
 }
 
 /* -- what is exported ---------------------------------------------------------------------------------------------- */

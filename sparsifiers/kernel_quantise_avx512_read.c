@@ -1,5 +1,5 @@
-/* Eden is read with AVX-512: 256 coordinates at a time, in eight registers of 16 bits. H has sums of integers, which are
-   exact in any order. See eden.py. */
+/* Eden is read with AVX-512: 256 coordinates at a time, in eight registers of 16 bits. H has sums of integers,
+   which are exact in any order. See eden.py. */
 
 #include "kernel_quantise_codes.h"
 
@@ -34,8 +34,8 @@ LOOP __m256i looked_up(__m256i nibbles, __m256i table)
 #define EVEN_LANES(a, b) _mm512_shuffle_i64x2(a, b, 0x88)
 #define ODD_LANES(a, b) _mm512_shuffle_i64x2(a, b, 0xdd)
 
-/* The levels of 256 coordinates with their signs, 1 or 2 bits each, in units of `unit`: v[r] has coordinates 8 i + r, after
-   the butterflies of distance 1, 2 and 4. No sum of 8 exceeds 80. */
+/* The levels of 256 coordinates with their signs, 1 or 2 bits each, in units of `unit`: v[r] has coordinates 8 i +
+   r, after the butterflies of distance 1, 2 and 4. No sum of 8 exceeds 80. */
 LOOP void read_pairs(const uint8_t *data, int bits, int size, __m512i *v)
 {
     const __m256i sums = table_of(PAIR_SUMS[bits]), differences = table_of(PAIR_DIFFERENCES[bits]);

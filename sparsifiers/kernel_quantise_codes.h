@@ -1,5 +1,5 @@
-/* What reading eden's records has in common at all levels, or at AVX2 and AVX-512: butterflies over registers, tables of levels,
-   planes. */
+/* What reading eden's records has in common at all levels, or at AVX2 and AVX-512: butterflies over registers,
+   tables of levels, planes. */
 
 #ifndef SPARSIFIERS_KERNEL_QUANTISE_CODES_H
 #define SPARSIFIERS_KERNEL_QUANTISE_CODES_H
@@ -9,9 +9,9 @@
 /* Of 8 registers, those whose numbers differ in one bit become first(left, right) and second(left, right): sums and
    differences, a butterfly over that bit; or an exchange of the bit with places inside of registers.
 
-   Bit i of registers' numbers and of places in them is one of a coordinate's place. At first registers have bits 2, 1 and
-   0, and a byte of a plane is a place. Exchanges bring bits 5, 4 and 3 to registers one after the other, then 6 and 7, and
-   move the others down, until a register has neighbours. */
+   Bit i of registers' numbers and of places in them is one of a coordinate's place. At first registers have bits 2,
+   1 and 0, and a byte of a plane is a place. Exchanges bring bits 5, 4 and 3 to registers one after the other,
+   then 6 and 7, and move the others down, until a register has neighbours. */
 #define OVER(v, bit, first, second)                                                                                  \
     do {                                                                                                             \
         EACH(int r = 0; r < 8; r++)                                                                                  \

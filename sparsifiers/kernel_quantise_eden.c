@@ -1,8 +1,8 @@
-/* Eden for any machine, in plain C: see eden.py. The sums of H are of integers when it is read, exact in any order; when
-   it is written they have the order of rotation.py.
+/* Eden for any machine, in plain C: see eden.py. The sums of H are of integers when it is read, exact in any order;
+   when it is written they have the order of rotation.py.
 
-   A block is a matrix of 16 columns. Butterflies of distance 1 to 8 are between its columns, and those of more between its
-   rows. For the former it is transposed, so that compilers find neighbours that are computed alike. */
+   A block is a matrix of 16 columns. Butterflies of distance 1 to 8 are between its columns, and those of more
+   between its rows. For the former it is transposed, so that compilers find neighbours that are computed alike. */
 
 #include "kernel_quantise_codes.h"
 

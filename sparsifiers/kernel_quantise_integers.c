@@ -78,7 +78,8 @@ INLINE void decode_block_body(const uint8_t *data, int width, int size, const fl
 
 INLINE void encode_body(const struct blocks *of, const float *values, int64_t count, uint8_t *out, double *squares)
 {
-#define ENCODE(width, size) encode_block_body(values + block * size, width, size, out + block * (SCALE + width * size / 8), squares)
+#define ENCODE(width, size)                                                                                          \
+    encode_block_body(values + block * size, width, size, out + block * (SCALE + width * size / 8), squares)
     if (of->codec == INT_8)
         BLOCKS(8, ENCODE)
     else
@@ -101,7 +102,8 @@ FOR_EACH_LEVEL(void, encode,
                (const struct blocks *of, const float *values, int64_t count, uint8_t *out, double *squares),
                (of, values, count, out, squares))
 FOR_EACH_LEVEL(void, decode,
-               (const struct blocks *of, const uint8_t *data, int64_t count, const float *before, float scale, float *to),
+               (const struct blocks *of, const uint8_t *data, int64_t count, const float *before, float scale,
+                float *to),
                (of, data, count, before, scale, to))
 
 void kernel_integers_encode(const struct blocks *of, const float *values, int64_t count, uint8_t *out, double *squares)

@@ -155,6 +155,24 @@ def test_sums_are_added_in_the_order_of_senders(level: int, name: str, workers: 
                     assert alike(got, read(made, messages, size, scale, numel, dtype))
 
 
+@pytest.mark.parametrize("name", COMPILED)
+def test_what_is_read_is_the_same_where_subnormals_are_zeros(level: int, name: str) -> None:
+    made = sparsifiers.quantiser(name)
+    for size in SIZES:
+        for _, values in hard(size):
+            message, numel = written(made, values, size)[0], values.numel()
+            expected = read(made, [message] * 3, size, 1.0, numel, torch.float32)
+            halves = read(made, [message] * 3, size, 1.0, numel, torch.float16)
+            if not torch.set_flush_denormal(True):
+                pytest.skip("this processor has no such mode")
+            try:
+                again = read(made, [message] * 3, size, 1.0, numel, torch.float32)
+                narrow = read(made, [message] * 3, size, 1.0, numel, torch.float16)
+            finally:
+                torch.set_flush_denormal(False)
+            assert alike(again, expected) and alike(narrow, halves)
+
+
 @pytest.mark.parametrize("second", COMPILED)
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_sum_is_written_again(level: int, name: str, second: str) -> None:
