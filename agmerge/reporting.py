@@ -115,7 +115,8 @@ class ReportingMixin:
         That is what dense training would log: the norm of the mean over workers (of the sum, with ``op=Sum``), without
         a loss scale, before the script clips or changes anything. It is there from ``synchronize()`` on, or from the
         end of ``step()``, until the next gradients are combined; under DistributedDataParallel from the end of
-        ``backward()``. All ranks get the same bits, without communication. Waits for a device.
+        ``backward()``. All ranks get the same bits, without communication. Waits for a device. Where nothing is
+        quantised gradients are read from the first call on: it is of what they are then, so make it before clipping.
 
         Exact where nothing is quantised; else an estimate, whose square is right on average, and within 1 % from some
         hundred thousand elements on (``qsgd`` and ``terngrad``, whose noise depends on the gradient, are further off).

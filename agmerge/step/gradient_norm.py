@@ -36,6 +36,8 @@ class GradientNorm:
         self._exact: list[float | torch.Tensor] = []  # squares of tensors that were combined as they are, one each
         self._noisy: list[float | torch.Tensor] = []  # of those that were quantised
         self._noises: tuple[Noise, ...] = ()  # of their messages
+        self._unread: list[torch.Tensor] = []  # gradients of the last step, which nobody has asked about yet
+        self._is_wanted = False  # somebody has asked: from then on each step's are read at once
         self._known = False
 
     def take(
@@ -43,10 +45,18 @@ class GradientNorm:
     ) -> None:
         """Look at the combined gradients of a step, which may be changed then. No device is waited for.
 
+        Without noise they are read only once somebody has asked for a norm: a pass over a gradient costs a step 1 %.
+
         ``exact``: contiguous tensors without noise; ``noisy``: those with the noise of ``noises``, a message each.
         """
-        self._exact, self._noisy = list(map(squares_of, exact)), list(map(squares_of, noisy))
-        self._noises, self._known = tuple(noises), True
+        self._noises, self._known, self._unread = tuple(noises), True, list(exact)
+        self._noisy = list(map(squares_of, noisy))
+        if self._noises or self._is_wanted:
+            self._read()
+
+    def _read(self) -> None:
+        """Read the gradients that have not been."""
+        self._exact, self._unread = list(map(squares_of, self._unread)), []
 
     def norm(self) -> float:
         """Return the norm without the noise: an unbiased estimate of its square, of which the root is taken, or 0.
@@ -56,6 +66,9 @@ class GradientNorm:
         """
         if not self._known:
             raise AGMergeError(NO_GRADIENT)
+        self._is_wanted = True
+        if self._unread:
+            self._read()
         return math.sqrt(max(self._without_noise(), 0.0))
 
     def inflation(self) -> float:
