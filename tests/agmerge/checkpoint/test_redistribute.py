@@ -258,7 +258,7 @@ def test_only_rank_0_consolidates() -> None:
 # -- the group changes while the optimizer lives ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("compression", ["topk", "powersgd", "acpsgd"])
+@pytest.mark.parametrize("compression", ["topk", "eden", "powersgd", "acpsgd"])
 @pytest.mark.parametrize("told", [False, True], ids=["noticed", "told"])
 @pytest.mark.parametrize("sizes", [(4, 2), (2, 3), (3, 3)])
 def test_survivors_go_on_with_what_they_kept(sizes: tuple[int, int], told: bool, compression: str) -> None:

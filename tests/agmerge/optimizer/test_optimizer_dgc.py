@@ -138,7 +138,7 @@ def test_an_optimizer_with_momentum_of_its_own_is_refused() -> None:
 
     def body(rank: int, model: nn.Module) -> None:
         with pytest.raises(ValueError, match="AdamW has its own"):
-            wrap(model, torch.optim.AdamW(model.parameters()), compression="dgc")
+            wrap(model, torch.optim.AdamW(model.parameters()), compression="dgc", memory="dgc")
         wrap(model, torch.optim.AdamW(model.parameters()), compression="dgc", memory="residual").close()
         optimizer = wrap(model, plain(model, momentum=0.9), compression="topk")
         with pytest.raises(ValueError, match="momentum=0.9 too: say it in one place"):

@@ -192,11 +192,11 @@ def test_dear_and_momentum_of_others_are_refused_with_both_names() -> None:
         with pytest.raises(ValueError, match=f"merging='dear' steps one optimizer .*{MUON.__name__} and AdamW"):
             agmerge.DistributedOptimizer(inner, merging="dear", model=model, compression="none")
         with pytest.raises(ValueError, match=f"before selection, and {MUON.__name__} and AdamW has its own .betas"):
-            wrap(model, inner, **{**SPARSE, "compression": "dgc"})
+            wrap(model, inner, **{**SPARSE, "compression": "dgc", "memory": "dgc"})
         matrices, others = halves(model)
         mixed: Any = [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.RMSprop(others)]
         with pytest.raises(ValueError, match="group 0 of SGD and RMSprop has momentum=0.9 too: only that of torch"):
-            wrap(model, mixed, **{**SPARSE, "compression": "dgc"})
+            wrap(model, mixed, **{**SPARSE, "compression": "dgc", "memory": "dgc"})
 
     on_ranks(1, MODEL, body)
 
