@@ -8,6 +8,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
+import jobs
 import pytest
 from training import published
 
@@ -193,6 +194,23 @@ def test_the_page_of_experiments_names_what_there_is() -> None:
     compressors = set(re.findall(r"--compression ([a-z]+)", text)) - {"none", "fp"}
     assert len(compressors) >= 7
     assert all(catalogue.canonical(name) for name in compressors)
+
+
+@pytest.mark.parametrize(
+    ("script", "model"),
+    [
+        ("run_imagenet_resnet152.sh", "resnet152"),
+        ("run_squad_bert.sh", "bert-large"),
+        ("run_clm_no_trainer_hvd_103.sh", "gpt2-large"),
+    ],
+)
+def test_each_of_agmerges_own_scripts_has_a_line_of_ours(script: str, model: str) -> None:
+    _, _, rest = COMMANDS.read_text(encoding="utf-8").partition("\n### AGMerge\n")
+    section, _, _ = rest.partition("\n### ")
+    (row,) = (line for line in section.splitlines() if f"/{script}`" in line)
+    args = read(row.split("|")[2].strip().strip("`"))
+    assert jobs.get(args.job) and args.job.startswith(model)
+    assert merging.get(args.merging) == merging.get("agmerge") and catalogue.canonical(args.compression)
 
 
 @pytest.mark.parametrize("flag", [*published.ALIASES, "--density", "--rank", "--exchange", "--merging", "--tiny"])
