@@ -77,9 +77,12 @@ def open(env: Mapping[str, str], timeout: float, listen: Listen) -> HorovodBacke
     try:
         import horovod.torch as hvd
     except Exception as error:
+        anew = _anew(str(error))
         raise AGMergeError(
-            f"the horovod backend needs Horovod with its torch part ({error}); `python -m agmerge doctor` says how "
-            "to build it"
+            f"the horovod backend needs Horovod with its torch part ({error}): run `python -m agmerge build-horovod{anew}`"
+            ", which builds it for the torch that is here; `python -m agmerge doctor` shows what works. Pip alone cannot: "
+            "Horovod 0.28.1 does not build with torch 2.1 and newer, so the extra agmerge[horovod] brings only what Horovod "
+            "needs to run"
         ) from error
     owned = not hvd.is_initialized()
     trains_here = not torch.cuda.is_available()
@@ -97,10 +100,13 @@ def open(env: Mapping[str, str], timeout: float, listen: Listen) -> HorovodBacke
 def diagnose(probe: ProbeResult, python: str, mpirun: str) -> Row:
     """Return the doctor's row of this backend, see :class:`agmerge.backends.registry.BackendModule`."""
     if probe.error:
-        # A wheel that is broken may be the one in the cache.
-        anew = "" if "No module named 'horovod'" in probe.error else " --force"
-        return Row("backend", "horovod", False, probe.error, f"{python} -m agmerge build-horovod{anew}")
+        return Row("backend", "horovod", False, probe.error, f"{python} -m agmerge build-horovod{_anew(probe.error)}")
     return Row("backend", "horovod", True, f"Horovod {probe.facts['version']}: {built_in(probe.facts)}")
+
+
+def _anew(error: str) -> str:
+    """Return the flag of build-horovod after that error of importing it: a broken wheel may be the one in the cache."""
+    return "" if "No module named 'horovod'" in error else " --force"
 
 
 def _init(hvd: Any) -> None:

@@ -16,6 +16,7 @@ from pretend.tensors import put
 
 from agmerge.backends import horovod, horovod_mpi
 from agmerge.backends.horovod import SETTINGS, HorovodBackend, HorovodHandle
+from agmerge.errors import AGMergeError
 
 
 @pytest.mark.slow
@@ -135,3 +136,33 @@ def test_a_script_that_initialises_horovod_hears_once_how_open_mpi_should_wait(
             _open(monkeypatch, given)
         assert [str(one.message).count("=") for one in heard] == ([missing] if missing and rank == 0 else [])
         assert hvd.seen == {} and os.environ == given
+
+
+class Refusing:
+    """A finder with which importing horovod raises an error."""
+
+    def __init__(self, error: ImportError) -> None:
+        self.error = error
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name.partition(".")[0] == "horovod":
+            raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "command"),
+    [
+        (ModuleNotFoundError("No module named 'horovod'"), "build-horovod`"),
+        (ImportError("undefined symbol: _ZN3c10"), "build-horovod --force`"),
+    ],
+)
+def test_without_horovod_the_error_says_what_to_run(
+    error: ImportError, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The extra agmerge[horovod] installs none, and pip cannot: who has tried looks for this sentence."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Refusing(error), *sys.meta_path])
+    with pytest.raises(AGMergeError, match="Horovod 0.28.1 does not build with torch 2.1 and newer") as caught:
+        horovod.open({}, 5.0, lambda *_: None)  # type: ignore[arg-type, return-value]
+    assert f"python -m agmerge {command}" in str(caught.value) and "agmerge[horovod]" in str(caught.value)
