@@ -79,10 +79,10 @@ def open(env: Mapping[str, str], timeout: float, listen: Listen) -> HorovodBacke
     except Exception as error:
         anew = _anew(str(error))
         raise AGMergeError(
-            f"the horovod backend needs Horovod with its torch part ({error}): run `python -m agmerge build-horovod{anew}`"
-            ", which builds it for the torch that is here; `python -m agmerge doctor` shows what works. Pip alone cannot: "
-            "Horovod 0.28.1 does not build with torch 2.1 and newer, so the extra agmerge[horovod] brings only what Horovod "
-            "needs to run"
+            f"the horovod backend needs Horovod with its torch part ({error}): run `python -m agmerge "
+            f"build-horovod{anew}`, which builds it for the torch that is here; `python -m agmerge doctor` shows what "
+            "works. Pip alone cannot: Horovod 0.28.1 does not build with torch 2.1 and newer, so the extra "
+            "agmerge[horovod] brings only what Horovod needs to run"
         ) from error
     owned = not hvd.is_initialized()
     trains_here = not torch.cuda.is_available()

@@ -86,6 +86,25 @@ def test_every_row_sends_at_every_row_step() -> None:
     assert len({place // 25 for place in chosen("topk", vector, k=100)}) < 20
 
 
+@pytest.mark.parametrize("step", range(4))
+def test_a_density_that_serves_every_row_of_every_matrix(step: int) -> None:
+    """As docs/compressors.md says: 1 / the shortest row with `adtopk-row`, rows / elements with `adtopk-fill`."""
+    matrices = [(27, 64), (30, 200), (10, 40)]  # rows and length of those of SHAPES that are none of one dimension
+    rows = sum(count for count, _ in matrices)
+    vector = gaussian(0) * gaussian(1).mul(3).exp()
+    for name, k in (("adtopk-row", math.ceil(N / 40)), ("adtopk-fill", rows)):
+        places = np.array(chosen(name, vector, k=k, step=step, shapes=SHAPES))
+        assert len(places) == k
+        offset, served = 0, 0
+        for shape in SHAPES:
+            size, columns = math.prod(shape), math.prod(shape[1:])
+            own = places[(places >= offset) & (places < offset + size)] - offset
+            if len(shape) > 1:
+                served += len(set(own % columns if shape[0] > columns else own // columns))
+            offset += size
+        assert served == rows, name
+
+
 @pytest.mark.parametrize("name", ["adtopk", "adtopk-row", "adtopk-fill"])
 def test_rows_too_many_for_k_are_served_in_turn(name: str) -> None:
     vector = torch.ones(100, 120)
