@@ -87,7 +87,8 @@ INLINE double unscaled(float energy, float power)
    minutes to compile all of that. */
 #if defined(__SANITIZE_ADDRESS__)
 #define EACH for
-#define FOR_BITS(call) call(of->codec, of->size);
+#define FOR_SIZE(call, bits) call(bits, of->size)
+#define FOR_BITS(call) FOR_SIZE(call, of->codec);
 #else
 #define EACH _Pragma("GCC unroll 16") for
 #define FOR_SIZE(call, bits)                                                                                         \

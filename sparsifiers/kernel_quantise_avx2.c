@@ -89,11 +89,9 @@ LOOP __m128 folded(__m256 *sums)
     return _mm_add_ss(sum, _mm_movehdup_ps(sum));
 }
 
-LOOP void rotate_again(float *rows, int size, uint64_t counter)
+/* Butterflies of distance 64 and 128 of a block. */
+LOOP void rotate_columns(float *rows, int size)
 {
-    uint64_t words[WORDS];
-    draw(counter, size, words);
-    rotate_near(rows, size, _mm256_set1_ps(1), words, rows);
     for (int column = 0; column < TOGETHER; column += LANES) {
         __m256 v[LARGEST / TOGETHER];
         rotate_far(rows + column, size, v);
@@ -102,8 +100,20 @@ LOOP void rotate_again(float *rows, int size, uint64_t counter)
     }
 }
 
+/* Change signs, and rotate once more, but for distance 64 and 128. Few blocks need it. */
+TARGET static void start_again(float *rows, int size, uint64_t counter)
+{
+    uint64_t words[WORDS];
+    draw(counter, size, words);
+    rotate_near(rows, size, _mm256_set1_ps(1), words, rows);
+}
+
 /* Rotate a block once more, by the words from a counter on. */
-TARGET void kernel_rotate_again_avx2(float *rows, int size, uint64_t counter) { rotate_again(rows, size, counter); }
+TARGET void kernel_rotate_again_avx2(float *rows, int size, uint64_t counter)
+{
+    start_again(rows, size, counter);
+    rotate_columns(rows, size);
+}
 
 /* -- levels -------------------------------------------------------------------------------------------------------- */
 
@@ -193,14 +203,8 @@ LOOP void encode_block(const struct blocks *of, int bits, int size, const float 
     const int again = is_spiked(bits, most * most, energy);
     rotate_near(values, size, powers, words, rows);
     if (__builtin_expect(again, 0)) {
-        for (int column = 0; column < TOGETHER; column += LANES) {
-            __m256 v[FAR];
-            rotate_far(rows + column, size, v);
-            EACH(int r = 0; r < size / TOGETHER; r++)
-                _mm256_storeu_ps(rows + column + r * TOGETHER, v[r]);
-        }
-        draw(first_counter(of, block, 1), size, words);
-        rotate_near(rows, size, _mm256_set1_ps(1), words, rows);
+        rotate_columns(rows, size);
+        start_again(rows, size, first_counter(of, block, 1));
     }
     const __m128 root = _mm_sqrt_ss(_mm_set_ss(again ? energy * (float)size : energy));
     const __m256 levels = _mm256_loadu_ps(LEVELS[bits]),

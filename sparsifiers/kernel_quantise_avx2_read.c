@@ -169,23 +169,25 @@ LOOP void decode_some(const struct blocks *of, int bits, int size, const uint8_t
     }
 }
 
+/* There is one call in it, or all of that would be compiled twice. */
 LOOP void decode_all(const struct blocks *of, int bits, int size, const uint8_t *data, int64_t count,
                      const float *before, float factor, float *to, int streamed)
 {
     const int many = LARGEST / size;
     const int64_t record = record_bytes(bits, size);
     const __m256 all = _mm256_set1_ps(factor);
-    int64_t block = 0;
-    for (; block + many <= count; block += many)
-        decode_some(of, bits, size, data + block * record, block, before ? before + block * size : before, all,
-                    to + block * size, streamed);
-    if (block < count) { /* fewer than fill a register of bits */
-        uint8_t rest[MOST_BYTES];
-        float rows[LARGEST];
-        take_rest(data + block * record, (count - block) * record, before ? before + block * size : before,
-                  (count - block) * size, rest, rows);
-        decode_some(of, bits, size, rest, block, before ? rows : before, all, rows, 0);
-        memcpy(to + block * size, rows, (size_t)((count - block) * size) * sizeof(float));
+    uint8_t rest[MOST_BYTES];
+    float rows[LARGEST];
+    for (int64_t block = 0; block < count; block += many, data += many * record, to += LARGEST) {
+        const int64_t left = (count - block) * size;
+        const int few = left < LARGEST; /* to fill a register of bits */
+        if (few)
+            take_rest(data, (count - block) * record, before, left, rest, rows);
+        decode_some(of, bits, size, few ? rest : data, block, few && before ? rows : before, all, few ? rows : to,
+                    streamed && !few);
+        if (few)
+            memcpy(to, rows, (size_t)left * sizeof(float));
+        before = before ? before + LARGEST : before;
     }
     if (streamed)
         _mm_sfence();
@@ -194,12 +196,7 @@ LOOP void decode_all(const struct blocks *of, int bits, int size, const uint8_t 
 TARGET void kernel_eden_decode_avx2(const struct blocks *of, const uint8_t *data, int64_t count, const float *before,
                                     float scale, float *to, int streamed)
 {
-    if (before) {
-#define ADD(bits, size) decode_all(of, bits, size, data, count, before, scale, to, streamed)
-        FOR_BITS(ADD)
-    } else {
-#define WRITE(bits, size) decode_all(of, bits, size, data, count, 0, scale, to, streamed)
-        FOR_BITS(WRITE)
-    }
+#define DECODE(bits, size) decode_all(of, bits, size, data, count, before, scale, to, streamed)
+    FOR_BITS(DECODE)
 }
 #endif

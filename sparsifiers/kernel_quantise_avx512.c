@@ -123,6 +123,29 @@ LOOP __m512 levels_of(__m512 v, int r, int n, int bits, __m512 bounds, __m512 le
     return _mm512_mul_ps(magnitude, level);
 }
 
+/* Rotate a block once more, by the words from a counter on. */
+AVX512 void kernel_rotate_again_avx512(float *rows, int size, uint64_t counter)
+{
+    __m512 v[MOST_REGISTERS];
+    uint64_t words[WORDS];
+    draw(counter, size, words);
+#define AGAIN(n)                                                                                                     \
+    do {                                                                                                             \
+        EACH(int r = 0; r < n; r++)                                                                                  \
+            v[r] = _mm512_loadu_ps(rows + r * LANES);                                                                \
+        flip(v, n, words);                                                                                           \
+        rotate(v, n);                                                                                                \
+        EACH(int r = 0; r < n; r++)                                                                                  \
+            _mm512_storeu_ps(rows + r * LANES, v[r]);                                                                \
+    } while (0)
+    if (size == 256)
+        AGAIN(16);
+    else if (size == 128)
+        AGAIN(8);
+    else
+        AGAIN(4);
+}
+
 /* largest: as `largest_of` the block. Returns that of the block at `next`, which is looked for meanwhile. */
 LOOP __m512i encode_block(const struct blocks *of, int bits, int size, const float *values, const float *next,
                           __m512i largest, int64_t block, uint8_t *out, double *squares)
@@ -150,9 +173,12 @@ LOOP __m512i encode_block(const struct blocks *of, int bits, int size, const flo
     rotate(v, n);
     const int again = is_spiked(bits, most * most, energy);
     if (__builtin_expect(again, 0)) {
-        draw(first_counter(of, block, 1), size, words);
-        flip(v, n, words);
-        rotate(v, n);
+        float rows[LARGEST];
+        EACH(int r = 0; r < n; r++)
+            _mm512_storeu_ps(rows + r * LANES, v[r]);
+        kernel_rotate_again_avx512(rows, size, first_counter(of, block, 1));
+        EACH(int r = 0; r < n; r++)
+            v[r] = _mm512_loadu_ps(rows + r * LANES);
         energies = _mm512_set1_ps(energy * (float)size);
     }
     const __m512 root = _mm512_broadcastss_ps(_mm_sqrt_ps(_mm512_castps512_ps128(energies)));
@@ -177,29 +203,6 @@ LOOP void encode_all(const struct blocks *of, int bits, int size, const float *v
 }
 
 /* -- what is exported ---------------------------------------------------------------------------------------------- */
-
-/* Rotate a block once more, by the words from a counter on. */
-AVX512 void kernel_rotate_again_avx512(float *rows, int size, uint64_t counter)
-{
-    __m512 v[MOST_REGISTERS];
-    uint64_t words[WORDS];
-    draw(counter, size, words);
-#define AGAIN(n)                                                                                                     \
-    do {                                                                                                             \
-        EACH(int r = 0; r < n; r++)                                                                                  \
-            v[r] = _mm512_loadu_ps(rows + r * LANES);                                                                \
-        flip(v, n, words);                                                                                           \
-        rotate(v, n);                                                                                                \
-        EACH(int r = 0; r < n; r++)                                                                                  \
-            _mm512_storeu_ps(rows + r * LANES, v[r]);                                                                \
-    } while (0)
-    if (size == 256)
-        AGAIN(16);
-    else if (size == 128)
-        AGAIN(8);
-    else
-        AGAIN(4);
-}
 
 AVX512 void kernel_eden_encode_avx512(const struct blocks *of, const float *values, int64_t count, uint8_t *out,
                                       double *squares)

@@ -169,7 +169,7 @@ INLINE void decode_all(const struct blocks *of, int bits, int size, const uint8_
 void kernel_eden_encode(const struct blocks *of, const float *values, int64_t count, uint8_t *out, double *squares)
 {
 #define ENCODE(bits, size) encode_all(of, bits, size, values, count, out, squares)
-    FOR_BITS(ENCODE)
+    FOR_SIZE(ENCODE, of->codec);
 }
 
 void kernel_eden_decode(const struct blocks *of, const uint8_t *data, int64_t count, const float *before, float scale,
@@ -177,5 +177,5 @@ void kernel_eden_decode(const struct blocks *of, const uint8_t *data, int64_t co
 {
     (void)streamed;
 #define DECODE(bits, size) decode_all(of, bits, size, data, count, before, scale, to)
-    FOR_BITS(DECODE)
+    FOR_SIZE(DECODE, of->codec);
 }
