@@ -104,7 +104,7 @@ def save(reducer: Synchronizer) -> dict[str, Any]:
 def whole_state(reducer: Synchronizer, inner: Mapping[str, Any]) -> dict[str, Any]:
     """Return what ``state_dict()`` of a wrapper returns: ``inner``, the plain optimizer's, and this rank's section.
 
-    Where that keeps anything, param groups are marked: a plain optimizer that loads this has not got all of it.
+    Where that keeps anything, the state is marked: a plain optimizer that loads this has not got all of it.
     """
     section = save(reducer)
     state = {**inner, SECTION: section}

@@ -10,7 +10,7 @@ import torch
 from agmerge.tensors.parameters import optimizers_of
 
 SECTIONS = "optimizers"  # in a state: a list, what each optimizer's own state_dict() gave
-MARK = "agmerge"  # in a param group of a state that has more than a plain optimizer loads: that keeps what is in groups
+MARK = "agmerge"  # a key of a state of which more was saved than a plain optimizer loads; that keeps keys it does not know
 
 
 class StateOfAll(MutableMapping[Any, Any]):
@@ -86,15 +86,19 @@ def sections_of(optimizer: torch.optim.Optimizer, saved: Any) -> list[Any]:
 
 
 def marked(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state with a mark in each param group, which stays there when a plain optimizer loads it."""
+    """Return a state with a mark among what it has by parameter, which stays there when a plain optimizer loads it.
+
+    Not among the options of a group, which Horovod's ``broadcast_optimizer_state`` expects to be the same on all ranks,
+    and not in a state that has nothing by parameter, which that tells by its length.
+    """
     if SECTIONS in state and "param_groups" not in state:
         return {**state, SECTIONS: [marked(section) for section in state[SECTIONS]]}
-    return {**state, "param_groups": [{**group, MARK: True} for group in state["param_groups"]]}
+    return {**state, "state": {**state["state"], MARK: {}}} if state["state"] else dict(state)
 
 
 def unmark(optimizer: torch.optim.Optimizer) -> bool:
-    """Take marks out of the param groups of an optimizer that has loaded a state; tell whether there were any."""
-    return any([group.pop(MARK, None) is not None for group in optimizer.param_groups])
+    """Take the marks out of what optimizers have loaded; return whether there were any."""
+    return any([each.state.pop(MARK, None) is not None for each in optimizers_of(optimizer)])
 
 
 def check_state(optimizer: torch.optim.Optimizer, saved: Any) -> None:
