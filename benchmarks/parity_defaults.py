@@ -3,9 +3,10 @@
     python benchmarks/parity.py --cases defaults --steps 400 --seeds 2 --out runs/defaults.jsonl --report
     python benchmarks/parity.py --cases longer --steps 2000 --out runs/longer.jsonl --report
 
-With ``exchange="sparse"`` the default is the quantiser of fewest bits that the optimizer gets (``options/defaults.py``):
-that column is the most that a default can cost, whatever the network. Every optimizer runs at its best dense learning rate, see
-``parity_optimizers.py``; ``longer`` has others too, and the table says what each costs at its own best one.
+With ``exchange="sparse"`` the default is the quantiser of fewest bits that the optimizer gets, by
+``options/defaults.py``: that column is the most that a default can cost, whatever the network. Every optimizer runs at
+its best dense learning rate, see ``parity_optimizers.py``; ``longer`` has others too, and the table says what each
+costs at its own best one.
 """
 
 from __future__ import annotations

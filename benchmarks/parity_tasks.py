@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import parity_optimizers
 import torch
+from parity_optimizers import ON_LM
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import ConstantLR, LRScheduler, OneCycleLR
 
 import agmerge
 import agmerge.testing
-import parity_optimizers
 import sparsifiers
 from agmerge.options.config import is_small
-from parity_optimizers import ON_LM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 

@@ -10,7 +10,7 @@ import torch
 from agmerge.tensors.parameters import optimizers_of
 
 SECTIONS = "optimizers"  # in a state: a list, what each optimizer's own state_dict() gave
-MARK = "agmerge"  # a key of a state of which more was saved than a plain optimizer loads; that keeps keys it does not know
+MARK = "agmerge"  # a key of a state of which more was saved than a plain optimizer loads, which keeps unknown keys
 
 
 class StateOfAll(MutableMapping[Any, Any]):

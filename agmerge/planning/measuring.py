@@ -119,7 +119,8 @@ def profile(
         work.append(slot.numel if slot.lane.kind is not Kind.DENSE else 0)
         sent = _elements_sent(buffers, slot, step)
         same = not unit or (slot.lane.kind is timed.kind and slot.lane.dtype == timed.dtype)
-        load.append(sent if same else math.ceil(sent * bytes_of_element(buffers, slot.lane, step, wire, quantiser) / unit))
+        size = 0.0 if same else bytes_of_element(buffers, slot.lane, step, wire, quantiser)
+        load.append(sent if same else math.ceil(sent * size / unit))
     return merging.Profile(names, numel, np.diff(ready, prepend=0.0), work=work, load=load, noise=noise)
 
 

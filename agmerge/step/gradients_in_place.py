@@ -20,7 +20,7 @@ class GradientsInPlace:
         self._slots = frozenset(slots)
         self._updates: dict[int, torch.Tensor] = {}  # by slot
         self._strided: dict[int, torch.Tensor] = {}  # by slot: gradients of plain memory that are not in C order
-        # By device: the addresses where gradients begin that updates will be written over, ascending, and where they end.
+        # By device: addresses where gradients begin that updates will be written over, ascending, and where they end.
         self._taken: dict[torch.device, tuple[list[int], list[int]]] = {}
 
     def __contains__(self, index: int) -> bool:
@@ -43,9 +43,9 @@ class GradientsInPlace:
         return gradient.detach().to(slot.lane.dtype).reshape(slot.shape).contiguous()
 
     def _takes(self, gradient: torch.Tensor) -> bool:
-        """Tell whether no tensor that was held shares memory with this one, and remember where it lies.
+        """Return whether no tensor that was held shares memory with this one, and remember where it lies.
 
-        autograd gives one tensor to two parameters where a sum of views needs no other, and only some ranks' graphs may.
+        autograd gives one tensor to two parameters where a sum of views needs no other, perhaps on some ranks alone.
         """
         begins, ends = self._taken.setdefault(gradient.device, ([], []))
         span = gradient.numel()

@@ -115,8 +115,8 @@ class ParameterTable:
         for name, parameter in named:
             if not isinstance(name, str) or not isinstance(parameter, torch.Tensor):
                 raise ValueError(
-                    f"named_parameters: ({name!r}, a {type(parameter).__name__}) is no pair of a name, which is a string, "
-                    "and a parameter"
+                    f"named_parameters: ({name!r}, a {type(parameter).__name__}) is no pair of a name, which is a "
+                    "string, and a parameter"
                 )
         names = Counter(name for name, _ in named)
         repeated = sorted(name for name, times in names.items() if times > 1)

@@ -171,7 +171,7 @@ class QuantisedExchange(Exchange):
             if load.segment.lane.kind is not Kind.QUANTISED and self.context.has_rest:
                 self.commit(load.segment, None, load.work.to(load.segment.lane.dtype))
 
-    # -- 3. owners add their shards up ----------------------------------------------------------------------------------
+    # -- 3. owners add their shards up --------------------------------------------------------------------------------
 
     @property
     def can_poll(self) -> bool:
@@ -339,7 +339,7 @@ class QuantisedExchange(Exchange):
         noise, state = self.quantiser.noise, pending.extra
         return Noise(state.squares.clone(), noise * self.scale**2, 0.0 if self.gathers else noise)
 
-    # -- what messages are made of --------------------------------------------------------------------------------------
+    # -- what messages are made of ------------------------------------------------------------------------------------
 
     def _laid_out(self, segments: Sequence[Segment]) -> MessageLayout:
         """Return the layout of a message of these segments."""

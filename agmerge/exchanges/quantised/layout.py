@@ -81,7 +81,8 @@ class ShardLayout:
         if key is not None:
             keys = [key(number) for number in range(len(rows))]
             announced = figures[:, _KEY].tolist()
-            found = {n for n, (one, own) in enumerate(zip(announced, keys, strict=True)) if one != own - (own >> 63 << 64)}
+            own = [one - (one >> 63 << 64) for one in keys]
+            found = {number for number, pair in enumerate(zip(announced, own, strict=True)) if pair[0] != pair[1]}
         if rows.device.type == "cpu":
             sums = figures[:, _CHECKSUM].tolist()
             found |= {number for number, written in enumerate(sums) if written != self._checksum(rows[number])}

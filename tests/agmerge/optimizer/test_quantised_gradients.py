@@ -222,7 +222,7 @@ def test_a_step_allocates_nothing_of_a_tensors_size(size: int, monkeypatch: pyte
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_mean_of_many_updates_is_the_mean_gradient(size: int) -> None:
-    """Parameters stand still. Errors of steps are independent, so that their mean shrinks as the root of their number."""
+    """Parameters stand still. Errors of steps are independent: their mean shrinks as the root of their number."""
     count = 64
 
     def body(rank: int, model: nn.Linear) -> tuple[Tensor, float]:
