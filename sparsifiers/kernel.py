@@ -25,7 +25,7 @@ VARIABLE = "AGMERGE_KERNEL"
 OFF = "off"
 ARM = platform.machine().lower() in ("aarch64", "arm64")
 LEVELS = ("baseline", "neon") if ARM else ("baseline", "avx2", "avx512")  # the instruction sets, by number
-INTERFACE = 11  # of kernel.c; a library that was built from another version is not used
+INTERFACE = 12  # of kernel.c; a library that was built from another version is not used
 ROOM = 1 << 17  # slots of scratch that `rows_top` may take at any size
 PANEL = 64  # columns that are searched together at least: four cache lines of each row
 BLOCK = 1024  # elements that `scan` reads between two looks at the room that is left
@@ -44,6 +44,7 @@ _SIGNATURES: dict[str, tuple[Any, str]] = {  # result and arguments: p a pointer
     "kernel_commit": (ctypes.c_int, "plppl"),
     "kernel_take": (ctypes.c_int, "pplppl"),
     "kernel_mask": (ctypes.c_int, "plppl"),
+    "kernel_checksum": (ctypes.c_uint64, "pl"),
     "kernel_fit": (ctypes.c_int, "plll"),
     "kernel_add": (ctypes.c_int, "pppplfipl"),
     "kernel_momentum": (ctypes.c_int, "pppppplfiipl"),

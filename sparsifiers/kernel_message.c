@@ -194,3 +194,34 @@ EXPORT int kernel_blocks_decode(const uint8_t *data, int64_t count, int64_t capa
     planes(data, count, capacity, low, out);
     return found == count && block <= last;
 }
+
+/* -- checksums ---------------------------------------------------------------------------------------------------- */
+
+enum { SIDE_BY_SIDE = 32 }; /* words */
+
+/* Each lane adds up its words, and these sums: of K words, the sum of k w_k is K times the one less the other. So nothing
+   is multiplied before the end. */
+INLINE uint64_t checksum_body(const uint8_t *data, int64_t n)
+{
+    uint64_t sums[SIDE_BY_SIDE] = {0}, sums_of_sums[SIDE_BY_SIDE] = {0}, total = 0;
+    const int64_t bytes = SIDE_BY_SIDE * (int64_t)sizeof(uint64_t);
+    int64_t steps = 0;
+    for (; n > 0; n -= bytes, data += bytes, steps++) {
+        uint64_t words[SIDE_BY_SIDE] = {0};
+        if (n >= bytes)
+            memcpy(words, data, (size_t)bytes);
+        else
+            memcpy(words, data, (size_t)n);
+        for (int i = 0; i < SIDE_BY_SIDE; i++) {
+            sums[i] += words[i];
+            sums_of_sums[i] += sums[i];
+        }
+    }
+    for (uint64_t i = 0; i < SIDE_BY_SIDE; i++)
+        total += 2 * SIDE_BY_SIDE * ((uint64_t)steps * sums[i] - sums_of_sums[i]) + (2 * i + 1) * sums[i];
+    return total;
+}
+FOR_EACH_LEVEL(uint64_t, checksum, (const uint8_t *data, int64_t n), (data, n))
+
+/* The sum modulo 2**64, over the words w_i of 64 bits of n bytes, of (2i+1) w_i; zeros fill up the last word. */
+EXPORT uint64_t kernel_checksum(const uint8_t *data, int64_t n) { return checksum(data, n); }

@@ -23,6 +23,7 @@ int kernel_columns(const int32_t *bits, int64_t length, int64_t columns, int64_t
 int kernel_commit(float *work, int64_t n, const int32_t *indices, const float *sent, int64_t count);
 int kernel_take(float *work, float *momentum, int64_t n, const int32_t *indices, float *values, int64_t count);
 int kernel_mask(float *momentum, int64_t n, const int32_t *indices, const float *sent, int64_t count);
+uint64_t kernel_checksum(const uint8_t *data, int64_t n);
 int kernel_fit(const int32_t *indices, int64_t count, int64_t first, int64_t n);
 int kernel_scatter(float *total, int64_t n, const int32_t *indices, const float *values, int64_t count, float scale);
 struct notes {
@@ -283,6 +284,7 @@ static void quantise_all(int level, int kind, int64_t n)
                                 messages[of], &squares);
                 float rounded = (float)squares;
                 hash_bytes(messages[of], many);
+                hash_word((uint32_t)(kernel_checksum(messages[of], many) >> 32));
                 hash_floats(&rounded, 1);
             }
             const uint8_t *const all[3] = {messages[0], messages[1], messages[2]};

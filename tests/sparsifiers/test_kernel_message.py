@@ -84,3 +84,17 @@ def test_what_does_not_fit_changes_nothing(level: int) -> None:
     assert not kernel_message.take(vector, fine, values, vector.half())
     assert not kernel_message.mask(vector.view(10, 10), fine, values)
     assert (vector == 1).all() and (values == 7).all()
+
+
+def test_a_checksum_is_numpys(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 5000, dtype=np.uint8))
+    lengths = (0, 1, 7, 8, 9, 255, 256, 257, 511, 512, 1000, 4096, 4999)
+    got = [kernel_message.checksum(data[shift:][:n]) for n in lengths for shift in (0, 1)]
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel, "library", None)
+        expected = [kernel_message.checksum(data[shift:][:n]) for n in lengths for shift in (0, 1)]
+    assert got == expected and len(set(got)) == len(got) - 1  # of nothing it is 0, wherever
+    for place in range(0, 5000, 71):  # every bit counts
+        other = data.clone()
+        other[place] ^= 16
+        assert kernel_message.checksum(other) != kernel_message.checksum(data)
