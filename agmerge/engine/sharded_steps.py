@@ -73,8 +73,10 @@ class ShardedSteps:
             return
         if together and self._known:
             raise ValueError(KNOWN.format(kind=self._known, instead=INSTEAD))
-        named = [parameter for parameter in self._members.name_all() if parameter.is_floating_point()]
-        enough = [parameter for parameter in named if parameter.numel() >= ENOUGH]
+        floating = [parameter for parameter in self._members.name_all() if parameter.is_floating_point()]
+        # By what this rank holds: of a large tensor in few shards it may be nothing.
+        named = [parameter for parameter in floating if local_of(parameter).numel()]
+        enough = [parameter for parameter in named if local_of(parameter).numel() >= ENOUGH]
         self._watched = (enough or named)[:: max(1, -(-len(enough or named) // TENSORS))]
         self._decided, self._before = [False] * len(self._watched), []
         self._begun, self._looks = True, LOOKS
