@@ -10,7 +10,9 @@ import torch
 from agmerge.tensors.parameters import optimizers_of
 
 SECTIONS = "optimizers"  # in a state: a list, what each optimizer's own state_dict() gave
-MARK = "agmerge"  # a key of a state of which more was saved than a plain optimizer loads, which keeps unknown keys
+# A key of a state of which more was saved than a plain optimizer loads, which keeps unknown keys. Keys are numbers of
+# parameters, which scripts may sort.
+MARK = -1
 
 
 class StateOfAll(MutableMapping[Any, Any]):

@@ -13,6 +13,7 @@ from support import mlp, on_ranks, seeded, sgd, train, wrap
 from torch import nn
 
 import agmerge
+from agmerge.engine.optimizer_states import MARK
 
 MODEL = seeded(mlp)
 UPDATES: dict[str, Any] = {"compression": "topk", "sync": "updates"}
@@ -56,7 +57,7 @@ def test_the_wrapper_warns_once_with_the_two_lines_that_load_it(options: dict[st
         assert "\n    optimizer.load_state_dict(state)" in told[0]
         assert said(lambda: train(model, optimizer, rank, range(1))) == []
         optimizer.load_state_dict(state)
-        assert "agmerge" not in inner.state
+        assert MARK not in inner.state
         kept = optimizer.state_dict()["agmerge"]["residuals"]
         assert all(torch.equal(kept[name], tensor) for name, tensor in state["agmerge"]["residuals"].items())
         again = sgd(model)
@@ -72,7 +73,7 @@ def test_of_several_ranks_one_warns() -> None:
         inner = sgd(model)
         inner.load_state_dict(saved(model, rank, TOPK))
         agmerge.DistributedOptimizer(inner, model.named_parameters(), **TOPK)
-        return "agmerge" in inner.state
+        return MARK in inner.state
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -85,7 +86,7 @@ def test_where_nothing_was_kept_nothing_is_said(compression: str) -> None:
     def body(rank: int, model: nn.Module) -> None:
         state = saved(model, rank, {"compression": compression})
         assert state["agmerge"]["residuals"] == {}
-        assert "agmerge" not in state["state"]
+        assert MARK not in state["state"]
         inner = sgd(model)
         inner.load_state_dict(state)
         assert said(lambda: wrap(model, inner)) == []
@@ -108,7 +109,7 @@ def test_several_optimizers_and_local_sync_warn_too() -> None:
             each.load_state_dict(state)
         assert len(said(lambda: wrap(model, plain, compression="topk"))) == 1  # type: ignore[arg-type]
         inner = torch.optim.AdamW(model.parameters())
-        inner.state["agmerge"] = {}
+        inner.state[MARK] = {}  # type: ignore[index]
         (text,) = said(lambda: agmerge.LocalSync(model, inner))
         assert "sync = agmerge.LocalSync(model, optimizer, ...)\n    sync.load_state_dict(state)" in text
 
@@ -131,6 +132,6 @@ def test_ranks_of_which_one_has_loaded_have_the_same_options_and_lengths() -> No
             plain.load_state_dict(state)
             assert plain.param_groups[0].keys() == keys
             count = len(list(model.parameters())) + 1 if momentum else 0
-            assert ("agmerge" in plain.state) is bool(momentum) and len(plain.state) == count
+            assert (MARK in plain.state) is bool(momentum) and len(plain.state) == count
 
     on_ranks(2, MODEL, body)
