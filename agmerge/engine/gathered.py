@@ -28,7 +28,7 @@ NOT_FINITE = (
 
 
 def takes_sparse_alone(optimizer: object) -> bool:
-    """Tell whether an optimizer refuses gradients that are dense."""
+    """Return whether an optimizer refuses gradients that are dense."""
     return isinstance(optimizer, torch.optim.SparseAdam)
 
 

@@ -176,7 +176,7 @@ class HandedOver:
 
 
 def _is_part(gradient: torch.Tensor) -> bool:
-    """Tell whether a gradient, of any layout but a DTensor, may lie in memory that others write to as well."""
+    """Return whether a gradient, of any layout but a DTensor, may lie in memory that others write to as well."""
     if gradient.layout != torch.strided:
         return False
     return gradient._is_view() or gradient.untyped_storage().nbytes() > gradient.numel() * gradient.element_size()

@@ -213,7 +213,7 @@ class Handles:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Tell whether two attributes are the same: the very object, equal plain values, or tuples of such."""
+    """Return whether two attributes are the same: the very object, equal plain values, or tuples of such."""
     if one is other:
         return True
     if isinstance(one, tuple) and isinstance(other, tuple):

@@ -194,7 +194,7 @@ class Reducer(Synchronizer):
                 raise error
 
     def _trains(self) -> bool:
-        """Tell whether a parameter needs a gradient, or the exchange has known one that did."""
+        """Return whether a parameter needs a gradient, or the exchange has known one that did."""
         exchange = self.exchange
         return (exchange.agreed and not exchange.changed) or bool(exchange.members())
 
@@ -318,7 +318,7 @@ class Reducer(Synchronizer):
 
     @property
     def unfinished(self) -> bool:
-        """Tell whether gradients are on their way."""
+        """Return whether gradients are on their way."""
         return len(self._handed_over) > 0 and not self.synchronized
 
     def abandon(self) -> bool:

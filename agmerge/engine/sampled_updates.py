@@ -66,7 +66,7 @@ class Sample:
     versions: list[int]
 
     def changed(self) -> bool:
-        """Tell whether a gradient has been written to since, or is another tensor."""
+        """Return whether a gradient has been written to since, or is another tensor."""
         gradients = [place.parameter.grad for place in self.places]
         seen = zip(gradients, self.tensors, self.versions, strict=True)
         return not all(gradient is tensor and tensor._version == version for gradient, tensor, version in seen)

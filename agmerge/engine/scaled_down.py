@@ -51,7 +51,7 @@ class NormBound:
         self._looks = 0
 
     def asks(self, factor: float, dtype: torch.dtype) -> bool:
-        """Tell whether the norm that ``factor`` has left, in gradients of ``dtype``, says something new."""
+        """Return whether the norm that ``factor`` has left, in gradients of ``dtype``, says something new."""
         least = _tolerance(dtype)  # below that factors are the same
         if abs(factor / self._factor - 1.0) <= least:
             self._constant = factor
@@ -59,7 +59,7 @@ class NormBound:
         return self._looks < LOOKS and 0.0 < factor < 1.0 - least and is_new
 
     def binds(self, factor: float, norm: float, dtype: torch.dtype) -> bool:
-        """Take note of the ``norm`` that ``factor`` has left; tell whether by now it is a bound.
+        """Take note of the ``norm`` that ``factor`` has left; return whether by now it is a bound.
 
         ``norm``: computed as ``clip_grad_norm_`` does, with the same errors.
         """

@@ -174,12 +174,12 @@ class Synchronizer:
 
     @property
     def unfinished(self) -> bool:
-        """Tell whether gradients are on their way."""
+        """Return whether gradients are on their way."""
         return False
 
     @property
     def alone(self) -> bool:
-        """Tell whether this worker exchanges with nobody."""
+        """Return whether this worker exchanges with nobody."""
         return self.exchange.outside or self.exchange.comm is None or self.exchange.comm.size == 1
 
     def abandon(self) -> bool:
