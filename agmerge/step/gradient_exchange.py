@@ -70,6 +70,7 @@ class Combined:
             (of(slot) for slot in slots if slot.index not in noisy),
             (of(slot) for slot in slots if slot.index in noisy),
             noises,
+            may_hold=not any(slot.index in self.buffers.in_place for slot in slots),
         )
 
 

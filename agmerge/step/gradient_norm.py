@@ -41,17 +41,18 @@ class GradientNorm:
         self._known = False
 
     def take(
-        self, exact: Iterable[torch.Tensor], noisy: Iterable[torch.Tensor], noises: Sequence[Noise]
+        self, exact: Iterable[torch.Tensor], noisy: Iterable[torch.Tensor], noises: Sequence[Noise], *, may_hold: bool
     ) -> None:
         """Look at the combined gradients of a step, which may be changed then. No device is waited for.
 
         Without noise they are read only once somebody has asked for a norm: a pass over a gradient costs a step 1 %.
 
         ``exact``: contiguous tensors without noise; ``noisy``: those with the noise of ``noises``, a message each.
+        ``may_hold``: whether all of them lie in memory that stays; else none is held beyond this call.
         """
         self._noises, self._known, self._unread = tuple(noises), True, list(exact)
         self._noisy = list(map(squares_of, noisy))
-        if self._noises or self._is_wanted:
+        if self._noises or self._is_wanted or not may_hold:
             self._read()
 
     def _read(self) -> None:

@@ -142,6 +142,18 @@ def test_what_goes_dense_by_the_plan_has_no_noise() -> None:
     assert norm == pytest.approx(norm_of(mean_of(given)), rel=1e-6)
 
 
+@pytest.mark.parametrize(("size", "compression"), [(1, "eden"), (2, "eden"), (2, "none")])
+def test_gradients_of_the_script_are_not_held(size: int, compression: str) -> None:
+    """Else they would stay until the next backward pass has ended, beside those that it makes."""
+
+    def look(optimizer: Any, parameters: list[nn.Parameter]) -> bool:
+        held = optimizer._reducer.exchange.norm._unread
+        return any(gradient.data_ptr() == parameter.grad.data_ptr() for gradient in held for parameter in parameters)
+
+    for holds in stepped(gradients(size, alike=False), look, steps=2, compression=compression)[0]:
+        assert holds is (compression == "none")
+
+
 def test_clipping_changes_nothing_and_it_stays_after_the_step() -> None:
     """Where nothing is quantised that holds from the first time that somebody has asked: till then nothing is read."""
 
