@@ -1,4 +1,4 @@
-"""Let several optimizers of one model step as one: ``torch.optim.Muon`` for its matrices, AdamW for what is no matrix.
+"""Make several optimizers of one model one: ``torch.optim.Muon`` for its matrices, AdamW for what is no matrix.
 
 What is below goes on with one inner optimizer: the group has what it asks of that. Nothing is copied, so that each of
 the optimizers can be scheduled, saved and given another param group by itself, as ever.

@@ -14,7 +14,7 @@ SEVERAL = "there are several optimizers here ({}): use optimizer.optimizers, the
 
 
 class OptimizerHolder:
-    """Hold what steps: the optimizer that the script gave, or one that stands for several."""
+    """The holder of what steps: the optimizer that the script gave, or one that stands for several."""
 
     _inner: torch.optim.Optimizer | None  # None: nobody has said which one steps
 
@@ -33,7 +33,7 @@ class OptimizerHolder:
 
 
 class OptimizerWrapper(OptimizerHolder, torch.optim.Optimizer):
-    """Stand for an optimizer: groups, state, defaults and hooks are its own, and so is everything unknown here.
+    """An optimizer around another one, whose groups, state, defaults, hooks and unknown attributes it has.
 
     Classes below set ``_inner`` and do not call ``super().__init__()``, which would make other groups and hooks. What
     they have of their own has a name with an underscore; other attributes that are set here become the optimizer's,

@@ -16,7 +16,7 @@ TENSORS, ELEMENTS = 4, 4096  # that are compared, and of each of them: at a dens
 
 @dataclass(frozen=True)
 class Place:
-    """Say where elements of a parameter are compared: ``count`` of them from ``start`` on, flat."""
+    """The elements of a parameter that are compared: ``count`` of them from ``start`` on, flat."""
 
     name: str
     parameter: torch.Tensor
@@ -58,7 +58,7 @@ def _place(name: str, parameter: torch.Tensor) -> Place:
 
 @dataclass(frozen=True)
 class Sample:
-    """Hold elements of what was combined, and which tensors these were in, with their versions."""
+    """Elements of what was combined, and the tensors that they were in, with their versions."""
 
     places: list[Place]
     before: torch.Tensor | None  # flat, all of them; None: it was not worth a copy
@@ -96,7 +96,7 @@ def sample_of(combined: Combined, places: Iterable[Place], *, on_device: bool) -
 
 @dataclass(frozen=True)
 class Norms:
-    """Hold of some gradients the norm, how many elements are not zero and how many there are, each (n,) in float64."""
+    """The norms of some gradients, how many elements are not zero and how many there are, each (n,) in float64."""
 
     norms: torch.Tensor
     counts: torch.Tensor

@@ -1,4 +1,4 @@
-"""Let a model show the parameters that all ranks have in common wherever it is evaluated or saved.
+"""Show the parameters that all ranks have in common wherever a model is evaluated or saved.
 
 With ``sync="updates"`` a worker's own parameters are ahead of these. They are for training: a forward pass without
 gradients, and ``state_dict()``, are about the model that all ranks train together.

@@ -1,4 +1,4 @@
-"""Say what leaves a rank of each collective, by the algorithm that usually carries it: pure functions.
+"""Compute what leaves a rank of each collective, by the algorithm that usually carries it: pure functions.
 
 Bytes are those of the whole tensor that is handed over, the same on all ranks. Alone nothing leaves.
 

@@ -250,7 +250,7 @@ def take_over(exchange: Any, members: ParameterTable, optimizer: torch.optim.Opt
 
 
 def _is_sgd(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether the step is that of ``torch.optim.SGD``, of several each: others do other things with a momentum."""
+    """Return whether the step is that of ``torch.optim.SGD``, of several each; others use momenta otherwise."""
     return all(
         isinstance(each, torch.optim.SGD) and inspect.unwrap(type(each).step) is inspect.unwrap(torch.optim.SGD.step)
         for each in optimizers_of(optimizer)

@@ -53,7 +53,7 @@ class Cost:
 
     @property
     def text(self) -> str:
-        """Say it in a sentence without an end."""
+        """Return it as a sentence without an end."""
         at = f", {self.size}," if self.bound is not None else ""
         what = f"compression={self.compressor!r}{at} cost {self.percent} % of the loss of a small language model"
         return f"{what} with {self.setting} in our runs"

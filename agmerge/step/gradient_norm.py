@@ -1,4 +1,4 @@
-"""Say how long the combined gradient of a step is, with and without what quantising it has added.
+"""Compute the norm of the combined gradient of a step, with and without what quantising it has added.
 
 Let m be the gradient that is combined exactly, ``s * (g_1 + ... + g_W)``, where s is 1/W for an average. A quantiser
 whose noise is d makes of each vector v one that is v on average, and whose square is ``(1 + d) |v|^2`` on average.
