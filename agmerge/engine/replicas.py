@@ -12,7 +12,7 @@ from agmerge.backends.handshake import gather_bytes, ranks_of
 from agmerge.errors import DivergenceError
 from agmerge.runtime import workers
 from agmerge.runtime.broadcast import broadcast_optimizer_state, broadcast_parameters, plain_state
-from agmerge.tensors.dtensors import local_of
+from agmerge.tensors.fingerprint import fingerprints
 from agmerge.tensors.parameters import ParameterTable
 
 DIGEST_BYTES = 16
@@ -21,7 +21,7 @@ DIGEST_BYTES = 16
 def compare_replicas(comm: Backend, parameters: Mapping[str, torch.Tensor], steps: int, timeout: float) -> None:
     """Collective. Raise :class:`agmerge.DivergenceError` on every rank unless all parameters are equal to the bit.
 
-    Reads every parameter once, and costs one all-gather of 16 bytes for each of them.
+    Reads every parameter twice, and costs one all-gather of 16 bytes for each of them.
 
     Args:
         comm: the ranks whose replicas are compared.
@@ -29,7 +29,7 @@ def compare_replicas(comm: Backend, parameters: Mapping[str, torch.Tensor], step
         steps: how many were committed, for the error.
         timeout: seconds.
     """
-    own = b"".join(digest(parameter) for parameter in parameters.values())
+    own = fingerprints(parameters.values()).numpy().tobytes()
     rows = gather_bytes(comm, own, "check_every", timeout)
     for i, name in enumerate(parameters):
         digests = [row[DIGEST_BYTES * i : DIGEST_BYTES * (i + 1)].hex() for row in rows]
@@ -39,7 +39,7 @@ def compare_replicas(comm: Backend, parameters: Mapping[str, torch.Tensor], step
                 f"step {steps}: replicas differ, first in parameter {name!r}: digest "
                 f"{sets}. Something changed parameters on some ranks only: start them with "
                 "broadcast_parameters, and change them only through the optimizer, or in the same way on every "
-                "rank"
+                "rank. Where the script does, a sum may have been damaged on its way: go on from a checkpoint"
             )
 
 
@@ -59,8 +59,7 @@ def level_replicas(
     """
     parameters, fingerprint = members.name_all(), hashlib.blake2b(digest_size=DIGEST_BYTES)
     state, tensors = plain_state(optimizer)
-    for tensor in (*parameters, *tensors):
-        fingerprint.update(digest(tensor))
+    fingerprint.update(fingerprints([*parameters, *tensors]).numpy().tobytes())
     fingerprint.update(repr(state).encode())
     if len(set(gather_bytes(comm, fingerprint.digest(), "join/replicas", timeout))) == 1:
         return
@@ -73,11 +72,3 @@ def level_replicas(
     broadcast_parameters(parameters, root_rank=root)
     broadcast_optimizer_state(optimizer, root_rank=root)
 
-
-def digest(tensor: torch.Tensor) -> bytes:
-    """Return 16 bytes that differ if a bit of ``tensor`` does, of a DTensor if a bit of what this rank holds does.
-
-    Copies it only from a device, or out of its strides.
-    """
-    flat = local_of(tensor).detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(flat.numpy().data, digest_size=DIGEST_BYTES).digest()

@@ -109,7 +109,7 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
       (docs/guarantees.md).
     * ``timeout``: Every wait ends after so many seconds. None stands for ``AGMERGE_TIMEOUT`` of the environment, else
       300.
-    * ``check_every``: Replicas are compared every so many steps; with 0 after the first step alone.
+    * ``check_every``: Replicas are compared every so many steps, and after the first; with 0 after the first alone.
     * ``unused``: ``"none"`` leaves ``p.grad`` None where no rank had a gradient and nothing is left to send. ``"zero"``
       is Horovod's way.
     * ``model``: With ``merging="dear"``, this module's forward applies the updates. Others take none.
@@ -154,7 +154,7 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         scaler: Any = None,
         nonfinite: str | None = None,
         timeout: float | None = None,
-        check_every: int = 0,
+        check_every: int = 100,
         unused: str = "none",
         model: torch.nn.Module | None = None,
         sync: str = "gradients",

@@ -40,7 +40,7 @@ class Options:
     scaler: Any = None  # a torch.amp.GradScaler, or None
     nonfinite: Any = None  # a name of tensors.nonfinite.POLICIES; None: as the scaler makes it
     timeout: float | None = None  # seconds; None: the default
-    check_every: Any = 0  # steps
+    check_every: Any = 100  # steps
     unused: str = "none"
     model: torch.nn.Module | None = None  # of merging="dear"
     sync: str = "gradients"  # or "updates", of which the others are

@@ -229,6 +229,28 @@ def test_g11_a_changed_parameter_is_found_by_name_at_the_next_check(name: str, s
     assert f"on rank {rank}" in text and "broadcast_parameters" in text
 
 
+@pytest.mark.parametrize(("options", "found"), [({}, [100]), ({"check_every": 0}, [])])
+def test_g11_a_replica_that_changes_later_is_found_within_a_hundred_steps_unless_told_otherwise(
+    options: dict[str, Any], found: list[int]
+) -> None:
+    """What a native sum loses on its way to one rank shows nowhere else: it carries no checksum."""
+
+    def body(rank: int, model: nn.Module) -> list[int]:
+        optimizer, told = wrap(model, compression="none", **options), []
+        for step in range(1, 103):
+            if step == 7 and rank == 1:
+                model.get_parameter("2.bias").data[0] += 1
+            try:
+                train(model, optimizer, rank, range(step, step + 1))
+            except agmerge.DivergenceError as error:
+                assert "'2.bias'" in str(error) and "go on from a checkpoint" in str(error)
+                told.append(step)
+                break
+        return told
+
+    assert on_ranks(2, MODEL, body) == [found, found]
+
+
 def test_g11_frozen_parameters_are_looked_at_too_and_equal_ones_are_never_an_error() -> None:
     def body(rank: int, model: nn.Sequential) -> str:
         optimizer = wrap(model, check_every=1)

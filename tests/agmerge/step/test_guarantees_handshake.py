@@ -41,7 +41,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, str, str]]
     "predivide": ({"gradient_predivide_factor": 2.0}, {}, ("gradient_predivide_factor", "2.0", "1.0")),
     "sparse_as_dense": ({"sparse_as_dense": True}, {}, ("sparse_as_dense", "True", "False")),
     "dense_sum": ({"dense_sum": "ordered"}, {}, ("dense_sum", "ordered", "native")),
-    "check_every": ({"check_every": 5}, {}, ("check_every", "5", "0")),
+    "check_every": ({"check_every": 5}, {}, ("check_every", "5", "100")),
     "unused": ({"unused": "zero"}, {}, ("unused", "zero", "none")),
     "dense rule": (
         {"dense": [r"2\..*"]},
