@@ -106,7 +106,7 @@ def low_rank_names() -> tuple[str, ...]:
 
 
 def is_low_rank(name: str) -> bool:
-    """Tell whether this is the name of a low-rank compressor, or an alias, in any spelling."""
+    """Return whether this is the name of a low-rank compressor, or an alias, in any spelling."""
     return name in _low_rank
 
 

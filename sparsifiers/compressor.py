@@ -60,12 +60,12 @@ class Compressor(ABC):
 
     @property
     def selects(self) -> bool:
-        """Tell whether only some elements are sent of some tensors, which a sparsifier chooses."""
+        """Return whether only some elements are sent of some tensors, which a sparsifier chooses."""
         return Kind.SPARSE in self.kinds
 
     @property
     def compresses(self) -> bool:
-        """Tell whether it sends less than all elements of some tensors, however many bits these have."""
+        """Return whether it sends less than all elements of some tensors, however many bits these have."""
         return self.kinds != {Kind.DENSE}
 
     def options(self) -> dict[str, object]:

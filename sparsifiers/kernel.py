@@ -108,7 +108,7 @@ library = chosen(os.environ.get(VARIABLE, ""), Path(__file__).parent)
 
 
 def available() -> bool:
-    """Tell whether the compiled loops are in use."""
+    """Return whether the compiled loops are in use."""
     return library is not None
 
 
@@ -136,7 +136,7 @@ def set_level(level: int) -> int:
 
 
 def reads(bits: NDArray[Any]) -> TypeGuard[Keys]:
-    """Tell whether the loops can read this array: int32 in C order, in a plain numpy array. False without a library."""
+    """Return whether the loops can read this array: plain numpy, int32 in C order. False without a library."""
     return (
         library is not None
         and type(bits) is np.ndarray
@@ -308,7 +308,7 @@ def _noted(noting: Noting | None, loop: Any, *arguments: float) -> bool:
 
 
 def _streams(gradient: Tensor, *kept: Tensor, home: Tensor | None = None) -> bool:
-    """Tell whether these, and home, are better read and written past the caches by one thread, which can do it."""
+    """Return whether these, and home, are better read and written past the caches by one thread, which can do it."""
     if gradient.dtype not in KINDS or gradient.numel() < STREAMED or torch.get_num_threads() > 1:
         return False
     if home is not None:
@@ -355,7 +355,7 @@ def scatter(total: Tensor, indices: Tensor, values: Tensor, scale: float) -> boo
 
 
 def plain(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> bool:
-    """Tell whether the loops can read these tensors: of that dtype, contiguous and in CPU memory."""
+    """Return whether the loops can read these tensors: of that dtype, contiguous and in CPU memory."""
     for tensor in tensors:
         if not (
             tensor.dtype == dtype

@@ -64,7 +64,7 @@ def mask(momentum: Tensor, indices: Tensor, sent: Tensor) -> bool:
 
 
 def ascends(indices: Keys, length: int) -> bool | None:
-    """Tell whether indices, int32[m], are ascending, unique and within [0, length); None: numpy must."""
+    """Return whether indices, int32[m], are ascending, unique and within [0, length); None: numpy must."""
     if not kernel.reads(indices):
         return None
     return bool(loaded().kernel_fit(address(indices), len(indices), 0, length))
@@ -82,7 +82,7 @@ def checksum(data: Tensor) -> int:
 
 
 def _fits(indices: Tensor, values: Tensor, vector: Tensor, *others: Tensor) -> bool:
-    """Tell whether the loops can read indices, as many values, a vector that they are of, and others as long."""
+    """Return whether the loops can read indices, as many values, a vector that they are of, and others as long."""
     if not indices.dim() == vector.dim() == 1 or values.shape != indices.shape:
         return False
     alike = all([other.shape == vector.shape for other in others])

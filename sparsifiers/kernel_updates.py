@@ -34,7 +34,7 @@ def write_sum(total: Tensor, lists: Sequence[List], scale: float) -> bool:
 
 
 def takes_in(dtype: torch.dtype, device: torch.device) -> bool:
-    """Tell whether `take_in` can do it, for tensors of such."""
+    """Return whether `take_in` can do it, for tensors of such."""
     single = torch.get_num_threads() == 1  # several of torch's are faster
     return kernel.available() and dtype == torch.float32 and device.type == "cpu" and single
 
@@ -76,5 +76,5 @@ class _Pointers(NamedTuple):
 
 
 def _are_plain(lists: Sequence[List]) -> bool:
-    """Tell whether the loops can read these lists."""
+    """Return whether the loops can read these lists."""
     return all([plain(i, dtype=torch.int32) and plain(v) and i.numel() == v.numel() for i, v in lists])

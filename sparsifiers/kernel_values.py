@@ -38,7 +38,7 @@ def decode(scales: Tensor, codes: Tensor, count: int, width: int, read: Tensor) 
 
 
 def _fit(count: int, width: int, scales: Tensor, codes: Tensor, read: Tensor) -> bool:
-    """Tell whether there is room for so many values."""
+    """Return whether there is room for so many values."""
     each = 2 if width == 2 else 1
     return (
         scales.numel() >= each * -(-count // 256) and codes.numel() >= -(-count * width // 8) and read.numel() >= count

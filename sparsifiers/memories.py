@@ -144,7 +144,7 @@ class Memory(ABC):
 
     @property
     def averages(self) -> bool:
-        """Tell whether momentum is applied to what ranks have combined, by `correct`, and not to gradients."""
+        """Return whether momentum is applied to what ranks have combined, by `correct`, and not to gradients."""
         return self.has_momentum and not self.has_residual
 
     def correct(self, update: Tensor, momentum: Momentum) -> None:

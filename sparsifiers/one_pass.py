@@ -31,7 +31,7 @@ def one_pass(memory: Memory, rates: Iterable[Rate | None]) -> OnePass | None:
 
 
 def clears_momentum(memory: Memory) -> bool | None:
-    """Tell whether a memory clears the momentum of what is sent, as kernels do; None: it does what no kernel knows."""
+    """Return whether a memory clears the momentum of what is sent, as kernels do; None: no kernel knows it."""
     if not memory.has_momentum or memory.averages:
         return False
     if isinstance(memory, DGCMemory) and type(memory).mask is DGCMemory.mask:

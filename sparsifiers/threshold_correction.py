@@ -19,7 +19,7 @@ def above(x: Tensor, eta: Tensor) -> Tensor:
 
 
 def near(count: Tensor, wanted: Tensor) -> Tensor:
-    """Tell whether a sample's count is as near `wanted` as it can be: to 10 %, or two standard deviations up to 20 %.
+    """Return whether a sample's count is as near `wanted` as it can be: to 10 %, or two standard deviations up to 20 %.
 
     count, wanted: 0-dim float32. Returns 0-dim bool.
     """

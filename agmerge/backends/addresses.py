@@ -40,7 +40,7 @@ def to_master(env: Mapping[str, str]) -> str:
 
 
 def only_here(address: str) -> bool:
-    """Tell whether ``address`` means this machine on every machine, or nothing."""
+    """Return whether ``address`` means this machine on every machine, or nothing."""
     return not address or address.startswith("127.") or address in ("::1", "0.0.0.0")
 
 
@@ -83,7 +83,7 @@ def why_unreachable(host: str, port: int, patience: float = 1.0) -> str:
 
 
 def is_own(address: str) -> bool:
-    """Tell whether ``address`` is one of this machine's."""
+    """Return whether ``address`` is one of this machine's."""
     return of_name(address) == address
 
 

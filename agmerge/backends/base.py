@@ -46,7 +46,7 @@ class Handle(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Tell whether ``wait`` would return at once."""
+        """Return whether ``wait`` would return at once."""
 
     def wait(self, timeout: float) -> None:
         """Return when the result is in place. Needs no call on other ranks.
@@ -81,12 +81,12 @@ class Backend(ABC):
 
     @property
     def stale(self) -> bool:
-        """Tell whether the group has been made anew behind our back, as an elastic Horovod does."""
+        """Return whether the group has been made anew behind our back, as an elastic Horovod does."""
         return False
 
     @property
     def through_host(self) -> bool:
-        """Tell whether it moves tensors of the CPU alone, so that those on devices are to be copied (staging)."""
+        """Return whether it moves tensors of the CPU alone, so that those on devices are to be copied (staging)."""
         return False
 
     def summed_bytes(self, tensor: torch.Tensor) -> int:

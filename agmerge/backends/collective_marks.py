@@ -50,7 +50,7 @@ def docstring(code: CodeType) -> str | None:
 
 
 def _must_be_marked(frame: FrameType) -> bool:
-    """Tell whether ``frame`` is of a public function or method of this library, outside of backends.
+    """Return whether ``frame`` is of a public function or method of this library, outside of backends.
 
     Names with an underscore, functions in functions, lambdas and properties are details of what they are part of.
     """

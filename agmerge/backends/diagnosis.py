@@ -1,4 +1,4 @@
-"""Tell whether a backend works on this machine: the words in which backends and ``python -m agmerge doctor`` talk.
+"""Return whether a backend works on this machine: the words in which backends and ``python -m agmerge doctor`` talk.
 
 A backend hands over a program to be tried in a process of its own (``PROBE``) and makes a row of the doctor's table
 from what that found (``diagnose``).

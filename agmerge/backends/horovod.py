@@ -44,23 +44,23 @@ SHORTEST, LONGEST = 2e-5, 1e-3  # seconds between two looks at a handle
 
 
 def initialised() -> bool:
-    """Tell whether the script has already called ``hvd.init()``."""
+    """Return whether the script has already called ``hvd.init()``."""
     hvd = sys.modules.get("horovod.torch")
     return hvd is not None and bool(hvd.is_initialized())
 
 
 def launched(env: Mapping[str, str]) -> bool:
-    """Tell whether horovodrun has started this process."""
+    """Return whether horovodrun has started this process."""
     return "HOROVOD_RANK" in env
 
 
 def can_join(env: Mapping[str, str]) -> bool:
-    """Tell whether an MPI launcher has started this process, and Horovod can use it."""
+    """Return whether an MPI launcher has started this process, and Horovod can use it."""
     return mpi.started_by_mpi(env) and has_mpi()
 
 
 def has_mpi() -> bool:
-    """Tell whether Horovod's torch part is here, loads, and was built with MPI."""
+    """Return whether Horovod's torch part is here, loads, and was built with MPI."""
     try:
         import horovod.torch as hvd
     except Exception:  # a broken build fails in many ways

@@ -42,7 +42,7 @@ LARGEST = 2**31 - 1  # elements, or bytes where bytes are moved, of one MPI call
 
 
 def started_by_mpi(env: Mapping[str, str]) -> bool:
-    """Tell whether an MPI launcher, or another that speaks its PMI as srun does, has started this process."""
+    """Return whether an MPI launcher, or another that speaks its PMI as srun does, has started this process."""
     return any(key in env for key in RANKS)
 
 
@@ -57,12 +57,12 @@ def launched(env: Mapping[str, str]) -> bool:
 
 
 def can_join(env: Mapping[str, str]) -> bool:
-    """Tell whether an MPI launcher has started this process; :func:`open` says what is missing then, if anything."""
+    """Return whether an MPI launcher has started this process; :func:`open` says what is missing then, if anything."""
     return started_by_mpi(env)
 
 
 def installed() -> bool:
-    """Tell whether mpi4py is here."""
+    """Return whether mpi4py is here."""
     return importlib.util.find_spec("mpi4py") is not None
 
 

@@ -16,7 +16,7 @@ class Request(Protocol):
     """Follow what a call has begun."""
 
     def Test(self) -> bool:  # the name is MPI's
-        """Tell whether it has ended; finish it, or raise what it ended with."""
+        """Return whether it has ended; finish it, or raise what it ended with."""
 
 
 class Call:

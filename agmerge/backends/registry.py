@@ -28,16 +28,16 @@ class BackendModule(Protocol):
     PROBE: str
 
     def initialised(self) -> bool:
-        """Tell whether the script has already set up the library by itself."""
+        """Return whether the script has already set up the library by itself."""
 
     def launched(self, env: Mapping[str, str]) -> bool:
-        """Tell whether a launcher that means this backend alone has started this process.
+        """Return whether a launcher that means this backend alone has started this process.
 
         Raises :class:`agmerge.AGMergeError` where only a part of such a launcher's variables is set.
         """
 
     def can_join(self, env: Mapping[str, str]) -> bool:
-        """Tell whether this backend is to connect workers of a launcher that means no backend, such as mpirun."""
+        """Return whether this backend is to connect workers of a launcher that means no backend, such as mpirun."""
 
     def open(self, env: Mapping[str, str], timeout: float, listen: Listen) -> Backend:
         """Collective. Join the other workers, or take the library as the script has initialised it.

@@ -21,7 +21,7 @@ INSTEAD = (
 
 
 def launched(env: Mapping[str, str]) -> bool:
-    """Tell whether this process is one of several tasks of a step."""
+    """Return whether this process is one of several tasks of a step."""
     return tasks(env) > 1
 
 

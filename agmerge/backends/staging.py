@@ -37,7 +37,7 @@ class Copies:
     """
 
     def needed(self, tensor: torch.Tensor) -> bool:
-        """Tell whether ``tensor`` lies on a device."""
+        """Return whether ``tensor`` lies on a device."""
         return tensor.device.type != "cpu"
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,7 @@ class Queued:
 
     @property
     def finished(self) -> bool:
-        """Tell whether the result is there, or queued on the device."""
+        """Return whether the result is there, or queued on the device."""
         return self._finished
 
     def begin(self) -> Queued:
@@ -97,7 +97,7 @@ class Queued:
         return self
 
     def Test(self) -> bool:  # the name is Progress's
-        """Tell whether it is finished; raise what it ended with. On the thread only."""
+        """Return whether it is finished; raise what it ended with. On the thread only."""
         assert self._handle is not None
         if not self._finishing.acquire(blocking=False):
             return False  # somebody waits for it

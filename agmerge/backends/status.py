@@ -93,7 +93,7 @@ def install_peer_query(query: PeerQuery | None) -> None:
 
 
 def any_wait_failed() -> bool:
-    """Tell whether a wait of this process has ever failed: then to wait for other ranks at its end is in vain."""
+    """Return whether a wait of this process has ever failed: then to wait for other ranks at its end is in vain."""
     return _any_wait_failed
 
 

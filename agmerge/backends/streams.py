@@ -41,7 +41,7 @@ class Streams(ABC):
 
     @abstractmethod
     def has_ended(self, event: Any) -> bool:
-        """Tell whether the device has got to ``event``, without waiting."""
+        """Return whether the device has got to ``event``, without waiting."""
 
     @abstractmethod
     def pinned(self, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -49,7 +49,7 @@ class Streams(ABC):
 
     @abstractmethod
     def is_capturing(self) -> bool:
-        """Tell whether what this thread queues is captured in a graph, and not done now."""
+        """Return whether what this thread queues is captured in a graph, and not done now."""
 
     def wait_on_host(self, event: Any, timeout: float) -> bool:
         """Wait until the device has got to ``event``, ``timeout`` seconds at most; tell whether it has."""

@@ -42,14 +42,14 @@ print(json.dumps({"version": torch.__version__, "distributed": here, "gloo": her
 
 
 def initialised() -> bool:
-    """Tell whether the script has already called ``torch.distributed.init_process_group``."""
+    """Return whether the script has already called ``torch.distributed.init_process_group``."""
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized()
 
 
 def launched(env: Mapping[str, str]) -> bool:
-    """Tell whether torchrun, or somebody by hand, has set what torch.distributed needs.
+    """Return whether torchrun, or somebody by hand, has set what torch.distributed needs.
 
     Raises :class:`agmerge.AGMergeError` if ``WORLD_SIZE``, or what Kubernetes has set for a torchrun that did not come,
     says that there are several workers and the rest is missing.
@@ -69,7 +69,7 @@ def launched(env: Mapping[str, str]) -> bool:
 
 
 def can_join(env: Mapping[str, str]) -> bool:
-    """Tell whether srun has started this process as one of several tasks, and MPI is not what shall connect them.
+    """Return whether srun has started this process as one of several tasks, and MPI is not what shall connect them.
 
     Under srun Slurm's PMI may be there without any MPI; mpi4py is meant only where it is installed.
     """
@@ -302,7 +302,7 @@ class TorchBackend(Backend):
         return self._start(name, self._gather, out, tensor, tensors=[out, tensor])
 
     def _gathers_at_once(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a message, as long on every rank, goes to all others at once rather than by neighbours."""
+        """Return whether a message, as long on every rank, goes to all others at once rather than by neighbours."""
         small = 0 < tensor.nbytes < LEAST_BY_NEIGHBOURS
         return small and 2 < self.size <= AT_ONCE and tensor.device.type == "cpu"
 

@@ -227,12 +227,12 @@ def environment(given: Mapping[str, str], tools: Path, mpi: str | None) -> dict[
 
 
 def with_nccl() -> bool:
-    """Tell whether Horovod is to use NCCL: the user's word, else where everything that it takes is here."""
+    """Return whether Horovod is to use NCCL: the user's word, else where everything that it takes is here."""
     return nccl.chosen(os.environ, nccl.installed() if has_cuda() else None)
 
 
 def has_cuda() -> bool:
-    """Tell whether torch is built for CUDA, and what compiles for it is here: nvcc and the headers of its runtime."""
+    """Return whether torch is built for CUDA, and what compiles for it is here: nvcc and the headers of its runtime."""
     import torch
     from torch.utils.cpp_extension import CUDA_HOME
 

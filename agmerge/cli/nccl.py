@@ -48,7 +48,7 @@ def lying_in(folder: Path) -> Nccl | None:
 
 
 def chosen(given: Mapping[str, str], nccl: Nccl | None) -> bool:
-    """Tell whether Horovod is to be built with NCCL. ``given``: the user's variables, whose word goes.
+    """Return whether Horovod is to be built with NCCL. ``given``: the user's variables, whose word goes.
 
     ``nccl``: what there is for it; None: there is none, or nothing here compiles for GPUs. A choice for single
     collectives (``HOROVOD_GPU_ALLREDUCE``, say) is the user's word, too.

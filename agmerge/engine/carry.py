@@ -182,7 +182,7 @@ class Applied(Carry):
             torch._foreach_copy_([self.parameters[n].detach() for n in whole], [self.base[n] for n in whole])
 
     def _goes_along(self, name: str) -> bool:
-        """Tell whether a parameter moves by the same as ``base``, and both can be read as flat."""
+        """Return whether a parameter moves by the same as ``base``, and both can be read as flat."""
         return self._outer is None and self.parameters[name].is_contiguous()
 
     def _flat(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -64,7 +64,7 @@ def _read(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _passive(module: nn.Module) -> bool:
-    """Tell whether nobody calls this module: it has no forward."""
+    """Return whether nobody calls this module: it has no forward."""
     return getattr(module.forward, "__func__", None) is nn.Module.forward
 
 
@@ -177,7 +177,7 @@ class Updates:
 
     @property
     def done(self) -> bool:
-        """Tell whether everything has been received and applied."""
+        """Return whether everything has been received and applied."""
         return not self._group_of and not self._arriving
 
     def receive(self, parameter: torch.Tensor) -> None:

@@ -91,7 +91,7 @@ class UpdateReducer(Synchronizer):
 
     @property
     def _narrow(self) -> bool:
-        """Tell whether a parameter has 16 bits."""
+        """Return whether a parameter has 16 bits."""
         return any(wide(member.dtype) != member.dtype for member in self._ways.parameters())
 
     def _memory_for(self, config: Config) -> Memory:

@@ -127,12 +127,12 @@ class InFlight:
 
     @property
     def on_device(self) -> bool:
-        """Tell whether the message is not in the host's memory."""
+        """Return whether the message is not in the host's memory."""
         return self.message.device.type != "cpu"
 
     @property
     def has_streams(self) -> bool:
-        """Tell whether its device can be told to wait, instead of the host."""
+        """Return whether its device can be told to wait, instead of the host."""
         return self.on_device and streams_of(self.message.device) is not None
 
 
@@ -195,7 +195,7 @@ class Exchange(ABC):
 
     @property
     def can_poll(self) -> bool:
-        """Tell whether :meth:`arrived` sees the end of a whole exchange."""
+        """Return whether :meth:`arrived` sees the end of a whole exchange."""
         return True
 
     def arrived(self, pending: InFlight) -> bool:
@@ -222,7 +222,7 @@ class Exchange(ABC):
     # -- instead of `wait`, on a device: `wait_on_stream`, then `finish`, and `read` at last --------------------------
 
     def can_queue(self, pending: InFlight) -> bool:
-        """Tell whether the message's device can do all that is left by itself, so that the host waits for nothing."""
+        """Return whether the message's device can do all that is left by itself, so that the host waits for nothing."""
         return False
 
     def wait_on_stream(self, pending: InFlight) -> None:

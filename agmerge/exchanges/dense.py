@@ -72,7 +72,7 @@ class DenseExchange(Exchange):
         return InFlight(name, loads, control, sums[0].handle, size, sent, message, message, sums)
 
     def _stays(self, load: SegmentBuffers) -> bool:
-        """Tell whether a segment is summed where it lies: it is large, and what travels is exactly its work."""
+        """Return whether a segment is summed where it lies: it is large, and what travels is exactly its work."""
         exact = self.cast is None and self.predivide == 1.0 and load.work.dtype == load.update.dtype
         return exact and not self.ordered and load.segment.length >= LARGE
 

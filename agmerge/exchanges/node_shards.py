@@ -150,7 +150,7 @@ class NodeShards:
         return size
 
     def arrived(self, buffer: int) -> bool:
-        """Tell whether :meth:`wait` would return at once."""
+        """Return whether :meth:`wait` would return at once."""
         return all(message.handle is not None and message.handle.done() for message in self._messages[buffer])
 
     def wait(self, buffer: int, control: RoundHeader) -> RoundHeader:

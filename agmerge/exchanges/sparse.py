@@ -73,7 +73,7 @@ class SparseExchange(Exchange):
         return WHOLE.get(self.context.wire) if self._keeps_rounding(device) else None
 
     def _keeps_rounding(self, device: torch.device) -> bool:
-        """Tell whether ``work`` of dense segments on ``device`` holds what was rounded off them."""
+        """Return whether ``work`` of dense segments on ``device`` holds what was rounded off them."""
         return self.context.rounds_whole and device.type == "cpu"
 
     def _write_whole(self, load: SegmentBuffers, section: Section, message: torch.Tensor) -> int:

@@ -111,7 +111,7 @@ def with_wire(plan: merging.Plan, wire: str) -> merging.Plan:
 
 
 def is_ahead(plan: merging.Plan) -> bool:
-    """Tell whether ``plan`` was made to select from tensors before they are merged."""
+    """Return whether ``plan`` was made to select from tensors before they are merged."""
     return any(way.ahead for way in ways(plan))
 
 

@@ -169,7 +169,7 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
 
     @property
     def _steps_alone(self) -> bool:
-        """Tell whether each rank's optimizer steps with its own gradients."""
+        """Return whether each rank's optimizer steps with its own gradients."""
         return self._options.sync == UPDATES
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ class RunningStepTimes:
         self.exposed += seconds
 
     def measures_next(self, clock: Clock) -> bool:
-        """Tell whether the next step is measured by ``clock``.
+        """Return whether the next step is measured by ``clock``.
 
         With a dear one the first steps of an average are, and all while they are traced.
         """

@@ -124,7 +124,7 @@ def check_meaning(compression: Any, given: Mapping[str, Any]) -> None:
 
 
 def _abilities(compression: Any) -> tuple[bool, bool, bool]:
-    """Tell whether what is asked for selects, whether it factorises, and whether it compresses at all, before casts.
+    """Return whether what is asked for selects, whether it factorises, and whether it compresses at all, before casts.
 
     What nobody knows counts as a sparsifier: the error about its name comes later.
     """
@@ -142,13 +142,13 @@ def _abilities(compression: Any) -> tuple[bool, bool, bool]:
 
 
 def has_codecs(compression: Any) -> bool:
-    """Tell whether what compresses sends values that codecs can make smaller: sparsifiers do, factors are added up."""
+    """Return whether codecs can make the values of a compressor smaller: a sparsifier's; factors are added up."""
     selects, factorises, _ = _abilities(compression)
     return selects and not factorises
 
 
 def _is_partial(dense: Any) -> bool:
-    """Tell whether this is ``dense="partial"``, which has its own words for what it does not go with."""
+    """Return whether this is ``dense="partial"``, which has its own words for what it does not go with."""
     return isinstance(dense, str) and dense == "partial"
 
 

@@ -170,7 +170,7 @@ class Config:
 
     @property
     def rounds_whole(self) -> bool:
-        """Tell whether small tensors that are sent whole beside what is selected may be rounded on the host.
+        """Return whether small tensors that are sent whole beside what is selected may be rounded on the host.
 
         Not those that a script names, and not where what rounding leaves would be lost.
         """
@@ -220,7 +220,7 @@ class Config:
 
     @property
     def chooses_dense(self) -> bool:
-        """Tell whether merge buffers may go dense by what that costs, though there is something to compress."""
+        """Return whether merge buffers may go dense by what that costs, though there is something to compress."""
         if self.quantises:  # who names a quantiser has decided that it travels
             return NONE in self.compressor.candidates
         return self.exchange in (AUTO, FASTEST) and self.compressor.compresses
@@ -317,7 +317,7 @@ def check_two_level(config: Config) -> None:
 
 
 def is_small(name: str, parameter: torch.Tensor) -> bool:
-    """Tell whether a parameter has fewer than two dimensions (biases, norms), or than 1024 elements.
+    """Return whether a parameter has fewer than two dimensions (biases, norms), or than 1024 elements.
 
     This is the rule for ``dense=None``; ``name`` is not looked at.
     """

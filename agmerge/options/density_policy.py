@@ -49,7 +49,7 @@ class DensityPolicy:
 
     @property
     def varies(self) -> bool:
-        """Tell whether the same tensor may have other budgets in other steps."""
+        """Return whether the same tensor may have other budgets in other steps."""
         return self.warmup is not None
 
     @property

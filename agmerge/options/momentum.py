@@ -70,7 +70,7 @@ _rate = functools.lru_cache(Rate)  # one of a few, asked for in every step for e
 
 
 def applies(optimizer: torch.optim.Optimizer, groups: Groups | None = None) -> bool:
-    """Tell whether ``optimizer`` has a momentum that a memory can apply in its place: that of ``torch.optim.SGD``.
+    """Return whether ``optimizer`` has a momentum that a memory can apply in its place: that of ``torch.optim.SGD``.
 
     ``groups``: its own, or those that it is about to load.
     """
@@ -202,7 +202,7 @@ class _Hidden:
 
 
 def _has_applied(exchange: Any, optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether a memory has applied the momentum of ``optimizer`` in this step. Raises as :func:`withheld` does."""
+    """Return whether a memory has applied ``optimizer``'s momentum in this step. Raises as :func:`withheld` does."""
     memory = exchange.config.memory
     if not memory.has_momentum or exchange.outside:
         return False

@@ -309,7 +309,7 @@ def _patterns(dense: Iterable[Any]) -> tuple[re.Pattern[str], ...]:
 
 
 def _scales(scaler: Any) -> bool:
-    """Tell whether there is a scaler that scales. ``TypeError`` for what is no ``torch.amp.GradScaler``."""
+    """Return whether there is a scaler that scales. ``TypeError`` for what is no ``torch.amp.GradScaler``."""
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler={scaler!r}: give the torch.amp.GradScaler whose scale() the loss goes through")
     return scaler is not None and scaler.is_enabled()

@@ -50,7 +50,7 @@ class Candidate:
 
     @property
     def is_dense(self) -> bool:
-        """Tell whether nothing is selected, so that the value codec has no say."""
+        """Return whether nothing is selected, so that the value codec has no say."""
         return all(self.plan.dense)
 
 
@@ -136,7 +136,7 @@ class Search:
         return ways[wire_choice.best([self._seconds(each) for each in ways], [each.delivered for each in ways])]
 
     def is_worth(self, chosen: Candidate, current: Candidate) -> bool:
-        """Tell whether ``chosen`` gains so much over the plan in use that it is taken in its place."""
+        """Return whether ``chosen`` gains so much over the plan in use that it is taken in its place."""
         gain = 1 + self._planner.min_gain
         if chosen.wire == current.wire or chosen.is_dense or current.is_dense:
             return not current.finish <= chosen.finish * gain

@@ -65,7 +65,7 @@ class PlanTrial:
         return [median - fast for median, fast in zip(medians, self.seconds(), strict=True)]
 
     def _is_out(self, number: int) -> bool:
-        """Tell whether a plan, which has had a turn as all have, is not the fastest one beyond doubt."""
+        """Return whether a plan, which has had a turn as all have, is not the fastest one beyond doubt."""
         seconds = self.seconds()
         best = min(range(len(seconds)), key=seconds.__getitem__)
         is_sure = min(self._turns[number], self._turns[best]) >= SURE

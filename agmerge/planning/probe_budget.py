@@ -33,7 +33,7 @@ class Budget:
 
     @property
     def is_spread(self) -> bool:
-        """Tell whether probes are spread over steps."""
+        """Return whether probes are spread over steps."""
         return self.share < math.inf
 
     def spend(self, seconds: float, sent: float) -> None:
@@ -45,7 +45,7 @@ class Budget:
         self._here = 0.0
 
     def fits(self, seconds: float) -> bool:
-        """Tell whether a probe of so many seconds may follow the step that has just ended. The first one may."""
+        """Return whether a probe of so many seconds may follow the step that has just ended. The first one may."""
         return self._here == 0.0 or self._here + seconds <= self.share
 
     def runs(self, seconds: float, sent: float, most: int, part: float = 1.0) -> int:
@@ -59,5 +59,5 @@ class Budget:
         return max(1, int(min([most, *fitting])))
 
     def allows(self, seconds: float, sent: float, part: float = 1.0) -> bool:
-        """Tell whether so much more is within this part of what may be spent in all."""
+        """Return whether so much more is within this part of what may be spent in all."""
         return self.seconds + seconds <= part * self._seconds and self.bytes + sent <= part * self._bytes

@@ -115,7 +115,7 @@ class Replanner:
                 yield from self._recheck(planner, step)
 
     def _may_plan_after(self, steps: int) -> bool:
-        """Tell whether after so many steps of this agreement times are measured, or looked at, for a plan."""
+        """Return whether after so many steps of this agreement times are measured, or looked at, for a plan."""
         planner = self._planner
         if planner is None or not self._plans_by_times:
             return False
@@ -193,7 +193,7 @@ class Replanner:
 
     @property
     def _plans_by_times(self) -> bool:
-        """Tell whether there is anything to plan from times."""
+        """Return whether there is anything to plan from times."""
         config, planner = self.buffers.config, self._planner
         if planner is None or self.buffers.comm.size == 1:
             return False
@@ -202,7 +202,7 @@ class Replanner:
     # -- what an earlier run has found ----------------------------------------------------------------------------
 
     def _remembers(self, planner: merging.Planner) -> bool:
-        """Tell whether a plan may come from an earlier run: it is looked at again, and is all that is decided here.
+        """Return whether a plan may come from an earlier run: it is looked at again, and is all that is decided here.
 
         A checkpoint brings a plan of its own: only the first step of a training asks.
         """

@@ -110,7 +110,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _separate(tensors: list[torch.Tensor]) -> bool:
-    """Tell whether each may be written over by itself: none lies in another, or several times in itself."""
+    """Return whether each may be written over by itself: none lies in another, or several times in itself."""
     full = [tensor for tensor in tensors if tensor.numel()]
     places = {tensor.untyped_storage().data_ptr() for tensor in full}
     return len(places) == len(full) and all(tensor.stride() == _form(tensor)[2] for tensor in full)

@@ -53,7 +53,7 @@ def exchange_texts(comm: Backend, label: str, own: bytes) -> list[bytes]:
 
 
 def joinable(facts: Sequence[Sequence[str]]) -> bool:
-    """Tell whether ranks that have joined can stand in with zeros for the call that ``facts`` describe."""
+    """Return whether ranks that have joined can stand in with zeros for the call that ``facts`` describe."""
     values = dict((name, value) for name, value in facts)
     return values.get("call") == "allreduce" and values.get("op") in ("sum", "average")
 

@@ -26,7 +26,7 @@ def compression(given: object) -> str | None:
 
 
 def is_process_set(given: object) -> bool:
-    """Tell whether ``given`` is a process set of Horovod's, as opposed to a :class:`agmerge.ProcessSet` or ranks.
+    """Return whether ``given`` is a process set of Horovod's, as opposed to a :class:`agmerge.ProcessSet` or ranks.
 
     Such a set has ``ranks``, ``process_set_id`` (0: all ranks; None: not registered) and ``included()``; a backend
     makes a communicator over it by :meth:`agmerge.backends.Backend.over`.

@@ -49,7 +49,7 @@ class ProcessSet:
         return len(self.ranks)
 
     def included(self) -> bool:
-        """Tell whether this rank is one of them."""
+        """Return whether this rank is one of them."""
         return workers.rank() in self.ranks
 
     def rank(self) -> int | None:

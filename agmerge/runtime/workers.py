@@ -68,7 +68,7 @@ def listen() -> None:
 
 
 def elastic() -> bool:
-    """Tell whether this process was launched to be joined and left by others."""
+    """Return whether this process was launched to be joined and left by others."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
@@ -130,13 +130,13 @@ def renew() -> None:
 
 
 def current(backend: Backend | None) -> bool:
-    """Tell whether ``backend`` is the group of now. A thread of autograd's own does not know of an in-memory group."""
+    """Return whether ``backend`` is the group of now. Autograd's own threads do not know of an in-memory group."""
     now = bound() or _process
     return backend is not None and not backend.stale and (now is backend or now is None)
 
 
 def is_initialized() -> bool:
-    """Tell whether :func:`init` has been called."""
+    """Return whether :func:`init` has been called."""
     return (bound() or _process) is not None
 
 

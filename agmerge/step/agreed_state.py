@@ -152,12 +152,12 @@ class AgreedState:
 
     @property
     def agreed(self) -> bool:
-        """Tell whether the merge buffers are those to go on with, as far as this rank knows."""
+        """Return whether the merge buffers are those to go on with, as far as this rank knows."""
         return self.buffers is not None and not self._stale
 
     @property
     def changed(self) -> bool:
-        """Tell whether this rank needs a new agreement: its tensors or what it keeps are others now."""
+        """Return whether this rank needs a new agreement: its tensors or what it keeps are others now."""
         return self._stale or self.table.snapshot() != self._snapshot
 
     def members(self) -> list[ParameterInfo]:
@@ -267,7 +267,7 @@ class AgreedState:
 
     @property
     def is_observed(self) -> bool:
-        """Tell whether figures of selections are kept."""
+        """Return whether figures of selections are kept."""
         return isinstance(self.config.compressor.part(Kind.SPARSE), Observed)
 
     def adopt(self, config: Config) -> None:

@@ -88,7 +88,7 @@ def open_merge_buffers(
 
 
 def _is_rest_left(comm: Backend, config: Config, members: Sequence[ParameterInfo], carried: State) -> bool:
-    """Collective. Tell whether a rank carries a rest of tensors that are sent whole and would not keep anything."""
+    """Collective. Return whether a rank carries a rest of tensors that are sent whole and would not keep anything."""
     whole = {
         member.name
         for member in members

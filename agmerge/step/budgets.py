@@ -23,7 +23,7 @@ class Budgets:
 
     @property
     def are_chosen(self) -> bool:
-        """Tell whether tensors have budgets of their own, by importance."""
+        """Return whether tensors have budgets of their own, by importance."""
         return self._chosen is not None
 
     def of_tensor(self, slot: Slot, step: int) -> int:

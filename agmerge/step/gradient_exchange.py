@@ -236,7 +236,7 @@ class GradientExchange(AgreedState):
 
     @property
     def is_broken(self) -> bool:
-        """Tell whether an earlier error has ended this exchange."""
+        """Return whether an earlier error has ended this exchange."""
         return self._broken is not None
 
     @contextmanager
@@ -250,7 +250,7 @@ class GradientExchange(AgreedState):
 
     @property
     def under_way(self) -> bool:
-        """Tell whether a round has begun, and has not been committed or discarded."""
+        """Return whether a round has begun, and has not been committed or discarded."""
         return self._round is not None
 
     @contextmanager

@@ -294,7 +294,7 @@ class MergeBuffers:
         return {part.key for messages in self.messages for message in messages for part in message.segments}
 
     def goes_whole(self, slot: Slot) -> bool:
-        """Tell whether all of a tensor is sent in a round, rather than what is selected of it, or its factors."""
+        """Return whether all of a tensor is sent in a round, rather than what is selected of it, or its factors."""
         return slot.lane.kind is Kind.DENSE or self.plan.dense[self.buffer_of[slot.index]]
 
     def is_quantised(self, slot: Slot) -> bool:
@@ -304,7 +304,7 @@ class MergeBuffers:
     # -- gradients and updates ------------------------------------------------------------------------------------
 
     def left_over(self, slot: Slot) -> bool:
-        """Tell whether something of earlier steps was sent, so that a tensor that no rank used has an update."""
+        """Return whether something of earlier steps was sent, so that a tensor that no rank used has an update."""
         return self.arena_of[slot.index].memory.has_residual and bool(self.updates.of(slot).any())
 
     def will_overwrite(self, slot: Slot, gradient: torch.Tensor) -> bool:

@@ -80,7 +80,7 @@ class Round:
 
     @property
     def whole(self) -> bool:
-        """Tell whether all merge buffers are exchanged."""
+        """Return whether all merge buffers are exchanged."""
         return self._due is None
 
     def slots(self, *, due: bool = True) -> Iterator[Slot]:
@@ -379,7 +379,7 @@ class Round:
         return said_by_all(queued, self.buffers.config.timeout)
 
     def has_update(self, slot: Slot) -> bool:
-        """Tell whether a tensor has an update: a rank used it, or something of earlier steps was sent."""
+        """Return whether a tensor has an update: a rank used it, or something of earlier steps was sent."""
         return self.used[slot.index] or (not self.nonfinite and self.buffers.left_over(slot))
 
     # -- 3. or nothing comes of it ----------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ class Write(Protocol):
     """Write what is offered of a segment to its message, as it is, and take it off ``work``, in one pass."""
 
     def __call__(self, *, commit: bool, momentum: torch.Tensor | None) -> bool:
-        """Tell whether that was done; False: nothing was.
+        """Return whether that was done; False: nothing was.
 
         ``commit``: something is taken off. ``momentum``, as long as the segment: is cleared where what was taken off is
         not 0; None: nothing is.
@@ -89,7 +89,7 @@ def trim() -> None:
 
 
 def is_movable(home: torch.Tensor, gradient: torch.Tensor) -> bool:
-    """Tell whether a gradient may move to ``home``: it is not there, and that is a plain copy of its elements."""
+    """Return whether a gradient may move to ``home``: it is not there, and that is a plain copy of its elements."""
     alike = gradient.dtype == home.dtype and gradient.shape == home.shape
     plain = type(gradient) is type(home) and alike and gradient.is_contiguous()
     return plain and not gradient.requires_grad and gradient.data_ptr() != home.data_ptr()

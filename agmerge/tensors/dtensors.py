@@ -30,7 +30,7 @@ OTHER_PLACEMENTS = (
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Tell whether ``tensor`` is spread over several ranks."""
+    """Return whether ``tensor`` is spread over several ranks."""
     return hasattr(tensor, "to_local")
 
 

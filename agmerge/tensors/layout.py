@@ -26,12 +26,12 @@ class Lane:
 
     @property
     def sparse(self) -> bool:
-        """Tell whether a sparsifier selects from the lane."""
+        """Return whether a sparsifier selects from the lane."""
         return self.kind is Kind.SPARSE
 
     @cached_property
     def on_device(self) -> bool:
-        """Tell whether the lane is not in the host's memory."""
+        """Return whether the lane is not in the host's memory."""
         return self.device.type != "cpu"
 
     @property

@@ -19,7 +19,7 @@ RAISE, SKIP = POLICIES = ("raise", "skip")
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Tell whether all elements are finite. Waits for a device. One pass, without a temporary of the tensor's size.
+    """Return whether all elements are finite. Waits for a device. One pass, without a temporary of the tensor's size.
 
     A sum is half as dear as an exact look, and finite only if all of its summands are. It may overflow where they are.
     """
@@ -44,7 +44,7 @@ class NonFiniteGuard:
         self._told: list[torch.Tensor] = []  # those that messages have told of; another stream may still read them
 
     def inspect(self, slot: Slot, tensor: torch.Tensor, finite: bool | None = None) -> bool:
-        """Tell whether ``tensor`` is known to have an element that is not finite, and remember ``slot`` if so.
+        """Return whether ``tensor`` is known to have an element that is not finite, and remember ``slot`` if so.
 
         ``finite``: what is known already; None: nothing. On a device it is not known before the messages are sent, see
         :meth:`finite_on`, so the answer there is False.

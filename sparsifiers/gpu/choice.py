@@ -1,4 +1,4 @@
-"""Tell whether this package is what to call for a tensor, and whether its kernels are Triton's."""
+"""Return whether this package is what to call for a tensor, and whether its kernels are Triton's."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ FUSED = {"cuda"}  # types of devices on which each call is the launches that it 
 
 
 def is_fused(device: torch.device) -> bool:
-    """Tell whether calls of this package are the few launches on `device` that they say: Triton is there."""
+    """Return whether calls of this package are the few launches on `device` that they say: Triton is there."""
     return device.type in FUSED and (device.type != "cuda" or _installed())
 
 
 def has_kernels(vector: Tensor) -> bool:
-    """Tell whether kernels take `vector` on such a device: it is fp32 and contiguous."""
+    """Return whether kernels take `vector` on such a device: it is fp32 and contiguous."""
     return is_fused(vector.device) and vector.dtype == torch.float32 and vector.is_contiguous()
 
 
 def runs_triton(tensor: Tensor) -> bool:
-    """Tell whether kernels in Triton can work on `tensor`: it is on a CUDA device, and Triton is installed."""
+    """Return whether kernels in Triton can work on `tensor`: it is on a CUDA device, and Triton is installed."""
     return tensor.is_cuda and _installed()
 
 
 @functools.cache
 def _installed() -> bool:
-    """Tell whether Triton is here, unless `AGMERGE_KERNEL=off` goes without all of our kernels; read once."""
+    """Return whether Triton is here, unless `AGMERGE_KERNEL=off` goes without all of our kernels; read once."""
     return os.environ.get("AGMERGE_KERNEL") != "off" and importlib.util.find_spec("triton") is not None

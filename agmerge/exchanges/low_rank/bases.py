@@ -64,7 +64,7 @@ class Bases:
         return -(-both // 2) if self.compressor.alternates else both
 
     def sends_both(self, slot: Slot) -> bool:
-        """Tell whether a step sends both factors of the tensor, the second one projected on the first."""
+        """Return whether a step sends both factors of the tensor, the second one projected on the first."""
         return not self.compressor.alternates or slot.name not in self._kept
 
     def keeps_first(self, slot: Slot) -> bool:

@@ -50,7 +50,7 @@ def rank_of(shape: Sequence[int], rank: int) -> int:
 
 
 def saves(shape: Sequence[int], rank: int) -> bool:
-    """Tell whether a tensor's two factors have fewer elements than it has itself."""
+    """Return whether a tensor's two factors have fewer elements than it has itself."""
     if len(shape) < 2:
         return False
     n, m = matrix_shape(shape)

@@ -54,7 +54,7 @@ class Matrix:
 
     @property
     def is_taken_off(self) -> bool:
-        """Tell whether one pass can take off what is sent: a number of a factor is of one row, and is not rounded."""
+        """Return whether one pass can take off what is sent: a number of a factor is of one row, and is not rounded."""
         return not self.both and self.basis.side == RIGHT and self.wire == self.work.dtype
 
     def round_factor(self, workers: int) -> None:

@@ -108,7 +108,7 @@ def write_crc(part: Tensor) -> None:
 
 
 def crc_fits(part: Tensor) -> bool:
-    """Tell whether ``part``, uint8, is as :func:`write_crc` left it; on a device it always seems to be."""
+    """Return whether ``part``, uint8, is as :func:`write_crc` left it; on a device it always seems to be."""
     return part.device.type != "cpu" or int(part[:CRC_BYTES].view(torch.int32)[0]) == _crc(part)
 
 

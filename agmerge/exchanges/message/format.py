@@ -263,7 +263,7 @@ class Format:
         return row[_FIRST + _EACH - 1 : self._used_from : _EACH]
 
     def _damaged(self, row: list[int]) -> bool:
-        """Tell whether the checksum of a header, ``row``, is wrong."""
+        """Return whether the checksum of a header, ``row``, is wrong."""
         # The checksum of a longer or shorter header is another one; that it has no place here is found next.
         return row[_WORDS] == self.words and row[_CHECKSUM] != _header_sum(row)
 

@@ -15,7 +15,7 @@ from sparsifiers import gpu
 
 
 def writes(section: Section, device: torch.device) -> bool:
-    """Tell whether kernels of ``device`` write the indices of a section."""
+    """Return whether kernels of ``device`` write the indices of a section."""
     return section.index is not None and section.index.layout is not None and gpu.is_fused(device)
 
 
@@ -54,7 +54,7 @@ def encode_indices(section: Section, indices: Tensor, count: int | Tensor, messa
 
 
 def adds(section: Section, total: Tensor) -> bool:
-    """Tell whether kernels add up a section into ``total``, fp32[length]."""
+    """Return whether kernels add up a section into ``total``, fp32[length]."""
     return gpu.has_kernels(total) and (section.index is None or section.index.layout is not None)
 
 

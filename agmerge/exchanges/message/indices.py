@@ -214,7 +214,7 @@ class Blocks(IndexCodec):
 
 
 def in_order(indices: Tensor, length: int) -> Tensor:
-    """Tell whether ``indices`` are ascending, unique and within ``[0, length)``: bool, 0-dim."""
+    """Return whether ``indices`` are ascending, unique and within ``[0, length)``: bool, 0-dim."""
     if indices.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=indices.device)
     if indices.device.type == "cpu":

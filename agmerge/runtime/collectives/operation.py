@@ -84,7 +84,7 @@ class Pending:
         return f"<{self._operation.label}, {'done' if self.done() else 'under way'}>"
 
     def done(self) -> bool:
-        """Tell whether :meth:`result` would return at once."""
+        """Return whether :meth:`result` would return at once."""
         return self._results is not None or self._error is not None or all(handle.done() for handle in self._handles)
 
     def settle(self) -> None:
@@ -196,7 +196,7 @@ def _sweep(line: _Line) -> None:
 
 
 def poll(handle: Pending) -> bool:
-    """Tell whether :func:`synchronize` would return at once. ``handle``: what an ``..._async`` call has returned."""
+    """Return whether :func:`synchronize` would return at once. ``handle``: what an ``..._async`` call has returned."""
     return _checked(handle, "poll").done()
 
 

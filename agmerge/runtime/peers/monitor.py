@@ -300,7 +300,7 @@ def over(world: Backend, timeout: float) -> Gather:
 
 
 def is_open() -> bool:
-    """Tell whether this process listens."""
+    """Return whether this process listens."""
     return _current is not None
 
 

@@ -106,10 +106,10 @@ def _description_of_silent(silence: PeerUnreachable, last: Answer | None) -> str
 
 
 def _different(theirs: str, ours: str) -> bool:
-    """Tell whether two calls of one step are different ones: its messages follow each other, each in its time."""
+    """Return whether two calls of one step are different ones: its messages follow each other, each in its time."""
     return bool(theirs) and theirs != ours and not (_is_message(theirs) and _is_message(ours))
 
 
 def _is_message(call: str) -> bool:
-    """Tell whether a collective is the message of a merge buffer."""
+    """Return whether a collective is the message of a merge buffer."""
     return call.startswith("buffer ")

@@ -34,7 +34,7 @@ class Work:
 
     @property
     def spent(self) -> bool:
-        """Tell whether nothing is left."""
+        """Return whether nothing is left."""
         return self.left is not None and self.left <= 0
 
     def spend(self, extensions: int) -> None:
