@@ -93,6 +93,8 @@ ADAPTIVE = {
         "Horovod": CONTENDERS["Horovod"],
         "DDP": CONTENDERS["DDP"],
         "DDP PowerSGD": CONTENDERS["DDP PowerSGD"],
+        "eden-2": CONTENDERS["agmerge eden-2"],
+        "eden-4": CONTENDERS["agmerge eden-4"],
         "gradients": CONTENDERS["agmerge topk"],
         "powersgd": CONTENDERS["agmerge powersgd"],
         "acpsgd": CONTENDERS["agmerge acpsgd"],

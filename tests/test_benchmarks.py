@@ -8,6 +8,7 @@ from pathlib import Path
 
 import adaptive_picture
 import converge
+import parity_phases
 import pytest
 import quantising
 import rendezvous
@@ -158,3 +159,18 @@ def test_quantisers_are_measured_at_every_level_and_as_torchs_operations(
         assert all(taken > 0 for columns in result["additions"].values() for taken in columns.values())
     with pytest.raises(SystemExit):
         quantising.arguments(["--elements", "1000"])
+
+
+@pytest.mark.parametrize(
+    ("bits", "workers", "least"), [("4+4", 3, 0.97), ("2+2", 4, 0.85), ("4", 2, 0.97), ("none", 3, 1.0)]
+)
+def test_phases_give_the_mean_of_the_workers_and_the_bits_they_take(bits: str, workers: int, least: float) -> None:
+    rows = [torch.randn(6, 128, generator=torch.Generator().manual_seed(rank)) for rank in range(workers)]
+    mean = torch.stack(rows).mean(0)
+    found = parity_phases.combined(rows, parity_phases.phases_of(bits), (0, 1, 2))
+    assert torch.nn.functional.cosine_similarity(found.flatten(), mean.flatten(), 0) >= least - 1e-6
+    size = rows[0].numel()
+    record = sum(one.record_bytes(128) for one in parity_phases.phases_of(bits)) * (size // 128) * 8 / size
+    share = workers - 1 if "+" not in bits else (workers - 1) / workers
+    if bits != "none":
+        assert parity_phases.sent(workers, bits) == pytest.approx(share * record, rel=0.05)
