@@ -1,8 +1,9 @@
-"""Know where each gradient lies.
+"""Layout and flat storage of gradients: where each one lies.
 
-``parameters``: the table of an optimizer's parameters, by name. ``dtensors``: what this rank holds of one that is
-spread over ranks. ``layout``: slots, lanes and segments, as pure functions. ``arena``: the memory behind a lane.
-``nonfinite``: who has an infinity or a NaN. ``squares``: sums of them, with the same bits everywhere.
+``parameters``: the table of an optimizer's parameters, by name. ``dtensors``: the local shard of a DTensor. ``layout``:
+slots, tensor classes (lanes) and segments, as pure functions. ``arena``: the flat buffers of a tensor class.
+``difference``: a pseudo-gradient that is not written out. ``nonfinite``: which gradients are infinite or NaN.
+``squares`` and ``fingerprint``: sums and checksums of tensors, with the same bits everywhere.
 
 May import sparsifiers (its memories and kernels), and nothing else of the house.
 """

@@ -1,9 +1,8 @@
-"""Hold the memory of one lane: two slabs, one update, and the only writer of residuals.
+"""Flat buffers of one tensor class (lane): two slabs, one update, and the only writer of residuals.
 
-A hook writes ``work = residual + gradient``; a commit takes off what was sent; in ``step()`` the slabs
-change places, so that ``work`` is the next residual. Until then the residual is untouched, to the bit,
-whatever happens. The update has a slab of its own where something is kept; until the exchange has ended, this
-rank's gradients rest there.
+A hook writes ``work = residual + gradient``; a commit subtracts what was sent; in ``step()`` the slabs change places,
+so that ``work`` is the next residual. Until then no bit of the residual changes, whatever happens. Where the memory has
+a residual, the update has a slab of its own; until the exchange has ended, it holds this rank's gradients.
 """
 
 from __future__ import annotations
@@ -25,35 +24,35 @@ from sparsifiers.memories import NoMemory, Residual, Rounding
 from sparsifiers.one_pass import clears_momentum, one_pass
 
 LINE = 64  # bytes
-ROUNDING = Rounding.kept  # a kind of state: what rounding has left of what is sent whole, each rank's own
+ROUNDING = Rounding.kept  # a kind of state: each rank's quantisation error of dense tensors
 
 
 class Unwritten(Protocol):
-    """Stand for what was sent of all elements of a segment, without writing it out."""
+    """Values sent of all elements of a segment, in a form that is not written out as a tensor."""
 
     def take_off(self, work: torch.Tensor) -> None:
-        """Subtract it from ``work``, 1-D, in place; padding behind it stays as it is."""
+        """Subtract the values from ``work``, 1-D, in place; padding behind them is not touched."""
 
     def tensor(self) -> torch.Tensor:
-        """Return it as a tensor of its own, in any shape, without padding."""
+        """Return the values as a new tensor, in any shape, without padding."""
 
 
 class Write(Protocol):
-    """Write what is offered of a segment to its message, as it is, and take it off ``work``, in one pass."""
+    """Writer of a segment's selection into its message, which also subtracts it from ``work``, in one pass."""
 
     def __call__(self, *, commit: bool, momentum: torch.Tensor | None) -> bool:
-        """Return whether that was done; False: nothing was.
+        """Return whether the selection was written; False: nothing was done.
 
-        ``commit``: something is taken off. ``momentum``, as long as the segment: is cleared where what was taken off is
-        not 0; None: nothing is.
+        ``commit``: also subtract what is written from ``work``. ``momentum``, as long as the segment: is set to 0 where
+        the subtracted value is not 0; None: no momentum is cleared.
         """
 
 
 def commit(work: torch.Tensor, indices: torch.Tensor | None, sent: torch.Tensor) -> None:
     """Subtract: ``work -= sent`` at ``indices`` (int32, int64; None: everywhere), in place, for any dtype of ``sent``.
 
-    What stays is exactly what was not sent, rounding included. An index may occur again with 0: the padding
-    of a message does no harm. No temporary of ``work``'s size.
+    ``work`` then has exactly what was not sent, rounding included. An index may be repeated with the value 0, as in the
+    padding of a message. No temporary of ``work``'s size.
     """
     if indices is None:
         work.sub_(sent)
@@ -64,9 +63,9 @@ def commit(work: torch.Tensor, indices: torch.Tensor | None, sent: torch.Tensor)
 
 
 def zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a 1-D tensor of zeros on a cache line's boundary. On the host it takes memory as it is written to.
+    """Return a 1-D tensor of zeros on a cache line's boundary. On the host, pages take memory once written to.
 
-    ``torch.zeros`` writes all of it at once, when all gradients of the first step are still there.
+    ``torch.zeros`` would write all of it at once, while all gradients of the first step are still in memory.
     """
     if device.type != "cpu":
         return torch.zeros(length, dtype=dtype, device=device)
@@ -77,9 +76,9 @@ def zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor
 
 
 def trim() -> None:
-    """Hand memory that was freed back to the system. Does nothing where the C library is not glibc.
+    """Return freed memory to the system. Does nothing where the C library is not glibc.
 
-    glibc keeps what was freed between two allocations that are in use: as much as all gradients, after a step that has
+    glibc keeps freed memory between two allocations that are in use: as much as all gradients, after a step that has
     copied them one by one to where their updates will be.
     """
     if sys.platform == "linux":
@@ -89,17 +88,17 @@ def trim() -> None:
 
 
 def is_movable(home: torch.Tensor, gradient: torch.Tensor) -> bool:
-    """Return whether a gradient may move to ``home``: it is not there, and that is a plain copy of its elements."""
+    """Return whether a gradient may move to ``home``: it is elsewhere, and a plain copy of its elements moves it."""
     alike = gradient.dtype == home.dtype and gradient.shape == home.shape
     plain = type(gradient) is type(home) and alike and gradient.is_contiguous()
     return plain and not gradient.requires_grad and gradient.data_ptr() != home.data_ptr()
 
 
 def move_to_update(home: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Copy a gradient that was accumulated to ``home``, where its update will be written, and return that.
+    """Copy an accumulated gradient to ``home``, where its update will be written, and return ``home``.
 
-    The gradient's own memory is then free for those that follow in the same backward pass. Returns the gradient itself
-    where it cannot move.
+    The gradient's own memory is then free for later gradients of the same backward pass. Returns the gradient itself
+    where :func:`is_movable` is False.
     """
     return home.copy_(gradient) if is_movable(home, gradient) else gradient
 
@@ -110,12 +109,12 @@ Add = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], "bool |
 
 
 class Arena:
-    """Hold the flat storage of one lane: tensors of ``length`` elements each, 1-D.
+    """Flat storage of one tensor class: 1-D tensors of ``length`` elements each.
 
-    ``residual`` (None for a memory that keeps nothing) and ``work`` have the lane's storage dtype, and so has the
-    momentum of a memory that has one; ``update`` has the gradient's own: a parameter's ``grad`` becomes a view of it.
-    Where nothing is kept and the dtypes are the same, ``update`` is ``work``. ``size``: the number of workers.
-    ``rate``: what the optimizer says of a tensor's momentum; None: nothing.
+    ``residual`` (None for a memory without one) and ``work`` have the lane's storage dtype, and so has the momentum of
+    a memory with momentum. ``update`` has the gradient's dtype: a parameter's ``grad`` becomes a view of it. Without a
+    residual and with equal dtypes, ``update`` is ``work``. ``size``: the number of workers. ``rate``: returns the
+    momentum hyper-parameters of a tensor; None: no momentum is applied here.
     """
 
     work: torch.Tensor  # residual + gradient, less what is committed
@@ -141,7 +140,7 @@ class Arena:
         self._momenta = [slab(), slab()] if memory.has_momentum else []
         self._views = [{slot.index: view(flat, slot) for slot in slots} for flat in self._slabs]
         self._momentum_views = [{slot.index: view(flat, slot) for slot in slots} for flat in self._momenta]
-        # The momentum of what is sent whole takes the average: see `settle`.
+        # The momentum of dense tensors is applied to the average: see `settle`.
         self._adds_up = type(memory)._compensate is Residual._compensate  # work is residual + gradient, and that is all
         self.is_sum = self._adds_up or type(memory)._compensate is NoMemory._compensate  # or the gradient alone
         self._momentum_of_gradients = memory.has_momentum and not memory.averages
@@ -156,20 +155,20 @@ class Arena:
 
     @property
     def residual(self) -> torch.Tensor | None:
-        """Return what was accumulated and not sent, as of the last ``step()``; None if the memory keeps nothing."""
+        """Return accumulated gradients not yet sent, as of the last ``step()``; None for a memory without residual."""
         return self._slabs[1 - self._turn] if self.memory.has_residual else None
 
     @property
     def momentum(self) -> torch.Tensor:
-        """Return the momentum as of the last ``step()``, of a memory that has one."""
+        """Return the momentum as of the last ``step()``, of a memory with momentum."""
         return self._momenta[1 - self._turn]
 
     def residual_of(self, slot: Slot) -> torch.Tensor | None:
-        """Return the residual of one tensor, in its shape: a view; None if the memory keeps nothing."""
+        """Return the residual of one tensor, in its shape: a view; None for a memory without residual."""
         return self._views[1 - self._turn][slot.index] if self.memory.has_residual else None
 
     def state_of(self, slot: Slot) -> dict[str, torch.Tensor]:
-        """Return what is kept of one tensor from step to step: views, by kind ("residual", "rounding", "momentum")."""
+        """Return one tensor's state between steps: views, by kind ("residual", "rounding", "momentum")."""
         state = {}
         if self.memory.has_residual:
             state[self.memory.kept] = self._views[1 - self._turn][slot.index]
@@ -178,11 +177,11 @@ class Arena:
         return state
 
     def work_of(self, slot: Slot) -> torch.Tensor:
-        """Return the tensor's part of ``work``, in its shape: a view."""
+        """Return the tensor's view of ``work``, in its shape."""
         return self._views[self._turn][slot.index]
 
     def drop_nonfinite(self, slot: Slot | None = None) -> None:
-        """Make zero what is not finite of the next residual and momentum (of one tensor; None: of all)."""
+        """Set infinities and NaN in the next residual and momentum to 0, of one tensor (``slot``; None: of all)."""
         kept = []
         if self.memory.has_residual:
             kept.append(self.work if slot is None else self._views[self._turn][slot.index])
@@ -200,11 +199,12 @@ class Arena:
         notes: TensorNotes | None = None,
         home: torch.Tensor | None = None,
     ) -> bool | None:
-        """Write the tensor's part of ``work`` from its residual and ``gradient`` (None: it has none).
+        """Write the tensor's view of ``work`` from its residual and ``gradient`` (None: it has none).
 
-        Returns whether all of it is finite, if that is known, else None. ``add``: is asked first where that is a plain
-        sum; it may do something else with it in the same pass. ``notes``: of what is written, where one pass can; else
-        they are forgotten. ``home``: what :meth:`home_of` has said, becomes the gradient, in the same pass if it can.
+        Returns whether all of ``work`` is finite, if that is known, else None. ``add``: is tried first where ``work``
+        is a plain sum; it may do further work in the same pass. ``notes``: record the largest written elements where
+        one pass can do both; else they are forgotten. ``home``: the result of :meth:`home_of`, to which the gradient is
+        copied, in the same pass if possible.
         """
         index = slot.index
         work = self._views[self._turn][index]
@@ -222,17 +222,18 @@ class Arena:
         return self.memory.compensate(work, residual, gradient, momentum, self._size, home, notes)
 
     def home_of(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Return where a gradient moves while it is accumulated: to where its update will be; None: not then."""
+        """Return where a gradient is moved while it is accumulated: to its update's place; None: it is not moved."""
         home = self.gradients[slot.index]
         return home if self._moves and is_movable(home, gradient) else None
 
     def accumulate_all(
         self, gradients: Sequence[tuple[Slot, torch.Tensor | None]], largest: LargestKey, scratch: Scratch | None
     ) -> torch.Tensor:
-        """Do what :meth:`accumulate` does, on a device, for all tensors of one merge buffer: in few launches.
+        """Accumulate all tensors of one merge buffer on a device in few launches, else as :meth:`accumulate` does.
 
-        They lie side by side. ``largest``: for all that a merge buffer has on the device. ``scratch``: of their part of
-        ``work``, if that is selected from as it is. Returns their largest magnitude, 0-dim.
+        The tensors lie side by side. ``largest``: takes the largest magnitude of the merge buffer on the device.
+        ``scratch``: of the tensors' slice of ``work``, if a sparsifier selects from it directly. Returns their largest
+        magnitude, 0-dim.
         """
         slots = [slot for slot, _ in gradients]
         part = slice(min(slot.offset for slot in slots), max(slot.end for slot in slots))
@@ -256,7 +257,7 @@ class Arena:
         return magnitude
 
     def add_up(self, gradients: Sequence[tuple[Slot, torch.Tensor | None]]) -> None:
-        """Write ``work`` for several tensors at once, where :attr:`is_sum`: residual, if it is kept, + gradient."""
+        """Write ``work`` for several tensors at once, where :attr:`is_sum`: gradient, plus residual if there is one."""
         views = self._views[self._turn]
         given = [(views[slot.index], gradient) for slot, gradient in gradients if gradient is not None]
         missing = [views[slot.index] for slot, gradient in gradients if gradient is None]
@@ -270,7 +271,7 @@ class Arena:
             torch._foreach_add_([work for work, _ in pairs], [residual for _, residual in pairs])
 
     def _table(self, slots: Sequence[Slot]) -> TensorTable:
-        """Return where tensors that lie side by side begin and end, in elements from the first one on."""
+        """Return the begins and ends of adjacent tensors, in elements from the first one on. Kept for later steps."""
         key = tuple(slot.index for slot in slots)
         if key not in self._tables:
             offsets = [slot.offset - slots[0].offset for slot in slots]
@@ -278,22 +279,23 @@ class Arena:
         return self._tables[key]
 
     def move_to_update(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
-        """Return what ``p.grad`` should be until the exchange has ended: see :func:`move_to_update`.
+        """Return what ``p.grad`` should be until the exchange has ended: its copy at the update's place, or itself.
 
-        On a device nothing moves, for that is a launch a tensor.
+        On a device nothing moves, for that would be a launch a tensor. A gradient that lies in the last update is
+        cloned.
         """
         home = self.gradients[slot.index]
         if not self.in_place and home.device.type == "cpu":
             return move_to_update(home, gradient)
-        # One that was accumulated into the last update: the sum over the ranks is about to be written there, on a
+        # A gradient accumulated into the last update: the sum over the ranks is about to be written there, on a
         # device before it is known whether the round will be repeated.
         return gradient.clone() if gradient.data_ptr() == home.data_ptr() else gradient
 
     def commit(self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor | Unwritten | None) -> None:
-        """Take what was sent of ``segment`` off ``work``. Does nothing for a memory that keeps nothing.
+        """Subtract the sent values of ``segment`` from ``work``. Does nothing for a memory without residual.
 
-        ``indices``: int32 or int64 within the segment; None: all of it. ``sent``: the values; None: all there is.
-        Where it is not written out, it is of all of the segment.
+        ``indices``: int32 or int64 within the segment; None: all of it. ``sent``: the values; None: exactly those of
+        ``work``. Values that are not written out (:class:`Unwritten`) cover all of the segment.
         """
         if not self.memory.has_residual:
             return
@@ -309,17 +311,18 @@ class Arena:
             self.memory.mask(self._momenta[self._turn][part], indices, sent)
 
     def retain(self, segment: Segment, indices: torch.Tensor, values: torch.Tensor) -> None:
-        """Add ``values`` to ``work`` at ``indices`` (int32 or int64) of ``segment``, for all ranks: no momentum ends.
+        """Add ``values`` to ``work`` at ``indices`` (int32 or int64) of ``segment``; momentum is not cleared.
 
-        Does nothing for a memory that keeps nothing.
+        Does nothing for a memory without residual.
         """
         if self.memory.has_residual:
             commit(self.work[segment.start : segment.stop], indices, -values)
 
     def take(self, segment: Segment, write: Write) -> bool:
-        """Have what is sent of ``segment`` written to a message, and taken off ``work``, in the same pass.
+        """Call ``write``, which writes what is sent of ``segment`` and subtracts it from ``work`` in the same pass.
 
-        Returns False, with nothing done, where no loop or kernel knows what the memory does when something is sent.
+        Returns False, with nothing done, where no loop or kernel implements what the memory does when something is
+        sent.
         """
         clears = clears_momentum(self.memory)
         if clears is None or self.memory.hands_back:
@@ -328,11 +331,11 @@ class Arena:
         return write(commit=self.memory.has_residual, momentum=momentum)
 
     def settle(self, used: Sequence[bool]) -> None:
-        """Do what is left to do with tensors that are sent whole, once every message has arrived.
+        """Finish dense tensors, once every message has arrived.
 
-        Memories that take the average apply momentum to it. Where no rank had a gradient (``used``, by slot), there is
-        no update, and what is kept stays as it was: what rounding has left waits for the next gradient. Does nothing
-        for tensors that something is selected from.
+        Memories with momentum of averages apply it to the update. Where no rank had a gradient (``used``, by slot), the
+        update is 0, and residual and momentum stay as before: a quantisation error waits for the next gradient. Does
+        nothing for other memories.
         """
         if self.memory.averages:
             rates = {self._rate_of(slot) for slot in self._slots}
@@ -349,7 +352,7 @@ class Arena:
                     self.keep(slot)
 
     def keep(self, slot: Slot) -> None:
-        """Let what is kept of one tensor be, at the end of this step, what it was before."""
+        """Make residual and momentum of one tensor, at the end of this step, those from before it."""
         if self.memory.has_residual:
             self._views[self._turn][slot.index].copy_(self._views[1 - self._turn][slot.index])
         if self.memory.has_momentum:
@@ -357,7 +360,7 @@ class Arena:
             momentum.after.copy_(momentum.before)
 
     def swap(self) -> None:
-        """Make what is left in ``work`` the residual. Called in ``step()`` and nowhere else."""
+        """Make ``work`` the residual. Called in ``step()`` and nowhere else."""
         self._turn = 1 - self._turn
         self.work = self._slabs[self._turn]
 
@@ -367,5 +370,5 @@ class Arena:
 
 
 def view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
-    """Return the tensor of ``slot`` in ``flat``, in C order: a view."""
+    """Return the tensor of ``slot`` in ``flat``, in its shape and C order: a view."""
     return flat[slot.offset : slot.offset + slot.numel].view(slot.shape)

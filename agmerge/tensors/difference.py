@@ -1,4 +1,4 @@
-"""Hand over the difference of two tensors without computing it first: it is written where it is needed."""
+"""Difference of two tensors that is written where it is needed, without a temporary."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from sparsifiers.candidates import TensorNotes
 
 
 class Difference(NamedTuple):
-    """Stand for ``end - begin``, of one shape and device, in the dtype of ``end``, which holds every value of both."""
+    """``end - begin``, of one shape and device, in the dtype of ``end``, which represents every value of both."""
 
     end: torch.Tensor
     begin: torch.Tensor
 
     def write(self, out: torch.Tensor, notes: TensorNotes | None = None) -> bool | None:
-        """Write it to ``out``, of the same shape and in the dtype of ``end``; tell whether all is finite, if known.
+        """Write the difference to ``out``, of the shape and dtype of ``end``; return whether all is finite, if known.
 
-        ``notes``: of what is written, where one pass can; else they are forgotten.
+        ``notes``: record the largest written elements where one pass can do both; else they are forgotten.
         """
         finite = kernel.subtract(out, self.end, self.begin, notes)
         if finite is None:
@@ -29,5 +29,5 @@ class Difference(NamedTuple):
         return finite
 
     def tensor(self) -> torch.Tensor:
-        """Return it as a tensor of its own, in the strides of ``end``."""
+        """Return the difference as a new tensor, in the strides of ``end``."""
         return self.end - self.begin

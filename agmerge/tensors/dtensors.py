@@ -1,7 +1,7 @@
-"""Take a ``DTensor`` as what this rank holds of it; a plain tensor is all there is of it, and stays itself.
+"""Local shards of DTensors; a plain tensor is its own local tensor.
 
-FSDP2 makes parameters and gradients DTensors. Their class is that of ``torch.distributed``, which this room does not
-know: what tells it is the one method that a plain tensor does not have.
+FSDP2 makes parameters and gradients DTensors. Their class belongs to ``torch.distributed``, which this room may not
+import: they are recognised by ``to_local``, a method that a plain tensor does not have.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ OTHER_PLACEMENTS = (
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` is spread over several ranks."""
+    """Return whether ``tensor`` is a DTensor, spread over several ranks."""
     return hasattr(tensor, "to_local")
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of ``tensor``, in the memory where it lies, without a history; a plain one itself."""
+    """Return this rank's shard of ``tensor``, a view without autograd history; a plain tensor itself."""
     if not hasattr(tensor, "to_local"):
         return tensor
     if not torch.is_grad_enabled():
@@ -45,7 +45,10 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def like(whole: Any, local: torch.Tensor) -> torch.Tensor:
-    """Return ``local``, this rank's part, as a tensor that is spread over ranks as ``whole`` is; nothing is copied."""
+    """Return ``local``, this rank's shard, as a DTensor with the mesh and placements of ``whole``; nothing is copied.
+
+    Where ``whole`` is a plain tensor, ``local`` itself.
+    """
     if not hasattr(whole, "to_local"):
         return local
     made: torch.Tensor = type(whole).from_local(
@@ -55,23 +58,23 @@ def like(whole: Any, local: torch.Tensor) -> torch.Tensor:
 
 
 def set_gradient(parameter: torch.Tensor, local: torch.Tensor | None) -> None:
-    """Make ``local`` what this rank holds of ``parameter.grad``; None: there is none."""
+    """Make ``local`` this rank's shard of ``parameter.grad``; None: no gradient."""
     parameter.grad = None if local is None else like(parameter, local)
 
 
 class Gradients:
-    """Make tensors the gradients of parameters: those of DTensors are made once, for that costs as much as a hook."""
+    """Setter of parameters' gradients. DTensors are made once and kept, for making one costs as much as a hook."""
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by parameter: what a rank holds, and the whole
+        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by parameter: local shard, and its DTensor
 
     def set(self, parameter: torch.Tensor, local: torch.Tensor | None) -> None:
-        """Do what :func:`set_gradient` does."""
+        """Make ``local`` this rank's shard of ``parameter.grad``; None: no gradient."""
         if local is None or not hasattr(parameter, "to_local"):
             parameter.grad = local
             return
         if parameter.grad is not None and local_of(parameter.grad) is local:
-            return  # it was written there, and nobody holds on to it
+            return  # it was written there, so the gradient is the right one already
         made = self._made.get(id(parameter))
         if made is None or made[0] is not local:
             made = self._made[id(parameter)] = (local, like(parameter, local))
@@ -79,7 +82,7 @@ class Gradients:
 
 
 def gradient_of(parameter: Any, name: str) -> torch.Tensor | None:
-    """Return what this rank holds of ``parameter.grad``; ``ValueError`` if that is not what it holds of ``parameter``.
+    """Return this rank's shard of ``parameter.grad``; ``ValueError`` if its placements are not the parameter's.
 
     ``name``: for the error.
     """
@@ -93,9 +96,10 @@ def gradient_of(parameter: Any, name: str) -> torch.Tensor | None:
 
 
 def shard_of(parameter: Any) -> str:
-    """Return which shard this rank holds, such as ``"shard 0/2 S(0)"``; "" of a plain parameter.
+    """Return which shard this rank has, such as ``"shard 0/2 S(0)"``; "" for a plain parameter.
 
-    For each dimension of the mesh: its name, this rank's place in it, its size, and what of the tensor lies along it.
+    For each dimension of the mesh: its name, this rank's coordinate, its size, and the placement of the tensor along
+    it.
     """
     if not hasattr(parameter, "to_local"):
         return ""
@@ -106,7 +110,7 @@ def shard_of(parameter: Any) -> str:
 
 
 def why_not_exchangeable(parameter: Any, name: str) -> str:
-    """Say why updates of ``parameter`` cannot be combined by ranks that hold the same shard; "" if they can."""
+    """Return why ranks with the same shard cannot combine updates of ``parameter``; "" if they can."""
     if hasattr(parameter, "_is_flat_param") or hasattr(parameter, "_fsdp_flattened"):
         return FSDP1.format(name=name)
     if not hasattr(parameter, "to_local"):

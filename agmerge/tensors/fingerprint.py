@@ -1,4 +1,4 @@
-"""Fingerprints of tensors, computed where they lie: what replicas compare instead of themselves."""
+"""Fingerprints of tensors, computed on their own device: replicas compare them in place of the tensors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ CHUNK = 1 << 19  # words that are read at a time on a device, where each takes t
 def fingerprints(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return 128 bits for each of ``tensors``: int64[n, 2], on the host.
 
-    They are the checksum of its bytes, and that of its bytes but the first four: any bit that differs, and any two,
-    make other ones, and whatever else differs does but for one case in 2**64. Integers make them the same in any order,
-    on every device. Of a DTensor they are those of what this rank holds. Copies only what has strides.
+    They are the checksum of its bytes, and that of its bytes but the first four. One or two differing bits always
+    change them; any other difference does with probability 1 - 2**-64. Integer sums make them equal in any order of
+    addition and on every device. Of a DTensor the local shard counts. Copies only tensors that are not contiguous.
     """
     octets = [_octets(local_of(tensor).detach()) for tensor in tensors]
     found = torch.empty(len(octets), 2, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Lay tensors out in lanes: a pure function of the tensors and their readiness order."""
+"""Layout of tensors in flat buffers: a pure function of the tensors and their readiness order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALIGNMENT = 32
 
 @dataclass(frozen=True)
 class Lane:
-    """Name the tensors that share one arena: the same device, dtype and treatment."""
+    """Tensor class: tensors of the same device, dtype and treatment, which share one arena."""
 
     device: torch.device
     dtype: torch.dtype  # of the gradients
@@ -26,12 +26,12 @@ class Lane:
 
     @property
     def sparse(self) -> bool:
-        """Return whether a sparsifier selects from the lane."""
+        """Return whether a sparsifier selects from the tensors of this class."""
         return self.kind is Kind.SPARSE
 
     @cached_property
     def on_device(self) -> bool:
-        """Return whether the lane is not in the host's memory."""
+        """Return whether the tensors lie outside the host's memory."""
         return self.device.type != "cpu"
 
     @property
@@ -47,7 +47,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Slot:
-    """Place one tensor in its lane."""
+    """One tensor's place in the flat buffer of its tensor class."""
 
     index: int  # in readiness order
     name: str
@@ -57,7 +57,7 @@ class Slot:
 
     @cached_property
     def numel(self) -> int:
-        """Return the elements of the tensor, padding not counted."""
+        """Return the number of elements of the tensor, without padding."""
         return math.prod(self.shape)
 
     @cached_property
@@ -68,7 +68,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Segment:
-    """Cover the part of one lane that belongs to one merge buffer, or to one message of it."""
+    """Slice of one lane's flat buffer that belongs to one merge buffer, or to one message of it."""
 
     lane: Lane
     slots: tuple[Slot, ...]  # the tensors that lie in it, the first and the last perhaps not whole
@@ -76,9 +76,9 @@ class Segment:
 
     @cached_property
     def key(self) -> str:
-        """Return the owner of a sparsifier's state for this vector, the same while it holds the same tensors, or parts.
+        """Return the key of a sparsifier's state for this vector: the same while the segment has the same slices.
 
-        Parts are counted from their first tensor, which other plans do not move.
+        Slices of tensors are counted from their first tensor, which other plans do not move.
         """
         first, last = self.slots[0].name, self.slots[-1].name
         part = ""
@@ -88,43 +88,43 @@ class Segment:
 
     @cached_property
     def start(self) -> int:
-        """Return the first element, in the lane."""
+        """Return the offset of the first element, in the lane's flat buffer."""
         return self.slots[0].offset if self.span is None else self.span[0]
 
     @cached_property
     def stop(self) -> int:
-        """Return one past the last element, in the lane, padding included."""
+        """Return one past the last element, in the lane's flat buffer, padding included."""
         return self.slots[-1].end if self.span is None else self.span[1]
 
     @cached_property
     def length(self) -> int:
-        """Return the elements, padding included."""
+        """Return the number of elements, padding included."""
         return self.stop - self.start
 
     @cached_property
     def numel(self) -> int:
-        """Return the elements of tensors in it, padding not counted: what a density refers to."""
+        """Return the number of tensor elements in it, without padding: a density is a share of these."""
         return sum(stop - start for start, stop in map(self.inside, self.slots))
 
     @cached_property
     def nbytes(self) -> int:
-        """Return the bytes of its elements in their own dtype, padding included."""
+        """Return the bytes of its elements in the gradients' dtype, padding included."""
         return self.length * self.lane.dtype.itemsize
 
     @cached_property
     def vector_length(self) -> int:
-        """Return the elements that a sparsifier is given: without padding where there is one tensor."""
+        """Return the number of elements that a sparsifier is given: without padding where there is one tensor."""
         return self.numel if len(self.slots) == 1 else self.length
 
     def inside(self, slot: Slot) -> tuple[int, int]:
-        """Return (start, stop): those elements of one of the tensors that lie in the segment, padding not counted."""
+        """Return (start, stop) of the elements of a tensor that lie in the segment, without padding."""
         return max(self.start - slot.offset, 0), min(self.stop - slot.offset, slot.numel)
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes that the segment concatenates; padding appears as a 1-D shape of its own.
+        """Return the shapes that the segment concatenates; padding is a 1-D shape of its own.
 
-        Of a tensor that is not whole: its whole rows where there is nothing else of it, else a 1-D shape.
+        A tensor that is cut appears as whole rows, if the slice consists of whole rows, else as a 1-D shape.
         """
         shapes: list[tuple[int, ...]] = []
         for slot in self.slots:
@@ -147,7 +147,7 @@ def padded(numel: int) -> int:
 
 
 def _piece(shape: tuple[int, ...], start: int, stop: int) -> tuple[int, ...]:
-    """Return the shape of elements ``start`` to ``stop`` of a tensor: whole rows if they are, else 1-D."""
+    """Return the shape of elements ``start`` to ``stop`` of a tensor: whole rows if they align to rows, else 1-D."""
     row = math.prod(shape[1:])
     if len(shape) > 1 and start % row == stop % row == 0:
         return ((stop - start) // row, *shape[1:])
@@ -155,7 +155,7 @@ def _piece(shape: tuple[int, ...], start: int, stop: int) -> tuple[int, ...]:
 
 
 class Layout:
-    """Hold the slots of all tensors in readiness order, and the length of each lane."""
+    """Slots of all tensors in readiness order, and the length of each lane's flat buffer."""
 
     def __init__(self, tensors: Sequence[tuple[str, tuple[int, ...], Lane]]) -> None:
         """Lay out ``tensors``, (name, shape, lane) in readiness order."""
@@ -173,7 +173,7 @@ class Layout:
         return sum(slot.numel for slot in self.slots)
 
     def segments(self, start: int, stop: int) -> list[Segment]:
-        """Return what a merge buffer of tensors ``start`` to ``stop`` covers: a segment of each lane it touches."""
+        """Return the segments of a merge buffer of tensors ``start`` to ``stop``: one for each lane it touches."""
         by_lane: dict[Lane, list[Slot]] = {}
         for slot in self.slots[start:stop]:
             if slot.numel:

@@ -1,7 +1,7 @@
-"""Find gradients that are infinite or NaN, and remember whose they are.
+"""Find gradients that are infinite or NaN, and record the names of their parameters.
 
-A rank says in the messages of a step that it has found one, so nobody asks anybody. Messages of early merge buffers
-may have left by then: :mod:`agmerge.step.nonfinite_verdict` waits for all of them.
+A rank announces one in the messages of the step, so that no extra collective is needed. Messages of early merge buffers
+may have left by then: :mod:`agmerge.step.nonfinite_verdict` waits for all messages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ RAISE, SKIP = POLICIES = ("raise", "skip")
 def is_finite(tensor: torch.Tensor) -> bool:
     """Return whether all elements are finite. Waits for a device. One pass, without a temporary of the tensor's size.
 
-    A sum is half as dear as an exact look, and finite only if all of its summands are. It may overflow where they are.
+    A sum takes half as long as an exact check, and is finite only if all elements are. It may overflow for finite ones,
+    so an infinite sum is followed by the exact check.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
@@ -32,22 +33,22 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 class NonFiniteGuard:
-    """Collect what this rank has found in one attempt at a step, for its messages to say."""
+    """Findings of this rank in one attempt at a step, for its messages to announce."""
 
     def __init__(self) -> None:
-        self.found = False  # the other ranks must hear of something that the host knows of
+        self.found = False  # the host knows of something that the messages must announce
         self.given_up = ""  # why this rank gives the step up; empty: it does not
         self._names: dict[str, None] = {}  # of parameters, found on the host
-        self._on_devices: list[tuple[str, torch.Tensor]] = []  # names, and what was looked at without a result yet
-        # By device, and by `id`: the largest magnitudes of what was looked at there, which no message has told of.
+        self._on_devices: list[tuple[str, torch.Tensor]] = []  # names, and tensors whose result is still on the device
+        # By device, and by `id`: the largest magnitudes there that no message has announced.
         self._largest: dict[torch.device, dict[int, torch.Tensor]] = {}
-        self._told: list[torch.Tensor] = []  # those that messages have told of; another stream may still read them
+        self._told: list[torch.Tensor] = []  # those that messages have announced; another stream may still read them
 
     def inspect(self, slot: Slot, tensor: torch.Tensor, finite: bool | None = None) -> bool:
-        """Return whether ``tensor`` is known to have an element that is not finite, and remember ``slot`` if so.
+        """Return whether ``tensor`` is known to have an element that is not finite, and record ``slot`` if so.
 
-        ``finite``: what is known already; None: nothing. On a device it is not known before the messages are sent, see
-        :meth:`finite_on`, so the answer there is False.
+        ``finite``: the result of an earlier check; None: not checked. On a device the result is not known before the
+        messages are sent, see :meth:`finite_on`, so False is returned there.
         """
         if tensor.device.type != "cpu":
             self.note(torch.linalg.vector_norm(tensor, torch.inf), [(slot.name, tensor)])  # exact; slow on the CPU
@@ -60,31 +61,31 @@ class NonFiniteGuard:
         return not finite
 
     def note(self, largest: torch.Tensor, parts: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take the largest magnitude, 0-dim, of what was looked at on a device, which is not waited for.
+        """Record a largest magnitude, 0-dim, computed on a device, without waiting for it.
 
-        It may be the same one for several. ``parts``: names, and what is looked at again if the step comes to nothing,
-        to say which of them it was.
+        Several calls may pass the same one. ``parts``: names and tensors, which are checked one by one if the step
+        comes to nothing, to name the parameters.
         """
         self._largest.setdefault(largest.device, {})[id(largest)] = largest
         self._on_devices += parts
 
     def report(self, names: Iterable[str]) -> None:
-        """Take what was found by others, on the host: ``names`` of parameters."""
+        """Record parameters, by name, in which something else has found infinities or NaN on the host."""
         self._names.update(dict.fromkeys(names))
         self.found = self.found or bool(self._names)
 
     def give_up(self, why: str) -> None:
-        """Let the attempt come to nothing on all ranks, as what is not finite does. ``why``: for their errors."""
+        """Make the attempt come to nothing on all ranks, as an infinity does. ``why``: for the errors of the others."""
         self.given_up, self.found = why, True
 
     def peer_found(self) -> None:
-        """Say it too: a rank for which this one speaks has found something."""
+        """Announce the finding of another rank, for which this rank speaks."""
         self.found = True
 
     def finite_on(self, device: torch.device) -> torch.Tensor | None:
-        """Return whether all is finite that ``device`` was given since this was last asked: bool, 0-dim, there.
+        """Return whether all magnitudes recorded for ``device`` since the last call are finite: bool, 0-dim, there.
 
-        None: it was given nothing. One message of a round that says so is enough.
+        None: none was recorded. One message of a round that announces it is enough.
         """
         largest = list(self._largest.pop(device, {}).values())
         self._told += largest
@@ -93,7 +94,7 @@ class NonFiniteGuard:
         return functools.reduce(torch.maximum, largest) < torch.inf
 
     def parameters_found(self) -> list[str]:
-        """Return the names of parameters whose gradients this rank found not to be finite. Waits for devices."""
+        """Return the names of parameters in which this rank has found infinities or NaN. Waits for devices."""
         by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
         for name, tensor in self._on_devices:
             finite = torch.linalg.vector_norm(tensor, torch.inf).isfinite()
@@ -106,7 +107,7 @@ class NonFiniteGuard:
 
 
 def refuse(state: Mapping[tuple[str, str], Any]) -> None:
-    """Raise ``ValueError`` for something in a checkpoint that is not finite. ``state``: by kind and parameter."""
+    """Raise ``ValueError`` for infinities or NaN in a checkpoint. ``state``: tensors by kind and parameter."""
     for (kind, name), tensor in state.items():
         if not is_finite(tensor):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Name the parameters of an optimizer, and list those that take part."""
+"""Names of the parameters of an optimizer, and the list of those that take part."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparsifiers import Kind
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """Describe a parameter that takes part in the exchange, as it is now."""
+    """Description of a parameter that takes part in the exchange, as it is now."""
 
     name: str
     parameter: torch.Tensor  # the script's own, perhaps a DTensor
@@ -23,16 +23,16 @@ class ParameterInfo:
     device: torch.device
     shape: tuple[int, ...]  # of `local`
     kind: Kind = Kind.DENSE  # of its lane
-    density: float | None = None  # where the script gives densities by pattern
+    density: float | None = None  # of its own, where the script gives densities by pattern
 
     @property
     def local(self) -> torch.Tensor:
-        """Return what this rank holds of the parameter, and exchanges: all of a plain one."""
+        """Return this rank's shard of a DTensor, or the plain parameter: the tensor that is exchanged."""
         return local_of(self.parameter)
 
     @property
     def shard(self) -> str:
-        """Return which shard of the parameter this rank holds, in words; "" of a plain one."""
+        """Return which shard of the parameter this rank has, in words; "" for a plain one."""
         return shard_of(self.parameter)
 
     def describe(self) -> str:
@@ -43,7 +43,7 @@ class ParameterInfo:
 
 
 class Grouped(Protocol):
-    """Have parameters in groups, as an optimizer has them."""
+    """Anything with parameters in groups, as an optimizer has them."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -56,7 +56,7 @@ def optimizers_of(owner: Any) -> list[Any]:
 
 
 def why_not_usable(parameter: torch.Tensor) -> str:
-    """Return why nobody can train with a parameter as it is, as the end of a sentence; "" if it can be trained."""
+    """Return why a parameter cannot be trained as it is, as the end of a sentence; "" if it can."""
     if torch.nn.parameter.is_lazy(parameter):
         return "has no shape yet (a lazy module's): make a forward pass before the optimizer is wrapped"
     if parameter.is_inference():
@@ -70,7 +70,7 @@ def why_not_usable(parameter: torch.Tensor) -> str:
 
 
 def check_spread_alike(members: Sequence[ParameterInfo]) -> None:
-    """Raise ``ValueError`` where some are DTensors and some are not: nobody would average these over the shards."""
+    """Raise ``ValueError`` where only some are DTensors: plain ones would not be averaged over the shards."""
     spread = [member.name for member in members if is_dtensor(member.parameter)]
     plain = [member.name for member in members if not is_dtensor(member.parameter)]
     if spread and plain:
@@ -82,12 +82,12 @@ def check_spread_alike(members: Sequence[ParameterInfo]) -> None:
 
 
 class ParameterTable:
-    """Name the parameters of an optimizer, and watch which of them need a gradient."""
+    """Names of the parameters of an optimizer, and which of them need a gradient."""
 
     def __init__(self, owner: Grouped, named_parameters: Iterable[Any] | None) -> None:
-        """Take the names. Raises ``ValueError`` with Horovod's texts.
+        """Read the names. Raises ``ValueError`` with Horovod's texts.
 
-        ``owner``: the optimizer, or who else has groups of parameters; it is asked for them again and again.
+        ``owner``: the optimizer, or another object with groups of parameters; its groups are read again at each call.
         ``named_parameters`` may name more parameters than it has, not fewer; None: names are made from the position.
         """
         self._owner = owner
@@ -101,12 +101,12 @@ class ParameterTable:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Return the optimizer whose parameters these are; there is one wherever something steps it."""
+        """Return the owner as the optimizer that it is wherever a step is made."""
         assert isinstance(self._owner, torch.optim.Optimizer)
         return self._owner
 
     def _take_names(self, named: list[Any]) -> None:
-        """Take names as given; ``ValueError`` for what is no pair, or a name that comes twice."""
+        """Read names as given; ``ValueError`` for an element that is no pair, or a name that is repeated."""
         if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in named):
             raise ValueError(
                 "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
@@ -142,7 +142,7 @@ class ParameterTable:
             )
 
     def name_all(self) -> list[torch.Tensor]:
-        """Give a name to every parameter that has none; return all parameters, in the order of the groups."""
+        """Give a name to every parameter without one; return all parameters, in the order of the groups."""
         taken = set(self._names.values())
         parameters = []
         for g, group in enumerate(self._owner.param_groups):
@@ -190,7 +190,8 @@ class ParameterTable:
         ]
 
     def snapshot(self) -> list[tuple[Any, ...]]:
-        """Return what must not change unnoticed: membership, dtypes, devices, shapes. Cheap; compare with ``==``."""
+        """Return membership, dtypes, devices and shapes, to be compared by ``==``: where they differ, ranks agree anew.
+        """
         return [
             (id(p), p.dtype, p.device, p.shape)
             for group in self._owner.param_groups

@@ -1,4 +1,4 @@
-"""Add up the squares of tensors in one order, so that every processor gets the same bits."""
+"""Sums of squares of tensors, added in one order, so that every processor gets the same bits."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ PART = 1 << 16  # elements that are widened at once, whole runs: they stay in th
 
 
 def squares_of(tensor: Tensor) -> float | Tensor:
-    """Return the sum of the squares of all elements of ``tensor``, as float64; of complex ones, of their magnitudes.
+    """Return the sum of the squares of all elements of ``tensor``, as float64; for complex ones, of their magnitudes.
 
     On the host it is a number, with the same bits on every processor: squares are float64, and added in a fixed order,
-    without a temporary of the tensor's size. On a device it is 0-dim, there, and nothing is waited for.
+    without a temporary of the tensor's size. On a device it is a 0-dim tensor there, and nothing is waited for.
 
-    ``tensor``: contiguous. Of float64, squares are rounded; of narrower dtypes they are exact.
+    ``tensor``: contiguous. Squares of float64 are rounded; those of narrower dtypes are exact.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
@@ -43,7 +43,7 @@ def _by_loops(flat: Tensor) -> float:
 
 
 def _runs_of(flat: Tensor) -> Tensor:
-    """Return the sum of squares of each run of ``flat``, 1-D, as the loops make it: float64[runs]."""
+    """Return the sum of squares of each block of RUN elements of ``flat``, 1-D, as the loops add: float64[blocks]."""
     squares = pad(flat.to(torch.float64), (0, -flat.numel() % RUN)).square_().view(-1, RUN // LANES, LANES)
     lanes = squares[:, 0]
     for row in range(1, RUN // LANES):
