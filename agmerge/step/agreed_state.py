@@ -1,4 +1,4 @@
-"""Hold what the ranks of one exchange have agreed on, and carry what is kept from one agreement to the next."""
+"""State that the ranks of one exchange have agreed on, and the state carried from one agreement to the next."""
 
 from __future__ import annotations
 
@@ -28,22 +28,25 @@ RESIZED = (
     "parameter {name!r} had shape {before} and has {now} now: what was kept of it does not fit. Give the model its "
     "shapes before its optimizer is wrapped, or close() this optimizer and wrap anew"
 )
-OF_GRADIENTS = ("residual", "momentum")  # kinds of what is kept that are linear in gradients
+OF_GRADIENTS = ("residual", "momentum")  # kinds of state that are linear in gradients
 
 
 class TensorTable(Protocol):
-    """Say which tensors take part. It is asked again whenever they may have changed."""
+    """Table of the tensors that take part. It is read again whenever they may have changed."""
 
     def active(self) -> list[ParameterInfo]:
         """Return the tensors that take part now, in an order that is the same on every rank."""
 
     def snapshot(self) -> object:
-        """Return what must not change unnoticed, to be compared with ``==``. Cheap: asked once a step."""
+        """Return an object to compare by ``==``: where it differs, ranks have to agree again.
+
+        Cheap: called in each step.
+        """
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Hold what changes from the next step on, the same on every rank; None: that stays as it is."""
+    """Changes from the next step on, the same on every rank; None: no change."""
 
     plan: merging.Plan | None = None  # for the tensors that take part, in their order
     cutoff: DenseCutoff | None = None  # of dense="partial"; with another size ranks agree anew
@@ -51,20 +54,20 @@ class Decision:
 
 
 class Plans(Protocol):
-    """Make plans between steps, from what is measured."""
+    """Maker of plans between steps, from measured times."""
 
     def after_step(self, step: int) -> Iterable[Decision]:
-        """Collective. Yield what changes before ``step``, the one to come; each is applied before the next is made."""
+        """Collective. Yield changes before ``step``, the one to come; each is applied before the next one is made."""
 
 
 OnAgreement = Callable[[MergeBuffers, RunningStepTimes], "Plans | None"]
 
 
 class AgreedState:
-    """Hold the group, the config, the merge buffers of the last agreement, and what waits for the next one.
+    """Group, config and merge buffers of the last agreement, and the state that waits for the next one.
 
-    ``table``: which tensors take part. ``on_agreement`` is told of every new agreement, and returns who makes plans by
-    measured times (None: the first plan stays).
+    ``table``: which tensors take part. ``on_agreement`` is called at every new agreement, and returns the maker of
+    plans from measured times (None: the first plan stays).
     """
 
     def __init__(self, table: TensorTable, config: Config, on_agreement: OnAgreement) -> None:
@@ -79,13 +82,13 @@ class AgreedState:
         self.buffers: MergeBuffers | None = None  # None before the first agreement
         self.plans: Plans | None = None
         self.steps = 0  # committed exchanges; after restore() the checkpoint's
-        self.step = 0  # the same as of the last agreement, so equal on every rank: what messages say
+        self.step = 0  # equal on every rank; written into messages
         self.origin: tuple[int, int] | None = None  # rank and size of the group that the carried state is of
         self._nodes: topology.Nodes | None = None  # exchange="two-level"
-        self._carried: State = {}  # what is kept and has no place in the merge buffers
+        self._carried: State = {}  # state without a place in the merge buffers
         self._carried_plan: merging.Plan | None = None  # for the next agreement
         self._carried_budgets: dict[str, int] | None = None  # likewise: elements to send by name, by importance
-        self._stale = False  # the residuals of the merge buffers are not the ones to go on with
+        self._stale = False  # the state of the merge buffers is outdated: `_carried` replaces it
         self._snapshot: object = None  # of the table, as of the last agreement
 
     # -- the group ------------------------------------------------------------------------------------------------
@@ -100,8 +103,8 @@ class AgreedState:
         """Collective. Exchange among the ranks of ``comm`` (None: not this one), and compare ``facts`` first (G1).
 
         ``comm`` is a communicator of this exchange's own among the workers of ``world``, and ``second`` another one of
-        the same ranks, for the second phases of messages. ``facts``: what is compared; None: :meth:`facts`. Raises
-        :class:`agmerge.RankMismatchError` on every rank where they differ.
+        the same ranks, for the second phases of messages. ``facts``: compared between ranks; None: :meth:`facts`.
+        Raises :class:`agmerge.RankMismatchError` on every rank where they differ.
         """
         self.world, self.comm, self.second, self.outside = world, comm, second, comm is None
         if comm is None:
@@ -115,13 +118,16 @@ class AgreedState:
             self.shard = self._nodes.shard
 
     def facts(self) -> list[Fact]:
-        """Return what must be the same on every rank: arguments and tensors. Raises for tensors that cannot be sent."""
+        """Return the facts that must be equal on every rank: arguments and tensors.
+
+        Raises ``ValueError`` for tensors that cannot be sent.
+        """
         return [*self.config.facts(), *model_facts(self.members(), self.config)]
 
     def fit_to_group(self, shard_before: tuple[int, int] | None) -> bool:
-        """Fit what is carried over from another number of workers to this one, once; see :func:`rescaled`.
+        """Scale the carried state from another number of workers to this one, once; see :func:`rescaled`.
 
-        Returns False, and drops all that is carried, where it is of shards of other rows than this rank has now.
+        Returns False, and drops all carried state, where it is of other shards than this rank has now.
         """
         origin, self.origin = self.origin, None
         if origin is None or self.comm is None or not self._carried:
@@ -133,7 +139,7 @@ class AgreedState:
         return True
 
     def leave(self) -> None:
-        """Forget the group. What is kept is carried over as it was after the last step."""
+        """Forget the group. The state after the last step is carried over to the next one."""
         if self.comm is not None:
             self.origin = (self.comm.rank, self.comm.size)
         self._carried = self.copy_state()
@@ -141,7 +147,7 @@ class AgreedState:
         self.comm = self.second = self._nodes = self.buffers = self.plans = None
 
     def close(self) -> None:
-        """Give the communicators back."""
+        """Close the communicators."""
         if self._nodes is not None:
             self._nodes.close()
         for comm in (self.comm, self.second):
@@ -152,16 +158,19 @@ class AgreedState:
 
     @property
     def agreed(self) -> bool:
-        """Return whether the merge buffers are those to go on with, as far as this rank knows."""
+        """Return whether the merge buffers are valid for the next step, as far as this rank knows."""
         return self.buffers is not None and not self._stale
 
     @property
     def changed(self) -> bool:
-        """Return whether this rank needs a new agreement: its tensors or what it keeps are others now."""
+        """Return whether this rank needs a new agreement: its tensors or its state have changed."""
         return self._stale or self.table.snapshot() != self._snapshot
 
     def members(self) -> list[ParameterInfo]:
-        """Return who takes part now, each with its lane. Raises ``ValueError`` for one that cannot be sent."""
+        """Return the tensors that take part now, each with its lane.
+
+        Raises ``ValueError`` for one that cannot be sent.
+        """
         active = self.table.active()
         check_spread_alike(active)
         members = self.config.assign_lanes(member for member in active if member.local.numel())
@@ -170,13 +179,13 @@ class AgreedState:
         return members
 
     def agree_anew(self, order: Sequence[str]) -> MergeBuffers:
-        """Collective. Agree on what there is now, and move what is kept by name.
+        """Collective. Agree on the present tensors and plan, and move the state to the new merge buffers by name.
 
         ``order``: the names of tensors in the order in which this rank saw them ready, as far as it has.
         """
         assert self.comm is not None
         if self.buffers is not None:
-            order = [*(slot.name for slot in self.buffers.layout.slots), *order]  # newcomers follow
+            order = [*(slot.name for slot in self.buffers.layout.slots), *order]  # new tensors follow
             self._carried = self.copy_state()
         members = self.members()
         self.config = self.config.with_cutoff_for(members, warns=self.comm.rank == 0)
@@ -204,7 +213,7 @@ class AgreedState:
     def _check_shapes(self, buffers: MergeBuffers) -> None:
         """Raise ``ValueError`` for a parameter that the script has given another shape, on all ranks alike.
 
-        Where nothing is kept of any parameter shapes may change. ``buffers``: those that ranks have just agreed on.
+        Where no state is carried shapes may change. ``buffers``: those that ranks have just agreed on.
         """
         if self.buffers is None or not (self._carried or self.config.updates is not None):
             return
@@ -214,7 +223,7 @@ class AgreedState:
                 raise ValueError(RESIZED.format(name=slot.name, before=list(before[slot.name]), now=list(slot.shape)))
 
     def replan(self) -> None:
-        """Collective. Between steps: go on with another plan, where the measured times ask for one."""
+        """Collective. Between steps: change to another plan, where the measured times ask for one."""
         if self.plans is None or self.buffers is None or self._stale:
             return
         for decision in self.plans.after_step(self.step):
@@ -228,13 +237,13 @@ class AgreedState:
                 self.use_plan(decision.plan)
 
     def use_plan(self, plan: merging.Plan) -> None:
-        """Go on with ``plan`` from the next step on; every rank calls this alike. Residuals stay where they are."""
+        """Use ``plan`` from the next step on; every rank calls this alike. Residuals stay where they are."""
         assert self.buffers is not None
         self.buffers.rebuild(plan)
         self._forget_measurements(self.buffers)
 
     def reconfigure(self, config: Config, what: str, advice: str) -> None:
-        """Collective. Go on with another config from the next step on, residuals and plan as they are.
+        """Collective. Use another config from the next step on, with residuals and plan unchanged.
 
         ``what``, ``advice``: for the error where ranks give different ones.
         """
@@ -252,7 +261,8 @@ class AgreedState:
     def _connect_twice(self) -> None:
         """Collective. Make the communicator of second phases, where the config needs one now and all ranks take part.
 
-        Where some stand outside, they would have to help, and do not know of it: messages are gathered there.
+        Making it needs all ranks of ``world``: those outside the process set do not call this. There messages are
+        gathered.
         """
         if self.comm is None or self.world is None or self.second is not None or not self.config.quantises:
             return
@@ -260,44 +270,44 @@ class AgreedState:
             self.second = self.comm.duplicate("agmerge optimizer, second phases", self.config.timeout)
 
     def observe_selection(self, on: bool) -> None:
-        """Keep figures of every selection from now on, or no longer: see :class:`sparsifiers.observed.Observed`."""
+        """Start or stop recording figures of every selection: see :class:`sparsifiers.observed.Observed`."""
         self.adopt(observing(self.config, on))
         if self.buffers is not None:
             self.buffers.adopt(replace(self.buffers.config, compressor=self.config.compressor))
 
     @property
     def is_observed(self) -> bool:
-        """Return whether figures of selections are kept."""
+        """Return whether figures of selections are recorded."""
         return isinstance(self.config.compressor.part(Kind.SPARSE), Observed)
 
     def adopt(self, config: Config) -> None:
-        """Use ``config`` from the next agreement on. Of what ranks compare nothing may differ."""
+        """Use ``config`` from the next agreement on. The facts that ranks compare must not differ."""
         self.config = config
 
     def reopen(self) -> None:
-        """Agree anew in the next step, with all that is kept as it is."""
+        """Agree again in the next step, with all state unchanged."""
         self.restore(self.copy_state(), self.steps, self.plan(), origin=self.origin, shard=self.shard)
 
     def describe_to(self, trace: Trace | None) -> None:
-        """Tell a trace which tensors are in which merge buffer now."""
+        """Write into a trace which tensors are in which merge buffer now."""
         if trace is not None and self.buffers is not None:
             trace.follow([slot.name for slot in self.buffers.layout.slots], self.buffers.plan.counts)
 
     def _forget_measurements(self, buffers: MergeBuffers) -> None:
-        """Drop what was measured, or kept by sparsifiers, of the merge buffers that there were."""
+        """Drop measured times, and sparsifiers' state, of merge buffers that no longer exist."""
         self.times.forget()
         self.describe_to(self.times.trace)
         self.config.compressor.retain(buffers.keys())
 
-    # -- what is kept -----------------------------------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------------------------------
 
     def state(self) -> State:
-        """Return what this rank keeps from step to step, by kind ("residual", "momentum") and name: views."""
+        """Return this rank's state between steps, by kind ("residual", "momentum") and name: views."""
         current = self.buffers.state() if self.buffers is not None and not self._stale else {}
         return {**self._carried, **current}
 
     def copy_state(self) -> State:
-        """Return what this rank keeps from step to step, copied to the host: a device may have no room for it twice."""
+        """Return a copy of this rank's state between steps on the host: a device may have no room for it twice."""
         return {key: tensor.to("cpu", copy=True) for key, tensor in self.state().items()}
 
     def residuals(self) -> dict[str, torch.Tensor]:
@@ -305,7 +315,7 @@ class AgreedState:
         return {name: tensor for (kind, name), tensor in self.state().items() if kind == "residual"}
 
     def plan(self) -> merging.Plan | None:
-        """Return the plan in use, or to be used; None before the first agreement."""
+        """Return the plan in use, or the one for the next agreement; None before the first agreement."""
         return self.buffers.plan if self.buffers is not None and not self._stale else self._carried_plan
 
     def budgets(self) -> dict[str, int] | None:
@@ -323,10 +333,11 @@ class AgreedState:
         origin: tuple[int, int] | None = None,
         shard: tuple[int, int] | None = None,
     ) -> None:
-        """Take what :meth:`state`, ``steps``, :meth:`plan` and :meth:`budgets` gave; the next step agrees on it.
+        """Replace state, steps, plan and budgets by earlier ones; the next step agrees on them.
 
-        ``origin``: rank and size of the group that ``state`` is of, and ``shard`` which part of each tensor, where this
-        rank has no group yet that says so.
+        ``state``, ``plan``, ``budgets``: results of :meth:`state`, :meth:`plan` and :meth:`budgets`. ``origin``: rank
+        and size of the group that ``state`` is of. ``shard``: which shard of each tensor, where this rank has no group
+        yet.
         """
         self._carried, self.steps, self._carried_plan = dict(state), steps, plan
         self._carried_budgets, self.origin = budgets, origin
@@ -336,17 +347,17 @@ class AgreedState:
         self.discard()
 
     def discard(self) -> None:
-        """Begin the step anew. Here there is none: see :class:`agmerge.step.gradient_exchange.GradientExchange`."""
+        """Discard the step under way. Here there is none; a :class:`GradientExchange` has one."""
 
     def carry(self, kind: str, name: str, tensor: torch.Tensor | None) -> None:
-        """Keep ``tensor`` for the next agreement, in place of what is carried of this kind and name; None: nothing."""
+        """Keep ``tensor`` for the next agreement, replacing carried state of this kind and name; None: remove that."""
         self._carried.pop((kind, name), None)
         if tensor is not None:
             self._carried[kind, name] = tensor
 
 
 def observing(config: Config, on: bool) -> Config:
-    """Return ``config`` with a sparsifier that keeps figures of its selections, or that does not. Nothing else."""
+    """Return ``config`` with a sparsifier that records figures of its selections (``on``), or without. Nothing else."""
     compressor, sparsifier = config.compressor, config.compressor.part(Kind.SPARSE)
     if not isinstance(sparsifier, Sparsifier):
         return config
@@ -356,19 +367,19 @@ def observing(config: Config, on: bool) -> Config:
 
 
 def weight_factor(op: ReduceOp, before: int, now: int) -> float:
-    """Return what a residual of one of ``before`` workers is multiplied by among ``now``.
+    """Return the factor for a residual of one of ``before`` workers among ``now`` workers.
 
-    A residual enters the update with the weight of its rank's gradient, 1 / W where updates are averages and 1 where
-    they are sums. What ranks have not sent yet is the sum of residual * weight over ranks; that is what stays the same.
+    A residual enters the update with the weight of its rank's gradient: 1 / W where updates are averages, 1 where they
+    are sums. The sum of residual * weight over all ranks stays the same.
     """
     return now / before if op is Average else 1.0
 
 
 def rescaled(state: State, factor: float) -> State:
-    """Return what one rank keeps, as a member of another number of workers: its own residuals times ``factor``.
+    """Return one rank's state as a member of another number of workers: its own residuals times ``factor``.
 
-    A momentum that each rank has of its own gradients is linear in them, and is treated likewise. A momentum of
-    averages, which every rank has alike, stays as it is, and so do bases, which have no scale.
+    A momentum that each rank has of its own gradients is linear in them, and is scaled too. A momentum of averages,
+    equal on every rank, stays as it is, and so do bases, which have no scale.
     """
     if factor == 1.0:
         return state

@@ -1,4 +1,4 @@
-"""Agree, before anything is exchanged, on members, their order, and the plan, which rank 0 makes."""
+"""Agreement, before an exchange, on members, their order, and the plan, which rank 0 makes."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ SHARD = (
 
 
 def model_facts(members: Sequence[ParameterInfo], config: Config) -> list[Fact]:
-    """Return what ranks must agree on about the model: every tensor, in the order of the groups.
+    """Return the facts about the model that ranks must agree on: every tensor, in the order of the groups.
 
-    Of DTensors first of all which shard a rank holds: nothing else would tell one from another of the same shape.
+    For DTensors, first which shard a rank has: shards of the same shape could not be told apart otherwise.
     """
     groups = config.groups.by_name(members) if config.groups is not None else []
     group_of = {name: f" group {number}" for number, group in enumerate(groups) for name in group}
@@ -62,14 +62,23 @@ def open_merge_buffers(
     second: Backend | None,
     count: Count,
 ) -> tuple[MergeBuffers, int]:
-    """Collective. Agree on members, order and plan, and set up memory; return the merge buffers and the steps so far.
+    """Collective. Agree on members, order and plan, and allocate memory; return the merge buffers and the step count.
 
-    ``order``: names in the order in which this rank saw them ready; tensors it did not see go last. ``steps``:
-    committed exchanges so far. Rank 0's count, in both. ``recorded``: a plan to go on with, if it still fits.
-    ``shares``: elements to send by name, by importance, if that is known of every tensor; rank 0's count. ``carried``:
-    what this rank keeps, which stays where it is. ``second``, ``count``: see :class:`MergeBuffers`. Raises
-    :class:`agmerge.RankMismatchError` on every rank if the models differ, and ``ValueError`` on every rank if the plan
-    does not fit.
+    Args:
+
+        comm: the ranks that agree.
+        config: the same on all of them.
+        members: this rank's tensors, each with its lane.
+        order: names in the order in which this rank saw them ready; other tensors go last. Rank 0's counts.
+        steps: committed exchanges so far. Rank 0's counts.
+        recorded: a plan to go on with, if it still fits; else None.
+        nodes: for ``exchange="two-level"``; else None.
+        shares: elements to send by name, by importance; None if not known of every tensor. Rank 0's counts.
+        carried: this rank's state of before, which is only read.
+        second, count: as in :class:`MergeBuffers`.
+
+    Raises :class:`agmerge.RankMismatchError` on every rank if the models differ, and ``ValueError`` on every rank if
+    the plan does not fit.
     """
     require_agreement(comm, model_facts(members, config), what="membership", advice=ADVICE, timeout=config.timeout)
     if not members:
@@ -88,7 +97,7 @@ def open_merge_buffers(
 
 
 def _is_rest_left(comm: Backend, config: Config, members: Sequence[ParameterInfo], carried: State) -> bool:
-    """Collective. Return whether a rank carries a rest of tensors that are sent whole and would not keep anything."""
+    """Collective. Return whether a rank carries a residual of dense tensors whose memory keeps none now."""
     whole = {
         member.name
         for member in members
@@ -112,12 +121,13 @@ def decide_on_rank_0(
     """Collective. Return on every rank what ``decide()`` returned on rank 0, after a round trip through JSON.
 
     Args:
-        comm: the ranks that hear of it, all of which call this.
-        decide: called on rank 0 alone. It may run a script's own planner: whatever it raises, the others hear of it.
-        reject: called on every rank with the decision; says why this rank cannot follow it, "" if it can. Then one
-            more collective compares what ranks say. None: nobody can object.
+
+        comm: the ranks that receive the decision, all of which call this.
+        decide: called on rank 0 alone. It may run a script's own planner: its error is sent to the other ranks.
+        reject: called on every rank with the decision; returns why this rank cannot follow it, "" if it can. Then one
+            more collective compares the answers. None: no rank can reject.
         timeout: seconds, for each collective.
-        decider: whom an error of ``decide`` is put down to; "": the class of the error.
+        decider: the name that an error of ``decide`` is reported under; "": the class of the error.
 
     Raises ``ValueError`` on every rank if ``decide`` failed or every rank rejects, and
     :class:`agmerge.RankMismatchError` on every rank if only some of them reject.
@@ -126,7 +136,7 @@ def decide_on_rank_0(
     if comm.rank == 0:
         try:
             text = json.dumps({"decision": decide()})
-        except Exception as error:  # the other ranks wait for word: whatever it is, they get it
+        except Exception as error:  # the other ranks wait for an answer: any error is sent to them
             text = json.dumps({"problem": f"{decider or type(error).__name__}: {error}"})
     answer = json.loads(broadcast_bytes(comm, text.encode(), 0, "plan", timeout))
     problem: str = answer.get("problem", "")
@@ -140,7 +150,7 @@ def decide_on_rank_0(
 
 
 def why_plan_does_not_fit(plan: merging.Plan, members: Iterable[str]) -> str:
-    """Say why ``plan`` cannot serve members of these names; return "" if it can."""
+    """Return why ``plan`` cannot serve members of these names; "" if it can."""
     names = sorted(members)
     if sum(plan.counts) != len(names):
         return f"it covers {sum(plan.counts)} tensors, the model has {len(names)}"
@@ -151,7 +161,7 @@ def why_plan_does_not_fit(plan: merging.Plan, members: Iterable[str]) -> str:
 
 
 def with_mode(plan: merging.Plan, mode: str) -> merging.Plan:
-    """Return the plan, marked with what it was made for: in mode "ahead" tensors are selected from before merging.
+    """Return the plan, labelled with its mode: in mode "ahead" tensors are selected from before merging.
 
     Then merge buffers of several tensors are one message.
     """
@@ -163,9 +173,9 @@ def with_mode(plan: merging.Plan, mode: str) -> merging.Plan:
 def _make_plan(
     config: Config, members: Sequence[ParameterInfo], order: Iterable[str], recorded: merging.Plan | None
 ) -> merging.Plan:
-    """Return this rank's plan, from what it saw. A saved plan with names brings its own order.
+    """Return this rank's plan, from its own readiness order. A saved plan with names brings its own order.
 
-    A planner that goes by times has none yet: until they are measured, merge buffers go by their size.
+    A planner that needs times has none yet: until they are measured, merge buffers are made by size.
     """
     parameters = {member.name: member.local for member in members}
     fits = recorded is not None and not why_plan_does_not_fit(recorded, parameters)
@@ -179,13 +189,13 @@ def _make_plan(
         if not config.exchanges:
             recorded = with_exchange(recorded, OWN)
         name, workers = quantiser_of(recorded)
-        if config.quantisers and not (workers and name in config.quantisers):  # that it was tried does not count
+        if config.quantisers and not (workers and name in config.quantisers):  # a trial alone does not count
             recorded = replace(recorded, dense=(False,) * len(recorded.counts))
         if not (workers and name in config.quantisers):
             recorded = with_quantiser(recorded, OWN)
         if ("ahead" if is_ahead(recorded) else "behind") in config.modes or not config.compressor.compresses:
             return recorded
-        return with_mode(recorded, config.modes[0])  # the script asks for the other way now
+        return with_mode(recorded, config.modes[0])  # the script asks for the other mode now
     # Reversed registration stands in for tensors that no backward pass has reached yet.
     names = list(dict.fromkeys([*(name for name in order if name in parameters), *reversed(list(parameters))]))
     if config.plan is not None:
@@ -201,7 +211,7 @@ def _make_plan(
 
 
 def _is_chosen(config: Config, recorded: merging.Plan | None) -> bool:
-    """Return whether ``recorded`` is the script's own plan, with a quantiser that was chosen for it since."""
+    """Return whether ``recorded`` is the script's own plan, with a quantiser that a run has chosen for it since."""
     if recorded is None or config.plan is None or quantiser_of(recorded)[0] not in config.quantisers:
         return False
     same = (recorded.counts, recorded.names) == (config.plan.counts, config.plan.names)

@@ -1,4 +1,4 @@
-"""Accumulate small tensors, and all that lie on devices, merge buffer by merge buffer: a call each would cost more."""
+"""Accumulation of small tensors, and of all on devices, merge buffer by merge buffer: one call each would cost more."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Batch = list[tuple[Slot, "torch.Tensor | None"]]  # tensors of one lane, with th
 
 
 class Batches:
-    """Hold the gradients of a round that wait until their merge buffer is complete, and accumulate them together."""
+    """Gradients of a round that wait until their merge buffer is complete, to be accumulated together."""
 
     def __init__(self, buffers: MergeBuffers, guard: NonFiniteGuard) -> None:
         self._buffers, self._guard = buffers, guard
@@ -26,7 +26,7 @@ class Batches:
         batches.setdefault(self._buffers.arena_of[slot.index], []).append((slot, gradient))
 
     def accumulate(self, buffer: int) -> None:
-        """Write ``work = residual + gradient`` for all tensors of a merge buffer that have waited, lane by lane."""
+        """Write ``work = residual + gradient`` for all waiting tensors of a merge buffer, lane by lane."""
         batches = self._waiting.pop(buffer, {})
         for device in {arena.lane.device for arena in batches if arena.lane.on_device}:
             self._buffers.kernels.largest(buffer, device).begin()
@@ -37,13 +37,13 @@ class Batches:
                 self._copy(arena, batch)
 
     def let_go(self) -> None:
-        """Let go of gradients: what is queued from now on comes behind what has read them."""
+        """Drop references to gradients: work queued from now on runs after the kernels that have read them."""
         self._read.clear()
 
     def _accumulate_on_device(self, buffer: int, arena: Arena, batch: Batch) -> None:
-        """Accumulate all tensors of a merge buffer that lie in ``arena``: in few launches, one look at all."""
+        """Accumulate the tensors of a merge buffer that lie in ``arena``: few launches, one check for infinities."""
         batch.sort(key=lambda one: one[0].offset)
-        # What is kept is this rank's own to the end of the round, and so is a gradient; a sum over ranks is not.
+        # A residual is this rank's own to the end of the round, and so is a gradient; a sum over ranks is not.
         kept = arena.memory.has_residual
         parts = [
             (slot.name, arena.work_of(slot) if kept else gradient) for slot, gradient in batch if gradient is not None
@@ -57,10 +57,10 @@ class Batches:
                 self._buffers.budgets.energy.add(slot, gradient)
 
     def _copy(self, arena: Arena, batch: Batch) -> None:
-        """Put all small tensors of a merge buffer that are sent whole into ``arena``: one call, one look at all."""
+        """Copy all small dense tensors of a merge buffer into ``arena``, in one call with one check for infinities."""
         arena.add_up(batch)
         start, stop = min([slot.offset for slot, _ in batch]), max([slot.end for slot, _ in batch])
-        # What lies between them is of the same merge buffer, and finite, or padding.
+        # Elements between them are of the same merge buffer, and finite, or padding.
         if is_finite(arena.work[start:stop]):
             return
         for slot, _ in batch:

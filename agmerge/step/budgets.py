@@ -1,4 +1,4 @@
-"""Say how many elements a step sends of each tensor and of each segment that is selected from."""
+"""Budgets: how many elements a step sends of each tensor and of each segment that is selected from."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from agmerge.tensors.layout import Segment, Slot
 
 
 class Budgets:
-    """Hold the budgets of one agreement: those of the density, or, once they were chosen by importance, a tensor's own.
+    """Budgets of one agreement: those of the density, or a tensor's own, once they were chosen by importance.
 
-    ``selects``: anything is selected at all.
+    ``selects``: whether a sparsifier selects from any tensor.
     """
 
     def __init__(self, density: DensityPolicy, slots: Sequence[Slot], *, selects: bool) -> None:
         self._density, self._slots = density, slots
         self._chosen: tuple[int, ...] | None = None  # by slot: elements to send, by importance, once that is known
-        self.energy = GradientEnergy() if density.by_importance and selects else None  # that they will be chosen by
+        self.energy = GradientEnergy() if density.by_importance and selects else None  # None: not chosen by it
         self._fixed: dict[str, int] = {}  # of segments, by key, where they are the same in every step
 
     @property
@@ -33,7 +33,7 @@ class Budgets:
         return self._density.budget_by_importance(self._chosen[slot.index], slot.numel, step)
 
     def of_segment(self, segment: Segment, step: int) -> int:
-        """Return how many elements of the segment a step sends: merged tensors keep what each may send."""
+        """Return how many elements of the segment a step sends: where tensors have budgets of their own, their sum."""
         known = self._fixed.get(segment.key)
         if known is not None:
             return known
@@ -46,20 +46,20 @@ class Budgets:
         return count
 
     def _of_part(self, segment: Segment, slot: Slot, step: int) -> int:
-        """Return what of a tensor's budget falls to the part of it that lies in the segment."""
+        """Return the share of a tensor's budget for its slice in the segment, rounded up."""
         start, stop = segment.inside(slot)
         return -(-self.of_tensor(slot, step) * (stop - start) // slot.numel)
 
     def forget_segments(self) -> None:
-        """Have every segment counted anew: a plan makes others, under the same keys."""
+        """Count every segment again: another plan makes other segments under the same keys."""
         self._fixed = {}
 
     def choose(self, budgets: tuple[int, ...]) -> None:
-        """Send so many elements of each tensor from now on, by slot; what they were chosen by is not added up more."""
+        """Send that many elements of each tensor from now on, by slot; no more gradient energy is summed."""
         self.energy, self._chosen, self._fixed = None, budgets, {}
 
     def restore(self, budgets: Mapping[str, int]) -> None:
-        """Take budgets by importance as they were, by name, if they are of all the tensors here."""
+        """Use earlier budgets by importance, by name, if they cover all tensors here."""
         if self.energy is not None and all(slot.name in budgets for slot in self._slots):
             self.choose(tuple(budgets[slot.name] for slot in self._slots))
 

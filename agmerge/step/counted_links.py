@@ -1,4 +1,4 @@
-"""Count what leaves this rank where collectives start: in one place for all exchanges."""
+"""Bytes that leave this rank, counted where collectives start: in one place for all exchanges."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from agmerge.backends import Backend, Handle
 from agmerge.metrics import link_bytes
 
-Count = Callable[[int], None]  # is told the bytes of a collective that leave this rank
+Count = Callable[[int], None]  # is given the bytes of a collective that leave this rank
 
 
 def nobody_counts(size: int) -> None:
-    """Forget ``size`` bytes."""
+    """Discard a count of ``size`` bytes."""
 
 
 class CountedBackend(Backend):
-    """A communicator that tells ``count`` what leaves this rank, and has ``inner`` do everything.
+    """Communicator that reports the bytes leaving this rank to ``count``, and delegates everything to ``inner``.
 
-    Those that are made of it do not count: whoever exchanges over them says so.
+    Communicators made from it are not counted; their users count for themselves.
     """
 
     def __init__(self, inner: Backend, count: Count) -> None:

@@ -1,10 +1,10 @@
-"""Exchange named tensors among all ranks, and hand back the combined ones.
+"""Exchange of named tensors among all ranks, which returns the combined ones.
 
-This is the seam between a round, below it, and whoever has tensors to combine, above it. It knows no hooks, no
-``p.grad``, no backward passes and no optimizer. The hook-driven :class:`agmerge.engine.reducer.Reducer` is one user.
+This is the interface between a round, below it, and a caller with tensors to combine, above it. It knows no hooks, no
+``p.grad``, no backward passes and no optimizer. The hook-driven :class:`agmerge.engine.reducer.Reducer` is one caller.
 
-Nothing here chooses a collective from what only this rank knows. A rank whose tensors have changed since the last
-agreement raises a flag in its messages; then every rank discards the round, agrees anew and repeats it.
+No collective here is chosen from what only this rank knows. A rank whose tensors have changed since the last agreement
+raises a flag in its messages; then every rank discards the round, agrees again and repeats it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Due = Callable[[int], Collection[int]]  # of so many merge buffers, the numbers 
 
 
 class Combined:
-    """Hold what came of one round. Tensors are views, valid until the next round begins."""
+    """Result of one round. Tensors are views, valid until the next round begins."""
 
     def __init__(self, attempt: Round, zero_unused: bool, norm: GradientNorm | None = None) -> None:
         self._round, self._zero_unused, self._norm = attempt, zero_unused, norm
         self.buffers: MergeBuffers = attempt.buffers
-        self.skipped = attempt.nonfinite  # the step comes to nothing: a rank has found what is not finite
+        self.skipped = attempt.nonfinite  # the step comes to nothing: a rank has found an infinity or NaN
         self.used: Sequence[bool] = attempt.used  # by slot: whether any rank had a tensor
         self.flags = attempt.flags_of_all  # what all ranks say together, see Flag
 
@@ -47,9 +47,8 @@ class Combined:
     def updates(self) -> Mapping[str, torch.Tensor | None]:
         """Return the combined tensor of each name, in the shape and strides of the table's.
 
-        None: no rank had one, and nothing of earlier steps was left to send. All are infinite in a step that is
-        skipped. Without a step that is read, nothing is computed. A tensor of which ``buffers.received`` has something
-        is not in here.
+        None: no rank had one, and no residual of it was sent. All are infinite in a skipped step. Nothing is computed
+        in a step in which this is not read. Tensors in ``buffers.received`` are missing.
         """
         received = {slot.name for segment, *_ in self.buffers.received for slot in segment.slots}
         updates = {
@@ -63,7 +62,7 @@ class Combined:
         return updates
 
     def _look_at(self, slots: Sequence[Slot], norm: GradientNorm) -> None:
-        """Hand the updates of ``slots``, which are there, to ``norm``."""
+        """Give the updates of ``slots``, which exist, to ``norm``."""
         of, noises = self.buffers.updates.of, self._round.noises
         noisy = {slot.index for slot in slots if noises and self.buffers.is_quantised(slot)}
         norm.take(
@@ -77,10 +76,10 @@ class Combined:
 class GradientExchange(AgreedState):
     """Combine the tensors of ``table`` over the ranks of one communicator, step by step.
 
-    :meth:`connect` once. In each step :meth:`ready` for each tensor as soon as it is there, :meth:`finish` for the
-    combined ones, :meth:`commit` to keep what is left over, and :meth:`replan` if plans may change. Or :meth:`discard`
-    in place of ``commit``, and nothing of the step is kept. ``is_current`` tells whether ``world``, from which
-    it was connected, is still there: where it is not, nothing is sent before it is connected again.
+    :meth:`connect` once. In each step :meth:`ready` for each tensor as soon as it exists, :meth:`finish` for the
+    combined ones, :meth:`commit` to keep the residuals, and :meth:`replan` if plans may change. Or :meth:`discard` in
+    place of ``commit``: then nothing of the step is kept. ``is_current`` returns whether ``world``, from which it was
+    connected, still exists: where it does not, nothing is sent before it is connected again.
     """
 
     def __init__(
@@ -93,21 +92,21 @@ class GradientExchange(AgreedState):
         super().__init__(table, config, on_agreement)
         self._is_current = is_current
         self.norm = GradientNorm()  # of the last step, where gradients are combined before it ends
-        self._handed: dict[str, torch.Tensor | None] = {}  # over in this step, in readiness order
+        self._handed: dict[str, torch.Tensor | None] = {}  # gradients of this step, in readiness order
         self._round: Round | None = None  # under way
         self._broken: BaseException | None = None  # an error that has left ranks at different places
         self._why_given_up = ""  # while this rank gives a step up: why
 
     def ready(self, name: str, tensor: torch.Tensor | None, *, stays: bool = False) -> torch.Tensor | None:
-        """Collective. Hand a tensor over (None: this rank has none), and send the merge buffers that are complete now.
+        """Collective. Hand over a tensor (None: this rank has none), and send the merge buffers that are complete now.
 
-        ``tensor``: of the shape, dtype and device of the table; not to be changed before :meth:`finish`. Returns what
-        to hold in its place until then: the same numbers, perhaps where the update will be, so that memory is free.
-        ``stays``: its owner holds on to it anyway.
+        ``tensor``: of the table's shape, dtype and device; not to be changed before :meth:`finish`. Returns the tensor
+        to use in its place until then: the same numbers, perhaps where the update will be, so that memory is freed.
+        ``stays``: the caller keeps it in any case.
         """
         self.check_unbroken()
         held, attempt = tensor, self._attempt()
-        # One that joined the table since the last agreement has no place: the next agreement gives it one.
+        # A tensor that joined the table since the last agreement has no place: the next agreement gives it one.
         if attempt is not None and not attempt.dirty and name in attempt.buffers.slot_of:
             try:
                 held = attempt.add(attempt.buffers.slot_of[name], tensor, stays=stays)
@@ -118,7 +117,7 @@ class GradientExchange(AgreedState):
         return held
 
     def agree(self) -> MergeBuffers:
-        """Collective. Return the merge buffers, on which ranks that have none yet agree first: on all of them alike."""
+        """Collective. Return the merge buffers. Before the first agreement, all ranks agree first."""
         self.check_unbroken()
         with self.breaking():
             return self.agree_anew([]) if self.buffers is None else self.buffers
@@ -130,7 +129,7 @@ class GradientExchange(AgreedState):
         due: Due | None = None,
         nonfinite: Sequence[str] = (),
     ) -> None:
-        """Collective. Send everything that is not on its way, and return at once; :meth:`finish` receives it.
+        """Collective. Send everything not yet on its way, and return at once; :meth:`finish` receives it.
 
         Arguments are those of :meth:`finish`. Before the first agreement nothing is sent.
         """
@@ -147,13 +146,14 @@ class GradientExchange(AgreedState):
         due: Due | None = None,
         nonfinite: Sequence[str] = (),
     ) -> Combined:
-        """Collective. Send what is left, receive, and return the combined tensors.
+        """Collective. Send the remaining messages, receive all, and return the combined tensors.
 
-        ``gradient_of``: asked for each tensor that was not handed over, by name, and again where the round is repeated.
-        A :class:`agmerge.tensors.difference.Difference` saves a pass. ``flags``: what this rank says to all. ``due``:
-        which merge buffers are exchanged, of so many; None: all. ``nonfinite``: names of parameters of which this rank
-        knows already that something is not finite. Raises :class:`agmerge.NonFiniteError` on every rank, as
-        ``config.nonfinite`` has it: nothing is broken then, and the step begins anew.
+        ``gradient_of``: called with the name of each tensor that was not handed over, and again where the round is
+        repeated. It may return a :class:`agmerge.tensors.difference.Difference`, which saves a pass. ``flags``: what
+        this rank announces to all. ``due``: returns which of so many merge buffers are exchanged; None: all.
+        ``nonfinite``: names of parameters that this rank already knows not to be finite. Raises
+        :class:`agmerge.NonFiniteError` on every rank, according to ``config.nonfinite``: the exchange stays usable, and
+        the step begins again.
         """
 
         def late(name: str) -> torch.Tensor | Difference | None:
@@ -169,7 +169,7 @@ class GradientExchange(AgreedState):
                 self._round = attempt = self._new_round(buffers, False, flags, due, nonfinite)
                 if not attempt.receive(late):
                     raise AGMergeError("parameters changed while ranks agreed on them; change them between steps")
-            if attempt.whole:  # of a part, nothing can be learned about the plan
+            if attempt.whole:  # a round of some merge buffers teaches nothing about the plan
                 self.times.observe(attempt.recorder)
             error = resolve_nonfinite(attempt)
             if attempt.nonfinite:
@@ -183,8 +183,8 @@ class GradientExchange(AgreedState):
     def give_up(self, why: str) -> None:
         """Collective. End the round under way with nothing, on all ranks: theirs raise :class:`agmerge.AGMergeError`.
 
-        Messages that have left are received; those that have not carry the news, so that there has to be one. ``why``:
-        what this rank has done, for the errors of the others. Nothing is raised here, unless the exchange breaks.
+        Messages that have left are received; a later message carries the news, so at least one must not have left.
+        ``why``: the reason, for the errors of the others. Nothing is raised here, unless the exchange breaks.
         """
         assert self._round is not None
         self._why_given_up = why
@@ -198,10 +198,10 @@ class GradientExchange(AgreedState):
         self.discard()
 
     def commit(self, *, drops_unused: bool = False) -> None:
-        """Keep what the step has left over: residuals change places. The next step begins.
+        """End the step: ``work`` becomes the residual, and the next step begins.
 
-        ``drops_unused``: the update of a tensor that no rank had, which is of earlier steps, is not applied: what is
-        kept of it stays as it was.
+        ``drops_unused``: the update of a tensor that no rank had, which stems from residuals, is not applied: its
+        residual and momentum stay as before the step.
         """
         assert self.buffers is not None and self._round is not None
         self.buffers.commit_residuals(self._round.left_out(unused=drops_unused))
@@ -211,19 +211,19 @@ class GradientExchange(AgreedState):
         self._handed, self._round = {}, None
 
     def discard(self) -> None:
-        """Begin the step anew: nothing of it is kept, neither in residuals nor in what a compressor remembers."""
+        """Discard the step: residuals and the compressor's state are as before it."""
         if self._round is not None:
             self._round.undo()
             self._round.buffers.in_place.let_go()
         self._handed, self._round = {}, None
 
     def leave(self) -> None:
-        """Forget the group, and how it broke. What is kept is carried over as it was after the last step."""
+        """Forget the group, and how it broke. The state after the last step is carried over."""
         super().leave()
         self._round = self._broken = None
 
     def close(self) -> None:
-        """Give the communicators back. Nothing can be exchanged any more."""
+        """Close the communicators. Nothing can be exchanged any more."""
         if self._round is not None:
             self._round.let_go()
         self._broken = AGMergeError("this optimizer was closed")
@@ -241,7 +241,7 @@ class GradientExchange(AgreedState):
 
     @contextmanager
     def breaking(self) -> Iterator[None]:
-        """Remember an error inside: it leaves ranks at different places, and nothing can be exchanged after it."""
+        """Record an error inside: it leaves ranks at different places, and nothing can be exchanged after it."""
         try:
             yield
         except BaseException as error:
@@ -255,9 +255,9 @@ class GradientExchange(AgreedState):
 
     @contextmanager
     def sending_whole(self) -> Iterator[None]:
-        """Send every element, as it is, in the rounds inside, all of which have ended at the end. On every rank alike.
+        """Send every element, uncompressed, in the rounds inside, which end inside. Used on every rank alike.
 
-        With a new agreement inside, later rounds are as ever.
+        After a new agreement inside, later rounds are compressed again.
         """
         buffers = self.buffers
         assert buffers is not None and self._round is None
@@ -270,7 +270,7 @@ class GradientExchange(AgreedState):
             buffers.rebuild(plan)
 
     def residual_of(self, name: str) -> torch.Tensor | None:
-        """Return what is kept of one tensor, in the shape that it has where it is kept: a view; None: nothing."""
+        """Return the residual of one tensor, in the shape in which it is kept: a view; None: there is none."""
         if self.buffers is None or not self.agreed or name not in self.buffers.slot_of:
             return self.state().get(("residual", name))
         slot = self.buffers.slot_of[name]

@@ -1,15 +1,15 @@
-"""Compute the norm of the combined gradient of a step, with and without what quantising it has added.
+"""Norm of the combined gradient of a step, with and without the noise that quantisation has added.
 
-Let m be the gradient that is combined exactly, ``s * (g_1 + ... + g_W)``, where s is 1/W for an average. A quantiser
-whose noise is d makes of each vector v one that is v on average, and whose square is ``(1 + d) |v|^2`` on average.
-Errors of ranks are independent. So the sum of what ranks send has on average the square ``|m|^2 + d1 s^2 G``, where G
-is ``|g_1|^2 + ... + |g_W|^2``, and what becomes of that in a second phase ``1 + d2`` times as much. With p what ranks
-read, ``|p|^2 / (1 + d2) - d1 s^2 G`` is then |m|^2 on average. G is in the headers of messages. Blocks are many, and
-their errors independent, so one step's estimate is close.
+Let m be the gradient that is combined exactly, ``s * (g_1 + ... + g_W)``, where s is 1/W for an average. A quantiser of
+noise d turns each vector v into one that is v on average, and whose square is ``(1 + d) |v|^2`` on average. Errors of
+ranks are independent. So the sum of the ranks' messages has on average the square ``|m|^2 + d1 s^2 G``, where G is
+``|g_1|^2 + ... + |g_W|^2``; after a second phase it is ``1 + d2`` times as much. With p the update that ranks read,
+``|p|^2 / (1 + d2) - d1 s^2 G`` is then |m|^2 on average. G is in the headers of messages. Blocks are many, and their
+errors independent, so one step's estimate is close.
 
-Rounding to the nearest level is not unbiased; where levels are many, the same holds of it. What a quantiser announces
-as its noise is that of normally distributed blocks. ``eden`` makes all blocks so; of ``int8``, ``int4`` and ``fp8`` the
-noise is small. Of ``qsgd`` and ``terngrad`` it depends on the blocks: with 2 bits the estimate may be off by a fifth.
+Rounding to the nearest level is biased, but with many levels the same holds. A quantiser's announced noise is that of
+normally distributed blocks. ``eden`` makes all blocks so; of ``int8``, ``int4`` and ``fp8`` the noise is small. Of
+``qsgd`` and ``terngrad`` it depends on the blocks: with 2 bits the estimate may be off by a fifth.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ NO_GRADIENT = (
 
 
 class GradientNorm:
-    """The squares of the combined gradient of the last step: equal on every rank to the bit."""
+    """Squares of the combined gradient of the last step: equal on every rank to the bit."""
 
     def __init__(self) -> None:
         self._exact: list[float | torch.Tensor] = []  # squares of tensors that were combined as they are, one each
         self._noisy: list[float | torch.Tensor] = []  # of those that were quantised
         self._noises: tuple[Noise, ...] = ()  # of their messages
-        self._unread: list[torch.Tensor] = []  # gradients of the last step, which nobody has asked about yet
-        self._is_wanted = False  # somebody has asked: from then on each step's are read at once
+        self._unread: list[torch.Tensor] = []  # gradients of the last step that were not read yet
+        self._is_wanted = False  # a norm was asked for: from then on each step's are read at once
         self._known = False
 
     def take(
         self, exact: Iterable[torch.Tensor], noisy: Iterable[torch.Tensor], noises: Sequence[Noise], *, may_hold: bool
     ) -> None:
-        """Look at the combined gradients of a step, which may be changed then. No device is waited for.
+        """Look at the combined gradients of a step, which may be changed afterwards. No device is waited for.
 
-        Without noise they are read only once somebody has asked for a norm: a pass over a gradient costs a step 1 %.
+        Without noise they are read only once a norm has been asked for: a pass over a gradient costs 1 % of a step.
 
-        ``exact``: contiguous tensors without noise; ``noisy``: those with the noise of ``noises``, a message each.
-        ``may_hold``: whether all of them lie in memory that stays; else none is held beyond this call.
+        ``exact``: contiguous tensors without noise; ``noisy``: those with the noise of ``noises``, one of each message.
+        ``may_hold``: whether all of them lie in memory that stays; else none is referred to after this call.
         """
         self._noises, self._known, self._unread = tuple(noises), True, list(exact)
         self._noisy = list(map(squares_of, noisy))
@@ -56,7 +56,7 @@ class GradientNorm:
             self._read()
 
     def _read(self) -> None:
-        """Read the gradients that have not been."""
+        """Compute the squares of the gradients that were not read yet."""
         self._exact, self._unread = list(map(squares_of, self._unread)), []
 
     def norm(self) -> float:
@@ -73,9 +73,9 @@ class GradientNorm:
         return math.sqrt(max(self._without_noise(), 0.0))
 
     def inflation(self) -> float:
-        """Return how many times that norm what ranks have read is; 1 before the first step.
+        """Return the ratio of the norm of the update that ranks have read to :meth:`norm`; 1 before the first step.
 
-        Infinite where gradients cancel, so that there is noise alone. Waits for a device.
+        Infinite where gradients cancel, so that only noise remains. Waits for a device.
         """
         if not self._noises:
             return 1.0
@@ -93,7 +93,7 @@ class GradientNorm:
 
 
 def _added(squares: Iterable[float | torch.Tensor]) -> float:
-    """Return the sum of ``squares``, in their order: `sum` adds in another way in newer versions of Python."""
+    """Return the sum of ``squares``, in their order: newer versions of Python's `sum` round differently."""
     total = 0.0
     for each in squares:
         total += float(each)

@@ -1,4 +1,4 @@
-"""Send gradients from where they lie, and write updates there: no memory of a model's size is needed."""
+"""Gradients that are sent from where they lie, and overwritten by updates: no memory of a model's size is needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agmerge.tensors.layout import Slot
 
 
 class GradientsInPlace:
-    """The gradients of one round that lie in no arena, and where their updates are written.
+    """Gradients of one round that lie in no arena, and where their updates are written.
 
     ``slots``: the numbers of the tensors that are sent so.
     """
@@ -27,10 +27,10 @@ class GradientsInPlace:
         return index in self._slots
 
     def hold(self, slot: Slot, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Return what is sent of a tensor, in its shape and contiguous; None: this rank has no gradient.
+        """Return the tensor to be sent, in its shape and contiguous; None: this rank has no gradient.
 
-        The update will be written over the gradient itself, if that is contiguous, of the tensor's dtype and nobody
-        else's, else into a tensor of its own. Called once a round for each tensor.
+        The update will be written over the gradient itself, if that is contiguous, of the tensor's dtype and shares its
+        memory with no other gradient; else into a new tensor. Called once a round for each tensor.
         """
         if gradient is None:
             return None
@@ -43,9 +43,10 @@ class GradientsInPlace:
         return gradient.detach().to(slot.lane.dtype).reshape(slot.shape).contiguous()
 
     def _takes(self, gradient: torch.Tensor) -> bool:
-        """Return whether no tensor that was held shares memory with this one, and remember where it lies.
+        """Return whether no other gradient here shares memory with this one, and record where it lies.
 
-        autograd gives one tensor to two parameters where a sum of views needs no other, perhaps on some ranks alone.
+        autograd gives one tensor to two parameters where the gradient of a sum needs no other, perhaps on some ranks
+        alone.
         """
         begins, ends = self._taken.setdefault(gradient.device, ([], []))
         span = gradient.numel()
@@ -73,5 +74,5 @@ class GradientsInPlace:
         return gradient if gradient is not None and gradient.stride() == stride else None
 
     def let_go(self) -> None:
-        """Hold on to no gradient: updates have been handed out, or nothing comes of the round."""
+        """Drop the references to gradients: updates have been handed out, or the round comes to nothing."""
         self._updates, self._strided, self._taken = {}, {}, {}

@@ -1,4 +1,4 @@
-"""``density="importance"``: the energy of gradients, and how many elements each tensor may send by it."""
+"""Energy of gradients for ``density="importance"``, and how many elements each tensor may send by it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SPREAD = 10.0  # a tensor's density is at most so many times the mean, and at le
 
 
 class GradientEnergy:
-    """Add up the squared L2 norms of this rank's gradients over the first steps, tensor by tensor."""
+    """Sums of the squared L2 norms of this rank's gradients over the first steps, tensor by tensor."""
 
     def __init__(self) -> None:
         self._sums: dict[int, torch.Tensor] = {}  # by slot, each on its gradient's device
 
     def add(self, slot: Slot, gradient: torch.Tensor | None) -> None:
-        """Take in a gradient that is ready. Nothing waits for the device."""
+        """Add the squared norm of a gradient that is ready. Nothing waits for the device."""
         if gradient is not None:
             square = torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
             self._sums[slot.index] = square + self._sums[slot.index] if slot.index in self._sums else square

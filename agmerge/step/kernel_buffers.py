@@ -1,4 +1,4 @@
-"""Hold what kernels keep beside merge buffers, from step to step, while the plan stays as it is."""
+"""Scratch memory of kernels for merge buffers, kept from step to step while the plan stays as it is."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from sparsifiers.gpu import LargestKey, Scratch, is_fused
 
 
 class KernelBuffers:
-    """Hold scratch for what is selected from, and the largest keys that were written, both made when first asked for.
+    """Scratch memory of segments that are selected from, and largest written keys, both made when first needed.
 
-    ``messages``: of each merge buffer, by the plan. ``compressor``: whose sparsifier may have kernels.
+    ``messages``: of each merge buffer, by the plan. ``compressor``: its sparsifier may have kernels.
     """
 
     def __init__(self, messages: Sequence[Sequence[Message]], compressor: Compressor) -> None:
@@ -30,7 +30,7 @@ class KernelBuffers:
         self._largest: dict[tuple[int, torch.device], LargestKey] = {}  # by merge buffer and device
 
     def scratch(self, segment: Segment) -> Scratch | Candidates | None:
-        """Return what kernels keep beside a segment that is selected from; None: kernels do not select from it."""
+        """Return the scratch memory of a segment that is selected from; None: no kernel selects from it."""
         lane, key = segment.lane, segment.key
         on_device = self._selects and lane.on_device and is_fused(lane.device)
         on_host = self._takes_candidates and not lane.on_device and kernel.available()
@@ -42,7 +42,7 @@ class KernelBuffers:
         return self._scratch[key]
 
     def notes(self, slot: Slot) -> TensorNotes | None:
-        """Return what notes the largest of a tensor's ``work`` when that is written, on the host; None: nothing does.
+        """Return the notes of a tensor's largest elements, written along with ``work`` on the host; None: no notes.
 
         A tensor may lie in several segments.
         """
@@ -65,7 +65,7 @@ class KernelBuffers:
                 yield slot.index, TensorNotes(found)
 
     def scratch_of(self, buffer: int, lane: Lane) -> Scratch | None:
-        """Return what :meth:`scratch` does of all that a merge buffer has of a lane; None, too, if that is in parts."""
+        """Return :meth:`scratch` of all that a merge buffer has of a lane; None, too, if that is several segments."""
         parts = [
             (segment, selected)
             for message in self._messages[buffer]
@@ -76,7 +76,7 @@ class KernelBuffers:
         return found if isinstance(found, Scratch) else None
 
     def largest(self, buffer: int, device: torch.device) -> LargestKey:
-        """Return what kernels raise that write the tensors of a merge buffer on a device."""
+        """Return the largest key of a merge buffer on a device, raised by the kernels that write its tensors."""
         if (buffer, device) not in self._largest:
             self._largest[buffer, device] = LargestKey(device)
         return self._largest[buffer, device]

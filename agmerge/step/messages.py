@@ -1,4 +1,4 @@
-"""Make the messages of each merge buffer of a plan: pure, the same on every rank."""
+"""Messages of each merge buffer of a plan: a pure function, the same on every rank."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ def messages_of(
     """Return the messages of each merge buffer.
 
     Args:
+
         plan: of the tensors in ``layout``, in its order.
         layout: where they lie.
-        exchanges: who carries each kind of lane that there is; ``Kind.DENSE``, too, what goes dense by the plan.
-        workers: between which messages are exchanged.
-        ordered: sums are in rank order, whatever the plan: what is sent whole does not ride with others.
+        exchanges: by kind of lane; that of ``Kind.DENSE`` also serves merge buffers that the plan sends dense.
+        workers: the number of ranks that exchange messages.
+        ordered: sums are in rank order, whatever the plan: dense tensors do not share messages with others.
     """
     ride = [kind for kind, each in exchanges.items() if each.carries_dense and not ordered]
     mixes_lanes = all(each.mixes_lanes for each in exchanges.values())
@@ -52,7 +53,7 @@ def messages_of(
 def _carrier(
     exchanges: Mapping[Kind, Exchange], group: Sequence[Segment], goes_dense: bool, ride: Collection[Kind]
 ) -> Exchange:
-    """Return who carries a message of these segments."""
+    """Return the exchange for a message of these segments."""
     kind = group[0].lane.kind
     if kind is Kind.DENSE and not goes_dense and all(routing.goes_quantised(segment, ride) for segment in group):
         kind = Kind.QUANTISED
@@ -60,9 +61,9 @@ def _carrier(
 
 
 def presparsified(messages: list[list[Message]], plan: merging.Plan) -> dict[int, Segment]:
-    """Return, by slot, its own segment, if it is selected from before it is merged.
+    """Return, by slot, the segment of each tensor that is selected from before it is merged.
 
-    In parts, each is when its turn comes.
+    Where messages are split, each slice is selected from when it is sent, and is not listed.
     """
     found: dict[int, Segment] = {}
     for row, way, parts in zip(messages, ways(plan), plan.parts, strict=True):

@@ -1,7 +1,7 @@
-"""Decide what all ranks do about gradients that are infinite or NaN: the same, at the same step.
+"""Common decision of all ranks about gradients that are infinite or NaN, at the same step.
 
-That is once all messages of a step are here. Until ``step()`` nothing of an attempt is kept, so there is little to
-undo.
+It is made once all messages of a step have arrived. Nothing of an attempt is kept before ``step()``, so there is little
+to undo.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ GIVEN_UP = (
 
 
 def resolve_nonfinite(attempt: Round) -> AGMergeError | None:
-    """Collective. Decide about an attempt in which a rank has found a gradient that is not finite, or has given it up.
+    """Collective. Decide about an attempt in which a rank has found an infinity or NaN, or has given up.
 
-    Either all updates become infinite, so that every GradScaler backs off, and None is returned; or there is an error,
-    the same on every rank, for the caller to raise. With every gradient finite, nothing happens.
+    Either all updates become infinite, so that every GradScaler backs off, and None is returned; or the result is an
+    error, the same on every rank, for the caller to raise. With every gradient finite, nothing happens.
     """
     if not attempt.nonfinite:
         return None
@@ -70,5 +70,5 @@ def resolve_nonfinite(attempt: Round) -> AGMergeError | None:
 
 
 def _described(names_by_rank: Iterable[list[str]]) -> str:
-    """Say which rank has found which parameters."""
+    """Return a text that names the parameters that each rank has found."""
     return "; ".join(f"rank {rank}: {and_more(names)}" for rank, names in enumerate(names_by_rank) if names)

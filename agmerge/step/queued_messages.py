@@ -1,7 +1,7 @@
-"""Bring to the host, in one wait, what all ranks say in the messages of a round that lie on devices.
+"""Headers of a round's messages on devices, brought to the host in one wait.
 
-Until then these are waited for, and their updates written, on their devices alone: the host only queues that. Nothing
-of it is visible, for an update becomes a gradient only after all headers were checked.
+Until then only the devices wait for the messages and write their updates: the host merely queues that. No result is
+visible, for an update becomes a gradient only after all headers were checked.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from agmerge.exchanges.host_copies import HostCopies
 
 
 def said_by_all(messages: Iterable[InFlight], timeout: float) -> dict[int, list[torch.Tensor]]:
-    """Return what :meth:`Exchange.read` is given of each message, on the host, by the message's ``id``.
+    """Return the tensors that :meth:`Exchange.read` takes for each message, on the host, by the message's ``id``.
 
-    ``messages``: in plan order, each with all of ``said``. Their devices wait for them already; this is where the host
-    does, and where it keeps the deadline: raises :class:`agmerge.CollectiveTimeout` after ``timeout`` seconds, which
-    names the first message that is missing.
+    ``messages``: in plan order, each with all of ``said``. Their devices wait for them already; here the host waits,
+    with the deadline: raises :class:`agmerge.CollectiveTimeout` after ``timeout`` seconds, which names the first
+    missing message.
     """
     by_device: dict[torch.device, list[InFlight]] = {}
     for message in messages:

@@ -1,7 +1,7 @@
-"""Exchange the gradients of one step, once: tensors in, messages out in plan order, updates back.
+"""Exchange of the gradients of one step, once: tensors in, messages out in plan order, updates back.
 
-Until every message of the first merge buffer is known, nothing that a round writes is visible: gradients and residuals
-are as they were, so a round can be discarded and repeated after a new agreement.
+Until every message of the first merge buffer has arrived, nothing that a round writes is visible: gradients and
+residuals are as they were, so a round can be discarded and repeated after a new agreement.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from agmerge.tensors.layout import Segment, Slot
 from agmerge.tensors.nonfinite import NonFiniteGuard
 from sparsifiers import Kind, Selection, Sparsifier
 
-# Asked for a tensor that nobody has handed over, by name.
+# Called with the name of a tensor that was not handed over.
 GradientOf = Callable[[str], "torch.Tensor | Difference | None"]
 SentMessage = tuple[Message, InFlight]
 
@@ -33,14 +33,14 @@ SentMessage = tuple[Message, InFlight]
 class Round:
     """Make one attempt at step ``step`` with ``buffers``.
 
-    1. :meth:`add` takes each tensor's gradient as it becomes ready, and sends every merge buffer that is complete.
-    2. :meth:`receive` takes the tensors that are missing, waits for every message and writes the updates.
-    3. :meth:`undo` undoes what sparsifiers remember of an attempt that comes to nothing.
+    1. :meth:`add` accumulates each tensor's gradient as it becomes ready, and sends every complete merge buffer.
+    2. :meth:`receive` adds the tensors that are missing, waits for every message and writes the updates.
+    3. :meth:`undo` restores the sparsifiers' state of before an attempt that comes to nothing.
 
-    ``dirty``: this rank's parameters are no longer those of ``buffers``. It sends what the plan asks for, but
-    empty, and says so in every message; then all ranks discard the attempt. ``flags``: what else it says in every
-    message, see :class:`Flag`. ``due``: the numbers of the merge buffers that are exchanged, the same on every rank;
-    None: all of them. ``clock``: what the round is measured by; None: that of ``buffers``.
+    ``dirty``: this rank's parameters are no longer those of ``buffers``. It sends the plan's messages, but empty, and
+    flags it in each; then all ranks discard the attempt. ``flags``: further flags of every message, see :class:`Flag`.
+    ``due``: the numbers of the merge buffers that are exchanged, the same on every rank; None: all of them. ``clock``:
+    what the round is measured by; None: that of ``buffers``.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Round:
     ) -> None:
         self.buffers, self.step, self.totals, self.dirty = buffers, step, totals, dirty
         self.flags, self._due = flags, due
-        self.flags_of_all = 0  # what all ranks say together, once the first merge buffer is there
+        self.flags_of_all = 0  # flags of all ranks, once the first merge buffer has arrived
         self.used = [False] * len(buffers.layout.slots)  # by slot: any rank has a gradient, once all of them are there
         self.nonfinite = False  # a rank has found a gradient that is not finite: nothing of this may be kept
         self.noises: list[Noise] = []  # of the updates that messages have brought
@@ -67,13 +67,13 @@ class Round:
         self._added: dict[int, bool] = {}  # by slot: whether there was a gradient
         self._batches = Batches(buffers, self.guard)
         self._offers: dict[int, Selection] = {}  # by slot, of tensors that are sparsified ahead
-        self._is_prepared: set[int] = set()  # slots that were prepared when their gradient was added up
-        self._has_moved: set[int] = set()  # slots whose gradient was then copied to where the update will be
+        self._is_prepared: set[int] = set()  # slots that were prepared while they were accumulated
+        self._has_moved: set[int] = set()  # slots whose gradient moved to its update's place meanwhile
         self._in_flight: list[list[SentMessage]] = []  # per merge buffer that was sent
-        # Of each message, what is in the totals already: bytes, elements, and bytes by codec.
+        # By message: bytes, elements, and bytes by codec that are in the totals already.
         self._counted: dict[int, tuple[int, int, Mapping[str, int]]] = {}
-        self._arrived = 0  # merge buffers whose messages are known to be here
-        self._known = buffers.config.compressor.snapshot()  # what it remembers, before this attempt
+        self._arrived = 0  # merge buffers whose messages are known to have arrived
+        self._known = buffers.config.compressor.snapshot()  # its state before this attempt
 
     def _is_due(self, buffer: int) -> bool:
         return self._due is None or buffer in self._due
@@ -97,13 +97,13 @@ class Round:
             if not self.used[slot.index]:
                 yield slot
 
-    # -- 1. gradients come --------------------------------------------------------------------------------------
+    # -- 1. gradients -------------------------------------------------------------------------------------------
 
     def add(self, slot: Slot, gradient: torch.Tensor | None, *, stays: bool = False) -> torch.Tensor | None:
-        """Collective. Take the gradient of one tensor (None: it has none), and send what is complete now.
+        """Collective. Accumulate the gradient of one tensor (None: it has none), and send complete merge buffers.
 
-        Returns what its owner should hold in its place until the round has ended: the same numbers. With ``stays`` that
-        is the gradient itself.
+        Returns the tensor that the caller should use in its place until the round has ended: the same numbers. With
+        ``stays`` that is the gradient itself.
         """
         if not self._added:
             self.recorder.begin()
@@ -116,7 +116,7 @@ class Round:
         return held
 
     def add_all(self, gradient_of: GradientOf) -> None:
-        """Collective. Take the tensors that are missing, asking for each by name, and send everything."""
+        """Collective. Accumulate the missing tensors, calling ``gradient_of`` for each, and send everything."""
         for slot in self.slots():
             if slot.index not in self._added:
                 if not self._added:
@@ -137,18 +137,20 @@ class Round:
         self.recorder.resumed()
 
     def _on_gradient(self, slot: Slot, gradient: torch.Tensor | Difference | None, moves: bool) -> None:
-        """Take this rank's own gradient of a tensor. ``moves``: it may go to where the update will be, see `_moved`."""
+        """Process this rank's own gradient of a tensor. ``moves``: it may move to its update's place, see `_moved`."""
         self._accumulate(slot, gradient, moves)
 
     def _moved(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
-        """Return what to hold in a gradient's place."""
+        """Return the tensor to use in a gradient's place: its copy where the update will be, or itself."""
         if slot.index in self._has_moved:
             return self.buffers.arena_of[slot.index].gradients[slot.index]
         return self.buffers.arena_of[slot.index].move_to_update(slot, gradient)
 
     def _accumulate(self, slot: Slot, gradient: torch.Tensor | Difference | None, moves: bool) -> None:
-        """Write ``work = residual + gradient``. What is not finite is left out again: the attempt comes to nothing, and
-        figures, sparsifiers and codecs have nothing to do with it."""
+        """Write ``work = residual + gradient``, without gradients that are not finite.
+
+        The attempt then comes to nothing; figures, sparsifiers and codecs must not see infinities.
+        """
         if self.dirty:
             return
         if slot.index in self.buffers.in_place:
@@ -171,7 +173,7 @@ class Round:
             self.buffers.budgets.energy.add(slot, gradient.tensor() if isinstance(gradient, Difference) else gradient)
 
     def _prepare_in_place(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> None:
-        """Prepare a tensor from where its gradient lies: its lane holds nothing."""
+        """Prepare a tensor from where its gradient lies: its lane has no residual."""
         gradient = gradient.tensor() if isinstance(gradient, Difference) else gradient
         values = self.buffers.in_place.hold(slot, gradient)
         finite = self.buffers.prepared[slot.index].prepare(slot, values, self.step)
@@ -180,7 +182,7 @@ class Round:
             self.guard.inspect(slot, values, finite)
 
     def _add_and_prepare(self, slot: Slot, moves: bool) -> Add | None:
-        """Return what adds a tensor's gradient up and prepares it in the same pass; None: nothing does.
+        """Return a function that accumulates a tensor and prepares it in the same pass; None: there is none.
 
         It also moves the gradient, if that ``moves``.
         """
@@ -201,17 +203,17 @@ class Round:
     # -- messages leave -------------------------------------------------------------------------------------------
 
     def _send_complete(self, slot: Slot) -> None:
-        """Send what is complete, now that ``slot`` has come."""
+        """Send complete merge buffers, now that ``slot`` has been added."""
         self._prepare(slot)
         while (buffer := len(self._in_flight)) < len(self._missing) and self._missing[buffer] == 0:
             self.recorder.mark(buffer)
             self._send(buffer)
 
     def _drain(self) -> None:
-        """Leave no message that has not been started: every tensor has come."""
+        """Start all messages that are left: every tensor has been added. Here none is left."""
 
     def _prepare(self, slot: Slot) -> None:
-        """Do what can be done of a tensor's message before the others of its merge buffer are there."""
+        """Begin a tensor's message before the other tensors of its merge buffer are ready: select, or prepare."""
         segment = self.buffers.presparsified.get(slot.index)
         if segment is not None and slot.index not in self.buffers.batched:
             self._offers[slot.index] = self._select(segment)
@@ -220,7 +222,7 @@ class Round:
             exchange.prepare(slot, self.buffers.arena_of[slot.index].work_of(slot), self.step)
 
     def _send(self, buffer: int) -> None:
-        """Start one message after the other: the next is selected and encoded while the one before travels."""
+        """Start the messages of a merge buffer in turn: one is selected and encoded while the one before travels."""
         if not self._is_due(buffer):
             self._in_flight.append([])
             return
@@ -248,9 +250,9 @@ class Round:
     def _load(self, segment: Segment) -> SegmentBuffers:
         load = self.buffers.load(segment)
         if segment.slots[0].index in self.buffers.in_place:
-            return load  # nobody reads its work
+            return load  # its work is not read
         if self.dirty and self.buffers.arenas[segment.lane].in_place:
-            # Its gradients may lie there, views of the last updates, and are needed again once ranks have agreed anew.
+            # Its gradients may lie there, views of the last updates, and are needed once ranks have agreed again.
             load = replace(load, work=torch.zeros_like(load.work))
         return load
 
@@ -259,7 +261,7 @@ class Round:
         return RoundHeader(self.step, self.buffers.fingerprint, buffer, flags, used, self.guard.finite_on(device))
 
     def _offer(self, segment: Segment) -> Selection:
-        """Return what is sent of a segment that is selected from."""
+        """Return the selection of a segment, made ahead or now."""
         return self._offers.pop(segment.slots[0].index, None) or self._select(segment)
 
     def _select(self, segment: Segment) -> Selection:
@@ -273,7 +275,7 @@ class Round:
         return sparsifier.select(work, k=k, key=segment.key, step=self.step, shapes=shapes, scratch=scratch)
 
     def _poll(self) -> None:
-        """See what has arrived: without it, nothing would be known of exchanges that backward hides.
+        """Record which messages have arrived: the ends of hidden exchanges could not be timed otherwise.
 
         Second phases of later merge buffers do not wait for earlier ones, which other exchanges may carry.
         """
@@ -288,7 +290,7 @@ class Round:
             self._arrived += 1
 
     def _count_bytes(self, in_flight: InFlight) -> None:
-        """Put into the totals what is new of a message: some go on sending after their start."""
+        """Add a message's new bytes and elements to the totals: some messages go on sending after their start."""
         size, elements, codecs = self._counted.get(id(in_flight), (0, 0, {}))
         if (in_flight.bytes, in_flight.elements) != (size, elements):
             new = {what: count - codecs.get(what, 0) for what, count in in_flight.codecs.items()}
@@ -296,10 +298,10 @@ class Round:
             self.totals.sent(in_flight.bytes - size, in_flight.elements - elements, by_codec)
             self._counted[id(in_flight)] = (in_flight.bytes, in_flight.elements, dict(in_flight.codecs))
 
-    # -- 2. updates come back -------------------------------------------------------------------------------------
+    # -- 2. updates -----------------------------------------------------------------------------------------------
 
     def receive(self, gradient_of: GradientOf) -> bool:
-        """Collective. Take the tensors that are missing, wait for every message, and write every update.
+        """Collective. Add the missing tensors, wait for every message, and write every update.
 
         Returns False, with nothing written, where the attempt has to be repeated after a new agreement.
         """
@@ -311,7 +313,7 @@ class Round:
             self.let_go()
 
     def _receive(self) -> bool:
-        """Collective. Do what :meth:`receive` does, once all messages are on their way."""
+        """Collective. Wait for all messages and write every update; return the result of :meth:`receive`."""
         said = self._queue()
         agreed = is_first = True
         for buffer, messages in enumerate(self._in_flight):
@@ -320,7 +322,7 @@ class Round:
             is_queued = id(messages[0][1]) in said
             headers = self._headers_said(messages, said) if is_queued else self._headers_waited_for(buffer, messages)
             for _, in_flight in messages:
-                self._count_bytes(in_flight)  # what has been sent since it was started
+                self._count_bytes(in_flight)  # bytes sent since its start
             self._poll()
             for header in headers:
                 self.nonfinite |= bool(header.flags & Flag.NONFINITE)
@@ -339,18 +341,18 @@ class Round:
         return agreed
 
     def _headers_said(self, messages: Sequence[SentMessage], said: dict[int, list[torch.Tensor]]) -> list[RoundHeader]:
-        """Return what all ranks say in a merge buffer's messages, which are queued. ``said``: of :meth:`_queue`."""
+        """Return the headers of a merge buffer's queued messages. ``said``: the result of :meth:`_queue`."""
         return [message.exchange.read(in_flight, said[id(in_flight)]) for message, in_flight in messages]
 
     def _headers_waited_for(self, buffer: int, messages: Sequence[SentMessage]) -> list[RoundHeader]:
-        """Collective. Wait for a merge buffer's messages, and return what all ranks say in them."""
+        """Collective. Wait for a merge buffer's messages, and return their headers."""
         self.recorder.mark(buffer)
         headers = [message.exchange.wait(in_flight) for message, in_flight in messages]
         self.recorder.mark(buffer)
         return headers
 
     def _take(self, messages: Sequence[SentMessage], headers: Sequence[RoundHeader], is_queued: bool) -> None:
-        """Collective. Write the updates of a merge buffer's messages, unless devices do, and note who is used."""
+        """Collective. Write the updates of a merge buffer's messages, unless devices do, and record used tensors."""
         for (message, in_flight), header in zip(messages, headers, strict=True):
             if not self.nonfinite and not is_queued:
                 message.exchange.finish(in_flight)
@@ -360,10 +362,10 @@ class Round:
                 self.used[slot.index] |= used
 
     def _queue(self) -> dict[int, list[torch.Tensor]]:
-        """Collective. Queue all that devices can do with what arrives, and wait for what all ranks say in it.
+        """Collective. Queue all device work on arriving messages, and return the headers' tensors, for which it waits.
 
-        That is returned by the ``id`` of the message. Of a merge buffer all messages are queued, or none is. Should the
-        attempt have to be repeated, its gradients do not lie where updates were written: see :meth:`add`.
+        They are by the ``id`` of the message. Of a merge buffer all messages are queued, or none is. Should the attempt
+        have to be repeated, its gradients do not lie where updates were written: see :meth:`add`.
         """
         queued = []
         for buffer, messages in enumerate(self._in_flight):
@@ -379,17 +381,17 @@ class Round:
         return said_by_all(queued, self.buffers.config.timeout)
 
     def has_update(self, slot: Slot) -> bool:
-        """Return whether a tensor has an update: a rank used it, or something of earlier steps was sent."""
+        """Return whether a tensor has an update: a rank used it, or a residual of it was sent."""
         return self.used[slot.index] or (not self.nonfinite and self.buffers.left_over(slot))
 
-    # -- 3. or nothing comes of it ----------------------------------------------------------------------------------
+    # -- 3. an attempt that fails -----------------------------------------------------------------------------------
 
     def let_go(self) -> None:
-        """Let what is done on devices from now on come behind this round, which then needs nothing to stay there."""
+        """Make device work queued from now on wait for this round, and drop the round's references to gradients."""
         self.buffers.side.join()
         self._batches.let_go()
 
     def undo(self) -> None:
-        """Make the compressor remember what it did before this attempt. Residuals are as they were anyway."""
+        """Restore the compressor's state of before this attempt. Residuals are unchanged anyway."""
         self.let_go()
         self.buffers.config.compressor.load_state_dict(self._known)

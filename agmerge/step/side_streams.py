@@ -1,4 +1,4 @@
-"""Queue what an exchange does on devices beside what the script does there, and in order with it."""
+"""Side streams, in which an exchange works on devices beside the script's work and in order with it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from agmerge.backends.streams import Streams, streams_of
 
 
 class SideStreams:
-    """Hold one stream for each device, in which all that an exchange does there is queued: backward goes on beside it.
+    """One stream for each device, in which all device work of an exchange is queued: backward goes on beside it.
 
-    A gradient may be ready in any stream: :meth:`note` it there, then do :meth:`within` what reads it. Whoever reads
-    what was written within, or lets go of what is read there, has to :meth:`join` first. Without devices, or where
-    their streams are not known, all of this does nothing.
+    A gradient may be ready in any stream: :meth:`note` it there, then queue its readers :meth:`within`. Before results
+    are read, or tensors freed that are read within, :meth:`join` is required. Without devices, or where their streams
+    are not known, all methods do nothing.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -26,15 +26,15 @@ class SideStreams:
         self._noted: dict[torch.device, list[Any]] = {device: [] for device in self._kinds}  # streams, since `within`
 
     def note(self, device: torch.device) -> None:
-        """Remember the stream that this thread queues into now: what is ready in it will be read."""
+        """Record the stream that this thread queues into now: tensors that are ready in it will be read."""
         kind = self._kinds.get(device)
         if kind is not None and (stream := kind.current(device)) not in self._noted[device]:
             self._noted[device].append(stream)
 
     def follow(self) -> None:
-        """Let what is queued within from now on wait for the streams that were noted, and for this thread's own.
+        """Make work queued within from now on wait for the noted streams, and for this thread's own.
 
-        Also before what was allocated within is let go of: others may have read it.
+        Also before memory that was allocated within is freed: other streams may have read it.
         """
         for device, kind in self._kinds.items():
             self.note(device)
@@ -43,7 +43,7 @@ class SideStreams:
                 kind.wait(self._side[device], kind.record(stream))
 
     def within(self) -> AbstractContextManager[None]:
-        """Let this thread queue into the side streams, see :meth:`follow`."""
+        """Make this thread queue into the side streams inside the context, after :meth:`follow`."""
         return self._within() if self._kinds else nullcontext()
 
     @contextmanager
@@ -55,6 +55,6 @@ class SideStreams:
             yield
 
     def join(self) -> None:
-        """Let what this thread queues from now on wait for all that was queued within. The host does not wait."""
+        """Make work that this thread queues from now on wait for all that was queued within. The host does not wait."""
         for device, kind in self._kinds.items():
             kind.wait(kind.current(device), kind.record(self._side[device]))

@@ -1,4 +1,4 @@
-"""Make an attempt at a step in which a node's shards are exchanged, and not the gradients of each rank."""
+"""Attempt at a step in which nodes exchange shards of their sums, and not the gradients of each rank."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from agmerge.tensors.nonfinite import is_finite
 class TwoLevelRound(Round):
     """Make a round with one stage before accumulation.
 
-    A merge buffer that is complete is added up inside the node; when that has arrived, each rank accumulates its
-    shards, selects from them and sends them to its fellows on the other nodes. That is looked for at every gradient
-    that comes and, at last, waited for, in plan order on each of the two communicators. What is not overlapped: the
-    updates of a node's shards are handed round once all of them are there.
+    A complete merge buffer is summed inside the node; when that sum has arrived, each rank accumulates its shards,
+    selects from them and sends them to its peers on the other nodes. Arrivals are checked at every gradient and waited
+    for at the end, in plan order on each of the two communicators. Not overlapped: the updates of a node's shards are
+    gathered once all of them have arrived.
 
-    A rank with another membership makes its whole node dirty: its gradients are in the node's sums. One that has found
-    what is not finite tells its node, and each rank of that the other nodes. What a node's sum makes of finite
-    gradients (it may overflow) its ranks cannot tell each other any more: that is sent, and not kept.
+    A rank with another membership makes its whole node dirty: its gradients are in the node's sums. A rank that has
+    found an infinity or NaN announces it to its node, and each rank of the node to the other nodes. Where finite
+    gradients overflow in a node's sum, its ranks cannot tell each other any more: that is sent, and not kept.
     """
 
     def __init__(self, buffers: MergeBuffers, step: int, totals: Totals, **options: Any) -> None:
-        """Take the arguments of :class:`Round`, but for ``due``: a node adds up all of its merge buffers."""
+        """Store the arguments of :class:`Round`, without ``due``: a node adds up all of its merge buffers."""
         super().__init__(buffers, step, totals, **options)
         assert self.whole
         assert isinstance(buffers.updates, NodeShards)
         self._shards = buffers.updates
-        self._summed: list[RoundHeader] = []  # by merge buffer: what this rank said when the node began to add it up
-        self._overflowed: list[Slot] = []  # on the host, whose node sum is not finite
+        self._summed: list[RoundHeader] = []  # by merge buffer: this rank's header in the node's sum
+        self._overflowed: list[Slot] = []  # on the host, with a node sum that is not finite
 
     def _on_gradient(self, slot: Slot, gradient: torch.Tensor | Difference | None, moves: bool) -> None:
         gradient = gradient.tensor() if isinstance(gradient, Difference) else gradient
@@ -80,7 +80,7 @@ class TwoLevelRound(Round):
         buffer = len(self._in_flight)
         header = self._shards.wait(buffer, self._summed[buffer])
         self.dirty = self.dirty or bool(header.flags & Flag.REPLAN)
-        self.flags |= header.flags & ~(Flag.REPLAN | Flag.NONFINITE)  # between nodes it says what its node says
+        self.flags |= header.flags & ~(Flag.REPLAN | Flag.NONFINITE)  # between nodes it has the flags of its node
         if header.flags & Flag.NONFINITE:
             self.guard.peer_found()
         for slot, used in zip(self._slots(buffer), header.used, strict=True):
@@ -90,14 +90,14 @@ class TwoLevelRound(Round):
         self._send(buffer)
 
     def receive(self, gradient_of: GradientOf) -> bool:
-        """Collective. See :meth:`Round.receive`; what is not finite of a node's sums is dropped before it is kept."""
+        """Collective. Receive as :meth:`Round.receive` does, then set infinities that are to be kept to 0."""
         agreed = super().receive(gradient_of)
         if agreed and not self.nonfinite:
             if self.noises:
                 self.noises = self._of_all_shards(self.noises)
             for arena in self.buffers.arenas.values():
-                # A device is not asked first. The momentum of an average is the same on all ranks, and so is what is
-                # dropped of it.
+                # A device is not asked first. The momentum of an average is equal on all ranks, and so are the elements
+                # that are set to 0 in it.
                 if arena.work.device.type != "cpu" or arena.memory.averages:
                     arena.drop_nonfinite()
             for slot in self._overflowed:
@@ -105,7 +105,7 @@ class TwoLevelRound(Round):
         return agreed
 
     def _of_all_shards(self, noises: Sequence[Noise]) -> list[Noise]:
-        """Collective. Return the noise of all shards of this node, from that of this rank's own."""
+        """Collective. Return the noise of all shards of this node, added up from that of each rank's own shard."""
         own = in_rank_order(torch.stack([noise.squares for noise in noises]))
         squares, size = self._shards.add_up(own)
         self.totals.sent(size, 0)

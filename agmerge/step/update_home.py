@@ -1,7 +1,7 @@
-"""Say where the updates of whole tensors lie: in the arenas or over gradients, where every rank holds whole tensors.
+"""Places of the updates of whole tensors: in the arenas, or over gradients, where every rank has whole tensors.
 
 With ``exchange="two-level"`` a :class:`agmerge.exchanges.node_shards.NodeShards` takes the place of :class:`InArenas`:
-there a rank's arenas hold shards, and whole updates are gathered inside the node.
+there a rank's arenas have shards, and whole updates are gathered inside the node.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from agmerge.tensors.layout import Lane, Slot
 
 
 class InArenas:
-    """Find updates where they were written. ``arena_of``: the arena of each slot."""
+    """Updates that are found where they were written. ``arena_of``: the arena of each slot."""
 
     def __init__(self, arena_of: Sequence[Arena]) -> None:
         self._arena_of = arena_of
-        self.in_place = GradientsInPlace()  # those that lie in no arena
+        self.in_place = GradientsInPlace()  # gradients and updates that lie in no arena
 
     def rebuild(self, bounds: Sequence[tuple[int, int]]) -> None:
-        """Follow a plan whose merge buffers are tensors ``start`` to ``stop``: nothing depends on it here."""
+        """Do nothing: unlike those of :class:`NodeShards`, these updates do not depend on the plan's merge buffers."""
 
     def of(self, slot: Slot) -> torch.Tensor:
         """Return the update of a tensor, in C order: a view."""
@@ -32,5 +32,5 @@ class InArenas:
         return self._arena_of[slot.index].gradients[slot.index]
 
     def gather(self, arenas: Mapping[Lane, Arena]) -> int:
-        """Return 0, the bytes handed over: updates are whole already."""
+        """Return 0, the bytes sent: updates are whole already."""
         return 0
