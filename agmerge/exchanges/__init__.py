@@ -3,8 +3,8 @@
 ``base``: what an exchange is; ``multi_round``: one of several rounds. ``dense``, ``sparse``, ``masked`` (with
 ``mask_votes``), ``oktopk/``, ``low_rank/`` and ``reduce_scatter`` are the exchanges; ``all_reduce``: sums that
 several need.
-``node_shards``: the stage inside a node. ``message/``: what a message looks like. ``routing`` and ``splitting``: which
-segments of a merge buffer share one; ``way``: what a plan says of that. ``traffic``: what exchanges move.
+``node_shards``: the stage inside a node. ``message/``: the format of a message. ``routing`` and ``splitting``: which
+segments of a merge buffer share one; ``way``: the send mode of a merge buffer. ``traffic``: the bytes that are moved.
 
 May import backends/, tensors/ and the package ``sparsifiers``.
 """

@@ -1,4 +1,4 @@
-"""Add up over ranks: an all-reduce, as the backend adds or in rank order."""
+"""All-reduces: sums over ranks, added as the backend does or in rank order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LARGE = 1 << 18  # elements from which on a segment is not copied: the all-reduc
 
 @dataclass
 class Sum:
-    """Hold a sum over all ranks that is under way."""
+    """Sum over all ranks that is under way: its buffers and its first collective."""
 
     message: torch.Tensor  # 1-D, summed in place
     received: torch.Tensor | None  # in rank order: this rank's shard of every rank's message, one after the other
@@ -23,7 +23,7 @@ class Sum:
 
 
 def start(comm: Backend, message: torch.Tensor, received: torch.Tensor | None, name: str) -> Sum:
-    """Collective. Begin to add ``message``, 1-D, up over all ranks; in rank order with ``received``, of its length.
+    """Collective. Start the sum of ``message``, 1-D, over all ranks; in rank order with ``received``, of its length.
 
     Their length is then a multiple of ``comm.size``. In rank order the sum of an element does not depend on its place.
     """
@@ -38,7 +38,7 @@ def start(comm: Backend, message: torch.Tensor, received: torch.Tensor | None, n
 def wait(
     comm: Backend, under_way: Sum, timeout: float, wide: torch.dtype | None = None, *, on_stream: bool = False
 ) -> None:
-    """Collective. Return when the sum is in place; ``on_stream``: at once, for what is queued then comes behind it.
+    """Collective. Wait until the sum is in place; ``on_stream``: make the device's stream wait, and return at once.
 
     In rank order it is added in ``wide`` and rounded once (None: float32 for 16 bits, else the message's own dtype).
     """

@@ -1,9 +1,8 @@
-"""Say what an exchange is: ``start`` sends, ``wait`` receives, ``finish`` writes the update.
+"""Contract of an exchange: ``start`` sends, ``wait`` receives, ``finish`` writes the update.
 
-An exchange never touches a residual. It calls ``commit`` with this rank's part of the update as soon as that
-part is known: at the start where what is sent is what counts (dense, sparse), in ``finish`` where the ranks
-decide together (a global threshold, an agreed mask, low-rank factors). Conservation holds for every exchange
-by construction.
+An exchange never touches a residual. It calls ``commit`` with this rank's contribution to the update as soon as that
+is known: in ``start`` where it is the sent values (dense, sparse), in ``finish`` where the ranks decide together (a
+global threshold, an agreed mask, low-rank factors). Conservation holds for every exchange by construction.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ from agmerge.tensors.arena import Unwritten, Write
 from agmerge.tensors.layout import Segment, Slot
 from sparsifiers import Kind, Quantiser, Selection
 
-# commit(segment, indices, sent) takes this rank's part of the update off the segment's work: work[indices] -= sent.
-# indices: int32 or int64, (n,), or None: of all its elements. sent: (n,), or None: all there is, as it is.
+# commit(segment, indices, sent) subtracts this rank's contribution from the segment's work: work[indices] -= sent.
+# indices: int32 or int64, (n,), or None: all its elements. sent: (n,), or None: all of work, as it is.
 Commit = Callable[[Segment, "torch.Tensor | None", "torch.Tensor | Unwritten | None"], None]
 
-# take(segment, write) has what is offered of a segment written to its message as it is, and taken off the segment's
-# work in the same pass. Returns False, with nothing done, where that takes two.
+# take(segment, write) has the selected values of a segment written to its message unrounded, and subtracts them from
+# the segment's work in the same pass. Returns False, with nothing done, where that takes two passes.
 Take = Callable[[Segment, Write], bool]
 
-# retain(segment, indices, values) adds to the segment's work what this rank has rounded off sums of all ranks:
-# work[indices] += values. indices: int32 or int64, (n,), ascending; values: (n,).
+# retain(segment, indices, values) adds to the segment's work the quantisation error of sums that this rank has encoded
+# for all ranks: work[indices] += values. indices: int32 or int64, (n,), ascending; values: (n,).
 Retain = Callable[[Segment, torch.Tensor, torch.Tensor], None]
 
-# What all ranks have sent of a segment, (indices, values) by rank, and the factor of these values. Returns whether that
-# is enough: then no update is written.
+# receive(segment, sent, factor): (indices, values) of a segment by rank, and the factor of these values. Returns
+# whether the callee needs no more than these: then no update is written.
 Receive = Callable[[Segment, "list[tuple[torch.Tensor, torch.Tensor]]", float], bool]
 # observe(values, count): some of them may be copied; the first `count` are in use.
 Observe = Callable[[torch.Tensor, "int | torch.Tensor"], None]
@@ -56,28 +55,28 @@ def _nobody_retains(segment: Segment, indices: torch.Tensor, values: torch.Tenso
 
 @dataclass(frozen=True)
 class ExchangeContext:
-    """Say what an exchange is made from. Every exchange reads what concerns it, and leaves the rest alone."""
+    """Options, callbacks and communicators of an exchange, which reads the fields that concern it."""
 
     comm: Backend  # the ranks that exchange messages
     op: ReduceOp  # Average or Sum
-    commit: Commit  # takes off the work what this rank has sent
+    commit: Commit  # subtracts from the work what this rank has sent
     timeout: float  # seconds, of every wait for a collective
     wire: str = "auto"  # value codec of sparse sections, see agmerge.exchanges.message.value_codec
     ordered: bool = False  # add in rank order: a sum then does not depend on where an element lies in its message
     same_on_all_ranks: bool = False  # all ranks choose the same coordinates by themselves: no vote is needed
     predivide: float = 1.0  # f: dense sums are of `work / f`, and multiplied by f afterwards
     cast: torch.dtype | None = None  # dtype of dense segments on the wire; None: the gradient's own
-    rounds_whole: bool = False  # what is sent whole on the host may be rounded: its `work` keeps the rest
-    has_rest: bool = False  # `work` of what is sent whole holds a rest of before, and keeps what is not sent of it
-    keeps: bool = False  # `work` of dense segments holds a residual, so that what is sent has to be committed
+    rounds_whole: bool = False  # dense segments on the host may be rounded: their `work` keeps the error
+    has_rest: bool = False  # `work` of dense segments has a residual, and keeps what is not sent of it
+    keeps: bool = False  # `work` of dense segments has a residual, so that sent values have to be committed
     receive: Receive = lambda segment, parts, scale: False  # asked where ranks' selections are at hand, one by one
     take: Take = lambda segment, write: False  # asked where a message has the values themselves
-    retain: Retain = _nobody_retains  # takes what a codec rounds off sums of all ranks
+    retain: Retain = _nobody_retains  # takes the quantisation error of sums of all ranks
     observe: Observe = lambda values, count: None  # told of the values that are sent, before they are rounded
-    bases: Bases | None = None  # of low-rank lanes; None: there are none
-    workers: int | None = None  # whose gradients a sum has; None: one of each rank of `comm`
-    quantiser: Quantiser | None = None  # of quantised lanes; None: there are none
-    feedback: bool = False  # what a quantiser's rounding leaves stays in `work`, so that what is sent is committed
+    bases: Bases | None = None  # of low-rank tensors; None: there are none
+    workers: int | None = None  # number of gradients in a sum; None: one of each rank of `comm`
+    quantiser: Quantiser | None = None  # of quantised tensors; None: there are none
+    feedback: bool = False  # the quantisation error stays in `work`, so that sent values are committed
     second: Backend | None = None  # another communicator of the same ranks, for second phases; None: there are none
     place: int = 0  # of these ranks in their nodes: which shards of tensors they exchange
     update_of: UpdateOf = _no_update  # where the update of a quantised tensor is written
@@ -85,44 +84,44 @@ class ExchangeContext:
 
 @dataclass(frozen=True)
 class SegmentBuffers:
-    """Hold one segment with its memory, 1-D of ``segment.length``."""
+    """Segment with its buffers, 1-D of ``segment.length``."""
 
     segment: Segment
-    work: torch.Tensor  # goes out: residual and gradient, in the dtype of the residual
+    work: torch.Tensor  # to be sent: residual and gradient, in the dtype of the residual
     update: torch.Tensor  # is written, in the gradient's dtype
 
 
 @dataclass(frozen=True)
 class Noise:
-    """What quantising has added to the update of one message: see :mod:`agmerge.step.gradient_norm`."""
+    """Noise that quantising has added to the update of one message: see :mod:`agmerge.step.gradient_norm`."""
 
-    squares: torch.Tensor  # float64[1]: of what all ranks have sent, added up
+    squares: torch.Tensor  # float64[1]: of all values that the ranks have sent, added up
     first: float  # times these: the squared error of the sum, on average
     second: float  # times the sum's squares: that of quantising it once more
 
     @property
     def added(self) -> float:
-        """The square that the sum has more than without it, on average. Waits for a device."""
+        """Expected squared norm that the noise has added to the sum. Waits for a device."""
         return self.first * float(self.squares)
 
 
 @dataclass
 class InFlight:
-    """Hold a message under way: started, not finished."""
+    """Message under way: started, not finished."""
 
     name: str  # of its collectives, the same on all ranks
     loads: Sequence[SegmentBuffers]  # the segments that it carries
-    control: RoundHeader  # what this rank says
+    control: RoundHeader  # this rank's header
     handle: Handle  # the collective that is waited for next
     bytes: int  # handed to collectives so far
     elements: int  # sent of the segments, padding not counted
     message: torch.Tensor  # what this rank has sent, 1-D
     received: torch.Tensor  # what arrives, 1-D; may be `message`
-    extra: Any = None  # what else the exchange that made it knows of it: each has a type of its own
-    # `bytes` by what they are, see Format.by_codec; empty where they are elements sent whole
+    extra: Any = None  # state of the exchange that made it: each has a type of its own
+    # `bytes` by codec, see Format.by_codec; empty where they are dense elements
     codecs: Mapping[str, int] = field(default_factory=dict)
-    overflows: Sequence[str] = ()  # names of tensors that are finite, when what is sent of them is not: it says so
-    # What `Exchange.read` is given, on the device of the message: all of it once `finish` has been called.
+    overflows: Sequence[str] = ()  # names of finite tensors of which the sent factors are not finite
+    # Input of `Exchange.read`, on the device of the message: complete once `finish` has been called.
     said: list[torch.Tensor] = field(default_factory=list)
 
     @property
@@ -137,14 +136,14 @@ class InFlight:
 
 
 class Exchange(ABC):
-    """Combine the messages of all ranks. Buffers and formats are kept from step to step."""
+    """Aggregator of all ranks' messages. Buffers and formats are kept from step to step."""
 
-    sparse: ClassVar[bool] = True  # sends what a sparsifier offers of sparse segments; else all of them
+    sparse: ClassVar[bool] = True  # sends a sparsifier's selection of sparse segments; else all of them
     factorises: ClassVar[bool] = False  # sends factors of low-rank segments
-    prepares: ClassVar[Kind | None] = None  # tensors of these lanes are handed to `prepare`; None: none are
-    carries_dense: bool = True  # dense segments may come along, whole
-    mixes_lanes: ClassVar[bool] = True  # a message may have segments of several lanes
-    pipelines_parts: ClassVar[bool] = False  # a merge buffer in several messages overlaps their ways
+    prepares: ClassVar[Kind | None] = None  # tensors of this kind are handed to `prepare`; None: none are
+    carries_dense: bool = True  # dense segments may share its messages
+    mixes_lanes: ClassVar[bool] = True  # a message may have segments of several tensor classes
+    pipelines_parts: ClassVar[bool] = False  # several messages of one merge buffer overlap in time
 
     def __init__(self, context: ExchangeContext) -> None:
         self.context, self.comm, self.commit, self.timeout = context, context.comm, context.commit, context.timeout
@@ -156,10 +155,10 @@ class Exchange(ABC):
         """Learn which segments message ``name`` will have, before its tensors are prepared."""
 
     def prepare(self, slot: Slot, work: torch.Tensor | None, step: int) -> bool | None:
-        """Do what needs none of the other tensors of a message to come: this one is complete.
+        """Process one complete tensor of a message to come, before the others of it are complete.
 
         ``work``: as in :class:`SegmentBuffers`, in the tensor's shape, contiguous; None: it is zero. ``step``:
-        committed exchanges so far. Returns whether all of it is finite; None: nobody has looked.
+        committed exchanges so far. Returns whether all of it is finite; None: not checked.
         """
         return None
 
@@ -181,7 +180,7 @@ class Exchange(ABC):
         return None
 
     def whole_bytes(self, segment: Segment) -> int:
-        """Return the bytes of a dense segment that comes along with others, see ``carries_dense``."""
+        """Return the bytes of a dense segment in a message that it shares, see ``carries_dense``."""
         return segment.nbytes
 
     @abstractmethod
@@ -190,7 +189,7 @@ class Exchange(ABC):
     ) -> InFlight:
         """Collective. Send the message of one merge buffer, and return at once.
 
-        ``offers``: what the compressor chose of each load; None: all of it is sent. ``control``: what this rank says.
+        ``offers``: the compressor's selection of each load; None: all of it is sent. ``control``: this rank's header.
         """
 
     @property
@@ -199,20 +198,20 @@ class Exchange(ABC):
         return True
 
     def arrived(self, pending: InFlight) -> bool:
-        """Collective. Return whether the exchange is known to have ended. Starts what its first collective has freed.
+        """Collective. Return whether the exchange is known to have ended. Starts its second phase as soon as it can.
 
         Waits for nothing.
         """
         return self.can_poll and pending.handle.done()
 
     def advance(self) -> None:  # noqa: B027  most have nothing to start
-        """Collective. Start what the first collectives of all messages under way have freed. Waits for nothing."""
+        """Collective. Start the second phases of messages for which the first one has ended. Waits for nothing."""
 
     @abstractmethod
     def wait(self, pending: InFlight) -> RoundHeader:
-        """Collective. Wait until every message is here and checked, and return what all ranks say together.
+        """Collective. Wait until every rank's message is here and checked; return the merged header.
 
-        Starts what collectives the exchange has left to make. Writes no update. Called in plan order.
+        Starts the remaining collectives of the exchange. Writes no update. Called in plan order.
         """
 
     @abstractmethod
@@ -222,22 +221,22 @@ class Exchange(ABC):
     # -- instead of `wait`, on a device: `wait_on_stream`, then `finish`, and `read` at last --------------------------
 
     def can_queue(self, pending: InFlight) -> bool:
-        """Return whether the message's device can do all that is left by itself, so that the host waits for nothing."""
+        """Return whether the message's device can do the remaining work by itself, without a wait of the host."""
         return False
 
     def wait_on_stream(self, pending: InFlight) -> None:
-        """Collective. Have the device wait for what :meth:`wait` waits for. Only where it :meth:`can_queue`.
+        """Collective. Make the device's stream wait, in place of the host in :meth:`wait`. Only if :meth:`can_queue`.
 
-        ``finish`` may follow at once: what it does is queued behind that.
+        ``finish`` may follow at once: its work is queued behind that.
         """
         raise NotImplementedError(f"{type(self).__name__}: a device cannot wait for {pending.name}; use wait()")
 
     def read(self, pending: InFlight, said: Sequence[torch.Tensor]) -> RoundHeader:
-        """Check what has arrived, and return what all ranks say together. ``said``: ``pending.said``, on the host."""
+        """Check the messages that have arrived; return the merged header. ``said``: ``pending.said``, on the host."""
         raise NotImplementedError(f"{type(self).__name__}: {pending.name} was not waited for; use wait()")
 
     def noise(self, pending: InFlight) -> Noise | None:
-        """Return what quantising has added to the update that ``finish`` has written; None: it is exact."""
+        """Return the noise that quantising has added to the update of ``finish``; None: the update is exact."""
         return None
 
     def format_of(
@@ -250,8 +249,8 @@ class Exchange(ABC):
     ) -> Format:
         """Return the format of the message ``name``: the same object as long as segments and capacities stay.
 
-        ``capacities``: slots by load; None: sent whole. ``wire``: the value codec, always the same one, and ``whole``
-        that of what is sent whole, None: as it is.
+        ``capacities``: entries by load; None: dense. ``wire``: the value codec, always the same one. ``whole``: the
+        codec of dense segments; None: they travel as they are.
         """
         segments = [load.segment for load in loads]
         kept = self._formats.get(name)
@@ -260,11 +259,11 @@ class Exchange(ABC):
         return kept
 
     def keep(self, key: tuple[object, ...], length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a 1-D buffer of this exchange's own, the same one at every step."""
+        """Return a 1-D buffer of this exchange, the same one at every step; zeros at first."""
         full = (*key, dtype, device)
         buffer = self._kept.get(full)
         if buffer is None or buffer.numel() < length:
-            # Zeroed, so that gaps between sections never send what happened to lie in memory.
+            # Zeroed, so that gaps between sections never send old contents of memory.
             buffer = self._kept[full] = torch.zeros(length, dtype=dtype, device=device)
         return buffer[:length]
 

@@ -1,6 +1,6 @@
-"""Combine whole segments by an all-reduce, as they are or cast to 16 bits: ``dense``.
+"""Combine dense segments by an all-reduce, as they are or cast to 16 bits: ``dense``.
 
-The all-reduce has no room for a header, so control travels as a few numbers behind the gradients that mean
+The all-reduce has no room for a header, so it travels as a few numbers behind the gradients that mean
 the same after summing: a flag is raised if the sum is not zero, and step and buffer are one-hot, so that
 ranks that are not at the same place show up as two hot positions. Large segments are summed where they lie, by an
 all-reduce of their own: a copy would cost as much memory as the gradients.
@@ -25,7 +25,7 @@ _FLAGS = 8
 
 
 class DenseExchange(Exchange):
-    """Add up whole segments of one dtype over all ranks.
+    """All-reduce of dense segments of one dtype over all ranks.
 
     1. Each rank copies its small segments into one message, one after the other, in the dtype of the wire, with its
        control numbers behind them; a large segment stays where it is.
@@ -34,7 +34,7 @@ class DenseExchange(Exchange):
        depend on its place in the buffer then (a native all-reduce's does, from three ranks on).
     3. The update is the sum times ``scale``.
 
-    With ``context.keeps``, ``work`` holds a residual, so that what is sent has to be committed; without a cast there is
+    With ``context.keeps``, ``work`` has a residual, so that sent values have to be committed; without a cast there is
     one only after a change of compressor.
     """
 
@@ -48,7 +48,7 @@ class DenseExchange(Exchange):
     def start(
         self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
     ) -> InFlight:
-        """Collective. Start the all-reduces; what is sent is committed, where a residual is kept."""
+        """Collective. Start the all-reduces; commit the sent values, where a residual is kept."""
         dtype = self.cast or loads[0].update.dtype
         large = [load for load in loads if self._stays(load)]
         packed = [load for load in loads if not self._stays(load)]
@@ -72,7 +72,7 @@ class DenseExchange(Exchange):
         return InFlight(name, loads, control, sums[0].handle, size, sent, message, message, sums)
 
     def _stays(self, load: SegmentBuffers) -> bool:
-        """Return whether a segment is summed where it lies: it is large, and what travels is exactly its work."""
+        """Return whether a segment is summed where it lies: it is large, and exactly its work travels."""
         exact = self.cast is None and self.predivide == 1.0 and load.work.dtype == load.update.dtype
         return exact and not self.ordered and load.segment.length >= LARGE
 
@@ -87,7 +87,7 @@ class DenseExchange(Exchange):
             payload.clamp_(-limit, limit)
 
     def _sent(self, load: SegmentBuffers, payload: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the sum as the others see it; with a predivision, in the dtype of ``work``."""
+        """Return this rank's summand as the others see it; with a predivision, in the dtype of ``work``."""
         if self.predivide == 1.0:
             return payload
         sent = self.keep(("sent",), payload.numel(), load.work.dtype, load.work.device)
@@ -98,7 +98,7 @@ class DenseExchange(Exchange):
         return not self.ordered  # in rank order, the shards are still to be gathered
 
     def wait(self, pending: InFlight) -> RoundHeader:
-        """Collective. Wait for all sums, and return what all ranks say together, by the numbers behind them."""
+        """Collective. Wait for all sums, and return the merged header, from the numbers behind them."""
         for part in pending.extra:
             all_reduce.wait(self.comm, part, self.timeout, pending.loads[0].work.dtype)
         return self.read(pending, [self._tail(pending)])
@@ -107,13 +107,13 @@ class DenseExchange(Exchange):
         return pending.has_streams
 
     def wait_on_stream(self, pending: InFlight) -> None:
-        """Collective. Queue what is left of all sums."""
+        """Collective. Queue the remaining collectives of all sums on the device."""
         for part in pending.extra:
             all_reduce.wait(self.comm, part, self.timeout, pending.loads[0].work.dtype, on_stream=True)
         pending.said.append(self._tail(pending))
 
     def _tail(self, pending: InFlight) -> torch.Tensor:
-        """Return the numbers behind the segments: a view, with what fills up shards."""
+        """Return the numbers behind the segments: a view, with the padding of shards."""
         return pending.message[sum(load.segment.length for load in pending.loads if not self._stays(load)) :]
 
     def read(self, pending: InFlight, said: Sequence[torch.Tensor]) -> RoundHeader:
@@ -137,7 +137,7 @@ class DenseExchange(Exchange):
 
 
 def _parts(message: torch.Tensor, loads: Sequence[SegmentBuffers]) -> Iterator[tuple[SegmentBuffers, torch.Tensor]]:
-    """Yield each load with its part of the message."""
+    """Yield each load with its slice of the message."""
     start = 0
     for load in loads:
         yield load, message[start : start + load.segment.length]
@@ -160,7 +160,7 @@ def tail_length(control: RoundHeader) -> int:
 
 
 def encode(control: RoundHeader) -> list[float]:
-    """Return control as numbers that mean the same after summing: step and buffer one-hot, flags, used bits."""
+    """Return the header as numbers that mean the same after summing: step and buffer one-hot, flags, used bits."""
     tail = [0.0] * (2 * _HOT + _FLAGS)
     tail[control.step % _HOT] = 1.0
     tail[_HOT + (control.buffer + control.plan) % _HOT] = 1.0
@@ -170,7 +170,7 @@ def encode(control: RoundHeader) -> list[float]:
 
 
 def write_tail(control: RoundHeader, out: torch.Tensor) -> None:
-    """Write the numbers of :func:`encode` into ``out``, 1-D, with what only its device knows; the host goes on."""
+    """Write the numbers of :func:`encode` into ``out``, 1-D, with the flag that only its device knows. No wait."""
     tail, place = encode(control), 2 * _HOT + Flag.NONFINITE.bit_length() - 1
     if control.finite is not None:
         tail[place] = 1.0  # and taken off again
@@ -187,7 +187,7 @@ def tail_of(control: RoundHeader, dtype: torch.dtype, device: torch.device) -> t
 
 
 def decode(tail: Sequence[float], own: RoundHeader, name: str) -> RoundHeader:
-    """Return what all ranks say together, from the sum of their numbers; ``own``: what this rank has said.
+    """Return the merged header of all ranks, from the sum of their numbers; ``own``: this rank's header.
 
     Raises :class:`agmerge.MessageError` if ranks are not at the same place.
     """

@@ -26,7 +26,7 @@ def write(numbers: Sequence[float], out: Tensor) -> None:
 
 
 class HostCopies:
-    """Bring tensors of one device to the host in one copy, which is queued now and waited for at most once."""
+    """Copy of tensors of one device on the host: one transfer, queued at once, and waited for at most once."""
 
     def __init__(self, tensors: Sequence[Tensor], streams: Streams) -> None:
         """Queue the copy of ``tensors``, contiguous or with contiguous rows, in the device's current stream."""
@@ -37,7 +37,7 @@ class HostCopies:
         self._event = streams.record(streams.current(together.device))
 
     def arrive(self, timeout: float) -> bool:
-        """Wait until the host has them, for at most ``timeout`` seconds; tell whether it has."""
+        """Wait until the host has them, for at most ``timeout`` seconds; return whether it has."""
         return self._streams.wait_on_host(self._event, timeout)
 
     def tensors(self) -> list[Tensor]:

@@ -1,8 +1,8 @@
-"""Vote for one index set that all ranks share: who may name which coordinates, and how many. Pure functions.
+"""Vote for one index set that all ranks share: which coordinates a rank may name, and how many. Pure functions.
 
 The coordinates of a vector are dealt out to ranks like cards, by turns from step to step; a rank names the best of
-its own by its own values. What ranks name cannot overlap, so together they name what there is room for, and the
-bytes of a vote do not grow with the number of ranks. (SCAPE, arXiv 2607.01678, builds its masks shard by shard too.)
+its own by its own values. What ranks name cannot overlap, so together they name at most k, and the bytes of a vote do
+not grow with the number of ranks. (SCAPE, arXiv 2607.01678, builds its masks shard by shard too.)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from agmerge.exchanges.message import bits, smallest
 from agmerge.exchanges.message.indices import in_order
 from agmerge.tensors.layout import aligned
 
-_GRAIN = 4  # bytes; every part of a message of votes starts on such a boundary
+_GRAIN = 4  # bytes; every section of a message of votes starts on such a boundary
 
 
 def share_of(rank: int, workers: int, step: int) -> int:
@@ -25,7 +25,7 @@ def share_of(rank: int, workers: int, step: int) -> int:
 
 
 def slots(k: int, workers: int) -> int:
-    """Return the slots of a vote on k coordinates, the same for every rank."""
+    """Return the entries of one rank's vote on k coordinates, the same for every rank."""
     return -(-k // workers)
 
 
@@ -37,7 +37,7 @@ def quota(k: int, workers: int, share: int) -> int:
 def vote(work: torch.Tensor, offered: torch.Tensor, share: int, workers: int, most: int) -> torch.Tensor:
     """Name at most ``most`` coordinates of a share: int64, in no order.
 
-    ``work``: the vector, 1-D, not changed. ``offered``: what the sparsifier chose of it, int64, unique. Those in the
+    ``work``: the vector, 1-D, not changed. ``offered``: the sparsifier's selection of it, int64, unique. Those in the
     share go first, by magnitude if they are too many; if they are less than 0.8 of ``most``, the largest others of
     the share fill up.
     """
@@ -53,7 +53,7 @@ def vote(work: torch.Tensor, offered: torch.Tensor, share: int, workers: int, mo
 
 
 def merge_votes(votes: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the mask: what the votes of all ranks name of one vector, int64, ascending."""
+    """Return the mask: the coordinates of one vector that the votes of all ranks name, int64, ascending."""
     return ascending(torch.cat(list(votes)))
 
 
@@ -65,9 +65,9 @@ def ascending(indices: torch.Tensor) -> torch.Tensor:
 
 
 class VoteFormat:
-    """Lay out what one rank votes: ``checksum | counts | votes``, each vote in the smallest index codec.
+    """Layout of one rank's votes: ``checksum | counts | votes``, each vote in the smallest index codec.
 
-    What stands in a vote is a place in the share, so nobody can name what is another's to judge.
+    An entry is a place in the rank's share, so no rank can name a coordinate of another rank's share.
     """
 
     lengths: Sequence[int]  # of the vectors that are voted on
@@ -88,12 +88,12 @@ class VoteFormat:
         self.size = end
 
     def write(self, named: Sequence[torch.Tensor], share: int, out: torch.Tensor) -> None:
-        """Fill ``out``, uint8[size], with what a rank names of each vector: int64, of its ``share``, in no order."""
+        """Write into ``out``, uint8[size], the coordinates that a rank names: int64 by vector, in its ``share``."""
         counts = []
         for codec, part, length, names in zip(self._codecs, self._parts, self.lengths, named, strict=True):
             places = ascending((names - share) // self.workers).to(torch.int32)
             valid = bool(in_order(places, self._held(length, share)))
-            counts.append(places.numel() if valid else -1)  # what somebody selected is not there: others must know
+            counts.append(places.numel() if valid else -1)  # an index is out of range: other ranks must know
             if part.stop > part.start:
                 room = places.new_zeros(codec.capacity)
                 room[: places.numel()] = places
@@ -102,9 +102,9 @@ class VoteFormat:
         bits.write_crc(out)
 
     def read(self, data: torch.Tensor, share: int) -> list[torch.Tensor] | None:
-        """Return what the rank that judges ``share`` names of each vector, int64, ascending.
+        """Return the coordinates that the rank with ``share`` names of each vector, int64, ascending.
 
-        None if ``data``, uint8[size], is damaged, or names what is not there.
+        None if ``data``, uint8[size], is damaged, or names coordinates out of range.
         """
         counts = data[self._counts].view(torch.int32).tolist()
         fits = all(0 <= count <= most for count, most in zip(counts, self.slots, strict=True))

@@ -1,8 +1,8 @@
 """Agree on one index set for all ranks, and add up values there by an all-reduce: ``masked``.
 
-No rank sends indices of its own with its values, so what travels does not grow with the number of workers: an
-index for each of k elements, in votes, and an all-reduce of k values, where an all-gather receives ``k (W-1)`` of
-both. Where the sparsifier draws the same coordinates on every rank by itself (randomk), there is no vote.
+No rank sends indices of its own with its values, so messages do not grow with the number of workers: an index for each
+of k elements, in votes, and an all-reduce of k values, where an all-gather receives ``k (W-1)`` of both. Where the
+sparsifier draws the same coordinates on every rank by itself (randomk), there is no vote.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ from agmerge.exchanges.multi_round import MultiRoundExchange, Phases, State
 from sparsifiers import Selection
 
 _DIGITS, _BASE = 4, 8  # of a checksum, one-hot
-_NUMBER = 4  # bytes of the number, behind the votes, that stands for masks which nobody votes on
+_NUMBER = 4  # bytes of the number, behind the votes, that stands for masks without a vote
 
 
 @dataclass
 class _State(State):
-    """Hold what is known of a message under way; lists are by load."""
+    """State of a message under way; lists are by load."""
 
     header: Format | None = None  # in front of the votes
     votes: mask_votes.VoteFormat | None = None  # None: nothing is voted on
     known: list[torch.Tensor | None] = field(default_factory=list)  # the mask of a load; None: it is voted on
     masks: list[torch.Tensor] = field(default_factory=list)  # int32 or int64, once all ranks agree on them
     sums: list[all_reduce.Sum] = field(default_factory=list)  # values under way, one for each dtype
-    totals: dict[int, torch.Tensor] = field(default_factory=dict)  # by load: its part of a sum, a view
-    tail: torch.Tensor | None = None  # what stands behind the first sum: digits of the masks, control numbers
+    totals: dict[int, torch.Tensor] = field(default_factory=dict)  # by load: its slice of a sum, a view
+    tail: torch.Tensor | None = None  # numbers behind the first sum: digits of the masks, then the header
 
 
 class MaskedExchange(MultiRoundExchange):
-    """Agree on a mask, then add up every rank's own values there by one all-reduce.
+    """Exchange of values at a mask that all ranks agree on; one all-reduce adds them up.
 
-    1. Each rank names k/W of the coordinates that are its to judge in this step (:mod:`agmerge.exchanges.mask_votes`).
+    1. Each rank names k/W of the coordinates of its share in this step (:mod:`agmerge.exchanges.mask_votes`).
        One all-gather brings the votes to all ranks, under backward.
-    2. What all votes name is the mask: at most k elements, and at least 0.8 k. Each rank takes its values at the mask
-       off its work, and an all-reduce adds them up, after backward, all merge buffers' together.
+    2. All coordinates that are named make the mask: at most k elements, and at least 0.8 k. Each rank subtracts its
+       values at the mask from its work. An all-reduce adds them up, after backward, for all merge buffers together.
     3. The update is the sum at the mask, and zero elsewhere.
 
     Where ``context.wire`` names a codec, values do not add up on their way: each rank is sent a share of the mask from
     all others, adds it up in rank order, and hands the sums round (:meth:`MultiRoundExchange.add_up_values`). A rank
-    keeps what the codec rounds off its own values, and off its share of the sums. Values then leave after backward.
+    keeps the quantisation error of its own values, and of its share of the sums. Values then leave after backward.
 
-    Two masks need no vote. With ``context.same_on_all_ranks`` what is offered depends on (seed, key, step) alone, so
-    offers are the mask; and where k is all of a segment, the mask is all of it. Without a vote, and without a codec,
+    Two masks need no vote. With ``context.same_on_all_ranks`` selections depend on (seed, key, step) alone, so they
+    are the mask; and where k is all of a segment, the mask is all of it. Without a vote, and without a codec,
     there is one round: a checksum of the mask and the control numbers travel behind the values. With
     ``context.ordered`` values are added in rank order.
 
-    A mask by vote is nobody's own choice: with W ranks whose gradients have little in common it leaves about as much
-    behind as an own choice of k/W would, with ranks that agree about as much as ``sparse`` does.
+    A mask by vote is no rank's own selection. With gradients that have little in common, residuals are about as large
+    as with an own selection of k/W; with gradients that agree, about as large as with ``sparse``.
     """
 
     carries_dense = False  # a dense segment is an all-reduce already
@@ -164,7 +164,7 @@ class MaskedExchange(MultiRoundExchange):
         pending.bytes += sum(part.bytes for part in state.sums)
 
     def _add_up(self, pending: InFlight, state: _State) -> Phases[None]:
-        """Collective. Add up what lies at the masks in the codec, all of one dtype together; commit it."""
+        """Collective. Add up the values at the masks in the codec, all of one dtype together; commit them."""
         for number, dtype in enumerate(dict.fromkeys(load.work.dtype for load in pending.loads)):
             members = [i for i, load in enumerate(pending.loads) if load.work.dtype == dtype]
             lengths = [state.masks[i].numel() for i in members]
@@ -184,7 +184,7 @@ class MaskedExchange(MultiRoundExchange):
                 self.context.retain(segment, mask[unread.indices], unread.values)
 
     def _send(self, name: str, loads: Sequence[SegmentBuffers], state: _State, tail: torch.Tensor) -> None:
-        """Collective. Begin to add up what lies at the masks, one sum for each dtype; ``tail`` goes behind the first.
+        """Collective. Start the sums of values at the masks, one for each dtype; ``tail`` goes behind the first.
 
         ``tail``: 1-D, the same length on all ranks.
         """
@@ -210,7 +210,7 @@ class MaskedExchange(MultiRoundExchange):
             state.sums.append(all_reduce.start(self.comm, message, received, f"{name}/{number}" if number else name))
 
     def _decode(self, pending: InFlight, state: _State) -> RoundHeader:
-        """Return what all ranks say together behind the values; :class:`agmerge.MessageError` if masks differ."""
+        """Return the merged header behind the values; :class:`agmerge.MessageError` if masks differ."""
         assert state.tail is not None
         numbers = state.tail.tolist()
         digits, rest = numbers[: _DIGITS * _BASE], numbers[_DIGITS * _BASE :]
@@ -257,7 +257,7 @@ def _drawn_apart(name: str, control: RoundHeader) -> MessageError:
 
 
 def _all(load: SegmentBuffers) -> torch.Tensor:
-    """Return the mask of everything: int64[length]."""
+    """Return the mask of all elements: int64[length]."""
     return torch.arange(load.segment.length, device=load.work.device)
 
 

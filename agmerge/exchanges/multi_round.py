@@ -1,4 +1,4 @@
-"""Combine in several rounds: what follows the first collective is one generator, and all messages go in step."""
+"""Exchanges of several rounds: a generator makes those behind the first, and all messages advance together."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ Phases = Generator[Handle, None, T]  # yields each collective that it starts; go
 
 @dataclass
 class State:
-    """Hold what is known of a message under way: its ``extra``."""
+    """State of a message under way: its ``extra``."""
 
-    phases: Phases[None] | None = None  # what is left to do; None: not scheduled
-    control: RoundHeader | None = None  # what all ranks say together, once that is known
+    phases: Phases[None] | None = None  # the remaining rounds; None: not scheduled
+    control: RoundHeader | None = None  # the merged header of all ranks, once it is known
 
 
 class MultiRoundExchange(Exchange):
-    """Combine messages in rounds, where later ones depend on what earlier ones brought.
+    """Exchange in rounds, where later messages depend on the results of earlier ones.
 
     1. ``start`` sends the first message of each merge buffer, under backward, and schedules ``phases``.
     2. ``wait`` runs the phases of all messages under way together: each goes one collective further, in the order in
        which they were started, then each one more, until the one that is waited for has ended.
     3. ``finish`` writes the update.
 
-    That order is the plan's, so all ranks make the same calls in the same order, whatever arrives when; and a step pays
-    the latency of a round once, and not once for each message.
+    That order is the plan's, so all ranks make the same calls in the same order, in whatever order messages arrive. A
+    step pays the latency of a round once, and not once for each message.
     """
 
     def __init__(self, context: ExchangeContext) -> None:
@@ -47,13 +47,13 @@ class MultiRoundExchange(Exchange):
 
     @abstractmethod
     def phases(self, pending: InFlight) -> Phases[None]:
-        """Collective. Do everything behind the first collective, which has ended when this begins.
+        """Collective. Make the rounds behind the first collective, which has ended when this begins.
 
         Yields each collective that is to be waited for, and sets ``pending.extra.control``.
         """
 
     def schedule(self, pending: InFlight) -> InFlight:
-        """Have ``phases`` run in the next ``wait``, and return ``pending``.
+        """Schedule ``phases`` for the next ``wait``, and return ``pending``.
 
         A message of this name that was never waited for is forgotten: it is of an attempt that came to nothing.
         """
@@ -72,14 +72,14 @@ class MultiRoundExchange(Exchange):
     def wait(self, pending: InFlight) -> RoundHeader:
         """Collective. Run the phases of all messages under way until those of ``pending`` have ended.
 
-        Returns what all ranks say together. After an error none of the messages goes on.
+        Returns the merged header of all ranks. After an error no message advances any more.
         """
         try:
             while pending.name in self._under_way:
                 for message in list(self._under_way.values()):
                     self._advance(message)
         except BaseException:
-            self._under_way.clear()  # what is left of them would be calls that other ranks do not make
+            self._under_way.clear()  # their remaining rounds would be calls that other ranks do not make
             raise
         control: RoundHeader | None = pending.extra.control
         assert control is not None, f"{pending.name}: an earlier wait has failed"
@@ -119,11 +119,11 @@ class MultiRoundExchange(Exchange):
         table: list[list[int]],
         ranges: Sequence[Sequence[range]],
     ) -> Phases[tuple[list[IndexValuePairs], torch.Tensor, int]]:
-        """Collective. Cut ``own`` pairs into pieces, send piece r to rank r, and return what arrives, by rank.
+        """Collective. Cut ``own`` pairs into pieces, send piece r to rank r, and return those that arrive, by rank.
 
         ``table[a][b]``: pairs that rank a sends to rank b, the same table on all ranks. ``ranges[a][b]``: where their
-        indices lie, which ascend in it. Values travel as ``context.wire`` says: also returns what is read of the
-        values of ``own``; and 1 + the first rank whose piece is damaged or not so, else 0.
+        indices lie, which ascend in it. Values travel in ``context.wire``. Also returns the values of ``own`` as they
+        are read; and 1 + the first rank that sent a damaged or disordered piece, else 0.
         """
         rank = self.comm.rank
         leaving = [self._parcel(*pair, own) for pair in zip(ranges[rank], table[rank], strict=True)]
@@ -149,8 +149,8 @@ class MultiRoundExchange(Exchange):
         """Collective. Gather the pairs of all ranks, and return them by rank; messages are as long as the longest.
 
         ``held[r]``: how many rank r has; ``ranges[r]``: where their indices lie, which ascend in it. ``sound``: whether
-        this rank's own are right. Also returns what is read of the values of ``own``, see :meth:`all_to_all_pairs`; and
-        1 + the first rank whose pairs are damaged or not sound, else 0.
+        this rank's own are right. Also returns the values of ``own`` as they are read, see :meth:`all_to_all_pairs`;
+        and 1 + the first rank that sent damaged or not sound pairs, else 0.
         """
         forms = [self._parcel(*pair, own) for pair in zip(ranges, held, strict=True)]
         longest = max(form.size for form in forms)
@@ -168,9 +168,9 @@ class MultiRoundExchange(Exchange):
     ) -> Phases[tuple[torch.Tensor, torch.Tensor, IndexValuePairs, int]]:
         """Collective. Add up ``values``, 1-D, as many on each rank, in rank order; they travel in ``context.wire``.
 
-        Each rank adds up its share, and all gather the sums. Returns what all ranks read of the sums; what is read of
-        ``values``; what this rank knows of its share of the sums and nobody reads, by place; and 1 + the first rank
-        whose sums are damaged, or that was sent what is, else 0.
+        Each rank adds up its share, and all gather the sums. Returns the sums as all ranks read them;
+        ``values`` as they are read; the quantisation error of this rank's share of the sums, by place; and 1 + the
+        first rank that sent damaged sums, or received damaged values, else 0.
         """
         workers, rank = self.comm.size, self.comm.rank
         held = shares(values.numel(), workers)
@@ -187,7 +187,7 @@ class MultiRoundExchange(Exchange):
         return torch.cat([part.values for part in sums]), seen, unread(own, read_of_own), fault
 
     def _parcel(self, where: range, count: int, like: IndexValuePairs) -> PairFormat:
-        """Return the layout of ``count`` pairs within ``where``, whose values have the dtype of those ``like`` them."""
+        """Return the layout of ``count`` pairs within ``where``, with values of the dtype of ``like``."""
         return PairFormat(where, count, like.values.dtype, self.context.wire)
 
     def _bytes(self, pending: InFlight, what: str, length: int) -> torch.Tensor:
@@ -197,8 +197,8 @@ class MultiRoundExchange(Exchange):
 
 
 def _read_of(own: IndexValuePairs, forms: Sequence[PairFormat], seen: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return what is read of the values of ``own``, written in ``forms``: these themselves, where they travel so.
+    """Return the values of ``own`` as they are read; themselves, where ``forms`` are exact.
 
-    ``seen``: what :func:`agmerge.exchanges.message.pairs.write` has returned.
+    ``seen``: the result of :func:`agmerge.exchanges.message.pairs.write`.
     """
     return own.values if forms[0].exact or not seen else torch.cat(list(seen))

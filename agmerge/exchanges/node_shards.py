@@ -24,9 +24,9 @@ from agmerge.tensors.layout import Lane, Layout, Segment, Slot
 
 
 def shard_shape(shape: Sequence[int], places: int) -> tuple[int, ...]:
-    """Return the shape of a tensor's shards, equal for all: whole rows where they divide evenly, else a flat part.
+    """Return the shape of a tensor's shards, equal for all: whole rows where they divide evenly, else a flat slice.
 
-    The last shards may end in elements that are nobody's; they are zero.
+    The last shards may end in padding, which is zero.
     """
     if places == 1:
         return tuple(shape)
@@ -55,7 +55,7 @@ def deal(tensor: torch.Tensor, rows: torch.Tensor) -> None:
 
 
 def collect(rows: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Write ``tensor``, in C order, from ``rows``: what :func:`deal` has dealt out."""
+    """Write ``tensor``, in C order, from ``rows``: the inverse of :func:`deal`."""
     flat, length = tensor.view(-1), rows.shape[1]
     for place, row in enumerate(rows):
         part = flat[place * length : (place + 1) * length]
@@ -64,10 +64,10 @@ def collect(rows: torch.Tensor, tensor: torch.Tensor) -> None:
 
 @dataclass
 class _Message:
-    """Hold what one merge buffer has of one device and dtype."""
+    """Message of a merge buffer's tensors of one device and dtype, inside a node."""
 
     name: str  # of its collectives
-    rows: torch.Tensor  # (places, width): what this rank has for each rank of the node
+    rows: torch.Tensor  # (places, width): this rank's values for each rank of the node
     own: torch.Tensor  # (width,): this rank's row of the sum
     received: torch.Tensor | None  # in rank order: this rank's row of every rank
     tail: int  # where in a row the control numbers start
@@ -76,7 +76,7 @@ class _Message:
 
 
 class NodeShards:
-    """Add up the gradients of a node before compensation: gradients in, this rank's shard of their sum out.
+    """Sums of gradients in a node, before compensation: gradients in, this rank's shard of their sum out.
 
     1. ``put`` deals each gradient out into rows, one for each rank of the node.
     2. ``start`` adds a merge buffer up by a reduce-scatter in the node; after ``wait`` every rank has ``shard``s of the
@@ -84,7 +84,7 @@ class NodeShards:
     3. ``hand_round`` gathers the updates of all shards in the node at the end of the step.
 
     ``whole``: the layout of the tensors; ``parts``: that of their shards, slot by slot the same order. ``ordered``: add
-    in the order of the ranks of the node. What a node sums has the gradient's dtype.
+    in the order of the ranks of the node. Sums in a node have the gradient's dtype.
     """
 
     def __init__(self, nodes: Nodes, whole: Layout, parts: Layout, timeout: float, *, ordered: bool) -> None:
@@ -98,7 +98,7 @@ class NodeShards:
         self._place_of: dict[int, _Message] = {}  # by slot
 
     def rebuild(self, bounds: Sequence[tuple[int, int]]) -> None:
-        """Gather by a plan whose merge buffers are tensors ``start`` to ``stop``. Nothing may be in flight."""
+        """Gather by a plan: each of its merge buffers has tensors ``start`` to ``stop``. Nothing may be in flight."""
         self._tensors = [list(range(start, stop)) for start, stop in bounds]
         self._messages = []
         for buffer, (start, stop) in enumerate(bounds):
@@ -135,7 +135,7 @@ class NodeShards:
     def start(self, buffer: int, control: RoundHeader) -> int:
         """Collective. Start to add up a merge buffer in the node; return the bytes handed over.
 
-        ``control``: what this rank says, of all tensors of the merge buffer.
+        ``control``: this rank's header, with the used bits of all tensors of the merge buffer.
         """
         size = 0
         for message in self._messages[buffer]:
@@ -154,7 +154,7 @@ class NodeShards:
         return all(message.handle is not None and message.handle.done() for message in self._messages[buffer])
 
     def wait(self, buffer: int, control: RoundHeader) -> RoundHeader:
-        """Collective. Wait for this rank's shards, and return what the ranks of the node say together."""
+        """Collective. Wait for this rank's shards, and return the merged header of the node's ranks."""
         headers = []
         for message in self._messages[buffer]:
             assert message.handle is not None
@@ -176,7 +176,7 @@ class NodeShards:
         return self.gradients[slot.index]
 
     def set_aside(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
-        """Return what ``p.grad`` should be once its gradient was dealt out, until the exchange has ended."""
+        """Return the tensor for ``p.grad`` from the time its gradient was dealt out until the exchange has ended."""
         return move_to_update(self.gradients[slot.index], gradient)
 
     def gather(self, arenas: Mapping[Lane, Arena]) -> int:
@@ -200,5 +200,5 @@ class NodeShards:
 
 
 def _memory(lane: Lane, length: int) -> torch.Tensor:
-    """Return zeros of a lane's dtype, on its device."""
+    """Return zeros of a tensor class's dtype, on its device: (length,)."""
     return torch.zeros(length, dtype=lane.dtype, device=lane.device)

@@ -1,8 +1,7 @@
 """Cut the all-reduce of a dense segment into its two halves, with time between them.
 
-The reduce-scatter runs under backward, the all-gather under the next forward. What ranks have to say to each
-other must not wait that long, so every shard carries a copy of the control numbers: with its own shard a rank
-has everybody's.
+The reduce-scatter runs under backward, the all-gather under the next forward. Headers must not wait that long, so
+every shard carries a copy of the control numbers: with its own shard a rank has those of all ranks.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from sparsifiers import Selection
 
 
 class ScatterExchange(DenseExchange):
-    """Add up one dense segment in two halves, so that the second can run under the next forward.
+    """All-reduce of one dense segment in two halves; the second can run under the next forward.
 
     1. Each rank writes W rows, one for each rank: its shard of the segment, then the control numbers.
-    2. One reduce-scatter adds them up, under backward: every rank gets its own row of the sum. ``wait`` reads what all
-       ranks say; ``finish`` writes nothing yet.
+    2. One reduce-scatter adds them up, under backward: every rank gets its own row of the sum. ``wait`` reads the
+       merged header; ``finish`` writes nothing yet.
     3. :meth:`gather` starts the all-gathers of the shards. Each comes back into the message, which is free by then.
     4. :meth:`receive` waits for one of them, and writes its update.
 
@@ -41,7 +40,7 @@ class ScatterExchange(DenseExchange):
     ) -> InFlight:
         """Collective. Start the reduce-scatter of one segment."""
         (load,) = loads
-        self._scattered = []  # what an attempt that came to nothing has left
+        self._scattered = []  # messages of an attempt that came to nothing
         dtype, device, workers = self.cast or load.update.dtype, load.work.device, self.comm.size
         tail = tail_of(control, dtype, device)
         shard = -(-load.segment.length // workers)
@@ -61,11 +60,11 @@ class ScatterExchange(DenseExchange):
         return InFlight(name, loads, control, handle, size, load.segment.numel, message, received, own)
 
     def _stays(self, load: SegmentBuffers) -> bool:
-        """Tell that no segment is summed where it lies."""
+        """Return False: no segment is summed where it lies."""
         return False  # shards have control numbers behind each of them
 
     def _fill(self, load: SegmentBuffers, rows: torch.Tensor) -> None:
-        """Write ``work`` into ``rows``, the shards of all ranks, (W, shard); commit it, if anything is kept."""
+        """Write ``work`` into ``rows``, the shards of all ranks, (W, shard); commit it, if there is a residual."""
         if not self.keeps:
             for work, part in _pieces(load.work, rows):
                 self._pack(replace(load, work=work), part)
@@ -77,19 +76,19 @@ class ScatterExchange(DenseExchange):
             part.copy_(sent)
 
     def wait(self, pending: InFlight) -> RoundHeader:
-        """Collective. Wait for this rank's shard, and return what all ranks say together: it travels in it."""
+        """Collective. Wait for this rank's shard, and return the merged header that travels in it."""
         pending.handle.wait(self.timeout)
         self._add_rows(pending)
         return self.read(pending, [self._tail(pending)])
 
     def wait_on_stream(self, pending: InFlight) -> None:
-        """Collective. Have the device wait for this rank's shard."""
+        """Collective. Make the device's stream wait for this rank's shard."""
         pending.handle.wait_on_stream(self.timeout)
         self._add_rows(pending)
         pending.said.append(self._tail(pending))
 
     def _add_rows(self, pending: InFlight) -> None:
-        """Add up what arrived in rank order; else it has been added already."""
+        """Add up the rows that arrived, if sums are in rank order; else the backend has added them."""
         if self.ordered:
             rows = pending.received.view(self.comm.size, -1)
             pending.extra.copy_(all_reduce.in_rank_order(rows, pending.loads[0].work.dtype))
@@ -104,7 +103,7 @@ class ScatterExchange(DenseExchange):
         self._scattered.append(pending)
 
     def gather(self) -> list[InFlight]:
-        """Collective. Start to hand the finished shards round, the last merge buffer first: forward needs it first."""
+        """Collective. Start the all-gathers of finished shards, the last merge buffer first: forward needs it first."""
         under_way, self._scattered = self._scattered[::-1], []
         for pending in under_way:
             shard = self._shard(pending)

@@ -1,4 +1,4 @@
-"""Decide which segments of a merge buffer share a message, and who carries it: pure, the same on every rank."""
+"""Decide which segments of a merge buffer share a message, and its exchange: pure, the same on every rank."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from agmerge.tensors.layout import Lane, Layout, Segment, Slot
 from sparsifiers import Kind
 
 # Bytes that riding dense segments may add to what a rank receives, in place of an all-reduce of their own, which goes
-# round twice: 2 (W-1) hops, each of which waits for a thread of another process. With four ranks on two cores, who
+# round twice: 2 (W-1) hops, each of which waits for a thread of another process. With four ranks on two cores, which
 # share 200 Mbit/s, 184 KB more were worth it: steps of 418 ms, and of 437 ms with an all-reduce.
 RIDE = 1 << 18
 
 
 @dataclass(frozen=True)
 class Message:
-    """Hold the segments of one merge buffer that share a message, and the exchange that takes them."""
+    """Segments of one merge buffer that share a message, and the exchange that takes them."""
 
     name: str  # of its collectives
     buffer: int  # number of the merge buffer
@@ -28,7 +28,7 @@ class Message:
 
     @cached_property
     def selected(self) -> tuple[bool, ...]:
-        """Tell of each segment whether a sparsifier selects what is sent of it; else all of it is sent."""
+        """Return of each segment whether a sparsifier selects from it; else all of it is sent."""
         return tuple(self.exchange.sparse and segment.lane.sparse for segment in self.segments)
 
     @cached_property
@@ -38,7 +38,7 @@ class Message:
 
 
 def segments(layout: Layout, start: int, stop: int, ahead: bool) -> list[Segment]:
-    """Return what a merge buffer of tensors ``start`` to ``stop`` covers; ahead, every sparse tensor by itself."""
+    """Return the segments of a merge buffer of tensors ``start`` to ``stop``; ahead, each sparse tensor by itself."""
     merged = layout.segments(start, stop)
     if not ahead:
         return merged
@@ -57,13 +57,13 @@ def group_into_messages(
 ) -> list[list[Segment]]:
     """Decide which segments of a merge buffer share a message, between ``size`` ranks.
 
-    Per device, sparse segments share one, and so do quantised ones. A low-rank segment has its own. Dense ones come
-    along with a kind of ``ride``: with factors, which are all-reduced like them, if they have its dtype and are not so
-    large that they would better be summed where they lie; with quantised ones, or without any as these travel, see
+    Per device, sparse segments share one, and so do quantised ones. A low-rank segment has its own. Dense ones share
+    a message with a kind of ``ride``: with factors, which are all-reduced like them, if they have its dtype and are not
+    so large that they would better be summed where they lie; with quantised ones, or alone in that format, see
     :func:`goes_quantised`; else with sparse ones while an all-gather is not much dearer than an all-reduce: it receives
     ``(W-1) m`` bytes instead of ``2 (W-1)/W m``. Every other segment has a message of its own.
 
-    ``bytes_of``: a dense segment that comes along with sparse ones; None: as it is.
+    ``bytes_of``: the bytes of a dense segment in a message with sparse ones; None: as it is.
     """
     messages: list[list[Segment]] = []
     for device in dict.fromkeys(segment.lane.device for segment in segments):
@@ -93,7 +93,7 @@ def group_into_messages(
 
 
 def goes_quantised(segment: Segment, ride: Collection[Kind]) -> bool:
-    """Return whether a segment is carried as quantised ones are: these, and dense ones of tensors that are not large.
+    """Return whether a segment travels in a quantised message: quantised ones, and dense ones of no large tensor.
 
     Whether there are quantised ones in its merge buffer does not matter, nor how many tensors it has: from three ranks
     on a sum in rank order has other bits than an all-reduce, and no plan shall change any.
@@ -104,7 +104,7 @@ def goes_quantised(segment: Segment, ride: Collection[Kind]) -> bool:
 
 
 def group_by(segments: Sequence[Segment], key: Callable[[Lane], Hashable]) -> list[list[Segment]]:
-    """Make one message of the segments whose lanes have the same key."""
+    """Make one message of the segments of which the tensor classes have the same key."""
     messages: dict[Hashable, list[Segment]] = {}
     for segment in segments:
         messages.setdefault(key(segment.lane), []).append(segment)
@@ -112,7 +112,7 @@ def group_by(segments: Sequence[Segment], key: Callable[[Lane], Hashable]) -> li
 
 
 def group_by_dtype(segments: Sequence[Segment]) -> list[list[Segment]]:
-    """Make one message of the segments of one device and dtype: all of them are sent whole."""
+    """Make one message of the dense segments of one device and dtype."""
     return group_by(segments, lambda lane: (lane.device, lane.dtype))
 
 

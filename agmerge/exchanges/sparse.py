@@ -1,6 +1,6 @@
-"""Gather what every rank has selected in one all-gather, and add it up in rank order: ``sparse``.
+"""Gather every rank's selection in one all-gather, and add them up in rank order: ``sparse``.
 
-Dense segments may ride in the same message, whole: for a few small tensors that is cheaper than an
+Dense segments may share the message: for a few small tensors that is cheaper than an
 all-reduce of their own.
 """
 
@@ -26,15 +26,15 @@ Part = tuple[torch.Tensor, torch.Tensor]  # indices (int32) and values of one ra
 
 
 class SparseExchange(Exchange):
-    """Gather what every rank selected, and add it up in the same order everywhere.
+    """All-gather of every rank's selection, added up in the same order on all ranks.
 
-    1. Each rank gathers the values at the offered indices, encodes both into one message behind a header
-       (:class:`agmerge.exchanges.message.format.Format`), and takes off its work what receivers will read.
+    1. Each rank gathers the values at the selected indices, encodes both into one message behind a header
+       (:class:`agmerge.exchanges.message.format.Format`), and subtracts the values as read from its work.
     2. One all-gather brings every message to every rank, under backward; a rank receives ``(W - 1) * size`` bytes.
     3. Each rank checks all messages, then adds ``scale * values`` to the update, rank by rank.
 
-    ``context.wire`` is the value codec of sparse sections. With ``context.rounds_whole`` dense segments that come along
-    are rounded, too (:data:`agmerge.exchanges.message.values.WHOLE`): as a section of which every element is offered.
+    ``context.wire`` is the value codec of sparse sections. With ``context.rounds_whole`` dense segments in the message
+    are rounded, too (:data:`agmerge.exchanges.message.values.WHOLE`), as a section of which every element is selected.
     """
 
     pipelines_parts = True
@@ -42,7 +42,7 @@ class SparseExchange(Exchange):
     def start(
         self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
     ) -> InFlight:
-        """Collective. Encode what is offered, commit what receivers will read of it, and start the all-gather."""
+        """Collective. Encode the selections, commit their values as receivers read them, and start the all-gather."""
         capacities = [None if offer is None else offer.capacity for offer in offers]
         device = loads[0].work.device
         layout = self.format_of(name, loads, capacities, self.context.wire, self._codec_of_whole(device))
@@ -64,20 +64,20 @@ class SparseExchange(Exchange):
         )
 
     def whole_bytes(self, segment: Segment) -> int:
-        """Return the bytes of a dense segment that comes along, in its codec."""
+        """Return the bytes of a dense segment in a shared message, in its codec."""
         codec = None if segment.lane.dtype.is_complex else self._codec_of_whole(segment.lane.device)
         return super().whole_bytes(segment) if codec is None else VALUES[codec].size(segment.length)
 
     def _codec_of_whole(self, device: torch.device) -> str | None:
-        """Return the value codec of what is sent whole from ``device``; None: it travels as it is."""
+        """Return the value codec of dense segments on ``device``; None: they travel as they are."""
         return WHOLE.get(self.context.wire) if self._keeps_rounding(device) else None
 
     def _keeps_rounding(self, device: torch.device) -> bool:
-        """Return whether ``work`` of dense segments on ``device`` holds what was rounded off them."""
+        """Return whether ``work`` of dense segments on ``device`` keeps their quantisation error."""
         return self.context.rounds_whole and device.type == "cpu"
 
     def _write_whole(self, load: SegmentBuffers, section: Section, message: torch.Tensor) -> int:
-        """Write all of one segment, and take it off its work if that keeps something; return the count to announce."""
+        """Write all of one segment, and commit it if its work has a residual; return the count to announce."""
         where = message[section.values]
         if section.value is not None:
             self.commit(load.segment, None, section.value.encode(load.work, where))
@@ -86,7 +86,7 @@ class SparseExchange(Exchange):
         if not (self.context.has_rest or self._keeps_rounding(load.work.device)):
             sent.copy_(load.work)
             return 0
-        # With what was kept before, a gradient of 16 bits may be beyond its dtype.
+        # With the residual, a gradient of 16 bits may be beyond its dtype.
         sent.copy_(load.work if sent.dtype == load.work.dtype else saturated(load.work, torch.finfo(sent.dtype).max))
         self.commit(load.segment, None, sent)
         return 0
@@ -94,7 +94,7 @@ class SparseExchange(Exchange):
     def _write(
         self, load: SegmentBuffers, offer: Selection, section: Section, message: torch.Tensor
     ) -> int | torch.Tensor:
-        """Write what is offered of one segment, and take it off its work; return the count to announce."""
+        """Write the selection of one segment, and subtract it from its work; return the count to announce."""
         assert section.index is not None and section.value is not None
         if isinstance(offer, Deferred) and self._take_on_device(load, offer, section, message):
             return offer.count
@@ -119,7 +119,7 @@ class SparseExchange(Exchange):
         return count
 
     def _take(self, load: SegmentBuffers, offer: Selection, section: Section, message: torch.Tensor) -> bool:
-        """Do what `_write` does of values that travel as they are, each read once; False: nothing was done."""
+        """Write and subtract, in one pass, values that travel as they are; False: nothing was done."""
         values = fused.values_as_they_are(section, message, load.work.dtype)
         if values is None or isinstance(offer.count, torch.Tensor):
             return False
@@ -134,7 +134,7 @@ class SparseExchange(Exchange):
         return True
 
     def _take_on_device(self, load: SegmentBuffers, offer: Deferred, section: Section, message: torch.Tensor) -> bool:
-        """Do the same with kernels, which select while they write."""
+        """Write and subtract with kernels, which select while they write; False: nothing was done."""
         places = fused.places(section, message)
         if places is None or not self.context.take(load.segment, functools.partial(offer.write, *places)):
             return False
@@ -142,7 +142,7 @@ class SparseExchange(Exchange):
         return True
 
     def wait(self, pending: InFlight) -> RoundHeader:
-        """Collective. Wait for the all-gather, check all messages, and return what all ranks say together."""
+        """Collective. Wait for the all-gather, check all messages, and return the merged header."""
         pending.handle.wait(self.timeout)
         layout: Format = pending.extra
         messages = pending.received.view(self.comm.size, -1)
@@ -154,13 +154,13 @@ class SparseExchange(Exchange):
         return pending.has_streams
 
     def wait_on_stream(self, pending: InFlight) -> None:
-        """Collective. Have the device wait for the all-gather."""
+        """Collective. Make the device's stream wait for the all-gather."""
         pending.handle.wait_on_stream(self.timeout)
         layout: Format = pending.extra
         pending.said.append(pending.received.view(self.comm.size, -1)[:, : 4 * layout.words])
 
     def read(self, pending: InFlight, said: Sequence[torch.Tensor]) -> RoundHeader:
-        """Check the headers of all ranks, and whether their indices were right; return what all say together."""
+        """Check the headers of all ranks, and whether their indices were right; return the merged header."""
         headers, *good = said
         layout: Format = pending.extra
         control = layout.read_headers(headers, pending.control, pending.name, sealed=False)
@@ -192,9 +192,9 @@ class SparseExchange(Exchange):
                 load.update.copy_(total)
 
     def _finish_on_device(self, pending: InFlight) -> None:
-        """Queue what ``finish`` does, for all ranks at once; whose indices were right is for :meth:`read` to look at.
+        """Queue the updates, for all ranks at once; :meth:`read` checks which ranks' indices were right.
 
-        Whatever has arrived, nothing is written outside of an update.
+        Damaged messages, too, have nothing written outside of an update.
         """
         layout: Format = pending.extra
         messages = pending.received.view(self.comm.size, -1)
@@ -218,14 +218,14 @@ class SparseExchange(Exchange):
                 values.mul_(self.scale)
                 total.zero_()
                 for rank in range(self.comm.size):
-                    # Unique within a rank, but for slots that add 0: the same sum in any order the device takes.
+                    # Unique within a rank, but for entries that add 0: the same sum in any order the device takes.
                     total.index_add_(0, indices[rank], values[rank])
                 pending.said.append(good)
             if total is not load.update:
                 load.update.copy_(total)
 
     def _decode(self, pending: InFlight, messages: torch.Tensor) -> list[list[Part]]:
-        """Return what every rank sent, by section and rank; nothing for dense sections.
+        """Return the indices and values of every rank, by section and rank; [] for dense sections.
 
         ``messages``: uint8[W, size]. Raises :class:`agmerge.MessageError` where indices cannot be right.
         """
@@ -256,7 +256,7 @@ class SparseExchange(Exchange):
 
 
 def _refuse_disordered(name: str, section: Section, good: Sequence[bool]) -> None:
-    """Raise :class:`agmerge.MessageError` for the first rank whose indices cannot be right. ``good``: by rank."""
+    """Raise :class:`agmerge.MessageError` for the first rank of which the indices cannot be right, by ``good``."""
     if not all(good):
         raise MessageError(
             f"{name}: the indices that rank {list(good).index(False)} sent are not ascending within 0 to "

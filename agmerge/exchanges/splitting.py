@@ -12,7 +12,7 @@ from agmerge.tensors.layout import ALIGNMENT, Segment, Slot
 
 
 def why_parts_impossible(plan: merging.Plan) -> str:
-    """Say why the merge buffers of ``plan`` cannot travel in its parts; empty if they can."""
+    """Return why the merge buffers of ``plan`` cannot travel in its parts; empty if they can."""
     for buffer, (count, parts, way) in enumerate(zip(plan.counts, plan.parts, ways(plan), strict=True)):
         if parts > 1 and count > 1 and way.ahead:
             return (
@@ -23,10 +23,10 @@ def why_parts_impossible(plan: merging.Plan) -> str:
 
 
 def split(group: Sequence[Segment], parts: int) -> list[list[Segment]]:
-    """Cut what would be one message into at most ``parts`` of them.
+    """Cut the segments of one message into at most ``parts`` messages.
 
     Every sparse segment is cut into ``parts`` pieces, as far as it is long enough, and each message has one of each;
-    what is sent whole goes with the first.
+    dense segments go with the first.
     """
     messages: list[list[Segment]] = [[] for _ in range(parts)]
     for segment in group:

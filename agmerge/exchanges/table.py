@@ -1,4 +1,4 @@
-"""List the exchanges of what a sparsifier selects, by the names that ``exchange=`` takes, and those of the rest.
+"""Exchanges of selections, by the names that ``exchange=`` takes, and those of other segments.
 
 To add one, write a class that is made from one :class:`ExchangeContext`, and a line here.
 """
@@ -28,7 +28,7 @@ EXCHANGES: dict[str, type[Exchange]] = {
 
 
 def exchange_of(kind: Kind, name: str) -> type[Exchange]:
-    """Return what carries lanes of a kind. ``name``: what ``exchange=`` says; it is about what a sparsifier selects."""
+    """Return the exchange of tensors of a kind. ``name``: the option ``exchange=``, which is about selections."""
     if kind is Kind.LOW_RANK:
         return LowRankExchange
     if kind is Kind.QUANTISED:

@@ -1,6 +1,6 @@
-"""Say what exchanges move, by the number of workers: pure functions, for predictions.
+"""Traffic of exchanges, by the number of workers: pure functions, for predictions.
 
-What travels of a selection is indices and values. With W workers, k elements, i bytes an index and v bytes a value, a
+A selection travels as indices and values. With W workers, k elements, i bytes an index and v bytes a value, a
 rank receives ``(W - 1) k (i + v)`` bytes of an all-gather (``sparse``), ``2 k (i + v) (W - 1) / W`` of a sparse
 all-reduce (``oktopk``), and ``k (i + 2 v) (W - 1) / W`` where all agree on the indices (``masked``). Each may send as
 many, so a link that is shared has W times that.
@@ -19,7 +19,7 @@ WORD = 4  # bytes
 
 @dataclass(frozen=True)
 class Traffic:
-    """Hold what an exchange of k elements of every rank brings to a rank."""
+    """Bytes and rounds of an exchange of k elements of every rank, as one rank receives them."""
 
     rounds: int  # collectives, each of which begins when the one before has ended
     indices: float  # bytes, for each byte that k indices take
@@ -32,15 +32,15 @@ class Traffic:
 
 
 def traffic_of(exchange: str, workers: int, *, coded: bool) -> Traffic:
-    """Return what a message of an exchange of what is selected brings; ``coded``: values have a codec of their own.
+    """Return the traffic of a message of selections; ``coded``: values have a codec of their own.
 
-    What depends on the values, the surplus of oktopk, is left out. KeyError for an exchange that has no such figures.
+    The surplus of oktopk, which depends on the values, is left out. KeyError for an exchange that has no such figures.
     """
     others = workers - 1
     part = others / workers
     return {
         "sparse": Traffic(1, others, others),
-        # Votes, and an all-reduce; or what every rank has for a share, and the sums of shares.
+        # Votes, and an all-reduce; or every rank's values of a share, and the sums of shares.
         "masked": Traffic(3 if coded else 2, part, 2 * part),
         "oktopk": Traffic(6, 2 * part, 2 * part, others * WORD * (POINTS + workers + 3) + 2 * part * WORD * BINS),
     }[exchange]

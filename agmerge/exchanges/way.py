@@ -1,7 +1,7 @@
-"""Say how merge buffers are sent: what the labels of a plan mean.
+"""Send modes of merge buffers: the labels of a plan.
 
-A label is words with spaces between them; without any, everything is as it is until times are measured. So whatever
-keeps a plan, a checkpoint or the user's cache, keeps this with it.
+A label is words with spaces between them; without any, a buffer has the default mode, until times are measured. So
+whatever stores a plan, a checkpoint or the user's cache, stores its send modes with it.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ MASKED, OKTOPK = SUMS = (
     "oktopk",
 )  # exchanges that send k elements of the sum, which exchange="fastest" tries
 _WIRE, _EXCHANGE, _QUANTISER, _WORKERS = "wire=", "exchange=", "quantiser=", "workers="
-# What else decides about the bits that a quantiser sends, in both phases: a plan that says otherwise is refused.
+# Versions that the bits of a quantiser depend on, in both phases: a plan with others is refused.
 _CODEC, _SEED = f"codec={VERSION}", f"seed={SEED}"
 
 
 @dataclass(frozen=True)
 class Way:
-    """Hold what a label says."""
+    """Send mode of a merge buffer, as its label says it."""
 
     ahead: bool = False  # tensors are selected from one by one, before they are merged
-    wire: str = OWN  # the value codec of what is selected
-    exchange: str = OWN  # of what is selected
-    quantiser: str = OWN  # of what is quantised, where there is a choice
-    workers: int = 0  # among which that was chosen; 0: it was not
+    wire: str = OWN  # the value codec of selections
+    exchange: str = OWN  # of selections
+    quantiser: str = OWN  # of quantised tensors, where there is a choice
+    workers: int = 0  # among which the quantiser was chosen; 0: it was not
 
     @classmethod
     def of(cls, label: str) -> Way:
-        """Return what ``label`` says. Raises ``ValueError`` for a word that says nothing."""
+        """Return the send mode of ``label``. Raises ``ValueError`` for an unknown word."""
         way = cls()
         for word in label.split():
             wire, exchange = word.removeprefix(_WIRE), word.removeprefix(_EXCHANGE)
@@ -69,7 +69,7 @@ class Way:
 
     @property
     def label(self) -> str:
-        """Return the label that says this."""
+        """Return the label of this send mode."""
         words = [(AHEAD, self.ahead), (_WIRE + self.wire, self.wire != OWN)]
         words.append((_EXCHANGE + self.exchange, self.exchange != OWN))
         words.append((_QUANTISER + self.quantiser, self.quantiser != OWN))
@@ -79,12 +79,12 @@ class Way:
 
 
 def ways(plan: merging.Plan) -> list[Way]:
-    """Return how each merge buffer of ``plan`` is sent. Raises as :meth:`Way.of` does."""
+    """Return the send mode of each merge buffer of ``plan``. Raises as :meth:`Way.of` does."""
     return [Way.of(label) for label in plan.labels]
 
 
 def why_labels_are_wrong(plan: merging.Plan) -> str:
-    """Say what is wrong with the labels of ``plan``; empty if nothing is."""
+    """Return what is wrong with the labels of ``plan``; empty if nothing is."""
     try:
         found = ways(plan)
     except ValueError as error:
@@ -101,7 +101,7 @@ def why_labels_are_wrong(plan: merging.Plan) -> str:
 
 
 def wire_of(plan: merging.Plan) -> str:
-    """Return the value codec of all that is selected."""
+    """Return the value codec of all selections."""
     return ways(plan)[0].wire
 
 
@@ -121,7 +121,7 @@ def with_ahead(plan: merging.Plan, ahead: bool) -> merging.Plan:
 
 
 def exchange_of_plan(plan: merging.Plan) -> str:
-    """Return the exchange of all that is selected."""
+    """Return the exchange of all selections."""
     return ways(plan)[0].exchange
 
 
@@ -132,11 +132,11 @@ def with_exchange(plan: merging.Plan, exchange: str) -> merging.Plan:
 
 
 def quantiser_of(plan: merging.Plan) -> tuple[str, int]:
-    """Return the quantiser of what is quantised, and among how many workers it was chosen; ("auto", 0): none was."""
+    """Return the quantiser, and the number of workers that it was chosen for; ("auto", 0): none was chosen."""
     return ways(plan)[0].quantiser, ways(plan)[0].workers
 
 
 def with_quantiser(plan: merging.Plan, quantiser: str, workers: int = 0) -> merging.Plan:
-    """Return ``plan`` with this quantiser. ``workers``: among which it was chosen; 0: it was not, so far."""
+    """Return ``plan`` with this quantiser. ``workers``: the number it was chosen for; 0: it was not chosen, so far."""
     labels = (replace(way, quantiser=quantiser, workers=workers).label for way in ways(plan))
     return replace(plan, labels=tuple(labels))

@@ -1,4 +1,4 @@
-"""Keep the basis of each tensor from step to step: the same on all ranks, staged in a round, and kept by its commit."""
+"""Bases of low-rank tensors: the same on all ranks, staged in a round, and kept by its commit."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from agmerge.exchanges.low_rank.factors import LEFT, RIGHT, initial_basis, matri
 from agmerge.tensors.layout import Lane, Slot
 from sparsifiers import LowRank
 
-# What a basis is called among all that is kept from step to step, by its side.
+# Names of bases among the states that are kept from step to step, by side.
 KINDS = {LEFT: "left basis", RIGHT: "right basis"}
 
 
 @dataclass(frozen=True)
 class Basis:
-    """Hold orthonormal rows that span what a matrix is projected on."""
+    """Orthonormal rows; they span the space on which a matrix is projected."""
 
     side: str  # LEFT: rows are as long as a column of the matrix; RIGHT: as long as one of its rows
     rows: torch.Tensor  # (r, length), in the dtype of the work; never written again
@@ -30,11 +30,11 @@ class Basis:
 
 
 class Bases:
-    """Keep a basis for each tensor of ``slots``; it warms up the factors of the next step.
+    """Bases of the tensors ``slots``, one each: a step starts from the factors of the last one.
 
-    A round stages what it has found; :meth:`commit` keeps that, :meth:`forget` drops it. A tensor of which nothing is
-    kept yet has a basis that is drawn from the compressor's seed and its name. The sides of an alternating compressor
-    are dealt out so that a step sends about as many left as right factors: then all steps are about equally long.
+    A round stages its new bases; :meth:`commit` keeps them, :meth:`forget` drops them. A tensor without a kept basis
+    has one that is drawn from the compressor's seed and its name. The sides of an alternating compressor are dealt out
+    so that a step sends about as many left as right factors: then all steps are about equally long.
     """
 
     def __init__(self, compressor: LowRank, slots: Iterable[Slot]) -> None:
@@ -68,7 +68,7 @@ class Bases:
         return not self.compressor.alternates or slot.name not in self._kept
 
     def keeps_first(self, slot: Slot) -> bool:
-        """Tell which basis to stage after a step with both factors: of the first one, or else of the second one."""
+        """Return whether the first factor makes the next basis, after a step with both; else the second one does."""
         return slot.name in self._left_first
 
     def stage(self, slot: Slot, basis: Basis) -> None:
@@ -76,9 +76,9 @@ class Bases:
         self._staged[slot.name] = basis
 
     def drop(self, slot: Slot) -> None:
-        """Begin anew with the tensor from the next commit on: nothing of it lies in the space of its basis.
+        """Return to the drawn basis from the next commit on: the matrix is zero in the space of the kept one.
 
-        From a basis that is zero wherever the matrix is not, no later step would find what the matrix has.
+        From a basis that is zero wherever the matrix is not, no later step would find its elements.
         """
         self._staged[slot.name] = None
 
@@ -96,7 +96,7 @@ class Bases:
         """Drop what was staged: the round comes to nothing."""
         self._staged.clear()
 
-    # -- what is kept ---------------------------------------------------------------------------------------------
+    # -- bases in checkpoints -------------------------------------------------------------------------------------
 
     def state(self) -> dict[tuple[str, str], torch.Tensor]:
         """Return the bases that are kept, by kind and name: views."""
@@ -111,7 +111,7 @@ class Bases:
                     self._kept[slot.name] = Basis(side, rows.to(slot.lane.device, slot.lane.storage, copy=True))
 
     def share(self, comm: Backend, timeout: float) -> None:
-        """Collective. Take rank 0's bases on all ranks: others may not have loaded them."""
+        """Collective. Broadcast rank 0's bases to all ranks: the others may not have loaded them."""
         sides = torch.zeros(len(self._slots), dtype=torch.int64)
         for number, slot in enumerate(self._slots):
             if slot.name in self._kept:
@@ -136,10 +136,10 @@ class Bases:
 
 
 def _left_first(slots: Sequence[Slot], rank: Callable[[Slot], int]) -> set[str]:
-    """Return the names of tensors whose left factors lead, where the right ones of the others do.
+    """Return the names of tensors that lead with their left factors; the others lead with the right ones.
 
-    The factors that lead have then about as many elements as those that follow: of the tensors whose two factors
-    differ most, in turn, those lead that make up for what others are longer or shorter.
+    The leading factors have then about as many elements as those that follow: tensors are taken by the difference of
+    their two factors, largest first, and each one leads with the factor that evens out the sum so far.
     """
     more = {slot.name: rank(slot) * (shape[0] - shape[1]) for slot in slots for shape in [matrix_shape(slot.shape)]}
     names, surplus = set(), 0  # elements by which the factors that lead are longer so far

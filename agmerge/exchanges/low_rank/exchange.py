@@ -25,28 +25,28 @@ WIRES = {"auto": None, "fp32": torch.float32, "fp16": torch.float16, "bf16": tor
 
 @dataclass
 class _State(State):
-    """Hold what is known of a message under way."""
+    """State of a message under way."""
 
     matrices: list[Matrix] = field(default_factory=list)
     riding: list[tuple[SegmentBuffers, torch.Tensor]] = field(default_factory=list)  # dense ones, with their sums
-    tail: torch.Tensor | None = None  # what all ranks say together, behind the first round's numbers
+    tail: torch.Tensor | None = None  # numbers of the merged header, behind the first round's factors
     first: all_reduce.Sum | None = None  # of the first round
 
 
 class LowRankExchange(MultiRoundExchange):
-    """Send two thin factors of each matrix, or one of them.
+    """All-reduce of thin factors of each matrix: of both, or of one in each step.
 
     1. Each rank projects its matrices on the bases that all ranks have in common, as soon as they are ready
        (:meth:`prepare`). One all-reduce adds up these factors, under backward, with control numbers behind them.
        Dense segments of the same dtype ride along, as they are.
-    2. Where both factors are sent, the rows of the sum are made orthonormal, each rank projects on them what it has,
-       and a second all-reduce adds up these.
+    2. Where both factors are sent, the rows of the sum are made orthonormal, each rank projects its matrices on them,
+       and a second all-reduce adds up these factors.
     3. The update is the product of the two factors: of the basis and the sum, or of the two that were sent. The last
        sum, made orthonormal, is the basis of the next step.
 
-    What is committed is the product of the basis and the factor that this very rank has sent, so that what stays with
-    it is orthogonal to the basis, and does not drift. Factors travel in ``context.wire``: "auto" is the gradient's
-    dtype. Their rounding stays with the rank, too.
+    A rank commits the product of the basis and its own factor, so that its residual is orthogonal to the basis, and
+    does not drift. Factors travel in ``context.wire``: "auto" is the gradient's dtype. Their quantisation error stays
+    in the residual, too.
     """
 
     sparse = False
@@ -60,18 +60,18 @@ class LowRankExchange(MultiRoundExchange):
         self.ordered, self.keeps = context.ordered, context.keeps
         self.wire = WIRES[context.wire]
         self.carries_dense = self.wire is None and context.predivide == 1.0
-        self._projected: dict[str, Matrix] = {}  # by name, of tensors whose messages have not started
+        self._projected: dict[str, Matrix] = {}  # by name, of tensors in messages that have not started
         self._alone: dict[Slot, Segment] = {}  # the segment of one tensor
 
     # -- 1. factors leave -----------------------------------------------------------------------------------------
 
     def prepare(self, slot: Slot, work: torch.Tensor | None, step: int) -> None:
-        """Project one tensor of a message to come on its basis, and commit that if it is all that is sent."""
+        """Project one tensor of a message to come on its basis; commit the product if no second factor follows."""
         assert work is not None
         self._project(slot, work, self.context.update_of(slot))
 
     def _project(self, slot: Slot, work: torch.Tensor, update: torch.Tensor) -> None:
-        """Do what :meth:`prepare` does. ``work``, ``update``: in the tensor's shape, or 1-D."""
+        """Project one tensor on its basis, for :meth:`prepare`. ``work``, ``update``: in the tensor's shape, or 1-D."""
         matrix = self._matrix(slot, work, update)
         matrix.project()
         self._keep_projected(matrix, taken_off=False)
@@ -88,7 +88,7 @@ class LowRankExchange(MultiRoundExchange):
     ) -> bool | None:
         """Add up and project in one pass over memory, and commit in it where that is possible."""
         if gradient.layout is not torch.strided or gradient.shape != work.shape or not gradient.is_contiguous():
-            return None  # whoever adds up by itself says what is wrong
+            return None  # the pass that only adds up raises the error
         matrix = self._matrix(slot, work, update)
         finite = matrix.add_and_project(residual, gradient, moves=moves)
         if finite:
@@ -96,7 +96,7 @@ class LowRankExchange(MultiRoundExchange):
         return finite
 
     def _matrix(self, slot: Slot, work: torch.Tensor, update: torch.Tensor) -> Matrix:
-        """Return a tensor of which nothing is done yet. ``work``, ``update``: in its shape."""
+        """Return the matrix of a tensor, not projected yet. ``work``, ``update``: in its shape."""
         segment = self._alone.get(slot)
         if segment is None:
             segment = self._alone[slot] = Segment(slot.lane, (slot,))
@@ -105,13 +105,13 @@ class LowRankExchange(MultiRoundExchange):
         return Matrix(segment, work.view(shape), update.view(shape), basis, room, self.wire_of(slot), both)
 
     def _room(self, slot: Slot, shape: Sequence[int], basis: Basis) -> torch.Tensor:
-        """Return room for the factor, (r, length), of a matrix of ``shape`` that a basis gives."""
+        """Return a buffer for the factor, (r, length), of a matrix of ``shape`` that a basis gives."""
         rank, length = len(basis.rows), shape[0 if basis.other_side == LEFT else 1]
         key = ("factor", slot.name, basis.side)
         return self.keep(key, rank * length, basis.rows.dtype, basis.rows.device).view(rank, length)
 
     def _keep_projected(self, matrix: Matrix, taken_off: bool) -> None:
-        """Keep a projected tensor for its message; commit it if it is all that is sent. ``taken_off``: it was."""
+        """Keep a projected tensor for its message; commit it if no second factor follows, unless ``taken_off``."""
         matrix.round_factor(self.comm.size)
         if not matrix.both and not taken_off:
             self.commit(matrix.segment, None, matrix.product())
@@ -124,7 +124,7 @@ class LowRankExchange(MultiRoundExchange):
     def start(
         self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
     ) -> InFlight:
-        """Collective. Send the factors of the first round, and what rides along."""
+        """Collective. Send the factors of the first round, and the dense segments that share the message."""
         state = _State()
         for load in loads:
             if load.segment.lane.kind is Kind.LOW_RANK:
@@ -155,7 +155,7 @@ class LowRankExchange(MultiRoundExchange):
     def _send(
         self, name: str, parts: Sequence[torch.Tensor], dtype: torch.dtype
     ) -> tuple[all_reduce.Sum, Sequence[torch.Tensor]]:
-        """Collective. Begin to add up ``parts``, 1-D, in one message; return the sum, and where each part lies."""
+        """Collective. Start the sum of ``parts``, 1-D, in one message; return it, and a view of each part."""
         lengths = [part.numel() for part in parts]
         used = sum(lengths)
         length = used + (-used % self.comm.size if self.ordered else 0)  # whole shards
@@ -177,14 +177,14 @@ class LowRankExchange(MultiRoundExchange):
     # -- 2. and are added up ----------------------------------------------------------------------------------------
 
     def wait(self, pending: InFlight) -> RoundHeader:
-        """Collective. Wait for all sums; return what all ranks say together, by the numbers behind the first ones."""
+        """Collective. Wait for all sums; return the merged header, from the numbers behind the first ones."""
         state: _State = pending.extra
         if state.phases is not None:
             return super().wait(pending)
         return self._wait_for_first(pending, state)
 
     def _wait_for_first(self, pending: InFlight, state: _State) -> RoundHeader:
-        """Collective. Wait for the sums of the first round, and return what all ranks say together."""
+        """Collective. Wait for the sums of the first round, and return the merged header of all ranks."""
         assert state.first is not None and state.tail is not None
         all_reduce.wait(self.comm, state.first, self.timeout)
         state.control = decode(state.tail.tolist(), pending.control, pending.name)
@@ -231,9 +231,9 @@ class LowRankExchange(MultiRoundExchange):
         self._stage(state.matrices, {slot for slot, used in zip(slots, state.control.used, strict=True) if used})
 
     def _stage(self, matrices: Sequence[Matrix], used: Collection[Slot]) -> None:
-        """Stage the bases of the next step. Where the sum was nothing, what is to come may lie beside the old one.
+        """Stage the bases of the next step. Where the sum was zero, the old basis is dropped: it may miss the matrix.
 
-        Where it overflowed, and where nothing was because no rank ``used`` the tensor, the one that there is stays.
+        Where it overflowed, and where it was zero because no rank ``used`` the tensor, the old basis stays.
         """
         largest = torch.stack([torch.linalg.vector_norm(matrix.factor, torch.inf) for matrix in matrices]).tolist()
         staged = []
@@ -249,7 +249,7 @@ class LowRankExchange(MultiRoundExchange):
 
 
 def _with_overflows(control: RoundHeader, matrices: Sequence[Matrix]) -> tuple[RoundHeader, list[str]]:
-    """Return ``control``, which says so where a factor is not finite, and of which tensors that is.
+    """Return ``control``, flagged if a factor is not finite, and the names of the tensors of such factors.
 
     A device is not waited for: there `finite` says it, and no names are known.
     """
@@ -262,6 +262,6 @@ def _with_overflows(control: RoundHeader, matrices: Sequence[Matrix]) -> tuple[R
 
 
 def _part(flat: torch.Tensor, load: SegmentBuffers, slot: Slot) -> torch.Tensor:
-    """Return one tensor's part of what a segment has, 1-D: a view."""
+    """Return one tensor's slice of a segment's buffer, 1-D: a view."""
     start = slot.offset - load.segment.start
     return flat[start : start + slot.numel]

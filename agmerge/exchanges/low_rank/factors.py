@@ -3,8 +3,8 @@
 A tensor of two or more dimensions is a matrix D, (n, m): its first dimension by all others. It is sent as two factors,
 left (r, n) and right (r, m), which stand for left^T right. A factor lies in memory row by row, each row a vector as
 long as a column, or a row, of the matrix. One of them is a basis, with orthonormal rows, that all ranks have in common;
-the other one is what a rank finds when it projects its own matrix on that. What all ranks compute of the same factors,
-:func:`product` and :func:`orthonormalize`, has the same bits on every processor.
+the other one is the projection of a rank's own matrix on it. All ranks compute :func:`product` and
+:func:`orthonormalize` of the same factors; the results have the same bits on every processor.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def add_and_project(
 ) -> bool | None:
     """Write ``matrix = residual + gradient`` and its factor, as :func:`project` does, in one pass over memory.
 
-    Returns whether all of the sum is finite; None, with nothing done, where that takes two passes. ``off``: take off in
-    the same pass what basis and factor stand for; with a basis of the RIGHT. ``copy``: of as many elements, where the
-    gradient is copied to in that pass.
+    Returns whether all of the sum is finite; None, with nothing done, where that takes two passes. ``off``: subtract
+    the product of basis and factor in the same pass; with a basis of the RIGHT. ``copy``: a tensor of as many elements,
+    to which the gradient is copied in that pass.
     """
     if side == LEFT:
         return kernel_low_rank.add_and_project_on_left(matrix, residual, gradient, basis, out, copy)
@@ -101,7 +101,7 @@ def add_and_project(
 
 
 def take_off(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Subtract what two factors stand for: ``matrix -= left^T right``, in place."""
+    """Subtract the product of two factors: ``matrix -= left^T right``, in place."""
     if not kernel_low_rank.take_off(matrix, left, right):
         matrix.addmm_(left.t(), right, alpha=-1)
 
@@ -124,7 +124,7 @@ def product(left: torch.Tensor, right: torch.Tensor, scale: float, out: torch.Te
 
 
 class Product(NamedTuple):
-    """Stand for what two factors make, without writing it out."""
+    """Product of two factors, left^T right, (n, m), which is not written out."""
 
     left: torch.Tensor  # (r, n)
     right: torch.Tensor  # (r, m)

@@ -1,4 +1,4 @@
-"""Hold one matrix of a message under way, and do with it what needs no other one."""
+"""Matrices of a message under way, and the operations that need one of them alone."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from agmerge.tensors.layout import Segment, Slot
 
 @dataclass
 class Matrix:
-    """Hold a tensor as a matrix (n, m), the basis it is projected on, and the factor that comes of it."""
+    """Tensor as a matrix (n, m), with the basis it is projected on and the factor that this gives."""
 
     segment: Segment  # of this tensor alone
-    work: torch.Tensor  # (n, m): what goes out, less what was sent; a view
+    work: torch.Tensor  # (n, m): residual and gradient, less what was sent; a view
     update: torch.Tensor  # (n, m): is written in the end; a view
     basis: Basis  # of the last step; in the second round the first round's sum, orthonormal
     factor: torch.Tensor  # (r, length): `work` projected on the basis, as receivers read it; then the sum of all ranks
@@ -37,8 +37,8 @@ class Matrix:
     def add_and_project(self, residual: torch.Tensor, gradient: torch.Tensor, *, moves: bool) -> bool | None:
         """Write ``work = residual + gradient`` and its factor, in one pass; see :func:`factors.add_and_project`.
 
-        Where :attr:`is_taken_off` says so, what is sent is taken off in the same pass; where ``moves``, the gradient is
-        copied to the update.
+        If :attr:`is_taken_off`, the sent product is subtracted in the same pass; if ``moves``, the gradient is copied
+        to the update.
         """
         residual, gradient, off = residual.view_as(self.work), gradient.view_as(self.work), self.is_taken_off
         return factors.add_and_project(
@@ -54,17 +54,17 @@ class Matrix:
 
     @property
     def is_taken_off(self) -> bool:
-        """Return whether one pass can take off what is sent: a number of a factor is of one row, and is not rounded."""
+        """Return whether one pass can subtract the product: each number of a factor is of one row, and unrounded."""
         return not self.both and self.basis.side == RIGHT and self.wire == self.work.dtype
 
     def round_factor(self, workers: int) -> None:
-        """Make the factor what receivers will read, in the dtype of the work; so many of them add up and are finite."""
+        """Round the factor as it will be read, in the dtype of the work; ``workers`` of them have a finite sum."""
         if self.wire != self.factor.dtype:
             limit = largest_summand(self.wire, workers)
             self.factor.copy_(self.factor.clamp_(-limit, limit).to(self.wire))
 
     def product(self) -> Product:
-        """Return what basis and factor stand for: what this rank sends, or, of the sum, all ranks together."""
+        """Return the product of basis and factor: of what this rank sends, or, once summed, of all ranks."""
         rows, factor = self.basis.rows, self.factor.to(self.work.dtype)
         return Product(rows, factor) if self.basis.side == LEFT else Product(factor, rows)
 

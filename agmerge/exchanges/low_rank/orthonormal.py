@@ -1,7 +1,7 @@
-"""Make rows orthonormal, and never divide by nothing: Gram-Schmidt, which is done twice and is then exact enough.
+"""Make rows orthonormal, and never divide by zero: Gram-Schmidt, which is done twice and is then exact enough.
 
-A row that is zero, not finite, or dependent on those before it becomes the unit vector of which these rows have least
-(of equals the first), without what they have of it; so no dimension is lost. The result does not depend on the rows'
+A row that is zero, not finite, or dependent on those before it becomes the unit vector with the smallest projection on
+these rows (of equals the first), less that projection; so no dimension is lost. The result does not depend on the rows'
 scale. Rows of float32 in CPU memory, of which all ranks must make the same, get the same bits on every processor, with
 the compiled loops (kernel_orthonormal.c) and without them: sums are of double precision and made in one order.
 """
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from sparsifiers import kernel_low_rank
 
 LANES = 16  # partial sums of a dot product, as in kernel_orthonormal.c
-DEPENDENT = 8  # what is left of a dependent row at most, in units of its own rounding
+DEPENDENT = 8  # largest remainder of a dependent row, in units of its own rounding
 
 Doubles = NDArray[np.float64]
 
@@ -106,7 +106,7 @@ def by_torch(factors: torch.Tensor) -> torch.Tensor:
 
 
 def _without(vectors: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-    # vectors (count, length) without what the rows known (count, k, length) have of them.
+    # vectors (count, length) less their projections on the rows known (count, k, length).
     column = vectors.unsqueeze(-1)
     for _ in range(2):
         column = column - known.transpose(1, 2) @ (known @ column)

@@ -1,8 +1,8 @@
 """Turn the indices and the values of a sparse section into bytes: every size is known beforehand, on every rank.
 
 ``format``: header, sections and checksums of a message. ``indices`` and ``values``: the codecs. ``pairs``: both side by
-side, for later rounds. ``offers``: what is selected, as a codec takes it. ``bits``: packing and checksums.
-``sample``: what codecs make of the values that are sent.
+side, for later rounds. ``offers``: selections, as codecs take them. ``bits``: packing and checksums.
+``sample``: the loss and the time of codecs on the values that are sent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Put integers of a few bits side by side in bytes, and checksums in front of bytes: what messages are made of.
+"""Put integers of a few bits side by side in bytes, and checksums in front of bytes, to make messages.
 
 The first integer is in the lowest bits. The bytes are the same on every device; machines are little-endian, as
 everywhere in a message. Only the host computes checksums: on a device the word is 0, and not looked at.
@@ -15,7 +15,7 @@ from torch import Tensor
 from agmerge.exchanges.message import device_bits
 
 WORDS = {4: torch.int16, 2: torch.int32, 1: torch.int64}  # by width: as many bytes as there are integers in one
-CRC_BYTES = 4  # of the checksum in front of a part
+CRC_BYTES = 4  # of the checksum in front of a section
 
 
 def bytes_of(count: int, width: int) -> int:
@@ -24,7 +24,7 @@ def bytes_of(count: int, width: int) -> int:
 
 
 def pack(values: Tensor, width: int, out: Tensor) -> None:
-    """Write the low ``width`` bits (1, 2, 4, 8 or 16) of ``values``, int32[m], into ``out``, uint8; the rest is 0.
+    """Write the low ``width`` bits (1, 2, 4, 8 or 16) of ``values``, int32[m], into ``out``, uint8; padding is 0.
 
     ``values`` may be uint8[m] where they have no other bits.
     """
@@ -103,7 +103,7 @@ def marked(data: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def write_crc(part: Tensor) -> None:
-    """Write the CRC-32 of what follows into the first four bytes of ``part``, uint8; 0 on a device."""
+    """Write the CRC-32 of the bytes that follow into the first four of ``part``, uint8; 0 on a device."""
     part[:CRC_BYTES].view(torch.int32).fill_(_crc(part) if part.device.type == "cpu" else 0)
 
 
@@ -113,6 +113,6 @@ def crc_fits(part: Tensor) -> bool:
 
 
 def _crc(part: Tensor) -> int:
-    """Return the CRC-32 of what follows the first four bytes of ``part``."""
+    """Return the CRC-32 of the bytes behind the first four of ``part``."""
     checksum = zlib.crc32(part[CRC_BYTES:].numpy().data)
     return checksum - (checksum >> 31 << 32)  # as int32 has these bits

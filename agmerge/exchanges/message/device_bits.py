@@ -1,4 +1,4 @@
-"""Do on a device what ``bits`` does on the host: the same bytes, in few launches, with nothing that waits for it.
+"""Operations of ``bits`` on a device: the same bytes as on the host, in few launches, without a wait.
 
 Messages of several ranks may be read at once: what is read has a row of bytes for each, (W, bytes).
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def pack(values: Tensor, width: int, out: Tensor) -> None:
-    """Write the low ``width`` bits (1, 2 or 4) of ``values``, int32[m] or uint8[m], into ``out``, uint8; the rest is 0.
+    """Write the low ``width`` bits (1, 2 or 4) of ``values``, int32[m] or uint8[m], into ``out``, uint8; padding is 0.
 
     Values of uint8 have no other bits.
     """

@@ -32,12 +32,12 @@ MAGIC = 0x41474D32  # "AGM2": the last byte is the version of this format
 
 
 class Flag(IntFlag):
-    """Say something about this rank in every message of a round; what all say together is the union."""
+    """Flags of a rank in every message of a round; those of all ranks are OR-ed."""
 
     REPLAN = 1  # this rank's parameters have changed: discard the round, and agree anew
     NONFINITE = 2  # this rank found an infinity or a NaN: the step comes to nothing
-    JOINED = 4  # this rank has no batches left, and sends what it has kept
-    ACTIVE = 8  # this rank still has batches; join() ends in the first round in which nobody says so
+    JOINED = 4  # this rank has no batches left, and sends its residual
+    ACTIVE = 8  # this rank still has batches; join() ends in the first round in which no rank sets it
 
 
 FIXED = ("magic", "step", "plan", "buffer", "flags", "words", "size", "checksum", "payload")
@@ -51,7 +51,7 @@ _WHOLE = (
 
 @dataclass(frozen=True)
 class RoundHeader:
-    """Carry with every message what the ranks have to tell each other beside gradients."""
+    """Header of every message: the place in training, flags, and the tensors with a gradient."""
 
     step: int  # committed exchanges so far
     plan: int  # fingerprint of the plan in use, 31 bits
@@ -73,10 +73,10 @@ class RoundHeader:
 
 @dataclass(frozen=True)
 class Section:
-    """Say where one segment lies in the message, and in which codecs."""
+    """Place of one segment in the message, and its codecs."""
 
     segment: Segment
-    capacity: int | None  # slots, more than were asked for with Everything; None: all of it, dense, with no codecs
+    capacity: int | None  # entries, more than were asked for with Everything; None: dense, with no codecs
     indices: slice  # bytes of the message; empty where dense
     values: slice  # bytes of the message
     index: IndexCodec | None = None
@@ -91,23 +91,23 @@ class Section:
 
     @property
     def index_words(self) -> slice:
-        """Return the bytes of the message that the indices have, in whole words: what follows begins behind them."""
+        """Return the bytes of the message that the indices have, in whole words: the values begin behind them."""
         return slice(self.indices.start, aligned(self.indices.stop, 4))
 
     @property
     def name(self) -> str:
-        """Return the codecs as figures tell them."""
+        """Return the names of the codecs, as statistics show them."""
         if self.index is None or self.value is None:
             return "plain"
         return f"{self.index.name if self.segment.lane.sparse else 'whole'}/{self.value.name}"
 
 
 class Format:
-    """Lay out one message: which bytes mean what.
+    """Layout of one message: the meaning of each byte.
 
-    This is a pure function of the segments, of their capacities (slots; None: sent whole) and of ``wire``, the value
-    codec, see :func:`agmerge.exchanges.message.value_codec`, and of ``whole``, the codec of what is sent whole (None:
-    as it is): exchanges keep it from step to step.
+    This is a pure function of the segments, of their capacities (entries; None: dense) and of ``wire``, the value
+    codec, see :func:`agmerge.exchanges.message.value_codec`, and of ``whole``, the codec of dense segments (None: as
+    they are): exchanges keep it from step to step.
     """
 
     segments: list[Segment]
@@ -116,7 +116,7 @@ class Format:
     words: int  # int32, of the header
     size: int  # bytes of the message
     sections: tuple[Section, ...]  # one a segment
-    # Bytes: "index codec/value codec", "plain" or "whole/value codec" for what is sent whole, the rest is "header".
+    # Bytes: "index codec/value codec", "plain" or "whole/value codec" for dense segments; all others are "header".
     by_codec: dict[str, int]
 
     def __init__(
@@ -164,7 +164,7 @@ class Format:
     ) -> None:
         """Put ``control`` and the counts of the sections in front of ``message``, uint8.
 
-        A count on a device stays there. ``seal``: also put in the checksum of what comes after, which must be in place.
+        A count on a device stays there. ``seal``: also put in the checksum of the bytes behind, which must be in place.
         """
         words = [MAGIC, control.step, control.plan, control.buffer, control.flags, self.words, self.size, 0, 0]
         on_host = message.device.type == "cpu"
@@ -187,12 +187,12 @@ class Format:
             self.seal(message)
 
     def seal(self, message: torch.Tensor) -> None:
-        """Put in the checksum of what comes after the header; on a device there is none."""
+        """Put in the checksum of the bytes behind the header; on a device there is none."""
         if message.device.type == "cpu":
             message[4 * _PAYLOAD : 4 * _PAYLOAD + 4].view(torch.int32).fill_(self._payload_sum(message))
 
     def _payload_sum(self, message: torch.Tensor) -> int:
-        """Return the CRC-32 of what comes after the header of ``message``, uint8[size]."""
+        """Return the CRC-32 of the bytes behind the header of ``message``, uint8[size]."""
         return _signed(zlib.crc32(message[4 * self.words : self.size].numpy().data))
 
     # -- reading --------------------------------------------------------------------------------------------
@@ -202,15 +202,15 @@ class Format:
         return messages[..., : 4 * self.words].view(torch.int32)
 
     def counts_of(self, messages: torch.Tensor, section: int) -> torch.Tensor:
-        """Return what each rank announces of a section in its header, unchecked: int32[W], a view."""
+        """Return the count of a section that each rank announces in its header, unchecked: int32[W], a view."""
         return self.header_of(messages)[:, _FIRST + _EACH * (section + 1) - 1]
 
     def read_headers(
         self, messages: torch.Tensor, own: RoundHeader, name: str, *, sealed: bool | None = None
     ) -> RoundHeader:
-        """Check the headers of all ranks, and return what they say together.
+        """Check the headers of all ranks, and return the merged header.
 
-        ``messages``: uint8[W, ...], a message a rank, or the beginning of it. ``own``: what this rank has said.
+        ``messages``: uint8[W, ...], a message a rank, or the beginning of it. ``own``: this rank's header.
         ``sealed``: they have checksums, which a device does not write; None: if they are on the host.
 
         Raises :class:`agmerge.MessageError`, the same on every rank, if a message is not one of ours, has changed on
@@ -305,10 +305,10 @@ class Format:
 
 
 def section_codecs(length: int, capacity: int, dtype: torch.dtype, wire: str) -> tuple[IndexCodec, ValueCodec]:
-    """Return the codecs of a section of ``length`` elements of ``dtype``, of which up to ``capacity`` are offered.
+    """Return the codecs of a section of ``length`` elements of ``dtype``, of which up to ``capacity`` are selected.
 
-    ``wire`` as in `Format`. Where all values, with 0 for what is not offered, take no more bytes than those that are
-    offered and their indices, it is all of them: always at density 1, if the value codec has a code for 0.
+    ``wire`` as in `Format`. Where all values, with 0 for those not selected, take no more bytes than the selected ones
+    and their indices, all are sent: always at density 1, if the value codec has a code for 0.
     """
     index, value = smallest(length, capacity), value_codec(wire, dtype)
     chosen = aligned(index.size, GRAIN) + aligned(value.size(capacity), GRAIN)
@@ -318,9 +318,9 @@ def section_codecs(length: int, capacity: int, dtype: torch.dtype, wire: str) ->
 
 
 def slot_bytes(length: int, capacity: int, dtype: torch.dtype, wire: str) -> float:
-    """Return the bytes of one element that may be offered, header and padding apart.
+    """Return the bytes of one element that may be selected, header and padding apart.
 
-    The section has ``length`` elements of ``dtype``, and ``capacity``, which is not 0, may be offered; ``wire`` as in
+    The section has ``length`` elements of ``dtype``, and ``capacity``, which is not 0, may be selected; ``wire`` as in
     `Format`.
     """
     index, value = section_codecs(length, capacity, dtype, wire)
@@ -328,7 +328,7 @@ def slot_bytes(length: int, capacity: int, dtype: torch.dtype, wire: str) -> flo
 
 
 def _refuse_damaged(name: str, ranks: list[int]) -> None:
-    """Raise :class:`agmerge.MessageError` if there are ``ranks`` whose checksums are wrong."""
+    """Raise :class:`agmerge.MessageError` that names ``ranks``, of wrong checksums; nothing if there are none."""
     if ranks:
         raise MessageError(
             f"{name}: what ranks {ranks} sent has changed on its way, its checksum is wrong: look at the network, the "

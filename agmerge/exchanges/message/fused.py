@@ -1,6 +1,6 @@
 """Write and read sections in few passes, or kernels of the device, where it has them: the same bytes and the same sums.
 
-What ``sparsifiers.gpu`` does in a launch or two, torch's operations do in dozens.
+Kernels of ``sparsifiers.gpu`` take a launch or two where torch's operations take dozens.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def adds(section: Section, total: Tensor) -> bool:
 
 
 def add(layout: Format, number: int, messages: Tensor, total: Tensor, scale: float) -> Tensor | None:
-    """Write the sum of ``scale`` times what all ranks sent of section ``number`` into ``total``, fp32[length].
+    """Write the sum of ``scale`` times all ranks' values of section ``number`` into ``total``, fp32[length].
 
-    ``messages``: uint8[W, size]. Returns whose indices were right, int32[W]: 1 or 0; None where all is sent. Whatever
-    has arrived, nothing is written outside of ``total``.
+    ``messages``: uint8[W, size]. Returns which ranks' indices were right, int32[W]: 1 or 0; None for a dense section.
+    Damaged messages, too, have nothing written outside of ``total``.
     """
     section = layout.sections[number]
     if section.index is None or section.value is None:

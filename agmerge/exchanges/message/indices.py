@@ -1,9 +1,9 @@
-"""Write ascending, unique indices as bytes whose number depends on length and capacity only: index codecs.
+"""Write ascending, unique indices as bytes, of a number that depends on length and capacity only: index codecs.
 
 Four layouts. ``int32`` is the plain one, for very few. ``bitmap`` is one bit an element, for more than a quarter.
-``all`` is no bits, where every element has a slot. Between the first two, the vector is cut into blocks of ``2**low``
+``all`` is no bits, where every element is sent. Between the first two, the vector is cut into blocks of ``2**low``
 elements: the low bits of every index stand side by side, and how many lie in each block is told in unary (a one for
-each index, a zero for each end of a block: Elias and Fano), so that a slot takes ``low + 1`` bits and a block takes
+each index, a zero for each end of a block: Elias and Fano), so that an entry takes ``low + 1`` bits and a block takes
 one. Counts of a byte or two a block are never smaller than the best of these.
 """
 
@@ -20,12 +20,12 @@ from agmerge.exchanges.message import bits, device_bits
 from sparsifiers import kernel, kernel_message
 from sparsifiers.gpu.layout import BITMAP, PLAIN, IndexLayout
 
-GRAIN = 16  # bytes; parts of a message start on such a boundary
+GRAIN = 16  # bytes; sections of a message start on such a boundary
 _LOWS = (8, 16, 24, 2, 4, 6, 10, 12, 14, 18, 20, 22, 26, 28, 30)  # whole bytes first: they are cheaper
 
 
 class IndexCodec(ABC):
-    """Write the indices of up to ``capacity`` elements of a vector of ``length`` elements."""
+    """Codec of the indices of up to ``capacity`` elements of a vector of ``length`` elements."""
 
     name: str  # in figures and errors
     identity: int  # in a message, 1 to 255
@@ -43,10 +43,10 @@ class IndexCodec(ABC):
         """
 
     def decode(self, data: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return the ``count`` indices in ``data``, uint8[size]: int32[count], and if they can be right: bool, 0-dim.
+        """Return the ``count`` indices in ``data``, uint8[size]: int32[count]; and whether they can be right: bool.
 
-        They can be if the bytes are those of so many, and all are ascending and within the vector. Whatever the bytes
-        are, there is no error.
+        They can be if the bytes are those of so many, and all are ascending and within the vector. Damaged
+        bytes raise no error.
         """
         if data.device.type == "cpu":
             return self._decode(data, count)
@@ -54,10 +54,10 @@ class IndexCodec(ABC):
         return indices[0, :count], good[0]
 
     def decode_rows(self, data: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what several ranks sent: int32[W, capacity], and whose can be right, bool[W]; it may be on a device.
+        """Return several ranks' indices, int32[W, capacity], and whether each rank's can be right, bool[W].
 
-        ``data``: uint8[W, size]; ``counts``: int[W], which are not waited for. What stands at and after a rank's count
-        is 0. Whatever the bytes are, all are within the vector, and there is no error.
+        ``data``: uint8[W, size]; ``counts``: int[W], which are not waited for. Entries at and after a rank's count
+        are 0. Damaged bytes, too, give indices within the vector, and raise no error.
         """
         slots = torch.arange(self.capacity, dtype=torch.int32, device=data.device)
         behind = slots >= counts.unsqueeze(1)
@@ -69,19 +69,19 @@ class IndexCodec(ABC):
 
     @abstractmethod
     def _decode(self, data: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Do what :meth:`decode` does, in the host's memory."""
+        """Decode in the host's memory, for :meth:`decode`."""
 
     @abstractmethod
     def _places(self, data: Tensor, slots: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the number in each slot of ``data``, uint8[W, size]: int32[W, capacity], any behind ``counts``.
+        """Return the number in each entry of ``data``, uint8[W, size]: int32[W, capacity], any behind ``counts``.
 
-        ``slots``: their numbers, int32[capacity]. What could not be in ``capacity`` slots is no index of the vector.
-        Also returns whose bytes are those of so many: bool[W].
+        ``slots``: 0 to ``capacity`` - 1, int32. A number that cannot stand in ``capacity`` entries is no index of the
+        vector. Also returns which ranks' bytes hold as many as ``counts``: bool[W].
         """
 
 
 class Int32(IndexCodec):
-    """Write four bytes a slot."""
+    """Index codec of four bytes an entry."""
 
     name, identity = "int32", 1
 
@@ -106,7 +106,7 @@ class Int32(IndexCodec):
 
 
 class Bitmap(IndexCodec):
-    """Write one bit an element."""
+    """Index codec of one bit an element of the vector."""
 
     name, identity = "bitmap", 2
 
@@ -123,7 +123,7 @@ class Bitmap(IndexCodec):
     def _decode(self, data: Tensor, count: int) -> tuple[Tensor, Tensor]:
         places, total = bits.marked(data, count)
         good = total == count
-        return places, good & (places[-1] < self.length) if count else good  # what is marked is ascending
+        return places, good & (places[-1] < self.length) if count else good  # marks are ascending
 
     def _places(self, data: Tensor, slots: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         places, totals = device_bits.marked(data, self.capacity)
@@ -131,9 +131,9 @@ class Bitmap(IndexCodec):
 
 
 class Everything(IndexCodec):
-    """Write nothing: every element of the vector has a slot, in order, and all slots are in use.
+    """Index codec without bytes: every element of the vector has an entry, in order, and all are in use.
 
-    It is the sender who gives what is not offered its slot, with the value 0.
+    The sender gives elements that are not selected the value 0.
     """
 
     name, identity, size = "all", 3, 0
@@ -152,7 +152,7 @@ class Everything(IndexCodec):
 
 
 class Blocks(IndexCodec):
-    """Write ``low`` bits a slot within blocks of ``2**low`` elements, and one more a slot and a block for the counts.
+    """Index codec of ``low`` bits an entry in blocks of ``2**low`` elements; counts take a bit an entry and a block.
 
     low: even, 2 to 30. The low bits lie in planes of 16, 8, 4 and 2 bits, the counts behind them.
     """
@@ -237,7 +237,7 @@ def candidates(length: int, capacity: int) -> Iterator[IndexCodec]:
 
 @lru_cache(maxsize=4096)
 def smallest(length: int, capacity: int, grain: int = GRAIN) -> IndexCodec:
-    """Return the codec of the smallest message where parts take multiples of ``grain`` bytes; of equals, the cheapest.
+    """Return the codec of fewest bytes where sections take multiples of ``grain`` bytes; of equals, the cheapest.
 
     Cheap is to write and to read. ``length`` and ``capacity`` as in :class:`IndexCodec`.
     """
@@ -259,5 +259,5 @@ def _bytes_of_blocks(length: int, capacity: int, low: int) -> int:
 
 
 def _live(indices: Tensor, count: Tensor) -> Tensor:
-    """Mark the first ``count`` slots: bool[capacity]."""
+    """Return which entries are in use, the first ``count``: bool[capacity]."""
     return torch.arange(indices.numel(), dtype=torch.int32, device=indices.device) < count

@@ -1,4 +1,4 @@
-"""Bring what a sparsifier offers into the form that a codec takes, on the host and on devices."""
+"""Convert selections to the form that codecs take, on the host and on devices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sparsifiers import Selection
 
 
 def without_zeros(offer: Selection, values: torch.Tensor) -> tuple[Selection, torch.Tensor]:
-    """Return ``offer`` and ``values``, (capacity,), 0 at and after the count, without what is 0; others move up.
+    """Return ``offer`` and ``values``, (capacity,), 0 at and after the count, without zeros; later ones move up.
 
     On a device the count then stays there; on the host, these are the same objects where nothing is 0.
     """
@@ -25,7 +25,7 @@ def without_zeros(offer: Selection, values: torch.Tensor) -> tuple[Selection, to
         torch.index_select(values, 0, chosen, out=moved[:count])
         return Selection(indices, count), moved
     kept = values != 0
-    # What is left out falls behind the last slot.
+    # Zeros fall behind the last entry.
     places = torch.where(kept, kept.cumsum(0) - 1, values.numel())
     indices = offer.indices.new_zeros(values.numel() + 1).scatter_(0, places, offer.indices)
     moved = values.new_zeros(values.numel() + 1).scatter_(0, places, values)
@@ -35,8 +35,8 @@ def without_zeros(offer: Selection, values: torch.Tensor) -> tuple[Selection, to
 def spread(offer: Selection, values: torch.Tensor, length: int) -> tuple[torch.Tensor, int | torch.Tensor]:
     """Return ``values``, (capacity,), at their places among ``length``, 0 at others, and the count to announce.
 
-    That is ``length``; 0 if what is offered is not in order, which receivers take for the error that it is. On a device
-    it stays there; on the host, ``values`` are returned themselves where all are offered.
+    The count is ``length``; 0 if the selection is not in order, which receivers report as an error. On a device it
+    stays there; on the host, ``values`` are returned themselves where all are selected.
     """
     if offer.indices.device.type != "cpu":
         return spread_on_device(offer, values, length)
@@ -48,7 +48,7 @@ def spread(offer: Selection, values: torch.Tensor, length: int) -> tuple[torch.T
 
 
 def spread_on_device(offer: Selection, values: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do what :func:`spread` does, on any device, with nothing that waits for it."""
+    """Return the results of :func:`spread`, on any device, without waiting for it."""
     slots = torch.arange(offer.indices.numel(), dtype=torch.int32, device=values.device)
     live = slots < offer.count
     places = torch.where(live, offer.indices, length)  # padding falls behind the last one

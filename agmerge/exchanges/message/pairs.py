@@ -1,7 +1,7 @@
 """Write pairs of indices and values as bytes: ``checksum | indices | values``.
 
 Both ends know the range of the indices, their number, and the codec of the values. Indices stand in the smallest codec
-for so many of that range, and count from its start. Whoever writes values keeps what readers do not read of them.
+for so many of that range, and count from its start. The writer of values keeps their quantisation error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agmerge.tensors.layout import aligned
 
 @dataclass(frozen=True)
 class IndexValuePairs:
-    """Hold indices and the values there."""
+    """Indices and the values there."""
 
     indices: torch.Tensor  # int32[count]
     values: torch.Tensor  # (count,), of any float dtype
@@ -37,7 +37,7 @@ class IndexValuePairs:
         return [IndexValuePairs(indices, values) for indices, values in parts]
 
     def by_part(self, starts: Sequence[int]) -> list[IndexValuePairs]:
-        """Return what lies from each of ``starts`` up to the next one, with indices that count from there.
+        """Return the pairs from each of ``starts`` to below the next one, with indices that count from there.
 
         Indices ascend, from the first of ``starts`` to below the last.
         """
@@ -54,7 +54,7 @@ def joined(parcels: Sequence[IndexValuePairs]) -> IndexValuePairs:
 
 
 class PairFormat:
-    """Lay out a parcel of pairs whose indices ascend in a range; no pairs take no bytes."""
+    """Layout of a parcel of pairs, of which the indices ascend in a range; no pairs take no bytes."""
 
     where: range  # of the indices; both ends know it
     count: int  # of the pairs; both ends know it
@@ -82,9 +82,9 @@ def write(
 ) -> list[torch.Tensor]:
     """Write parcels side by side into ``message``, uint8, each under a checksum.
 
-    Returns what is read of the values of each parcel that is not empty; it may be a view of ``message``. A parcel that
-    does not fit its form, because of whatever somebody selected or said, or that is not ``sound``, is written so that
-    :func:`read` finds that out wherever it is read: only there is it known by all ranks.
+    Returns the values of each parcel that is not empty, as they will be read; perhaps views of ``message``. A parcel
+    that does not fit its form, or is not ``sound``, is written so that :func:`read` refuses it on every rank: so all
+    ranks know of the error.
     """
     pairs = [(form, parcel) for form, parcel in zip(forms, parcels, strict=True) if form.count]
     relative = [parcel.indices - form.where.start for form, parcel in pairs]
@@ -107,9 +107,9 @@ def write(
 
 
 def read(forms: Sequence[PairFormat], messages: Sequence[torch.Tensor]) -> tuple[list[IndexValuePairs], list[bool]]:
-    """Return the parcels at the beginning of each message, uint8, and which of them are what was written.
+    """Return the parcels at the beginning of each message, uint8, and whether each of them is as it was written.
 
-    Of the others the pairs may be any.
+    A damaged parcel may have any pairs.
     """
     parcels, checks = [], []
     for form, message in zip(forms, messages, strict=True):
@@ -127,10 +127,10 @@ def read(forms: Sequence[PairFormat], messages: Sequence[torch.Tensor]) -> tuple
 
 
 def unread(pairs: IndexValuePairs, seen: torch.Tensor, factor: float = 1.0) -> IndexValuePairs:
-    """Return what readers do not know of ``pairs`` that were written: ``factor`` times the differences to ``seen``.
+    """Return the quantisation error of ``pairs`` that were written: ``factor`` times the differences to ``seen``.
 
-    ``seen``: what is read of the values; themselves, where they travel as they are. Pairs without a difference, or with
-    one that is not finite, are left out.
+    ``seen``: the values as they are read; themselves, where they travel as they are. Pairs without a difference, or
+    with one that is not finite, are left out.
     """
     if seen is pairs.values:
         return pairs.first(0)

@@ -1,6 +1,6 @@
-"""Look at what a codec makes of the values that training selects: how much of it arrives, and what that takes.
+"""Measure codecs on the values that training selects: the share of their energy that arrives, and the time.
 
-What does not arrive is sent later, so the share that does is the share of a step's progress. It is of energies, as
+The quantisation error is sent later, so the share that arrives is the share of a step's progress. It is of energies, as
 in the contraction ||v - C(v)||^2 <= (1 - d) ||v||^2 that convergence with error feedback rests on (Karimireddy et al.,
 "Error Feedback Fixes SignSGD", ICML 2019).
 """
@@ -22,25 +22,25 @@ TURNS = 3  # times that a codec is timed; the fastest counts
 
 
 class Handling(NamedTuple):
-    """Say what a codec makes of one rank's values, a row of numbers to be compared between ranks."""
+    """Loss and time of a codec on one rank's values: a row of numbers to be compared between ranks."""
 
     energy: float  # the sum of the squares of all values
-    lost: float  # that of the differences between values and what receivers read
+    lost: float  # the sum of the squares of the differences between values and those that are read
     encode: float  # seconds a value
     decode: float  # seconds a value
 
 
 class ValueSample:
-    """Keep some of the values that one step sends, as they were before a codec rounded them.
+    """Sample of the values that one step sends, as they were before a codec rounded them.
 
-    ``values``: that the step sends, about. Of these every so manieth block is kept, so that all tensors have a part.
+    ``values``: their number in a step, about. Blocks at equal distances are kept, so that all tensors have a share.
     """
 
     def __init__(self, values: int) -> None:
         self._every = max(1, values // (BLOCK * BLOCKS))  # blocks
         self._seen = 0  # blocks
         self._whole: list[Tensor] = []  # blocks
-        self._short: list[Tensor] = []  # fewer values than a block has: these are what is left of a message
+        self._short: list[Tensor] = []  # the last block of a message, with fewer values
 
     def take(self, values: Tensor, count: int | Tensor) -> None:
         """Copy some of ``values``, (capacity,), of which ``count`` are in use. A device is not waited for."""
@@ -52,7 +52,7 @@ class ValueSample:
         self._seen += blocks
 
     def values(self) -> Tensor | None:
-        """Return what was kept, float32, whole blocks first; None if that is nothing, or not finite."""
+        """Return the sample, float32, whole blocks first; None if it is empty, or not finite."""
         runs = groupby([*self._whole, *self._short], key=lambda part: part.device)
         parts = [torch.cat(list(run)).cpu() for _, run in runs]  # one transfer, if all of them are on one device
         values = torch.cat(parts) if parts else torch.empty(0)
@@ -60,7 +60,7 @@ class ValueSample:
 
 
 def handling(codec: ValueCodec, values: Tensor) -> Handling:
-    """Return what ``codec`` makes of ``values``, float32 on the host, in a message of their own."""
+    """Return loss and time of ``codec`` on ``values``, float32 on the host, in a message of their own."""
     out = torch.empty(codec.size(values.numel()), dtype=torch.uint8)
     encode = decode = float("inf")
     read = values

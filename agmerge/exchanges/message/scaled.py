@@ -1,7 +1,7 @@
 """Write a few bits a value, and a float32 scale or two for every 256 of them: int8, int4, 2bit and sign.
 
 The scales of all blocks come first, then the codes of all values, the first in the lowest bits of a byte. Every bit
-is the same whatever instructions a processor has: all is elementwise, or added up in an order that is written here.
+is the same on every processor: operations are elementwise, or add up in an order that is fixed here.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from agmerge.exchanges.message.codec import ValueCodec, clear_behind, saturated
 from sparsifiers import kernel_values
 
 BLOCK = 256  # values that share a scale
-PART = 1024  # blocks that the host writes or reads at once: what is made of them on the way stays in the cache
+PART = 1024  # blocks that the host writes or reads at once: intermediate results stay in the cache
 SCALE = 4  # bytes of a scale
 LARGEST = torch.finfo(torch.float32).max
 COARSE = -(1 << 8)  # the bits of a float32 that a magnitude may have: 16 significant ones
 
 
 class Scaled(ValueCodec):
-    """Lay out so many scales a block, then so many bits a value."""
+    """Value codec of float32 scales, some for each block, and a fixed number of bits a value."""
 
     def __init__(self, name: str, identity: int, width: int, scales: int = 1) -> None:
         self.name, self.identity = name, identity
@@ -69,9 +69,9 @@ class Scaled(ValueCodec):
         return read.view(ranks, blocks * BLOCK)[:, :slots]
 
     def _parts(self, data: Tensor, count: int) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-        """Yield the first ``count`` values of ``data`` part by part, all of them at once on a device.
+        """Yield the first ``count`` values of ``data`` in groups of blocks; on a device, all at once.
 
-        These are: which values, which blocks, and the scales and the codes of these: views.
+        A group has: a slice of values, one of blocks, and views of their scales and their codes.
         """
         scales, codes = self.split(data)
         step = BLOCK * PART if data.device.type == "cpu" else max(count, 1)
@@ -83,20 +83,20 @@ class Scaled(ValueCodec):
 
     @abstractmethod
     def _encode(self, values: Tensor, scales: Tensor, codes: Tensor, used: int | Tensor, read: Tensor) -> None:
-        """Write ``scales``, (blocks, scales), ``codes`` and what is ``read``, (blocks, BLOCK), of ``values``.
+        """Write ``scales``, (blocks, scales), ``codes``, and the values that will be ``read``, (blocks, BLOCK).
 
         ``used``: values in use, counted from the first of these; 0 or less: none.
         """
 
     @abstractmethod
     def _decode(self, codes: Tensor, scales: Tensor, read: Tensor) -> None:
-        """Write what ``codes``, uint8[blocks, BLOCK], stand for into ``read``, alike. They may be changed."""
+        """Write the values of ``codes``, uint8[blocks, BLOCK], into ``read``, of that shape. May change ``codes``."""
 
 
 class Steps(Scaled):
-    """Write symmetric integers of 8 or 4 bits: the largest value of a block is 127 or 7 of its steps.
+    """Value codec of symmetric integers of 8 or 4 bits: the largest value of a block is 127 or 7 of its steps.
 
-    One value that is not finite makes its block so.
+    One value that is not finite makes its block not finite.
     """
 
     def __init__(self, name: str, identity: int, width: int) -> None:
@@ -106,10 +106,10 @@ class Steps(Scaled):
     def _encode(self, values: Tensor, scales: Tensor, codes: Tensor, used: int | Tensor, read: Tensor) -> None:
         rows = _blocks_of(values)
         largest = torch.abs(rows, out=read).amax(dim=1, keepdim=True)
-        scales.copy_(saturated(largest / self.levels, LARGEST / (self.levels + 1)))  # so many steps are finite
+        scales.copy_(saturated(largest / self.levels, LARGEST / (self.levels + 1)))  # the largest code times it is finite
         factors = scales.to(values.dtype)
         steps = torch.div(rows, factors, out=read).round_().clamp_(-self.levels, self.levels)
-        steps.nan_to_num_(nan=0.0)  # 0/0, and what is not finite; the scale carries that
+        steps.nan_to_num_(nan=0.0)  # 0/0, and values that are not finite; the scale carries that
         code = steps.to(torch.int8).view(torch.uint8).view(-1)[: values.numel()]
         bits.pack(code.bitwise_and_((1 << self.width) - 1), self.width, codes)
         steps.add_(0.0).mul_(factors)  # -0 is no step
@@ -122,13 +122,13 @@ class Steps(Scaled):
 
 
 class Signs(Scaled):
-    """Write the sign of each value (0: plus), and the mean magnitude of each block: ``sign``.
+    """Value codec of the sign of each value (0: plus), and the mean magnitude of each block: ``sign``.
 
     With two magnitudes, ``2bit``, a second bit says which: the mean of the magnitudes above the mean of the block, or
     of the others. A mean has 16 significant bits, and no value of a block is more than 256 times it: a value that is at
-    least half of what is sent for it leaves exactly the difference; of a smaller one the difference is rounded once.
+    least half of the magnitude sent has an exact difference to it; that of a smaller one is rounded once.
 
-    One value that is not finite makes its block so.
+    One value that is not finite makes its block not finite.
     """
 
     has_zero = False
@@ -143,7 +143,7 @@ class Signs(Scaled):
             above = torch.gt(rows, means.unsqueeze(1), out=torch.empty_like(rows))  # 1 or 0
             code.add_(above.to(torch.int8).view(torch.uint8), alpha=2)
             higher = above.sum(dim=1)  # exact: an integer up to BLOCK
-            both = torch.empty(2, *rows.shape, device=rows.device)  # either 0 or as it is, and what is left
+            both = torch.empty(2, *rows.shape, device=rows.device)  # either 0 or as it is, and the others
             torch.sub(rows, torch.mul(rows, above, out=both[1]), out=both[0])
             means = _sum_of_rows(both.view(-1, BLOCK)).view(2, -1) / torch.stack([filled - higher, higher]).clamp_(1.0)
         scales.copy_(_coarse(means).view(self.scales, -1).t())
@@ -167,12 +167,12 @@ class Signs(Scaled):
 
 
 def _room_for(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return room for ``count`` values, (blocks, BLOCK)."""
+    """Return an uninitialised tensor for ``count`` values, (blocks, BLOCK)."""
     return torch.empty(-(-count // BLOCK), BLOCK, dtype=dtype, device=device)
 
 
 def _blocks_of(values: Tensor) -> Tensor:
-    """Return ``values`` in blocks, (blocks, BLOCK), with zeros behind them: a view where there is no need of any."""
+    """Return ``values`` in blocks, (blocks, BLOCK), padded with zeros: a view where no padding is needed."""
     missing = -values.numel() % BLOCK
     return (pad(values, (0, missing)) if missing else values).view(-1, BLOCK)
 

@@ -1,4 +1,4 @@
-"""Name the value codecs: those that a user may ask for, and the one that loses nothing of a dtype."""
+"""Value codecs by name: those that a user may ask for, and for each dtype the one that loses nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from agmerge.exchanges.message.scaled import Signs, Steps
 
 
 class Cast(ValueCodec):
-    """Write one number of a float dtype a value."""
+    """Value codec of one number of a float dtype a value."""
 
     def __init__(self, name: str, identity: int, dtype: torch.dtype) -> None:
         self.name, self.identity, self.dtype = name, identity, dtype
@@ -39,10 +39,10 @@ CASTS = (
 )
 SCALED = (Steps("int8", 8, 8), Steps("int4", 9, 4), Signs("2bit", 10, 2, scales=2), Signs("sign", 11, 1))
 VALUES: dict[str, ValueCodec] = {codec.name: codec for codec in (*CASTS[:3], *SCALED)}  # those that can be asked for
-# Those that wire="auto" chooses from, most bits first: with these residual and what was sent add up to the bit.
+# Those that wire="auto" chooses from, most bits first: with these residual and sent values add up to the bit.
 CHOICE = ("fp32", "fp16", "int8", "int4")
-# By the wire of what is selected: how small tensors beside it travel whole, where what is rounded off them is kept.
-# All elements of a tensor are not its largest ones: fewer bits would leave more of them.
+# By the wire of selections: the codec of dense tensors in the same message, where the quantisation error is kept.
+# Dense tensors have small elements, too: fewer bits would lose more of them.
 WHOLE = {"fp16": "fp16", "bf16": "bf16", **{codec.name: "int8" for codec in SCALED}}
 
 

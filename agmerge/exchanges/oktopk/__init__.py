@@ -1,4 +1,4 @@
-"""Combine by a global threshold: Ok-Topk, whose volume does not grow with the number of workers.
+"""Combine by a global threshold: Ok-Topk, with a volume that does not grow with the number of workers.
 
 ``exchange``: the phases. ``histogram``, ``regions`` and ``reduction``: their mathematics, pure functions.
 """

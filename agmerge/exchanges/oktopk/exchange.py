@@ -1,9 +1,9 @@
-"""Combine by a sparse all-reduce: ``oktopk``. The k largest elements of the sum are what all ranks get.
+"""Combine by a sparse all-reduce, ``oktopk``: all ranks get the k largest elements of the sum.
 
-Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022, Algorithm 1: what ranks
-select is cut by regions of the vector, each of which one rank adds up (split and reduce); the k largest of the sum
+Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022, Algorithm 1:
+selections are cut by regions of the vector, each of which one rank adds up (split and reduce); the k largest of the sum
 are handed round (balance and all-gather). That is at most ``6 k (W-1)/W`` words a rank, whatever W is; an all-gather
-of everything that is selected is ``2 k (W-1)``. Both with plain indices; here they are packed
+of all selections is ``2 k (W-1)``. Both with plain indices; here they are packed
 (:mod:`agmerge.exchanges.message.pairs`).
 """
 
@@ -25,43 +25,43 @@ from agmerge.exchanges.oktopk import histogram, regions
 from agmerge.exchanges.oktopk.reduction import added, check_faults, check_kept, nonzero, offered, within
 from sparsifiers import Selection
 
-SLACK = 1.125  # a rank's part of the result may be this much longer than the mean before any of it is moved
+SLACK = 1.125  # a rank's share of the result may be this much longer than the mean before any of it is moved
 
 
 @dataclass
 class _State(State):
-    """Hold what is known of a message under way. Indices are those of all segments, one after the other."""
+    """State of a message under way. Indices count over all segments, one after the other."""
 
     layout: Format | None = None  # of the header
     starts: tuple[int, ...] = ()  # where each segment begins among the indices; the last of these is the length
-    # What this rank selected, ascending; behind its count, the length stands for nothing.
+    # This rank's selection, ascending; entries behind its count have the length as index.
     offer: IndexValuePairs | None = None
     kept: IndexValuePairs | None = None  # the result, ascending; None: not there yet
-    # Of sums that this rank has written, what nobody reads, in the measure of what ranks offer.
+    # The quantisation error of sums that this rank has written, divided by the scale of sums.
     unread: list[IndexValuePairs] = field(default_factory=list)
 
 
 class OkTopkExchange(MultiRoundExchange):
-    """Reduce what all ranks selected to the k largest elements of the sum, and give these to every rank.
+    """Sparse all-reduce of all ranks' selections to the k largest elements of their sum.
 
-    1. Header: each rank sends its control numbers, its count and a sample of its offer, by an all-gather under
+    1. Header: each rank sends its control numbers, its count and a sample of its selection, by an all-gather under
        backward. How long later messages are is known only when all headers are there, so they follow in ``wait``.
-    2. Split and reduce: the samples cut the vector into one region a rank; every offer is cut along them, its pieces go
-       to the ranks of their regions (all-to-all), and each rank adds up what it gets, in rank order.
+    2. Split and reduce: the samples cut the vector into one region a rank; every selection is cut along them, its
+       pieces go to the ranks of their regions (all-to-all), and each rank adds up the pieces it gets, in rank order.
     3. One threshold: an all-reduce adds up the histograms of the sums' magnitudes, and its count says which bin is
        the last of which anything is kept, and how much of it each rank may keep.
     4. Balance and all-gather: where one rank holds much more than the mean, the surplus goes to others (all-to-all);
        then every rank gets all of the result.
-    5. The update is the result. Each rank takes off its work what was read of its offer at the elements that are kept.
+    5. The update is the result. Each rank subtracts from its work the values of its selection that are kept, as read.
 
-    Values travel in ``context.wire``. Each rank keeps what the codec rounds off its own offer, and whoever writes sums,
-    in phase 4, keeps what is not read of these: so nothing is lost. A codec that has no code for 0 is given no 0.
+    Values travel in ``context.wire``. Each rank keeps the quantisation error of its own selection, and of the sums that
+    it writes in phase 4: so nothing is lost. A codec that has no code for 0 is given no 0.
 
-    With k what a rank may offer, never more than k elements are kept, and k where so many are offered: all above a
-    bin of the magnitudes' histogram (see ``histogram``), and of that bin those of lowest index. What a rank offered and
-    is not kept stays in its residual, though it has travelled. Values are scaled and added in rank order, as ``sparse``
-    does, so an element that is kept has the same bits. Which are kept depends neither on how regions are cut nor on
-    timing. The segments of a message are of one lane.
+    With k the capacity of a selection, at most k elements are kept, and k where so many are selected: all above a
+    bin of the magnitudes' histogram (see ``histogram``), and of that bin those of lowest index. Selected elements that
+    are not kept stay in the residual, though they have travelled. Values are scaled and added in rank order, as
+    ``sparse`` does, so an element that is kept has the same bits. Which are kept depends neither on how regions are cut
+    nor on timing. The segments of a message are of one tensor class.
 
     Better than ``sparse`` for large k on four ranks or more. Where a call is dear and k is small, its six or seven
     calls cost more than they save.
@@ -101,7 +101,7 @@ class OkTopkExchange(MultiRoundExchange):
         )
 
     def phases(self, pending: InFlight) -> Phases[None]:
-        """Collective. Reduce the offers to the result, once all headers are there: phases 2 to 4."""
+        """Collective. Reduce the selections to the result, once all headers are there: phases 2 to 4."""
         state, name, rank = pending.extra, pending.name, self.comm.rank
         k, length = _budget(state.layout), state.starts[-1]
         storage, dtype = pending.loads[0].work.dtype, state.offer.values.dtype
@@ -168,5 +168,5 @@ class OkTopkExchange(MultiRoundExchange):
 
 
 def _budget(layout: Format) -> int:
-    """Return k: how many elements each rank may offer, and all of them together keep."""
+    """Return k: the number of elements that each rank may select, and that all of them together keep."""
     return sum(section.capacity or 0 for section in layout.sections)

@@ -1,8 +1,8 @@
 """Find the k largest of a vector that no rank has whole, by a histogram of magnitudes that is added up.
 
 A bin is an exponent and the first three bits of the mantissa, so it is an eighth of a power of two wide, and larger
-magnitudes are in later bins: the first round of a radix selection. One round is enough here, since what is taken of
-the bin at the edge, and what is left for later steps, differ by 12.5 % at most.
+magnitudes are in later bins: the first round of a radix selection. One round is enough here, since elements
+of the bin at the edge, kept or left for later steps, differ by 12.5 % at most.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MAGNITUDE = 0x7FFFFFFF
 def bin_of(values: torch.Tensor) -> torch.Tensor:
     """Return the bin of each of ``values``, float32 or float64: int32, 0 for zero and nothing else, the last for NaN.
 
-    float64 goes by its float32, which is in the same order; what is zero or infinite there shares a bin.
+    float64 goes by its float32, which is in the same order; values that are zero or infinite there share a bin.
     """
     bins = (values.float().view(torch.int32) & _MAGNITUDE) >> _SHIFT
     return torch.maximum(bins, (values != 0).to(torch.int32))
@@ -51,7 +51,7 @@ def allotted(at_edge: Sequence[int], room: int) -> list[int]:
 
 
 def kept(bins: torch.Tensor, edge: int, take: int) -> torch.Tensor:
-    """Mark the elements above bin ``edge``, and the first ``take`` of it: bool, in the shape of ``bins``."""
+    """Return which elements are above bin ``edge``, or the first ``take`` of it: bool, in the shape of ``bins``."""
     mask = bins > edge
     mask[(bins == edge).nonzero().view(-1)[:take]] = True
     return mask

@@ -16,7 +16,7 @@ from sparsifiers import Selection
 
 
 def nonzero(work: torch.Tensor, offer: Selection) -> Selection:
-    """Return ``offer`` without the elements of ``work``, 1-D, that are 0; with as many slots."""
+    """Return ``offer`` without the elements of ``work``, 1-D, that are 0; with as many entries."""
     values = clear_behind(work.index_select(0, offer.indices), offer.count)
     return without_zeros(offer, values)[0]
 
@@ -24,10 +24,10 @@ def nonzero(work: torch.Tensor, offer: Selection) -> Selection:
 def offered(
     loads: Sequence[SegmentBuffers], offers: Sequence[Selection], starts: Sequence[int], dtype: torch.dtype
 ) -> IndexValuePairs:
-    """Return what is selected from all segments, ascending, in ``dtype``, saturated.
+    """Return the selections of all segments as pairs, ascending, in ``dtype``, saturated.
 
-    Indices (int32) count from ``starts[i]`` in segment i. Counts on a device are not looked at: what stands behind
-    one gets the index ``starts[-1]``, and comes last. ValueError if the segments together have 2**31 elements or more.
+    Indices (int32) count from ``starts[i]`` in segment i. Counts on a device are not read: entries behind
+    one get the index ``starts[-1]``, and come last. ValueError if the segments together have 2**31 elements or more.
     """
     if starts[-1] >= 2**31:
         raise ValueError(f"oktopk: a merge buffer of {starts[-1]} elements has no int32 indices; plan smaller ones")
@@ -62,7 +62,7 @@ def added(pieces: Sequence[IndexValuePairs], dtype: torch.dtype, scale: float) -
 
 
 def within(some: torch.Tensor, all_: torch.Tensor) -> torch.Tensor:
-    """Mark which of ``some`` are in ``all_``, both ascending: bool, in the shape of ``some``."""
+    """Return which of ``some`` are in ``all_``, both ascending: bool, in the shape of ``some``."""
     if not all_.numel():
         return torch.zeros(some.numel(), dtype=torch.bool, device=some.device)
     if some.device.type == "cpu":  # numpy goes on from the place of the index before: half of torch's time
@@ -75,7 +75,7 @@ def within(some: torch.Tensor, all_: torch.Tensor) -> torch.Tensor:
 def check_faults(name: str, faults: Sequence[int], cuts: Sequence[int]) -> None:
     """Raise :class:`agmerge.MessageError` if a rank was sent a piece that is damaged.
 
-    ``faults``: by receiver, 1 + whose piece is damaged; else 0. ``cuts``: of the regions.
+    ``faults``: by receiver, 1 + the sender of a damaged piece; else 0. ``cuts``: of the regions.
     """
     for rank, fault in enumerate(faults):
         if fault:
@@ -87,9 +87,9 @@ def check_faults(name: str, faults: Sequence[int], cuts: Sequence[int]) -> None:
 
 
 def check_kept(name: str, kept: Sequence[IndexValuePairs], fault: int) -> None:
-    """Raise :class:`agmerge.MessageError` if what ranks hand round does not ascend from one to the next, or is damaged.
+    """Raise :class:`agmerge.MessageError` if ranks' results do not ascend from one to the next, or one is damaged.
 
-    ``fault``: 1 + whose is damaged; else 0.
+    ``fault``: 1 + the rank of the damaged one; else 0.
     """
     last = -1
     for rank, parcel in enumerate(kept):

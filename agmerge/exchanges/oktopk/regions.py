@@ -1,10 +1,10 @@
-"""Decide who adds up which part of a vector, and who holds which part of the result: pure, the same on every rank.
+"""Decide which rank adds up which region of a vector, and which share of the result it has: pure functions.
 
-Regions follow what is offered, not the length of the vector: gradients are never evenly large. Every rank tells the
-others a few of its indices at equal distances in its offer, and from all of them the cuts follow. That is the
+Regions follow the selections, not the length of the vector: gradients are never evenly large. Every rank tells the
+others a few of its indices at equal distances in its selection, and from all of them the cuts follow. That is the
 partition of Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning" (PPoPP 2022), section
-3.1.1, but made anew in each step, and from more points than one a region, so that the parts are balanced whatever
-the distribution: see `bounds`.
+3.1.1, but made anew in each step, and from more points than one a region, so that regions are balanced
+whatever the distribution: see `bounds`. Every rank computes the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-POINTS = 256  # indices that a rank tells at most; a region's load is known to a 256th of all that is offered
+POINTS = 256  # indices that a rank tells at most; a region's load is known to a 256th of all selections
 
 
 def number(k: int) -> int:
@@ -27,7 +27,7 @@ def number(k: int) -> int:
 def sample(indices: torch.Tensor, count: int | torch.Tensor, number: int) -> torch.Tensor:
     """Return the last index of each of ``number`` equal chunks of the first ``count`` ``indices``, ascending: int32.
 
-    What stands there for an empty chunk means nothing. ``count`` may be on a device; nothing waits for it.
+    The entry of an empty chunk means nothing. ``count`` may be on a device; nothing waits for it.
     """
     if not indices.numel():
         return torch.zeros(number, dtype=torch.int32, device=indices.device)
@@ -38,8 +38,8 @@ def sample(indices: torch.Tensor, count: int | torch.Tensor, number: int) -> tor
 def bounds(points: NDArray[np.int64], counts: Sequence[int], length: int) -> list[int]:
     """Return the cuts [0, ..., length], W + 1 of them, never falling: region j is from cut j up to cut j + 1.
 
-    ``points``: [W, number], what every rank said by `sample` of its ``counts[rank]`` indices below ``length``. A
-    region gets at most ``total / W`` indices, the largest chunk, and a chunk of every rank.
+    ``points``: [W, number], every rank's `sample` of its ``counts[rank]`` indices below ``length``. A region gets at
+    most ``total / W`` indices, the largest chunk, and a chunk of every rank.
     """
     workers, number = points.shape
     masses = np.diff(np.outer(np.asarray(counts, dtype=np.int64), np.arange(number + 1)) // number, axis=1)
@@ -58,7 +58,7 @@ def split(indices: torch.Tensor, cuts: Sequence[int]) -> list[int]:
 
 
 def shares(total: int, workers: int) -> list[int]:
-    """Return ``total`` in equal parts, one a rank; what is missing to a whole part is missing at the end."""
+    """Return ``total`` in equal shares, one a rank; the last ones may be shorter, or 0."""
     part = -(-total // workers)
     return [min(part, max(0, total - rank * part)) for rank in range(workers)]
 

@@ -29,7 +29,7 @@ GATHERED = 2  # workers up to which messages are gathered as they are: the same 
 
 @dataclass
 class State:
-    """What is known of a message under way: its ``extra``."""
+    """State of a message under way: its ``extra``."""
 
     layout: MessageLayout
     squares: Tensor  # float64[1]: of all quantised elements that this rank sends
@@ -39,13 +39,13 @@ class State:
 
 
 class QuantisedExchange(Exchange):
-    """Add up over all ranks what a quantiser makes of their gradients.
+    """All-reduce of quantised gradients.
 
-    Among two ranks, and where rounding is fed back, messages are gathered, and each rank reads all of them. Among more
+    Among two ranks, and with error feedback, messages are gathered, and each rank reads all of them. Among more
     there are two phases, so that a rank sends 2 (W-1)/W times its message, whatever W is: each owner is sent its shard
-    of all messages, adds up what they say in rank order, and quantises the mean once more; that is gathered. The second
-    phase has a communicator of its own, on which all ranks call in plan order. It begins wherever arrivals are looked
-    for, as soon as the first one has ended.
+    of all messages, adds them up in rank order, and quantises the mean once more; that is gathered. The second
+    phase has a communicator of its own, on which all ranks call in plan order. It begins wherever arrivals are polled,
+    as soon as the first one has ended.
 
     Alone, nothing is quantised: the update is the gradient, to the bit.
 
@@ -69,8 +69,8 @@ class QuantisedExchange(Exchange):
         self._layouts: dict[str, MessageLayout] = {}  # by message
         self._message_of: dict[int, str] = {}  # by slot: the message that a tensor goes with
         self._squares: dict[int, Tensor] = {}  # by slot, of tensors that were prepared: float64[1]
-        self._exact: dict[int, Tensor | None] = {}  # by slot: where there is one rank alone, what it has prepared, 1-D
-        self._first_phase: deque[InFlight] = deque()  # messages whose second phase has not begun, in plan order
+        self._exact: dict[int, Tensor | None] = {}  # by slot: of a rank alone, the work that it has prepared, 1-D
+        self._first_phase: deque[InFlight] = deque()  # messages without a second phase so far, in plan order
 
     # -- 1. tensors are quantised -------------------------------------------------------------------------------------
 
@@ -81,7 +81,7 @@ class QuantisedExchange(Exchange):
             self._message_of[slot.index] = name
 
     def prepare(self, slot: Slot, work: Tensor | None, step: int) -> bool | None:
-        """Quantise one tensor into its message. Return whether it is finite; None: nobody has looked."""
+        """Quantise one tensor into its message. Return whether it is finite; None: not checked."""
         squares = self._encode(self._message_of[slot.index], slot, None if work is None else work.view(-1), step)
         self._squares[slot.index] = squares
         looked = squares.device.type == "cpu" and self.comm.size > 1
@@ -117,7 +117,7 @@ class QuantisedExchange(Exchange):
     def start(
         self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
     ) -> InFlight:
-        """Collective. Send a message: what of its tensors was not prepared is quantised first."""
+        """Collective. Send a message; tensors that were not prepared are quantised first."""
         self._finish_stale(name)
         segments = [load.segment for load in loads]
         if name not in self._layouts or self._layouts[name].first[0].header.segments != segments:
@@ -161,7 +161,7 @@ class QuantisedExchange(Exchange):
         return self.comm.all_to_all(received, message, own, splits, name), received
 
     def _write_plain(self, layout: MessageLayout, loads: Sequence[SegmentBuffers], message: Tensor) -> None:
-        """Copy dense segments into the message; what is sent is committed, where a residual is held."""
+        """Copy dense segments into the message; commit them, where they have a residual."""
         work_of = {load.segment: load.work for load in loads}
         for number, shard in enumerate(layout.first):
             part = layout.shard(message, number)
@@ -178,7 +178,7 @@ class QuantisedExchange(Exchange):
         return True
 
     def arrived(self, pending: InFlight) -> bool:
-        """Collective. Return whether the exchange has ended; start second phases whose first one has.
+        """Collective. Return whether the exchange has ended; start second phases of which the first one has.
 
         Waits for nothing.
         """
@@ -186,12 +186,12 @@ class QuantisedExchange(Exchange):
         return (self.gathers or pending.extra.sums is not None) and pending.handle.done()
 
     def advance(self) -> None:
-        """Collective. Start second phases, in plan order, whose first one has ended."""
+        """Collective. Start second phases, in plan order, of which the first one has ended."""
         while self._first_phase and self._first_phase[0].handle.done():
             self._add_up(self._first_phase.popleft())
 
     def _add_up(self, pending: InFlight) -> None:
-        """Collective. Add up this rank's shard of a message whose first phase is here, and start the second one."""
+        """Collective. Add up this rank's shard of a message after its first phase, and start the second one."""
         pending.handle.wait(self.timeout)
         state: State = pending.extra
         assert self.context.second is not None
@@ -219,7 +219,7 @@ class QuantisedExchange(Exchange):
         pending.codecs = self._codecs(pending.codecs, [summed], longest)
 
     def _checked(self, shard: ShardLayout, rows: Tensor, pending: InFlight) -> tuple[RoundHeader, int]:
-        """Return what all ranks say together in the first phase, and 1 + the first whose message is damaged, or 0.
+        """Return the merged header of the first phase, and 1 + the first rank of a damaged message, or 0.
 
         Nothing is raised: the other ranks are to hear of it.
         """
@@ -239,7 +239,7 @@ class QuantisedExchange(Exchange):
         return in_rank_order(torch.stack([row.view(dtype) for row in rows])).mul_(self.scale)
 
     def _damaged(self, shard: ShardLayout, rows: Tensor, pending: InFlight) -> list[int]:
-        """Return the ranks whose message of the first phase has changed on its way."""
+        """Return the ranks of which the message of the first phase has changed on its way."""
         return shard.damaged(rows, lambda sender: self._key(None, pending.control.step, 0, sender))
 
     def _finish_stale(self, name: str) -> None:
@@ -251,7 +251,7 @@ class QuantisedExchange(Exchange):
     # -- 4. and updates come back -------------------------------------------------------------------------------------
 
     def wait(self, pending: InFlight) -> RoundHeader:
-        """Collective. Wait for a message, and return what all ranks say together. Starts all second phases first.
+        """Collective. Wait for a message, and return the merged header. Starts all second phases first.
 
         Raises :class:`agmerge.MessageError`, the same on every rank, for a message that has changed on its way.
         """
@@ -259,7 +259,7 @@ class QuantisedExchange(Exchange):
             while self._first_phase:
                 self._add_up(self._first_phase.popleft())
         except BaseException:
-            self._first_phase.clear()  # what is left of them would be calls that other ranks do not make
+            self._first_phase.clear()  # their second phases would be calls that other ranks do not make
             raise
         pending.handle.wait(self.timeout)
         state: State = pending.extra
@@ -318,7 +318,7 @@ class QuantisedExchange(Exchange):
                 self.commit(Segment(slot.lane, (slot,)), None, None)
 
     def _finish_plain(self, pending: InFlight, shards: Sequence[tuple[ShardLayout, Tensor]]) -> None:
-        """Write the updates of dense segments. ``shards``: with what arrived of each, uint8[messages, bytes]."""
+        """Write the updates of dense segments. ``shards``: each with its bytes that arrived, uint8[messages, bytes]."""
         update_of = {load.segment: load.update for load in pending.loads}
         for shard, rows in shards:
             for run, where in shard.plain:
@@ -334,12 +334,12 @@ class QuantisedExchange(Exchange):
         return known
 
     def noise(self, pending: InFlight) -> Noise | None:
-        if self.comm.size == 1 or self.context.feedback:  # what rounding leaves is sent later: there is no mean of it
+        if self.comm.size == 1 or self.context.feedback:  # the quantisation error is sent later: it is no noise
             return None
         noise, state = self.quantiser.noise, pending.extra
         return Noise(state.squares.clone(), noise * self.scale**2, 0.0 if self.gathers else noise)
 
-    # -- what messages are made of ------------------------------------------------------------------------------------
+    # -- layouts and keys ---------------------------------------------------------------------------------------------
 
     def _laid_out(self, segments: Sequence[Segment]) -> MessageLayout:
         """Return the layout of a message of these segments."""
@@ -357,17 +357,17 @@ class QuantisedExchange(Exchange):
         return self.keep(("message", name), layout.size, torch.uint8, device)
 
     def _codecs(self, before: Mapping[str, int], shards: Sequence[ShardLayout], size: int) -> dict[str, int]:
-        """Return ``before``, bytes by what they are, with those of ``shards``, which have ``size`` in all."""
+        """Return ``before``, bytes by codec, with those of ``shards`` added, which have ``size`` bytes in all."""
         records = sum(where.stop - where.start for shard in shards for _, where in shard.records)
         plain = sum(where.stop - where.start for shard in shards for _, where in shard.plain)
         found = {self.quantiser.name: records, "plain": plain, "header": size - records - plain}
         return {what: before.get(what, 0) + count for what, count in found.items()}
 
     def _key(self, slot: Slot | None, step: int, phase: int, sender: int) -> int:
-        """Return the key of the random words of a tensor; None: what all of the same message have in common.
+        """Return the key of the random words of a tensor; None: the key of its message, without a tensor.
 
-        In the second phase ``sender`` is 0: words are the same whoever owns a block. Shards of a tensor, which lie on
-        the places of a node, have words of their own.
+        In the second phase ``sender`` is 0: words do not depend on the owner of a block. Shards of a tensor, which lie
+        on the places of a node, have words of their own.
         """
         key = _key_of_message(SEED, step, phase, sender, self.context.place)
         return key if slot is None else mixed(key ^ number_of(slot.name))
@@ -390,7 +390,7 @@ def _quantised(segments: Sequence[Segment]) -> list[Slot]:
 
 
 def _refuse(name: str, ranks: Sequence[int]) -> None:
-    """Raise :class:`agmerge.MessageError` if there are ``ranks`` whose messages have changed on their way."""
+    """Raise :class:`agmerge.MessageError` that names ``ranks``, of damaged messages; nothing if there are none."""
     if ranks:
         raise MessageError(
             f"{name}: what ranks {sorted(set(ranks))} sent has changed on its way, its checksum is wrong: look at the "

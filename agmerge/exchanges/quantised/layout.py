@@ -17,16 +17,16 @@ from agmerge.exchanges.quantised.shards import Piece, Run
 from agmerge.tensors.layout import aligned
 from sparsifiers import kernel_message
 
-# What stands behind the header: 1 + the rank whose message was found damaged in the first phase, or 0; the key that
-# random words were drawn by, without the tensor; the squares of all quantised elements of the sender or senders, a
-# float64; the checksum of what comes before it, from the figures on, and behind it.
+# Figures behind the header: 1 + the rank of a message that arrived damaged in the first phase, or 0; the key of the
+# random words, without the tensor; the squares of all quantised elements of the sender or senders, a float64; the
+# checksum of all bytes from the figures on but itself.
 FIGURES = ("fault", "key", "squares", "checksum")
 _FAULT, _KEY, _SQUARES, _CHECKSUM = range(len(FIGURES))
 WORD = 8  # bytes
 
 
 class ShardLayout:
-    """The bytes of one shard: a pure function of its pieces, its runs and the bytes of a record."""
+    """Layout of one shard's bytes: a pure function of its pieces, its runs and the bytes of a record."""
 
     def __init__(
         self, header: Format, pieces: Sequence[Piece], runs: Sequence[Run], record_bytes: Callable[[int], int]
@@ -47,7 +47,7 @@ class ShardLayout:
         self.size = end
 
     def write_header(self, shard: Tensor, control: RoundHeader, *, fault: int, key: int, squares: Tensor) -> None:
-        """Put ``control`` and the figures in front of ``shard``, uint8[size], whose other bytes are in place.
+        """Put ``control`` and the figures in front of ``shard``, uint8[size]; its other bytes are in place.
 
         ``squares``: float64[1]. On a device there is no checksum.
         """
@@ -62,7 +62,7 @@ class ShardLayout:
             figures[_CHECKSUM] = self._checksum(shard)
 
     def faults(self, rows: Tensor) -> list[int]:
-        """Return what each of ``rows``, uint8[W, size or more], says of the first phase: see :data:`FIGURES`."""
+        """Return the fault of the first phase that each of ``rows``, uint8[W, size or more], announces: see FIGURES."""
         found: list[int] = self._figures_of(rows)[:, _FAULT].tolist()
         return found
 
@@ -101,10 +101,10 @@ class ShardLayout:
 
 
 class MessageLayout:
-    """The bytes of one message in both phases.
+    """Layout of one message's bytes in both phases.
 
-    ``first``: of what a rank sends, a shard for each owner, one behind the other. ``second``: of what each owner sends,
-    once it has added its shard up; empty where there is one phase, in which all ranks own all.
+    ``first``: the shards that a rank sends, one for each owner, one behind the other. ``second``: the shard that each
+    owner sends, once it has added it up; empty where there is one phase, in which all ranks own all.
     """
 
     def __init__(self, first: Sequence[ShardLayout], second: Sequence[ShardLayout]) -> None:
@@ -122,7 +122,7 @@ class MessageLayout:
 
     @property
     def size(self) -> int:
-        """The bytes of what a rank sends in the first phase."""
+        """Bytes that a rank sends in the first phase."""
         return self.starts[-1]
 
     def shard(self, message: Tensor, number: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Cut what a message carries into shards, one an owner: pure, the same on every rank."""
+"""Cut a message into shards, one an owner: pure functions, with the same results on every rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Piece:
 
     @cached_property
     def elements(self) -> slice:
-        """The elements of the tensor, 1-D, that they cover: zeros fill up its last block."""
+        """Elements of the tensor, 1-D, that the blocks cover; zeros fill up its last block."""
         return slice(self.first * self.size, min((self.first + self.blocks) * self.size, self.slot.numel))
 
 
@@ -35,7 +35,7 @@ class Run:
 
     @cached_property
     def nbytes(self) -> int:
-        """Their bytes, in the gradient's dtype."""
+        """Bytes of the elements, in the gradient's dtype."""
         return (self.stop - self.start) * self.segment.lane.dtype.itemsize
 
 
